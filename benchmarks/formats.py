@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from twinphase.bench.targets.engine import EngineTarget
+from twinphase_bench.targets.engine import EngineTarget
 
-PROMPT, NEW = 512, 48
+PROMPT = 512
+NEW = 48
 BASE = "Q4_0"
 
 
@@ -35,7 +36,9 @@ def measure(target: EngineTarget, rep: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="llama-3.2-1b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--types", default=",".join(BLOCKS))
@@ -44,23 +47,33 @@ def main() -> None:
     names = list(dict.fromkeys([BASE, *args.types.split(",")]))
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
-        targets, sizes = {}, {}
+        targets = {}
+        sizes = {}
         for name in track(names, "models", console=Console(stderr=True)):
-            path = write_model(args.shape, name, Path(folder) / f"{name}.gguf", args.layers, vocab=1000)
+            path = write_model(
+                args.shape, name, Path(folder) / f"{name}.gguf", args.layers, vocab=1000
+            )
             sizes[name] = path.stat().st_size
             targets[name] = EngineTarget(str(path), max_model_len=1024, enable_prefix_caching=False)
             measure(targets[name], 0)  # warm
         for rep in track(range(args.reps), "repetitions", console=Console(stderr=True)):
             for name, target in targets.items():
                 seconds[name].append(measure(target, rep + 1))
-    table = Table(title=f"{args.shape}, {args.layers} layers: speed as a share of {BASE}'s, medians (range)")
+    table = Table(
+        title=f"{args.shape}, {args.layers} layers: speed as a share of {BASE}'s, medians (range)"
+    )
     for column in ("format", "file, MB", f"prefill {PROMPT}", f"decode behind {PROMPT}"):
         table.add_column(column, justify="left" if column == "format" else "right")
     for name in names:
         shares = []
         for phase in (0, 1):
-            ratios = [base[phase] / own[phase] for base, own in zip(seconds[BASE], seconds[name], strict=True)]
-            shares.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+            ratios = [
+                base[phase] / own[phase]
+                for base, own in zip(seconds[BASE], seconds[name], strict=True)
+            ]
+            shares.append(
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
         table.add_row(name, f"{sizes[name] / 1e6:.0f}", *shares)
     Console().print(table)
 

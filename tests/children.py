@@ -30,7 +30,8 @@ def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[b
 
 def descendants(parent: int, wanted: Callable[[bytes], bool]) -> list[int]:
     """Ids of a process's descendants whose command line is wanted."""
-    found, queue = [], [parent]
+    found = []
+    queue = [parent]
     while queue:
         pid = queue.pop()
         for path in Path(f"/proc/{pid}/task").glob("*/children"):

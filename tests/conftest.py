@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: libraries that would take all cores wait for each other
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # one process per core: libraries that would take all cores wait for each other
     for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ.setdefault(_variable, "1")  # read when the library is loaded, so before anything below
+        os.environ.setdefault(
+            _variable, "1"
+        )  # read when the library is loaded, so before anything below
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # there is no GPU to run its kernels; read when it is imported
+os.environ.setdefault(
+    "TRITON_INTERPRET", "1"
+)  # there is no GPU to run its kernels; read when it is imported
 
 import contextlib
 import ctypes
@@ -17,8 +23,9 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
-# A busy machine is slow now and then: how long an example takes says nothing of what it tests. The same examples are
-# tried each time, so that a change is judged by what it changed; `--hypothesis-profile explore` looks for new ones.
+# A busy machine is slow now and then: how long an example takes says nothing of what it tests. The
+# same examples are tried each time, so that a change is judged by what it changed;
+# `--hypothesis-profile explore` looks for new ones.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("twinphase", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("twinphase")
@@ -29,7 +36,8 @@ PR_SET_CHILD_SUBREAPER = 36
 def pytest_sessionstart() -> None:
     """A shell starts background jobs with SIGINT ignored, which every child would inherit: Ctrl-C is tested here.
 
-    Processes whose parent has died become children of this one, so that the end of the session finds them.
+    Processes whose parent has died become children of this one, so that the end of the session
+    finds them.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(OSError, AttributeError):

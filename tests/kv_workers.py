@@ -15,12 +15,29 @@ from msgspec.structs import replace
 
 from twinphase.cache.prefix_cache import CachedBlock
 from twinphase.cluster.handshake import DIGEST_BYTES, GREETING, NONCE_BYTES, receive_exactly
-from twinphase.cluster.kv.frames import ENVELOPE, Frame, checksum, decode_header, encode_message, open_envelope
+from twinphase.cluster.kv.frames import (
+    ENVELOPE,
+    Frame,
+    checksum,
+    decode_header,
+    encode_message,
+    open_envelope,
+)
 from twinphase.cluster.kv.port import KVPort
 from twinphase.cluster.kv.transport import connect, read_message
-from twinphase.engine.loading import LoadedEngine
-from twinphase.engine.loop import EngineLoop
-from twinphase.engine.messages import Add, EngineFacts, Finished, FromEngine, Pushed, PushTo, Refused, StepNews, Stop
+from twinphase.engine.loading.loading import LoadedEngine
+from twinphase.engine.process.loop import EngineLoop
+from twinphase.engine.process.messages import (
+    Add,
+    EngineFacts,
+    Finished,
+    FromEngine,
+    Pushed,
+    PushTo,
+    Refused,
+    StepNews,
+    Stop,
+)
 from twinphase.request import SamplingParams
 
 KEY = b"a key of this test"
@@ -56,28 +73,44 @@ class Worker:
                     answer = self._answers[news.request_id]
                     answer.tokens += news.token_ids
                     answer.logprobs += news.logprobs
-                    answer.num_cached, answer.finished = news.num_cached, news.finished
+                    answer.num_cached = news.num_cached
+                    answer.finished = news.finished
             elif isinstance(message, Pushed):
                 self._answers[message.request_id].pushed = message
             elif isinstance(message, Refused):
                 raise message.error()
             self._changed.notify_all()
 
-    def begin(self, prompt, params: SamplingParams, push_to: PushTo | None = None, salt=None, output=()) -> str:
+    def begin(
+        self, prompt, params: SamplingParams, push_to: PushTo | None = None, salt=None, output=()
+    ) -> str:
         self._number += 1
         name = str(self._number)
         self.loop.put(
-            Add(name, list(prompt), params, 0.0, 0.0, cache_salt=salt, push_to=push_to, output_token_ids=list(output))
+            Add(
+                name,
+                list(prompt),
+                params,
+                0.0,
+                0.0,
+                cache_salt=salt,
+                push_to=push_to,
+                output_token_ids=list(output),
+            )
         )
         return name
 
     def wait(self, name: str, done: Callable[[Answer], object]) -> Answer:
         with self._changed:
-            assert self._changed.wait_for(lambda: done(self._answers[name]) or not self._thread.is_alive(), SECONDS)
+            assert self._changed.wait_for(
+                lambda: done(self._answers[name]) or not self._thread.is_alive(), SECONDS
+            )
             assert self._thread.is_alive()
             return self._answers[name]
 
-    def ask(self, prompt, params: SamplingParams, push_to: PushTo | None = None, salt=None, output=()) -> Answer:
+    def ask(
+        self, prompt, params: SamplingParams, push_to: PushTo | None = None, salt=None, output=()
+    ) -> Answer:
         """The whole answer, or what follows `output` of it; and what became of its blocks."""
         name = self.begin(prompt, params, push_to, salt, output)
         return self.wait(name, lambda answer: answer.finished and (answer.pushed or not push_to))
@@ -143,7 +176,9 @@ class FaultProxy:
     """
 
     def __init__(self, address: str, fault: Fault, seed: int = 0) -> None:
-        self._target, self._fault, self._random = address, fault, random.Random(seed)
+        self._target = address
+        self._fault = fault
+        self._random = random.Random(seed)
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp:127.0.0.1:{self._server.getsockname()[1]}"
         self.num_frames = self.num_spoilt = 0
@@ -230,7 +265,8 @@ def rewritten(change: Callable[[bytes], bytes]) -> Fault:
     def fault(choose, data):
         (message,) = data
         start = ENVELOPE.size + open_envelope(message[: ENVELOPE.size])[0]
-        frame, payload = decode_header(message[ENVELOPE.size : start]), message[start:]
+        frame = decode_header(message[ENVELOPE.size : start])
+        payload = message[start:]
         head = 4 + int.from_bytes(payload[:4], "little")
         payload = payload[:head] + change(payload[head:])
         block = CachedBlock(frame.block_hash, frame.parent, tuple(frame.token_ids), frame.index)
@@ -242,7 +278,11 @@ def rewritten(change: Callable[[bytes], bytes]) -> Fault:
 
 def one_nan(choose, data):
     """One value of some blocks is no number."""
-    return rewritten(lambda bits: bits[:-2] + b"\xff\xff")(choose, data) if choose.random() < 0.5 else data
+    return (
+        rewritten(lambda bits: bits[:-2] + b"\xff\xff")(choose, data)
+        if choose.random() < 0.5
+        else data
+    )
 
 
 def hang_up(choose, data):
@@ -259,7 +299,8 @@ class Reorder:
         if choose.random() < 0.4:
             self.held += data
             return []
-        data, self.held = data + self.held, []
+        data = data + self.held
+        self.held = []
         return data
 
 

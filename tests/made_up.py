@@ -14,6 +14,10 @@ CEILINGS = Ceilings("p", 1, "generic", ((1, 1e6), (1 << 30, 1e6)), 1e6, 1e5, Non
 UNITS = Units("int8", "int8", "float32")
 
 
-def made_up_machine(*, shape=SHAPE, ceilings=CEILINGS, cores=None, best_isa=None, block_multiple=1, **config):
+def made_up_machine(
+    *, shape=SHAPE, ceilings=CEILINGS, cores=None, best_isa=None, block_multiple=1, **config
+):
     config = EngineConfig(**{"num_kv_blocks": 64, **config})
-    return Machine(config, shape, CostModel(PRICES), ceilings, UNITS, cores, best_isa, block_multiple, KV_BYTES)
+    return Machine(
+        config, shape, CostModel(PRICES), ceilings, UNITS, cores, best_isa, block_multiple, KV_BYTES
+    )

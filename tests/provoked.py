@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from twinphase.batch import Batch, StepOutput
-from twinphase.engine.llm import LLM
+from twinphase.engine.frontends.llm import LLM
 from twinphase.explain.explanation import Explanation
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.request import Request, SamplingParams
@@ -28,12 +28,18 @@ class Engine:
     """The reference backend on a small model, and requests whose tokens are stamped when their step is over.
 
     Args:
-        seconds: what a step takes on the engine's clock, which nothing else moves; None keeps the real clock.
-            What other programs take of the processors is left out in both cases: `cpu_wait` says nothing.
+        seconds: what a step takes on the engine's clock, which nothing else moves; None keeps the
+            real clock. What other programs take of the processors is left out in both cases:
+            `cpu_wait` says nothing.
     """
 
     def __init__(
-        self, model: Path, seed: int = 0, *, seconds: Callable[[Batch], float] | None = usual_seconds, **config: Any
+        self,
+        model: Path,
+        seed: int = 0,
+        *,
+        seconds: Callable[[Batch], float] | None = usual_seconds,
+        **config: Any,
     ) -> None:
         self.llm = LLM(model, **{"backend": "reference", "max_model_len": 2048, **config})
         self.engine = self.llm.engine
@@ -45,10 +51,16 @@ class Engine:
     def prompt(self, num_tokens: int) -> list[int]:
         return [self._random.randrange(5, 300) for _ in range(num_tokens)]
 
-    def add(self, prompt: list[int], max_tokens: int, *, cache_salt: str | None = None, **params: Any) -> Life:
-        wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **params})
+    def add(
+        self, prompt: list[int], max_tokens: int, *, cache_salt: str | None = None, **params: Any
+    ) -> Life:
+        wanted = SamplingParams(
+            **{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **params}
+        )
         name = str(len(self._lives))
-        request = Request(name, prompt, wanted, arrival_time=self.engine.clock(), cache_salt=cache_salt)
+        request = Request(
+            name, prompt, wanted, arrival_time=self.engine.clock(), cache_salt=cache_salt
+        )
         self._lives[name] = request, self.engine.add_request(request)
         return self._lives[name]
 
@@ -106,8 +118,11 @@ class Script:
         execute = engine.executor.execute
         older = getattr(execute, "__self__", None)
         self._execute = older._execute if isinstance(older, Script) else execute
-        self._seconds, self._sampling, self._cpu_wait = seconds, sampling, cpu_wait
-        engine.recorder.clock, engine.recorder.cpu_wait = lambda: self.now, lambda: self.waited
+        self._seconds = seconds
+        self._sampling = sampling
+        self._cpu_wait = cpu_wait
+        engine.recorder.clock = lambda: self.now
+        engine.recorder.cpu_wait = lambda: self.waited
         engine.executor.execute = self._scripted
 
     def _scripted(self, batch: Batch) -> StepOutput:

@@ -1,6 +1,7 @@
 """A graph that records torch's operations, and launches of Triton's kernels, and does them again on the same memory.
 
-It knows what a CUDA graph knows: memory. Numbers that the host put into an operation are those of the capture.
+It knows what a CUDA graph knows: memory. Numbers that the host put into an operation are those of
+the capture.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Recorder(TorchDispatchMode):
         self.replays = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.name().split(".")[0] not in NEEDS_HOST, f"{func} waits for the device: it cannot be captured"
+        assert func.name().split(".")[0] not in NEEDS_HOST, (
+            f"{func} waits for the device: it cannot be captured"
+        )
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, out))
         return out

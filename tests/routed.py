@@ -6,8 +6,9 @@ import asyncio
 import random
 import time
 
+from twinphase.constraint import StructuredOutputsParams
 from twinphase.phases.timeline import IntervalKind
-from twinphase.request import SamplingParams, StructuredOutputsParams
+from twinphase.request import SamplingParams
 
 CONFIG = {
     "threads": 1,
@@ -42,9 +43,16 @@ async def read(stream):
 
 def same(output, expected):
     """Bit for bit: tokens, text, log probabilities, and why it ended."""
-    found, wanted = output.outputs[0], expected.outputs[0]
-    assert (found.token_ids, found.text, found.finish_reason) == (wanted.token_ids, wanted.text, wanted.finish_reason)
-    assert repr((found.logprobs, output.prompt_logprobs)) == repr((wanted.logprobs, expected.prompt_logprobs))
+    found = output.outputs[0]
+    wanted = expected.outputs[0]
+    assert (found.token_ids, found.text, found.finish_reason) == (
+        wanted.token_ids,
+        wanted.text,
+        wanted.finish_reason,
+    )
+    assert repr((found.logprobs, output.prompt_logprobs)) == repr(
+        (wanted.logprobs, expected.prompt_logprobs)
+    )
     timeline = output.metrics
     at = timeline.arrival
     for interval in timeline.intervals:
@@ -59,9 +67,17 @@ def mix(seed, count=10):
     """Prompts and parameters that have nothing in common but some beginnings."""
     draw = random.Random(seed)
     for number in range(count):
-        prompt = draw.choice(PREFIXES)[: draw.choice([16, 33, 96])] + [draw.randrange(10, 300) for _ in range(9)]
-        form = draw.choice([None, None, {"regex": "(cat|dog|cart){3,9}!"}, {"choice": ["somewhat longer", "no"]}])
-        free = {"ignore_eos": True, "min_tokens": 2, "stop": draw.choice([None, ["e", "th"]])} if form is None else {}
+        prompt = draw.choice(PREFIXES)[: draw.choice([16, 33, 96])] + [
+            draw.randrange(10, 300) for _ in range(9)
+        ]
+        form = draw.choice(
+            [None, None, {"regex": "(cat|dog|cart){3,9}!"}, {"choice": ["somewhat longer", "no"]}]
+        )
+        free = (
+            {"ignore_eos": True, "min_tokens": 2, "stop": draw.choice([None, ["e", "th"]])}
+            if form is None
+            else {}
+        )
         yield (
             prompt,
             SamplingParams(
@@ -90,7 +106,9 @@ async def whole(engine):
     """
     router = engine.host
     await until(lambda: not router._sent and not router._asked and engine.num_unfinished == 0)
-    assert all(one.num_decodes == 0 and one.decode_tokens == 0 for one in router.fleet.workers.values())
+    assert all(
+        one.num_decodes == 0 and one.decode_tokens == 0 for one in router.fleet.workers.values()
+    )
     assert all(abs(one.prefill_seconds) < 1e-9 for one in router.fleet.workers.values())
     loads = router.fleet.workers
     for name in loads:  # a last step of each says how it stands after it

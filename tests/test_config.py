@@ -44,7 +44,9 @@ def test_values_out_of_range(fields, match):
 def test_the_cache_takes_a_quarter_of_the_free_memory_at_most(monkeypatch):
     monkeypatch.setattr("twinphase.config.free_memory", lambda: 4 * 16 * 100 * 1000)
     assert EngineConfig().resolve(1000, kv_token_bytes=1000).num_kv_blocks == 100
-    assert EngineConfig().resolve(8000, kv_token_bytes=1000).num_kv_blocks == 500  # one whole request at least
+    assert (
+        EngineConfig().resolve(8000, kv_token_bytes=1000).num_kv_blocks == 500
+    )  # one whole request at least
     monkeypatch.setattr("twinphase.config.free_memory", lambda: None)
     assert EngineConfig(max_num_seqs=2).resolve(1000, kv_token_bytes=1000).num_kv_blocks == 128
 
@@ -55,4 +57,7 @@ def test_a_process_of_ours_runs_nothing_from_the_working_directory(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.startswith("twinphase ") and done.returncode == 0
     command = module_command("msgspec")  # the library has no __main__, which is as far as it gets
-    assert "not ours" not in subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stderr
+    assert (
+        "not ours"
+        not in subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stderr
+    )

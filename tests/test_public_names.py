@@ -15,6 +15,9 @@ def test_public_names_resolve():
 
 
 def test_importing_the_package_loads_nothing_heavy():
-    code = "import sys, twinphase; print([m for m in ('numpy', 'numba', 'tokenizers', 'jinja2') if m in sys.modules])"
+    code = (
+        "import sys, twinphase; print([m for m in ('numpy', 'numba', 'tokenizers', 'jinja2') "
+        "if m in sys.modules])"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

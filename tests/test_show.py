@@ -19,7 +19,7 @@ THINKS = "{% if tools %}{{ tools }}{% endif %}{{ messages[0]['content'] }}<think
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
@@ -38,20 +38,44 @@ def run_json(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
 def write_mistral(folder: Path) -> Path:
     """A folder with one 16-bit layer that attends to 8 tokens, and no tokenizer."""
     folder.mkdir()
-    layer = {"self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64)}
+    layer = {
+        "self_attn.q_proj": (64, 64),
+        "self_attn.k_proj": (32, 64),
+        "self_attn.v_proj": (32, 64),
+    }
     layer |= {"self_attn.o_proj": (64, 64), "mlp.gate_proj": (128, 64), "mlp.up_proj": (128, 64)}
-    layer |= {"mlp.down_proj": (64, 128), "input_layernorm": (64,), "post_attention_layernorm": (64,)}
-    tensors: dict[str, tuple[int, ...]] = {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()}
-    tensors |= {"model.embed_tokens.weight": (320, 64), "model.norm.weight": (64,), "lm_head.weight": (320, 64)}
+    layer |= {
+        "mlp.down_proj": (64, 128),
+        "input_layernorm": (64,),
+        "post_attention_layernorm": (64,),
+    }
+    tensors: dict[str, tuple[int, ...]] = {
+        f"model.layers.0.{name}.weight": shape for name, shape in layer.items()
+    }
+    tensors |= {
+        "model.embed_tokens.weight": (320, 64),
+        "model.norm.weight": (64,),
+        "lm_head.weight": (320, 64),
+    }
     zeros = {name: np.zeros(shape, np.float16) for name, shape in tensors.items()}
     save_file(zeros, folder / "model.safetensors")
-    config = {"model_type": "mistral", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config |= {"num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 320, "sliding_window": 8}
+    config = {
+        "model_type": "mistral",
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    config |= {
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 320,
+        "sliding_window": 8,
+    }
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
     return folder
 
 
-def test_a_file(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+def test_a_file(capsys, cache):
     path = write_tiny_gguf(cache / "tiny.gguf", types={"ffn_down": "Q8_0"}, chat_template=THINKS)
     found = run_json(capsys, path)
     matrices = 2 * (64 * 64 * 2 + 32 * 64 * 2 + 3 * 64 * 128) + 320 * 64
@@ -71,31 +95,44 @@ def test_a_file(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
     assert (found["chat_template"], found["tools"], found["thinking"]) == (True, True, True)
     assert found["here"] is None
     text = run(capsys, path)
-    parts = ("byte-level BPE, 320 tokens", "whole context", "it is the embedding", "run `twinphase roofline`", "Q8_0")
+    parts = (
+        "byte-level BPE, 320 tokens",
+        "whole context",
+        "it is the embedding",
+        "run `twinphase roofline`",
+        "Q8_0",
+    )
     assert [part for part in parts if part not in text] == []
     assert "\x1b" not in text
 
 
-def test_what_ranks_would_hold(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+def test_what_ranks_would_hold(capsys, cache):
     path = write_tiny_gguf(cache / "tiny.gguf")
     found = json.loads(run(capsys, path, "-tp", "2", "--json"))
     whole = found["kv_cache"]["auto"]["token"]
-    assert [(rank["kv_heads"], rank["kv_token"]["auto"]) for rank in found["ranks"]] == [(1, whole // 2)] * 2
+    assert [(rank["kv_heads"], rank["kv_token"]["auto"]) for rank in found["ranks"]] == [
+        (1, whole // 2)
+    ] * 2
     # Each has the embedding, the norms, and half of the matrices and of the head.
-    embedding, norms = 320 * 64 * 18 // 32, 5 * 64 * 4
-    assert [rank["weights"] for rank in found["ranks"]] == [norms + embedding + (found["bytes"] - norms) // 2] * 2
+    embedding = 320 * 64 * 18 // 32
+    norms = 5 * 64 * 4
+    assert [rank["weights"] for rank in found["ranks"]] == [
+        norms + embedding + (found["bytes"] - norms) // 2
+    ] * 2
     assert "KV per token, int8" in run(capsys, path, "-tp", "2")
-    assert run_app(["show", str(path), "-tp", "5"]) == 2 and "Use at most 4" in capsys.readouterr().err
+    assert (
+        run_app(["show", str(path), "-tp", "5"]) == 2 and "Use at most 4" in capsys.readouterr().err
+    )
 
 
-def test_a_model_without_template_has_no_tools(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+def test_a_model_without_template_has_no_tools(capsys, cache):
     path = write_tiny_gguf(cache / "tiny.gguf", chat_template="")
     found = run_json(capsys, path)
     assert (found["chat_template"], found["tools"], found["thinking"]) == (False, False, False)
     assert "no (ChatML stands in)" in run(capsys, path)
 
 
-def test_a_folder_with_a_window_and_without_tokenizer(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+def test_a_folder_with_a_window_and_without_tokenizer(capsys, cache):
     path = write_mistral(cache / "mistral")
     found = run_json(capsys, path)
     assert (found["layers"]["window"], found["layers"]["windowed_layers"]) == (8, 1)
@@ -103,18 +140,26 @@ def test_a_folder_with_a_window_and_without_tokenizer(capsys: pytest.CaptureFixt
     assert sizes["held"] == 512 * sizes["token"] and sizes["read"] == 8 * sizes["token"]
     assert [one["type"] for one in found["formats"]] == ["F16"]
     assert found["tokenizer"] is None and "tokenizer.json" in found["problem"]
-    text = " ".join(run(capsys, path).split())  # however the terminal breaks the lines of a long path
+    text = " ".join(
+        run(capsys, path).split()
+    )  # however the terminal breaks the lines of a long path
     assert "every layer attends to 8 tokens at most" in text and "no tokenizer.json" in text
 
 
-def test_both_phases_by_measured_ceilings(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
-    device, points = open_device("cpu"), ((1 << 20, 40e9), (1 << 30, 20e9))
-    ceilings = Ceilings(processor_name(), device.threads, device.isa, points, 1e12, 2e11, 4e11, provisional=True)
+def test_both_phases_by_measured_ceilings(capsys, cache):
+    device = open_device("cpu")
+    points = ((1 << 20, 40e9), (1 << 30, 20e9))
+    ceilings = Ceilings(
+        processor_name(), device.threads, device.isa, points, 1e12, 2e11, 4e11, provisional=True
+    )
     save_ceilings(ceilings)
     path = write_tiny_gguf(cache / "tiny.gguf", context=1024)
     here = run_json(capsys, path)["here"]
     assert here["prompt_tokens"] == 512 and 0 < here["tpot_seconds"] < here["ttft_seconds"]
-    assert run_app(["estimate", str(path), "--hardware", "this", "--prompt-tokens", "512", "--json"]) == 0
+    assert (
+        run_app(["estimate", str(path), "--hardware", "this", "--prompt-tokens", "512", "--json"])
+        == 0
+    )
     estimated = json.loads(capsys.readouterr().out)
     assert here["ttft_seconds"] == estimated["ttft_seconds"]
     text = run(capsys, path)
@@ -122,29 +167,37 @@ def test_both_phases_by_measured_ceilings(capsys: pytest.CaptureFixture[str], ca
     assert "disturbed" in text
 
 
-def test_an_encoder(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+def test_an_encoder(capsys, cache):
     from tiny_bert import make_bert, save_bert
 
     model = make_bert()
     path = save_bert(model, cache / "bert", "cls")
     found = run_json(capsys, path)
-    assert found["parameters"]["total"] == sum(parameter.numel() for parameter in model.parameters())
+    assert found["parameters"]["total"] == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
     assert found["embeds"] == {"dimensions": 48, "pooling": "cls"} and found["context_length"] == 64
     assert found["tokenizer"]["kind"] == "wordpiece" and not {"kv_cache", "here"} & set(found)
     text = run(capsys, path)
-    assert "bert, F32" in text and "up to 64 tokens" in text and "to 48 dimensions, cls pooling" in text
+    assert (
+        "bert, F32" in text
+        and "up to 64 tokens" in text
+        and "to 48 dimensions, cls pooling" in text
+    )
     (path / "tokenizer.json").unlink()
     assert "no tokenizer.json" in " ".join(run(capsys, path).split())
 
 
-@pytest.mark.parametrize(("name", "named"), [("no-such", "no-such"), ("pypi:some-model", "twinphase pull")])
-def test_what_is_not_here_is_one_line(capsys: pytest.CaptureFixture[str], name: str, named: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "named"), [("no-such", "no-such"), ("pypi:some-model", "twinphase pull")]
+)
+def test_what_is_not_here_is_one_line(capsys, name, named):
     assert run_app(["show", name]) != 0
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and named in err
 
 
-def test_what_does_not_run_is_one_line(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+def test_what_does_not_run_is_one_line(capsys, cache):
     path = write_tiny_gguf(cache / "tiny.gguf", architecture="rwkv6")
     assert run_app(["show", str(path)]) != 0
     out, err = capsys.readouterr()

@@ -16,7 +16,11 @@ from twinphase.models.loader import open_model
 
 __all__ = ["make_bert", "save_bert", "vector_of", "write_bert_gguf"]
 
-FLAGS = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token", "last": "pooling_mode_lasttoken"}
+FLAGS = {
+    "mean": "pooling_mode_mean_tokens",
+    "cls": "pooling_mode_cls_token",
+    "last": "pooling_mode_lasttoken",
+}
 
 
 def make_bert(**config: Any) -> Any:
@@ -24,7 +28,9 @@ def make_bert(**config: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 200, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
     sizes |= {"intermediate_size": 80, "max_position_embeddings": 64}
-    model = transformers.BertModel(transformers.BertConfig(**(sizes | config)), add_pooling_layer=False).eval()
+    model = transformers.BertModel(
+        transformers.BertConfig(**(sizes | config)), add_pooling_layer=False
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -41,7 +47,9 @@ def save_bert(model: Any, folder: Path, pooling: str | None = None) -> Path:
     if pooling is not None:
         (folder / "1_Pooling").mkdir()
         flags = {flag: name == pooling for name, flag in FLAGS.items()}
-        (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 48, **flags}))
+        (folder / "1_Pooling" / "config.json").write_text(
+            json.dumps({"word_embedding_dimension": 48, **flags})
+        )
     return folder
 
 
@@ -76,12 +84,19 @@ def _add_vocabulary(writer: gguf.GGUFWriter, folder: Path) -> None:
     vocab = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     control = {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"}
     names = sorted(vocab, key=vocab.__getitem__)
-    words = [name if name in control else name[2:] if name.startswith("##") else "\u2581" + name for name in names]
+    words = [
+        name if name in control else name[2:] if name.startswith("##") else "\u2581" + name
+        for name in names
+    ]
     writer.add_tokenizer_model("bert")
     writer.add_tokenizer_pre("jina-v2-en")  # what the converter calls BERT's
     writer.add_token_list(words)
     writer.add_token_types([3 if name in control else 1 for name in names])
-    for name, key in {"UNK": "unknown", "CLS": "cls", "SEP": "seperator"}.items():  # spelled so by GGUF
+    for name, key in {
+        "UNK": "unknown",
+        "CLS": "cls",
+        "SEP": "seperator",
+    }.items():  # spelled so by GGUF
         writer.add_uint32(f"tokenizer.ggml.{key}_token_id", vocab[f"[{name}]"])
     writer.add_token_type_count(2)
 

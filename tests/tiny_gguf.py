@@ -1,7 +1,8 @@
 """Tiny GGUF files with random weights, for tests that need a real file but no real model.
 
-The files are complete: the Llama family's hyper-parameters and tensor names, a byte-level BPE tokenizer and a ChatML
-template. A hidden size of 64 gives a file of some hundred kilobytes, written in milliseconds.
+The files are complete: the Llama family's hyper-parameters and tensor names, a byte-level BPE
+tokenizer and a ChatML template. A hidden size of 64 gives a file of some hundred kilobytes, written
+in milliseconds.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ __all__ = ["CHAT_TEMPLATE", "CONTROL_TOKENS", "random_raw", "tiny_vocabulary", "
 
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + "
+    "message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # Merges build each of these words, so that texts get tokens of several characters.
 _WORDS = ("the", "hello", " the", " world", " and", "ing", "tion", " of", " to", " in")
-# Types that the gguf package cannot quantize to: values in a block, its bytes, where its float16 scale and minimum
-# are, and what random integers multiply the scale by, so that weights of 1/sqrt(K) come out.
+# Types that the gguf package cannot quantize to: values in a block, its bytes, where its float16
+# scale and minimum are, and what random integers multiply the scale by, so that weights of
+# 1/sqrt(K) come out.
 _RANDOM_BLOCKS: dict[str, tuple[int, int, tuple[int, ...], float]] = {
     "Q4_K": (256, 144, (0, 2), 31 * 7),
     "Q5_K": (256, 176, (0, 2), 31 * 15),
@@ -64,7 +67,8 @@ def write_tiny_gguf(
 
     Args:
         path: file to write.
-        hidden: model width; K-quants and IQ4_XS need a multiple of 256 here and in `ffn`, other formats of 32.
+        hidden: model width; K-quants and IQ4_XS need a multiple of 256 here and in `ffn`, other
+            formats of 32.
         layers: number of blocks.
         heads: query heads; the head size is `hidden // heads`.
         kv_heads: key and value heads.
@@ -115,12 +119,18 @@ def write_tiny_gguf(
         "attn_v": (kv, hidden),
         "attn_output": (hidden, hidden),
     }
-    feed_forward: dict[str, tuple[int, ...]] = {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}
+    feed_forward: dict[str, tuple[int, ...]] = {
+        "gate": (ffn, hidden),
+        "up": (ffn, hidden),
+        "down": (hidden, ffn),
+    }
     types = dict(types or {})
     if experts:
         matrices |= {"ffn_gate_inp": (experts[0], hidden)}
         types.setdefault("ffn_gate_inp", "F32")  # as llama.cpp keeps it
-        matrices |= {f"ffn_{name}_exps": (experts[0], *shape) for name, shape in feed_forward.items()}
+        matrices |= {
+            f"ffn_{name}_exps": (experts[0], *shape) for name, shape in feed_forward.items()
+        }
     else:
         matrices |= {f"ffn_{name}": shape for name, shape in feed_forward.items()}
     _add_matrix(writer, rng, "token_embd.weight", (vocab, hidden), embedding_type or tensor_type)
@@ -128,7 +138,9 @@ def write_tiny_gguf(
         for norm in ("attn_norm", "ffn_norm"):
             _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", hidden)
         for name, shape in matrices.items():
-            _add_matrix(writer, rng, f"blk.{layer}.{name}.weight", shape, types.get(name, tensor_type))
+            _add_matrix(
+                writer, rng, f"blk.{layer}.{name}.weight", shape, types.get(name, tensor_type)
+            )
     _add_norm(writer, rng, "output_norm.weight", hidden)
     if not tied:
         _add_matrix(writer, rng, "output.weight", (vocab, hidden), embedding_type or tensor_type)
@@ -145,7 +157,9 @@ def _file_type(tensor_type: str) -> int:
     return int(gguf.LlamaFileType.ALL_F32 if tensor_type == "F32" else gguf.LlamaFileType[name])
 
 
-def random_raw(rng: np.random.Generator, shape: tuple[int, int], tensor_type: str) -> NDArray[np.uint8]:
+def random_raw(
+    rng: np.random.Generator, shape: tuple[int, int], tensor_type: str
+) -> NDArray[np.uint8]:
     """Random weights of about 1/sqrt(K) in the given storage type, uint8 [N, bytes of a row]."""
     if tensor_type in _RANDOM_BLOCKS:
         return _random_blocks(rng, shape, tensor_type)
@@ -162,12 +176,15 @@ def tiny_vocabulary(size: int) -> tuple[list[str], list[int], list[str]]:
     for word in _WORDS:
         characters = [alphabet[byte] for byte in word.encode()]
         for end in range(2, len(characters) + 1):
-            left, right = "".join(characters[: end - 1]), characters[end - 1]
+            left = "".join(characters[: end - 1])
+            right = characters[end - 1]
             if left + right not in tokens and len(tokens) < size:
                 tokens.append(left + right)
                 merges.append(f"{left} {right}")
     if size < len(CONTROL_TOKENS) + len(alphabet):
-        raise ValueError(f"vocab {size} is too small for {len(alphabet)} bytes and the control tokens")
+        raise ValueError(
+            f"vocab {size} is too small for {len(alphabet)} bytes and the control tokens"
+        )
     filler = [f"<|unused_{i}|>" for i in range(size - len(tokens))]
     types = [gguf.TokenType.CONTROL] * len(CONTROL_TOKENS)
     types += [gguf.TokenType.NORMAL] * (len(tokens) - len(types))
@@ -202,10 +219,15 @@ def _add_norm(writer: gguf.GGUFWriter, rng: np.random.Generator, name: str, size
 
 
 def _add_matrix(
-    writer: gguf.GGUFWriter, rng: np.random.Generator, name: str, shape: tuple[int, ...], tensor_type: str
+    writer: gguf.GGUFWriter,
+    rng: np.random.Generator,
+    name: str,
+    shape: tuple[int, ...],
+    tensor_type: str,
 ) -> None:
     raw = random_raw(rng, (math.prod(shape[:-1]), shape[-1]), tensor_type).reshape(*shape[:-1], -1)
-    # GGUFWriter derives the shape in elements from F32 and F16 arrays, and from bytes for every other type.
+    # GGUFWriter derives the shape in elements from F32 and F16 arrays, and from bytes for every
+    # other type.
     native = {"F32": np.float32, "F16": np.float16}.get(tensor_type)
     if native is not None:
         writer.add_tensor(name, raw.view(native).reshape(shape))
@@ -213,14 +235,18 @@ def _add_matrix(
         writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[tensor_type])
 
 
-def _random_blocks(rng: np.random.Generator, shape: tuple[int, int], tensor_type: str) -> NDArray[np.uint8]:
+def _random_blocks(
+    rng: np.random.Generator, shape: tuple[int, int], tensor_type: str
+) -> NDArray[np.uint8]:
     """Random bytes are valid blocks once the float16 scales are sane."""
     rows, columns = shape
     size, nbytes, halves, spread = _RANDOM_BLOCKS[tensor_type]
     if columns % size:
         raise ValueError(f"{tensor_type} needs rows of a multiple of {size} values, got {columns}")
     blocks = rng.integers(0, 256, (rows, columns // size, nbytes), dtype=np.uint8)
-    d = np.float32(columns**-0.5 / spread) * rng.uniform(0.5, 1.5, (rows, columns // size)).astype(np.float32)
+    d = np.float32(columns**-0.5 / spread) * rng.uniform(0.5, 1.5, (rows, columns // size)).astype(
+        np.float32
+    )
     # The minimum is subtracted: half the largest value centres the weights on zero.
     half = d * np.float32({"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}.get(tensor_type, 0))
     for start, value in zip(halves, (d, half), strict=False):

@@ -10,7 +10,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-MEBIBYTES, PASSES = 256, 9
+MEBIBYTES = 256
+PASSES = 9
 METHOD = f"C, all threads reading {MEBIBYTES} MiB, best of {PASSES} passes"
 SOURCE = Path(__file__).resolve().parent / "dram_read.c"
 
@@ -20,11 +21,22 @@ class DramProbe:
 
     def __init__(self, threads: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="dram_read")
-        program, compiler = Path(self._folder.name) / "dram_read", shutil.which("cc")
+        program = Path(self._folder.name) / "dram_read"
+        compiler = shutil.which("cc")
         if compiler:
-            command = [compiler, "-O3", "-march=native", "-pthread", str(SOURCE), "-o", str(program)]
+            command = [
+                compiler,
+                "-O3",
+                "-march=native",
+                "-pthread",
+                str(SOURCE),
+                "-o",
+                str(program),
+            ]
             subprocess.run(command, check=True)
-        self._command = [str(program), str(threads), str(MEBIBYTES), str(PASSES)] if compiler else None
+        self._command = (
+            [str(program), str(threads), str(MEBIBYTES), str(PASSES)] if compiler else None
+        )
 
     def gigabytes_per_second(self) -> list[float]:
         """One measurement, or none."""

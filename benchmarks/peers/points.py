@@ -8,13 +8,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-DEFAULT_POINTS = (
-    "prefill_128,prefill_512,prefill_2048,prefill_4096,decode_at_0,decode_at_512,decode_at_2048,decode_at_4096"
-)
+DEFAULT_POINTS = "prefill_128,prefill_512,prefill_2048,prefill_4096,decode_at_0,decode_at_512,decode_at_2048,decode_at_4096"
 CONCURRENT_POINTS = "batch1,batch4,batch16,batch64"
 DECODE_TOKENS = 127
 SHORT_PROMPT = 8  # what "depth 0" means: no engine can decode after nothing
-BATCH_PROMPT, BATCH_TOKENS = 256, 128
+BATCH_PROMPT = 256
+BATCH_TOKENS = 128
 VOCABULARY = (1000, 40000)  # ordinary tokens of the model, for prompts without the text
 
 
@@ -37,7 +36,12 @@ class Point:
                 continue
             if prefix == "batch":
                 return cls(text, prefix, BATCH_PROMPT, BATCH_TOKENS, int(number))
-            return cls(text, prefix, int(number) or SHORT_PROMPT, 1 if prefix == "prefill_" else DECODE_TOKENS + 1)
+            return cls(
+                text,
+                prefix,
+                int(number) or SHORT_PROMPT,
+                1 if prefix == "prefill_" else DECODE_TOKENS + 1,
+            )
         raise ValueError(f"no point {text!r}: use prefill_N, decode_at_N or batchN")
 
     def rates(self, reply: dict[str, Any]) -> dict[str, float]:
@@ -45,7 +49,9 @@ class Point:
         if self.operation == "prefill_":
             return {"tokens_per_second": reply["prompt_tokens"] / reply["first"]}
         if self.operation == "decode_at_":
-            return {"tokens_per_second": (reply["new_tokens"] - 1) / (reply["seconds"] - reply["first"])}
+            return {
+                "tokens_per_second": (reply["new_tokens"] - 1) / (reply["seconds"] - reply["first"])
+            }
         total = reply["prompt_tokens"] + reply["new_tokens"]
         return {
             "tokens_per_second": reply["new_tokens"] / reply["seconds"],
@@ -59,7 +65,8 @@ class Prompts:
     def __init__(self, path: Path | None) -> None:
         if path and path.exists():
             stored = json.loads(path.read_text())
-            self.source, self._tokens = str(stored["source"]), list(map(int, stored["tokens"]))
+            self.source = str(stored["source"])
+            self._tokens = list(map(int, stored["tokens"]))
         else:
             self.source = "random token ids (no prompts have been prepared)"
             generator = random.Random(0)
@@ -76,4 +83,7 @@ class Prompts:
 
     def request(self, point: Point) -> dict[str, Any]:
         """What an adapter's `generate` is told for a point, with fresh text."""
-        return {"prompts": [self.take(point.length) for _ in range(point.requests)], "n": point.new_tokens}
+        return {
+            "prompts": [self.take(point.length) for _ in range(point.requests)],
+            "n": point.new_tokens,
+        }

@@ -1,7 +1,8 @@
 """The JSON lines that every engine adapter speaks with `versus_peers.py`; standard library only.
 
-One request per line on stdin, one reply per line on stdout: `load`, then `generate` any number of times. A reply has
-`ok`; with it the engine's conditions, or the fields of `Timing`; without it an `error`.
+One request per line on stdin, one reply per line on stdout: `load`, then `generate` any number of
+times. A reply has `ok`; with it the engine's conditions, or the fields of `Timing`; without it an
+`error`.
 """
 
 from __future__ import annotations

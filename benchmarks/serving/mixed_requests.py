@@ -11,11 +11,25 @@ from typing import Any
 from dialects import ANTHROPIC, OLLAMA, PATHS, form, joined, whole
 from serving.processes import COMPLETIONS, events, random_prompt
 from twinphase import LLM, SamplingParams
-from twinphase.bench.client.client import Reply
-from twinphase.request import StructuredOutputsParams
+from twinphase.constraint import StructuredOutputsParams
+from twinphase_bench.client.client import Reply
 
-TOPICS = ("the sea", "a lighthouse", "bread", "winter", "an old clock", "rivers", "a small dog", "maps", "rain", "gold")
-SYSTEM = "You are a patient teacher. " + "Answer in plain words, give one example, and never use a list. " * 12
+TOPICS = (
+    "the sea",
+    "a lighthouse",
+    "bread",
+    "winter",
+    "an old clock",
+    "rivers",
+    "a small dog",
+    "maps",
+    "rain",
+    "gold",
+)
+SYSTEM = (
+    "You are a patient teacher. "
+    + "Answer in plain words, give one example, and never use a list. " * 12
+)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -30,7 +44,9 @@ CHAT = "/v1/chat/completions"
 NAME = "served"  # of the model, which the other APIs' requests have to name
 DIALECTS = {path: dialect for dialect, path in PATHS.items() if dialect in (ANTHROPIC, OLLAMA)}
 REASONS = {ANTHROPIC: {"stop": "end_turn", "length": "max_tokens"}, OLLAMA: {}}
-Answer = tuple[list[int], str, str]  # token ids, or in other APIs than OpenAI's how many there are; text, finish_reason
+Answer = tuple[
+    list[int], str, str
+]  # token ids, or in other APIs than OpenAI's how many there are; text, finish_reason
 
 
 @dataclass
@@ -49,10 +65,19 @@ def make_samples() -> list[Sample]:
     """Sixty different requests, the same each time."""
     rng = random.Random(0)
     prefix = random_prompt(rng, 512)
-    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}}
+    form = {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "person", "schema": SCHEMA},
+        }
+    }
 
     def drawn(**others: Any) -> dict[str, Any]:
-        return {"temperature": round(rng.uniform(0.6, 1.2), 2), "seed": rng.randrange(2**31), **others}
+        return {
+            "temperature": round(rng.uniform(0.6, 1.2), 2),
+            "seed": rng.randrange(2**31),
+            **others,
+        }
 
     def chat(text: str, system: str | None = None) -> dict[str, Any]:
         messages = [{"role": "system", "content": system}] if system else []
@@ -62,16 +87,46 @@ def make_samples() -> list[Sample]:
     for index, topic in enumerate(TOPICS):
         whole = {"temperature": 0.0, "max_tokens": rng.randint(16, 64), "ignore_eos": True}
         stops = {"stop": [" the", ".", "\n\n"][: 1 + index % 3], "max_tokens": 64}
-        shared, long = prefix + random_prompt(rng, rng.randint(16, 200)), random_prompt(rng, rng.randint(600, 1500))
+        shared = prefix + random_prompt(rng, rng.randint(16, 200))
+        long = random_prompt(rng, rng.randint(600, 1500))
         samples += [
-            Sample("chat", CHAT, {**chat(f"Tell me about {topic}."), "temperature": 0.0, "max_tokens": 48}),
-            Sample("shared system", CHAT, {**chat(f"Why {topic}?", SYSTEM), **drawn(top_p=0.9), "max_tokens": 64}),
+            Sample(
+                "chat",
+                CHAT,
+                {**chat(f"Tell me about {topic}."), "temperature": 0.0, "max_tokens": 48},
+            ),
+            Sample(
+                "shared system",
+                CHAT,
+                {**chat(f"Why {topic}?", SYSTEM), **drawn(top_p=0.9), "max_tokens": 64},
+            ),
             Sample("long prompt", COMPLETIONS, {"prompt": long, **whole}),
-            Sample("shared prefix", COMPLETIONS, {"prompt": shared, **drawn(top_k=40), "max_tokens": 64}),
-            Sample("n=2", CHAT, {**chat(f"About {topic}."), **drawn(presence_penalty=0.5), "n": 2, "max_tokens": 32}),
-            Sample("stop strings", COMPLETIONS, {"prompt": f"I like {topic} because", **stops, **drawn(min_p=0.02)})
+            Sample(
+                "shared prefix",
+                COMPLETIONS,
+                {"prompt": shared, **drawn(top_k=40), "max_tokens": 64},
+            ),
+            Sample(
+                "n=2",
+                CHAT,
+                {
+                    **chat(f"About {topic}."),
+                    **drawn(presence_penalty=0.5),
+                    "n": 2,
+                    "max_tokens": 32,
+                },
+            ),
+            Sample(
+                "stop strings",
+                COMPLETIONS,
+                {"prompt": f"I like {topic} because", **stops, **drawn(min_p=0.02)},
+            )
             if index % 2
-            else Sample("schema", CHAT, {**chat(f"A person and {topic}."), **drawn(), **form, "max_tokens": 96}),
+            else Sample(
+                "schema",
+                CHAT,
+                {**chat(f"A person and {topic}."), **drawn(), **form, "max_tokens": 96},
+            ),
         ]
     return samples
 
@@ -80,7 +135,11 @@ def make_other_samples() -> list[Sample]:
     """Chats in Anthropic's and Ollama's words, plain ones and with a schema."""
     samples = []
     for index, topic in enumerate(TOPICS):
-        chat = {"messages": [{"role": "user", "content": f"What about {topic}?"}], "temperature": 0.0, "max_tokens": 48}
+        chat = {
+            "messages": [{"role": "user", "content": f"What about {topic}?"}],
+            "temperature": 0.0,
+            "max_tokens": 48,
+        }
         alone = dict(chat)
         fields: dict[str, dict[str, Any]] = {ANTHROPIC: {}, OLLAMA: {}}
         if index % 2:
@@ -89,7 +148,12 @@ def make_other_samples() -> list[Sample]:
             fields = {dialect: form(dialect, SCHEMA) for dialect in fields}
         options = {"temperature": 0.0, "num_predict": alone["max_tokens"]}
         told = {"model": NAME, "messages": chat["messages"]}
-        claude = {**told, "temperature": 0.0, "max_tokens": alone["max_tokens"], **fields[ANTHROPIC]}
+        claude = {
+            **told,
+            "temperature": 0.0,
+            "max_tokens": alone["max_tokens"],
+            **fields[ANTHROPIC],
+        }
         samples += [
             Sample("Anthropic", PATHS[ANTHROPIC], claude, alone),
             Sample("Ollama", PATHS[OLLAMA], {**told, "options": options, **fields[OLLAMA]}, alone),
@@ -101,19 +165,27 @@ def answer_alone(samples: Sequence[Sample], llm: LLM) -> None:
     """Have the engine answer each request by itself."""
     for sample in samples:
         body = dict(sample.alone or sample.body)
-        n, format = body.pop("n", 1), body.pop("response_format", None)
-        prompt, messages = body.pop("prompt", None), body.pop("messages", None)
+        n = body.pop("n", 1)
+        format = body.pop("response_format", None)
+        prompt = body.pop("prompt", None)
+        messages = body.pop("messages", None)
         if format:
-            body["structured_outputs"] = StructuredOutputsParams(json=format["json_schema"]["schema"])
+            body["structured_outputs"] = StructuredOutputsParams(
+                json=format["json_schema"]["schema"]
+            )
         for index in range(n):
-            params = SamplingParams(**{**body, "seed": body["seed"] + index} if "seed" in body else body)
+            params = SamplingParams(
+                **{**body, "seed": body["seed"] + index} if "seed" in body else body
+            )
             if messages:
                 (output,) = llm.chat(messages, params, use_tqdm=False)
             else:
                 (output,) = llm.generate([prompt], params, use_tqdm=False)
             found = output.outputs[0]
             if sample.alone:
-                reason = REASONS[DIALECTS[sample.path]].get(found.finish_reason, found.finish_reason)
+                reason = REASONS[DIALECTS[sample.path]].get(
+                    found.finish_reason, found.finish_reason
+                )
                 sample.answers.append(([len(found.token_ids)], found.text, reason))
             else:
                 sample.answers.append((found.token_ids, found.text, found.finish_reason))
@@ -128,10 +200,12 @@ def answers_of(reply: Reply, sample: Sample, stream: bool) -> list[Answer]:
         said = whole(dialect, found)
         return [([said.num_output], said.text, said.reason)]
     token_ids: list[list[int]] = [[] for _ in sample.answers]
-    texts, reasons = [""] * len(sample.answers), [""] * len(sample.answers)
+    texts = [""] * len(sample.answers)
+    reasons = [""] * len(sample.answers)
     for message in events(reply) if stream else [reply.json()]:
         for choice in message.get("choices", ()):
-            index, part = choice["index"], choice.get("delta") or choice.get("message") or {}
+            index = choice["index"]
+            part = choice.get("delta") or choice.get("message") or {}
             token_ids[index] += choice["token_ids"]
             texts[index] += (part.get("content") or "") if sample.path == CHAT else choice["text"]
             reasons[index] = choice["finish_reason"] or reasons[index]
@@ -141,5 +215,9 @@ def answers_of(reply: Reply, sample: Sample, stream: bool) -> list[Answer]:
 def parts_of(reply: Reply, sample: Sample) -> list[dict[str, Any]]:
     """JSON of a stream's events, or lines, as far as they came."""
     if DIALECTS.get(sample.path) == OLLAMA:
-        return [json.loads(line) for line in reply.body.splitlines(keepends=True) if line.endswith(b"\n")]
+        return [
+            json.loads(line)
+            for line in reply.body.splitlines(keepends=True)
+            if line.endswith(b"\n")
+        ]
     return events(reply)

@@ -1,6 +1,7 @@
 """What serving costs: the same prompts by `LLM.generate` and through the server, in turn, on the same cores.
 
-The client runs on these cores too, so its CPU time is printed beside that of the server and of the engine.
+The client runs on these cores too, so its CPU time is printed beside that of the server and of the
+engine.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 from running import RunningServer
 from serving.processes import cpu_seconds, serving, spread
 from twinphase import LLM, SamplingParams
-from twinphase.bench.client.client import run as run_client
-from twinphase.bench.load.arrivals import Constant
-from twinphase.bench.load.run import run_load
-from twinphase.bench.load.workload import Lengths, Sizing, Workload, make_workload
-from twinphase.bench.report.report import Column, Section, Table
-from twinphase.bench.targets.openai import OpenAITarget
+from twinphase_bench.client.client import run as run_client
+from twinphase_bench.load.arrivals import Constant
+from twinphase_bench.load.run import run_load
+from twinphase_bench.load.workload import Lengths, Sizing, Workload, make_workload
+from twinphase_bench.report.report import Column, Section, Table
+from twinphase_bench.targets.openai import OpenAITarget
 
 OPTIONS = {
     "streams": ("16,64", "requests at once"),
@@ -32,11 +33,16 @@ CPU = ("server", "engine", "client", "offline")
 def offline(llm: LLM, workload: Workload) -> dict[str, Any]:
     """All prompts by `LLM.generate`: tokens per second, CPU seconds per token, texts."""
     params = [
-        SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True) for request in workload.requests
+        SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True)
+        for request in workload.requests
     ]
-    cpu, start = time.process_time(), time.perf_counter()
-    answers = llm.generate([list(request.prompt.token_ids) for request in workload.requests], params, use_tqdm=False)
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    cpu = time.process_time()
+    start = time.perf_counter()
+    answers = llm.generate(
+        [list(request.prompt.token_ids) for request in workload.requests], params, use_tqdm=False
+    )
+    seconds = time.perf_counter() - start
+    cpu = time.process_time() - cpu
     tokens = sum(len(answer.outputs[0].token_ids) for answer in answers)
     return {
         "rate": tokens / seconds,
@@ -55,7 +61,11 @@ def served(server: RunningServer, target: OpenAITarget, workload: Workload) -> d
     used = {name: cpu_seconds(pid) - before[name] for name, pid in pids.items()}
     used["client"] = result.client.cpu * result.seconds
     cpu = {name: seconds / result.num_output_tokens for name, seconds in used.items()}
-    return {"rate": result.output_rate, "cpu": cpu, "texts": [seen.text for seen in result.observations]}
+    return {
+        "rate": result.output_rate,
+        "cpu": cpu,
+        "texts": [seen.text for seen in result.observations],
+    }
 
 
 def run(args: argparse.Namespace) -> tuple[Section, Any]:
@@ -72,7 +82,9 @@ def run(args: argparse.Namespace) -> tuple[Section, Any]:
         lengths = Lengths((args.prompt, args.prompt), (args.output, args.output))
         for rep in range(-1, args.reps):
             for count in counts:
-                workload = make_workload(lengths, count, sizing, seed=1000 * rep + count, num_warm_up=0)
+                workload = make_workload(
+                    lengths, count, sizing, seed=1000 * rep + count, num_warm_up=0
+                )
                 ways = {
                     "served": lambda w=workload: served(server, target, w),
                     "offline": lambda w=workload: offline(llm, w),
@@ -98,11 +110,21 @@ def section(args: argparse.Namespace, found: dict[int, list[dict[str, Any]]]) ->
         Column("streams"),
         Column("offline, tokens/s"),
         Column("served, tokens/s", "new tokens / (last byte - first request)"),
-        Column("served / offline", "median of the pairs (lowest .. highest); each pair has its own prompts"),
-        *(Column(f"CPU {name}, us", "of all threads, per new token, prompts included") for name in CPU),
+        Column(
+            "served / offline",
+            "median of the pairs (lowest .. highest); each pair has its own prompts",
+        ),
+        *(
+            Column(f"CPU {name}, us", "of all threads, per new token, prompts included")
+            for name in CPU
+        ),
     ]
     notes = (
-        f"{args.prompt} prompt and {args.output} new tokens each, greedy, end of text ignored, all sent at once.",
-        f"The texts of {sum(pair['identical'] for pair in pairs)} of {len(pairs)} pairs are identical.",
+        f"{args.prompt} prompt and {args.output} new tokens each, greedy, end of text ignored, "
+        "all sent at once.",
+        f"The texts of {sum(pair['identical'] for pair in pairs)} of {len(pairs)} pairs are "
+        "identical.",
     )
-    return Section("What serving costs", (), notes, (Table("Served and offline", tuple(columns), tuple(rows)),))
+    return Section(
+        "What serving costs", (), notes, (Table("Served and offline", tuple(columns), tuple(rows)),)
+    )

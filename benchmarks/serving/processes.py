@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from running import RunningServer
-from twinphase.bench.client.client import DONE, SEND_NOW, Address, Reply, exchange
-from twinphase.bench.client.sse import read_events
+from twinphase_bench.client.client import DONE, SEND_NOW, Address, Reply, exchange
+from twinphase_bench.client.sse import read_events
 
 COMPLETIONS = "/v1/completions"
 VOCABULARY = (1000, 40000)  # ordinary tokens of the model
@@ -36,7 +36,11 @@ def serving(args: argparse.Namespace, *flags: str, **options: Any) -> Iterator[R
 
 
 async def ask(
-    server: RunningServer, path: str, body: dict[str, Any], headers: dict[str, str] | None = None, **options: Any
+    server: RunningServer,
+    path: str,
+    body: dict[str, Any],
+    headers: dict[str, str] | None = None,
+    **options: Any,
 ) -> Reply:
     """Send a request now and take its whole reply, to the end of its HTTP message; options of `exchange`."""
     address = Address.parse(server.url)
@@ -64,7 +68,9 @@ class ProcessState:
 
 
 def process_state(pid: int) -> ProcessState:
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    fields = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
     resident = int(fields["VmRSS"].split()[0]) / 1024
     return ProcessState(resident, int(fields["Threads"]), len(os.listdir(f"/proc/{pid}/fd")))
 
@@ -80,5 +86,7 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return "-"
-    middle, low, high = (f"{value:,.{digits}f}" for value in (statistics.median(known), min(known), max(known)))
+    middle, low, high = (
+        f"{value:,.{digits}f}" for value in (statistics.median(known), min(known), max(known))
+    )
     return f"{middle} ({low} .. {high})"

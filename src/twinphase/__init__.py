@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from twinphase.engine.async_engine import AsyncEngine
-    from twinphase.engine.llm import LLM
-    from twinphase.engine.outputs import RequestOutput
+    from twinphase.engine.frontends.async_engine import AsyncEngine
+    from twinphase.engine.frontends.llm import LLM
+    from twinphase.engine.frontends.outputs import RequestOutput
     from twinphase.request import SamplingParams
 
 __all__ = ["LLM", "AsyncEngine", "RequestOutput", "SamplingParams", "__version__"]
@@ -19,9 +19,9 @@ __all__ = ["LLM", "AsyncEngine", "RequestOutput", "SamplingParams", "__version__
 __version__ = "0.1.0"
 
 _HOME = {
-    "AsyncEngine": "twinphase.engine.async_engine",
-    "LLM": "twinphase.engine.llm",
-    "RequestOutput": "twinphase.engine.outputs",
+    "AsyncEngine": "twinphase.engine.frontends.async_engine",
+    "LLM": "twinphase.engine.frontends.llm",
+    "RequestOutput": "twinphase.engine.frontends.outputs",
     "SamplingParams": "twinphase.request",
 }
 

@@ -1,7 +1,7 @@
 """One answer on a terminal, and a conversation of them: streams it, then says where the time went.
 
-Joins what may not know each other: the engine's stream, the backend's measuring of ceilings, the report, the screen.
-Not for reading the command line (cli.py) nor for drawing (terminal.py).
+Joins what may not know each other: the engine's stream, the backend's measuring of ceilings, the
+report, the screen. Not for reading the command line (cli.py) nor for drawing (terminal.py).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from twinphase.errors import TwinphaseError
 from twinphase.phases.hardware import Ceilings, must_measure
 from twinphase.phases.report import PhaseReport, phase_report
 
-if TYPE_CHECKING:  # the engine's imports are cli.py's business: it does them when nothing else is left to check
+if (
+    TYPE_CHECKING
+):  # the engine's imports are cli.py's business: it does them when nothing else is left to check
     from twinphase.config import EngineConfig
-    from twinphase.engine.checks import Prompt
-    from twinphase.engine.llm import LLM
-    from twinphase.engine.outputs import RequestOutput
+    from twinphase.engine.frontends.checks import Prompt
+    from twinphase.engine.frontends.llm import LLM
+    from twinphase.engine.frontends.outputs import RequestOutput
     from twinphase.request import SamplingParams
-
-__all__ = ["INTERRUPTED", "Answer", "chat", "result_json", "stream_answer", "report_answer"]
 
 INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended, as shells have it
 
@@ -48,7 +48,9 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: boo
     """
     from twinphase.batch import Phase
 
-    bar, last, pressed = terminal.Bar("Reading the prompt", "tokens"), None, False
+    bar = terminal.Bar("Reading the prompt", "tokens")
+    last = None
+    pressed = False
     try:
         with closing(llm.stream(prompt, params)) as updates:  # type: ignore[type-var]
             for last in updates:
@@ -74,14 +76,22 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: boo
 
 def _measure(config: EngineConfig) -> Ceilings:
     """Measure this machine's ceilings, keep the best of them and of those known."""
-    from twinphase.engine.ceilings import learn_ceilings
+    from twinphase.engine.loading.ceilings import learn_ceilings
 
-    terminal.note("Measuring what this machine can do at best, for MFU and MBU (some seconds, then kept) ...")
+    terminal.note(
+        "Measuring what this machine can do at best, for MFU and MBU (some seconds, then kept) ..."
+    )
     best, problem = learn_ceilings(config)
     if problem is not None:
-        terminal.note(f"The ceilings could not be kept ({problem.strerror or problem}); the next run measures again.")
+        terminal.note(
+            f"The ceilings could not be kept ({problem.strerror or problem}); the next run "
+            "measures again."
+        )
     elif must_measure(best):
-        terminal.note("The machine was busy, so that MFU and MBU may be too high; the next run measures again.")
+        terminal.note(
+            "The machine was busy, so that MFU and MBU may be too high; the next run measures "
+            "again."
+        )
     return best
 
 
@@ -90,9 +100,10 @@ def report_answer(
 ) -> tuple[PhaseReport, Ceilings | None]:
     """Divide the time of an answer, measuring this machine's ceilings where that is due.
 
-    They are measured when they are unknown, were taken on a busy machine, or a phase came out above 100 %.
+    They are measured when they are unknown, were taken on a busy machine, or a phase came out above
+    100 %.
     """
-    from twinphase.engine.ceilings import compute_units, device_of, measured_ceilings
+    from twinphase.engine.loading.ceilings import compute_units, device_of, measured_ceilings
 
     ceilings = measured_ceilings(llm.config)
 
@@ -120,11 +131,14 @@ def report_answer(
     return result, ceilings
 
 
-def result_json(model: str, answer: Answer, result: PhaseReport, ceilings: Ceilings | None) -> dict[str, Any]:
+def result_json(
+    model: str, answer: Answer, result: PhaseReport, ceilings: Ceilings | None
+) -> dict[str, Any]:
     """The whole result as plain values, named as in OpenAI's API where that has a name."""
-    from twinphase.engine.outputs import plain_logprobs
+    from twinphase.engine.frontends.outputs import plain_logprobs
 
-    completion, prompt_tokens = answer.output.outputs[0], len(answer.output.prompt_token_ids)
+    completion = answer.output.outputs[0]
+    prompt_tokens = len(answer.output.prompt_token_ids)
     scored = answer.output.prompt_logprobs
     return {
         "model": model,
@@ -132,7 +146,8 @@ def result_json(model: str, answer: Answer, result: PhaseReport, ceilings: Ceili
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
-        "logprobs": completion.logprobs and [plain_logprobs(position) for position in completion.logprobs],
+        "logprobs": completion.logprobs
+        and [plain_logprobs(position) for position in completion.logprobs],
         "prompt_logprobs": scored and [plain_logprobs(position) for position in scored],
         "usage": {
             "prompt_tokens": prompt_tokens,
@@ -153,7 +168,9 @@ def chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
     """
     with suppress(ImportError):
         import readline  # noqa: F401  line editing and history for input()
-    terminal.note("Ask away. /clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
+    terminal.note(
+        "Ask away. /clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+    )
     start: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     while True:
@@ -173,10 +190,14 @@ def chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
         elif line.startswith("/") and " " not in line:
             terminal.note(f"Unknown command {line}. There are /clear and /exit.")
         elif line:
-            messages = _turn(llm, params, [*messages, {"role": "user", "content": line}]) or messages
+            messages = (
+                _turn(llm, params, [*messages, {"role": "user", "content": line}]) or messages
+            )
 
 
-def _turn(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) -> list[dict[str, str]] | None:
+def _turn(
+    llm: LLM, params: SamplingParams, messages: list[dict[str, str]]
+) -> list[dict[str, str]] | None:
     """One turn; the conversation after it, or None if it failed."""
     began = time.perf_counter()
     try:

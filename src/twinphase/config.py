@@ -15,20 +15,6 @@ from twinphase.numa import rank_places, usable_cores
 from twinphase.settings import check_settings, setting
 from twinphase.speculative import speculative_config
 
-__all__ = [
-    "BACKENDS",
-    "DTYPES",
-    "KV_CACHE_DTYPES",
-    "POLICIES",
-    "POOLINGS",
-    "QUANTIZATIONS",
-    "TASKS",
-    "EngineConfig",
-    "available_cores",
-    "free_memory",
-    "module_command",
-]
-
 BACKENDS = ("cpu", "reference", "torch")
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 KV_CACHE_DTYPES = ("auto", "int8")
@@ -36,7 +22,9 @@ QUANTIZATIONS = ("none", "q8_0", "q4_0", "q4_k")
 POLICIES = ("fcfs", "priority")
 TASKS = ("generate", "embed")
 POOLINGS = ("mean", "cls", "last")
-DEFAULT_SEAT_TOKENS = 1024  # of the KV cache for each seat, as far as a quarter of the free memory goes
+DEFAULT_SEAT_TOKENS = (
+    1024  # of the KV cache for each seat, as far as a quarter of the free memory goes
+)
 
 
 def available_cores() -> int:
@@ -47,7 +35,8 @@ def available_cores() -> int:
 def module_command(module: str) -> list[str]:
     """Command that runs a module in a process of its own, arguments to be appended.
 
-    As `python -m`, but the working directory is not on its path: what lies there is not ours to run.
+    As `python -m`, but the working directory is not on its path: what lies there is not ours to
+    run.
     """
     code = (
         "import sys; sys.path[:] = filter(None, sys.path); import runpy; "
@@ -79,9 +68,14 @@ class EngineConfig:
     max_num_batched_tokens: int = setting(
         512, "Token budget of a step, which is also the largest prefill chunk.", minimum=1
     )
-    max_num_seqs: int = setting(64, "Requests that run at once; at most the token budget of a step.", minimum=1)
+    max_num_seqs: int = setting(
+        64, "Requests that run at once; at most the token budget of a step.", minimum=1
+    )
     max_model_len: int | None = setting(
-        None, "Longest prompt plus output, in tokens.", minimum=1, default_text="the model's context"
+        None,
+        "Longest prompt plus output, in tokens.",
+        minimum=1,
+        default_text="the model's context",
     )
     block_size: int = setting(16, "Tokens per block of the KV cache.", minimum=1)
     num_kv_blocks: int | None = setting(
@@ -97,41 +91,56 @@ class EngineConfig:
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "Precision of the KV cache: auto keeps int8 keys and 16-bit values, int8 stores values in int8 too.",
+        "Precision of the KV cache: auto keeps int8 keys and 16-bit values, int8 stores values "
+        "in int8 too.",
         choices=KV_CACHE_DTYPES,
     )
     enable_prefix_caching: bool = setting(True, "Reuse the KV cache of equal prompt beginnings.")
     scheduling_policy: str = setting(
-        "fcfs", "Which request goes first: fcfs, or priority (lower values first).", choices=POLICIES
+        "fcfs",
+        "Which request goes first: fcfs, or priority (lower values first).",
+        choices=POLICIES,
     )
     speculative_config: str | dict[str, Any] | None = setting(
         None,
-        "Guess tokens and verify them together; the answers stay the same: auto, ngram, suffix, none, or a JSON object "
+        "Guess tokens and verify them together; the answers stay the same: auto, ngram, suffix, "
+        "none, or a JSON object "
         "with vLLM's keys.",
         default_text="none",
     )
     itl_slo_ms: float | str | None = setting(
         "auto",
-        "Target for the longest gap between two tokens, in milliseconds: prefill chunks are cut to meet it. auto: a "
+        "Target for the longest gap between two tokens, in milliseconds: prefill chunks are cut "
+        "to meet it. auto: a "
         "server chooses it by its own measured steps; off: no target.",
         above=0,
         maximum=1e6,
         words=("auto", "off"),
     )
     trace_file: str | None = setting(
-        None, "Log every request, decision and step time to this file, for `twinphase replay`.", default_text="no log"
+        None,
+        "Log every request, decision and step time to this file, for `twinphase replay`.",
+        default_text="no log",
     )
     threads: int | None = setting(
-        None, "Compute threads, of each rank where there are several.", minimum=1, default_text="all cores"
+        None,
+        "Compute threads, of each rank where there are several.",
+        minimum=1,
+        default_text="all cores",
     )
     tensor_parallel_size: int = setting(
-        1, "Processes that each compute a share of every layer; the answers have the same bits.", minimum=1, short="-tp"
+        1,
+        "Processes that each compute a share of every layer; the answers have the same bits.",
+        minimum=1,
+        short="-tp",
     )
     tensor_parallel_timeout: float = setting(
         30.0, "Seconds without progress after which a tensor parallel rank counts as dead.", above=0
     )
     isa: str | None = setting(
-        None, "Instruction-set path of the cpu backend, such as avx2.", default_text="the best that this processor has"
+        None,
+        "Instruction-set path of the cpu backend, such as avx2.",
+        default_text="the best that this processor has",
     )
     backend: str = setting(
         "cpu",
@@ -139,20 +148,26 @@ class EngineConfig:
         choices=BACKENDS,
     )
     device: str | None = setting(
-        None, "Device of the torch backend: cpu, cuda or cuda:N.", default_text="cuda, or cpu where there is none"
+        None,
+        "Device of the torch backend: cpu, cuda or cuda:N.",
+        default_text="cuda, or cpu where there is none",
     )
     dtype: str = setting(
         "auto",
-        "Element type of weights, KV cache and products with the torch backend; auto is bfloat16 (float16 before "
+        "Element type of weights, KV cache and products with the torch backend; auto is bfloat16 "
+        "(float16 before "
         "Ampere) on a GPU and float32 on a processor.",
         choices=DTYPES,
     )
     enforce_eager: bool = setting(
-        False, "Start every kernel of the torch backend by itself: no captured CUDA graphs of decode steps."
+        False,
+        "Start every kernel of the torch backend by itself: no captured CUDA graphs of decode "
+        "steps.",
     )
     dequantize: bool = setting(
         False,
-        "Dequantize weights while loading, instead of in the torch backend's kernels on a GPU: prefill unpacks "
+        "Dequantize weights while loading, instead of in the torch backend's kernels on a GPU: "
+        "prefill unpacks "
         "nothing, and decode reads 2 bytes per parameter.",
     )
     task: str | None = setting(
@@ -163,7 +178,8 @@ class EngineConfig:
     )
     pooling: str | None = setting(
         None,
-        "With --task embed, what becomes the vector: mean (of all tokens), cls (the first token) or last.",
+        "With --task embed, what becomes the vector: mean (of all tokens), cls (the first token) "
+        "or last.",
         choices=POOLINGS,
         default_text="an encoder's own; last for a decoder",
     )
@@ -178,13 +194,16 @@ class EngineConfig:
         if self.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise InvalidRequestError(f"device is {self.device!r}.", "Use cpu, cuda or cuda:N.")
         if self.backend == "torch" and self.isa is not None:
-            raise InvalidRequestError(f"isa is {self.isa!r}, but torch chooses its own kernels.", "Leave it out.")
+            raise InvalidRequestError(
+                f"isa is {self.isa!r}, but torch chooses its own kernels.", "Leave it out."
+            )
         own = {"device": None, "dtype": "auto", "enforce_eager": False, "dequantize": False}
         for name, default in own.items():
             value = getattr(self, name)
             if value != default and self.backend != "torch":
                 raise InvalidRequestError(
-                    f"{name} is {value!r} with the {self.backend} backend.", "Use the torch backend, or leave it out."
+                    f"{name} is {value!r} with the {self.backend} backend.",
+                    "Use the torch backend, or leave it out.",
                 )
 
     @property
@@ -196,8 +215,8 @@ class EngineConfig:
     def rank_threads(self) -> int | None:
         """Threads of one rank; None leaves them to the backend, where there is but one.
 
-        All ranks have as many as fit the fewest cores that one of them has, as their shares are equal; only `cpu` binds
-        them to cores.
+        All ranks have as many as fit the fewest cores that one of them has, as their shares are
+        equal; only `cpu` binds them to cores.
         """
         if self.threads is not None or self.tensor_parallel_size == 1:
             return self.threads
@@ -206,14 +225,18 @@ class EngineConfig:
         places = rank_places(self.tensor_parallel_size)
         return max(1, min(len(place.cores) // places.count(place) for place in places))
 
-    def resolve(self, context_length: int, kv_token_bytes: float = 0, memory: int | None = None) -> EngineConfig:
+    def resolve(
+        self, context_length: int, kv_token_bytes: float = 0, memory: int | None = None
+    ) -> EngineConfig:
         """The same configuration with `max_model_len`, `num_kv_blocks` and ranks' threads filled in; no SLO is None.
 
-        `max_num_seqs` is lowered to the token budget: a step must be able to give every running request its token.
+        `max_num_seqs` is lowered to the token budget: a step must be able to give every running
+            request its token.
 
         Args:
             context_length: tokens the model was trained for.
-            kv_token_bytes: what a token takes in the KV cache; 0 is unknown, and memory then no limit.
+            kv_token_bytes: what a token takes in the KV cache; 0 is unknown, and memory then no
+                limit.
             memory: free bytes of the device; None where it has none of its own.
 
         Raises:
@@ -222,14 +245,23 @@ class EngineConfig:
         max_model_len = self.max_model_len or context_length
         if max_model_len > context_length:
             raise InvalidRequestError(
-                f"max_model_len is {max_model_len}, but the model was trained for {context_length} tokens.",
+                f"max_model_len is {max_model_len}, but the model was trained for "
+                f"{context_length} tokens.",
                 f"Use at most {context_length}.",
             )
         max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
-        cache_tokens, memory = max_num_seqs * DEFAULT_SEAT_TOKENS, memory or free_memory()
+        cache_tokens = max_num_seqs * DEFAULT_SEAT_TOKENS
+        memory = memory or free_memory()
         if kv_token_bytes and memory is not None:
             cache_tokens = min(cache_tokens, int(memory // 4 // kv_token_bytes))
-        num_kv_blocks = self.num_kv_blocks or -(-max(max_model_len, cache_tokens) // self.block_size)
+        num_kv_blocks = self.num_kv_blocks or -(
+            -max(max_model_len, cache_tokens) // self.block_size
+        )
         slo = None if self.itl_slo_ms == "off" else self.itl_slo_ms
-        resolved = replace(self, max_model_len=max_model_len, num_kv_blocks=num_kv_blocks, max_num_seqs=max_num_seqs)
+        resolved = replace(
+            self,
+            max_model_len=max_model_len,
+            num_kv_blocks=num_kv_blocks,
+            max_num_seqs=max_num_seqs,
+        )
         return replace(resolved, itl_slo_ms=slo, threads=self.rank_threads)

@@ -12,19 +12,12 @@ from typing import Any, NoReturn, Protocol
 
 from twinphase.errors import InvalidRequestError
 
-__all__ = [
-    "CONSTRAINT_FAILURE",
-    "MAX_JSON_DEPTH",
-    "Constraint",
-    "StructuredOutputsParams",
-    "plain_json",
-    "reject",
-]
-
 MAX_GRAMMAR_SIZE = 65536  # bytes, or characters of JSON
 MAX_JSON_DEPTH = 32
 MAX_CHOICES = 1024
-CONSTRAINT_FAILURE = "The structured output ends"  # how the error of a request begins whose own grammar failed it
+CONSTRAINT_FAILURE = (
+    "The structured output ends"  # how the error of a request begins whose own grammar failed it
+)
 
 
 def reject(name: str, value: object, allowed: str) -> NoReturn:
@@ -38,18 +31,20 @@ class StructuredOutputsParams:
 
     Attributes:
         json: a JSON schema, as an object or as text.
-        regex: a regular expression that the whole output matches, in the syntax of Rust's `regex`, with
-            the classes of digits, words and spaces of ASCII.
+        regex: a regular expression that the whole output matches, in the syntax of Rust's `regex`,
+            with the classes of digits, words and spaces of ASCII.
         choice: texts, one of which is the output.
         grammar: in Lark, or in GBNF (EBNF with `::=`) as llama.cpp has it.
         json_object: any JSON object.
-        structural_tag: {"type": "structural_tag", "structures": [{"begin", "schema", "end"}, ...], "triggers": [...]},
-            as an object or as text: free text, in which a trigger begins a structure that follows its schema.
+        structural_tag: {"type": "structural_tag", "structures": [{"begin", "schema", "end"}, ...],
+            "triggers": [...]}, as an object or as text: free text, in which a trigger begins a
+            structure that follows its schema.
         disable_any_whitespace: JSON without whitespace between its tokens.
         whitespace_pattern: what may stand between the tokens of JSON instead, a regular expression.
 
     Raises:
-        InvalidRequestError: no constraint or several, one of a wrong type, too large or too deep, or not valid Unicode.
+        InvalidRequestError: no constraint or several, one of a wrong type, too large or too deep,
+            or not valid Unicode.
     """
 
     json: str | dict[str, Any] | None = None
@@ -68,7 +63,8 @@ class StructuredOutputsParams:
                 f"structured_outputs has {' and '.join(given) or 'no constraint'}.",
                 f"Give exactly one of {', '.join(_CONSTRAINTS)}.",
             )
-        kind, value = given[0], getattr(self, given[0])
+        kind = given[0]
+        value = getattr(self, given[0])
         if kind in ("json", "structural_tag"):
             plain_json(f"structured_outputs.{kind}", value)
         elif kind == "json_object":
@@ -76,7 +72,11 @@ class StructuredOutputsParams:
                 reject("structured_outputs.json_object", value, "true")
         elif kind == "choice":
             if not isinstance(value, (list, tuple)) or not 0 < len(value) <= MAX_CHOICES:
-                reject("structured_outputs.choice", type(value).__name__, f"a list of 1 to {MAX_CHOICES} texts")
+                reject(
+                    "structured_outputs.choice",
+                    type(value).__name__,
+                    f"a list of 1 to {MAX_CHOICES} texts",
+                )
             _check_texts("structured_outputs.choice", value)
         else:
             _check_texts(f"structured_outputs.{kind}", [value])
@@ -86,7 +86,8 @@ class StructuredOutputsParams:
         if options > (kind in ("json", "json_object", "structural_tag")):
             raise InvalidRequestError(
                 f"structured_outputs.{kind} is given with {options} options for JSON's whitespace.",
-                "Give disable_any_whitespace or whitespace_pattern, and only where the output is JSON.",
+                "Give disable_any_whitespace or whitespace_pattern, and only where the output is "
+                "JSON.",
             )
 
     @property
@@ -104,8 +105,8 @@ def plain_json(name: str, value: str | dict[str, Any]) -> dict[str, Any]:
     `name` is the field's, for errors.
 
     Raises:
-        InvalidRequestError: not a JSON object, too large or nested too deep, a number that JSON (NaN) or 64 bits do not
-            hold, or text that is not valid Unicode.
+        InvalidRequestError: not a JSON object, too large or nested too deep, a number that JSON
+            (NaN) or 64 bits do not hold, or text that is not valid Unicode.
     """
     try:
         text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
@@ -116,15 +117,21 @@ def plain_json(name: str, value: str | dict[str, Any]) -> dict[str, Any]:
         if not isinstance(found, dict) or not isinstance(value, str) and found != value:
             raise TypeError(f"it is a {type(found).__name__}, or holds what JSON has not")
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{name} cannot be used: {error}.", "Send a plain JSON object.") from None
+        raise InvalidRequestError(
+            f"{name} cannot be used: {error}.", "Send a plain JSON object."
+        ) from None
     level: list[object] = [found]
     for _ in range(MAX_JSON_DEPTH):
         holders = [
-            item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))
+            item.values() if isinstance(item, dict) else item
+            for item in level
+            if isinstance(item, (dict, list))
         ]
         level = [child for holder in holders for child in holder]
     if level:
-        raise InvalidRequestError(f"{name} is nested deeper than {MAX_JSON_DEPTH} levels.", "Use $defs and $ref.")
+        raise InvalidRequestError(
+            f"{name} is nested deeper than {MAX_JSON_DEPTH} levels.", "Use $defs and $ref."
+        )
     return found
 
 
@@ -139,20 +146,26 @@ def _check_texts(name: str, texts: Sequence[object]) -> None:
     size = 0
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise InvalidRequestError(f"{name} has a {type(text).__name__} or an empty text.", "Use text.")
+            raise InvalidRequestError(
+                f"{name} has a {type(text).__name__} or an empty text.", "Use text."
+            )
         try:
             size += len(text.encode())
         except UnicodeEncodeError:
-            raise InvalidRequestError(f"{name} is not valid Unicode.", "Send it without lone surrogates.") from None
+            raise InvalidRequestError(
+                f"{name} is not valid Unicode.", "Send it without lone surrogates."
+            ) from None
     if size > MAX_GRAMMAR_SIZE:
-        raise InvalidRequestError(f"{name} has {size} bytes; {MAX_GRAMMAR_SIZE} are allowed.", "Shorten it.")
+        raise InvalidRequestError(
+            f"{name} has {size} bytes; {MAX_GRAMMAR_SIZE} are allowed.", "Shorten it."
+        )
 
 
 class Constraint(Protocol):
     """What the tokens of one request must obey: a function of the request's output so far.
 
-    It may remember what it has seen, to be quick, but preemption, a step computed again or tokens taken back change
-    nothing in what it answers.
+    It may remember what it has seen, to be quick, but preemption, a step computed again or tokens
+    taken back change nothing in what it answers.
     """
 
     def restrict(self, logits: Any, output_token_ids: Sequence[int]) -> Any:

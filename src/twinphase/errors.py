@@ -1,29 +1,10 @@
 """Every error twinphase raises on purpose, each with the HTTP status and the exit code it maps to.
 
-An error says what was wrong and what to do about it, in one line each. Not for programming errors: those stay
-ordinary Python exceptions, so that a bug never looks like bad input.
+An error says what was wrong and what to do about it, in one line each. Not for programming errors:
+those stay ordinary Python exceptions, so that a bug never looks like bad input.
 """
 
 from __future__ import annotations
-
-__all__ = [
-    "CacheCapacityError",
-    "CacheFullError",
-    "CheckpointError",
-    "ContextLengthError",
-    "DownloadError",
-    "EngineDeadError",
-    "EngineUnavailableError",
-    "InvalidRequestError",
-    "KVFrameError",
-    "ModelNotFoundError",
-    "OutOfMemoryError",
-    "OverloadedError",
-    "RequestNotFoundError",
-    "StorageError",
-    "TwinphaseError",
-    "UnsupportedModelError",
-]
 
 
 class TwinphaseError(Exception):
@@ -69,7 +50,10 @@ class RequestNotFoundError(TwinphaseError):
 
 
 class EngineUnavailableError(TwinphaseError):
-    """The engine cannot take the request now: it is loading, draining or full. The request can be sent again."""
+    """The engine cannot take the request now: it is loading, draining or full.
+
+    The request can be sent again.
+    """
 
     http_status = 503
 

@@ -1,7 +1,7 @@
 """The machine's NUMA nodes: which cores each rank of a model computes on, and keeping threads there.
 
-Linux gives a page of memory to the node of the core that first writes it, so that threads that are on their cores
-before weights and KV cache are made have both beside them.
+Linux gives a page of memory to the node of the core that first writes it, so that threads that are
+on their cores before weights and KV cache are made have both beside them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
-
-__all__ = ["Place", "bound_to", "cpu_list", "rank_places", "usable_cores"]
 
 NODES = Path("/sys/devices/system/node")  # Documentation/ABI/stable/sysfs-devices-node
 
@@ -32,12 +30,15 @@ def cpu_list(text: str) -> frozenset[int]:
 
 def usable_cores() -> frozenset[int]:
     """The cores that this thread may use."""
-    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+    return frozenset(
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
 
 
 def rank_places(ranks: int) -> list[Place]:
     """The place of each rank, on the cores that this thread may use: nodes are divided evenly, or shared evenly."""
-    usable, nodes = usable_cores(), []
+    usable = usable_cores()
+    nodes = []
     for folder in sorted(NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
         try:
             cores = usable & cpu_list((folder / "cpulist").read_text())
@@ -51,7 +52,12 @@ def rank_places(ranks: int) -> list[Place]:
     for rank in range(ranks):
         first = rank * len(nodes) // ranks
         mine = nodes[first : max(first + 1, (rank + 1) * len(nodes) // ranks)]
-        places.append(Place(tuple(number for number, _ in mine), frozenset().union(*(cores for _, cores in mine))))
+        places.append(
+            Place(
+                tuple(number for number, _ in mine),
+                frozenset().union(*(cores for _, cores in mine)),
+            )
+        )
     return places
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["FinishReason", "MissReason", "PrefixMiss", "RequestStatus"]
-
 
 class RequestStatus(enum.Enum):
     """Where a request is in its life."""
@@ -27,14 +25,20 @@ class FinishReason(enum.StrEnum):
 
 
 class MissReason(enum.StrEnum):
-    """Why the prefix cache did not hold more of a prompt. A reason never tells of another salt's content."""
+    """Why the prefix cache did not hold more of a prompt.
+
+    A reason never tells of another salt's content.
+    """
 
     DIVERGED = "diverged"  # a cached prompt goes on with other tokens
     BLOCK_GRANULARITY = "block_granularity"  # what is left is shorter than a block
-    SALT = "salt"  # nothing is cached under this request's `cache_salt`, and nothing is shared across salts
+    # nothing is cached under this request's `cache_salt`, and nothing is shared across salts
+    SALT = "salt"
     EVICTED = "evicted"  # it was there, and its blocks were needed for others
     NEVER_SEEN = "never_seen"  # in no full block
-    PROMPT_LOGPROBS = "prompt_logprobs"  # they are computed with the prompt, of which they need every row
+    PROMPT_LOGPROBS = (
+        "prompt_logprobs"  # they are computed with the prompt, of which they need every row
+    )
     DISABLED = "disabled"
 
 
@@ -42,8 +46,9 @@ class MissReason(enum.StrEnum):
 class PrefixMiss:
     """The first prompt token that had to be computed although a longer cached prefix would have spared it, and why.
 
-    `part` is the kind of prompt part it lies in ("system", "question", ...), where a front end knows the parts.
-    `num_known` tokens from there on are known to have been computed before: of an evicted prefix only.
+    `part` is the kind of prompt part it lies in ("system", "question", ...), where a front end
+    knows the parts. `num_known` tokens from there on are known to have been computed before: of an
+    evicted prefix only.
     """
 
     reason: MissReason

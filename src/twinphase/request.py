@@ -11,33 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twinphase.constraint import (
-    CONSTRAINT_FAILURE,
-    MAX_JSON_DEPTH,
     Constraint,
     StructuredOutputsParams,
-    plain_json,
     reject,
 )
 from twinphase.errors import InvalidRequestError
-from twinphase.outcome import FinishReason, MissReason, PrefixMiss, RequestStatus
+from twinphase.outcome import FinishReason, PrefixMiss, RequestStatus
 from twinphase.settings import ConfigField, check_settings, check_value, setting
-
-__all__ = [
-    "CONSTRAINT_FAILURE",
-    "MAX_JSON_DEPTH",
-    "Constraint",
-    "FinishReason",
-    "MissReason",
-    "PrefixMiss",
-    "Request",
-    "RequestCounts",
-    "RequestStatus",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "check_priority_and_salt",
-    "check_tenant",
-    "plain_json",
-]
 
 MAX_LOGPROBS = 20
 TOKEN_ID = ConfigField("A token id.", minimum=0)
@@ -54,18 +34,27 @@ class SamplingParams:
     Plain values only, since it is sent between processes and written to the step log.
 
     Raises:
-        InvalidRequestError: a value out of its range (NaN and infinity included), or two that exclude each other.
+        InvalidRequestError: a value out of its range (NaN and infinity included), or two that
+            exclude each other.
     """
 
     temperature: float = setting(
         1.0, "Softness of the choice; 0 always takes the most likely token.", minimum=0, maximum=100
     )
-    top_k: int = setting(0, "Sample from this many of the most likely tokens; 0 or -1: from all.", minimum=-1)
+    top_k: int = setting(
+        0, "Sample from this many of the most likely tokens; 0 or -1: from all.", minimum=-1
+    )
     top_p: float = setting(
-        1.0, "Sample from the most likely tokens that together have this probability.", above=0, maximum=1
+        1.0,
+        "Sample from the most likely tokens that together have this probability.",
+        above=0,
+        maximum=1,
     )
     min_p: float = setting(
-        0.0, "Drop tokens less likely than this share of the most likely one's probability.", minimum=0, maximum=1
+        0.0,
+        "Drop tokens less likely than this share of the most likely one's probability.",
+        minimum=0,
+        maximum=1,
     )
     repetition_penalty: float = setting(
         1.0, "Penalty for tokens of the prompt and the output; 1 is none.", above=0, maximum=100
@@ -73,42 +62,63 @@ class SamplingParams:
     presence_penalty: float = setting(
         0.0, "Penalty for tokens that are in the output already; 0 is none.", minimum=-2, maximum=2
     )
-    frequency_penalty: float = setting(0.0, "The same for each time that they are; 0 is none.", minimum=-2, maximum=2)
+    frequency_penalty: float = setting(
+        0.0, "The same for each time that they are; 0 is none.", minimum=-2, maximum=2
+    )
     logit_bias: dict[int, float] | None = setting(
         None, "Add BIAS (-100 to 100) to a token's logit, as ID=BIAS; repeatable."
     )
     bad_words: Sequence[str] | None = setting(None, "Never write this text; repeatable.")
-    allowed_token_ids: Sequence[int] | None = setting(None, "Restrict the output to these token ids; repeatable.")
-    seed: int | None = setting(None, "Seed of the random draws.", minimum=0, default_text="drawn by the engine")
+    allowed_token_ids: Sequence[int] | None = setting(
+        None, "Restrict the output to these token ids; repeatable."
+    )
+    seed: int | None = setting(
+        None, "Seed of the random draws.", minimum=0, default_text="drawn by the engine"
+    )
     stop: str | Sequence[str] | None = setting(None, "End the output before this text; repeatable.")
-    stop_token_ids: Sequence[int] | None = setting(None, "End the output at this token; repeatable.")
-    include_stop_str_in_output: bool = setting(False, "Keep the text or token that ends the output.")
-    max_tokens: int | None = setting(16, "Maximum output tokens.", minimum=1, default_text="the rest of the context")
+    stop_token_ids: Sequence[int] | None = setting(
+        None, "End the output at this token; repeatable."
+    )
+    include_stop_str_in_output: bool = setting(
+        False, "Keep the text or token that ends the output."
+    )
+    max_tokens: int | None = setting(
+        16, "Maximum output tokens.", minimum=1, default_text="the rest of the context"
+    )
     min_tokens: int = setting(0, "Output tokens before the output may end.", minimum=0)
     ignore_eos: bool = setting(False, "Go on after the token that ends the output.")
     logprobs: int | None = setting(
         None,
-        "Log probabilities per output token: the sampled token's, and those of so many most likely ones.",
+        "Log probabilities per output token: the sampled token's, and those of so many most "
+        "likely ones.",
         minimum=0,
         maximum=MAX_LOGPROBS,
     )
     prompt_logprobs: int | None = setting(
         None,
-        "Log probabilities per prompt token, but for the first: its own, and those of so many most likely ones.",
+        "Log probabilities per prompt token, but for the first: its own, and those of so many "
+        "most likely ones.",
         minimum=0,
         maximum=MAX_LOGPROBS,
     )
     n: int = setting(1, "Answers per prompt.", minimum=1)
     structured_outputs: StructuredOutputsParams | None = setting(
-        None, 'Form of the output, as JSON with one of json, regex, choice, grammar: \'{"choice": ["yes", "no"]}\'.'
+        None,
+        'Form of the output, as JSON with one of json, regex, choice, grammar: \'{"choice": '
+        '["yes", "no"]}\'.',
     )
     thinking_token_budget: int | None = setting(
-        None, "Tokens of thinking after which its end is forced.", minimum=0, default_text="no limit"
+        None,
+        "Tokens of thinking after which its end is forced.",
+        minimum=0,
+        default_text="no limit",
     )
 
     def __post_init__(self) -> None:
         if isinstance(self.structured_outputs, dict):  # as the step log has it
-            object.__setattr__(self, "structured_outputs", StructuredOutputsParams(**self.structured_outputs))
+            object.__setattr__(
+                self, "structured_outputs", StructuredOutputsParams(**self.structured_outputs)
+            )
         check_settings(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             reject("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
@@ -120,7 +130,9 @@ class SamplingParams:
         for token_id in self.allowed_token_ids or ():
             check_value("allowed_token_ids", token_id, "int", TOKEN_ID)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            reject("allowed_token_ids", self.allowed_token_ids, "one token id or more, or leave it out")
+            reject(
+                "allowed_token_ids", self.allowed_token_ids, "one token id or more, or leave it out"
+            )
         for name, texts in (("stop", self.stop_strings), ("bad_words", self.bad_words or ())):
             for text in texts:
                 if not isinstance(text, str) or not text:
@@ -130,12 +142,17 @@ class SamplingParams:
                 reject("bad_words", text, "words that are not only white space")
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputsParams):
-                reject("structured_outputs", type(self.structured_outputs).__name__, "StructuredOutputsParams")
+                reject(
+                    "structured_outputs",
+                    type(self.structured_outputs).__name__,
+                    "StructuredOutputsParams",
+                )
             for name in ("min_tokens", "ignore_eos"):
                 if getattr(self, name):
                     raise InvalidRequestError(
                         f"{name} is given together with structured_outputs.",
-                        "Drop one of them: the grammar decides where the output may end, and then it has to.",
+                        "Drop one of them: the grammar decides where the output may end, and "
+                        "then it has to.",
                     )
 
     @property
@@ -150,9 +167,13 @@ class SamplingParams:
         """True when the most likely token is always taken."""
         return self.temperature == 0.0
 
-    def ends_at(self, token_id: int, num_output_tokens: int, eos_token_ids: Collection[int]) -> bool:
+    def ends_at(
+        self, token_id: int, num_output_tokens: int, eos_token_ids: Collection[int]
+    ) -> bool:
         """Whether `token_id`, the output's `num_output_tokens`-th, ends the output."""
-        ends = (token_id in eos_token_ids and not self.ignore_eos) or token_id in (self.stop_token_ids or ())
+        ends = (token_id in eos_token_ids and not self.ignore_eos) or token_id in (
+            self.stop_token_ids or ()
+        )
         return ends and num_output_tokens >= self.min_tokens
 
     @property
@@ -177,8 +198,10 @@ class RequestCounts:
         num_recomputed_tokens: tokens computed once more after that.
         error: one line, when it failed.
         sampling_params: what it asked for; None where that is not known.
-        num_draft_tokens: guesses at its next tokens that were computed; `num_accepted_draft_tokens` were right.
-        num_accepted_prediction_tokens, num_rejected_prediction_tokens: those of them from its user's prediction.
+        num_draft_tokens: guesses at its next tokens that were computed; `num_accepted_draft_tokens`
+            were right.
+        num_accepted_prediction_tokens, num_rejected_prediction_tokens: those of them from its
+        user's prediction.
         draft_steps: of each step with guesses, how many were computed and how many were right.
     """
 
@@ -206,17 +229,18 @@ class RequestCounts:
 class Request:
     """One request and how far it has come.
 
-    `num_computed_tokens` is the one arithmetic of the engine: tokens of prompt + output whose KV is in the cache.
-    Chunks, prefix hits, preemption and speculation all are ways of advancing it.
+    `num_computed_tokens` is the one arithmetic of the engine: tokens of prompt + output whose KV is
+    in the cache. Chunks, prefix hits, preemption and speculation all are ways of advancing it.
 
     Attributes:
         request_id: unique among the unfinished requests of an engine.
         arrival_time: seconds on the engine's clock.
         priority: lower goes first; honoured by the policy "priority" only.
         cache_salt: requests share cached prefixes only with those of the same salt.
-        tenant: whose request it is; tenants share the engine by `weight`, which is that of the tenant's last request.
-        num_cached_tokens: prompt tokens that the prefix cache held when the request was first admitted, or later
-            when another request computed them first.
+        tenant: whose request it is; tenants share the engine by `weight`, which is that of the
+            tenant's last request.
+        num_cached_tokens: prompt tokens that the prefix cache held when the request was first
+            admitted, or later when another request computed them first.
         prefix_miss: why it did not hold more; None when nothing more could be held.
         num_recomputed_tokens: tokens computed once more after preemptions.
         error: one line, when `finish_reason` is ERROR.
@@ -266,11 +290,21 @@ class Request:
     def counts(self) -> RequestCounts:
         """This request in numbers, as far as it has come."""
         return RequestCounts(
-            self.request_id, len(self.prompt_token_ids), len(self.output_token_ids), self.num_cached_tokens,
-            self.prefix_miss, self.num_preemptions, self.num_recomputed_tokens, self.error, self.sampling_params,
-            self.num_draft_tokens, self.num_accepted_draft_tokens, self.num_accepted_prediction_tokens,
-            self.num_rejected_prediction_tokens, tuple(self.draft_steps),
-        )  # fmt: skip
+            self.request_id,
+            len(self.prompt_token_ids),
+            len(self.output_token_ids),
+            self.num_cached_tokens,
+            self.prefix_miss,
+            self.num_preemptions,
+            self.num_recomputed_tokens,
+            self.error,
+            self.sampling_params,
+            self.num_draft_tokens,
+            self.num_accepted_draft_tokens,
+            self.num_accepted_prediction_tokens,
+            self.num_rejected_prediction_tokens,
+            tuple(self.draft_steps),
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -295,7 +329,9 @@ class Request:
 def check_priority_and_salt(priority: Any, salt: Any) -> None:
     """Raise `InvalidRequestError` for a priority or salt that no engine could honour."""
     check_value("priority", priority, "int", PRIORITY)
-    if salt is not None and (not isinstance(salt, str) or not 0 < len(salt.encode(errors="replace")) <= MAX_SALT_BYTES):
+    if salt is not None and (
+        not isinstance(salt, str) or not 0 < len(salt.encode(errors="replace")) <= MAX_SALT_BYTES
+    ):
         shown = salt if isinstance(salt, str) and len(salt) < 40 else type(salt).__name__
         reject("cache_salt", shown, f"a text of 1 to {MAX_SALT_BYTES} bytes, or none")
 

@@ -1,6 +1,7 @@
 """One declaration for each field of a configuration: its default, its help text, and which values are allowed.
 
-`check_settings` refuses other values; the command line's options are made of the same declarations (`arguments.py`).
+`check_settings` refuses other values; the command line's options are made of the same declarations
+(`arguments.py`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ from functools import cache
 from typing import Any
 
 from twinphase.errors import InvalidRequestError
-
-__all__ = ["ConfigField", "check_settings", "check_value", "setting", "settings_of"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,9 @@ class ConfigField:
             return "true or false"
         noun = "an integer" if kind == "int" else "a number"
         bounds = (("above", self.above), ("from", self.minimum), ("up to", self.maximum))
-        number = " ".join([noun, *(f"{word} {bound:.15g}" for word, bound in bounds if bound is not None)])
+        number = " ".join(
+            [noun, *(f"{word} {bound:.15g}" for word, bound in bounds if bound is not None)]
+        )
         return ", or ".join([number, " or ".join(self.words)]) if self.words else number
 
     def allows(self, value: Any, kind: str) -> bool:
@@ -62,11 +63,17 @@ class ConfigField:
             return isinstance(value, bool)
         if kind not in ("int", "float"):
             return True
-        if isinstance(value, bool) or not isinstance(value, (int, float) if kind == "float" else int):
+        if isinstance(value, bool) or not isinstance(
+            value, (int, float) if kind == "float" else int
+        ):
             return False
-        low, above, high = self.minimum, self.above, self.maximum
+        low = self.minimum
+        above = self.above
+        high = self.maximum
         in_range = (
-            (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
+            (low is None or value >= low)
+            and (above is None or value > above)
+            and (high is None or value <= high)
         )
         return in_range and math.isfinite(value)
 

@@ -1,8 +1,8 @@
 """What a person sees: progress while a prompt is read, the phase lines, errors in one line.
 
-Draws what it is given and computes only how to say it. Answers go to stdout, everything here to stderr; colour and
-redrawn lines only where stderr is a terminal. Plain escape codes: importing a library for them would cost more time
-than reading a short prompt.
+Draws what it is given and computes only how to say it. Answers go to stdout, everything here to
+stderr; colour and redrawn lines only where stderr is a terminal. Plain escape codes: importing a
+library for them would cost more time than reading a short prompt.
 """
 
 from __future__ import annotations
@@ -17,25 +17,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from twinphase.engine.messages import RankFacts
+    from twinphase.engine.process.messages import RankFacts
     from twinphase.errors import TwinphaseError
     from twinphase.phases.report import PhaseReport, PhaseRow
 
-__all__ = [
-    "Bar",
-    "answers",
-    "describe_bytes",
-    "describe_ranks",
-    "error_line",
-    "model_line",
-    "note",
-    "percentages",
-    "report_lines",
-    "show_report",
-    "transient",
-]
-
-BOLD, DIM, RED, YELLOW = "1", "2", "31", "33"
+BOLD = "1"
+DIM = "2"
+RED = "31"
+YELLOW = "33"
 BAR_WIDTH = 28
 REDRAW_SECONDS = 0.1
 PLAIN_WIDTH = 120  # columns where no terminal says
@@ -47,7 +36,12 @@ def _is_terminal() -> bool:
 
 def paint(text: str, *codes: str) -> str:
     """Coloured text if stderr is a terminal that wants colour (https://no-color.org)."""
-    if not codes or not _is_terminal() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    if (
+        not codes
+        or not _is_terminal()
+        or os.environ.get("NO_COLOR")
+        or os.environ.get("TERM") == "dumb"
+    ):
         return text
     return f"\x1b[{';'.join(codes)}m{text}\x1b[0m"
 
@@ -84,12 +78,15 @@ def answers() -> Console:
 class Bar:
     """A progress bar with the time left, drawn only on terminals and only for work that takes a while.
 
-    The time left follows the pace of the last pieces, because the pace falls as a prompt gets longer.
+    The time left follows the pace of the last pieces, because the pace falls as a prompt gets
+    longer.
     """
 
     def __init__(self, title: str, unit: str, patience: float = 0.3) -> None:
         """`patience`: seconds before the bar appears."""
-        self._title, self._unit, self._patience = title, unit, patience
+        self._title = title
+        self._unit = unit
+        self._patience = patience
         self._start = time.perf_counter()
         self._last = (self._start, 0)
         self._pace: float | None = None
@@ -108,8 +105,11 @@ class Bar:
             return
         self._drawn_at = now
         left = f"{self._pace * (total - done):.0f} s left" if self._pace is not None else ""
-        behind, columns = f"{done:,}/{total:,} {self._unit}  {left}", shutil.get_terminal_size().columns - 1
-        width = max(0, min(BAR_WIDTH, columns - len(self._title) - len(behind) - 2))  # the words matter more
+        behind = f"{done:,}/{total:,} {self._unit}  {left}"
+        columns = shutil.get_terminal_size().columns - 1
+        width = max(
+            0, min(BAR_WIDTH, columns - len(self._title) - len(behind) - 2)
+        )  # the words matter more
         filled = width * done // total
         text = f"{self._title} {'━' * filled}{'─' * (width - filled)} {behind}"
         _write("\r\x1b[K" + paint(text[:columns], DIM))
@@ -140,7 +140,10 @@ def describe_ranks(ranks: Sequence[RankFacts]) -> str:
     weights = describe_bytes(max(rank.weight_bytes for rank in ranks))
     kv = describe_bytes(max(rank.kv_bytes for rank in ranks))
     nodes = ", ".join("+".join(map(str, rank.nodes)) for rank in ranks if rank.nodes)
-    each = f"{len(ranks)} ranks of {threads} thread{'s' * (threads > 1)}, each with up to {weights} of weights"
+    each = (
+        f"{len(ranks)} ranks of {threads} thread{'s' * (threads > 1)}, each with up to "
+        f"{weights} of weights"
+    )
     return f"{each} and {kv} of KV cache{nodes and f', bound to NUMA nodes {nodes}'}"
 
 
@@ -163,10 +166,16 @@ def _efficiency(row: PhaseRow) -> str:
 
 
 def _phase_line(row: PhaseRow, share: str) -> str:
-    tokens = f"{row.tokens:,} tokens" + (f" ({row.cached_tokens:,} cached)" if row.cached_tokens else "")
+    tokens = f"{row.tokens:,} tokens" + (
+        f" ({row.cached_tokens:,} cached)" if row.cached_tokens else ""
+    )
     rate = f"{row.tokens_per_second:,.0f} tok/s" if row.tokens_per_second is not None else "-"
     line = f"{tokens:<24} {_duration(row.seconds):>12} {rate:>14} {share:>8}  "
-    words = {"contention": "contention", "ranks": "bound by ranks that wait", "unknown": "bound unknown"}
+    words = {
+        "contention": "contention",
+        "ranks": "bound by ranks that wait",
+        "unknown": "bound unknown",
+    }
     bound = words.get(row.bound, f"{row.bound}-bound")
     working_set = f" ({describe_bytes(row.working_set)} per step)" if row.metric == "MBU" else ""
     if not row.tokens:
@@ -185,7 +194,10 @@ def report_lines(report: PhaseReport) -> list[str]:
         for row, share in zip(report.rest, shares[len(report.phases) :], strict=True)
         if share != "0.0 %" or row.name == "unattributed"
     ]
-    return [*lines, f"{paint('rest    ', BOLD)} {', '.join(pieces)}; wall {_duration(report.wall_seconds)}"]
+    return [
+        *lines,
+        f"{paint('rest    ', BOLD)} {', '.join(pieces)}; wall {_duration(report.wall_seconds)}",
+    ]
 
 
 def show_report(report: PhaseReport) -> None:

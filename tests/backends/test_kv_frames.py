@@ -14,28 +14,33 @@ from twinphase.backends.reference import ReferenceBackend
 from twinphase.backends.torch.backend import TorchBackend
 from twinphase.errors import KVFrameError
 
-PROMPT, STEPS, BLOCKS = 75, 30, 48
+PROMPT = 75
+STEPS = 30
+BLOCKS = 48
 Make = Callable[[], Backend]
 
 BACKENDS = {
     "reference": (ReferenceBackend, 16),
     "reference-5": (ReferenceBackend, 5),
     "cpu": (lambda: CpuBackend(threads=2), 16),
-    "cpu-48": (lambda: CpuBackend(threads=2), 48),  # three cells, and more blocks than one chunk of cells holds
+    "cpu-48": (
+        lambda: CpuBackend(threads=2),
+        48,
+    ),  # three cells, and more blocks than one chunk of cells holds
     "torch-bfloat16": (lambda: TorchBackend("cpu", "bfloat16"), 5),
     "cpu-int8": (lambda: CpuBackend(threads=2, kv_cache_dtype="int8"), 32),
 }
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("frames")
     with own_cache(folder / "cache"):
         yield folder
 
 
 @pytest.fixture(scope="module")
-def path(folder: Path) -> Path:
+def path(folder) -> Path:
     return write_tiny_gguf(folder / "tiny.gguf", context=256)
 
 
@@ -46,12 +51,13 @@ def decode(steps: Steps, tokens: np.ndarray, blocks: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-def test_a_sequence_goes_on_elsewhere_with_the_same_bits(path: Path, kind: str) -> None:
+def test_a_sequence_goes_on_elsewhere_with_the_same_bits(path, kind):
     make, block_size = BACKENDS[kind]
     one, other = (Steps(path, make(), num_blocks=BLOCKS, block_size=block_size) for _ in range(2))
     rng = np.random.default_rng(0)
     count = -(-(PROMPT + STEPS) // block_size)
-    here, there = rng.permutation(BLOCKS)[:count].astype(np.int32), rng.permutation(BLOCKS)[:count].astype(np.int32)
+    here = rng.permutation(BLOCKS)[:count].astype(np.int32)
+    there = rng.permutation(BLOCKS)[:count].astype(np.int32)
     assert set(here.tolist()) != set(there.tolist())
     tokens, noise = rng.integers(0, one.vocab_size, (2, PROMPT + STEPS)).astype(np.int32)
     one.run([Piece(tokens[:PROMPT], 0, here)])
@@ -64,24 +70,33 @@ def test_a_sequence_goes_on_elsewhere_with_the_same_bits(path: Path, kind: str) 
     before = other.backend.read_blocks(range(BLOCKS))
     other.backend.write_blocks(there[:used].tolist(), [memoryview(frame) for frame in frames])
     after = other.backend.read_blocks(range(BLOCKS))
-    assert {i for i in range(BLOCKS) if before[i] != after[i]} == set(there[:used].tolist())  # and no other block
+    assert {i for i in range(BLOCKS) if before[i] != after[i]} == set(
+        there[:used].tolist()
+    )  # and no other block
     assert [after[i] for i in there[:used]] == frames
     for frame in frames:  # an infinity in bfloat16; NaN; NaN as scales too
-        spoilt = [frame[:-2] + b"\x80\x7f", frame[:-2] + b"\xff\xff", frame[:-payload] + b"\xff" * payload]
+        spoilt = [
+            frame[:-2] + b"\x80\x7f",
+            frame[:-2] + b"\xff\xff",
+            frame[:-payload] + b"\xff" * payload,
+        ]
         finite = [True, kind == "cpu-int8", kind == "cpu-int8", False]
         assert [other.backend.has_finite_numbers(one) for one in (frame, *spoilt)] == finite
-    expected, logits = decode(one, tokens, here), decode(other, tokens, there)
+    expected = decode(one, tokens, here)
+    logits = decode(other, tokens, there)
     assert len(np.unique(expected, axis=0)) > STEPS // 2
     assert (expected.view(np.int32) == logits.view(np.int32)).all()
 
 
-def test_frames_of_another_kind_are_refused_and_nothing_is_written(path: Path, folder: Path) -> None:
+def test_frames_of_another_kind_are_refused_and_nothing_is_written(path, folder):
     model = write_tiny_gguf(folder / "other.gguf", context=256, seed=7)
     steps = Steps(path, CpuBackend(threads=1), num_blocks=4)
     others = {
         "model is": Steps(model, CpuBackend(threads=1), num_blocks=4),
         "block_size is 32, not 16": Steps(path, CpuBackend(threads=1), num_blocks=4, block_size=32),
-        "kv_cache_dtype is int8, not auto": Steps(path, CpuBackend(threads=1, kv_cache_dtype="int8"), num_blocks=4),
+        "kv_cache_dtype is int8, not auto": Steps(
+            path, CpuBackend(threads=1, kv_cache_dtype="int8"), num_blocks=4
+        ),
         "does not begin with": Steps(path, ReferenceBackend(), num_blocks=4),
     }
     steps.run([Piece(np.arange(40, dtype=np.int32), 0, steps.blocks[:3])])

@@ -1,9 +1,10 @@
 """The Triton kernels in Triton's interpreter, on a processor: beside plain torch and the reference, and bit for bit
 beside themselves in other batches, chunks and phases.
 
-The interpreter computes bfloat16 wrongly and without a word, so that type waits for a GPU. Its products are those of
-NumPy, whose BLAS adds in another order where a transposed operand meets many rows; here they add one after another, so
-that what is proven is the order of our tiles, for any unit that computes each element from its own row and column.
+The interpreter computes bfloat16 wrongly and without a word, so that type waits for a GPU. Its
+products are those of NumPy, whose BLAS adds in another order where a transposed operand meets many
+rows; here they add one after another, so that what is proven is the order of our tiles, for any
+unit that computes each element from its own row and column.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from twinphase.weights.quant import FORMATS, dequantize
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("TRITON_INTERPRET=1 has to be set before Triton is imported", allow_module_level=True)
+    pytest.skip(
+        "TRITON_INTERPRET=1 has to be set before Triton is imported", allow_module_level=True
+    )
 
 from triton.runtime import interpreter  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
@@ -53,14 +56,15 @@ from twinphase.blueprint import Experts  # noqa: E402
 F32 = NDArray[np.float32]
 CPU = torch.device("cpu")
 TOKENS = np.random.default_rng(0).integers(3, 320, 24, dtype=np.int32)
-# Caps, windows and norms behind; norms over the width; sinks and experts with biases; norms of heads; a part rotated.
+# Caps, windows and norms behind; norms over the width; sinks and experts with biases; norms of
+# heads; a part rotated.
 ONE_OF_EACH = ("gemma2", "olmo2", "gpt-oss", "qwen3-moe", "glm4")
 FORMATS_HERE = [name for name, fmt in FORMATS.items() if fmt.quantized or name == "F16"]
 few_shapes = settings(max_examples=8, deadline=None, derandomize=True, database=None)
 
 
 @pytest.fixture(autouse=True)
-def orderly(monkeypatch: pytest.MonkeyPatch) -> None:
+def orderly(monkeypatch) -> None:
     """Products whose order is known, and spans of which short contexts have several."""
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", product)
     monkeypatch.setattr(attention_kernels, "SPAN", 32)
@@ -69,7 +73,9 @@ def orderly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def product(self: object, a: Any, b: Any, added: Any, *_: object) -> Any:
     """`added` + a @ b, in float32."""
-    left, right, out = a.data.astype(np.float32), b.data.astype(np.float32), added.data.copy()
+    left = a.data.astype(np.float32)
+    right = b.data.astype(np.float32)
+    out = added.data.copy()
     for k in range(left.shape[1]):
         out += left[:, k, None] * right[None, k]
     return interpreter.TensorHandle(out, added.dtype.scalar)
@@ -77,7 +83,7 @@ def product(self: object, a: Any, b: Any, added: Any, *_: object) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ONE_OF_EACH)
-def test_architectures(tmp_path: Path, family: str) -> None:
+def test_architectures(tmp_path, family):
     """Float32 logits are the reference's, and the same bits in a decode and in one step with others.
 
     A program of a kernel takes the interpreter about a millisecond, and a step has thousands.
@@ -89,14 +95,13 @@ def test_architectures(tmp_path: Path, family: str) -> None:
     assert errors_of(found, expected).max() <= 1e-4
     other = steps.blocks[5:10]
     steps.run([Piece(TOKENS[:13], 0, other)])
-    decode, chunk = Piece(TOKENS[23:], 23, steps.blocks[:5]), Piece(TOKENS[13:], 13, other)
+    decode = Piece(TOKENS[23:], 23, steps.blocks[:5])
+    chunk = Piece(TOKENS[13:], 13, other)
     same_bits(steps.run([decode, chunk]), np.concatenate([found[23:], found[13:]]))
 
 
 @pytest.mark.parametrize("experts", [None, (5, 2)], ids=["dense", "experts"])
-def test_a_captured_step_has_the_bits_of_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: tuple[int, int] | None
-) -> None:
+def test_a_captured_step_has_the_bits_of_the_step(tmp_path, monkeypatch, experts):
     """Of two sequences, in a step for four of them behind longer contexts; the host learns nothing in between."""
     monkeypatch.setattr("twinphase.backends.torch.graphs.SHORTEST", 48)
     record_kernels(monkeypatch)
@@ -107,42 +112,53 @@ def test_a_captured_step_has_the_bits_of_the_step(
         steps = Steps(path, backend, num_blocks=4)
         if capture:
             backend.make_graph = Recorder
-            monkeypatch.setattr("twinphase.backends.torch.graphs._doubling", lambda _, last: [last])  # one size
+            monkeypatch.setattr(
+                "twinphase.backends.torch.graphs._doubling", lambda _, last: [last]
+            )  # one size
             backend.capture(steps.model.forward, 4, 48, None)
         pieces = [Piece(TOKENS[:5], 0, steps.blocks[:2]), Piece(TOKENS[:17], 0, steps.blocks[2:])]
         steps.run(pieces)
-        results.append(steps.run([Piece(TOKENS[17:18], one.start + len(one.tokens), one.blocks) for one in pieces]))
+        results.append(
+            steps.run(
+                [Piece(TOKENS[17:18], one.start + len(one.tokens), one.blocks) for one in pieces]
+            )
+        )
         assert not capture or [size.graph.replays for size in backend.graphs.sizes] == [1]
     same_bits(*results)
 
 
-def test_weights_dequantized_while_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_dequantized_while_loading(tmp_path, monkeypatch):
     """The same bits; some rows, or some experts, after others."""
     monkeypatch.setattr("twinphase.backends.torch.weights.DEQUANTIZED_AT_ONCE", 9000)
-    path, results = write_tiny_gguf(tmp_path / "tiny.gguf", layers=1, experts=(5, 2)), []
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", layers=1, experts=(5, 2))
+    results = []
     for whole in (False, True):
         backend = KernelBackend("cpu", "float16", dequantize=whole)
         steps = Steps(path, backend, num_blocks=4)
         results.append(steps.run([Piece(TOKENS[:3], 0, steps.blocks)]))
-        assert {part.bits for matrix in backend.matrices for part in matrix.parts} == ({0} if whole else {0, 4})
+        assert {part.bits for matrix in backend.matrices for part in matrix.parts} == (
+            {0} if whole else {0, 4}
+        )
     same_bits(*results)
 
 
 @pytest.mark.parametrize("kind", FORMATS_HERE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-def test_every_format(kind: str, dtype: torch.dtype) -> None:
+def test_every_format(kind, dtype):
     """Few rows and many, beside a product of the dequantized weights; and the same bits."""
     groups = 8 if FORMATS[kind].block_size == 256 else 3  # not a whole number of pairs
     check_linear(FEW + 1, 65, groups, kind, dtype, "", 0)
 
 
-def test_scales_of_mxfp4_that_float16_has_not_stay_float32() -> None:
+def test_scales_of_mxfp4_that_float16_has_not_stay_float32():
     raw = random_raw(np.random.default_rng(0), (2, 64), "MXFP4")
     for exponent, dtype in ((127, torch.float16), (60, torch.float32)):
         raw[0, 0] = exponent
         weight = pack(raw.reshape(-1), (2, 64), "MXFP4", torch.float16, CPU)
         assert (
-            weight.scale is not None and weight.scale.dtype == dtype and weight.scale[0, 0] == 2.0 ** (exponent - 128)
+            weight.scale is not None
+            and weight.scale.dtype == dtype
+            and weight.scale[0, 0] == 2.0 ** (exponent - 128)
         )
 
 
@@ -156,16 +172,21 @@ def test_scales_of_mxfp4_that_float16_has_not_stay_float32() -> None:
     added=st.sampled_from(["", "bias", "residual"]),
     seed=st.integers(0, 999),
 )
-def test_linear(rows: int, outputs: int, groups: int, kind: str, dtype: torch.dtype, added: str, seed: int) -> None:
+def test_linear(rows, outputs, groups, kind, dtype, added, seed):
     check_linear(rows, outputs, groups, kind, dtype, added, seed)
 
 
-def check_linear(rows: int, outputs: int, groups: int, kind: str, dtype: torch.dtype, added: str, seed: int) -> None:
-    rng, inputs = np.random.default_rng(seed), 32 * groups
+def check_linear(
+    rows: int, outputs: int, groups: int, kind: str, dtype: torch.dtype, added: str, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    inputs = 32 * groups
     raw = random_raw(rng, (outputs, inputs), kind).reshape(-1)
     weight = pack(raw, (outputs, inputs), kind, dtype, CPU)
     values = dequantize(raw, (outputs, inputs), kind)
-    torch.testing.assert_close(weight.values().float(), torch.from_numpy(values), rtol=2e-3, atol=1e-4)
+    torch.testing.assert_close(
+        weight.values().float(), torch.from_numpy(values), rtol=2e-3, atol=1e-4
+    )
     x = torch.from_numpy(rng.standard_normal((rows, inputs), dtype=np.float32)).to(dtype)
     shapes = {"bias": (outputs,), "residual": (rows, outputs)}
     term = torch.from_numpy(rng.standard_normal(shapes[added], dtype=np.float32)) if added else None
@@ -175,8 +196,13 @@ def check_linear(rows: int, outputs: int, groups: int, kind: str, dtype: torch.d
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
     torch.testing.assert_close(found.double(), expected, **near)
     which = int(rng.integers(rows))  # alone it is one of few rows
-    own = {name: one[which : which + 1] if name == "residual" else one for name, one in terms.items()}
-    same_bits(linear(x[which : which + 1], weight, **own).float().numpy(), found[which : which + 1].float().numpy())
+    own = {
+        name: one[which : which + 1] if name == "residual" else one for name, one in terms.items()
+    }
+    same_bits(
+        linear(x[which : which + 1], weight, **own).float().numpy(),
+        found[which : which + 1].float().numpy(),
+    )
 
 
 @few_shapes
@@ -192,30 +218,34 @@ def check_linear(rows: int, outputs: int, groups: int, kind: str, dtype: torch.d
     seed=st.integers(0, 999),
 )
 def test_attention(
-    heads: tuple[int, int],
-    head_dim: int,
-    block_size: int,
-    lengths: list[tuple[int, int]],
-    window: int,
-    softcap: float,
-    with_sinks: bool,
-    dtype: torch.dtype,
-    seed: int,
-) -> None:
+    heads,
+    head_dim,
+    block_size,
+    lengths,
+    window,
+    softcap,
+    with_sinks,
+    dtype,
+    seed,
+):
     """Sequences of (tokens before, rows), as prefills and as decodes: near plain torch, and the same bits twice."""
     generator = torch.Generator().manual_seed(seed)
     blocks = [-(-sum(length) // block_size) for length in lengths]
-    order, tables = torch.randperm(sum(blocks), generator=generator), torch.zeros(len(lengths), max(blocks)).long()
+    order = torch.randperm(sum(blocks), generator=generator)
+    tables = torch.zeros(len(lengths), max(blocks)).long()
     for i, own in enumerate(order.split(blocks)):
         tables[i, : len(own)] = own
     shape = Shape(*heads, head_dim, block_size, head_dim**-0.5, softcap, window)
     q = torch.randn(sum(n for _, n in lengths), heads[0], head_dim, generator=generator).to(dtype)
-    keys, values = torch.randn(2, sum(blocks) * block_size, heads[1], head_dim, generator=generator).to(dtype)
+    keys, values = torch.randn(
+        2, sum(blocks) * block_size, heads[1], head_dim, generator=generator
+    ).to(dtype)
     sinks = torch.randn(heads[0], generator=generator) if with_sinks else None
     positions = torch.cat([torch.arange(before, before + n) for before, n in lengths])
     results = []
     for decode in (False, True):
-        tiles, out = tiles_of(lengths, heads[0] // heads[1], head_dim, decode), torch.full_like(q, torch.nan)
+        tiles = tiles_of(lengths, heads[0] // heads[1], head_dim, decode)
+        out = torch.full_like(q, torch.nan)
         attention(q, keys, values, out, shape, sinks, positions, tables, tiles, decode)
         results.append(out)
     same_bits(results[0].float().numpy(), results[1].float().numpy())
@@ -230,33 +260,51 @@ def test_attention(
         (1, 5, 4, ("Q4_0", "Q8_0"), torch.float32, ""),
         (1, 3, 1, ("F32", "Q4_1"), torch.float16, "all"),
         (9, 4, 2, ("MXFP4", "MXFP4"), torch.float16, "all"),
-        (17, 8, 2, ("Q4_0", "Q4_0"), torch.float32, "one"),  # an expert has a row more than a tile, others few
+        (
+            17,
+            8,
+            2,
+            ("Q4_0", "Q4_0"),
+            torch.float32,
+            "one",
+        ),  # an expert has a row more than a tile, others few
         (2 * FEW + 2, 2, 1, ("Q5_0", "Q5_0"), torch.float32, "all"),  # many
         (33, 20, 2, ("Q4_0", "Q4_1"), torch.float16, ""),
     ],
 )
-def test_experts(rows: int, count: int, used: int, kinds: tuple[str, str], dtype: torch.dtype, biased: str) -> None:
+def test_experts(rows, count, used, kinds, dtype, biased):
     """Few pairs of an expert and many, none, or all of them: as expert by expert, and each row's bits are its own."""
-    rng, hidden, ffn = np.random.default_rng(rows), 32, 64
+    rng = np.random.default_rng(rows)
+    hidden = 32
+    ffn = 64
 
     def matrix(outputs: int, inputs: int, *kinds: str) -> Matrix:
         raws = [random_raw(rng, (count * outputs, inputs), kind).reshape(-1) for kind in kinds]
         shape = count, outputs, inputs
-        return Matrix([pack(raw, shape, kind, dtype, CPU) for raw, kind in zip(raws, kinds, strict=True)])
+        return Matrix(
+            [pack(raw, shape, kind, dtype, CPU) for raw, kind in zip(raws, kinds, strict=True)]
+        )
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
 
     backend = KernelBackend("cpu", str(dtype).removeprefix("torch."))
     backend.blueprint = cast("Any", SimpleNamespace(share=None, activation="silu"))
-    gate_up, down = matrix(ffn, hidden, *kinds), matrix(hidden, ffn, kinds[1])
+    gate_up = matrix(ffn, hidden, *kinds)
+    down = matrix(hidden, ffn, kinds[1])
     raw = normal(count, hidden).numpy().view(np.uint8).reshape(-1)
     router = Matrix([pack(raw, (count, hidden), "F32", dtype, CPU)])
-    biases = {"router_bias": normal(count), "gate_up_bias": normal(count, 2 * ffn), "down_bias": normal(count, hidden)}
+    biases = {
+        "router_bias": normal(count),
+        "gate_up_bias": normal(count, 2 * ffn),
+        "down_bias": normal(count, hidden),
+    }
     if biased == "one":
         biases = {"router_bias": 100 * torch.eye(count)[count // 2]}
-    weights, biases = (router, gate_up, down), biases if biased else {}
-    x, config = normal(rows, hidden).to(dtype), Experts(count, used, ffn, renormalize=rows % 2 > 0)
+    weights = (router, gate_up, down)
+    biases = biases if biased else {}
+    x = normal(rows, hidden).to(dtype)
+    config = Experts(count, used, ffn, renormalize=rows % 2 > 0)
     found = backend.moe(x, *weights, config, **biases)
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
     torch.testing.assert_close(found, mixture(backend, x, weights, config, **biases), **near)
@@ -266,26 +314,38 @@ def test_experts(rows: int, count: int, used: int, kinds: tuple[str, str], dtype
     products = backend.linear(x, gate_up, bias=biases.get("gate_up_bias"), routed=routed)
     seen = torch.zeros(rows * used, dtype=torch.bool)
     for expert, first, end in (tile for tile in routed.tiles.T.tolist() if tile[1] < tile[2]):
-        pairs, own = routed.pairs[first : min(end, first + routed.rows)].long(), biases.get("gate_up_bias")
-        alone = backend.linear(x[pairs // used], gate_up[expert], bias=None if own is None else own[expert])
+        pairs = routed.pairs[first : min(end, first + routed.rows)].long()
+        own = biases.get("gate_up_bias")
+        alone = backend.linear(
+            x[pairs // used], gate_up[expert], bias=None if own is None else own[expert]
+        )
         same_bits(products[pairs].float().numpy(), alone.float().numpy())
         assert not seen[pairs].any()
         seen[pairs] = True
     assert seen.all()
 
 
-def test_a_router_whose_logits_are_not_finite_chooses_experts_that_exist() -> None:
-    logits = torch.tensor([[torch.nan] * 3, [torch.nan, 1.0, 2.0], [torch.inf, torch.inf, -torch.inf]])
+def test_a_router_whose_logits_are_not_finite_chooses_experts_that_exist():
+    logits = torch.tensor(
+        [[torch.nan] * 3, [torch.nan, 1.0, 2.0], [torch.inf, torch.inf, -torch.inf]]
+    )
     with np.errstate(invalid="ignore"):
         routed = route(logits, Experts(3, 2, 8, renormalize=True), 0)
-    assert sorted(routed.pairs.tolist()) == list(range(6)) and set(routed.tiles[0].tolist()) <= {0, 1, 2}
+    assert sorted(routed.pairs.tolist()) == list(range(6)) and set(routed.tiles[0].tolist()) <= {
+        0,
+        1,
+        2,
+    }
     assert routed.weights.isnan().any(dim=1).all()
 
 
 def tiles_of(lengths: list[tuple[int, int]], group: int, head_dim: int, decode: bool) -> Tiles:
-    rows, start, found = rows_of_tile(group, head_dim, decode), 0, []
+    rows = rows_of_tile(group, head_dim, decode)
+    start = 0
+    found = []
     for i, (_, count) in enumerate(lengths):
-        end, step = start + count, rows // group
+        end = start + count
+        step = rows // group
         found += [(i, first, min(first + step, end)) for first in range(start, end, step)]
         start = end
     return Tiles(*torch.tensor(found).T.contiguous(), rows, max(sum(length) for length in lengths))
@@ -301,10 +361,14 @@ def plain_attention(
     tables: torch.Tensor,
 ) -> torch.Tensor:
     """In float64, row by row and head by head."""
-    group, out, row = shape.num_heads // shape.num_kv_heads, torch.empty_like(q).double(), 0
+    group = shape.num_heads // shape.num_kv_heads
+    out = torch.empty_like(q).double()
+    row = 0
     for table, (before, count) in zip(tables, lengths, strict=True):
         for position in range(before, before + count):
-            at = torch.arange(max(0, position - shape.window + 1) if shape.window else 0, position + 1)
+            at = torch.arange(
+                max(0, position - shape.window + 1) if shape.window else 0, position + 1
+            )
             slots = table[at // shape.block_size] * shape.block_size + at % shape.block_size
             for head in range(shape.num_heads):
                 scores = keys[slots, head // group].double() @ q[row, head].double() * shape.scale
@@ -319,27 +383,35 @@ def plain_attention(
 
 
 @pytest.mark.slow
-def test_what_the_compiler_makes_of_them() -> None:
+def test_what_the_compiler_makes_of_them():
     """For compute capabilities 8.0, 9.0 and 12.0, in the configurations of the tables; it needs no GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).parents[2] / "benchmarks/torch_kernels.py"), "--json"]
-    kernels = json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    command = [
+        sys.executable,
+        str(Path(__file__).parents[2] / "benchmarks/torch_kernels.py"),
+        "--json",
+    ]
+    kernels = json.loads(
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    )
     assert {one["capability"] for one in kernels} == {80, 90, 120} and len(kernels) == 99
     for one in kernels:
-        assert one["spilled"] == 0 and one["shared"] <= one["shared_limit"] and one["blocks"] >= 1, one
+        assert (
+            one["spilled"] == 0 and one["shared"] <= one["shared_limit"] and one["blocks"] >= 1
+        ), one
         if one["phase"] == "prefill":
             assert one["tensor_cores"] == ("wgmma" if one["capability"] == 90 else "mma.sync"), one
 
 
-def test_tuned_tiles_are_kept_used_and_change_no_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tuned_tiles_are_kept_used_and_change_no_bit(tmp_path, monkeypatch, caplog):
     """With times that are made up: of few rows 32 outputs per program are fastest, of many no candidate is."""
     monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path))
     monkeypatch.setattr(tiles, "tuned", {})
-    fastest, raw = Tile(16, 32, 4, 2), random_raw(np.random.default_rng(0), (70, 64), "Q4_0").reshape(-1)
+    fastest = Tile(16, 32, 4, 2)
+    raw = random_raw(np.random.default_rng(0), (70, 64), "Q4_0").reshape(-1)
     weight = pack(raw, (70, 64), "Q4_0", torch.float32, CPU)
-    x, told = torch.randn(3, 64), []
+    x = torch.randn(3, 64)
+    told = []
     before = linear(x, weight).numpy()
 
     def made_up(x: torch.Tensor, weight: Any, tile: Tile) -> float:
@@ -359,7 +431,10 @@ def test_tuned_tiles_are_kept_used_and_change_no_bit(
     with caplog.at_level(logging.WARNING):
         assert tiles.read_tuned("NVIDIA A100-SXM") == {}
     assert "not readable: the shipped tiles are used. Run `twinphase tune` again" in caplog.text
-    assert tiles.keep_tuned("NVIDIA A100-SXM", found) == path and tiles.read_tuned("NVIDIA A100-SXM") == found
+    assert (
+        tiles.keep_tuned("NVIDIA A100-SXM", found) == path
+        and tiles.read_tuned("NVIDIA A100-SXM") == found
+    )
 
 
 def errors_of(found: F32, expected: F32) -> F32:

@@ -17,7 +17,9 @@ from twinphase.sampling.drawn_rows import DrawnRows
 from twinphase.sampling.sampler import ConstraintError
 from twinphase.speculation.verify import sample
 
-VOCAB, EOS = 1003, (2, 5)  # not a whole number of bytes of a mask
+# not a whole number of bytes of a mask
+VOCAB = 1003
+EOS = (2, 5)
 
 
 class Drawer:
@@ -34,7 +36,8 @@ class Some:
     """A `Constraint` that allows a third of the vocabulary, another one behind each output; `fails` behind so many."""
 
     def __init__(self, fails: int = 99, spent: bool = False) -> None:
-        self.fails, self.spent = fails, spent
+        self.fails = fails
+        self.spent = spent
 
     def restrict(self, logits: Any, output: Any) -> Any:
         if len(output) >= self.fails:
@@ -54,23 +57,45 @@ def shares_of(rng: np.random.Generator, logits: Any) -> list[ScheduledRequest]:
         prompt = rng.integers(0, VOCAB, 7).tolist()
         scored = rng.random() < 0.15 and len(logits) - row >= 7
         params = SamplingParams(
-            temperature=float(rng.choice([0.0, 1e-6, 0.3, 1.0, 2.5])), seed=int(rng.integers(1 << 40)),
-            top_k=int(rng.choice([0, -1, 1, 7, 5000])), top_p=float(rng.choice([1.0, 0.9, 0.3, 1e-4])),
-            min_p=float(rng.choice([0.0, 0.0, 0.05, 1.0])), repetition_penalty=float(rng.choice([1.0, 1.3, 0.8])),
-            presence_penalty=float(rng.choice([0, 1.5])), frequency_penalty=float(rng.choice([0, -0.7])),
-            logit_bias={int(i): float(rng.normal()) for i in rng.integers(0, VOCAB, 4)} if rng.random() < 0.3 else None,
-            min_tokens=int(rng.choice([0, 6])), stop_token_ids=[9] if rng.random() < 0.3 else None, max_tokens=50,
+            temperature=float(rng.choice([0.0, 1e-6, 0.3, 1.0, 2.5])),
+            seed=int(rng.integers(1 << 40)),
+            top_k=int(rng.choice([0, -1, 1, 7, 5000])),
+            top_p=float(rng.choice([1.0, 0.9, 0.3, 1e-4])),
+            min_p=float(rng.choice([0.0, 0.0, 0.05, 1.0])),
+            repetition_penalty=float(rng.choice([1.0, 1.3, 0.8])),
+            presence_penalty=float(rng.choice([0, 1.5])),
+            frequency_penalty=float(rng.choice([0, -0.7])),
+            logit_bias={int(i): float(rng.normal()) for i in rng.integers(0, VOCAB, 4)}
+            if rng.random() < 0.3
+            else None,
+            min_tokens=int(rng.choice([0, 6])),
+            stop_token_ids=[9] if rng.random() < 0.3 else None,
+            max_tokens=50,
             logprobs=int(rng.integers(0, 6)) if rng.random() < 0.5 else None,
-            prompt_logprobs=int(rng.integers(0, 4)) if scored else None, thinking_token_budget=3,
-        )  # fmt: skip
-        constraint = rng.choice([None, Some(), Some(fails=8), Some(spent=True)], p=[0.6, 0.2, 0.1, 0.1])
+            prompt_logprobs=int(rng.integers(0, 4)) if scored else None,
+            thinking_token_budget=3,
+        )
+        constraint = rng.choice(
+            [None, Some(), Some(fails=8), Some(spent=True)], p=[0.6, 0.2, 0.1, 0.1]
+        )
         name = str(row)
         if scored:
-            one = ScheduledRequest(name, Phase.PREFILL, prompt, 0, [0], True, params, prompt, [], constraint=constraint)
+            one = ScheduledRequest(
+                name, Phase.PREFILL, prompt, 0, [0], True, params, prompt, [], constraint=constraint
+            )
         else:
             at = len(prompt) + len(output) - 1
             one = ScheduledRequest(
-                name, Phase.DECODE, output[-1:], at, [0], True, params, prompt, output, constraint=constraint
+                name,
+                Phase.DECODE,
+                output[-1:],
+                at,
+                [0],
+                True,
+                params,
+                prompt,
+                output,
+                constraint=constraint,
             )
             for _ in range(min(int(rng.integers(0, 4)), len(logits) - row - 1)):
                 tokens = host([one], logits[row : row + one.num_logits]).token_ids.get(name)
@@ -92,15 +117,19 @@ def device(shares: list[ScheduledRequest], logits: Any) -> StepOutput:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_tokens_are_those_of_the_host(seed: int) -> None:
+def test_tokens_are_those_of_the_host(seed):
     rng = np.random.default_rng(seed)
     logits = (rng.choice([0.5, 3, 9]) * rng.standard_normal((40, VOCAB))).astype(np.float32)
     if seed % 2:
         logits = logits.round()  # ties at every border
     shares = shares_of(rng, logits)
-    for row, bad in zip(rng.choice(len(logits), 6, replace=False), 2 * (np.nan, np.inf, -np.inf), strict=True):
+    for row, bad in zip(
+        rng.choice(len(logits), 6, replace=False), 2 * (np.nan, np.inf, -np.inf), strict=True
+    ):
         logits[row, rng.integers(VOCAB)] = bad
-    before, found, expected = logits.copy(), device(shares, logits), host(shares, logits)
+    before = logits.copy()
+    found = device(shares, logits)
+    expected = host(shares, logits)
     assert found.token_ids == expected.token_ids and found.errors == expected.errors
     assert np.array_equal(before, logits, equal_nan=True)
     same_logprobs(found.logprobs, expected.logprobs)
@@ -118,13 +147,25 @@ def same_logprobs(found: Any, expected: Any) -> None:
             values = [(entry.logprob, *(value for _, value in entry.top)) for entry in (one, other)]
             np.testing.assert_allclose(*values, rtol=1e-6, atol=1e-6)
             if np.isfinite(other.logprob):
-                assert (one.rank, [i for i, _ in one.top]) == (other.rank, [i for i, _ in other.top])
+                assert (one.rank, [i for i, _ in one.top]) == (
+                    other.rank,
+                    [i for i, _ in other.top],
+                )
 
 
-def test_a_step_of_greedy_requests_sends_no_edits_up() -> None:
+def test_a_step_of_greedy_requests_sends_no_edits_up():
     logits = np.random.default_rng(0).standard_normal((1, VOCAB)).astype(np.float32)
-    share = ScheduledRequest("r", Phase.DECODE, [7], 4, [0], True, SamplingParams(temperature=0.0), [5], [7])
-    drawer, batch = Mock(wraps=Drawer(logits)), Batch([share], [])
-    assert sample(DrawnRows(drawer, batch, VOCAB, EOS), batch, EOS).token_ids == host([share], logits).token_ids
+    share = ScheduledRequest(
+        "r", Phase.DECODE, [7], 4, [0], True, SamplingParams(temperature=0.0), [5], [7]
+    )
+    drawer = Mock(wraps=Drawer(logits))
+    batch = Batch([share], [])
+    assert (
+        sample(DrawnRows(drawer, batch, VOCAB, EOS), batch, EOS).token_ids
+        == host([share], logits).token_ids
+    )
     draws = drawer.draw.call_args.args[0]
-    assert not any(array.size for pair in (*draws.edits, draws.masks) for array in pair) and draws.num_top == 0
+    assert (
+        not any(array.size for pair in (*draws.edits, draws.masks) for array in pair)
+        and draws.num_top == 0
+    )

@@ -1,6 +1,7 @@
 """Headless Chromium, driven over a pipe by the Chrome DevTools protocol: enough to open a page and look at it.
 
-(https://chromedevtools.github.io/devtools-protocol/) No driver program and no package beside the browser itself.
+(https://chromedevtools.github.io/devtools-protocol/) No driver program and no package beside the
+browser itself.
 """
 
 from __future__ import annotations
@@ -59,10 +60,14 @@ class Browser:
         )
         for descriptor in (reads, writes, log):
             os.close(descriptor)
-        self._buffer, self._number, self._session = b"", 0, ""
+        self._buffer = b""
+        self._number = 0
+        self._session = ""
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -96,7 +101,10 @@ class Browser:
             ready, _, _ = select.select([self._in], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, f"the browser did not answer within {PATIENCE:.0f} s"
             data = os.read(self._in, 1 << 16)
-            assert data, f"the browser has ended: {Path(self._profile, 'log').read_text(errors='replace')[-2000:]}"
+            assert data, (
+                "the browser has ended: "
+                f"{Path(self._profile, 'log').read_text(errors='replace')[-2000:]}"
+            )
             self._buffer += data
         text, _, self._buffer = self._buffer.partition(b"\0")
         return dict(json.loads(text))
@@ -114,7 +122,9 @@ class Browser:
         self.wait("location.href == 'about:blank'")  # or the page before might pass for this one
         self.events.clear()
         self.call("Page.navigate", url=path.resolve().as_uri())
-        self.wait(f"location.href.startsWith('file:') && document.documentElement !== null && {ready}")
+        self.wait(
+            f"location.href.startsWith('file:') && document.documentElement !== null && {ready}"
+        )
 
     def wait(self, expression: str) -> None:
         deadline = time.monotonic() + PATIENCE
@@ -124,7 +134,9 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, or of its promise."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        found = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
@@ -132,16 +144,26 @@ class Browser:
         """Everything that a developer would see in red or yellow: errors, warnings, violations of the page's policy."""
         found = []
         for event in self.events:
-            method, parameters = event.get("method"), event.get("params", {})
+            method = event.get("method")
+            parameters = event.get("params", {})
             if method == "Runtime.exceptionThrown":
                 found.append(json.dumps(parameters["exceptionDetails"])[:500])
-            elif method == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
+            elif method == "Runtime.consoleAPICalled" and parameters["type"] in (
+                "error",
+                "warning",
+                "assert",
+            ):
                 found.append(json.dumps(parameters["args"])[:500])
-            elif method == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
+            elif method == "Log.entryAdded" and parameters["entry"]["level"] in (
+                "error",
+                "warning",
+            ):
                 found.append(parameters["entry"]["text"])
         return found
 
     def requests(self) -> list[str]:
         """Every address that the page asked for, its own included."""
-        sent = [event for event in self.events if event.get("method") == "Network.requestWillBeSent"]
+        sent = [
+            event for event in self.events if event.get("method") == "Network.requestWillBeSent"
+        ]
         return [event["params"]["request"]["url"] for event in sent]

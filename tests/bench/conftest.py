@@ -10,7 +10,7 @@ from tests.bench.browser import Browser, find_browser
 from tests.bench.sample_report import sample_report
 
 from bench.stub_server import RunningStub
-from twinphase.bench.report.render import Written, write_report
+from twinphase_bench.report.render import Written, write_report
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from twinphase.bench.targets.target import DecodeSample, PrefillSample, TargetFacts
 from twinphase.errors import ContextLengthError
+from twinphase_bench.targets.target import DecodeSample, PrefillSample, TargetFacts
 
 
 def accept_all(phase: str, length: int, batch: int) -> bool:
@@ -23,10 +23,21 @@ class MadeTarget:
         refuse: Callable[[str, int, int], bool] = accept_all,
     ) -> None:
         self.facts = TargetFacts(
-            "made", "openai", "made 1", "none", "exact", 4096, "by its law", "by its law", {"threads": "3"}
+            "made",
+            "openai",
+            "made 1",
+            "none",
+            "exact",
+            4096,
+            "by its law",
+            "by its law",
+            {"threads": "3"},
         )
-        self.random, self.noise, self.slower = random.Random(seed), noise, slower
-        self.refuse, self.memory_bound = refuse, memory_bound
+        self.random = random.Random(seed)
+        self.noise = noise
+        self.slower = slower
+        self.refuse = refuse
+        self.memory_bound = memory_bound
         self.num_asked = 0
 
     def answer(self, phase: str, length: int, batch: int, seconds: float) -> float:

@@ -8,26 +8,30 @@ import random
 
 from tests.bench.made_target import MadeTarget
 
-from twinphase.bench.client.observation import Observation
-from twinphase.bench.load.plots import timeline_plot
-from twinphase.bench.load.run import ClientHealth, LoadResult
-from twinphase.bench.load.slo import Slos
-from twinphase.bench.report import plots
-from twinphase.bench.report.explanation import waterfall_plot
-from twinphase.bench.report.report import Plot, Report, Section, Status, Verdict
-from twinphase.bench.roofline.arithmetic import Roof, Roofline, Slope
-from twinphase.bench.roofline.plots import DrawnPart, roofline_plot
-from twinphase.bench.sweep.plan import SweepOptions, make_plan
-from twinphase.bench.sweep.report import sweep_metrics, sweep_sections
-from twinphase.bench.sweep.run import sweep
-from twinphase.bench.targets.target import TargetFacts
 from twinphase.phases.timeline import IntervalKind
+from twinphase_bench.client.health import ClientHealth
+from twinphase_bench.client.observation import Observation
+from twinphase_bench.load.plots import timeline_plot
+from twinphase_bench.load.run import LoadResult
+from twinphase_bench.load.slo import Slos
+from twinphase_bench.report import plots
+from twinphase_bench.report.explanation import waterfall_plot
+from twinphase_bench.report.report import Plot, Report, Section, Status, Verdict
+from twinphase_bench.roofline.arithmetic import Roof, Roofline, Slope
+from twinphase_bench.roofline.plots import DrawnPart, roofline_plot
+from twinphase_bench.sweep.plan import SweepOptions, make_plan
+from twinphase_bench.sweep.report import sweep_metrics, sweep_sections
+from twinphase_bench.sweep.run import sweep
+from twinphase_bench.targets.target import TargetFacts
 
 HOSTILE = "Smol<script>alert(1)</script>\"'&amp;|`*_"
 
 
 def load_section(rng: random.Random) -> Section:
-    ttft = {f"{rate} req/s": [rng.lognormvariate(math.log(0.08 * rate), 0.5) for _ in range(900)] for rate in (1, 2, 4)}
+    ttft = {
+        f"{rate} req/s": [rng.lognormvariate(math.log(0.08 * rate), 0.5) for _ in range(900)]
+        for rate in (1, 2, 4)
+    }
     ends = [
         {"target": name, "ms": ms, "low": ms * 0.93, "high": ms * 1.08}
         for name, ms in (("twinphase", 81.0), ("llama.cpp", 104.5), (HOSTILE, 163.2))
@@ -41,9 +45,20 @@ def load_section(rng: random.Random) -> Section:
         "Load",
         (Verdict(Status.UNKNOWN, "Whether 5 req/s can be held.", "Only one repetition was left."),),
         plots=(
-            plots.distribution("ttft", "Client TTFT by offered rate", ttft, "TTFT (s)", limit=0.5, log_x=True),
-            plots.bars("ledger", "Where a request's time goes", ledger, ("load", ""), ("ms", "ms"), part="interval"),
-            plots.bars("targets", "TTFT of three targets", ends, ("target", ""), ("ms", "TTFT (ms)")),
+            plots.distribution(
+                "ttft", "Client TTFT by offered rate", ttft, "TTFT (s)", limit=0.5, log_x=True
+            ),
+            plots.bars(
+                "ledger",
+                "Where a request's time goes",
+                ledger,
+                ("load", ""),
+                ("ms", "ms"),
+                part="interval",
+            ),
+            plots.bars(
+                "targets", "TTFT of three targets", ends, ("target", ""), ("ms", "TTFT (ms)")
+            ),
         ),
     )
 
@@ -51,21 +66,43 @@ def load_section(rng: random.Random) -> Section:
 def roofline_marks() -> list[DrawnPart]:
     found = [
         DrawnPart(
-            "prefill", "linear", "prefill linear", f"n = {n}", 12.0 * n**0.45, 2.4e11 * n / (n + 25), {"MFU": "50 %"}
+            "prefill",
+            "linear",
+            "prefill linear",
+            f"n = {n}",
+            12.0 * n**0.45,
+            2.4e11 * n / (n + 25),
+            {"MFU": "50 %"},
         )
         for n in (16, 64, 256, 1024)
     ]
     found += [
-        DrawnPart("decode", "linear", "batch linear", f"batch {b}", 1.9 * b, 3.3e10 * b**0.8, {"MFU": "9 %"})
+        DrawnPart(
+            "decode",
+            "linear",
+            "batch linear",
+            f"batch {b}",
+            1.9 * b,
+            3.3e10 * b**0.8,
+            {"MFU": "9 %"},
+        )
         for b in (1, 2, 4, 8)
     ]
-    return [*found, DrawnPart("decode", "attention", "context attention", "context 64", 1.1, 1.4e10, {"MFU": "4 %"})]
+    return [
+        *found,
+        DrawnPart(
+            "decode", "attention", "context attention", "context 64", 1.1, 1.4e10, {"MFU": "4 %"}
+        ),
+    ]
 
 
 def falls(parts: list[tuple[str, float]]) -> dict:
     """A waterfall as an explanation has it, of (part, seconds)."""
     wall = sum(spent for _, spent in parts)
-    bars = [{"name": name, "seconds": spent, "share": spent / wall, "before_first_token": 0.0} for name, spent in parts]
+    bars = [
+        {"name": name, "seconds": spent, "share": spent / wall, "before_first_token": 0.0}
+        for name, spent in parts
+    ]
     return {"wall_seconds": wall, "first_token": None, "bars": bars}
 
 
@@ -74,20 +111,35 @@ def load_result(number: int) -> LoadResult:
     seen = []
     for n in range(number):
         at = 0.1 * n
-        times = [at + 0.08 + 0.01 * (n % 5) + 0.02 * k for k in range(4 + 5 * (n % 4))] if n % 7 != 6 else []
-        one = Observation(str(n), at, at, times, times[-1] if times else at + 0.1, 10, 0, len(times), 200)
+        times = (
+            [at + 0.08 + 0.01 * (n % 5) + 0.02 * k for k in range(4 + 5 * (n % 4))]
+            if n % 7 != 6
+            else []
+        )
+        one = Observation(
+            str(n), at, at, times, times[-1] if times else at + 0.1, 10, 0, len(times), 200
+        )
         one.error = "" if times else "http 429: slow down"
         one.claims = {"timings": {"ledger_ms": {"queue": 30.0}}} if times and n % 2 else {}
         seen.append(one)
     facts = TargetFacts("made up", "test", "none", HOSTILE, "unknown", None, "", "")
     client = ClientHealth([0.0], [0.0])
-    return LoadResult(facts, "work", "10 req/s", 10.0, None, seen, number, client, slos=Slos(ttft=0.1))
+    return LoadResult(
+        facts, "work", "10 req/s", 10.0, None, seen, number, client, slos=Slos(ttft=0.1)
+    )
 
 
 def machine_section() -> Section:
-    roofs, slopes = (Roof("int8", 3.1e11), Roof("float32", 1.2e11)), (Slope("L3, 16 MiB", 6e10), Slope("DRAM", 2.1e10))
+    roofs = (Roof("int8", 3.1e11), Roof("float32", 1.2e11))
+    slopes = (Slope("L3, 16 MiB", 6e10), Slope("DRAM", 2.1e10))
     line = Roofline("a processor, 2 threads", roofs, slopes)
-    parts = [("queue", 0.02), ("prefill", 0.21), ("prefill_wait", 0.05), ("decode", 0.4), ("stall", 0.12)]
+    parts = [
+        ("queue", 0.02),
+        ("prefill", 0.21),
+        ("prefill_wait", 0.05),
+        ("decode", 0.4),
+        ("stall", 0.12),
+    ]
     charts = (
         roofline_plot(line, roofline_marks(), ""),
         waterfall_plot(falls(parts), ""),
@@ -98,13 +150,27 @@ def machine_section() -> Section:
 
 @functools.cache
 def sample_report(seed: int = 1, slower: float = 1.0, model: str = HOSTILE) -> Report:
-    found = sweep(MadeTarget(0.015, seed, slower), make_plan(8192, SweepOptions(repetitions=7)), watch_others=False)
+    found = sweep(
+        MadeTarget(0.015, seed, slower),
+        make_plan(8192, SweepOptions(repetitions=7)),
+        watch_others=False,
+    )
     verdicts = (
-        Verdict(Status.HOLDS, "A prompt token takes 0.6 ms at 10, 0.41 ms at 512 tokens of prompt."),
-        Verdict(Status.FAILS, "Decode is flat per token.", "It rises by 1.2 µs for each token before it."),
+        Verdict(
+            Status.HOLDS, "A prompt token takes 0.6 ms at 10, 0.41 ms at 512 tokens of prompt."
+        ),
+        Verdict(
+            Status.FAILS,
+            "Decode is flat per token.",
+            "It rises by 1.2 µs for each token before it.",
+        ),
         Verdict(Status.UNKNOWN, "Whether batching beyond 8 helps.", "The target seats eight."),
         Verdict(Status.INFO, "1,700 prompt tokens per second, 78 output tokens per second."),
-        Verdict(Status.VOID, "The run at 5 req/s.", "The client was late by 31 ms in the median: it was the limit."),
+        Verdict(
+            Status.VOID,
+            "The run at 5 req/s.",
+            "The client was late by 31 ms in the median: it was the limit.",
+        ),
     )
     conditions = {
         "date": "2026-03-01 12:00:00 UTC",
@@ -115,7 +181,12 @@ def sample_report(seed: int = 1, slower: float = 1.0, model: str = HOSTILE) -> R
         "load average": "0.21, 0.30, 0.28 (1, 5, 15 minutes before)",
     }
     noise = ("Others used 0.03 cores during the measurement: the machine was quiet.",)
-    observation = {"intended": 0.0, "sent": 0.0001, "token_times": [0.1, 0.12], "text": "</script><!--"}
+    observation = {
+        "intended": 0.0,
+        "sent": 0.0001,
+        "token_times": [0.1, 0.12],
+        "text": "</script><!--",
+    }
     return Report(
         "bench",
         f"Both phases of {model}",

@@ -1,7 +1,8 @@
 """A server of OpenAI's streams whose delays are known: it says afterwards when it really sent what.
 
-Stamps are of `time.perf_counter`, which is one clock for all processes of a machine. POST /script sets what the next
-requests get, one script each, the last one again and again; GET /log tells what was done. Standard library only.
+Stamps are of `time.perf_counter`, which is one clock for all processes of a machine. POST /script
+sets what the next requests get, one script each, the last one again and again; GET /log tells what
+was done. Standard library only.
 
     python tests/bench/stub_server.py        # prints its port
 """
@@ -32,7 +33,8 @@ SCRIPT: dict[str, Any] = {
     "usage": True,
     "whole_usage": True,  # in answers that are not streamed
     "finish": "length",
-    "role": False,  # an empty first chunk without a token, which names the role where the protocol has roles
+    # an empty first chunk without a token, which names the role where the protocol has roles
+    "role": False,
     "merged_end": False,  # the last piece brings finish_reason with it
     "reasoning": 0,  # pieces at the beginning that are thinking (chat)
     "timings": None,
@@ -53,7 +55,11 @@ class Stub:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             method, route = head.split(b" ", 2)[:2]
-            lengths = [line[15:] for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
+            lengths = [
+                line[15:]
+                for line in head.split(b"\r\n")
+                if line.lower().startswith(b"content-length:")
+            ]
             data = await reader.readexactly(int(lengths[0])) if lengths else b""
             received = time.perf_counter()
             await self.answer(method.decode(), route.decode(), data, received, writer)
@@ -62,33 +68,50 @@ class Stub:
         finally:
             writer.close()
 
-    async def answer(self, method: str, route: str, data: bytes, received: float, writer: asyncio.StreamWriter) -> None:
+    async def answer(
+        self, method: str, route: str, data: bytes, received: float, writer: asyncio.StreamWriter
+    ) -> None:
         if route == "/script":
             wanted = json.loads(data)
             self.scripts = [{**SCRIPT, **script} for script in wanted.get("scripts", [{}])]
-            self.refuse, self.pages, self.log = wanted.get("refuse", []), wanted.get("pages", self.pages), []
+            self.refuse = wanted.get("refuse", [])
+            self.pages = wanted.get("pages", self.pages)
+            self.log = []
             return plain(writer, 200, {})
         if route == "/log":
             return plain(writer, 200, self.log)
         if route in self.pages:
             return plain(writer, 200, self.pages[route])
         if route == "/v1/models":
-            return plain(writer, 200, {"data": [{"id": "stub", "owned_by": "tests", "max_model_len": 8192}]})
+            return plain(
+                writer, 200, {"data": [{"id": "stub", "owned_by": "tests", "max_model_len": 8192}]}
+            )
         if method != "POST" or not route.startswith("/v1/"):
             return plain(writer, 404, {"error": {"message": "no such route"}})
         body = json.loads(data)
         unknown = [name for name in self.refuse if name in body or name == route]
         if unknown:
-            return plain(writer, 404 if route in unknown else 400, {"error": {"message": f"unknown {unknown[0]}"}})
+            return plain(
+                writer,
+                404 if route in unknown else 400,
+                {"error": {"message": f"unknown {unknown[0]}"}},
+            )
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
-        entry = {"received": received, "sent": [], "body": {name: body[name] for name in body if name != "prompt"}}
+        entry = {
+            "received": received,
+            "sent": [],
+            "body": {name: body[name] for name in body if name != "prompt"},
+        }
         self.log.append(entry)
         await stream(script, body, f"stub-{len(self.log) - 1}", entry, writer)
 
 
 def plain(writer: asyncio.StreamWriter, status: int, found: Any) -> None:
     data = found.encode() if isinstance(found, str) else json.dumps(found).encode()
-    head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = (
+        f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: "
+        f"{len(data)}\r\n\r\n"
+    )
     writer.write(head.encode() + data)
 
 
@@ -102,16 +125,29 @@ async def pause(seconds: float, since: float) -> None:
 
 
 async def stream(
-    script: dict[str, Any], body: dict[str, Any], name: str, entry: dict[str, Any], writer: asyncio.StreamWriter
+    script: dict[str, Any],
+    body: dict[str, Any],
+    name: str,
+    entry: dict[str, Any],
+    writer: asyncio.StreamWriter,
 ) -> None:
-    line, since = script["newline"], entry["received"]
+    line = script["newline"]
+    since = entry["received"]
     prompt = body.get("prompt") or body["messages"][0]["content"]
-    num_prompt = script["prompt_tokens"] or len(prompt.split() if isinstance(prompt, str) else prompt)
+    num_prompt = script["prompt_tokens"] or len(
+        prompt.split() if isinstance(prompt, str) else prompt
+    )
     if not body.get("stream"):
-        return plain(writer, 200, {"usage": {"prompt_tokens": num_prompt}} if script["whole_usage"] else {})
+        return plain(
+            writer, 200, {"usage": {"prompt_tokens": num_prompt}} if script["whole_usage"] else {}
+        )
 
     def event(data: Any) -> bytes:
-        text = data if isinstance(data, str) else json.dumps(data, indent=1 if script["multiline"] else None)
+        text = (
+            data
+            if isinstance(data, str)
+            else json.dumps(data, indent=1 if script["multiline"] else None)
+        )
         lines = [f"data: {part}" for part in text.split("\n")]
         before = [": still here", "event: message", "id: 7"] if script["comments"] else []
         return (line.join([*before, *lines]) + line + line).encode()
@@ -134,11 +170,24 @@ async def stream(
         return writer.transport.abort()
     if script["end"] == "message":
         return plain(writer, 200, {"error": {"message": script["message"]}})
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: {script['content_type']}\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = (
+        f"HTTP/1.1 200 OK\r\ncontent-type: {script['content_type']}\r\ntransfer-encoding: "
+        "chunked\r\n\r\n"
+    )
     writer.write(head.encode())
     if script["role"]:
-        role = {"delta": {"role": "assistant", "content": ""}} if "messages" in body else {"text": ""}
-        send(event({"id": name, "object": "text_completion", "choices": [{"index": 0, "finish_reason": None, **role}]}))
+        role = (
+            {"delta": {"role": "assistant", "content": ""}} if "messages" in body else {"text": ""}
+        )
+        send(
+            event(
+                {
+                    "id": name,
+                    "object": "text_completion",
+                    "choices": [{"index": 0, "finish_reason": None, **role}],
+                }
+            )
+        )
     tokens = [*script["tokens"], *[1] * (1 + len(script["gaps"]))][: 1 + len(script["gaps"])]
     joined = b""
     for number, count in enumerate(tokens):
@@ -156,9 +205,13 @@ async def stream(
     usage: dict[str, Any] = {"prompt_tokens": num_prompt, "completion_tokens": sum(tokens)}
     usage["total_tokens"] = num_prompt + sum(tokens)
     if script["reasoning"]:
-        usage["completion_tokens_details"] = {"reasoning_tokens": sum(tokens[: script["reasoning"]])}
+        usage["completion_tokens_details"] = {
+            "reasoning_tokens": sum(tokens[: script["reasoning"]])
+        }
     if not script["merged_end"]:
-        joined += chunk("", script["finish"], **({"timings": script["timings"]} if script["timings"] else {}))
+        joined += chunk(
+            "", script["finish"], **({"timings": script["timings"]} if script["timings"] else {})
+        )
     last = {"id": name, "object": "text_completion", "choices": [], "usage": usage}
     joined += event(last) if script["usage"] else b""
     entry["closed"] = time.perf_counter()
@@ -181,7 +234,9 @@ class RunningStub:
     """A stub in a process of its own."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdout=subprocess.PIPE, text=True
+        )
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
         self.url = f"http://127.0.0.1:{self.port}"

@@ -6,17 +6,27 @@ from pathlib import Path
 import pytest
 
 from tiny_gguf import write_tiny_gguf
-from twinphase.bench.client.health import ClientHealth
-from twinphase.bench.load.plan import LoadOptions
-from twinphase.bench.report.compare import CANNOT, compare_reports
-from twinphase.bench.report.report import Status
-from twinphase.bench.report.result import read_result
-from twinphase.bench.targets.kinds import TargetOptions
 from twinphase.cli import run_app
-from twinphase.commands.bench import VOID_EXIT_CODE, _apart
 from twinphase.errors import InvalidRequestError
+from twinphase_bench.client.health import ClientHealth
+from twinphase_bench.commands.bench import VOID_EXIT_CODE, _apart
+from twinphase_bench.load.plan import LoadOptions
+from twinphase_bench.report.compare import CANNOT, compare_reports
+from twinphase_bench.report.report import Status
+from twinphase_bench.report.result import read_result
+from twinphase_bench.targets.kinds import TargetOptions
 
-FEW = ("--quick", "--repetitions", "2", "--max-length", "96", "--batches", "1,4", "--max-seconds", "60")
+FEW = (
+    "--quick",
+    "--repetitions",
+    "2",
+    "--max-length",
+    "96",
+    "--batches",
+    "1,4",
+    "--max-seconds",
+    "60",
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +37,14 @@ def gguf_path(tmp_path_factory):
 @pytest.fixture
 def small(monkeypatch):
     """The slow reference backend needs no compiled kernels; the command has no option for it."""
-    from twinphase.bench.targets import engine
     from twinphase.engine import loading as load
+    from twinphase_bench.targets import engine
 
     loaded = load.LoadedEngine
     for module in (engine, load):
-        monkeypatch.setattr(module, "LoadedEngine", lambda *a, **k: loaded(*a, **{**k, "backend": "reference"}))
+        monkeypatch.setattr(
+            module, "LoadedEngine", lambda *a, **k: loaded(*a, **{**k, "backend": "reference"})
+        )
 
 
 @pytest.fixture
@@ -65,15 +77,33 @@ def test_sweep_of_a_model_to_files(gguf_path, small, tmp_path, capsys):
     assert {"prefill_seconds[n=10]"} < {metric.name for metric in report.metrics}
     assert report.data["phase sweep"]["measurements"][0]["samples"]
     names = {path.name for path in (tmp_path / "out").rglob("*.*")}
-    assert {"report.html", "report.md", "result.json", "prefill-time.png", "decode-position.png"} <= names
+    assert {
+        "report.html",
+        "report.md",
+        "result.json",
+        "prefill-time.png",
+        "decode-position.png",
+    } <= names
 
 
 def test_a_load_beside_a_sweep_is_the_load_alone(gguf_path, small, tmp_path):
     """The sweep's engine has no prefix cache; a load's has one, whether or not a sweep came before."""
-    words = ["--max-concurrency", "2", "--num-prompts", "3", "--random-input-len", "20", "--random-output-len", "4"]
+    words = [
+        "--max-concurrency",
+        "2",
+        "--num-prompts",
+        "3",
+        "--random-input-len",
+        "20",
+        "--random-output-len",
+        "4",
+    ]
     for more in (["--all", *FEW], []):
         out = tmp_path / str(len(more))
-        assert run_app(["bench", gguf_path, *words, *more, "--out", str(out)]) in (0, VOID_EXIT_CODE)
+        assert run_app(["bench", gguf_path, *words, *more, "--out", str(out)]) in (
+            0,
+            VOID_EXIT_CODE,
+        )
         found = read_result(out)
         assert found.conditions["prefix caching in the load"] == "on"
         assert found.data["load"]["target"]["details"]["prefix caching"] == "on"
@@ -87,7 +117,9 @@ def test_two_results_are_compared(gguf_path, small, tmp_path, capsys, monkeypatc
         words = ["bench", gguf_path, *FEW, "--out", str(tmp_path / name)]
         monkeypatch.setattr("sys.argv", ["twinphase", *words])
         assert run_app(words) == 0
-    seeds = {read_result(tmp_path / name).conditions["seed of prompts and order"] for name in ("a", "b")}
+    seeds = {
+        read_result(tmp_path / name).conditions["seed of prompts and order"] for name in ("a", "b")
+    }
     assert len(seeds) == 2
     capsys.readouterr()
     found = bench_json(capsys, "compare", str(tmp_path / "a"), str(tmp_path / "b"))
@@ -122,8 +154,18 @@ def test_no_secret_is_in_a_result(url, on_time, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_sweep_of_a_server_has_its_requests(stub, on_time, tmp_path, capsys):
-    stub.script({"gaps": [0.0005] * 16, "timings": {"prompt_ms": 1.5, "prompt_n": 20, "predicted_ms": 8.0,
-                                                    "predicted_n": 17, "cache_n": 0}})  # fmt: skip
+    stub.script(
+        {
+            "gaps": [0.0005] * 16,
+            "timings": {
+                "prompt_ms": 1.5,
+                "prompt_n": 20,
+                "predicted_ms": 8.0,
+                "predicted_n": 17,
+                "cache_n": 0,
+            },
+        }
+    )
     report = bench_json(capsys, stub.url, *FEW, "--repetitions", "1")
     sections = {section["title"]: section for section in report["sections"]}
     assert "Client TTFT" in sections["Both phases"]["paragraphs"][0]
@@ -172,8 +214,14 @@ def test_load_instead_of_the_sweep(url, on_time, capsys):
         ("transformers:x --request-rate 2", "one batch at a time"),
         ("URL --request-rate 2 --scale-lengths 1", "--scale-lengths needs --trace"),
         ("URL --request-rate 2 --time-scale 1", "--time-scale needs --trace"),
-        ("URL --trace x --request-rate 2 --time-scale 0.5", "--time-scale has no meaning where a rate"),
-        ("URL --trace x --max-concurrency 2 --time-scale 2", "--time-scale has no meaning where a rate"),
+        (
+            "URL --trace x --request-rate 2 --time-scale 0.5",
+            "--time-scale has no meaning where a rate",
+        ),
+        (
+            "URL --trace x --max-concurrency 2 --time-scale 2",
+            "--time-scale has no meaning where a rate",
+        ),
         ("URL --trace x --random-input-len 5", "--random-input-len has no meaning with --trace"),
         ("URL --trace x --random-output-len 5", "--random-output-len has no meaning with --trace"),
         ("URL --trace x --constant", "--constant has no meaning at the times of a trace"),
@@ -184,12 +232,18 @@ def test_load_instead_of_the_sweep(url, on_time, capsys):
 )
 def test_bad_usage_is_one_line_that_names_the_option_and_exit_code_2(words, named, capsys):
     assert run_app(["bench", *words.replace("URL", "http://localhost:1").split()]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("twinphase bench: opening")]
+    lines = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if not line.startswith("twinphase bench: opening")
+    ]
     assert len(lines) == 1 and lines[0].startswith("error: ") and named in lines[0], lines
 
 
 def test_options_that_are_used_are_not_refused():
-    LoadOptions(trace=Path("x"), scale_lengths=0.5, time_scale=2.0, num_prompts=5, repetitions=3).check()
+    LoadOptions(
+        trace=Path("x"), scale_lengths=0.5, time_scale=2.0, num_prompts=5, repetitions=3
+    ).check()
 
 
 @pytest.mark.parametrize(
@@ -205,18 +259,30 @@ def test_endpoints_may_be_paths(route, words):
 
 
 def test_a_load_is_repeated_with_other_prompts(url, on_time, capsys):
-    words = ["--request-rate", "100", "--num-prompts", "6", "--repetitions", "5", "--random-input-len", "20"]
+    words = [
+        "--request-rate",
+        "100",
+        "--num-prompts",
+        "6",
+        "--repetitions",
+        "5",
+        "--random-input-len",
+        "20",
+    ]
     words += ["--endpoint", "/v1/completions", "--timeout", "30"]
     report = bench_json(capsys, url, *words, codes=(0, VOID_EXIT_CODE))
     runs = [report["data"]["load"], *report["data"]["load"]["further runs"]]
     assert len(runs) == 5 and all(len(run["observations"]) == 6 for run in runs)
     assert len({run["conditions"]["seed"] for run in runs}) == 5
     assert all(len(metric["values"]) == 5 for metric in report["metrics"])
-    assert report["sections"][0]["title"] == "Runs of the load" and len(report["sections"][0]["tables"][0]["rows"]) == 5
+    assert (
+        report["sections"][0]["title"] == "Runs of the load"
+        and len(report["sections"][0]["tables"][0]["rows"]) == 5
+    )
 
 
 def test_a_void_run_has_an_exit_code_of_its_own(url, monkeypatch, capsys):
-    monkeypatch.setattr("twinphase.bench.client.health.CPU_OF_CORE", -1.0)  # no client is that idle
+    monkeypatch.setattr("twinphase_bench.client.health.CPU_OF_CORE", -1.0)  # no client is that idle
     words = ["--request-rate", "100", "--num-prompts", "6", "--repetitions", "2"]
     report = bench_json(capsys, url, *words, codes=(VOID_EXIT_CODE,))
     assert VOID_EXIT_CODE == 10
@@ -233,13 +299,29 @@ def test_a_load_ends_when_its_time_is_over(url, on_time, capsys):
     ("words", "levels", "expected"),
     [
         # Wherever service levels stand.
-        (("ttft:500", "tpot:50", "http://h"), ["e2el:5"], ("http://h", [], ["ttft:500", "tpot:50"])),
-        (("ttft:500", "http://h", "tpot:50"), ["e2el:5"], ("http://h", [], ["ttft:500", "tpot:50"])),
-        (("http://h", "ttft:500", "tpot:50"), ["e2el:5"], ("http://h", [], ["ttft:500", "tpot:50"])),
+        (
+            ("ttft:500", "tpot:50", "http://h"),
+            ["e2el:5"],
+            ("http://h", [], ["ttft:500", "tpot:50"]),
+        ),
+        (
+            ("ttft:500", "http://h", "tpot:50"),
+            ["e2el:5"],
+            ("http://h", [], ["ttft:500", "tpot:50"]),
+        ),
+        (
+            ("http://h", "ttft:500", "tpot:50"),
+            ["e2el:5"],
+            ("http://h", [], ["ttft:500", "tpot:50"]),
+        ),
         # Words that are no levels stay words.
         (("localhost:8000",), ["ttft:5"], ("localhost:8000", [], [])),
         (("a", "tpot:5"), [], ("a", ["tpot:5"], [])),
-        (("a", "ttf:5", "b"), ["ttft:5"], ("a", ["b"], ["ttf:5"])),  # a misspelt one is refused as a level
+        (
+            ("a", "ttf:5", "b"),
+            ["ttft:5"],
+            ("a", ["b"], ["ttf:5"]),
+        ),  # a misspelt one is refused as a level
     ],
 )
 def test_service_levels_are_told_from_targets(words, levels, expected):

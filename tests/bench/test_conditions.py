@@ -11,21 +11,35 @@ import time
 
 import pytest
 
-from twinphase.bench import conditions as module
-from twinphase.bench.conditions import NOTABLE_CORES, Bystanders, command_line, conditions, file_sha256
-from twinphase.bench.progress import live
-from twinphase.bench.targets.target import TargetFacts
+from twinphase.progress import live
+from twinphase_bench import conditions as module
+from twinphase_bench.conditions import (
+    NOTABLE_CORES,
+    Bystanders,
+    command_line,
+    conditions,
+    file_sha256,
+)
+from twinphase_bench.targets.target import TargetFacts
 
-FACTS = TargetFacts("https://me:pw@host/v1", "openai", "engine 1", "model", "unknown", 4096, "p", "d", {"more": "x"})
+FACTS = TargetFacts(
+    "https://me:pw@host/v1", "openai", "engine 1", "model", "unknown", 4096, "p", "d", {"more": "x"}
+)
 
 
 def test_conditions_name_machine_target_and_versions(tmp_path):
     model = tmp_path / "model.gguf"
     model.write_bytes(b"weights")
-    found = conditions(FACTS, model=model, threads=2, isa="avx2", command=["twinphase", "bench"], flags={"rate": 2})
+    found = conditions(
+        FACTS, model=model, threads=2, isa="avx2", command=["twinphase", "bench"], flags={"rate": 2}
+    )
     assert found["model SHA-256"] == hashlib.sha256(b"weights").hexdigest()
     assert found["model file"] == "model.gguf, 7 bytes"
-    assert (found["threads"], found["instruction set"], found["context length"]) == ("2", "avx2", "4,096")
+    assert (found["threads"], found["instruction set"], found["context length"]) == (
+        "2",
+        "avx2",
+        "4,096",
+    )
     assert (found["engine"], found["more"], found["rate"]) == ("engine 1", "x", "2")
     assert found["target"] == "https://host/v1"
     assert found["Python"] and found["numpy"][0].isdigit() and found["date"].endswith(" UTC")
@@ -42,10 +56,16 @@ def test_what_is_not_known_is_unknown(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["/opt/bin/twinphase", "bench", "m", "--max-tokens", "8"], "twinphase bench m --max-tokens 8"),
+        (
+            ["/opt/bin/twinphase", "bench", "m", "--max-tokens", "8"],
+            "twinphase bench m --max-tokens 8",
+        ),
         (["/x/twinphase/__main__.py", "lab"], "twinphase lab"),
         (["twinphase", "--api-key", "abc", "--rate", "2"], "twinphase --api-key *** --rate 2"),
-        (["twinphase", "--api-key=abc", "--hf-token", "abc"], "twinphase --api-key=*** --hf-token ***"),
+        (
+            ["twinphase", "--api-key=abc", "--hf-token", "abc"],
+            "twinphase --api-key=*** --hf-token ***",
+        ),
         (["twinphase", "--header", "Authorization: Bearer abc"], "twinphase --header ***"),
         (["twinphase", "http://u:abc@h:1/v1"], "twinphase http://h:1/v1"),
         (["twinphase", "--api-key", "-abc", "--rate", "2"], "twinphase --api-key *** --rate 2"),
@@ -88,7 +108,9 @@ def test_own_work_is_not_a_bystanders(monkeypatch):
 def test_a_bystander_is_seen():
     if module._machine_ticks() is None:
         pytest.skip("the kernel has no counters here")
-    code = "import time\nend = time.process_time() + 1\nprint()\nwhile time.process_time() < end: pass"
+    code = (
+        "import time\nend = time.process_time() + 1\nprint()\nwhile time.process_time() < end: pass"
+    )
     # A grandchild whose parent has ended is no descendant of ours.
     shell = ["sh", "-c", 'exec 3>&1; ("$@" >&3 & )', "sh", sys.executable, "-uc", code]
     with Bystanders() as others, subprocess.Popen(shell, stdout=subprocess.PIPE) as process:
@@ -122,13 +144,15 @@ def test_a_terminal_shows_what_is_measured_now(monkeypatch):
 
 def test_a_log_gets_a_line_now_and_then(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("twinphase.bench.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("twinphase.progress.time.monotonic", lambda: now[0])
     stream = io.StringIO()
     with live("lab", stream) as progress:
         for step in range(60):
             progress(f"step {step}", step, 60)
             now[0] += 1
-    assert stream.getvalue().splitlines() == [f"lab: {n}/60 step {n} ({n} s)" for n in range(0, 60, 10)]
+    assert stream.getvalue().splitlines() == [
+        f"lab: {n}/60 step {n} ({n} s)" for n in range(0, 60, 10)
+    ]
 
 
 def test_progress_is_taken_away_when_the_work_fails(monkeypatch):

@@ -5,10 +5,10 @@ import statistics
 
 import pytest
 
-from twinphase.bench.statistics import has_percentile, median_interval, percentile
-from twinphase.bench.sweep.plan import Place
-from twinphase.bench.sweep.run import Visit
-from twinphase.bench.targets.target import PrefillSample
+from twinphase_bench.statistics import has_percentile, median_interval, percentile
+from twinphase_bench.sweep.plan import Place
+from twinphase_bench.sweep.run import Visit
+from twinphase_bench.targets.target import PrefillSample
 
 
 @pytest.mark.parametrize("values", [[3.0], [1.0, 3.0], [5.0, 1.0, 3.0], [4.0, 1.0, 2.0, 9.0]])
@@ -36,5 +36,11 @@ def test_interval_of_five_goes_from_the_lowest_to_the_highest():
 
 
 def test_percentiles_that_a_sample_can_have():
-    assert [n for n in (1, 3, 10, 11, 99, 100, 101) if has_percentile(n, 90)] == [10, 11, 99, 100, 101]
+    assert [n for n in (1, 3, 10, 11, 99, 100, 101) if has_percentile(n, 90)] == [
+        10,
+        11,
+        99,
+        100,
+        101,
+    ]
     assert [n for n in (3, 99, 100, 101) if has_percentile(n, 99)] == [100, 101]

@@ -20,7 +20,8 @@ def make_request(prompt, salt=None):
 
 def chain(num_blocks, first=0, salt=None):
     """Blocks as another process knows them."""
-    request, other = make_request(range(first, first + num_blocks * SIZE), salt), PrefixCache(64, SIZE)
+    request = make_request(range(first, first + num_blocks * SIZE), salt)
+    other = PrefixCache(64, SIZE)
     return [other.block(request, index) for index in range(num_blocks)]
 
 
@@ -28,12 +29,18 @@ class Memory:
     """What was written where."""
 
     def __init__(self, num_blocks):
-        self.manager, self.blocks = KVCacheManager(num_blocks, SIZE), {}
+        self.manager = KVCacheManager(num_blocks, SIZE)
+        self.blocks = {}
 
     def accept(self, blocks):
         def write(block_ids, which):
             assert not any(self.manager.prefix_cache.holds(block_id) for block_id in block_ids)
-            self.blocks.update({block_id: blocks[n].block_hash for block_id, n in zip(block_ids, which, strict=True)})
+            self.blocks.update(
+                {
+                    block_id: blocks[n].block_hash
+                    for block_id, n in zip(block_ids, which, strict=True)
+                }
+            )
 
         verdicts = self.manager.accept(blocks, write)
         self.check()
@@ -59,7 +66,8 @@ class Memory:
 
 
 def test_accepted_blocks_are_a_prefix_without_an_owner():
-    memory, blocks = Memory(8), chain(3)
+    memory = Memory(8)
+    blocks = chain(3)
     assert memory.accept(blocks) == [STORED] * 3
     assert (memory.manager.pool.num_cached, memory.manager.pool.num_held) == (3, 0)
     request = memory.hold(range(13))
@@ -67,7 +75,8 @@ def test_accepted_blocks_are_a_prefix_without_an_owner():
 
 
 def test_blocks_come_in_parts_and_again():
-    memory, blocks = Memory(8), chain(4)
+    memory = Memory(8)
+    blocks = chain(4)
     assert memory.accept(blocks[:2]) == [STORED] * 2
     assert memory.accept(blocks[1:4]) == [KNOWN, STORED, STORED]
     assert memory.accept([*blocks, *chain(1, 100), *chain(1, 100)]) == [KNOWN] * 4 + [STORED, KNOWN]
@@ -75,14 +84,16 @@ def test_blocks_come_in_parts_and_again():
 
 
 def test_what_nobody_could_find_is_dropped():
-    memory, blocks = Memory(8), chain(3)
+    memory = Memory(8)
+    blocks = chain(3)
     assert memory.accept([blocks[1], blocks[2], blocks[0]]) == [ORPHAN, ORPHAN, STORED]
     assert memory.accept([blocks[2], blocks[1]]) == [ORPHAN, STORED]
     assert memory.found(blocks) == 2
 
 
 def test_a_block_that_is_not_what_it_says_is_dropped():
-    memory, (first, second) = Memory(8), chain(2)
+    memory = Memory(8)
+    (first, second) = chain(2)
     memory.accept([first])
     tokens = (*second.token_ids[:-1], 99)
     for wrong in (
@@ -98,7 +109,8 @@ def test_a_block_that_is_not_what_it_says_is_dropped():
 
 
 def test_too_many_blocks_keep_the_beginning_and_take_nobodys():
-    memory, blocks = Memory(4), chain(6)
+    memory = Memory(4)
+    blocks = chain(6)
     assert memory.accept(blocks) == [STORED] * 4 + [NO_ROOM] * 2
     assert memory.accept(blocks[4:]) == [NO_ROOM] * 2  # its own beginning does not go for it
     request = memory.hold(range(1000, 1009))  # takes three of them, the last ones first
@@ -106,11 +118,16 @@ def test_too_many_blocks_keep_the_beginning_and_take_nobodys():
     verdicts = memory.manager.accept(blocks[1:], lambda block_ids, which: None)
     assert verdicts[0] is NO_ROOM
     memory.check([request])
-    assert KVCacheManager(4, SIZE, enable_prefix_caching=False).accept(blocks, lambda *_: None) == [NO_ROOM] * 6
+    assert (
+        KVCacheManager(4, SIZE, enable_prefix_caching=False).accept(blocks, lambda *_: None)
+        == [NO_ROOM] * 6
+    )
 
 
 def test_old_cached_blocks_make_room_and_the_end_of_a_prefix_goes_first():
-    memory, old, new = Memory(4), chain(3, 100), chain(3)
+    memory = Memory(4)
+    old = chain(3, 100)
+    new = chain(3)
     memory.accept(old)
     memory.accept(new[:1])
     memory.accept(new[1:])
@@ -121,7 +138,8 @@ def test_old_cached_blocks_make_room_and_the_end_of_a_prefix_goes_first():
 
 
 def test_a_write_that_fails_leaves_nothing_behind():
-    memory, blocks = Memory(4), chain(3)
+    memory = Memory(4)
+    blocks = chain(3)
     memory.accept(blocks[:1])
 
     def write(block_ids, which):
@@ -143,23 +161,31 @@ def test_a_salts_blocks_are_found_by_that_salt_alone():
 
 def test_a_hash_is_the_same_in_every_process():
     code = (
-        "from twinphase.cache.prefix_cache import PrefixCache; from twinphase.request import Request, SamplingParams; "
+        "from twinphase.cache.prefix_cache import PrefixCache; from twinphase.request import "
+        "Request, SamplingParams; "
         "r = Request('x', list(range(9)), SamplingParams(), cache_salt='s'); "
         "print(PrefixCache(9, 4, b'model').block_hash(r, 1).hex())"
     )
-    here = PrefixCache(64, 4, b"model").block_hash(Request("y", list(range(9)), SamplingParams(), cache_salt="s"), 1)
+    here = PrefixCache(64, 4, b"model").block_hash(
+        Request("y", list(range(9)), SamplingParams(), cache_salt="s"), 1
+    )
     for seed in ("1", "2"):
         environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}
-        there = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
+        there = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, check=True
+        ).stdout
         assert there.decode().strip() == here.hex()
 
 
 def test_changes_add_up_to_the_index():
     """Whatever comes, is held and is evicted: what a watcher was told is what can be found."""
-    choose, memory = random.Random(0), Memory(12)
+    choose = random.Random(0)
+    memory = Memory(12)
     memory.accept(chain(2))
     expected_id, hashes = memory.manager.prefix_cache.watch()
-    known, requests, told = set(hashes), [], 0
+    known = set(hashes)
+    requests = []
+    told = 0
     for step in range(300):
         if choose.random() < 0.5:
             blocks = chain(choose.randint(1, 5), choose.choice([0, 100, 200, 300]))
@@ -173,7 +199,8 @@ def test_changes_add_up_to_the_index():
             needed = memory.manager.free_blocks_needed(request, request.num_tokens, prefix)
             if needed <= memory.manager.pool.num_available:
                 memory.manager.start(request, prefix)
-                before, request.num_computed_tokens = request.num_computed_tokens, request.num_tokens
+                before = request.num_computed_tokens
+                request.num_computed_tokens = request.num_tokens
                 memory.manager.keep_computed(request, before)
                 requests.append(request)
         if step % 3 == 0:

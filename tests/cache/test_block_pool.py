@@ -49,7 +49,8 @@ def test_what_nobody_holds_cannot_be_released_or_shared():
 def test_cached_blocks_are_given_out_last_and_the_longest_unused_first():
     evicted = []
     pool = BlockPool(6, on_evict=evicted.append)
-    first, second = pool.allocate(2), pool.allocate(2)
+    first = pool.allocate(2)
+    second = pool.allocate(2)
     pool.release(first, cached=keep)
     pool.release(second, cached=keep)
     assert (pool.num_free, pool.num_cached, pool.num_available, pool.num_held) == (2, 4, 6, 0)
@@ -61,7 +62,8 @@ def test_cached_blocks_are_given_out_last_and_the_longest_unused_first():
 def test_use_makes_a_cached_block_young_again():
     evicted = []
     pool = BlockPool(2, on_evict=evicted.append)
-    a, b = pool.allocate(1), pool.allocate(1)
+    a = pool.allocate(1)
+    b = pool.allocate(1)
     pool.release(a, cached=keep)
     pool.release(b, cached=keep)
     pool.share(a)
@@ -76,9 +78,13 @@ def test_integrity_names_a_leak_and_a_second_owner():
     mine = pool.allocate(2)
     pool.share([0])
     pool.check_integrity([mine, [0]])
-    with pytest.raises(AssertionError, match="block 1 is 0 times free, 0 times cached, has 0 owners and counts 1"):
+    with pytest.raises(
+        AssertionError, match="block 1 is 0 times free, 0 times cached, has 0 owners and counts 1"
+    ):
         pool.check_integrity([[0], [0]])
     with pytest.raises(AssertionError, match="block 0 .* has 1 owners and counts 2"):
         pool.check_integrity([mine])
-    with pytest.raises(AssertionError, match="block 3 is 1 times free, 0 times cached, has 1 owners"):
+    with pytest.raises(
+        AssertionError, match="block 3 is 1 times free, 0 times cached, has 1 owners"
+    ):
         pool.check_integrity([mine, [0, 3]])

@@ -4,14 +4,17 @@ from hypothesis import strategies as st
 
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.errors import CacheFullError
-from twinphase.request import MissReason, PrefixMiss, Request, SamplingParams
+from twinphase.outcome import MissReason, PrefixMiss
+from twinphase.request import Request, SamplingParams
 
 SIZE = 4
 TEN = list(range(10))
 
 
 def make_request(prompt, output=(), request_id="r", salt=None):
-    return Request(request_id, list(prompt), SamplingParams(), output_token_ids=list(output), cache_salt=salt)
+    return Request(
+        request_id, list(prompt), SamplingParams(), output_token_ids=list(output), cache_salt=salt
+    )
 
 
 def start(manager, request):
@@ -22,7 +25,8 @@ def start(manager, request):
 
 
 def compute(manager, request, num_tokens):
-    before, request.num_computed_tokens = request.num_computed_tokens, num_tokens
+    before = request.num_computed_tokens
+    request.num_computed_tokens = num_tokens
     manager.keep_computed(request, before)
 
 
@@ -50,7 +54,9 @@ def test_a_full_cache_changes_nothing():
     request = make_request(range(20))
     start(manager, request)
     assert not manager.grow(request, 33)
-    with pytest.raises(CacheFullError, match="needs 1 more KV cache blocks for its 5 tokens; 0 of 2 are available"):
+    with pytest.raises(
+        CacheFullError, match="needs 1 more KV cache blocks for its 5 tokens; 0 of 2 are available"
+    ):
         manager.start(make_request(range(5)), [])
     assert request.block_ids == [0, 1]
     manager.check_integrity([request])
@@ -60,7 +66,10 @@ def test_free_gives_all_back():
     manager = KVCacheManager(num_blocks=4, block_size=4)
     request = finished(manager, TEN)
     assert (request.block_ids, request.num_computed_tokens) == ([], 0)
-    assert (manager.pool.num_free, manager.pool.num_cached) == (2, 2)  # the full blocks stay findable
+    assert (manager.pool.num_free, manager.pool.num_cached) == (
+        2,
+        2,
+    )  # the full blocks stay findable
 
 
 def test_the_next_turn_shares_the_full_blocks_of_the_last():
@@ -76,7 +85,8 @@ def test_the_next_turn_shares_the_full_blocks_of_the_last():
 
 def test_blocks_are_shared_while_their_first_owner_still_runs():
     manager = KVCacheManager(num_blocks=8, block_size=4)
-    one, two = make_request(TEN), make_request(TEN)
+    one = make_request(TEN)
+    two = make_request(TEN)
     start(manager, one)
     compute(manager, one, 10)
     assert start(manager, two) == one.block_ids[:2]
@@ -91,12 +101,16 @@ def test_one_token_is_left_to_compute():
     finished(manager, TEN)
     request = make_request(TEN)
     start(manager, request)
-    assert (request.num_computed_tokens, request.prefix_miss) == (5, PrefixMiss(MissReason.BLOCK_GRANULARITY, 5))
+    assert (request.num_computed_tokens, request.prefix_miss) == (
+        5,
+        PrefixMiss(MissReason.BLOCK_GRANULARITY, 5),
+    )
 
 
 def test_between_chunks_a_request_skips_what_others_computed_meanwhile():
     manager = KVCacheManager(num_blocks=12, block_size=2)
-    early, late = make_request(TEN), make_request(TEN)
+    early = make_request(TEN)
+    late = make_request(TEN)
     for request in (early, late):
         start(manager, request)
     compute(manager, late, 2)
@@ -137,9 +151,12 @@ salts = st.sampled_from([None, "a"])
 
 
 @given(tokens, tokens, tokens, st.integers(1, 5), salts, salts)
-def test_what_is_shared_is_the_longest_prefix_in_full_blocks(prompt, output, new_prompt, size, old_salt, salt):
+def test_what_is_shared_is_the_longest_prefix_in_full_blocks(
+    prompt, output, new_prompt, size, old_salt, salt
+):
     manager = KVCacheManager(num_blocks=64, block_size=size)
-    old, new = finished(manager, prompt, output, old_salt), make_request(new_prompt, salt=salt)
+    old = finished(manager, prompt, output, old_salt)
+    new = make_request(new_prompt, salt=salt)
     computed = old.token_ids(0, old.num_tokens - 1)
     most = min(len(computed), len(new_prompt) - 1) // size
     equal = [computed[: n * size] == new_prompt[: n * size] for n in range(most + 1)]
@@ -152,8 +169,11 @@ def test_what_is_shared_is_the_longest_prefix_in_full_blocks(prompt, output, new
 def test_what_is_forgotten_is_found_by_nobody_with_all_that_continues_it():
     manager = KVCacheManager(16, SIZE)
     prompt = list(range(2 * SIZE + 1))
-    finished(manager, [*prompt, *range(50, 50 + 2 * SIZE)])  # a longer one, cached and held by nobody
-    other, holder = [99] * (2 * SIZE), make_request([*prompt, 7], request_id="holder")
+    finished(
+        manager, [*prompt, *range(50, 50 + 2 * SIZE)]
+    )  # a longer one, cached and held by nobody
+    other = [99] * (2 * SIZE)
+    holder = make_request([*prompt, 7], request_id="holder")
     finished(manager, other)
     start(manager, holder)
     wrong = manager.forget(make_request(prompt))

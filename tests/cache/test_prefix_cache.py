@@ -3,7 +3,8 @@ from itertools import takewhile
 import pytest
 
 from twinphase.cache.prefix_cache import PrefixCache
-from twinphase.request import MissReason, PrefixMiss, Request, SamplingParams
+from twinphase.outcome import MissReason, PrefixMiss
+from twinphase.request import Request, SamplingParams
 
 SIZE = 4
 A = [1, 2, 3, 4]
@@ -94,7 +95,9 @@ class TestMiss:
         assert miss(cache, A + B + C) == PrefixMiss(MissReason.EVICTED, 4, num_known=4)
         cache.evict(0)
         assert miss(cache, A + B + C) == PrefixMiss(MissReason.EVICTED, 0, num_known=8)
-        assert miss(cache, A + C) == PrefixMiss(MissReason.EVICTED, 0, num_known=4)  # of the rest nothing is known
+        assert miss(cache, A + C) == PrefixMiss(
+            MissReason.EVICTED, 0, num_known=4
+        )  # of the rest nothing is known
         keep(cache, A + B, [5, 6])
         assert hits(cache, A + B) == [5, 6]
 

@@ -15,10 +15,22 @@ for prefix, base in (("openai", f"{URL}/v1"), ("anthropic", URL), ("ollama_chat"
         names = {"openai": "OPENAI", "anthropic": "ANTHROPIC", "ollama_chat": "OLLAMA"}
         keys = {f"{names[prefix]}_API_BASE": base, f"{names[prefix]}_API_KEY": KEY}
         command = [
-            Path(sys.executable).with_name("aider"), "--model", f"{prefix}/{MODEL}", "--message",
-            "Add a function subtract(a, b) that returns a - b.", "--no-git", "--yes-always", "--no-check-update",
-            "--analytics-disable", "--no-show-model-warnings", "--edit-format", "whole", "--map-tokens", "0", file.name,
-        ]  # fmt: skip
+            Path(sys.executable).with_name("aider"),
+            "--model",
+            f"{prefix}/{MODEL}",
+            "--message",
+            "Add a function subtract(a, b) that returns a - b.",
+            "--no-git",
+            "--yes-always",
+            "--no-check-update",
+            "--analytics-disable",
+            "--no-show-model-warnings",
+            "--edit-format",
+            "whole",
+            "--map-tokens",
+            "0",
+            file.name,
+        ]
         run = subprocess.run(
             command,
             cwd=folder,
@@ -27,6 +39,10 @@ for prefix, base in (("openai", f"{URL}/v1"), ("anthropic", URL), ("ollama_chat"
             text=True,
             timeout=300,
         )
-        assert run.returncode == 0 and "Tokens:" in run.stdout and "litellm." not in run.stdout, run.stdout + run.stderr
-        edited = "the file was edited" if "subtract" in file.read_text() else "the model made no edit"
+        assert run.returncode == 0 and "Tokens:" in run.stdout and "litellm." not in run.stdout, (
+            run.stdout + run.stderr
+        )
+        edited = (
+            "the file was edited" if "subtract" in file.read_text() else "the model made no edit"
+        )
         works(f"{prefix}: {edited}")

@@ -20,17 +20,26 @@ with client.messages.stream(**asked, extra_body={"temperature": 0}) as stream:
     assert stream.get_final_message().usage.output_tokens == first.usage.output_tokens
 works("stream")
 counted = client.messages.count_tokens(model=MODEL, messages=USER, system=system).input_tokens
-assert counted == sum(getattr(first.usage, f"{kind}input_tokens") for kind in ("", "cache_creation_", "cache_read_"))
+assert counted == sum(
+    getattr(first.usage, f"{kind}input_tokens") for kind in ("", "cache_creation_", "cache_read_")
+)
 works("counting tokens")
 weather = [{"role": "user", "content": "What is the weather in Paris?"}]
-for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "get_weather"}):
+for choice in (
+    {"type": "any", "disable_parallel_tool_use": True},
+    {"type": "tool", "name": "get_weather"},
+):
     with client.messages.stream(
         model=MODEL, max_tokens=100, messages=weather, tools=TOOLS, tool_choice=choice
     ) as stream:
         message = stream.get_final_message()
     assert message.stop_reason == "tool_use" and message.content[-1].input["city"]
 results = [{"type": "tool_result", "tool_use_id": message.content[-1].id, "content": "18 degrees"}]
-history = [*weather, {"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
+history = [
+    *weather,
+    {"role": "assistant", "content": message.content},
+    {"role": "user", "content": results},
+]
 assert client.messages.create(model=MODEL, max_tokens=64, messages=history, tools=TOOLS).content
 works("tools and their results, streamed")
 
@@ -50,7 +59,9 @@ assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "aris")
 assert client.messages.create(**cold | {"max_tokens": 1}).stop_reason == "max_tokens"
 works("stop reasons")
 begun = [*USER, {"role": "assistant", "content": "The capital of France is"}]
-assert client.messages.create(**cold | {"messages": begun}).content[0].text.strip().startswith("Paris")
+assert (
+    client.messages.create(**cold | {"messages": begun}).content[0].text.strip().startswith("Paris")
+)
 works("a beginning of the answer")
 image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 for error, fields in (

@@ -14,9 +14,16 @@ class Person(BaseModel):
 
 ASK = [{"role": "user", "content": "Ann is 31 years old."}]
 plain = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
-for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS_STRICT):
+for mode in (
+    instructor.Mode.TOOLS,
+    instructor.Mode.JSON,
+    instructor.Mode.JSON_SCHEMA,
+    instructor.Mode.TOOLS_STRICT,
+):
     client = instructor.from_openai(plain, mode=mode)
-    found = client.chat.completions.create(model=MODEL, messages=ASK, response_model=Person, temperature=0)
+    found = client.chat.completions.create(
+        model=MODEL, messages=ASK, response_model=Person, temperature=0
+    )
     assert (found.name, found.age) == ("Ann", 31), (mode, found)
     works(f"openai: {mode.value}")
 claude = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)

@@ -18,13 +18,25 @@ where = {
     f"ollama_chat/{MODEL}": {"api_base": URL},
 }
 for model, base in where.items():
-    common = {"model": model, **base, "api_key": KEY, "messages": USER, "temperature": 0, "max_tokens": 16}
+    common = {
+        "model": model,
+        **base,
+        "api_key": KEY,
+        "messages": USER,
+        "temperature": 0,
+        "max_tokens": 16,
+    }
     text = litellm.completion(**common).choices[0].message.content
     assert "Paris" in text, text
-    pieces = [piece.choices[0].delta.content or "" for piece in litellm.completion(**common, stream=True)]
+    pieces = [
+        piece.choices[0].delta.content or "" for piece in litellm.completion(**common, stream=True)
+    ]
     assert "".join(pieces) == text
     works(f"{model.partition('/')[0]}: chat, stream")
-    weather = {"messages": [{"role": "user", "content": "What is the weather in Paris?"}], "max_tokens": 100}
+    weather = {
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "max_tokens": 100,
+    }
     choice = {} if model.startswith("ollama") else {"tool_choice": "required"}
     message = litellm.completion(**common | weather, tools=[TOOL], **choice).choices[0].message
     assert not choice or message.tool_calls[0].function.name == "get_weather", message

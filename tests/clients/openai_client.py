@@ -24,12 +24,15 @@ weather = [{"role": "user", "content": "What is the weather in Paris?"}]
 reply = client.chat.completions.create(
     model=MODEL, messages=weather, tools=[TOOL], tool_choice="required", temperature=0
 )
-(call, *_), said = reply.choices[0].message.tool_calls, reply.choices[0].message
+said = reply.choices[0].message
+(call, *_) = reply.choices[0].message.tool_calls
 assert call.function.name == "get_weather" and "city" in call.function.arguments
 result = {"role": "tool", "tool_call_id": call.id, "content": "18 degrees"}
 said.tool_calls = [call]
 history = [*weather, said.model_dump(exclude_none=True), result]
-assert client.chat.completions.create(model=MODEL, messages=history, tools=[TOOL], max_tokens=64).choices
+assert client.chat.completions.create(
+    model=MODEL, messages=history, tools=[TOOL], max_tokens=64
+).choices
 works("tools")
 
 
@@ -39,19 +42,27 @@ class Person(BaseModel):
 
 
 ask = [{"role": "user", "content": "Ann is 31 years old. Who is she?"}]
-parsed = client.chat.completions.parse(model=MODEL, messages=ask, response_format=Person, temperature=0)
+parsed = client.chat.completions.parse(
+    model=MODEL, messages=ask, response_format=Person, temperature=0
+)
 assert isinstance(parsed.choices[0].message.parsed, Person)
 works("structured output")
 answer = client.responses.create(model=MODEL, input=QUESTION, temperature=0)
 assert "Paris" in answer.output_text
-with client.responses.stream(model=MODEL, input="And of Italy?", previous_response_id=answer.id) as stream:
+with client.responses.stream(
+    model=MODEL, input="And of Italy?", previous_response_id=answer.id
+) as stream:
     kinds = [event.type for event in stream]
 assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
 works("responses, stream, previous_response_id")
-scored = client.completions.create(model=MODEL, prompt="one two", echo=True, logprobs=1, max_tokens=0).choices[0]
+scored = client.completions.create(
+    model=MODEL, prompt="one two", echo=True, logprobs=1, max_tokens=0
+).choices[0]
 assert scored.text == "one two" and len(scored.logprobs.tokens) == 2
 works("completions, log probabilities of a prompt")
-vectors = openai.OpenAI(base_url=f"{EMBED_URL}/v1", api_key=KEY).embeddings.create(model=EMBED_MODEL, input=["a", "b"])
+vectors = openai.OpenAI(base_url=f"{EMBED_URL}/v1", api_key=KEY).embeddings.create(
+    model=EMBED_MODEL, input=["a", "b"]
+)
 assert len(vectors.data) == 2 and len(vectors.data[0].embedding) > 100
 works("embeddings")
 for error, fields in (

@@ -9,9 +9,9 @@ from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.ported import PortedHost
 from twinphase.cluster.router import Router
 from twinphase.cluster.routing import Routing
-from twinphase.engine.async_engine import AsyncEngine
-from twinphase.engine.host import ProcessHost
-from twinphase.engine.llm import LLM
+from twinphase.engine.frontends.async_engine import AsyncEngine
+from twinphase.engine.frontends.llm import LLM
+from twinphase.engine.process.host import ProcessHost
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,7 +40,10 @@ def serve(tiny_path, own_cache):
             made = (
                 hosts()
                 if hosts
-                else {f"worker-{i}": ProcessHost(tiny_path, CONFIG, silence=silence) for i in range(count)}
+                else {
+                    f"worker-{i}": ProcessHost(tiny_path, CONFIG, silence=silence)
+                    for i in range(count)
+                }
             )
             engine = AsyncEngine(Router(made, **options))
             try:

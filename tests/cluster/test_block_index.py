@@ -18,12 +18,16 @@ EVENTS = st.tuples(
 
 @given(st.lists(EVENTS, max_size=30))
 def test_hits_are_those_of_sets_kept_by_hand(events):
-    index, numbers = BlockIndex(), dict.fromkeys(NAMES, 0)
-    held, coming = {name: set() for name in NAMES}, {name: set() for name in NAMES}
+    index = BlockIndex()
+    numbers = dict.fromkeys(NAMES, 0)
+    held = {name: set() for name in NAMES}
+    coming = {name: set() for name in NAMES}
     for name, kind, blocks in events:
         if kind == "forget":
             index.forget(name)
-            held[name], coming[name], numbers[name] = set(), set(), 0
+            held[name] = set()
+            coming[name] = set()
+            numbers[name] = 0
         elif kind == "expect":
             index.expect(name, blocks)
             coming[name] |= set(blocks) - held[name]
@@ -72,7 +76,9 @@ def test_a_worker_that_comes_back_begins_anew():
 
 def test_the_index_numbers_events_as_caches_do():
     """From one end to the other: what a prefix cache tells is taken without a gap."""
-    index, cache, request = BlockIndex(), PrefixCache(8, 4), Request("r", list(range(32)), SamplingParams())
+    index = BlockIndex()
+    cache = PrefixCache(8, 4)
+    request = Request("r", list(range(32)), SamplingParams())
     blocks = [cache.block(request, number) for number in range(8)]
     cache.put(0, blocks[0])
     number, hashes = cache.watch()

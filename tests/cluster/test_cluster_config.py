@@ -28,7 +28,11 @@ from twinphase.errors import InvalidRequestError
 def test_engines_share_the_cores(fields, num_here, is_cluster, threads, monkeypatch, caplog):
     monkeypatch.setattr(config, "available_cores", lambda: 8)
     cluster = ClusterConfig(**fields)
-    assert (cluster.num_here, cluster.is_cluster, cluster.of_each(EngineConfig())) == (num_here, is_cluster, threads)
+    assert (cluster.num_here, cluster.is_cluster, cluster.of_each(EngineConfig())) == (
+        num_here,
+        is_cluster,
+        threads,
+    )
     assert not caplog.records
 
 

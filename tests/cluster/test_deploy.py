@@ -20,8 +20,12 @@ from twinphase.errors import InvalidRequestError
 
 def context(count, waiting, busy, low=1, high=8):
     metrics = {"queue_seconds": dict(enumerate(waiting)), "busy": dict(enumerate(busy))}
-    return SimpleNamespace(current_num_replicas=count, aggregated_metrics=metrics,
-                           capacity_adjusted_min_replicas=low, capacity_adjusted_max_replicas=high)  # fmt: skip
+    return SimpleNamespace(
+        current_num_replicas=count,
+        aggregated_metrics=metrics,
+        capacity_adjusted_min_replicas=low,
+        capacity_adjusted_max_replicas=high,
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,7 +45,9 @@ def test_replicas_follow_the_seconds_of_work_that_wait(count, waiting, busy, wan
     assert by_queue_seconds(context(count, waiting, busy)) == (wanted, {})
 
 
-@given(st.integers(1, 20), st.floats(0, 1e6), st.floats(0, 100), st.integers(1, 5), st.integers(5, 20))
+@given(
+    st.integers(1, 20), st.floats(0, 1e6), st.floats(0, 100), st.integers(1, 5), st.integers(5, 20)
+)
 def test_there_are_never_more_or_fewer_replicas_than_allowed(count, waiting, busy, low, high):
     wanted, _ = by_queue_seconds(context(count, [waiting] * count, [busy] * count, low, high))
     assert low <= wanted <= high
@@ -54,10 +60,21 @@ def test_there_are_never_more_or_fewer_replicas_than_allowed(count, waiting, bus
         ({"llm_configs": []}, "0 models"),
         ({"llm_configs": [{"model_loading_config": {}}]}, "model_id"),
         (
-            {"llm_configs": [{"model_loading_config": {"model_id": "m"}, "accelerator_type": "H100"}]},
+            {
+                "llm_configs": [
+                    {"model_loading_config": {"model_id": "m"}, "accelerator_type": "H100"}
+                ]
+            },
             "accelerator_type",
         ),
-        ({"llm_configs": [{"model_loading_config": {"model_id": "m"}, "engine_kwargs": {"tp": 2}}]}, "tp"),
+        (
+            {
+                "llm_configs": [
+                    {"model_loading_config": {"model_id": "m"}, "engine_kwargs": {"tp": 2}}
+                ]
+            },
+            "tp",
+        ),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(args, told):
@@ -114,7 +131,9 @@ def test_replicas_answer_as_the_engine_does(tmp_path):
     pytest.importorskip("ray.serve")
     model = write_tiny_gguf(tmp_path / "tiny.gguf", tensor_type="Q4_0")
     params = {"max_tokens": 12, "temperature": 1.2, "seed": 5}
-    (wanted,) = LLM(model, threads=1).generate(["one two"], SamplingParams(**params), use_tqdm=False)
+    (wanted,) = LLM(model, threads=1).generate(
+        ["one two"], SamplingParams(**params), use_tqdm=False
+    )
     config = {
         "model_loading_config": {"model_id": "tiny", "model_source": str(model)},
         "engine_kwargs": {"threads": 1},
@@ -127,13 +146,20 @@ def test_replicas_answer_as_the_engine_does(tmp_path):
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         for halves in (["both"], ["decode", "prefill"]):
-            assert any(line.strip() == "serving" for line in process.stdout), "Ray Serve did not start"
+            assert any(line.strip() == "serving" for line in process.stdout), (
+                "Ray Serve did not start"
+            )
             url = f"http://127.0.0.1:{port}/v1/completions"
-            answer = httpx.post(url, json={"model": "tiny", "prompt": "one two", **params}, timeout=60)
+            answer = httpx.post(
+                url, json={"model": "tiny", "prompt": "one two", **params}, timeout=60
+            )
             assert answer.status_code == 200, answer.text
             assert answer.json()["choices"][0]["text"] == wanted.outputs[0].text
             assert httpx.post(url, json={"prompt": "a", "top_p": 7}, timeout=60).status_code == 400
-            roles = [one["role"] for one in httpx.get(f"http://127.0.0.1:{port}/v1/cluster").json()["workers"]]
+            roles = [
+                one["role"]
+                for one in httpx.get(f"http://127.0.0.1:{port}/v1/cluster").json()["workers"]
+            ]
             assert sorted(roles) == halves
             process.stdin.write("\n")
             process.stdin.flush()

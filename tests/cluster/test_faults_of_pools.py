@@ -13,7 +13,7 @@ import pytest
 from kv_workers import FAULTS, through
 from routed import CONFIG, LONG, all_of, mix, read, same, until, whole
 from twinphase.cluster.elastic import Balance
-from twinphase.engine.messages import StepNews
+from twinphase.engine.process.messages import StepNews
 from twinphase.errors import EngineDeadError
 
 ROLES = {"reader": "prefill", "writer": "decode", "other": "decode"}
@@ -24,7 +24,10 @@ PARAMS = dataclasses.replace(LONG, max_tokens=100)
 
 def prompts_of(number, count=2):
     """Of 400 tokens, with nothing in common."""
-    return [[10 + (i * (3 + 2 * which) + number + which) % 250 for i in range(400)] for which in range(count)]
+    return [
+        [10 + (i * (3 + 2 * which) + number + which) % 250 for i in range(400)]
+        for which in range(count)
+    ]
 
 
 class Point:
@@ -36,12 +39,14 @@ class Point:
 
     def __init__(self):
         self.proxies, self._through = through(self._pass)
-        self._point, self._act = "", lambda: None
+        self._point = ""
+        self._act = lambda: None
         self.happened = threading.Event()
         self._open = threading.Event()
 
     def arm(self, point, act):
-        self._point, self._act = point, act
+        self._point = point
+        self._act = act
         self.happened.clear()
         (self._open.clear if point == "before hand-over" else self._open.set)()
 
@@ -97,14 +102,16 @@ def test_workers_that_die_or_stand_still_at_any_point(serve_pools, lone, sig, vi
     point = Point()
 
     async def body(engine):
-        router, hosts = engine.host, {name: view.host for name, view in engine.host.workers_by_name.items()}
+        router = engine.host
+        hosts = {name: view.host for name, view in engine.host.workers_by_name.items()}
 
         def act():
             for name in who(router, victims):
                 os.kill(hosts[name].pid, getattr(signal, sig))
 
         for number, where in enumerate(points):
-            restarts, prompts = router.num_restarts, prompts_of(number)
+            restarts = router.num_restarts
+            prompts = prompts_of(number)
             point.arm(where, act)
             streams = [await engine.submit(prompt, PARAMS) for prompt in prompts]
             await point.reach(router, streams[0])
@@ -128,7 +135,10 @@ def test_a_client_who_leaves_at_any_point(serve_pools, lone):
         for number, where in enumerate(POINTS):
             prompts = prompts_of(number)
             streams = []
-            point.arm(where, lambda streams=streams: loop.call_soon_threadsafe(lambda: streams[0].abandon()))
+            point.arm(
+                where,
+                lambda streams=streams: loop.call_soon_threadsafe(lambda: streams[0].abandon()),
+            )
             for prompt in prompts:
                 streams.append(await engine.submit(prompt, PARAMS))
             await point.reach(engine.host, streams[0])
@@ -143,10 +153,12 @@ def test_a_client_who_leaves_at_any_point(serve_pools, lone):
 @pytest.mark.parametrize("dead", ["writer", "other"])
 def test_a_worker_dies_while_one_is_about_to_go_over_to_the_other_pool(serve_pools, lone, dead):
     """That one, or the only other one of its pool: then it stays, or comes back."""
-    prompts, point = prompts_of(0, 8), Point()
+    prompts = prompts_of(0, 8)
+    point = Point()
 
     async def body(engine):
-        router, views = engine.host, engine.host.workers_by_name
+        router = engine.host
+        views = engine.host.workers_by_name
 
         def act():
             router._drains.begin(views["writer"], router.fleet, "prefill")
@@ -158,7 +170,10 @@ def test_a_worker_dies_while_one_is_about_to_go_over_to_the_other_pool(serve_poo
         outputs = await asyncio.gather(*map(read, streams))
         assert all(map(same, outputs, lone.generate(prompts, PARAMS))) and router.num_continued
         await until(lambda: all(view.state == "ready" for view in views.values()))
-        assert {view.role for view in views.values()} == {"prefill", "decode"}  # it may have gone over before it died
+        assert {view.role for view in views.values()} == {
+            "prefill",
+            "decode",
+        }  # it may have gone over before it died
         await whole(engine)
 
     serve_pools(body, ROLES, point.heard, balance=Balance())
@@ -174,7 +189,9 @@ def test_frames_are_spoilt_while_the_router_sends_requests(serve_pools, lone):
     async def body(engine):
         for seed in range(2):
             asked = list(mix(seed)) + [(prompt, PARAMS) for prompt in prompts_of(seed)]
-            expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+            expected = lone.generate(
+                [prompt for prompt, _ in asked], [params for _, params in asked]
+            )
             assert all(map(same, await all_of(engine, asked), expected))
         assert sum(proxy.num_spoilt for proxy in proxies) > 5
         await whole(engine)
@@ -193,7 +210,9 @@ def test_a_decode_worker_without_room_and_one_that_takes_no_blocks(serve_pools, 
         for number in range(2):
             prompts = prompts_of(number, 8)
             streams = [await engine.submit(prompt, PARAMS) for prompt in prompts]
-            assert all(map(same, await asyncio.gather(*map(read, streams)), lone.generate(prompts, PARAMS)))
+            assert all(
+                map(same, await asyncio.gather(*map(read, streams)), lone.generate(prompts, PARAMS))
+            )
             await whole(engine)
             point.arm("before hand-over", lambda: None)  # nobody opens it
         point._now()
@@ -204,11 +223,15 @@ def test_a_decode_worker_without_room_and_one_that_takes_no_blocks(serve_pools, 
 @pytest.mark.timeout(300)
 def test_without_a_decode_worker_answers_end_at_once(serve_pools, lone):
     """And it is not waited for that the reader reads on; later the same requests are answered."""
-    point, prompts = Point(), prompts_of(0)
+    point = Point()
+    prompts = prompts_of(0)
 
     async def body(engine):
         router = engine.host
-        point.arm("before hand-over", lambda: os.kill(router.workers_by_name["writer"].host.pid, signal.SIGKILL))
+        point.arm(
+            "before hand-over",
+            lambda: os.kill(router.workers_by_name["writer"].host.pid, signal.SIGKILL),
+        )
         streams = [await engine.submit(prompt, PARAMS) for prompt in prompts]
         await point.reach(router, streams[0])
         for found in await asyncio.gather(*map(read, streams), return_exceptions=True):
@@ -224,17 +247,22 @@ def test_without_a_decode_worker_answers_end_at_once(serve_pools, lone):
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_with_elastic_roles_answers_go_on_without_the_only_decode_worker(serve_pools, lone):
-    point, prompts = Point(), prompts_of(0)
+    point = Point()
+    prompts = prompts_of(0)
 
     async def body(engine):
         views = engine.host.workers_by_name
         point.arm("before hand-over", lambda: os.kill(views["writer"].host.pid, signal.SIGKILL))
         streams = [await engine.submit(prompt, PARAMS) for prompt in prompts]
         await point.reach(engine.host, streams[0])
-        assert all(map(same, await asyncio.gather(*map(read, streams)), lone.generate(prompts, PARAMS)))
+        assert all(
+            map(same, await asyncio.gather(*map(read, streams)), lone.generate(prompts, PARAMS))
+        )
         await until(lambda: all(view.state == "ready" for view in views.values()))
         assert {view.role for view in views.values()} == {"prefill", "decode"}
         assert "nobody else was there" in views["reader"].role_reason
         await whole(engine)
 
-    serve_pools(body, {"reader": "prefill", "writer": "decode"}, point.heard, SMALL_STEPS, balance=Balance())
+    serve_pools(
+        body, {"reader": "prefill", "writer": "decode"}, point.heard, SMALL_STEPS, balance=Balance()
+    )

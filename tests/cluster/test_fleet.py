@@ -63,7 +63,9 @@ def test_the_usual_answer_is_learned_from_those_that_finish():
 
 
 EVENTS = st.tuples(
-    st.sampled_from(["send", "send", "send", "read", "end", "leave", "join"]), st.integers(0, 9), st.integers(0, 2000)
+    st.sampled_from(["send", "send", "send", "read", "end", "leave", "join"]),
+    st.integers(0, 9),
+    st.integers(0, 2000),
 )
 
 
@@ -72,7 +74,8 @@ def test_nothing_is_left_when_all_have_ended(events):
     fleet = make_fleet(p0="prefill", p1="prefill", d0="decode", d1="decode")
     here = set()
     for kind, number, count in events:
-        name, worker = str(number), ["p0", "p1", "d0", "d1"][number % 4]
+        name = str(number)
+        worker = ["p0", "p1", "d0", "d1"][number % 4]
         if kind == "send" and name not in here and {"d0", "d1"} & fleet.workers.keys():
             fleet.send(name, 1 + count, chain(number % 3, count // 16))
             here.add(name)
@@ -86,10 +89,17 @@ def test_nothing_is_left_when_all_have_ended(events):
         elif kind == "join" and worker not in fleet.workers:
             fleet.join(worker, "prefill" if worker[0] == "p" else "decode", TIMES)
         places = {name: fleet.where(name) for name in map(str, range(10))}
-        on = {one: [name for name, place in places.items() if place and place.worker == one] for one in fleet.workers}
-        assert {name: load.num_decodes for name, load in fleet.workers.items()} == {n: len(on[n]) for n in on}
+        on = {
+            one: [name for name, place in places.items() if place and place.worker == one]
+            for one in fleet.workers
+        }
+        assert {name: load.num_decodes for name, load in fleet.workers.items()} == {
+            n: len(on[n]) for n in on
+        }
         assert here == {name for names in on.values() for name in names}
-        assert all((fleet.where(name) is not None) == (name in here) for name in map(str, range(10)))
+        assert all(
+            (fleet.where(name) is not None) == (name in here) for name in map(str, range(10))
+        )
     for name in here:
         fleet.end(name)
     for load in fleet.workers.values():

@@ -12,9 +12,10 @@ from kv_workers import FAULTS, KEY, FaultProxy, Worker, workers
 from tiny_gguf import write_tiny_gguf
 from twinphase.cluster.handshake import WrongKeyError, authenticate
 from twinphase.cluster.kv.port import opened_port
-from twinphase.engine.messages import Pushed, PushTo
+from twinphase.engine.process.messages import Pushed, PushTo
 from twinphase.errors import StorageError
-from twinphase.request import FinishReason, SamplingParams
+from twinphase.outcome import FinishReason
+from twinphase.request import SamplingParams
 
 CONFIG = {"threads": 1, "num_kv_blocks": 40, "max_num_batched_tokens": 48, "block_size": 16}
 PARAMS = SamplingParams(temperature=1.2, seed=5, max_tokens=12, logprobs=3, ignore_eos=True)
@@ -69,7 +70,8 @@ def test_a_prompt_is_read_here_and_answered_there(pair, alone, kind, length):
     assert (first.tokens, first.logprobs) == (answer.tokens[:1], answer.logprobs[:1])
     assert same(answer, expected)
     assert answer.num_cached == (length - 1) // 16 * 16
-    pushed, blocks = first.pushed, length // 16
+    pushed = first.pushed
+    blocks = length // 16
     assert (pushed.num_blocks, pushed.num_stored, pushed.problem) == (blocks, blocks, "")
     assert pushed.num_bytes == blocks * writer.port.intake.nbytes
     again = reader.ask(prompt(length), FIRST, by(writer, kind))  # nothing is sent twice
@@ -81,7 +83,8 @@ def test_a_prompt_is_read_here_and_answered_there(pair, alone, kind, length):
 @pytest.mark.parametrize("seed", range(10))
 def test_an_answer_goes_on_where_its_blocks_went(pair, alone, seed):
     """The first token comes from the engine that read the prompt, all others from the one that has the blocks."""
-    (reader, writer), choose = pair, random.Random(seed)
+    (reader, writer) = pair
+    choose = random.Random(seed)
     one = prompt(choose.randint(20, 300), 1000 + seed)
     params = SamplingParams(
         temperature=choose.choice([0.0, 0.7, 1.5]),
@@ -93,17 +96,26 @@ def test_an_answer_goes_on_where_its_blocks_went(pair, alone, seed):
         ignore_eos=True,
     )
     expected = alone.ask(one, params)
-    first = reader.ask(one, replace(params, max_tokens=1), by(writer, choose.choice(["unix", "tcp"])))
+    first = reader.ask(
+        one, replace(params, max_tokens=1), by(writer, choose.choice(["unix", "tcp"]))
+    )
     rest = writer.ask(one, params, output=first.tokens)
     assert first.tokens + rest.tokens == expected.tokens
     assert first.logprobs + rest.logprobs == expected.logprobs
-    assert rest.num_cached == len(one) // 16 * 16  # the last prompt token's block too, where it is full
+    assert (
+        rest.num_cached == len(one) // 16 * 16
+    )  # the last prompt token's block too, where it is full
 
 
 def test_blocks_leave_before_the_prompt_is_read_and_the_end_is_told_while_the_engine_computes(pair):
-    """Chunks of 48 tokens. If the end waited for a step, an answer that goes on elsewhere would wait for it too."""
+    """Chunks of 48 tokens.
+
+    If the end waited for a step, an answer that goes on elsewhere would wait for it too.
+    """
     reader, writer = pair
-    pushes, moment, told = reader.port.pushes, threading.Event(), threading.Event()
+    pushes = reader.port.pushes
+    moment = threading.Event()
+    told = threading.Event()
 
     def beside(engine):
         if not engine.has_work:
@@ -117,7 +129,11 @@ def test_blocks_leave_before_the_prompt_is_read_and_the_end_is_told_while_the_en
     reader.loop.between_steps(beside)
     pushed = reader.wait(name, lambda answer: answer.pushed).pushed
     told.set()
-    assert (pushed.num_blocks, pushed.num_stored, pushed.num_early) == (30, 30, 27)  # all but the last chunk's
+    assert (pushed.num_blocks, pushed.num_stored, pushed.num_early) == (
+        30,
+        30,
+        27,
+    )  # all but the last chunk's
 
 
 def test_many_at_once_and_salts_apart(pair, alone):
@@ -130,10 +146,14 @@ def test_many_at_once_and_salts_apart(pair, alone):
     ]
     for name in names:
         reader.wait(name, lambda answer: answer.pushed)
-    answers = [writer.begin(one, PARAMS, salt=salt) for one, salt in zip(prompts, salts, strict=True)]
+    answers = [
+        writer.begin(one, PARAMS, salt=salt) for one, salt in zip(prompts, salts, strict=True)
+    ]
     for one, name in zip(prompts, answers, strict=True):
         answer = writer.wait(name, lambda answer: answer.finished)
-        assert same(answer, alone.ask(one, PARAMS)) and answer.num_cached == (len(one) - 1) // 16 * 16
+        assert (
+            same(answer, alone.ask(one, PARAMS)) and answer.num_cached == (len(one) - 1) // 16 * 16
+        )
     other = writer.ask(prompts[1], PARAMS)
     assert other.num_cached == 0 and same(other, alone.ask(prompts[1], PARAMS))
 
@@ -156,7 +176,8 @@ def test_whatever_happens_on_the_way_the_answer_is_the_same(pair, alone, fault):
                 worker.check()
         finally:
             proxy.close()
-        spoilt, frames = spoilt + proxy.num_spoilt, frames + proxy.num_frames
+        spoilt = spoilt + proxy.num_spoilt
+        frames = frames + proxy.num_frames
     assert spoilt or fault == "delay"
     new = writer.port.intake.counts - before
     assert frames and sum(new.values()) > 0
@@ -205,7 +226,11 @@ def test_a_full_cache_takes_what_it_has_room_for(pair, alone):
     first = reader.ask(prompt(), FIRST, by(writer, "unix"))
     assert (first.pushed.num_blocks, first.pushed.num_stored) == (12, 4)
     counts = writer.port.intake.counts - before
-    assert counts["stored"] == 4 and counts["no_room"] > 0 and counts["no_room"] + counts["orphan"] == 8
+    assert (
+        counts["stored"] == 4
+        and counts["no_room"] > 0
+        and counts["no_room"] + counts["orphan"] == 8
+    )
     writer.between_steps(lambda engine: engine.scheduler.kv_cache.pool.release(held))
     answer = writer.ask(prompt(), PARAMS)
     assert answer.num_cached == 64 and same(answer, alone.ask(prompt(), PARAMS))
@@ -214,12 +239,17 @@ def test_a_full_cache_takes_what_it_has_room_for(pair, alone):
 def test_another_model_or_key_is_refused(pair, model, tmp_path):
     reader, _ = pair
     other = write_tiny_gguf(tmp_path / "other.gguf", context=512, seed=7)
-    for path, key, problem in ((other, KEY, "of another kind"), (model, b"another", "closed|another key")):
+    for path, key, problem in (
+        (other, KEY, "of another kind"),
+        (model, b"another", "closed|another key"),
+    ):
         stranger = Worker(path, key=key, **CONFIG)
         for kind in ("unix", "tcp"):
             first = reader.ask(prompt(), FIRST, by(stranger, kind))
             assert first.pushed.num_stored == 0
-            assert any(part in first.pushed.problem for part in problem.split("|")), first.pushed.problem
+            assert any(part in first.pushed.problem for part in problem.split("|")), (
+                first.pushed.problem
+            )
         assert not stranger.port.intake.counts
         stranger.check()
         stranger.close()
@@ -228,7 +258,10 @@ def test_another_model_or_key_is_refused(pair, model, tmp_path):
 def test_a_port_that_somebody_else_has_is_refused_in_a_line(pair):
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        with opened_port(KEY, port=port) as open_port, pytest.raises(StorageError, match=f"{port}.*another --kv-port"):
+        with (
+            opened_port(KEY, port=port) as open_port,
+            pytest.raises(StorageError, match=f"{port}.*another --kv-port"),
+        ):
             open_port(pair[0].loop, print)
 
 
@@ -287,8 +320,12 @@ def test_an_echo_of_the_challenge_proves_nothing():
 def test_an_engine_without_a_port_refuses_to_push(pair):
     reader, writer = pair
     seen = queue.SimpleQueue()
-    pushes, reader.loop.pushes, taker, reader.loop._send = reader.loop.pushes, None, reader.loop._send, seen.put
+    pushes = reader.loop.pushes
+    reader.loop.pushes = None
+    taker = reader.loop._send
+    reader.loop._send = seen.put
     reader.begin(prompt(), FIRST, by(writer, "tcp"))
     message = seen.get(timeout=60)
-    reader.loop.pushes, reader.loop._send = pushes, taker
+    reader.loop.pushes = pushes
+    reader.loop._send = taker
     assert message.kind == "InvalidRequestError" and not isinstance(message, Pushed)

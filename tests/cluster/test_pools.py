@@ -15,7 +15,7 @@ from twinphase.cli import run_app
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.config import ClusterConfig
 from twinphase.cluster.launch import make_host
-from twinphase.engine.async_engine import AsyncEngine
+from twinphase.engine.frontends.async_engine import AsyncEngine
 
 ENGINE = {name: value for name, value in CONFIG.items() if name != "threads"}
 
@@ -28,10 +28,12 @@ def worker_pids(parent):
 @pytest.mark.timeout(300)
 def test_ray_starts_workers_of_both_roles_and_starts_them_again(tiny_path, lone, monkeypatch):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    monkeypatch.setattr("twinphase.engine.host.LONGEST_DELAY", 1.0)
+    monkeypatch.setattr("twinphase.engine.process.host.LONGEST_DELAY", 1.0)
     asked = list(mix(5))
     expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
-    cluster = ClusterConfig(prefill_workers=1, decode_workers=1, threads_per_worker=1, ray_address="local")
+    cluster = ClusterConfig(
+        prefill_workers=1, decode_workers=1, threads_per_worker=1, ray_address="local"
+    )
 
     async def main():
         engine = AsyncEngine(make_host(str(tiny_path), ENGINE, cluster, stall=60.0))
@@ -44,8 +46,16 @@ def test_ray_starts_workers_of_both_roles_and_starts_them_again(tiny_path, lone,
                 router.fleet._routing.policy = "random"  # all prompts go to the one that reads
                 found = await all_of(engine, asked)
                 assert all(map(same, found, expected))
-                reasons = [one.reason for output in found for one in output.metrics.intervals if one.reason]
-                assert sum(reason.startswith("decode-0: ") and "blocks there" in reason for reason in reasons) > 5
+                reasons = [
+                    one.reason for output in found for one in output.metrics.intervals if one.reason
+                ]
+                assert (
+                    sum(
+                        reason.startswith("decode-0: ") and "blocks there" in reason
+                        for reason in reasons
+                    )
+                    > 5
+                )
                 for pid in () if turn else worker_pids(os.getpid()):
                     os.kill(pid, signal.SIGKILL)
                 await until(lambda turn=turn: turn or router.num_restarts == 2)
@@ -63,7 +73,20 @@ def test_without_ray_a_line_names_the_extra(tiny_path, monkeypatch, capsys):
     import importlib.util
 
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else real(name, *rest))
-    assert run_app(["serve", str(tiny_path), "--port", "0", "--replicas", "2", "--ray-address", "auto"]) == 2
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "ray" else real(name, *rest),
+    )
+    assert (
+        run_app(
+            ["serve", str(tiny_path), "--port", "0", "--replicas", "2", "--ray-address", "auto"]
+        )
+        == 2
+    )
     error = capsys.readouterr().err
-    assert "Ray is not installed" in error and "twinphase[cluster]" in error and len(error.splitlines()) <= 2
+    assert (
+        "Ray is not installed" in error
+        and "twinphase[cluster]" in error
+        and len(error.splitlines()) <= 2
+    )

@@ -17,10 +17,10 @@ from twinphase.cluster.elastic import Balance
 from twinphase.cluster.launch import make_host
 from twinphase.cluster.ported import PortedHost
 from twinphase.cluster.routing import WorkerLoad
-from twinphase.engine.messages import StepNews
+from twinphase.engine.process.messages import StepNews
 from twinphase.errors import ContextLengthError, EngineUnavailableError
+from twinphase.outcome import FinishReason
 from twinphase.phases.timeline import IntervalKind
-from twinphase.request import FinishReason
 
 TOPOLOGIES = {
     "1P1D": {"reader": "prefill", "writer": "decode"},
@@ -40,23 +40,36 @@ def test_answers_through_both_pools_are_those_of_one_engine(serve_pools, lone, t
         sent = 0
         for seed in range(num_mixes):
             asked = list(mix(seed))
-            expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+            expected = lone.generate(
+                [prompt for prompt, _ in asked], [params for _, params in asked]
+            )
             found = await all_of(engine, asked)
             assert all(map(same, found, expected))
-            routes = [one.reason for output in found for one in output.metrics.intervals
-                      if one.kind is IntervalKind.TRANSFER]  # fmt: skip
+            routes = [
+                one.reason
+                for output in found
+                for one in output.metrics.intervals
+                if one.kind is IntervalKind.TRANSFER
+            ]
             sent += sum("blocks there" in reason for reason in routes)
         assert sent > 5 * num_mixes
         # Who reads the prompt says all of an answer that has one token.
-        prompt, params = LONG_PROMPTS[0], dataclasses.replace(LONG, max_tokens=1)
+        prompt = LONG_PROMPTS[0]
+        params = dataclasses.replace(LONG, max_tokens=1)
         before = {one.id: one.prefill_seconds for one in engine.host.workers()}
         assert same(*await all_of(engine, [(prompt, params)]), lone.generate([prompt], params)[0])
-        assert {one.role for one in engine.host.workers() if one.prefill_seconds > before[one.id]} == {"prefill"}
-        # Log probabilities of a prompt are its reader's business: who goes on uses the blocks that came.
-        prompt, params = LONG_PROMPTS[1], dataclasses.replace(LONG, prompt_logprobs=1)
+        assert {
+            one.role for one in engine.host.workers() if one.prefill_seconds > before[one.id]
+        } == {"prefill"}
+        # Log probabilities of a prompt are its reader's business: who goes on uses the blocks that
+        # came.
+        prompt = LONG_PROMPTS[1]
+        params = dataclasses.replace(LONG, prompt_logprobs=1)
         (found,) = await all_of(engine, [(prompt, params)])
         assert same(found, lone.generate([prompt], params)[0]) and found.num_cached_tokens == 176
-        with pytest.raises(ContextLengthError):  # before the first token, although its reader has room for that
+        with pytest.raises(
+            ContextLengthError
+        ):  # before the first token, although its reader has room for that
             await engine.submit(list(range(10, 300)), LONG)
         await whole(engine)
 
@@ -69,13 +82,22 @@ def of_other_layers(bits):
 
 @pytest.mark.timeout(300)
 def test_blocks_that_are_wrong_are_found_by_the_first_token_and_not_used(serve_pools, lone):
-    """They pass every check on the way. The second time around the writer has the right ones, which it computed."""
+    """They pass every check on the way.
+
+    The second time around the writer has the right ones, which it computed.
+    """
     expected = lone.generate(LONG_PROMPTS, LONG)
     proxies, heard = through(rewritten(of_other_layers))
 
     async def body(engine):
         for _ in range(2):
-            assert all(map(same, await all_of(engine, [(prompt, LONG) for prompt in LONG_PROMPTS]), expected))
+            assert all(
+                map(
+                    same,
+                    await all_of(engine, [(prompt, LONG) for prompt in LONG_PROMPTS]),
+                    expected,
+                )
+            )
             found = {one.id: one.first_token_mismatches for one in engine.host.workers()}
             assert found == {"reader": len(LONG_PROMPTS), "writer": 0}
         assert proxies[0].num_spoilt >= 11
@@ -86,7 +108,10 @@ def test_blocks_that_are_wrong_are_found_by_the_first_token_and_not_used(serve_p
 
 @pytest.mark.timeout(300)
 def test_a_reader_that_lies(serve_pools, lone):
-    """A wrong token that was told already ends the stream; it can be asked for again. Other lies cost time alone."""
+    """A wrong token that was told already ends the stream; it can be asked for again.
+
+    Other lies cost time alone.
+    """
     expected = lone.generate(LONG_PROMPTS, LONG)
     lie = ""
 
@@ -108,16 +133,26 @@ def test_a_reader_that_lies(serve_pools, lone):
 
     async def body(engine):
         nonlocal lie
-        for lie, num_wrong in {"another token": 3, "other digits": 6, "no token": 6, "an end": 6}.items():
+        for lie, num_wrong in {
+            "another token": 3,
+            "other digits": 6,
+            "no token": 6,
+            "an end": 6,
+        }.items():
             streams = [await engine.submit(prompt, LONG) for prompt in LONG_PROMPTS]
             found = await asyncio.gather(*map(read, streams), return_exceptions=True)
             if lie in ("another token", "other digits"):
-                assert all(isinstance(one, EngineUnavailableError) and "told already" in str(one) for one in found)
+                assert all(
+                    isinstance(one, EngineUnavailableError) and "told already" in str(one)
+                    for one in found
+                )
             else:
                 assert all(map(same, found, expected))
             assert sum(one.first_token_mismatches for one in engine.host.workers()) == num_wrong
         lie = ""
-        assert all(map(same, await all_of(engine, [(prompt, LONG) for prompt in LONG_PROMPTS]), expected))
+        assert all(
+            map(same, await all_of(engine, [(prompt, LONG) for prompt in LONG_PROMPTS]), expected)
+        )
         await whole(engine)
 
     serve_pools(body, TOPOLOGIES["1P1D"], heard)
@@ -134,10 +169,13 @@ class OneWay(Balance):
 
 
 @pytest.mark.timeout(300)
-def test_a_worker_goes_over_to_the_pool_that_has_too_much_to_do_and_answers_stay_the_same(serve_pools, lone):
+def test_a_worker_goes_over_to_the_pool_that_has_too_much_to_do_and_answers_stay_the_same(
+    serve_pools, lone
+):
     """A flood of prompts, then one of answers for which there are few seats."""
     balance = OneWay(long_queue=1e-6, patience=0.0)
-    short, many = dataclasses.replace(LONG, max_tokens=2), dataclasses.replace(LONG, max_tokens=60)
+    short = dataclasses.replace(LONG, max_tokens=2)
+    many = dataclasses.replace(LONG, max_tokens=60)
     floods = [
         ("prefill", [([10 + (i * j) % 250 for i in range(400)], short) for j in range(3, 27)]),
         ("decode", [([10 + j, 11], many) for j in range(16)]),
@@ -152,10 +190,14 @@ def test_a_worker_goes_over_to_the_pool_that_has_too_much_to_do_and_answers_stay
         for role, asked in floods:
             assert roles().count(role) == 1
             balance.wanted = role
-            expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+            expected = lone.generate(
+                [prompt for prompt, _ in asked], [params for _, params in asked]
+            )
             answers = asyncio.create_task(all_of(engine, asked))
             await until(lambda role=role: roles().count(role) == 2)
-            (moved,) = [one for one in engine.host.workers() if one.role_reason.startswith(f"to {role}: ")]
+            (moved,) = [
+                one for one in engine.host.workers() if one.role_reason.startswith(f"to {role}: ")
+            ]
             assert moved.role == role and moved.state == "ready"
             assert all(map(same, await answers, expected))
         await whole(engine)
@@ -169,18 +211,26 @@ def test_a_pool_has_to_be_short_of_workers_for_some_time_before_one_goes_over():
         return WorkerLoad(name, role, None, num_decodes=num_decodes)
 
     pools = [load("p0", "prefill"), load("d0", "decode", 3), load("d1", "decode", 2)]
-    uneven, even = {"p0": 5.0, "d0": 0.0, "d1": 1.0}, {"p0": 5.0, "d0": 2.0, "d1": 2.0}
+    uneven = {"p0": 5.0, "d0": 0.0, "d1": 1.0}
+    even = {"p0": 5.0, "d0": 2.0, "d1": 2.0}
     other = {"p0": 0.0, "d0": 5.0, "d1": 5.0}
     balance = Balance(long_queue=2.0, patience=10.0)
     looks = [(uneven, 100.0), (uneven, 109.0), (even, 110.0), (uneven, 111.0), (uneven, 120.9)]
     said = [balance.choose(pools, queues, now) is not None for queues, now in looks]
     assert not any(said)  # it was uneven twice, for less than 10 s
     found, role, why = balance.choose(pools, uneven, 122.0)
-    assert (found.name, role) == ("d1", "prefill") and "5 s of work wait for each prefill worker" in why
+    assert (found.name, role) == (
+        "d1",
+        "prefill",
+    ) and "5 s of work wait for each prefill worker" in why
     assert balance.choose(pools, uneven, 123.5) is None  # from the beginning again
-    for now in range(130, 160):  # its only worker stays in a pool, however short the queue, and however long another's
+    for now in range(
+        130, 160
+    ):  # its only worker stays in a pool, however short the queue, and however long another's
         assert balance.choose(pools, other, float(now)) is None
-        assert balance.choose([load("w", "both"), pools[0]], {"w": 0.0, "p0": 9.0}, now + 0.5) is None
+        assert (
+            balance.choose([load("w", "both"), pools[0]], {"w": 0.0, "p0": 9.0}, now + 0.5) is None
+        )
 
 
 def test_the_command_lines_pools(tiny_path, own_cache, monkeypatch):
@@ -193,5 +243,7 @@ def test_the_command_lines_pools(tiny_path, own_cache, monkeypatch):
         "decode-0": "decode",
         "decode-1": "decode",
     }
-    assert [view.host._config["trace_file"] for view in views.values()] == [f"log.{name}" for name in views]
+    assert [view.host._config["trace_file"] for view in views.values()] == [
+        f"log.{name}" for name in views
+    ]
     assert all(isinstance(view.host, PortedHost) for view in views.values())

@@ -11,10 +11,16 @@ import pytest
 
 from routed import LONG, all_of, mix, pid_of, read, same, until, whole
 from twinphase.cluster.sent import chain_of
-from twinphase.engine.messages import Add, EngineFacts, Pong
-from twinphase.errors import EngineDeadError, EngineUnavailableError, InvalidRequestError, TwinphaseError
+from twinphase.constraint import StructuredOutputsParams
+from twinphase.engine.process.messages import Add, EngineFacts, Pong
+from twinphase.errors import (
+    EngineDeadError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    TwinphaseError,
+)
 from twinphase.phases.timeline import IntervalKind
-from twinphase.request import SamplingParams, StructuredOutputsParams
+from twinphase.request import SamplingParams
 
 
 @pytest.mark.timeout(300)
@@ -30,23 +36,35 @@ def test_answers_through_two_workers_are_those_of_one_engine(serve, lone):
         used = set()
         for seed in range(num_mixes):
             asked = list(mix(seed))
-            expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+            expected = lone.generate(
+                [prompt for prompt, _ in asked], [params for _, params in asked]
+            )
             found = await all_of(engine, asked)
             assert all(map(same, found, expected))
-            used |= {one.reason.split(":")[0] for output in found for one in output.metrics.intervals if one.reason
-                     and one.kind is IntervalKind.ROUTE}  # fmt: skip
+            used |= {
+                one.reason.split(":")[0]
+                for output in found
+                for one in output.metrics.intervals
+                if one.reason and one.kind is IntervalKind.ROUTE
+            }
         assert used == {"worker-0", "worker-1"}
         free = SamplingParams(temperature=1.5, max_tokens=8, ignore_eos=True)
         outputs = await all_of(engine, [([20, 21], free)] * 4)
         assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 4
-        for prompt, options in (([], {}), ([10**6], {}), ([10**12] * 40, {}), ([10], {"priority": 1})):
+        for prompt, options in (
+            ([], {}),
+            ([10**6], {}),
+            ([10**12] * 40, {}),
+            ([10], {"priority": 1}),
+        ):
             with pytest.raises(InvalidRequestError):
                 await engine.submit(prompt, LONG, **options)
         await whole(engine)
         found = engine.host.workers()
         assert [(one.id, one.role, one.state, one.restarts) for one in found] == [
-            ("worker-0", "both", "ready", 0), ("worker-1", "both", "ready", 0)
-        ]  # fmt: skip
+            ("worker-0", "both", "ready", 0),
+            ("worker-1", "both", "ready", 0),
+        ]
         assert all(one.pid and one.prefill_seconds > 0 and one.decode_seconds > 0 for one in found)
 
     serve(body)
@@ -73,23 +91,32 @@ def test_what_a_dead_worker_began_goes_on_elsewhere(serve, lone, sig):
 
     async def disturbed(engine, late):
         """Whether the worker that is killed had anything; the answers are the same in any case."""
-        router, num_continued = engine.host, engine.host.num_continued
+        router = engine.host
+        num_continued = engine.host.num_continued
         streams = [await engine.submit(prompt, params) for prompt, params in everything]
         first = streams[0].transcript
-        while late and len(first.token_ids) < 20:  # else while they queue, or the long ones are being read
+        while (
+            late and len(first.token_ids) < 20
+        ):  # else while they queue, or the long ones are being read
             await asyncio.sleep(0.002)
         dead = next((sent.worker for sent in router._sent.values()), "worker-0")
         os.kill(pid_of(engine, dead), sig)
         outputs = await asyncio.gather(*map(read, streams))
         assert all(map(same, outputs, expected))
-        await until(lambda: not router.workers_by_name[dead].is_up or router.num_continued > num_continued)
+        await until(
+            lambda: not router.workers_by_name[dead].is_up or router.num_continued > num_continued
+        )
         await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
         moved = 0
         for stream, output in zip(streams, outputs, strict=True):
-            reasons = [one.reason for one in output.metrics.intervals if one.kind is IntervalKind.ROUTE]
+            reasons = [
+                one.reason for one in output.metrics.intervals if one.kind is IntervalKind.ROUTE
+            ]
             if any("died" in reason for reason in reasons):
                 moved += 1
-                assert "died" not in reasons[-1] and f"{dead}, which died" in str(await engine.explain(stream))
+                assert "died" not in reasons[-1] and f"{dead}, which died" in str(
+                    await engine.explain(stream)
+                )
         assert moved == router.num_continued - num_continued
         return moved > 0
 
@@ -168,8 +195,15 @@ def test_a_reader_who_leaves_frees_its_worker_and_a_dead_worker_forgets_it(serve
             await until(lambda: not router._sent)
         await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
         wanted = StructuredOutputsParams(regex="[ab]{4}")
-        for pause in (0.0, 0.0, 0.001, 0.003):  # nobody waits for its grammar, which is being compiled or is not
-            task = asyncio.create_task(engine.submit([60], SamplingParams(structured_outputs=wanted)))
+        for pause in (
+            0.0,
+            0.0,
+            0.001,
+            0.003,
+        ):  # nobody waits for its grammar, which is being compiled or is not
+            task = asyncio.create_task(
+                engine.submit([60], SamplingParams(structured_outputs=wanted))
+            )
             await asyncio.sleep(pause)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -181,7 +215,8 @@ def test_a_reader_who_leaves_frees_its_worker_and_a_dead_worker_forgets_it(serve
 
 @pytest.mark.timeout(300)
 def test_a_prompt_goes_where_its_beginning_is_cached_until_that_worker_dies(serve):
-    prefix, short = [60 + i % 90 for i in range(160)], SamplingParams(temperature=0.0, max_tokens=2)
+    prefix = [60 + i % 90 for i in range(160)]
+    short = SamplingParams(temperature=0.0, max_tokens=2)
 
     async def body(engine):
         router = engine.host
@@ -189,7 +224,9 @@ def test_a_prompt_goes_where_its_beginning_is_cached_until_that_worker_dies(serv
 
         async def cached(number):
             output = await read(await engine.submit([*prefix, 200 + number], short))
-            (decision,) = [one.reason for one in output.metrics.intervals if one.kind is IntervalKind.ROUTE]
+            (decision,) = [
+                one.reason for one in output.metrics.intervals if one.kind is IntervalKind.ROUTE
+            ]
             return output.num_cached_tokens, decision.split(":")[0], decision
 
         first = await cached(0)
@@ -220,7 +257,9 @@ def test_a_worker_whose_loop_stands_still_is_ended_while_others_work(serve, lone
         streams = [await engine.submit([30, 31 + number], LONG) for number in range(2)]
         for stream in streams:
             await anext(stream)
-        stuck, works = (router.workers_by_name[router._sent[stream.request_id].worker] for stream in streams)
+        stuck, works = (
+            router.workers_by_name[router._sent[stream.request_id].worker] for stream in streams
+        )
         assert stuck is not works
         take = stuck.host.take
         stuck.host.take = lambda message: take(message) if isinstance(message, Pong) else None
@@ -233,7 +272,8 @@ def test_a_worker_whose_loop_stands_still_is_ended_while_others_work(serve, lone
 
     async def keep_busy(engine, name):
         router = engine.host
-        router.fleet.workers[name].accepts, others = True, [one for one in router.fleet.workers if one != name]
+        router.fleet.workers[name].accepts = True
+        others = [one for one in router.fleet.workers if one != name]
         for other in others:
             router.fleet.workers[other].accepts = False
         while router.num_continued == 0:
@@ -250,7 +290,8 @@ def test_a_request_that_kills_its_workers_does_not_kill_all_of_them(serve, lone)
         router = engine.host
         await until(lambda: engine.is_running)
         for view in router.workers_by_name.values():
-            put, host = view.host.put, view.host
+            put = view.host.put
+            host = view.host
 
             def deadly(message, put=put, host=host):
                 if isinstance(message, Add) and message.request_id == "poison":

@@ -20,7 +20,9 @@ def choose(workers, num_tokens=1000, num_outputs=10, policy="predicted", **hits)
 
 
 def test_an_idle_worker_is_taken_before_one_that_reads_or_decodes():
-    idle, reading, decoding = worker("idle"), worker("reading", prefill_seconds=1.0), worker("decoding", num_decodes=8)
+    idle = worker("idle")
+    reading = worker("reading", prefill_seconds=1.0)
+    decoding = worker("decoding", num_decodes=8)
     for others in ([reading], [decoding], [reading, decoding]):
         assert choose([*others, idle]).worker == "idle"
 
@@ -73,7 +75,15 @@ def test_who_drains_gets_nothing():
 
 
 def test_random_takes_all_workers_of_the_right_role():
-    pools = [worker("p0", "prefill"), worker("p1", "prefill"), worker("d0", "decode"), worker("d1", "decode")]
+    pools = [
+        worker("p0", "prefill"),
+        worker("p1", "prefill"),
+        worker("d0", "decode"),
+        worker("d1", "decode"),
+    ]
     routing = Routing(block_size=16, policy="random")
-    seen = Counter((one.worker, one.prefill_worker) for one in (routing.choose(100, 1, {}, pools) for _ in range(200)))
+    seen = Counter(
+        (one.worker, one.prefill_worker)
+        for one in (routing.choose(100, 1, {}, pools) for _ in range(200))
+    )
     assert set(seen) == {("d0", "p0"), ("d0", "p1"), ("d1", "p0"), ("d1", "p1")}

@@ -12,7 +12,9 @@ TIMES = Times(row=1e-3, step=5e-3)
 
 
 def simulate(roles, trace, policy="predicted", **options):
-    spec = FleetSpec(roles, TIMES, **{"num_blocks": 4096, "block_bytes": 1000, "bytes_per_second": 1e6} | options)
+    spec = FleetSpec(
+        roles, TIMES, **{"num_blocks": 4096, "block_bytes": 1000, "bytes_per_second": 1e6} | options
+    )
     simulation = Simulation(spec, Routing(block_size=16, policy=policy))
     simulation.run(trace)
     for worker in simulation._workers.values():
@@ -33,13 +35,16 @@ def test_a_lone_request_takes_what_its_steps_take():
 
 
 def test_what_one_pool_reads_the_other_decodes_and_computes_only_what_fills_no_block():
-    stream = asking(0.0, range(5000, 5016), 10_000)  # decodes all the time: reading there would hold it up
+    stream = asking(
+        0.0, range(5000, 5016), 10_000
+    )  # decodes all the time: reading there would hold it up
     simulation = simulate(["prefill", "decode"], [stream, asking(1.0, range(1000), 11)])
     outcome = simulation.outcomes[1]
     assert outcome.read_apart
     assert outcome.ttft == pytest.approx(1.0 + 2 * 0.005)
-    # The thirty blocks of the last chunk are waited for and the step that the stream is in; then eight tokens of the
-    # prompt are computed for the first token, which is compared, and ten steps of two streams follow.
+    # The thirty blocks of the last chunk are waited for and the step that the stream is in; then
+    # eight tokens of the prompt are computed for the first token, which is compared, and ten steps
+    # of two streams follow.
     waited = 30 * (FRAME_SECONDS + 1e-3)
     rest = 10 * outcome.tpot - waited - (1 + 8) * 1e-3 - 5e-3 - 10 * 7e-3
     assert 0 <= rest <= 6e-3
@@ -51,27 +56,46 @@ def shared_prefixes(seed, num_users=12, num_turns=12):
     choose = random.Random(seed)
     turns = []
     for user in range(num_users):
-        moment, length = choose.random(), 400
+        moment = choose.random()
+        length = 400
         for _ in range(num_turns):
-            turns.append(asking(moment, range(user * 100_000, user * 100_000 + length), choose.randint(1, 30)))
-            moment, length = moment + 1.0 + 2.0 * choose.random(), length + choose.randint(50, 300)
+            turns.append(
+                asking(
+                    moment, range(user * 100_000, user * 100_000 + length), choose.randint(1, 30)
+                )
+            )
+            moment = moment + 1.0 + 2.0 * choose.random()
+            length = length + choose.randint(50, 300)
     return sorted(turns, key=lambda one: one.arrival)
 
 
-@pytest.mark.parametrize("roles", [["both"] * 4, ["prefill", "prefill", "decode", "decode"]], ids=["replicas", "pools"])
+@pytest.mark.parametrize(
+    "roles", [["both"] * 4, ["prefill", "prefill", "decode", "decode"]], ids=["replicas", "pools"]
+)
 def test_prediction_reads_less_than_chance_and_answers_sooner(roles):
     trace = shared_prefixes(3)
     by_policy = {policy: simulate(roles, trace, policy) for policy in ("predicted", "random")}
-    read = {policy: sum(one.num_prompt - one.num_cached for one in run.outcomes) for policy, run in by_policy.items()}
-    ttft = {policy: sorted(one.ttft for one in run.outcomes)[len(trace) // 2] for policy, run in by_policy.items()}
+    read = {
+        policy: sum(one.num_prompt - one.num_cached for one in run.outcomes)
+        for policy, run in by_policy.items()
+    }
+    ttft = {
+        policy: sorted(one.ttft for one in run.outcomes)[len(trace) // 2]
+        for policy, run in by_policy.items()
+    }
     assert read["predicted"] < 0.7 * read["random"]
     assert ttft["predicted"] < ttft["random"]
     for run in by_policy.values():
         assert len(run.outcomes) == len(trace)
-        assert all(one.num_outputs == asked.num_outputs for one, asked in zip(run.outcomes, trace, strict=True))
+        assert all(
+            one.num_outputs == asked.num_outputs
+            for one, asked in zip(run.outcomes, trace, strict=True)
+        )
         assert all(load.num_decodes == 0 for load in run.fleet.workers.values())
 
 
 def test_the_same_trace_gives_the_same_times():
     runs = [simulate(["both"] * 3, shared_prefixes(5)) for _ in range(2)]
-    assert [(one.ttft, one.tpot) for one in runs[0].outcomes] == [(one.ttft, one.tpot) for one in runs[1].outcomes]
+    assert [(one.ttft, one.tpot) for one in runs[0].outcomes] == [
+        (one.ttft, one.tpot) for one in runs[1].outcomes
+    ]

@@ -1,7 +1,7 @@
 """Workers on the torch backend, on a processor: blocks leave its memory and go on in another's, with equal tokens.
 
-Plain torch adds in an order that depends on shapes: log probabilities are near each other, not equal, and the likeliest
-tokens are compared.
+Plain torch adds in an order that depends on shapes: log probabilities are near each other, not
+equal, and the likeliest tokens are compared.
 """
 
 from dataclasses import replace
@@ -11,8 +11,8 @@ import torch
 
 from kv_workers import workers
 from routed import CONFIG, all_of, mix
-from twinphase.engine.llm import LLM
-from twinphase.engine.messages import PushTo
+from twinphase.engine.frontends.llm import LLM
+from twinphase.engine.process.messages import PushTo
 from twinphase.request import SamplingParams
 
 TORCH = {**CONFIG, "backend": "torch", "device": "cpu"}
@@ -32,7 +32,11 @@ def test_a_prompt_is_read_on_one_and_answered_on_another(tiny_path):
         expected = reader.ask(prompt, params)
         reader.forget()
         first = reader.ask(prompt, params, PushTo(writer.port.addresses, 30.0))
-        assert (first.pushed.num_blocks, first.pushed.num_stored, first.pushed.problem) == (9, 9, "")
+        assert (first.pushed.num_blocks, first.pushed.num_stored, first.pushed.problem) == (
+            9,
+            9,
+            "",
+        )
         answer = writer.ask(prompt, params)
     assert answer.tokens == expected.tokens == first.tokens and answer.num_cached == 144
 
@@ -40,12 +44,18 @@ def test_a_prompt_is_read_on_one_and_answered_on_another(tiny_path):
 @pytest.mark.slow
 def test_a_mix_through_both_pools(serve_pools, tiny_path):
     lone = LLM(tiny_path, **TORCH)
-    asked = [(prompt, replace(params, temperature=0.0)) for seed in range(2) for prompt, params in mix(seed)]
+    asked = [
+        (prompt, replace(params, temperature=0.0))
+        for seed in range(2)
+        for prompt, params in mix(seed)
+    ]
     expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
 
     async def body(engine):
         found = await all_of(engine, asked)
-        assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+        assert [one.outputs[0].token_ids for one in found] == [
+            one.outputs[0].token_ids for one in expected
+        ]
         reasons = [one.reason for output in found for one in output.metrics.intervals if one.reason]
         assert sum("blocks there" in reason for reason in reasons) > 5
 

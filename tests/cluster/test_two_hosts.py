@@ -13,12 +13,13 @@ from children import child, end
 from routed import CONFIG, LONG, all_of, mix, read, same, until, whole
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.remote import RemoteHost
-from twinphase.engine.host import ProcessHost
+from twinphase.engine.process.host import ProcessHost
 from twinphase.phases.timeline import IntervalKind
 
 MOVING = (IntervalKind.ROUTE, IntervalKind.TRANSFER)
 KEY = "0123456789abcdef"
-HERE, THERE = "10.231.77.1", "10.231.77.2"
+HERE = "10.231.77.1"
+THERE = "10.231.77.2"
 
 
 def ip(*arguments):
@@ -29,18 +30,30 @@ class OtherHost:
     """A namespace with a worker in it, and the cable to it."""
 
     def __init__(self, role):
-        self.name, self.cable = f"tp{os.getpid()}", f"tp{os.getpid()}v"
+        self.name = f"tp{os.getpid()}"
+        self.cable = f"tp{os.getpid()}v"
         ip("netns", "add", self.name)
         ip("link", "add", self.cable, "type", "veth", "peer", "name", "cable", "netns", self.name)
         ip("addr", "add", f"{HERE}/24", "dev", self.cable)
         ip("link", "set", self.cable, "up")
         ip("-n", self.name, "addr", "add", f"{THERE}/24", "dev", "cable")
         ip("-n", self.name, "link", "set", "cable", "up")
-        command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "twinphase.cluster.worker"]
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            self.name,
+            sys.executable,
+            "-m",
+            "twinphase.cluster.worker",
+        ]
         self.process = subprocess.Popen(
             [*command, "--listen", f"{THERE}:0", "--role", role, "--ends-with-stdin"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, KEY_VARIABLE: KEY}, text=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, KEY_VARIABLE: KEY},
+            text=True,
+        )
         self.address = self.process.stdout.readline().split()[-1]
 
     def pull(self):
@@ -67,11 +80,22 @@ def other_host(role="both"):
 @contextmanager
 def child_worker(role):
     """Address of a worker here."""
-    command = [sys.executable, "-m", "twinphase.cluster.worker", "--listen", f"{HERE}:0", "--role", role]
+    command = [
+        sys.executable,
+        "-m",
+        "twinphase.cluster.worker",
+        "--listen",
+        f"{HERE}:0",
+        "--role",
+        role,
+    ]
     with child(
-        [*command, "--ends-with-stdin"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        env={**os.environ, KEY_VARIABLE: KEY}, text=True,
-    ) as process:  # fmt: skip
+        [*command, "--ends-with-stdin"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, KEY_VARIABLE: KEY},
+        text=True,
+    ) as process:
         yield process.stdout.readline().split()[-1]
 
 
@@ -98,7 +122,12 @@ def test_a_cable_is_pulled_while_answers_stream_and_plugged_in_again(serve, lone
             await until(lambda: all(stream.transcript.token_ids for stream in streams))
             assert {sent.worker for sent in router._sent.values()} == {"here", "there"}
             there.pull()
-            assert all([same(await read(stream), wanted) for stream, wanted in zip(streams, expected, strict=True)])
+            assert all(
+                [
+                    same(await read(stream), wanted)
+                    for stream, wanted in zip(streams, expected, strict=True)
+                ]
+            )
             assert router.num_continued
             assert [one.state for one in router.workers() if one.id == "there"] != ["ready"]
             there.plug()
@@ -111,7 +140,9 @@ def test_a_cable_is_pulled_while_answers_stream_and_plugged_in_again(serve, lone
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_prompts_are_read_there_and_answered_here_whatever_becomes_of_the_cable(serve, lone, tiny_path):
+def test_prompts_are_read_there_and_answered_here_whatever_becomes_of_the_cable(
+    serve, lone, tiny_path
+):
     prompts = [[10 + (i * j) % 250 for i in range(180)] for j in (3, 7, 9)]
     expected = lone.generate(prompts, LONG)
 
@@ -135,7 +166,9 @@ def test_prompts_are_read_there_and_answered_here_whatever_becomes_of_the_cable(
 
             assert "here: 11 of 11 blocks there" in await reasons()
             there.pull()
-            assert any(reason.startswith("there, which died with 0 tokens") for reason in await reasons())
+            assert any(
+                reason.startswith("there, which died with 0 tokens") for reason in await reasons()
+            )
             assert [one.state for one in router.workers()] != ["ready", "ready"]
             there.plug()
             await until(lambda: all(one.state == "ready" for one in router.workers()))

@@ -24,7 +24,7 @@ from twinphase.cluster.joining import Door
 from twinphase.cluster.remote import CalledHost, RemoteHost
 from twinphase.cluster.router import Router
 from twinphase.cluster.timelines import joined, shifted
-from twinphase.engine.async_engine import AsyncEngine
+from twinphase.engine.frontends.async_engine import AsyncEngine
 from twinphase.errors import InvalidRequestError, StorageError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 
@@ -35,10 +35,20 @@ class Started:
     """A worker's process; it ends with the `with` block, or when its stdin closes."""
 
     def __init__(self, address="127.0.0.1:0", key=KEY, role="both", join=()):
-        command = [sys.executable, "-m", "twinphase.cluster.worker", "--listen", address, "--role", role]
+        command = [
+            sys.executable,
+            "-m",
+            "twinphase.cluster.worker",
+            "--listen",
+            address,
+            "--role",
+            role,
+        ]
         command += [*join, "--ends-with-stdin"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.process = subprocess.Popen(command, **pipes, env={**os.environ, KEY_VARIABLE: key}, text=True)
+        self.process = subprocess.Popen(
+            command, **pipes, env={**os.environ, KEY_VARIABLE: key}, text=True
+        )
         self.address = self.process.stdout.readline().split()[-1]
 
 
@@ -56,7 +66,8 @@ def started(*addresses, roles=()):
 
 def hosts_of(workers, path, silence=2.0):
     return lambda: {
-        f"worker-{i}": RemoteHost(one.address, KEY.encode(), path, CONFIG, silence) for i, one in enumerate(workers)
+        f"worker-{i}": RemoteHost(one.address, KEY.encode(), path, CONFIG, silence)
+        for i, one in enumerate(workers)
     }
 
 
@@ -76,7 +87,9 @@ def test_workers_by_tcp_and_by_unix_socket_answer_as_one_engine(serve, lone, tin
             assert "of its tokens" in str(await engine.explain(stream))
             await engine.abort(stream.request_id)
             await whole(engine)
-            assert [one.host for one in engine.host.workers()] == [worker.address for worker in workers]
+            assert [one.host for one in engine.host.workers()] == [
+                worker.address for worker in workers
+            ]
 
         for _ in range(2):
             serve(body, hosts=hosts_of(workers, tiny_path))
@@ -114,7 +127,9 @@ class BadLine:
     """Connections through here come in pieces, and late."""
 
     def __init__(self, address):
-        self._target, self._draw, self._server = address.rpartition(":"), random.Random(1), None
+        self._target = address.rpartition(":")
+        self._draw = random.Random(1)
+        self._server = None
 
     def address(self):
         if self._server is None:
@@ -146,7 +161,10 @@ def test_lines_that_are_slow_and_cut_messages_anywhere(serve, lone, tiny_path):
     expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
 
     with started("127.0.0.1:0", "127.0.0.1:0", roles=("prefill", "decode")) as workers:
-        lines = {role: BadLine(one.address) for role, one in zip(("reader", "writer"), workers, strict=True)}
+        lines = {
+            role: BadLine(one.address)
+            for role, one in zip(("reader", "writer"), workers, strict=True)
+        }
 
         async def body(engine):
             for line in lines.values():
@@ -158,20 +176,29 @@ def test_lines_that_are_slow_and_cut_messages_anywhere(serve, lone, tiny_path):
             for line in lines.values():
                 await line.cut()
 
-        serve(body, hosts=lambda: {
-            name: RemoteHost(line.address, KEY.encode(), tiny_path, CONFIG, 5.0) for name, line in lines.items()
-        })  # fmt: skip
+        serve(
+            body,
+            hosts=lambda: {
+                name: RemoteHost(line.address, KEY.encode(), tiny_path, CONFIG, 5.0)
+                for name, line in lines.items()
+            },
+        )
 
 
 @pytest.mark.timeout(300)
-def test_a_worker_that_is_not_there_is_not_waited_for_and_taken_when_it_comes(serve, tiny_path, caplog):
+def test_a_worker_that_is_not_there_is_not_waited_for_and_taken_when_it_comes(
+    serve, tiny_path, caplog
+):
     with started("127.0.0.1:0", "127.0.0.1:0") as workers:
         end(workers[1].process)
 
         async def body(engine):
             router = engine.host
             await until(lambda: engine.is_running)
-            assert f"worker-1 is not there yet: {workers[1].address}: Connection refused" in caplog.text
+            assert (
+                f"worker-1 is not there yet: {workers[1].address}: Connection refused"
+                in caplog.text
+            )
             assert [one.state for one in router.workers()][0] == "ready"
             workers[1] = Started(workers[1].address)
             await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
@@ -195,12 +222,27 @@ def test_workers_say_their_roles_and_send_each_other_blocks(serve, lone, tiny_pa
             engine.host.fleet._routing.policy = "random"  # all prompts go to the one that reads
             found = await all_of(engine, asked)
             assert all(map(same, found, expected))
-            reasons = [one.reason for output in found for one in output.metrics.intervals if one.reason]
-            assert sum(reason.startswith("worker-1: ") and "blocks there" in reason for reason in reasons) > 5
+            reasons = [
+                one.reason for output in found for one in output.metrics.intervals if one.reason
+            ]
+            assert (
+                sum(
+                    reason.startswith("worker-1: ") and "blocks there" in reason
+                    for reason in reasons
+                )
+                > 5
+            )
             reader, writer = engine.host.workers()
             assert [reader.pid, writer.pid] == [worker.process.pid for worker in workers]
-            assert reader.transfers == 0 and reader.blocks_sent > 5 and reader.bytes_sent and not writer.blocks_sent
-            assert writer.blocks_received.keys() <= {"stored", "known"} and not reader.blocks_received
+            assert (
+                reader.transfers == 0
+                and reader.blocks_sent > 5
+                and reader.bytes_sent
+                and not writer.blocks_sent
+            )
+            assert (
+                writer.blocks_received.keys() <= {"stored", "known"} and not reader.blocks_received
+            )
             assert 0 < sum(writer.blocks_received.values()) <= reader.blocks_sent
             assert not any(view.requests for view in engine.host.workers_by_name.values())
 
@@ -210,7 +252,9 @@ def test_workers_say_their_roles_and_send_each_other_blocks(serve, lone, tiny_pa
 
 
 @pytest.mark.timeout(300)
-def test_a_worker_that_is_told_to_leave_finishes_hands_over_its_cache_and_is_taken_again(serve, lone, tiny_path):
+def test_a_worker_that_is_told_to_leave_finishes_hands_over_its_cache_and_is_taken_again(
+    serve, lone, tiny_path
+):
     prompts = [[10 + (i * j) % 250 for i in range(80)] for j in (3, 7)]
     expected = lone.generate(prompts, LONG)
 
@@ -231,7 +275,9 @@ def test_a_worker_that_is_told_to_leave_finishes_hands_over_its_cache_and_is_tak
             assert await asyncio.to_thread(workers[0].process.wait, 60) == 0
             assert not router.num_continued
             found = await all_of(engine, [(prompts[0], LONG)])
-            assert same(found[0], expected[0]) and found[0].num_cached_tokens == 64  # of 80: the last one is computed
+            assert (
+                same(found[0], expected[0]) and found[0].num_cached_tokens == 64
+            )  # of 80: the last one is computed
             end(workers[0].process)
             workers[0] = Started(workers[0].address)
             await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
@@ -257,14 +303,19 @@ def test_a_worker_joins_a_server_that_runs_and_leaves_it_when_it_dies(serve, lon
         with joining("0.0.0.0:0", join) as worker:
             streams = [await engine.submit(prompt, LONG) for prompt in prompts[:3]]
             await until(lambda: [one.state for one in router.workers()] == ["ready", "ready"])
-            # Held, both keep what they are sent; how soon the newcomer is preferred depends on how fast steps are.
+            # Held, both keep what they are sent; how soon the newcomer is preferred depends on how
+            # fast steps are.
             held = pid_of(engine, "worker-0"), worker.process.pid
             for pid in held:
                 os.kill(pid, signal.SIGSTOP)
             try:
                 asked = []
                 for number in range(3, len(prompts)):
-                    asked.append(asyncio.create_task(engine.submit(prompts[number], LONG, request_id=str(number))))
+                    asked.append(
+                        asyncio.create_task(
+                            engine.submit(prompts[number], LONG, request_id=str(number))
+                        )
+                    )
                     await until(lambda number=number: str(number) in router._sent)
                     if router._sent[str(number)].worker == "worker-1":
                         break
@@ -317,7 +368,9 @@ def refused(workers, path, key=KEY, host=None):
 
 
 @pytest.mark.timeout(300)
-def test_a_wrong_key_another_version_and_another_model_are_refused_in_a_line(tiny_path, tmp_path, monkeypatch):
+def test_a_wrong_key_another_version_and_another_model_are_refused_in_a_line(
+    tiny_path, tmp_path, monkeypatch
+):
     with started("127.0.0.1:0") as workers:
         assert "key" in str(refused(workers, tiny_path, "another key, as long"))
         with connect(workers[0].address) as stranger:
@@ -342,7 +395,9 @@ def test_a_wrong_key_another_version_and_another_model_are_refused_in_a_line(tin
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_port_for_blocks_that_somebody_else_has_is_refused_in_a_line_and_taken_when_it_is_free(serve, tiny_path):
+def test_a_port_for_blocks_that_somebody_else_has_is_refused_in_a_line_and_taken_when_it_is_free(
+    serve, tiny_path
+):
     holder = socket.create_server(("127.0.0.1", 0))
     port = holder.getsockname()[1]
     with joining("127.0.0.1:0", ("--kv-port", str(port))) as worker:
@@ -359,7 +414,10 @@ def test_a_port_for_blocks_that_somebody_else_has_is_refused_in_a_line_and_taken
 
 def test_bad_keys_and_addresses_are_refused_in_a_line(tmp_path, monkeypatch, capsys, tiny_path):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    for arguments in (["worker"], ["serve", str(tiny_path), "--port", "0", "--worker", "127.0.0.1:1"]):
+    for arguments in (
+        ["worker"],
+        ["serve", str(tiny_path), "--port", "0", "--worker", "127.0.0.1:1"],
+    ):
         assert run_app(arguments) == 2
         error = capsys.readouterr().err
         assert "have no key" in error and "openssl" in error and len(error.splitlines()) <= 2
@@ -380,7 +438,9 @@ def test_bad_keys_and_addresses_are_refused_in_a_line(tmp_path, monkeypatch, cap
     assert "both, prefill, decode" in capsys.readouterr().err
     assert run_app(["serve", str(tiny_path), "--port", "0", "--worker", "nowhere"]) == 2
     assert "not the address of a worker" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a server that ends leaves Ctrl-C as it was
+    assert (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )  # a server that ends leaves Ctrl-C as it was
 
 
 @pytest.mark.parametrize("offset", [0.0, 0.2, -0.5, 7.0, -1e6, 1e6])

@@ -4,13 +4,15 @@ import pytest
 
 import steps
 from tiny_gguf import write_tiny_gguf
-from twinphase.engine.async_engine import AsyncEngine
-from twinphase.engine.llm import LLM
+from twinphase.engine.frontends.async_engine import AsyncEngine
+from twinphase.engine.frontends.llm import LLM
 
 
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory):
-    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", tensor_type="F32", context=128)
+    return write_tiny_gguf(
+        tmp_path_factory.mktemp("model") / "tiny.gguf", tensor_type="F32", context=128
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,7 +43,9 @@ def make_llm(tiny_path, own_cache):
 @pytest.fixture(scope="session")
 def cpu_llm(tmp_path_factory, own_cache):
     """On the cpu backend, whose threads a forked child does not have."""
-    path = write_tiny_gguf(tmp_path_factory.mktemp("cpu") / "tiny.gguf", tensor_type="Q8_0", context=128)
+    path = write_tiny_gguf(
+        tmp_path_factory.mktemp("cpu") / "tiny.gguf", tensor_type="Q8_0", context=128
+    )
     return LLM(path, threads=2, max_num_batched_tokens=64)
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from tiny_gguf import write_tiny_gguf
-from twinphase.engine.loading import LoadedEngine
-from twinphase.engine.loop import EngineLoop
-from twinphase.engine.messages import Add, BlocksChanged, StepNews, Stop, WatchBlocks
+from twinphase.engine.loading.loading import LoadedEngine
+from twinphase.engine.process.loop import EngineLoop
+from twinphase.engine.process.messages import Add, BlocksChanged, StepNews, Stop, WatchBlocks
 from twinphase.errors import KVFrameError
 from twinphase.request import Request, SamplingParams
 
@@ -38,8 +38,13 @@ def computed(loaded, salt=None):
     """The prompt's full blocks and their frames."""
     prefix_cache = loaded.engine.scheduler.kv_cache.prefix_cache
     request = Request("r", PROMPT, PARAMS, cache_salt=salt)
-    blocks = [prefix_cache.block(request, index) for index in range(len(PROMPT) // prefix_cache.block_size)]
-    return blocks, loaded.backend.read_blocks([prefix_cache.find(block.block_hash) for block in blocks])
+    blocks = [
+        prefix_cache.block(request, index)
+        for index in range(len(PROMPT) // prefix_cache.block_size)
+    ]
+    return blocks, loaded.backend.read_blocks(
+        [prefix_cache.find(block.block_hash) for block in blocks]
+    )
 
 
 def accept(loaded, blocks, frames):
@@ -54,7 +59,8 @@ def accept(loaded, blocks, frames):
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_engines_blocks_are_a_prefix_hit_with_the_same_bits(path, kind):
     one, other = (LoadedEngine(path, **KINDS[kind]) for _ in range(2))
-    alone, size = answer(one), KINDS[kind]["block_size"]
+    alone = answer(one)
+    size = KINDS[kind]["block_size"]
     assert alone[2] == 0 and len(set(alone[0])) > 3
     answer(other, PROMPT[::-1])  # what lay in its blocks before does not matter
     blocks, frames = computed(one)
@@ -68,9 +74,11 @@ def test_another_engines_blocks_are_a_prefix_hit_with_the_same_bits(path, kind):
 
 
 def test_blocks_of_another_format_are_refused_and_nothing_is_lost(path):
-    one, other = LoadedEngine(path, **KINDS["cpu"]), LoadedEngine(path, threads=1, kv_cache_dtype="int8")
+    one = LoadedEngine(path, **KINDS["cpu"])
+    other = LoadedEngine(path, threads=1, kv_cache_dtype="int8")
     answer(one)
-    here, frames = answer(other), computed(one)[1]
+    here = answer(other)
+    frames = computed(one)[1]
     before = other.engine.scheduler.kv_cache.pool.num_cached
     prefix_cache = other.engine.scheduler.kv_cache.prefix_cache
     named = [prefix_cache.block(Request("r", PROMPT[:0:-1], PARAMS), index) for index in range(4)]
@@ -86,12 +94,15 @@ def test_whoever_watches_is_told_what_can_be_found(path):
     one, other = (LoadedEngine(path, num_kv_blocks=8, **KINDS["cpu"]) for _ in range(2))
     answer(one)
     blocks, frames = computed(one)
-    sent, left = [], [PROMPT[::-1], PROMPT[10:]]
+    sent = []
+    left = [PROMPT[::-1], PROMPT[10:]]
 
     def send(message):
         sent.append(message)
         if isinstance(message, StepNews) and message.news[0].finished is not None:
-            for message in [Add("r", left.pop(), PARAMS, 0.0, 0.0)] if left else [WatchBlocks(), Stop()]:
+            for message in (
+                [Add("r", left.pop(), PARAMS, 0.0, 0.0)] if left else [WatchBlocks(), Stop()]
+            ):
                 loop.put(message)
 
     loop = EngineLoop(other, send)
@@ -101,11 +112,14 @@ def test_whoever_watches_is_told_what_can_be_found(path):
     loop.run()
     told = [message for message in sent if isinstance(message, BlocksChanged)]
     assert told[0] == BlocksChanged(0, [], whole=True)
-    known, next_id = set(), 0
+    known = set()
+    next_id = 0
     for message in told[1:-1]:
         assert message.number == next_id and not message.whole
         next_id += 1
         known = (known | set(message.stored)) - set(message.evicted)
-    assert {block.block_hash for block in blocks} <= {name for message in told for name in message.stored}
+    assert {block.block_hash for block in blocks} <= {
+        name for message in told for name in message.stored
+    }
     assert any(message.evicted for message in told)
     assert told[-1].whole and told[-1].number == next_id and set(told[-1].stored) == known

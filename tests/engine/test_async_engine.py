@@ -5,10 +5,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from twinphase.engine.messages import End
-from twinphase.engine.outputs import Transcript
+from twinphase.engine.frontends.outputs import Transcript
+from twinphase.engine.process.messages import End
 from twinphase.errors import EngineDeadError, InvalidRequestError, RequestNotFoundError
-from twinphase.request import FinishReason, SamplingParams
+from twinphase.outcome import FinishReason
+from twinphase.request import SamplingParams
 
 PROMPTS = [list(range(40, 40 + n)) for n in (30, 1, 17, 64)]
 LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -31,10 +32,13 @@ async def until_idle(engine):
 def held(engine, after=0):
     """After so many steps none ends in the meantime, however late what the test does comes; yields all that begin.
 
-    What is submitted first of all is taken at once; whoever comes later waits for the step that is held.
+    What is submitted first of all is taken at once; whoever comes later waits for the step that is
+    held.
     """
     executor = engine.host.loaded.engine.executor
-    whole, go_on, steps = executor.execute, threading.Event(), []
+    whole = executor.execute
+    go_on = threading.Event()
+    steps = []
 
     def execute(batch):
         steps.append(batch)
@@ -136,7 +140,9 @@ def test_bad_requests_are_refused_and_disturb_nobody(serve):
             ({"sampling_params": {"temperature": 0}}, "type dict. Give SamplingParams"),
         ):
             with pytest.raises(InvalidRequestError, match=match):
-                await engine.submit(**{"prompt": PROMPTS[0], "sampling_params": greedy(1), **arguments})
+                await engine.submit(
+                    **{"prompt": PROMPTS[0], "sampling_params": greedy(1), **arguments}
+                )
         assert len((await read(good))[-1].output.outputs[0].token_ids) == 90
 
     serve(body)
@@ -195,7 +201,9 @@ def test_text_that_cannot_be_made_fails_its_own_stream_only(serve, monkeypatch):
     monkeypatch.setattr(Transcript, "take_tokens", fail_for_bad)  # before any token can come
 
     async def body(engine):
-        bad, good = [await engine.submit(PROMPTS[0], greedy(20), request_id=name) for name in ("bad", "good")]
+        bad, good = [
+            await engine.submit(PROMPTS[0], greedy(20), request_id=name) for name in ("bad", "good")
+        ]
         results = await asyncio.gather(read(bad), read(good), return_exceptions=True)
         assert "no such text" in str(results[0])
         assert len(results[1][-1].output.outputs[0].token_ids) == 20
@@ -209,7 +217,8 @@ def test_a_stop_string_ends_the_stream_at_once_and_the_request_in_the_engine_too
     stop = text[5:8]
 
     async def body(engine):
-        updates, finished = [], []
+        updates = []
+        finished = []
         async for update in await engine.submit(PROMPTS[0], greedy(60, stop=[stop])):
             updates.append(update)
             finished.append((update.finished, update.output.finished))
@@ -233,13 +242,17 @@ def test_what_was_cached_is_known_from_the_first_update(serve):
     serve(body)
 
 
-def test_the_gap_that_streams_keep_is_chosen_once_steps_are_known_and_only_where_nobody_said_otherwise(serve, llm):
+def test_the_gap_that_streams_keep_is_chosen_once_steps_are_known_and_only_where_nobody_said_otherwise(
+    serve, llm
+):
     def body_of(chosen):
         async def body(engine):
             scheduler = engine.host.loaded.engine.scheduler
             assert engine.facts.pace is None  # it was not warmed up
             await asyncio.gather(*[read(await engine.submit(prompt, LONG)) for prompt in PROMPTS])
-            assert (scheduler.slo_seconds, scheduler.prefill_room > 0) == chosen(scheduler.slo_seconds)
+            assert (scheduler.slo_seconds, scheduler.prefill_room > 0) == chosen(
+                scheduler.slo_seconds
+            )
 
         return body
 
@@ -252,7 +265,8 @@ def test_the_gap_that_streams_keep_is_chosen_once_steps_are_known_and_only_where
 
 def test_a_tenants_short_request_is_not_behind_all_of_anothers(serve):
     async def body(engine):
-        sent, put = [], engine.host.put
+        sent = []
+        put = engine.host.put
         engine.host.put = lambda message: (sent.append(message), put(message))
         with held(engine):
             asked = [engine.submit(PROMPTS[3], greedy(60), tenant="a") for _ in range(12)]
@@ -262,7 +276,9 @@ def test_a_tenants_short_request_is_not_behind_all_of_anothers(serve):
                 await asyncio.sleep(0)
         *flood, short = await asyncio.gather(*coming)
         await asyncio.gather(*map(read, [*flood, short]))
-        assert short.last_step_end < min(stream.last_step_end for stream in flood)  # whenever they were read
+        assert short.last_step_end < min(
+            stream.last_step_end for stream in flood
+        )  # whenever they were read
         with pytest.raises(InvalidRequestError, match="weight is 0"):
             await engine.submit(PROMPTS[0], tenant="b", weight=0)
 
@@ -271,16 +287,28 @@ def test_a_tenants_short_request_is_not_behind_all_of_anothers(serve):
 
 def test_seeds_are_chosen_where_requests_come_in_as_an_engine_would_choose_them(serve, make_llm):
     """A request without a seed draws what it draws from `LLM`; one with a seed, or a greedy one, takes no number."""
-    free, greedy = SamplingParams(temperature=1.5, max_tokens=8), SamplingParams(temperature=0.0, max_tokens=8)
+    free = SamplingParams(temperature=1.5, max_tokens=8)
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
     asked = [free, greedy, SamplingParams(temperature=1.5, max_tokens=8, seed=5), free]
-    alone = [output.outputs[0].token_ids for output in make_llm(seed=3).generate(["hello"] * 4, asked)]
+    alone = [
+        output.outputs[0].token_ids for output in make_llm(seed=3).generate(["hello"] * 4, asked)
+    ]
 
     async def body(engine):
-        sent, put = [], engine.host.put
+        sent = []
+        put = engine.host.put
         engine.host.put = lambda message: (sent.append(message), put(message))
         streams = [await engine.submit("hello", params) for params in asked]
-        found = [[update async for update in stream][-1].output.outputs[0].token_ids for stream in streams]
+        found = [
+            [update async for update in stream][-1].output.outputs[0].token_ids
+            for stream in streams
+        ]
         assert found == alone and found[0] != found[3]
-        assert [message.sampling_params.seed is None for message in sent] == [False, True, False, False]
+        assert [message.sampling_params.seed is None for message in sent] == [
+            False,
+            True,
+            False,
+            False,
+        ]
 
     serve(body, seed=3)

@@ -12,7 +12,8 @@ def test_a_step_loses_what_its_longest_waiter_waited():
     for thread in (worker, other):
         thread.start()
     try:
-        me, it = threading.get_native_id(), worker.native_id
+        me = threading.get_native_id()
+        it = worker.native_id
         readings = iter([{me: 5.0, it: 1.0}, {me: 5.25, it: 4.0}, {me: 8.25, it: 4.0}, {me: 8.25}])
         asked = []
 
@@ -47,12 +48,15 @@ class Dropped:
 
 def test_nothing_is_collected_while_the_list_of_threads_is_locked():
     """A thread pool that is collected there would wait for threads that cannot end."""
-    wait, before = CpuWait(lambda threads: dict.fromkeys(threads, 0.0)), gc.get_threshold()
+    wait = CpuWait(lambda threads: dict.fromkeys(threads, 0.0))
+    before = gc.get_threshold()
     gc.set_threshold(5)
     try:
         for number in range(200):
             Dropped()
-            _kept = [[] for _ in range(number % 7)]  # so that the collector's turn comes at another place each time
+            _kept = [
+                [] for _ in range(number % 7)
+            ]  # so that the collector's turn comes at another place each time
             wait()
     finally:
         gc.set_threshold(*before)

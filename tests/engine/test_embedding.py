@@ -9,8 +9,8 @@ import pytest
 from tests.tiny_bert import make_bert, save_bert, write_bert_gguf
 
 from twinphase import LLM, AsyncEngine, SamplingParams
-from twinphase.engine.embedding_loop import EmbeddingLoop
-from twinphase.engine.messages import Embed
+from twinphase.engine.embedding.loop import EmbeddingLoop
+from twinphase.engine.process.messages import Embed
 from twinphase.errors import (
     CheckpointError,
     ContextLengthError,
@@ -61,7 +61,11 @@ def test_texts_that_are_refused(encoder, prompt, error, match):
 
 
 def test_an_encoder_writes_no_text(encoder, folder):
-    for call in (encoder.generate, encoder.stream, lambda text: encoder.chat([{"role": "user", "content": text}])):
+    for call in (
+        encoder.generate,
+        encoder.stream,
+        lambda text: encoder.chat([{"role": "user", "content": text}]),
+    ):
         with pytest.raises(InvalidRequestError, match="writes none. Use LLM.embed"):
             call("hello")
     with pytest.raises(InvalidRequestError, match="encoder"):
@@ -71,7 +75,9 @@ def test_an_encoder_writes_no_text(encoder, folder):
 def test_a_generating_model_embeds_only_when_loaded_for_it(llm, make_llm):
     with pytest.raises(InvalidRequestError, match='Load it with task="embed"'):
         llm.embed("hello")
-    with pytest.raises(InvalidRequestError, match="pooling is 'mean', but .* is loaded to generate"):
+    with pytest.raises(
+        InvalidRequestError, match="pooling is 'mean', but .* is loaded to generate"
+    ):
         make_llm(pooling="mean")
     embedder = make_llm(task="embed")
     assert embedder.config.pooling == "last"
@@ -112,11 +118,26 @@ def edited(path, **fields):
     [
         ("config.json", {"hidden_act": "relu"}, UnsupportedModelError, "hidden_act 'relu'"),
         ("config.json", {"is_decoder": True}, UnsupportedModelError, "made a decoder"),
-        ("config.json", {"position_embedding_type": "relative_key"}, UnsupportedModelError, "relative_key"),
+        (
+            "config.json",
+            {"position_embedding_type": "relative_key"},
+            UnsupportedModelError,
+            "relative_key",
+        ),
         ("config.json", {"num_attention_heads": 5}, CheckpointError, "does not divide by 5 heads"),
         ("config.json", {"num_hidden_layers": 4}, CheckpointError, "no tensor blk.3.attn_q.weight"),
-        ("config.json", {"intermediate_size": 81}, CheckpointError, "blk.0.ffn_up.weight has shape"),
-        ("config.json", {"max_position_embeddings": "many"}, CheckpointError, "max_position_embeddings"),
+        (
+            "config.json",
+            {"intermediate_size": 81},
+            CheckpointError,
+            "blk.0.ffn_up.weight has shape",
+        ),
+        (
+            "config.json",
+            {"max_position_embeddings": "many"},
+            CheckpointError,
+            "max_position_embeddings",
+        ),
         ("config.json", {"model_type": "roberta"}, UnsupportedModelError, "'roberta'"),
         (
             "1_Pooling/config.json",
@@ -124,7 +145,12 @@ def edited(path, **fields):
             UnsupportedModelError,
             "pools by pooling_mode_max_tokens",
         ),
-        ("1_Pooling/config.json", {"pooling_mode_cls_token": True}, UnsupportedModelError, "pools by .*,"),
+        (
+            "1_Pooling/config.json",
+            {"pooling_mode_cls_token": True},
+            UnsupportedModelError,
+            "pools by .*,",
+        ),
     ],
 )
 def test_models_that_are_refused(tmp_path, file, fields, error, match):
@@ -146,7 +172,9 @@ def test_the_async_engine_gives_the_same_vectors(encoder, folder, llm, kind):
     expected = [output.outputs for output in encoder.embed(TEXTS)]
 
     async def main():
-        engine = AsyncEngine.from_model(folder) if kind == "thread" else AsyncEngine.in_process(folder)
+        engine = (
+            AsyncEngine.from_model(folder) if kind == "thread" else AsyncEngine.in_process(folder)
+        )
         try:
             while not engine.is_running:
                 await asyncio.sleep(0.01)

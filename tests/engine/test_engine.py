@@ -2,7 +2,8 @@ import pytest
 
 from schedules import Machine, engine_request, machine_engine
 from twinphase.errors import ContextLengthError, InvalidRequestError, RequestNotFoundError
-from twinphase.request import FinishReason, Request, RequestStatus, SamplingParams
+from twinphase.outcome import FinishReason, RequestStatus
+from twinphase.request import Request, SamplingParams
 
 
 @pytest.fixture
@@ -12,7 +13,9 @@ def machine():
 
 @pytest.fixture
 def engine(machine):
-    return machine_engine(machine, num_blocks=16, max_model_len=50, max_num_batched_tokens=8, max_num_seqs=8)
+    return machine_engine(
+        machine, num_blocks=16, max_model_len=50, max_num_batched_tokens=8, max_num_seqs=8
+    )
 
 
 def make_request(request_id="a", prompt=(1, 2, 3), **options):
@@ -33,9 +36,19 @@ def test_a_request_lives(engine):
     engine.add_request(request)
     results = run(engine)
     assert request.output_token_ids == [7, 7, 7]
-    assert [(r.record.prefill_tokens, r.record.decode_tokens) for r in results] == [(8, 0), (2, 0), (0, 1), (0, 1)]
+    assert [(r.record.prefill_tokens, r.record.decode_tokens) for r in results] == [
+        (8, 0),
+        (2, 0),
+        (0, 1),
+        (0, 1),
+    ]
     assert [result.finished for result in results] == [[], [], [], [request]]
-    assert [result.output.token_ids for result in results] == [{}, {"a": [7]}, {"a": [7]}, {"a": [7]}]
+    assert [result.output.token_ids for result in results] == [
+        {},
+        {"a": [7]},
+        {"a": [7]},
+        {"a": [7]},
+    ]
     error = engine.cost_model.error()
     assert error.steps == 4 and error.p95 < 1e-6, "it learns from every step"
 
@@ -44,9 +57,12 @@ class TestFailures:
     """A request that makes the executor raise, in whatever company."""
 
     def test_nothing_is_learned_from_it_and_its_time_adds_up(self, engine, machine):
-        prices, machine.struck = engine.cost_model.prices, {"bad"}
-        request, other = make_request("bad", 3), make_request("other", 3, max_tokens=1)
-        bad, good = engine.add_request(request), engine.add_request(other)
+        prices = engine.cost_model.prices
+        machine.struck = {"bad"}
+        request = make_request("bad", 3)
+        other = make_request("other", 3, max_tokens=1)
+        bad = engine.add_request(request)
+        good = engine.add_request(other)
         record = engine.step().record
         assert engine.cost_model.prices == prices and engine.cost_model.error().steps == 0
         assert bad.end == good.end == record.end
@@ -68,16 +84,32 @@ class TestRefusals:
         ("request_", "error", "match"),
         [
             (make_request(prompt=[]), InvalidRequestError, "empty"),
-            (make_request(prompt=[1, 100]), InvalidRequestError, "Token id 100 in prompt .* integers from 0 to 99"),
+            (
+                make_request(prompt=[1, 100]),
+                InvalidRequestError,
+                "Token id 100 in prompt .* integers from 0 to 99",
+            ),
             (make_request(prompt=[-1]), InvalidRequestError, "Token id -1"),
             (make_request(prompt=["a"]), InvalidRequestError, "Token id 'a'"),
             (make_request(prompt=[True]), InvalidRequestError, "Token id True"),
             (make_request(stop_token_ids=[100]), InvalidRequestError, "stop_token_ids"),
             (make_request(logit_bias={200: 1.0}), InvalidRequestError, "logit_bias"),
             (make_request(n=2), InvalidRequestError, "n is 2"),
-            (make_request(prompt=[1] * 50), ContextLengthError, "has 50 tokens; the context holds 50.* by 1 tokens"),
-            (make_request(prompt=[1] * 40, max_tokens=11), ContextLengthError, "together 51.* Lower max_tokens to 10"),
-            (make_request(priority=1), InvalidRequestError, "priority 1, but scheduling_policy is 'fcfs'"),
+            (
+                make_request(prompt=[1] * 50),
+                ContextLengthError,
+                "has 50 tokens; the context holds 50.* by 1 tokens",
+            ),
+            (
+                make_request(prompt=[1] * 40, max_tokens=11),
+                ContextLengthError,
+                "together 51.* Lower max_tokens to 10",
+            ),
+            (
+                make_request(priority=1),
+                InvalidRequestError,
+                "priority 1, but scheduling_policy is 'fcfs'",
+            ),
             (make_request("running"), InvalidRequestError, "'running' is in use"),
             (make_request("waiting"), InvalidRequestError, "'waiting' is in use"),
         ],
@@ -87,7 +119,10 @@ class TestRefusals:
         for request in others.values():
             engine.add_request(request)
         engine.step()
-        assert [request.status for request in others.values()] == [RequestStatus.RUNNING, RequestStatus.WAITING]
+        assert [request.status for request in others.values()] == [
+            RequestStatus.RUNNING,
+            RequestStatus.WAITING,
+        ]
         with pytest.raises(error, match=match):
             engine.add_request(request_)
         assert set(engine.timelines) == set(others)
@@ -119,7 +154,9 @@ class TestAbort:
         engine.add_request(make_request("b", max_tokens=5))
         engine.step()
         for name in ("a", "never there"):
-            with pytest.raises(RequestNotFoundError, match=f"No unfinished request has the id '{name}'") as caught:
+            with pytest.raises(
+                RequestNotFoundError, match=f"No unfinished request has the id '{name}'"
+            ) as caught:
                 engine.abort(name)
             assert caught.value.http_status == 404
         assert set(engine.timelines) == {"b"}

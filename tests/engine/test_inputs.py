@@ -25,7 +25,10 @@ def test_decodes_come_first_and_every_row_has_its_slot():
     assert_array_equal(inputs.logit_rows, [0, 1, 6])
     assert_array_equal(inputs.context_lens, [6, 1, 6, 2])
     assert inputs.num_decodes == 2
-    kinds = {name: getattr(inputs, name).dtype for name in ("token_ids", "positions", "query_start", "block_tables")}
+    kinds = {
+        name: getattr(inputs, name).dtype
+        for name in ("token_ids", "positions", "query_start", "block_tables")
+    }
     assert set(kinds.values()) == {np.dtype(np.int32)}
     assert inputs.logit_rows.dtype == np.int32
     assert inputs.slot_mapping.dtype == np.int64

@@ -13,11 +13,13 @@ from provoked import Script
 from steps import Steps
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.batch import Phase
-from twinphase.engine.progress import GenerateProgress
+from twinphase.constraint import StructuredOutputsParams
+from twinphase.engine.loading.progress import GenerateProgress
 from twinphase.errors import CacheCapacityError, ContextLengthError, InvalidRequestError
+from twinphase.outcome import MissReason, PrefixMiss
 from twinphase.phases.timeline import IntervalKind
 from twinphase.phases.work import model_shape
-from twinphase.request import MissReason, PrefixMiss, SamplingParams, StructuredOutputsParams
+from twinphase.request import SamplingParams
 from twinphase.scheduler import chunk
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -71,14 +73,22 @@ def test_outputs_have_vllms_shape(llm):
     assert output.prompt == "hello world"
     assert output.prompt_token_ids == llm.tokenizer.encode("hello world")
     assert output.finished and output.error is None
-    assert (completion.finish_reason, completion.stop_reason, len(completion.token_ids)) == ("length", None, 4)
+    assert (completion.finish_reason, completion.stop_reason, len(completion.token_ids)) == (
+        "length",
+        None,
+        4,
+    )
     assert completion.text == llm.tokenizer.decode(completion.token_ids, continuation=True)
     assert len(completion.logprobs) == 4
     for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True):
         assert entry[token_id].rank == 1  # greedy
         assert len(entry) == 2
-        assert entry[token_id].decoded_token == llm.tokenizer.decode([token_id], skip_special_tokens=False)
-    total = sum(entry[t].logprob for t, entry in zip(completion.token_ids, completion.logprobs, strict=True))
+        assert entry[token_id].decoded_token == llm.tokenizer.decode(
+            [token_id], skip_special_tokens=False
+        )
+    total = sum(
+        entry[t].logprob for t, entry in zip(completion.token_ids, completion.logprobs, strict=True)
+    )
     assert completion.cumulative_logprob == pytest.approx(total)
     assert total < 0
 
@@ -132,7 +142,9 @@ def test_ends(llm, token_id, params, num_tokens, num_in_text, reason, stop_reaso
     text = llm.tokenizer.decode([token_id])
     if "stop" in params:
         params = {**params, "stop": [stop.replace("#", text) for stop in params["stop"]]}
-    wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 6, "logit_bias": {token_id: 100.0}, **params})
+    wanted = SamplingParams(
+        **{"temperature": 0.0, "max_tokens": 6, "logit_bias": {token_id: 100.0}, **params}
+    )
     completion = answer(llm, params=wanted)
     assert (completion.token_ids, completion.text) == ([token_id] * num_tokens, num_in_text * text)
     stop_reason = stop_reason.replace("#", text) if isinstance(stop_reason, str) else stop_reason
@@ -142,7 +154,11 @@ def test_ends(llm, token_id, params, num_tokens, num_in_text, reason, stop_reaso
 def test_no_end_of_sequence_before_min_tokens(llm):
     params = SamplingParams(temperature=0.0, max_tokens=6, logit_bias={2: 100.0}, min_tokens=3)
     completion = answer(llm, params=params)
-    assert (len(completion.token_ids), completion.token_ids[-1], completion.finish_reason) == (4, 2, "stop")
+    assert (len(completion.token_ids), completion.token_ids[-1], completion.finish_reason) == (
+        4,
+        2,
+        "stop",
+    )
 
 
 class TestStream:
@@ -152,8 +168,14 @@ class TestStream:
         final = updates[-1].output
         assert [u.num_prefilled for u in updates][:2] == [16, 30]
         assert [u.phase for u in updates[:3]] == [Phase.PREFILL, Phase.DECODE, Phase.DECODE]
-        assert [u.finished for u in updates] == [False] * 8 + [True]  # 2 chunks, the second with the first token
-        assert sum((u.token_ids for u in updates), []) == final.outputs[0].token_ids == answer(llm).token_ids
+        assert [u.finished for u in updates] == [False] * 8 + [
+            True
+        ]  # 2 chunks, the second with the first token
+        assert (
+            sum((u.token_ids for u in updates), [])
+            == final.outputs[0].token_ids
+            == answer(llm).token_ids
+        )
         assert "".join(u.text for u in updates) == final.outputs[0].text
         assert updates[0].num_prompt_tokens == 30
 
@@ -184,7 +206,8 @@ class TestStream:
 
     def test_compiling_a_grammar_is_not_tokenizing(self, make_llm, monkeypatch):
         llm = scripted(make_llm())
-        text, clock = llm._loaded.text, llm.engine.recorder.clock
+        text = llm._loaded.text
+        clock = llm.engine.recorder.clock
         compiled = text.constraint
 
         def slow(*asked):
@@ -193,7 +216,9 @@ class TestStream:
             return compiled(*asked)
 
         monkeypatch.setattr(text, "constraint", slow)
-        params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(regex="[ab]+"))
+        params = SamplingParams(
+            max_tokens=2, structured_outputs=StructuredOutputsParams(regex="[ab]+")
+        )
         metrics = llm.generate("hello", params)[0].metrics
         queued = [interval for interval in metrics.intervals if interval.kind is IntervalKind.QUEUE]
         assert queued[0].reason == "grammar" and queued[0].end - queued[0].start >= 1e-3
@@ -207,8 +232,14 @@ class TestChat:
         messages = [{"role": "user", "content": "hello"}]
         (first,) = llm.chat(messages, params)
         assert first.prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-        assert (first.num_cached_tokens, first.prefix_miss) == (0, PrefixMiss(MissReason.NEVER_SEEN, 0))
-        messages += [{"role": "assistant", "content": "the world"}, {"role": "user", "content": "more"}]
+        assert (first.num_cached_tokens, first.prefix_miss) == (
+            0,
+            PrefixMiss(MissReason.NEVER_SEEN, 0),
+        )
+        messages += [
+            {"role": "assistant", "content": "the world"},
+            {"role": "user", "content": "more"},
+        ]
         (second,) = llm.chat(messages, params)
         assert second.num_cached_tokens == len(first.prompt_token_ids) // 4 * 4
         assert second.prefix_miss.reason is MissReason.DIVERGED
@@ -220,7 +251,9 @@ class TestChat:
         llm = make_llm(block_size=4)
         (first,) = llm.generate([PROMPT], GREEDY)
         (second,) = llm.generate([[*PROMPT, *first.outputs[0].token_ids, 9, 9]], GREEDY)
-        assert second.num_cached_tokens == (len(PROMPT) + 8 - 1) // 4 * 4  # the last sampled token was never computed
+        assert (
+            second.num_cached_tokens == (len(PROMPT) + 8 - 1) // 4 * 4
+        )  # the last sampled token was never computed
 
     def test_a_stream_of_messages_is_a_conversation_too(self, make_llm):
         llm = make_llm(block_size=4)
@@ -233,7 +266,14 @@ class TestChat:
 
     def test_several_conversations(self, llm):
         conversations = [[{"role": "user", "content": text}] for text in ("a", "b")]
-        assert len(llm.chat(conversations, SamplingParams(temperature=0.0, max_tokens=1), priority=[0, 0])) == 2
+        assert (
+            len(
+                llm.chat(
+                    conversations, SamplingParams(temperature=0.0, max_tokens=1), priority=[0, 0]
+                )
+            )
+            == 2
+        )
 
 
 class TestMany:
@@ -250,7 +290,10 @@ class TestMany:
 
     def test_the_bar_shows_both_phases(self, make_llm, monkeypatch):
         console = Console(file=io.StringIO(), force_terminal=True, width=200)
-        monkeypatch.setattr("twinphase.engine.llm._progress", lambda total: GenerateProgress(total, console))
+        monkeypatch.setattr(
+            "twinphase.engine.frontends.llm._progress",
+            lambda total: GenerateProgress(total, console),
+        )
         make_llm().generate([PROMPT, PROMPT, PROMPT], GREEDY)
         shown = console.file.getvalue()
         assert "3/3" in shown
@@ -282,25 +325,44 @@ class TestMany:
         assert output.outputs[0].token_ids == answer(llm, PROMPT[3:]).token_ids
 
 
-def test_log_probabilities_of_the_prompt_are_those_of_the_whole_computed_at_once(make_llm, tiny_path, monkeypatch):
+def test_log_probabilities_of_the_prompt_are_those_of_the_whole_computed_at_once(
+    make_llm, tiny_path, monkeypatch
+):
     """In chunks, behind another of the same prompt, and beside it; what was computed for them serves others."""
     monkeypatch.setattr(chunk, "MOST_SCORED", 32)
-    llm, prompt = make_llm(), [7 + number * number % 290 for number in range(100)]
-    logits = Steps(tiny_path, ReferenceBackend()).chunked(np.array(prompt, np.int32), [100]).astype(np.float64)
+    llm = make_llm()
+    prompt = [7 + number * number % 290 for number in range(100)]
+    logits = (
+        Steps(tiny_path, ReferenceBackend())
+        .chunked(np.array(prompt, np.int32), [100])
+        .astype(np.float64)
+    )
     expected = (logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))[:-1]
-    scored, most = replace(GREEDY, prompt_logprobs=2), []
+    scored = replace(GREEDY, prompt_logprobs=2)
+    most = []
     plain = answer(llm, prompt)
     together = [prompt, prompt[1:], prompt], [scored, GREEDY, scored]
     for prompts, params in (([prompt], scored), together):
-        with patched(llm, lambda batch: most.append(max(one.num_logits for one in batch.scheduled))):
+        with patched(
+            llm, lambda batch: most.append(max(one.num_logits for one in batch.scheduled))
+        ):
             outputs = llm.generate(prompts, params)
         for output in outputs[::2]:
             assert output.outputs[0] == plain and output.prompt_logprobs[0] is None
-            assert (output.num_cached_tokens, output.prefix_miss) == (0, PrefixMiss(MissReason.PROMPT_LOGPROBS, 0))
-            for row, token_id, entry in zip(expected, prompt[1:], output.prompt_logprobs[1:], strict=True):
+            assert (output.num_cached_tokens, output.prefix_miss) == (
+                0,
+                PrefixMiss(MissReason.PROMPT_LOGPROBS, 0),
+            )
+            for row, token_id, entry in zip(
+                expected, prompt[1:], output.prompt_logprobs[1:], strict=True
+            ):
                 assert entry[token_id].logprob == pytest.approx(row[token_id], abs=1e-4)
-                assert max(one.logprob for one in entry.values()) == pytest.approx(row.max(), abs=1e-4)
-                assert 2 <= len(entry) <= 3 and entry[token_id].rank == 1 + (row > row[token_id]).sum()
+                assert max(one.logprob for one in entry.values()) == pytest.approx(
+                    row.max(), abs=1e-4
+                )
+                assert (
+                    2 <= len(entry) <= 3 and entry[token_id].rank == 1 + (row > row[token_id]).sum()
+                )
     assert max(most) == 32
     assert llm.generate([prompt[:1]], scored)[0].prompt_logprobs == [None]
     fresh = make_llm()
@@ -311,7 +373,9 @@ def test_log_probabilities_of_the_prompt_are_those_of_the_whole_computed_at_once
 def interrupted(llm, step):
     """Ctrl-C arrives while the given step is computed."""
     steps = count(1)
-    return patched(llm, lambda batch: signal.raise_signal(signal.SIGINT) if next(steps) == step else None)
+    return patched(
+        llm, lambda batch: signal.raise_signal(signal.SIGINT) if next(steps) == step else None
+    )
 
 
 @pytest.mark.parametrize(("step", "num_tokens"), [(1, 0), (2, 1), (4, 3)])
@@ -335,7 +399,8 @@ def test_ctrl_c_aborts_and_is_raised(make_llm, step, num_tokens):
 
 def test_ctrl_c_in_one_call_leaves_other_streams_alone(make_llm):
     llm = make_llm()
-    whole, stream = answer(llm).token_ids, llm.stream(PROMPT, GREEDY)
+    whole = answer(llm).token_ids
+    stream = llm.stream(PROMPT, GREEDY)
     next(stream)
     with pytest.raises(KeyboardInterrupt), interrupted(llm, 2):
         llm.chat([{"role": "user", "content": "hello"}], GREEDY)
@@ -344,7 +409,11 @@ def test_ctrl_c_in_one_call_leaves_other_streams_alone(make_llm):
 
 def test_ctrl_c_while_a_prompt_is_read_leaves_nothing_behind(llm, monkeypatch):
     encode = llm._loaded.encode
-    monkeypatch.setattr(llm._loaded, "encode", lambda prompt: (signal.raise_signal(signal.SIGINT), encode(prompt))[1])
+    monkeypatch.setattr(
+        llm._loaded,
+        "encode",
+        lambda prompt: (signal.raise_signal(signal.SIGINT), encode(prompt))[1],
+    )
     for call in (llm.generate, llm.stream):
         with pytest.raises(KeyboardInterrupt):
             call("hello", GREEDY)
@@ -368,23 +437,34 @@ def test_bad_prompts(llm, prompt, error, match):
 
 def test_a_prompt_larger_than_the_whole_cache(make_llm):
     llm = make_llm(num_kv_blocks=2)
-    with pytest.raises(CacheCapacityError, match="up to 3 KV cache blocks of 16 tokens; the whole cache has 2"):
+    with pytest.raises(
+        CacheCapacityError, match="up to 3 KV cache blocks of 16 tokens; the whole cache has 2"
+    ):
         llm.generate([PROMPT[:5], PROMPT], GREEDY)
     assert not llm.engine.has_work
 
 
 def test_shape_counts_the_tied_head_and_what_only_rows_with_logits_go_through(llm):
-    shape, tensors = model_shape(llm.checkpoint, llm.blueprint), llm.checkpoint.tensors
+    shape = model_shape(llm.checkpoint, llm.blueprint)
+    tensors = llm.checkpoint.tensors
     last = f"blk.{llm.blueprint.num_layers - 1}."
-    tail = sum(tensors[f"{last}{name}.weight"].nbytes for name in ("attn_output", "ffn_gate", "ffn_up", "ffn_down"))
+    tail = sum(
+        tensors[f"{last}{name}.weight"].nbytes
+        for name in ("attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    )
     assert shape.head_bytes == 320 * 64 * 4 + tail
-    matrices = sum(info.nbytes for name, info in tensors.items() if name.startswith("blk.") and len(info.shape) == 2)
+    matrices = sum(
+        info.nbytes
+        for name, info in tensors.items()
+        if name.startswith("blk.") and len(info.shape) == 2
+    )
     assert shape.linear_bytes == matrices - tail
     assert shape.linear_bytes == shape.linear_parameters * 4
 
 
 def test_prompts_in_vllms_mappings(llm):
-    text, ids = {"prompt": "hello world"}, {"prompt_token_ids": PROMPT}
+    text = {"prompt": "hello world"}
+    ids = {"prompt_token_ids": PROMPT}
     assert llm.generate(text, GREEDY)[0].prompt == "hello world"
     outputs = llm.generate([ids, text, "hello world"], GREEDY)
     assert outputs[0].prompt_token_ids == PROMPT
@@ -392,11 +472,18 @@ def test_prompts_in_vllms_mappings(llm):
 
 
 def test_a_long_answers_timeline_is_short(llm):
-    (output,) = llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    (output,) = llm.generate(
+        [PROMPT], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    )
     timeline = output.metrics
     assert len(timeline.intervals) < 12
-    assert timeline.intervals[0].start == timeline.arrival and timeline.intervals[-1].end == timeline.end
-    assert all(a.end == b.start for a, b in zip(timeline.intervals, timeline.intervals[1:], strict=False))
+    assert (
+        timeline.intervals[0].start == timeline.arrival
+        and timeline.intervals[-1].end == timeline.end
+    )
+    assert all(
+        a.end == b.start for a, b in zip(timeline.intervals, timeline.intervals[1:], strict=False)
+    )
 
 
 def test_a_prediction_changes_no_answer(make_llm, shared_llm):

@@ -4,9 +4,11 @@ import queue
 import threading
 from types import SimpleNamespace
 
-from twinphase.engine.loop import GRAMMAR_THREADS, EngineLoop
-from twinphase.engine.messages import Add, End
-from twinphase.request import FinishReason, SamplingParams, StructuredOutputsParams
+from twinphase.constraint import StructuredOutputsParams
+from twinphase.engine.process.loop import GRAMMAR_THREADS, EngineLoop
+from twinphase.engine.process.messages import Add, End
+from twinphase.outcome import FinishReason
+from twinphase.request import SamplingParams
 
 PARAMS = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
 
@@ -20,7 +22,8 @@ def add(request_id):
 
 
 def test_a_grammar_whose_client_left_in_the_queue_is_not_compiled():
-    go_on, compiled = threading.Event(), queue.SimpleQueue()
+    go_on = threading.Event()
+    compiled = queue.SimpleQueue()
 
     def constraint(params, prompt_token_ids):
         compiled.put(params)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from twinphase.engine.async_engine import AsyncEngine
+from twinphase.engine.frontends.async_engine import AsyncEngine
 from twinphase.errors import EngineDeadError, InvalidRequestError
 from twinphase.explain.explanation import Explanation
 from twinphase.request import SamplingParams
@@ -19,7 +19,8 @@ PROMPTS = [list(range(40, 40 + n)) for n in (30, 7, 17, 25)]
 
 def in_threads(*functions):
     """Results of functions that run at once, each in a thread; fails where one does not come back."""
-    results, threads = [None] * len(functions), []
+    results = [None] * len(functions)
+    threads = []
 
     def run(index):
         try:
@@ -51,14 +52,18 @@ def test_threads_share_an_llm(make_llm, request, backend, often_switched):
     alone = [llm.generate([prompt], GREEDY)[0].outputs[0] for prompt in PROMPTS]
 
     def generate(prompt):
-        return lambda: [llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0] for _ in range(4)]
+        return lambda: [
+            llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0] for _ in range(4)
+        ]
 
     def stream(prompt):
         return lambda: [list(llm.stream(prompt, GREEDY))[-1].output.outputs[0] for _ in range(4)]
 
     found = in_threads(*map(generate, PROMPTS[:2]), *map(stream, PROMPTS[2:]))
     for answers, expected in zip(found, alone, strict=True):
-        assert [(one.token_ids, one.text) for one in answers] == [(expected.token_ids, expected.text)] * 4
+        assert [(one.token_ids, one.text) for one in answers] == [
+            (expected.token_ids, expected.text)
+        ] * 4
     assert not llm.engine.has_work and not llm._transcripts
     llm.engine.scheduler.check_integrity()
 
@@ -67,7 +72,8 @@ def test_a_thread_that_waits_gets_its_turn_while_another_goes_on(make_llm):
     """Without that, whoever steps in a loop would keep the engine until it is done."""
     llm = make_llm()
     long = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
-    began, order = threading.Event(), []
+    began = threading.Event()
+    order = []
 
     def first():
         for update in llm.stream([5, 6], long):  # noqa: B007  the last one is returned
@@ -77,7 +83,9 @@ def test_a_thread_that_waits_gets_its_turn_while_another_goes_on(make_llm):
 
     def second():
         assert began.wait(60)
-        (output,) = llm.generate([[7, 8]], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+        (output,) = llm.generate(
+            [[7, 8]], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        )
         order.append("second")
         return output.finished
 
@@ -87,7 +95,8 @@ def test_a_thread_that_waits_gets_its_turn_while_another_goes_on(make_llm):
 
 def test_a_stream_dropped_in_the_middle_of_a_step_is_aborted_after_it(make_llm):
     llm = make_llm()
-    execute, streams = llm.engine.executor.execute, [llm.stream(PROMPTS[0], GREEDY)]
+    execute = llm.engine.executor.execute
+    streams = [llm.stream(PROMPTS[0], GREEDY)]
 
     def dropping(batch):
         streams.clear()  # as the garbage collector may
@@ -128,9 +137,14 @@ def child_of(function):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 class TestFork:
     def test_an_llm(self, cpu_llm):
-        expected, stream = cpu_llm.generate([PROMPTS[0]], GREEDY)[0].outputs[0], cpu_llm.stream(PROMPTS[0], GREEDY)
+        expected = cpu_llm.generate([PROMPTS[0]], GREEDY)[0].outputs[0]
+        stream = cpu_llm.stream(PROMPTS[0], GREEDY)
         next(stream)
-        for use in (lambda: cpu_llm.generate("hello"), lambda: cpu_llm.chat([USER]), lambda: next(stream)):
+        for use in (
+            lambda: cpu_llm.generate("hello"),
+            lambda: cpu_llm.chat([USER]),
+            lambda: next(stream),
+        ):
             name, message = child_of(use)
             assert name == "EngineDeadError" and "forked child" in message and "spawn" in message
         assert child_of(stream.close) is None, "what a child drops is not its own"
@@ -157,7 +171,9 @@ class TestFork:
 
                 name, message = child_of(use)
                 assert name == EngineDeadError.__name__ and "forked child" in message
-                assert len([update async for update in stream][-1].output.outputs[0].token_ids) == 12
+                assert (
+                    len([update async for update in stream][-1].output.outputs[0].token_ids) == 12
+                )
                 assert engine.is_running
             finally:
                 await asyncio.to_thread(engine.close)
@@ -168,7 +184,10 @@ class TestFork:
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda llm: llm.chat("hi"), "chat.. was given a value of type str. Give a list of messages"),
+        (
+            lambda llm: llm.chat("hi"),
+            "chat.. was given a value of type str. Give a list of messages",
+        ),
         (lambda llm: llm.chat(USER), "type dict. Give a list of messages"),
         (lambda llm: llm.chat(5), "type int. Give a list of messages"),
         (lambda llm: llm.chat([]), "empty"),
@@ -187,7 +206,10 @@ class TestFork:
         (lambda llm: llm.generate(b"hi"), "prompt is of type bytes"),
         (lambda llm: llm.generate([b"hi"]), "prompt is of type bytes"),
         (lambda llm: llm.generate({}), "Give `prompt` or `prompt_token_ids`"),
-        (lambda llm: llm.generate({"prompt": "hi", "multi_modal_data": 1}), "keys 'prompt', 'multi_modal_data'"),
+        (
+            lambda llm: llm.generate({"prompt": "hi", "multi_modal_data": 1}),
+            "keys 'prompt', 'multi_modal_data'",
+        ),
         (lambda llm: llm.generate([USER]), "messages are for chat"),
         (lambda llm: llm.generate([["hi", "you"]]), "Token id 'hi' in prompt is not an integer"),
         (lambda llm: llm.generate([[True]]), "Token id True"),
@@ -197,16 +219,20 @@ class TestFork:
         (lambda llm: llm.stream("hi", {"temperature": 0}), "of type dict. Give SamplingParams"),
         (lambda llm: llm.generate("hi", priority="high"), "priorities are of type str"),
     ],
-)  # fmt: skip
+)
 def test_wrong_types_are_told_at_the_door(llm, call, match):
     with pytest.raises(InvalidRequestError, match=match):
         call(llm)
 
 
 def test_unknown_options_are_named(make_llm):
-    with pytest.raises(InvalidRequestError, match="no engine option 'max_num_seq'. Did you mean max_num_seqs?"):
+    with pytest.raises(
+        InvalidRequestError, match="no engine option 'max_num_seq'. Did you mean max_num_seqs?"
+    ):
         make_llm(max_num_seq=4)
-    with pytest.raises(InvalidRequestError, match="no engine option 'rope_theta'. The options are .*backend"):
+    with pytest.raises(
+        InvalidRequestError, match="no engine option 'rope_theta'. The options are .*backend"
+    ):
         make_llm(rope_theta=2)
 
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from twinphase.engine.async_engine import AsyncEngine
-from twinphase.engine.host import ProcessHost
+from twinphase.engine.frontends.async_engine import AsyncEngine
+from twinphase.engine.process.host import ProcessHost
 from twinphase.errors import EngineUnavailableError, InvalidRequestError, ModelNotFoundError
 from twinphase.request import SamplingParams
 
@@ -51,18 +51,28 @@ def test_answers_are_those_of_an_engine_in_this_process(serve, llm):
         await until_ready(engine)
         streams = [await engine.submit(prompt, PARAMS) for prompt in PROMPTS]
         for updates, expected in zip(await asyncio.gather(*map(read, streams)), alone, strict=True):
-            answer = updates[-1].output.outputs[0]  # the oracle's log probabilities are not bitwise those of a batch
+            answer = updates[-1].output.outputs[
+                0
+            ]  # the oracle's log probabilities are not bitwise those of a batch
             assert (answer.token_ids, answer.text) == (expected.token_ids, expected.text)
-            assert [set(found) for found in answer.logprobs] == [set(found) for found in expected.logprobs]
+            assert [set(found) for found in answer.logprobs] == [
+                set(found) for found in expected.logprobs
+            ]
             timeline = updates[-1].output.metrics
             assert sum(timeline.totals().values()) == pytest.approx(timeline.end - timeline.arrival)
             assert len(timeline.token_times) == 12
         assert "cached" in str(await engine.explain(streams[0]))
         assert engine.facts.config.max_model_len == 128 and engine.stats.num_running == 0
-        for arguments in ({"prompt": "x" * 100_000}, {"prompt": [1, 10**9]}, {"prompt": [1], "priority": 1}):
+        for arguments in (
+            {"prompt": "x" * 100_000},
+            {"prompt": [1, 10**9]},
+            {"prompt": [1], "priority": 1},
+        ):
             with pytest.raises(InvalidRequestError):
                 await engine.submit(**arguments)
-        assert (await read(await engine.submit(PROMPTS[0], PARAMS)))[-1].output.outputs[0] == alone[0]
+        assert (await read(await engine.submit(PROMPTS[0], PARAMS)))[-1].output.outputs[0] == alone[
+            0
+        ]
 
     serve(body)
 
@@ -71,7 +81,10 @@ def test_a_model_that_is_refused_is_not_tried_again(serve, tmp_path):
     async def body(engine):
         while engine.host.failure is None:
             await asyncio.sleep(0.01)
-        assert engine.host.failure.kind == "InvalidRequestError" and "max_model_len" in engine.host.failure.cause
+        assert (
+            engine.host.failure.kind == "InvalidRequestError"
+            and "max_model_len" in engine.host.failure.cause
+        )
         assert not engine.is_running and engine.host.num_restarts == 0
 
     serve(body, max_model_len=100_000)

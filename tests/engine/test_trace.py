@@ -9,9 +9,9 @@ import pytest
 from schedules import Machine, engine_request, machine_engine
 from twinphase.engine.trace import TraceWriter, replay, trace_header
 from twinphase.errors import InvalidRequestError
+from twinphase.outcome import FinishReason
 from twinphase.phases.cost import starting_prices
 from twinphase.phases.work import ModelShape
-from twinphase.request import FinishReason
 from twinphase.scheduler.pace import Pace
 
 GUESS = starting_prices(ModelShape(10**8, 3 * 10**7, 6 * 10**7, 3 * 10**7, 30, 9, 3, 64), None)
@@ -25,7 +25,9 @@ class Guesser:
 
     def draft(self, requests):
         choose = self.random
-        return {r.request_id: choose.choices([7, 8], [3, 1], k=choose.randint(0, 9)) for r in requests}
+        return {
+            r.request_id: choose.choices([7, 8], [3, 1], k=choose.randint(0, 9)) for r in requests
+        }
 
     def observe(self, batch, output):
         pass
@@ -37,11 +39,14 @@ class Guesser:
 def random_run(seed, policy="priority", itl_slo_ms=12.0, window=None, tenants=("",), drafter=None):
     """The log of an engine under a load that it cannot hold, with aborts, failures and noise; and the engine."""
     choose = random.Random(seed)
-    machine = Machine(lambda work: (2e-3 + 3e-4 * work.rows + 1e-6 * sum(work)) * choose.uniform(0.8, 1.3))
+    machine = Machine(
+        lambda work: (2e-3 + 3e-4 * work.rows + 1e-6 * sum(work)) * choose.uniform(0.8, 1.3)
+    )
     settings = {"num_blocks": 24, "max_num_seqs": 6, "max_num_batched_tokens": 48, "policy": policy}
     engine = machine_engine(machine, GUESS, itl_slo_ms=itl_slo_ms, window=window, **settings)
     engine.cost_model.windowed_share = 0.0 if window is None else 5 / 6
-    engine.drafter, file = drafter, io.StringIO()
+    engine.drafter = drafter
+    file = io.StringIO()
     engine.recorder.trace = TraceWriter(file, trace_header(engine.scheduler, engine.cost_model))
     unfinished = []
     for number in range(80):
@@ -59,20 +64,32 @@ def random_run(seed, policy="priority", itl_slo_ms=12.0, window=None, tenants=("
             )
             request.cache_salt = choose.choice([None, "mine \u00e9"])
             if len(tenants) > 1:
-                request.tenant, request.weight = choose.choice(tenants), choose.choice([0.5, 1.0, 3.0])
+                request.tenant = choose.choice(tenants)
+                request.weight = choose.choice([0.5, 1.0, 3.0])
             request.fresh = number % 9 == 5
             engine.add_request(request)
             unfinished.append(request)
         unfinished = [request for request in unfinished if request.finish_reason is None]
         if unfinished and choose.random() < 0.1:
-            engine.finish(choose.choice(unfinished).request_id, choose.choice([FinishReason.ABORT, FinishReason.STOP]))
-        machine.struck = {choose.choice(unfinished).request_id} if unfinished and choose.random() < 0.05 else set()
+            engine.finish(
+                choose.choice(unfinished).request_id,
+                choose.choice([FinishReason.ABORT, FinishReason.STOP]),
+            )
+        machine.struck = (
+            {choose.choice(unfinished).request_id}
+            if unfinished and choose.random() < 0.05
+            else set()
+        )
         if choose.random() < 0.05:
-            engine.keep_pace(Pace(choose.choice([None, 9.0, 12.1]), True, choose.choice([0.0, 0.004])))
+            engine.keep_pace(
+                Pace(choose.choice([None, 9.0, 12.1]), True, choose.choice([0.0, 0.004]))
+            )
         if choose.random() < 0.05:
             engine.read_at_most(choose.choice([None, 4]))
         machine.now += choose.choice([0.0, 1e-4])  # what the front end takes
-        if number % 7 == 3:  # as if another engine had computed the beginning of a prompt that may come
+        if (
+            number % 7 == 3
+        ):  # as if another engine had computed the beginning of a prompt that may come
             other = engine_request("other", [20 + number % 2 * 10] * 4 * (1 + number % 5))
             prefix_cache = engine.scheduler.kv_cache.prefix_cache
             blocks = [prefix_cache.block(other, index) for index in range(other.num_tokens // 4)]
@@ -128,7 +145,11 @@ def test_a_replay_decides_the_same_with_drafts(log, seed):
     assert replay(log(text)).difference is None
     steps = [event for event in map(json.loads, text.splitlines()) if event["event"] == "step"]
     taken = [(step, share[0], share[2]) for step in steps for share in step["decodes"]]
-    assert any(0 < count < len(step["drafts"][name]) for step, name, count in taken if name in step["drafts"])
+    assert any(
+        0 < count < len(step["drafts"][name])
+        for step, name, count in taken
+        if name in step["drafts"]
+    )
     assert any(len(tokens) > 1 for step in steps for tokens in step["token_ids"].values())
     assert engine.scheduler.num_preemptions > 0
 
@@ -170,7 +191,11 @@ def test_a_log_that_was_changed_is_found_out_at_its_line(log, event, change):
     text, _ = random_run(0)
     lines, steps = steps_of(text)
     changed = next(n for n in steps if json.loads(lines[n])["prefills"])
-    at = changed if event == "step" else next(n for n, line in enumerate(lines) if '"event":"add"' in line)
+    at = (
+        changed
+        if event == "step"
+        else next(n for n, line in enumerate(lines) if '"event":"add"' in line)
+    )
     values = json.loads(lines[at])
     change(values)
     lines[at] = json.dumps(values, separators=(",", ":")) + "\n"
@@ -186,7 +211,9 @@ def test_other_times_lead_to_other_chunks(log):
     text, _ = random_run(0)
     lines = text.splitlines(keepends=True)
     slow = [
-        json.dumps({**json.loads(line), "seconds": 1.0}, separators=(",", ":")) + "\n" if '"observe"' in line else line
+        json.dumps({**json.loads(line), "seconds": 1.0}, separators=(",", ":")) + "\n"
+        if '"observe"' in line
+        else line
         for line in lines
     ]
     assert replay(log("".join(slow))).difference is not None
@@ -196,7 +223,10 @@ def test_other_times_lead_to_other_chunks(log):
     ("text", "match"),
     [
         ("", "is empty"),
-        ('{"event":"header","version":99}\n', "Line 1 of .* not the header of a step log of version 4"),
+        (
+            '{"event":"header","version":99}\n',
+            "Line 1 of .* not the header of a step log of version 4",
+        ),
         ('{"event":"header","version":4}\n', "Line 1 of .* KeyError: 'prices'"),
         ('{"a":1}\n', "Line 1 of .* not the header"),
         ("hello\n", "Line 1 of .* is not a JSON object"),
@@ -204,9 +234,15 @@ def test_other_times_lead_to_other_chunks(log):
         ('LOG{"event":"wish"}', "Line {} of .*The event 'wish' is not known"),
         ('LOG{"cut', "Line {} of .*not a JSON object"),
         ('LOG{"event":"step"}', "Line {} of .*KeyError: 'drafts'"),
-        ('LOG{"event":"add","sampling_params":{"temperature":-1}}', "Line {} of .*temperature is -1"),
+        (
+            'LOG{"event":"add","sampling_params":{"temperature":-1}}',
+            "Line {} of .*temperature is -1",
+        ),
         ('LOG{"event":"add","sampling_params":{"heat":1}}', "Line {} of .*TypeError: .*heat"),
-        ('LOG{"event":"finish","request_id":"0","reason":"boredom"}', "Line {} of .*ValueError: .*boredom"),
+        (
+            'LOG{"event":"finish","request_id":"0","reason":"boredom"}',
+            "Line {} of .*ValueError: .*boredom",
+        ),
         ('LOG{"event":"observe","seconds":"long","gap":0}', "Line {} of "),
     ],
 )

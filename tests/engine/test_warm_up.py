@@ -9,8 +9,8 @@ from provoked import Script, usual_seconds
 from tiny_gguf import write_tiny_gguf
 from twinphase.batch import Batch
 from twinphase.engine import loading as load
-from twinphase.engine.loading import LoadedEngine
-from twinphase.engine.loop import engine_facts
+from twinphase.engine.loading.loading import LoadedEngine
+from twinphase.engine.process.loop import engine_facts
 from twinphase.phases.hardware import Ceilings
 from twinphase.scheduler.pace import Pace
 
@@ -18,12 +18,12 @@ CEILINGS = Ceilings("p", 1, "generic", ((1, 1e15),), 1e15, 1e15, 1e15)
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedEngine:
+def loaded(tmp_path_factory) -> LoadedEngine:
     model = write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", context=2048)
     return LoadedEngine(model, backend="reference")
 
 
-def test_the_speed_told_at_the_start_was_measured_on_a_warm_engine(loaded: LoadedEngine) -> None:
+def test_the_speed_told_at_the_start_was_measured_on_a_warm_engine(loaded):
     assert engine_facts(loaded, None).ttft is None
     phases: set[bool] = set()
 
@@ -36,19 +36,22 @@ def test_the_speed_told_at_the_start_was_measured_on_a_warm_engine(loaded: Loade
     loaded.warm_up(600, 16)
     facts = engine_facts(loaded, loaded.settle_pace())
     assert facts.warm_up_tokens == 600
-    # Two chunks: 2 x 2 ms for the weights, 60 ms for the rows, 3.6 ms for what they attend to, one row of logits.
+    # Two chunks: 2 x 2 ms for the weights, 60 ms for the rows, 3.6 ms for what they attend to, one
+    # row of logits.
     assert facts.ttft == pytest.approx(0.0677, abs=0.001)
     assert facts.tpot == pytest.approx(0.0022, abs=0.0001)
 
 
-def test_a_pace_that_was_chosen_on_a_busy_machine_is_soon_forgotten(
-    loaded: LoadedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pace_that_was_chosen_on_a_busy_machine_is_soon_forgotten(loaded, monkeypatch):
     """Busy at the start and for two choices in between; then for good."""
     choices = [150.0, 80.0, 82.0, 300.0, 290.0, 79.0, 81.0, 78.0, 160.0, 161.0, 162.0]
     slos = [150, 80, 82, 82, 150, 82, 82, 81, 81, 81, 160]
     monkeypatch.setattr(loaded, "_paces", deque(maxlen=load.PACES))
-    monkeypatch.setattr(load.Pacing, "choose", lambda pacing: Pace(choices[len(kept)], True, choices[len(kept)] / 1e4))
+    monkeypatch.setattr(
+        load.Pacing,
+        "choose",
+        lambda pacing: Pace(choices[len(kept)], True, choices[len(kept)] / 1e4),
+    )
     kept: list[tuple[float | None, float]] = []
     for _ in choices:
         loaded.choose_pace()
@@ -57,9 +60,7 @@ def test_a_pace_that_was_chosen_on_a_busy_machine_is_soon_forgotten(
 
 
 @pytest.mark.parametrize("faster", [False, True])
-def test_a_request_that_beats_the_ceilings_has_them_measured_again(
-    loaded: LoadedEngine, faster: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_beats_the_ceilings_has_them_measured_again(loaded, faster, monkeypatch):
     monkeypatch.setattr(loaded, "_final_ceilings", CEILINGS)
     kept: list[Ceilings] = []
     monkeypatch.setattr(load, "save_ceilings", kept.append)

@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 from tiny_gguf import write_tiny_gguf
-from twinphase.engine.loading import LoadedEngine
+from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.models import loader
 from twinphase.request import Request, SamplingParams
 
 WINDOWS = (8, None, 8)
-PROMPT, OUTPUT, CHUNK = 40, 12, 16
+PROMPT = 40
+OUTPUT = 12
+CHUNK = 16
 
 
 @pytest.fixture
@@ -20,22 +22,28 @@ def engine(tmp_path, monkeypatch):
     def windowed(*arguments):
         return replace(plain(*arguments), windows=WINDOWS)
 
-    for module in ("twinphase.models.loader", "twinphase.engine.loading"):
+    for module in ("twinphase.models.loader", "twinphase.engine.loading.loading"):
         monkeypatch.setattr(f"{module}.read_blueprint", windowed)
     path = write_tiny_gguf(tmp_path / "tiny.gguf", layers=3, tensor_type="F32")
     return LoadedEngine(path, backend="reference", max_num_batched_tokens=CHUNK).engine
 
 
 def attended(positions):
-    return sum(min(position + 1, window or position + 1) for position in positions for window in WINDOWS)
+    return sum(
+        min(position + 1, window or position + 1) for position in positions for window in WINDOWS
+    )
 
 
 def test_flops_and_bytes_of_both_phases(engine):
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
-    timeline = engine.add_request(Request("r", list(range(5, 5 + PROMPT)), params, arrival_time=engine.clock()))
+    timeline = engine.add_request(
+        Request("r", list(range(5, 5 + PROMPT)), params, arrival_time=engine.clock())
+    )
     while engine.has_work:
         engine.step()
-    heads, head_dim, shape = 4, 16, engine.shape
+    heads = 4
+    head_dim = 16
+    shape = engine.shape
     assert (shape.window, shape.windowed_layers, engine.scheduler.window) == (8, 2, 8)
     decoded = range(PROMPT, PROMPT + OUTPUT - 1)
     assert timeline.prefill.attention_flops == 4 * heads * head_dim * attended(range(PROMPT))

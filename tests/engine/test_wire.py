@@ -2,20 +2,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twinphase.engine.messages import Add, End, Finished, FromEngine, News, StepNews, ToEngine
-from twinphase.engine.wire import Decoder, encode
+from twinphase.engine.process.messages import (
+    Add,
+    End,
+    Finished,
+    FromEngine,
+    News,
+    StepNews,
+    ToEngine,
+)
+from twinphase.engine.process.wire import Decoder, encode
 from twinphase.errors import InvalidRequestError
+from twinphase.outcome import FinishReason, MissReason, PrefixMiss
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
-from twinphase.request import FinishReason, MissReason, PrefixMiss, RequestCounts, SamplingParams
+from twinphase.request import RequestCounts, SamplingParams
 
-ADD = Add("a", [1, 2], SamplingParams(logit_bias={3: 1.0}, stop=["x"], max_tokens=None), 1.0, 2.0, cache_salt="s")
+ADD = Add(
+    "a",
+    [1, 2],
+    SamplingParams(logit_bias={3: 1.0}, stop=["x"], max_tokens=None),
+    1.0,
+    2.0,
+    cache_salt="s",
+)
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 400), max_size=12))
 def test_messages_come_whole_however_the_bytes_are_cut(cuts):
     data = encode(ADD) + encode(End("a", FinishReason.ABORT)) + encode(ADD)
-    decoder, at, found = Decoder(ToEngine), 0, []
+    decoder = Decoder(ToEngine)
+    at = 0
+    found = []
     for cut in [*sorted(cut for cut in cuts if cut < len(data)), len(data)]:
         found += decoder.feed(data[at:cut])
         at = cut
@@ -27,7 +45,9 @@ def test_what_the_engine_says_comes_back_equal():
     timeline.mark(IntervalKind.QUEUE, 2.5, reason="seats")
     timeline.hand_over_tokens(2, 3.0)
     counts = RequestCounts("a", 9, 1, 3, PrefixMiss(MissReason.DIVERGED, 3), 1, 4)
-    sent = StepNews([News("a", [7], 9, 3, finished=Finished(FinishReason.STOP, counts, timeline, (0.1, 0.2)))])
+    sent = StepNews(
+        [News("a", [7], 9, 3, finished=Finished(FinishReason.STOP, counts, timeline, (0.1, 0.2)))]
+    )
     (got,) = Decoder(FromEngine).feed(encode(sent))
     assert got == sent
 

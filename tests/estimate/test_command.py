@@ -20,7 +20,7 @@ A100 = ["--model", "llama-2-7b", "--hardware", "a100-80gb-sxm"]
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
@@ -44,11 +44,21 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return err
 
 
-def test_both_phases_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_phases_side_by_side(capsys):
     text = run(capsys, *A100, "--price-per-hour", "2")
-    parts = ("prefill", "decode", "153.0 FLOP per byte", "147.9 tok/s", "compute-bound", "memory-bound", "154 requests")
+    parts = (
+        "prefill",
+        "decode",
+        "153.0 FLOP per byte",
+        "147.9 tok/s",
+        "compute-bound",
+        "memory-bound",
+        "154 requests",
+    )
     assert [part for part in parts if part not in text] == []
-    assert run(capsys, A100[1], *A100[2:], "--price-per-hour", "2") == text  # the model can stand first
+    assert (
+        run(capsys, A100[1], *A100[2:], "--price-per-hour", "2") == text
+    )  # the model can stand first
     assert "(datasheet)" in text and "NVIDIA A100 Tensor Core GPU datasheet" in text
     assert "MFU and MBU 1" in text
     assert "\x1b" not in text  # no terminal, no colour
@@ -56,20 +66,29 @@ def test_both_phases_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert formula not in text and formula in run(capsys, *A100, "--explain")
 
 
-def test_speculation(capsys: pytest.CaptureFixture[str]) -> None:
-    drafting = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}', "--acceptance", "0.7"]
+def test_speculation(capsys):
+    drafting = [
+        "--speculative-config",
+        '{"method": "ngram", "num_speculative_tokens": 4}',
+        "--acceptance",
+        "0.7",
+    ]
     found = run_json(capsys, *A100, *drafting)["speculation"]
     assert found["tokens_per_step"] == pytest.approx((1 - 0.7**5) / (1 - 0.7))
-    assert found["tokens_per_second"] == pytest.approx(found["tokens_per_step"] / found["step"]["seconds"])
+    assert found["tokens_per_second"] == pytest.approx(
+        found["tokens_per_step"] / found["step"]["seconds"]
+    )
     assert "2.77 tokens per step" in run(capsys, *A100, *drafting)
     assert run_json(capsys, *A100)["speculation"] is None
     model = '{"method": "draft_model", "num_speculative_tokens": 2, "model": "llama-2-7b"}'
     found = run_json(capsys, *A100, "--speculative-config", model, "--acceptance", "1")
     assert found["speculation"]["tokens_per_step"] == 3
-    assert found["speculation"]["seconds"] == pytest.approx(2 * found["decode"]["seconds"])  # it writes as it reads
+    assert found["speculation"]["seconds"] == pytest.approx(
+        2 * found["decode"]["seconds"]
+    )  # it writes as it reads
 
 
-def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_same_numbers(capsys):
     found = run_json(capsys, *A100, "--input-len", "1000", "--output-len", "200")
     assert found["decode_tokens_per_second"] == pytest.approx(147.9, abs=0.05)
     assert found["prefill"]["linear"]["flops"] == 12_952_272_896_000
@@ -77,9 +96,12 @@ def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["hardware"]["kind"] == "datasheet"
 
 
-def test_given_figures_make_hardware_or_replace_a_datasheet_s(capsys: pytest.CaptureFixture[str]) -> None:
+def test_given_figures_make_hardware_or_replace_a_datasheet_s(
+    capsys,
+):
     own = ["--flops", "312T", "--bandwidth", "2.039e12", "--memory", "80G"]
-    given, sheet = run_json(capsys, "--model", "llama-2-7b", *own), run_json(capsys, *A100)
+    given = run_json(capsys, "--model", "llama-2-7b", *own)
+    sheet = run_json(capsys, *A100)
     assert given["hardware"]["kind"] == "given"
     assert given["prefill"] == sheet["prefill"] and given["largest_batch"] == sheet["largest_batch"]
     changed = run_json(capsys, *A100, "--bandwidth", "1T")
@@ -87,30 +109,34 @@ def test_given_figures_make_hardware_or_replace_a_datasheet_s(capsys: pytest.Cap
     assert any("--bandwidth 1T" in line for line in changed["assumptions"])
 
 
-def test_this_machine_by_its_kept_ceilings(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+def test_this_machine_by_its_kept_ceilings(capsys, cache):
     from twinphase.backends.cpu.isa import choose_isa
 
     points = ((1 << 20, 40e9), (1 << 30, 20e9))
     cores = len(os.sched_getaffinity(0))
-    save_ceilings(Ceilings(processor_name(), cores, choose_isa(None).name, points, 1e12, 2e11, 4e11))
+    save_ceilings(
+        Ceilings(processor_name(), cores, choose_isa(None).name, points, 1e12, 2e11, 4e11)
+    )
     path = write_tiny_gguf(cache / "tiny.gguf")
     found = run_json(capsys, "--model", str(path), "--hardware", "this", "--prompt-tokens", "64")
     assert found["hardware"]["kind"] == "measured here"
     assert found["scenario"]["units"]["linear"] == "int8"  # Q4_0 in our kernels
     assert found["hardware"]["peaks"]["int8"] == 1e12
     assert 20e9 <= found["hardware"]["bandwidth"] <= 40e9
-    assert found["kv_bytes_per_token"] == 2 * 2 * (16 + 4 + 2 * 16)  # int8 keys, a scale, 16-bit values
+    assert found["kv_bytes_per_token"] == 2 * 2 * (
+        16 + 4 + 2 * 16
+    )  # int8 keys, a scale, 16-bit values
     assert found["ttft_seconds"] > 0
     assert "measured here" in run(capsys, "--model", str(path), "--hardware", "this")
 
 
-def test_what_does_not_fit_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_said_first(capsys):
     text = run(capsys, "--model", "llama-3-70b", "--hardware", "a100-80gb-sxm")
     assert "! The weights (141.1 GB) do not fit 80 GB" in text
     assert "but only 129 fit" in run(capsys, "--model", "llama-3-70b", "--hardware", "mi300x")
 
 
-def test_never_is_not_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_never_is_not_unknown(capsys):
     fast = ["--model", "llama-3-8b", "--flops", "1e30", "--bandwidth", "1T"]
     assert "break-even batch    never: " in run(capsys, *fast)
     found = run_json(capsys, *fast)
@@ -119,10 +145,15 @@ def test_never_is_not_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "break-even batch    unknown: no peak in" in run(capsys, *apple)
 
 
-def test_what_no_datasheet_says_is_unknown_not_zero(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_no_datasheet_says_is_unknown_not_zero(capsys):
     arguments = ["--model", "llama-3-8b", "--hardware", "apple-m4-pro", "--price-per-hour", "1"]
     found = run_json(capsys, *arguments)
-    assert found["ttft_seconds"] is found["decode"]["seconds"] is found["price_per_million_prompt_tokens"] is None
+    assert (
+        found["ttft_seconds"]
+        is found["decode"]["seconds"]
+        is found["price_per_million_prompt_tokens"]
+        is None
+    )
     assert found["decode"]["memory_seconds"] > 0
     assert "at most" in run(capsys, *arguments)
 
@@ -161,35 +192,32 @@ def test_what_no_datasheet_says_is_unknown_not_zero(capsys: pytest.CaptureFixtur
         ([*A100, "--speculative-config", "magic", "--acceptance", "0.5"], "magic"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
-) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, named):
     assert named in refused(capsys, *arguments)
 
 
-def test_an_unknown_model_offers_close_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_model_offers_close_ones(capsys):
     assert run_app(["estimate", "--model", "llama-2-8b", "--hardware", "l40s"]) == 3
     error = capsys.readouterr().err
     assert "Did you mean" in error and "llama-2-7b" in error
 
 
-def test_one_is_not_several(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_is_not_several(capsys):
     figures = ["--flops", "312T", "--bandwidth", "2T", "--memory"]
     assert "1 request of 1,200 tokens" in run(capsys, "llama-2-7b", *figures, "14.2G")
     assert "2 requests of 1,200 tokens" in run(capsys, "llama-2-7b", *figures, "15G")
 
 
-def test_no_repository_is_cut_on_a_narrow_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_repository_is_cut_on_a_narrow_terminal(capsys, monkeypatch):
     monkeypatch.setattr("twinphase.commands.estimate_view.answers", lambda: Console(width=80))
     models = run(capsys, "--list-models")
     assert "…" not in models and max(map(len, models.splitlines())) <= 80
     assert all(name in models for name in KNOWN_MODELS)
 
 
-def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
-    hardware, models = run(capsys, "--list-hardware"), run(capsys, "--list-models")
+def test_lists(capsys):
+    hardware = run(capsys, "--list-hardware")
+    models = run(capsys, "--list-models")
     for name, sheet in DATASHEETS.items():
         assert name in hardware
         assert all(f"    {source.address}\n" in hardware for source in sheet.sources)

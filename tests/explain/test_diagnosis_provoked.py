@@ -1,7 +1,8 @@
 """Each cause of docs/explain.md, provoked on a real engine: its diagnosis comes first, and not where it is absent.
 
-Nothing here depends on how busy the machine is: each step takes what the test says (`provoked.Script`), and the
-engine's clock stands still meanwhile. Only `test_contention` looks at the real one.
+Nothing here depends on how busy the machine is: each step takes what the test says
+(`provoked.Script`), and the engine's clock stands still meanwhile. Only `test_contention` looks at
+the real one.
 """
 
 import multiprocessing
@@ -16,8 +17,8 @@ from tiny_gguf import write_tiny_gguf
 from twinphase.backends.base import Units
 from twinphase.backends.cpu.isa import available_isas
 from twinphase.config import available_cores
-from twinphase.engine.llm import LLM
-from twinphase.engine.outputs import Transcript
+from twinphase.engine.frontends.llm import LLM
+from twinphase.engine.frontends.outputs import Transcript
 from twinphase.explain.evidence import Machine
 from twinphase.explain.explanation import explain
 from twinphase.phases.hardware import Ceilings
@@ -60,18 +61,23 @@ def test_prompt_length(start):
 
 def test_queue_for_seats(start):
     engine = start(max_num_seqs=1).warm()
-    first, second = engine.add(engine.prompt(40), 200), engine.add(engine.prompt(40), 4)
+    first = engine.add(engine.prompt(40), 200)
+    second = engine.add(engine.prompt(40), 4)
     engine.run()
     assert engine.causes(second, "prefill")[0] == "queue"
     assert "queue" not in engine.causes(first, "prefill")
     found = engine.explain(second)
-    assert "the only seat" in found.diagnoses[0].evidence and found.diagnoses[0].lever.flag == "--max-num-seqs"
+    assert (
+        "the only seat" in found.diagnoses[0].evidence
+        and found.diagnoses[0].lever.flag == "--max-num-seqs"
+    )
     assert found.levers[-1].saved_seconds is None  # what others would do then is not predicted
 
 
 def test_queue_for_blocks(start):
     engine = start(num_kv_blocks=1, block_size=256, max_model_len=256).warm()
-    first, second = engine.add(engine.prompt(20), 230), engine.add(engine.prompt(20), 4)
+    first = engine.add(engine.prompt(20), 230)
+    second = engine.add(engine.prompt(20), 4)
     engine.run()
     found = engine.explain(second).diagnoses[0]
     assert (found.cause, found.lever.flag) == ("queue", "--num-kv-blocks")
@@ -98,7 +104,9 @@ def test_cold_start(start):
 
 def known(found):
     """Causes of a bad TTFT with a share."""
-    return [one.cause for one in found.diagnoses if one.phase == "prefill" and one.share is not None]
+    return [
+        one.cause for one in found.diagnoses if one.phase == "prefill" and one.share is not None
+    ]
 
 
 def test_missed_prefix_diverged(start):
@@ -131,11 +139,15 @@ def test_a_new_prompt_that_begins_like_another_claims_no_missed_prefix(start):
 def test_missed_prefix_evicted(start):
     engine = start(num_kv_blocks=64, max_model_len=900).warm()
     prompt = engine.prompt(800)
-    fresh, kept = engine.serve(prompt), engine.serve(prompt)
+    fresh = engine.serve(prompt)
+    kept = engine.serve(prompt)
     engine.serve(engine.prompt(800))
     evicted = engine.serve(prompt)
     found = engine.explain(evicted).diagnoses[0]
-    assert (found.cause, found.lever.flag) == ("missed_prefix", "--num-kv-blocks") and "evicted" in found.evidence
+    assert (found.cause, found.lever.flag) == (
+        "missed_prefix",
+        "--num-kv-blocks",
+    ) and "evicted" in found.evidence
     for life in (fresh, kept):
         assert "--num-kv-blocks" not in [lever.flag for lever in engine.explain(life).levers]
 
@@ -144,22 +156,32 @@ def test_the_first_prompt_of_a_salt_is_a_prompt_like_any_other(start):
     engine = start().warm()
     prompt = engine.prompt(1000)
     engine.serve(prompt, cache_salt="a")
-    salted, shared = engine.serve(prompt, cache_salt="b"), engine.serve(prompt, cache_salt="a")
+    salted = engine.serve(prompt, cache_salt="b")
+    shared = engine.serve(prompt, cache_salt="a")
     found = engine.explain(salted)
-    assert known(found)[0] == "prompt_length" and "missed_prefix" not in engine.causes(salted, "prefill")
+    assert known(found)[0] == "prompt_length" and "missed_prefix" not in engine.causes(
+        salted, "prefill"
+    )
     assert "others' tokens are not shared with it" in found.diagnoses[0].evidence
-    assert not any("salt" in lever.flag + lever.advice for lever in found.levers)  # tenants stay apart
+    assert not any(
+        "salt" in lever.flag + lever.advice for lever in found.levers
+    )  # tenants stay apart
     assert shared[0].num_cached_tokens >= 990
 
 
 def test_missed_prefix_block_granularity(start):
     engine = start(block_size=256, num_kv_blocks=32).warm()
     prompt = engine.prompt(511)
-    fresh, again = engine.serve(prompt), engine.serve(prompt)
+    fresh = engine.serve(prompt)
+    again = engine.serve(prompt)
     assert again[0].num_cached_tokens == 256
     found = engine.explain(again)
     (missed,) = (one for one in found.diagnoses if one.cause == "missed_prefix")
-    assert (missed.share, missed.lever.flag, missed.lever.saved_seconds) == (None, "--block-size", None)
+    assert (missed.share, missed.lever.flag, missed.lever.saved_seconds) == (
+        None,
+        "--block-size",
+        None,
+    )
     assert known(found)[0] == "prompt_length"
     assert "missed_prefix" not in engine.causes(fresh, "prefill")
 
@@ -170,7 +192,9 @@ def _spin(stop):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="only Linux tells how long a thread waited")
+@pytest.mark.skipif(
+    not hasattr(time, "CLOCK_BOOTTIME"), reason="only Linux tells how long a thread waited"
+)
 def test_contention(model):
     from twinphase.engine.cpu_wait import thread_cpu_wait
 
@@ -178,7 +202,10 @@ def test_contention(model):
     engine.engine.recorder.cpu_wait = thread_cpu_wait
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
-    programs = [context.Process(target=_spin, args=(stop,), daemon=True) for _ in range(3 * available_cores())]
+    programs = [
+        context.Process(target=_spin, args=(stop,), daemon=True)
+        for _ in range(3 * available_cores())
+    ]
     for program in programs:
         program.start()
     try:
@@ -201,7 +228,9 @@ def test_contention_is_told_of_the_phase_that_met_it(start):
     assert "contention" not in engine.causes(life, "decode")
 
 
-BANDWIDTH, PEAK = 1e9, 1e18  # of a machine that computes in no time and reads slowly
+# of a machine that computes in no time and reads slowly
+BANDWIDTH = 1e9
+PEAK = 1e18
 
 
 def decode_of(engine, length, busy):
@@ -210,7 +239,9 @@ def decode_of(engine, length, busy):
     ceilings = Ceilings("p", 1, "numpy", ((1, BANDWIDTH), (1 << 40, BANDWIDTH)), PEAK, PEAK, None)
 
     def seconds(batch):
-        read = step_cost(shape, batch.work).bytes + weight_bytes_read(shape, batch.work.rows, batch.work.logits)
+        read = step_cost(shape, batch.work).bytes + weight_bytes_read(
+            shape, batch.work.rows, batch.work.logits
+        )
         return read / BANDWIDTH / busy
 
     Script(engine.engine, seconds)
@@ -223,7 +254,11 @@ def decode_of(engine, length, busy):
 
 def test_model_size(start):
     (found, *rest) = decode_of(start(), 20, 0.8)
-    assert (found.cause, found.lever.flag, rest) == ("model_size", "model", []) and "MBU 8" in found.evidence
+    assert (found.cause, found.lever.flag, rest) == (
+        "model_size",
+        "model",
+        [],
+    ) and "MBU 8" in found.evidence
     assert [one.cause for one in decode_of(start(), 20, 0.1)] == ["step_overhead"]
 
 
@@ -236,7 +271,9 @@ def test_context_length(start):
 def decode_causes(llm):
     """Of an answer that the compiled backend gave."""
     Script(llm.engine, lambda batch: 0.01)
-    (output,) = llm.generate([[5] * 20], SamplingParams(max_tokens=20, ignore_eos=True, temperature=0), use_tqdm=False)
+    (output,) = llm.generate(
+        [[5] * 20], SamplingParams(max_tokens=20, ignore_eos=True, temperature=0), use_tqdm=False
+    )
     explanation = llm.explain(output)
     return {one.cause: one for one in explanation.diagnoses if one.phase == "decode"}
 
@@ -244,8 +281,11 @@ def decode_causes(llm):
 @pytest.mark.skipif(available_cores() < 2, reason="one processor")
 def test_threads(tmp_path):
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    found, usual = decode_causes(LLM(path, threads=1)), decode_causes(LLM(path))
-    assert found["threads"].lever.flag == "--threads" and found["threads"].share is None  # no ceiling is known
+    found = decode_causes(LLM(path, threads=1))
+    usual = decode_causes(LLM(path))
+    assert (
+        found["threads"].lever.flag == "--threads" and found["threads"].share is None
+    )  # no ceiling is known
     assert found["unknown_bound"].share > 0.9  # what else there is to say is said too
     assert "threads" not in usual
 
@@ -254,8 +294,13 @@ def test_threads(tmp_path):
 def test_isa(tmp_path):
     best, weaker = available_isas()[:2]
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    found, usual = decode_causes(LLM(path, isa=weaker)), decode_causes(LLM(path, isa=best))
-    assert found["isa"].lever.flag == "--isa" and best in found["isa"].evidence and found["isa"].share is None
+    found = decode_causes(LLM(path, isa=weaker))
+    usual = decode_causes(LLM(path, isa=best))
+    assert (
+        found["isa"].lever.flag == "--isa"
+        and best in found["isa"].evidence
+        and found["isa"].share is None
+    )
     assert found["unknown_bound"].share > 0.9
     assert "isa" not in usual
 
@@ -272,7 +317,8 @@ def test_cache_pressure(start):
     engine = start(num_kv_blocks=40, max_model_len=620, enable_prefix_caching=False)
     Script(engine.engine, lambda batch: 0.01 * (1 + len(batch.prefills)))
     engine.warm()
-    kept, lost = engine.add(engine.prompt(180), 420), engine.add(engine.prompt(180), 150)
+    kept = engine.add(engine.prompt(180), 420)
+    lost = engine.add(engine.prompt(180), 150)
     engine.run()
     assert (kept[0].num_preemptions, lost[0].num_preemptions) == (0, 1)
     found = slow_tokens(engine, lost)
@@ -305,7 +351,8 @@ def answered(model, pause, text="hello world", **config):
 def by_phase(explanation):
     """Names of the causes."""
     return {
-        phase: [one.cause for one in explanation.diagnoses if one.phase == phase] for phase in ("prefill", "decode")
+        phase: [one.cause for one in explanation.diagnoses if one.phase == phase]
+        for phase in ("prefill", "decode")
     }
 
 
@@ -323,7 +370,8 @@ def test_slow_reader_of_progress(model):
 def causes_of_slow_text(model, monkeypatch, place, method, seconds):
     """Causes by phase of an answer in which a method that handles text takes so long."""
     llm = LLM(model, backend="reference")
-    script, place = Script(llm.engine, lambda batch: 0.01), place or llm._loaded
+    script = Script(llm.engine, lambda batch: 0.01)
+    place = place or llm._loaded
     unhurried = getattr(place, method)
 
     def slowly(*args):
@@ -337,13 +385,18 @@ def causes_of_slow_text(model, monkeypatch, place, method, seconds):
 
 
 def test_tokenize(model, monkeypatch):
-    slow, quick = (causes_of_slow_text(model, monkeypatch, None, "encode", seconds) for seconds in (0.5, 0.0005))
+    slow, quick = (
+        causes_of_slow_text(model, monkeypatch, None, "encode", seconds)
+        for seconds in (0.5, 0.0005)
+    )
     assert slow["prefill"][0] == "tokenize" and "tokenize" not in quick["prefill"]
 
 
 @pytest.mark.parametrize("seconds", [0.5, 0.0005])
 def test_detokenize(model, monkeypatch, seconds):
-    for causes in causes_of_slow_text(model, monkeypatch, Transcript, "take_tokens", seconds).values():
+    for causes in causes_of_slow_text(
+        model, monkeypatch, Transcript, "take_tokens", seconds
+    ).values():
         assert (causes[0] == "detokenize") if seconds > 0.1 else ("detokenize" not in causes)
 
 

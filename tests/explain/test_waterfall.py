@@ -5,7 +5,9 @@ from hypothesis import strategies as st
 from twinphase.explain.waterfall import Waterfall, WaterfallBar, WaterfallError, waterfall
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 
-LIVES = st.lists(st.tuples(st.sampled_from(list(IntervalKind)), st.floats(1e-6, 10)), min_size=1, max_size=30)
+LIVES = st.lists(
+    st.tuples(st.sampled_from(list(IntervalKind)), st.floats(1e-6, 10)), min_size=1, max_size=30
+)
 
 
 def lived(pieces, first=None):
@@ -17,10 +19,15 @@ def lived(pieces, first=None):
     return timeline
 
 
-@given(LIVES, st.one_of(st.none(), st.floats(0, 1)), st.dictionaries(st.text(), st.floats(0, 5), max_size=3))
+@given(
+    LIVES,
+    st.one_of(st.none(), st.floats(0, 1)),
+    st.dictionaries(st.text(), st.floats(0, 5), max_size=3),
+)
 def test_the_bars_are_the_wall_time_whatever_happened(pieces, first, before):
     timeline = lived(pieces, first)
-    found, lead = waterfall(timeline, before), sum(before.values())
+    found = waterfall(timeline, before)
+    lead = sum(before.values())
     assert sum(bar.share for bar in found.bars) == pytest.approx(1)
     assert found.wall_seconds == pytest.approx(lead + sum(seconds for _, seconds in pieces))
     early = sum(bar.before_first_token for bar in found.bars)
@@ -28,12 +35,21 @@ def test_the_bars_are_the_wall_time_whatever_happened(pieces, first, before):
     if first is None:
         assert found.first_token is None and early == pytest.approx(found.wall_seconds)
     else:
-        assert found.first_token == pytest.approx(lead + timeline.ttft) and early == pytest.approx(found.first_token)
+        assert found.first_token == pytest.approx(lead + timeline.ttft) and early == pytest.approx(
+            found.first_token
+        )
 
 
 def test_bars_stand_in_the_order_of_a_life():
-    found = waterfall(lived([(IntervalKind.SEND, 1), (IntervalKind.QUEUE, 2), (IntervalKind.SEND, 3)]), {"load": 4})
-    assert [(bar.name, bar.seconds) for bar in found.bars] == [("load", 4), ("queue", 2), ("send", 4)]
+    found = waterfall(
+        lived([(IntervalKind.SEND, 1), (IntervalKind.QUEUE, 2), (IntervalKind.SEND, 3)]),
+        {"load": 4},
+    )
+    assert [(bar.name, bar.seconds) for bar in found.bars] == [
+        ("load", 4),
+        ("queue", 2),
+        ("send", 4),
+    ]
 
 
 @pytest.mark.parametrize("wall", [0.9, 1.1])

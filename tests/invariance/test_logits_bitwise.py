@@ -1,8 +1,8 @@
 """The logits of a position are the same bits however its step was made up.
 
-One pass, chunks of any size and single tokens; any number of threads; alone or with other requests; in any physical
-blocks. For every instruction-set path of this processor, weight format and head shape. Paths are not compared with
-each other: they add in different orders.
+One pass, chunks of any size and single tokens; any number of threads; alone or with other requests;
+in any physical blocks. For every instruction-set path of this processor, weight format and head
+shape. Paths are not compared with each other: they add in different orders.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ FIRST = CASES[0]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory) -> Iterator[Path]:
     """Where the models of this module are; nothing of them stays in memory behind it."""
     path = tmp_path_factory.mktemp("models")
     with own_cache(path / "cache"):
@@ -109,12 +109,27 @@ def load(folder: Path, case: Case, isa: str, threads: int = 2, block_size: int =
     """The same where its kernels may have to be compiled."""
     path = folder / f"{case.id}.gguf"
     if not path.exists():
-        write_tiny_gguf(path, hidden=case.hidden, heads=case.heads, kv_heads=case.kv_heads, tied=case.tied,
-                        ffn=256 if case.hidden == 256 else 160, vocab=VOCAB, context=1024,
-                        tensor_type=case.tensor_type, embedding_type=case.embedding_type, window=case.window,
-                        experts=case.experts)  # fmt: skip
-    backend = CpuBackend(threads=threads, isa=isa, max_num_batched_tokens=640, max_num_seqs=64,
-                         kv_cache_dtype=case.kv_cache_dtype)  # fmt: skip
+        write_tiny_gguf(
+            path,
+            hidden=case.hidden,
+            heads=case.heads,
+            kv_heads=case.kv_heads,
+            tied=case.tied,
+            ffn=256 if case.hidden == 256 else 160,
+            vocab=VOCAB,
+            context=1024,
+            tensor_type=case.tensor_type,
+            embedding_type=case.embedding_type,
+            window=case.window,
+            experts=case.experts,
+        )
+    backend = CpuBackend(
+        threads=threads,
+        isa=isa,
+        max_num_batched_tokens=640,
+        max_num_seqs=64,
+        kv_cache_dtype=case.kv_cache_dtype,
+    )
     return Steps(path, backend, num_blocks=1600 // block_size, block_size=block_size)
 
 
@@ -135,13 +150,17 @@ def assert_same_bits(logits: Logits, expected: Logits) -> None:
     """Compare integers, so that -0.0 is not 0.0; name the first position that differs."""
     differs = (logits.view(np.int32) != expected.view(np.int32)).any(axis=1)
     error = np.abs(logits - expected).max()
-    assert not differs.any(), f"{differs.sum()} rows differ, the first is {differs.argmax()}; by up to {error:.2e}"
+    assert not differs.any(), (
+        f"{differs.sum()} rows differ, the first is {differs.argmax()}; by up to {error:.2e}"
+    )
 
 
 def per_case(cases: Sequence[Case], quick: int) -> pytest.MarkDecorator:
     """All of `cases`; those behind the first `quick` are among the long proofs."""
     marked = [pytest.param(case, marks=pytest.mark.slow, id=case.id) for case in cases[quick:]]
-    return pytest.mark.parametrize("case", [*(pytest.param(case, id=case.id) for case in cases[:quick]), *marked])
+    return pytest.mark.parametrize(
+        "case", [*(pytest.param(case, id=case.id) for case in cases[:quick]), *marked]
+    )
 
 
 per_format = per_case(CASES, len(CASES))
@@ -150,14 +169,16 @@ per_cache = per_case(CASES, 8)  # quick: every form of the cache and kind of lay
 
 @per_isa
 @per_format
-def test_chunks(folder: Path, case: Case, isa: str) -> None:
+def test_chunks(folder, case, isa):
     for size in SIZES:
-        assert_same_bits(model(folder, case, isa).chunked(tokens(), [size]), one_pass(folder, case, isa))
+        assert_same_bits(
+            model(folder, case, isa).chunked(tokens(), [size]), one_pass(folder, case, isa)
+        )
 
 
 @per_isa
 @per_cache
-def test_threads(folder: Path, case: Case, isa: str) -> None:
+def test_threads(folder, case, isa):
     for threads in (1, 3):
         for sizes in ([LENGTH], [130, 1, 1, 5]):
             logits = model(folder, case, isa, threads).chunked(tokens(), sizes)
@@ -166,11 +187,16 @@ def test_threads(folder: Path, case: Case, isa: str) -> None:
 
 @per_isa
 @per_case(CASES[:5], 4)
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(sizes=st.lists(st.integers(1, 512), min_size=1, max_size=12))
 @example(sizes=[127, 1, 1, 128])
 @example(sizes=[191, 193])
-def test_random_chunks(folder: Path, case: Case, isa: str, sizes: list[int]) -> None:
+def test_random_chunks(folder, case, isa, sizes):
     assert_same_bits(model(folder, case, isa).chunked(tokens(), sizes), one_pass(folder, case, isa))
 
 
@@ -195,13 +221,16 @@ def run_crowd(steps: Steps, seed: int, sizes: Sequence[int]) -> Logits:
     crowd = []
     for index, (length, plan) in enumerate(plans.items()):
         count = -(-length // steps.block_size)
-        mine, blocks = blocks[:count], blocks[count:]
+        mine = blocks[:count]
+        blocks = blocks[count:]
         crowd.append(pieces(tokens(index, length), mine, plan))
     logits = []
     while (ours := next(crowd[0], None)) is not None:
         batch = [ours, *filter(None, (next(other, None) for other in crowd[1:]))]
         order = rng.permutation(len(batch)).tolist()
-        order.sort(key=lambda index: len(batch[index].tokens) > 1)  # decodes come first; the sort keeps their order
+        order.sort(
+            key=lambda index: len(batch[index].tokens) > 1
+        )  # decodes come first; the sort keeps their order
         starts = np.cumsum([0, *(len(batch[index].tokens) for index in order)])
         at = order.index(0)
         logits.append(steps.run([batch[index] for index in order])[starts[at] : starts[at + 1]])
@@ -210,30 +239,36 @@ def run_crowd(steps: Steps, seed: int, sizes: Sequence[int]) -> Logits:
 
 @per_isa
 @per_cache
-def test_with_other_requests(folder: Path, case: Case, isa: str) -> None:
+def test_with_other_requests(folder, case, isa):
     for seed, sizes in enumerate(([300, 1, 1, 1], [50, 3, 1])):
-        assert_same_bits(run_crowd(model(folder, case, isa), seed, sizes), one_pass(folder, case, isa))
+        assert_same_bits(
+            run_crowd(model(folder, case, isa), seed, sizes), one_pass(folder, case, isa)
+        )
 
 
 @per_isa
 @per_cache
-def test_many_decodes(folder: Path, case: Case, isa: str) -> None:
+def test_many_decodes(folder, case, isa):
     """Steps of 2 to 64 decodes, which share the blocks of one sequence as requests with a common prefix do."""
-    steps, expected = model(folder, case, isa), one_pass(folder, case, isa)
+    steps = model(folder, case, isa)
+    expected = one_pass(folder, case, isa)
     steps.chunked(tokens(), [LENGTH])
     rng = np.random.default_rng(4)
     for count in (2, 3, 5, 8, 11, 13, 16, 17, 24, 31, 64):
         positions = rng.integers(1, LENGTH, count)
-        logits = steps.run([Piece(tokens()[at : at + 1], int(at), steps.blocks) for at in positions])
+        logits = steps.run(
+            [Piece(tokens()[at : at + 1], int(at), steps.blocks) for at in positions]
+        )
         assert_same_bits(logits, expected[positions])
 
 
 @per_isa
 @per_cache
-def test_few_rows_of_a_sequence(folder: Path, case: Case, isa: str) -> None:
+def test_few_rows_of_a_sequence(folder, case, isa):
     """Steps in which sequences have 1 to 8 rows or a few more, as where drafted tokens are verified, around the ends of
     blocks and tiles: alone, and with others in any order."""
-    steps, expected = model(folder, case, isa), one_pass(folder, case, isa)
+    steps = model(folder, case, isa)
+    expected = one_pass(folder, case, isa)
     steps.chunked(tokens(), [LENGTH])
     rng = np.random.default_rng(5)
     for rows in (*range(1, 9), 13, 22, 65):
@@ -242,21 +277,23 @@ def test_few_rows_of_a_sequence(folder: Path, case: Case, isa: str) -> None:
             logits = steps.run([Piece(tokens()[start : start + rows], start, steps.blocks)])
             assert_same_bits(logits, expected[start : start + rows])
     for count in (2, 5, 17, 60):
-        sizes, starts = rng.choice([1, 1, 1, 2, 3, 4, 5, 8, 11], count), rng.integers(0, LENGTH - 11, count)
+        sizes = rng.choice([1, 1, 1, 2, 3, 4, 5, 8, 11], count)
+        starts = rng.integers(0, LENGTH - 11, count)
         rows = [np.arange(start, start + n) for start, n in zip(starts, sizes, strict=True)]
         logits = steps.run([Piece(tokens()[at], int(at[0]), steps.blocks) for at in rows])
         assert_same_bits(logits, expected[np.concatenate(rows)])
 
 
 @per_isa
-def test_block_size(folder: Path, isa: str) -> None:
+def test_block_size(folder, isa):
     logits = run_crowd(model(folder, FIRST, isa, 1, block_size=32), 3, [150, 1])
     assert_same_bits(logits, one_pass(folder, FIRST, isa))
 
 
 @per_isa
-def test_rows_that_are_asked_for(folder: Path, isa: str) -> None:
-    steps, expected = model(folder, FIRST, isa), one_pass(folder, FIRST, isa)
+def test_rows_that_are_asked_for(folder, isa):
+    steps = model(folder, FIRST, isa)
+    expected = one_pass(folder, FIRST, isa)
     piece = Piece(tokens(), 0, steps.blocks)
     for rows in ([LENGTH - 1], [0], [5, 191, 192, 529], list(range(100, 117))):
         assert_same_bits(steps.run([piece], rows), expected[rows])

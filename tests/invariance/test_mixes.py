@@ -1,8 +1,9 @@
 """Random mixes of requests: each gets, bit for bit, the tokens and log probabilities that it gets alone.
 
-A state machine submits, aborts, preempts, evicts, fails and changes chunk sizes and the SLO between steps, on the real
-cpu backend, while somebody guesses what comes next and is right or wrong. In the same runs no block leaks, every
-timeline partitions its request's life, and what nothing names stays below 1 %.
+A state machine submits, aborts, preempts, evicts, fails and changes chunk sizes and the SLO between
+steps, on the real cpu backend, while somebody guesses what comes next and is right or wrong. In the
+same runs no block leaks, every timeline partitions its request's life, and what nothing names stays
+below 1 %.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from steps import own_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase.batch import Batch, ScheduledRequest, StepOutput, TokenLogprobs
 from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.constraint import Constraint, StructuredOutputsParams
 from twinphase.engine.engine import Engine, StepResult
 from twinphase.engine.executor import Executor
-from twinphase.engine.loading import LoadedEngine
+from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.recorder import StepRecorder
+from twinphase.outcome import FinishReason
 from twinphase.phases.cost import CostModel, starting_prices
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
-from twinphase.request import Constraint, FinishReason, Request, SamplingParams, StructuredOutputsParams
+from twinphase.request import Request, SamplingParams
 from twinphase.sampling import sampler
 from twinphase.sampling.thinking import ThinkingTags, make_constraint
 from twinphase.sampling.token_filter import filtered
@@ -51,7 +54,8 @@ VOCAB = 320
 MOST_BLOCKS = 40
 MOST_SEQS = 8
 PREFIX = [(7 * i + i * i) % 250 + 10 for i in range(96)]
-# The same blocks stand behind others in the second, and behind themselves in the third: that is not the same KV.
+# The same blocks stand behind others in the second, and behind themselves in the third: that is not
+# the same KV.
 PREFIXES = [PREFIX, PREFIX[80:] + PREFIX[16:], 6 * PREFIX[:16]]
 
 
@@ -62,10 +66,13 @@ class Clock:
     """Runs only while the engine is at work, so that a test's own time is nobody's."""
 
     def __init__(self) -> None:
-        self._passed, self._since = 0.0, None
+        self._passed = 0.0
+        self._since = None
 
     def __call__(self) -> float:
-        return self._passed + (time.perf_counter() - self._since if self._since is not None else 0.0)
+        return self._passed + (
+            time.perf_counter() - self._since if self._since is not None else 0.0
+        )
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -74,14 +81,16 @@ class Clock:
         try:
             yield
         finally:
-            self._passed, self._since = self(), None
+            self._passed = self()
+            self._since = None
 
 
 class Faulty:
     """An executor that computes nothing of a batch in which a doomed request is."""
 
     def __init__(self, executor: Executor) -> None:
-        self.executor, self.doomed = executor, set()
+        self.executor = executor
+        self.doomed = set()
 
     def execute(self, batch: Batch) -> StepOutput:
         if any(share.request_id in self.doomed for share in batch.scheduled):
@@ -94,16 +103,21 @@ class Guesser:
 
     def __init__(self, right: Callable[[Request], Sequence[int]], right_share: float = 0.5) -> None:
         """`right` tells a request's whole output; `right_share` of the guesses are."""
-        self.right, self.right_share, self.random = right, right_share, random.Random(0)
+        self.right = right
+        self.right_share = right_share
+        self.random = random.Random(0)
 
     def draft(self, requests: Sequence[Request]) -> dict[str, list[int]]:
         return {request.request_id: self.guess(request) for request in requests}
 
     def guess(self, request: Request) -> list[int]:
-        known, choose = len(request.output_token_ids), self.random
+        known = len(request.output_token_ids)
+        choose = self.random
         draft = list(self.right(request)[known : known + choose.choice([0, 1, 2, 7, 20])])
         if choose.random() >= self.right_share:
-            draft[choose.randint(0, len(draft)) :] = [choose.randrange(VOCAB + 5) for _ in range(choose.randint(0, 5))]
+            draft[choose.randint(0, len(draft)) :] = [
+                choose.randrange(VOCAB + 5) for _ in range(choose.randint(0, 5))
+            ]
         return draft
 
     def observe(self, batch: Batch, output: StepOutput) -> None:
@@ -119,7 +133,9 @@ GUESSERS = ("adversary", "oracle", "mixed", "ngram", "suffix", "auto")
 class Checked(DraftModel):
     """A draft model whose blocks are counted before each step."""
 
-    def draft(self, requests: Sequence[Request], limits: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any]:
+    def draft(
+        self, requests: Sequence[Request], limits: Mapping[str, int] = MappingProxyType({})
+    ) -> dict[str, Any]:
         self.check_integrity()
         return dict(super().draft(requests, limits))
 
@@ -139,7 +155,9 @@ def make_writer(loaded: LoadedEngine, num_blocks: int) -> Checked:
     )
 
 
-def make_drafter(kind: str, engine: Engine, right: Callable[[Request], Sequence[int]]) -> Drafter | None:
+def make_drafter(
+    kind: str, engine: Engine, right: Callable[[Request], Sequence[int]]
+) -> Drafter | None:
     """One of `GUESSERS`; "ngram" and "suffix" have whatever they find verified, "auto" what seems worth it."""
     shares = {"adversary": 0.0, "oracle": 1.0, "mixed": 0.5}
     if kind in shares:
@@ -147,7 +165,8 @@ def make_drafter(kind: str, engine: Engine, right: Callable[[Request], Sequence[
     if kind == "none":
         return None
     text = NgramProposer() if kind == "ngram" else SuffixProposer()
-    proposers, always = [ForcedProposer(), PredictionProposer(), text], kind != "auto"
+    proposers = [ForcedProposer(), PredictionProposer(), text]
+    always = kind != "auto"
     slo_seconds = lambda: engine.scheduler.slo_seconds  # noqa: E731
     return Speculator(proposers, engine.cost_model, most=8, slo_seconds=slo_seconds, always=always)
 
@@ -172,13 +191,20 @@ def make_engine(
         **options,
     )
     recorder = StepRecorder(whole.shape, cost_model, clock)
-    executor, sizes = Faulty(whole.executor), {"shape": whole.shape, "vocab_size": whole.vocab_size}
+    executor = Faulty(whole.executor)
+    sizes = {"shape": whole.shape, "vocab_size": whole.vocab_size}
     return Engine(scheduler, executor, recorder, **sizes, drafter=drafter)
 
 
-def constraint_of(loaded: LoadedEngine, params: SamplingParams, prompt: Sequence[int]) -> Constraint | None:
+def constraint_of(
+    loaded: LoadedEngine, params: SamplingParams, prompt: Sequence[int]
+) -> Constraint | None:
     """As `ModelText.constraint`, for a model that thinks."""
-    form = make_constraint(params, prompt, loaded.text.grammar_compiler, TAGS) if params.has_form else None
+    form = (
+        make_constraint(params, prompt, loaded.text.grammar_compiler, TAGS)
+        if params.has_form
+        else None
+    )
     return filtered(form, params, partial(loaded.text.tokenizer.encode, add_special_tokens=False))
 
 
@@ -186,14 +212,18 @@ class Alone:
     """What each request gets by itself, from a model loaded once more, with another number of threads."""
 
     def __init__(self, loaded: LoadedEngine) -> None:
-        self._loaded, self._known = loaded, {}
+        self._loaded = loaded
+        self._known = {}
 
-    def __call__(self, prompt: Sequence[int], params: SamplingParams) -> tuple[list[int], str, FinishReason]:
+    def __call__(
+        self, prompt: Sequence[int], params: SamplingParams
+    ) -> tuple[list[int], str, FinishReason]:
         """Tokens, log probabilities in every digit, and how it ended."""
         key = (tuple(prompt), repr(params))
         if key not in self._known:
             engine = make_engine(self._loaded, MOST_BLOCKS, time.perf_counter)
-            request, logprobs = Request("alone", list(prompt), params), []
+            request = Request("alone", list(prompt), params)
+            logprobs = []
             request.constraint = constraint_of(self._loaded, params, prompt)
             engine.add_request(request)
             scored: list[TokenLogprobs] = []
@@ -202,16 +232,26 @@ class Alone:
                 logprobs += output.logprobs.get("alone", [])
                 scored += output.prompt_logprobs.get("alone", (0, []))[1]
             assert params.prompt_logprobs is None or len(scored) == len(prompt) - 1
-            self._known[key] = request.output_token_ids, repr(scored + logprobs), request.finish_reason
+            self._known[key] = (
+                request.output_token_ids,
+                repr(scored + logprobs),
+                request.finish_reason,
+            )
         return self._known[key]
 
 
 FORMS = (
     {"regex": "(cat|dog|cart){3,9}!"},
     {"choice": ["somewhat longer", "some other", "no"]},
-    {"json": {"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}},
-              "required": ["name", "n"], "additionalProperties": False}},
-)  # fmt: skip
+    {
+        "json": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "n": {"type": "integer"}},
+            "required": ["name", "n"],
+            "additionalProperties": False,
+        }
+    },
+)
 
 
 @st.composite
@@ -229,7 +269,9 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.3])),
         logit_bias=draw(st.sampled_from([None, None, {12: 3.0, 40: -2.0}])),
         bad_words=draw(st.sampled_from([None, None, ["e", "the", "0"]])),
-        allowed_token_ids=draw(st.sampled_from([None, None, range(2, 310, 2)])) if form is None else None,
+        allowed_token_ids=draw(st.sampled_from([None, None, range(2, 310, 2)]))
+        if form is None
+        else None,
         seed=draw(st.sampled_from([None, 0, 1, 2])),
         logprobs=draw(st.sampled_from([None, 0, 3])),
         prompt_logprobs=draw(st.sampled_from([None, None, None, None, 2])),
@@ -243,11 +285,18 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 @st.composite
 def new_requests(draw: st.DrawFn) -> dict[str, Any]:
     """Prompts share beginnings with others; what differs comes early or late."""
-    prefix, cut = draw(st.sampled_from(PREFIXES)), draw(st.sampled_from([0, 15, 16, 33, 64, 90, 96]))
+    prefix = draw(st.sampled_from(PREFIXES))
+    cut = draw(st.sampled_from([0, 15, 16, 33, 64, 90, 96]))
     params = draw(sampling_params())
-    thinking = [] if params.thinking_token_budget is None else TAGS.start  # is what the prompt ends with
+    thinking = (
+        [] if params.thinking_token_budget is None else TAGS.start
+    )  # is what the prompt ends with
     return {
-        "prompt_token_ids": [*prefix[:cut], *draw(st.lists(st.integers(10, 14), min_size=1, max_size=12)), *thinking],
+        "prompt_token_ids": [
+            *prefix[:cut],
+            *draw(st.lists(st.integers(10, 14), min_size=1, max_size=12)),
+            *thinking,
+        ],
         "sampling_params": params,
         "priority": draw(st.integers(-1, 2)),
         "cache_salt": draw(st.sampled_from([None, None, None, "a", "b"])),
@@ -270,8 +319,13 @@ class Mixes(RuleBasedStateMachine):
         writer: LoadedEngine | None = None,
     ) -> None:
         super().__init__()
-        self.written_by, self.writer = writer, None
-        self.mixed, self.alone, self.tally, self.unattributed, self.kind = mixed, alone, tally, unattributed, kind
+        self.written_by = writer
+        self.writer = None
+        self.mixed = mixed
+        self.alone = alone
+        self.tally = tally
+        self.unattributed = unattributed
+        self.kind = kind
         self.clock = Clock()
         self.requests: dict[str, Request] = {}
         self.timelines: dict[str, RequestTimeline] = {}
@@ -291,7 +345,8 @@ class Mixes(RuleBasedStateMachine):
             self.engine.drafter = self.writer = make_writer(self.written_by, num_blocks)
         self.scheduler = self.engine.scheduler
         if num_blocks == 12:
-            # Room for all at first, and for two at their ends: whatever a step takes, somebody has to go.
+            # Room for all at first, and for two at their ends: whatever a step takes, somebody has
+            # to go.
             params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
             for number in range(4):
                 self.add([10 + number] * 10, params)
@@ -306,15 +361,26 @@ class Mixes(RuleBasedStateMachine):
         """The whole output of a request."""
         return self.alone(request.prompt_token_ids, request.sampling_params)[0]
 
-    def add(self, prompt_token_ids: list[int], sampling_params: SamplingParams, **wanted: Any) -> None:
+    def add(
+        self, prompt_token_ids: list[int], sampling_params: SamplingParams, **wanted: Any
+    ) -> None:
         name = str(len(self.requests))
-        request = Request(name, prompt_token_ids, sampling_params, arrival_time=self.clock(), **wanted)
+        request = Request(
+            name, prompt_token_ids, sampling_params, arrival_time=self.clock(), **wanted
+        )
         request.constraint = constraint_of(self.mixed, sampling_params, prompt_token_ids)
         self.timelines[name] = self.engine.add_request(request)
-        self.requests[name], self.logprobs[name] = request, []
+        self.requests[name] = request
+        self.logprobs[name] = []
         right = self.right(request)  # now, so that it is not in the middle of a step
         if len(self.requests) % 3 == 0:
-            request.prediction_token_ids = [*right[:5], 7, *right[6:20], *prompt_token_ids, *right[25:]]
+            request.prediction_token_ids = [
+                *right[:5],
+                7,
+                *right[6:20],
+                *prompt_token_ids,
+                *right[25:],
+            ]
 
     @rule(count=st.sampled_from([1, 2, 20]))
     def step(self, count: int) -> None:
@@ -397,7 +463,9 @@ class Mixes(RuleBasedStateMachine):
         assert self.writer is None or self.writer.kv_cache.pool.num_held == 0
         for request in self.requests.values():
             self.tally["accepted drafts"] += request.num_accepted_draft_tokens
-            self.tally["rejected drafts"] += request.num_draft_tokens - request.num_accepted_draft_tokens
+            self.tally["rejected drafts"] += (
+                request.num_draft_tokens - request.num_accepted_draft_tokens
+            )
         self.tally["recomputed tokens"] += self.scheduler.num_recomputed_tokens
         for name, request in self.requests.items():
             self.check_time(name)
@@ -405,7 +473,8 @@ class Mixes(RuleBasedStateMachine):
 
     def check_time(self, name: str) -> None:
         timeline = self.timelines[name]
-        at, total = timeline.arrival, Fraction(0)
+        at = timeline.arrival
+        total = Fraction(0)
         for interval in timeline.intervals:
             assert interval.start == at < interval.end, f"{name}: {interval} does not begin at {at}"
             at = interval.end
@@ -413,7 +482,9 @@ class Mixes(RuleBasedStateMachine):
         assert at == timeline.end == self.ends.get(name, timeline.end)
         assert total == Fraction(timeline.end) - Fraction(timeline.arrival)
         if name in self.ends:
-            self.unattributed.append(timeline.seconds(IntervalKind.UNATTRIBUTED) / (at - timeline.arrival))
+            self.unattributed.append(
+                timeline.seconds(IntervalKind.UNATTRIBUTED) / (at - timeline.arrival)
+            )
 
     def check_bits(self, name: str, request: Request) -> None:
         tokens, logprobs, reason = self.alone(request.prompt_token_ids, request.sampling_params)
@@ -423,10 +494,17 @@ class Mixes(RuleBasedStateMachine):
         assert (request.output_token_ids, request.finish_reason) == (tokens, reason)
         assert repr(self.logprobs[name]) == logprobs
         self.tally["compared"] += 1
-        self.tally["compared with the prompt's"] += request.sampling_params.prompt_logprobs is not None
-        self.tally["compared with a grammar"] += request.sampling_params.structured_outputs is not None
+        self.tally["compared with the prompt's"] += (
+            request.sampling_params.prompt_logprobs is not None
+        )
+        self.tally["compared with a grammar"] += (
+            request.sampling_params.structured_outputs is not None
+        )
         thoughts = request.sampling_params.thinking_token_budget is not None
-        self.tally["compared with an end of thinking"] += thoughts and list(TAGS.end) in (tokens[:3], tokens[6:9])
+        self.tally["compared with an end of thinking"] += thoughts and list(TAGS.end) in (
+            tokens[:3],
+            tokens[6:9],
+        )
         self.tally["compared after a hit"] += request.num_cached_tokens > 0
         self.tally["compared after preemption"] += request.num_preemptions > 0
 
@@ -439,7 +517,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("models")
     with own_cache(path / "cache"):
         yield path
@@ -447,10 +525,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 COMPARED = {"compared": 101}
 QUICK = {"compared": 50, "compared after a hit": 5, "mixed steps": 50, "forced preemptions": 1}
-QUICK |= {"accepted drafts": 500, "rejected drafts": 100}  # how many are worth it depends on how fast steps are
+QUICK |= {
+    "accepted drafts": 500,
+    "rejected drafts": 100,
+}  # how many are worth it depends on how fast steps are
 QUICK |= {"compared with a grammar": 10, "compared with an end of thinking": 10}
 # Most natural preemptions are of the four requests that each mix of 12 blocks begins with.
-LONG = {"compared": 1000, "compared after a hit": 300, "compared after preemption": 40, "mixed steps": 1000}
+LONG = {
+    "compared": 1000,
+    "compared after a hit": 300,
+    "compared after preemption": 40,
+    "mixed steps": 1000,
+}
 LONG |= {"natural preemptions": 20, "forced preemptions": 5, "evicted blocks": 5, "failures": 5}
 
 
@@ -465,13 +551,21 @@ LONG |= {"natural preemptions": 20, "forced preemptions": 5, "evicted blocks": 5
         pytest.param(100, "mixture", "auto", LONG, marks=pytest.mark.slow),
     ),
 )
-def test_mixes(folder: Path, num_mixes: int, model: str, kv_cache_dtype: str, least: dict[str, int]) -> None:
+def test_mixes(folder, num_mixes, model, kv_cache_dtype, least):
     """`least` is what must have happened in all mixes together, so that the proof is not an empty one."""
     path = write_tiny_gguf(folder / f"{model}.gguf", vocab=VOCAB, **MODELS[model])
-    config = {"num_kv_blocks": MOST_BLOCKS, "max_num_batched_tokens": 512, "kv_cache_dtype": kv_cache_dtype}
-    tally, unattributed = Counter(), []
+    config = {
+        "num_kv_blocks": MOST_BLOCKS,
+        "max_num_batched_tokens": 512,
+        "kv_cache_dtype": kv_cache_dtype,
+    }
+    tally = Counter()
+    unattributed = []
     alone = Alone(LoadedEngine(path, threads=1, **config))
-    run(partial(Mixes, LoadedEngine(path, threads=2, **config), alone, tally, unattributed), num_mixes)
+    run(
+        partial(Mixes, LoadedEngine(path, threads=2, **config), alone, tally, unattributed),
+        num_mixes,
+    )
     print(dict(tally), f"unattributed: median {median(unattributed):.3%} of {len(unattributed)}")
     assert all(tally[name] >= number for name, number in least.items()), tally
     if least is LONG:
@@ -480,16 +574,26 @@ def test_mixes(folder: Path, num_mixes: int, model: str, kv_cache_dtype: str, le
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("fault", "kind"), [("blind", "adversary"), ("forgetful", "oracle")])
-def test_a_wrong_verification_is_found(folder: Path, fault: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_verification_is_found(folder, fault, kind, monkeypatch):
     """One that takes the first draft unseen, and one that draws without regard to the drafts before."""
     real = sampler.sample_row
 
-    def blind(logits: Any, share: ScheduledRequest, eos_token_ids: Collection[int], accepted: Sequence[int]) -> int:
+    def blind(
+        logits: Any,
+        share: ScheduledRequest,
+        eos_token_ids: Collection[int],
+        accepted: Sequence[int],
+    ) -> int:
         if share.num_drafts and not accepted:
             return share.token_ids[-share.num_drafts]
         return real(logits, share, eos_token_ids, accepted)
 
-    def forgetful(logits: Any, share: ScheduledRequest, eos_token_ids: Collection[int], accepted: Sequence[int]) -> int:
+    def forgetful(
+        logits: Any,
+        share: ScheduledRequest,
+        eos_token_ids: Collection[int],
+        accepted: Sequence[int],
+    ) -> int:
         return real(logits, share, eos_token_ids)
 
     path = write_tiny_gguf(folder / "dense.gguf", vocab=VOCAB)
@@ -498,21 +602,33 @@ def test_a_wrong_verification_is_found(folder: Path, fault: str, kind: str, monk
     machine = partial(Mixes, LoadedEngine(path, threads=2, **config), alone, Counter(), [], kind)
     run(machine, 3)
     monkeypatch.setattr(sampler, "sample_row", {"blind": blind, "forgetful": forgetful}[fault])
-    with pytest.raises(AssertionError):  # in one of the first mixes; some have no request in which it would show
+    with pytest.raises(
+        AssertionError
+    ):  # in one of the first mixes; some have no request in which it would show
         run(machine, 20)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", GUESSERS)
-def test_every_guesser(folder: Path, kind: str) -> None:
+def test_every_guesser(folder, kind):
     """25 mixes with each alone, half of them with values in int8."""
     path = write_tiny_gguf(folder / "dense.gguf", vocab=VOCAB)
-    tally, unattributed = Counter(), []
+    tally = Counter()
+    unattributed = []
     for kv_cache_dtype in ("auto", "int8"):
-        config = {"num_kv_blocks": MOST_BLOCKS, "max_num_batched_tokens": 512, "kv_cache_dtype": kv_cache_dtype}
+        config = {
+            "num_kv_blocks": MOST_BLOCKS,
+            "max_num_batched_tokens": 512,
+            "kv_cache_dtype": kv_cache_dtype,
+        }
         alone = Alone(LoadedEngine(path, threads=1, **config))
-        run(partial(Mixes, LoadedEngine(path, threads=2, **config), alone, tally, unattributed, kind), 13)
+        run(
+            partial(
+                Mixes, LoadedEngine(path, threads=2, **config), alone, tally, unattributed, kind
+            ),
+            13,
+        )
     print(kind, dict(tally))
     assert tally["compared"] > 50
     assert kind == "oracle" or tally["rejected drafts"] > 50
@@ -521,22 +637,27 @@ def test_every_guesser(folder: Path, kind: str) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_mixes", (32, pytest.param(160, marks=pytest.mark.slow)))
-def test_a_draft_model(folder: Path, num_mixes: int) -> None:
+def test_a_draft_model(folder, num_mixes):
     """It has the same weights in 32 bits, so that it is often right, and not always."""
     path = write_tiny_gguf(folder / "eight.gguf", vocab=VOCAB, tensor_type="Q8_0")
     writer = write_tiny_gguf(folder / "writer.gguf", vocab=VOCAB, tensor_type="F32")
     config = {"num_kv_blocks": MOST_BLOCKS, "max_num_batched_tokens": 512}
-    tally, unattributed = Counter(), []
+    tally = Counter()
+    unattributed = []
     alone = Alone(LoadedEngine(path, threads=1, **config))
-    mixed, writer = LoadedEngine(path, threads=2, **config), LoadedEngine(writer, threads=2, **config)
+    mixed = LoadedEngine(path, threads=2, **config)
+    writer = LoadedEngine(writer, threads=2, **config)
     run(partial(Mixes, mixed, alone, tally, unattributed, None, writer), num_mixes)
     print(dict(tally))
-    least = {"compared": 8, "accepted drafts": 100, "rejected drafts": 100} if num_mixes < 160 else LONG
+    least = (
+        {"compared": 8, "accepted drafts": 100, "rejected drafts": 100} if num_mixes < 160 else LONG
+    )
     assert all(tally[name] >= number for name, number in least.items()), tally
 
 
 def run(machine: Callable[[], Mixes], num_mixes: int) -> None:
-    # What hypothesis draws depends on the signature: an argument kept by name would be in it, with its address.
+    # What hypothesis draws depends on the signature: an argument kept by name would be in it, with
+    # its address.
     assert " at 0x" not in str(signature(machine))
     run_state_machine_as_test(
         machine,

@@ -1,8 +1,9 @@
 """The mixes of `test_mixes.py` on the torch backend, on a processor, in float64.
 
-torch's products add in an order that depends on their shapes, so bits do depend on the batch. In float64 what differs
-is 1e-15 of a value: once logits are rounded to 1e-6, which no user gets, tokens and log probabilities must be equal.
-Whatever else could depend on a mix, such as cache, positions or masks, would show.
+torch's products add in an order that depends on their shapes, so bits do depend on the batch. In
+float64 what differs is 1e-15 of a value: once logits are rounded to 1e-6, which no user gets,
+tokens and log probabilities must be equal. Whatever else could depend on a mix, such as cache,
+positions or masks, would show.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 import sys
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from test_mixes import COMPARED, MOST_BLOCKS, VOCAB, Alone, Mixes, run
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.torch.backend import TorchBackend
-from twinphase.engine.loading import LoadedEngine
+from twinphase.engine.loading.loading import LoadedEngine
 
 
 class Rounded(TorchBackend):
@@ -43,14 +43,20 @@ sys.exit(rank.main(*map(int, sys.argv[1:])))
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", (1, 2, 3))
-def test_mixes_in_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+def test_mixes_in_float64(tmp_path, monkeypatch, ranks):
     """As many as MIXES says, else 10; on several ranks beside alone on one."""
     threads = torch.get_num_threads()
-    monkeypatch.setattr("twinphase.engine.loading.make_backend", lambda config, progress: Rounded("cpu", "float64", 1))
-    monkeypatch.setattr("twinphase.engine.ranks.module_command", lambda module: [sys.executable, "-c", RANK])
+    monkeypatch.setattr(
+        "twinphase.engine.loading.loading.make_backend",
+        lambda config, progress: Rounded("cpu", "float64", 1),
+    )
+    monkeypatch.setattr(
+        "twinphase.engine.ranks.ranks.module_command", lambda module: [sys.executable, "-c", RANK]
+    )
     path = write_tiny_gguf(tmp_path / "dense.gguf", vocab=VOCAB, window=40)
     config = {"num_kv_blocks": MOST_BLOCKS, "max_num_batched_tokens": 512, "backend": "torch"}
-    tally, num_mixes = Counter(), int(os.environ.get("MIXES", 10))
+    tally = Counter()
+    num_mixes = int(os.environ.get("MIXES", 10))
     with own_cache(tmp_path / "cache"):
         alone = Alone(LoadedEngine(path, **config))
         several = LoadedEngine(path, tensor_parallel_size=ranks, **config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,27 +14,35 @@ from twinphase.backends.base import Backend, KVCacheSpec
 from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.cpu.weights import Vector
 from twinphase.backends.reference import ReferenceBackend
-from twinphase.errors import CheckpointError, OutOfMemoryError, TwinphaseError, UnsupportedModelError
+from twinphase.errors import (
+    CheckpointError,
+    OutOfMemoryError,
+    UnsupportedModelError,
+)
 from twinphase.models.loader import load_model, read_blueprint
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import open_gguf
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cache(tmp_path_factory) -> Iterator[None]:
     with own_cache(tmp_path_factory.mktemp("cache")):
         yield
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return open_gguf(write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", tensor_type="F32"))
+def checkpoint(tmp_path_factory) -> Checkpoint:
+    return open_gguf(
+        write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", tensor_type="F32")
+    )
 
 
 def logits(checkpoint: Checkpoint, backend: Backend) -> np.ndarray:
     model = load_model(checkpoint, backend)
     config = model.blueprint
-    backend.allocate_kv_cache(KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 8))
+    backend.allocate_kv_cache(
+        KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 8)
+    )
     tokens = np.arange(3, 53, dtype=np.int32)
     piece = Piece(tokens, 0, np.array([5, 0, 2, 7], np.int32))
     return backend.execute(model.forward, step_inputs([piece])).copy()
@@ -49,19 +56,29 @@ def logits(checkpoint: Checkpoint, backend: Backend) -> np.ndarray:
         ("F32", {"attn_k": "Q4_0"}, 96),
     ],
 )
-def test_a_layer_of_several_types(tmp_path: Path, tensor_type: str, types: dict[str, str], hidden: int) -> None:
+def test_a_layer_of_several_types(tmp_path, tensor_type, types, hidden):
     path = write_tiny_gguf(
-        tmp_path / "mixed.gguf", hidden=hidden, heads=2, kv_heads=1, ffn=256, tensor_type=tensor_type,
-        embedding_type="Q8_0" if hidden % 256 else None, types=types,
-    )  # fmt: skip
-    expected, found = (logits(open_gguf(path), backend) for backend in (ReferenceBackend(), CpuBackend(threads=2)))
+        tmp_path / "mixed.gguf",
+        hidden=hidden,
+        heads=2,
+        kv_heads=1,
+        ffn=256,
+        tensor_type=tensor_type,
+        embedding_type="Q8_0" if hidden % 256 else None,
+        types=types,
+    )
+    expected, found = (
+        logits(open_gguf(path), backend) for backend in (ReferenceBackend(), CpuBackend(threads=2))
+    )
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
     assert error < 0.05  # int8 activations and keys; a wrong column or type would be of order 1
 
 
-def test_norms_and_logits_have_the_width_of_what_they_are_given(tmp_path: Path) -> None:
+def test_norms_and_logits_have_the_width_of_what_they_are_given(tmp_path):
     """A model may norm something else than the hidden state, and its logits need not be the last layer it calls."""
-    checkpoint = open_gguf(write_tiny_gguf(tmp_path / "wide.gguf", hidden=64, ffn=160, tensor_type="F32"))
+    checkpoint = open_gguf(
+        write_tiny_gguf(tmp_path / "wide.gguf", hidden=64, ffn=160, tensor_type="F32")
+    )
     weights = np.linspace(0.5, 2, 160, dtype=np.float32)
 
     def logits_of(backend: Backend, norm: object) -> np.ndarray:
@@ -95,8 +112,12 @@ def test_norms_and_logits_have_the_width_of_what_they_are_given(tmp_path: Path) 
     ],
 )
 def test_tensors_that_are_wrong_or_would_be_ignored(
-    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], error: type[TwinphaseError], says: str
-) -> None:
+    checkpoint,
+    name,
+    shape,
+    error,
+    says,
+):
     known = checkpoint.tensors["token_embd.weight"]
     wrong = replace(known, name=name, shape=shape, nbytes=known.nbytes // 2)
     with pytest.raises(error, match=says):
@@ -112,14 +133,12 @@ def test_tensors_that_are_wrong_or_would_be_ignored(
         ("rope.scaling.type", "dynamic", UnsupportedModelError),
     ],
 )
-def test_hyper_parameters_that_cannot_be_honoured(
-    checkpoint: Checkpoint, key: str, value: float, error: type[TwinphaseError]
-) -> None:
+def test_hyper_parameters_that_cannot_be_honoured(checkpoint, key, value, error):
     with pytest.raises(error, match=key.rpartition(".")[2]):
         read_blueprint(replace(checkpoint, metadata={**checkpoint.metadata, f"llama.{key}": value}))
 
 
-def test_a_kv_cache_beyond_all_memory(checkpoint: Checkpoint) -> None:
+def test_a_kv_cache_beyond_all_memory(checkpoint):
     backend = CpuBackend(threads=1)
     load_model(checkpoint, backend)
     with pytest.raises(OutOfMemoryError, match="KV cache"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tiny_gguf import write_tiny_gguf
@@ -38,8 +36,9 @@ def blueprint_of(model_type: str, **fields: object):
     return describe(Config(config, gguf_architecture(model_type, "m"), "m"))
 
 
-def test_a_dense_model_by_hand() -> None:
-    attention, ffn = 64 * (64 + 2 * 32) + 64 * 64, 3 * 64 * 128
+def test_a_dense_model_by_hand():
+    attention = 64 * (64 + 2 * 32) + 64 * 64
+    ffn = 3 * 64 * 128
     size = count_parameters(blueprint_of("llama"))
     assert size.layers == 3 * (attention + ffn) and size.experts == 0
     assert size.tail == 64 * 64 + ffn  # the last layer's output projection and feed-forward
@@ -50,9 +49,12 @@ def test_a_dense_model_by_hand() -> None:
     assert (tied.head, tied.embedding) == (320 * 64, 0)
 
 
-def test_experts_by_hand() -> None:
+def test_experts_by_hand():
     blueprint = blueprint_of("qwen3_moe", **MOE)
-    size, attention, router, expert = count_parameters(blueprint), 64 * (64 + 64) + 64 * 64, 64 * 8, 3 * 64 * 32
+    size = count_parameters(blueprint)
+    attention = 64 * (64 + 64) + 64 * 64
+    router = 64 * 8
+    expert = 3 * 64 * 32
     assert size.layers == 3 * (attention + router)  # a router is every row's
     assert (size.experts, size.tail_experts) == (3 * 8 * expert, 8 * expert)
     assert size.linear(blueprint.experts) == size.layers + 3 * 2 * expert
@@ -61,26 +63,52 @@ def test_experts_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "experts", "total", "active"), [(24, 32, 20.91e9, 3.61e9), (36, 128, 116.83e9, 5.13e9)]
+    ("layers", "experts", "total", "active"),
+    [(24, 32, 20.91e9, 3.61e9), (36, 128, 116.83e9, 5.13e9)],
 )
-def test_gpt_oss_as_its_model_card_counts(layers: int, experts: int, total: float, active: float) -> None:
+def test_gpt_oss_as_its_model_card_counts(layers, experts, total, active):
     """Table 1 of arXiv:2508.10925, whose active parameters leave out the embedding and keep the head."""
     blueprint = blueprint_of(
-        "gpt_oss", hidden_size=2880, num_hidden_layers=layers, num_attention_heads=64, num_key_value_heads=8,
-        head_dim=64, intermediate_size=2880, num_local_experts=experts, num_experts_per_tok=4, vocab_size=201_088,
-    )  # fmt: skip
+        "gpt_oss",
+        hidden_size=2880,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        intermediate_size=2880,
+        num_local_experts=experts,
+        num_experts_per_tok=4,
+        vocab_size=201_088,
+    )
     size = count_parameters(blueprint)
     assert size.total == pytest.approx(total, abs=0.005e9)
     assert size.active(blueprint.experts) - size.embedding == pytest.approx(active, abs=0.005e9)
 
 
-MODEL_TYPES = ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3",
-               "olmo2", "olmoe", "granite", "smollm3", "exaone4", "glm4", "gpt_oss"]  # fmt: skip
+MODEL_TYPES = [
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "olmoe",
+    "granite",
+    "smollm3",
+    "exaone4",
+    "glm4",
+    "gpt_oss",
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_as_many_parameters_as_transformers_has(model_type: str) -> None:
+def test_as_many_parameters_as_transformers_has(model_type):
     import torch
     import transformers
 
@@ -89,24 +117,34 @@ def test_as_many_parameters_as_transformers_has(model_type: str) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     found = count_parameters(blueprint_of(**config.to_dict()))
-    assert found.total == sum(p.numel() for p in model.parameters())  # parameters() has tied ones once
+    assert found.total == sum(
+        p.numel() for p in model.parameters()
+    )  # parameters() has tied ones once
 
 
-def test_bytes_and_the_cost_formulas_numbers_of_a_file(tmp_path: Path) -> None:
-    checkpoint = open_model(write_tiny_gguf(tmp_path / "tiny.gguf", tied=False, tensor_type="F16", layers=3))
+def test_bytes_and_the_cost_formulas_numbers_of_a_file(tmp_path):
+    checkpoint = open_model(
+        write_tiny_gguf(tmp_path / "tiny.gguf", tied=False, tensor_type="F16", layers=3)
+    )
     blueprint = read_blueprint(checkpoint)
-    size, nbytes = count_parameters(blueprint), stored_bytes(checkpoint, blueprint)
+    size = count_parameters(blueprint)
+    nbytes = stored_bytes(checkpoint, blueprint)
     for use in ("layers", "head", "embedding", "tail"):
         assert getattr(nbytes, use) == 2 * getattr(size, use), use
-    assert nbytes.other == 4 * size.other and nbytes.total == sum(t.nbytes for t in checkpoint.tensors.values())
+    assert nbytes.other == 4 * size.other and nbytes.total == sum(
+        t.nbytes for t in checkpoint.tensors.values()
+    )
     shape = model_shape(checkpoint, blueprint)
     assert shape.linear_parameters == size.layers - size.tail
     assert shape.head_parameters == size.head + size.tail
-    assert (shape.linear_bytes, shape.head_bytes) == (2 * shape.linear_parameters, 2 * shape.head_parameters)
+    assert (shape.linear_bytes, shape.head_bytes) == (
+        2 * shape.linear_parameters,
+        2 * shape.head_parameters,
+    )
     assert (shape.window, shape.windowed_layers, shape.num_experts) == (None, 0, 0)
 
 
-def test_windows_reach_the_cost_formulas() -> None:
+def test_windows_reach_the_cost_formulas():
     from twinphase.models.size import Size
     from twinphase.phases.work import make_shape
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,18 @@ from steps import own_cache
 from tiny_gguf import write_tiny_gguf
 
 COMMAND = [sys.executable, "-c", "from twinphase.cli import main; main()"]
-RUN = ["run", "MODEL", "hello", "--ignore-eos", "--max-tokens", "4000", "--num-kv-blocks", "300", "--threads", "1"]
+RUN = [
+    "run",
+    "MODEL",
+    "hello",
+    "--ignore-eos",
+    "--max-tokens",
+    "4000",
+    "--num-kv-blocks",
+    "300",
+    "--threads",
+    "1",
+]
 SERVE = ["serve", "MODEL", "--backend", "reference", "--port", "0"]
 
 
@@ -27,7 +37,7 @@ SERVE = ["serve", "MODEL", "--backend", "reference", "--port", "0"]
         (SERVE, "stderr", signal.SIGKILL, -signal.SIGKILL),
     ],
 )
-def test_all_ranks_end(tmp_path: Path, words: list[str], begun: str, number: signal.Signals, code: int) -> None:
+def test_all_ranks_end(tmp_path, words, begun, number, code):
     sizes = (
         {"hidden": 128, "ffn": 256, "layers": 16} if words is RUN else {"layers": 1}
     )  # an answer takes long, a start not
@@ -42,7 +52,7 @@ def test_all_ranks_end(tmp_path: Path, words: list[str], begun: str, number: sig
             pipe = getattr(process, begun)
             lines += pipe.readline() if begun == "stderr" else pipe.read(20)
             assert process.poll() is None, process.communicate()
-        assert descendants(process.pid, lambda command: b"twinphase.engine.rank" in command)
+        assert descendants(process.pid, lambda command: b"twinphase.engine.ranks.rank" in command)
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == code, stderr

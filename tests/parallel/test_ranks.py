@@ -25,10 +25,10 @@ from twinphase import LLM, SamplingParams
 from twinphase.backends.base import KVCacheSpec
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.config import EngineConfig
-from twinphase.engine.async_engine import AsyncEngine
-from twinphase.engine.loading import make_backend
-from twinphase.engine.ranked_backend import load_on_ranks
-from twinphase.errors import EngineDeadError, InvalidRequestError, OutOfMemoryError, TwinphaseError
+from twinphase.engine.frontends.async_engine import AsyncEngine
+from twinphase.engine.loading.loading import make_backend
+from twinphase.engine.ranks.backend import load_on_ranks
+from twinphase.errors import EngineDeadError, InvalidRequestError, OutOfMemoryError
 from twinphase.models.loader import open_model, read_blueprint
 from twinphase.numa import Place
 
@@ -42,30 +42,44 @@ class Ranked(Steps):
     """A model on some ranks of one thread each."""
 
     def __init__(self, path: Path, ranks: int, **options: Any) -> None:
-        sizes = {"max_num_batched_tokens": 256, "max_num_seqs": 16, "num_kv_blocks": BLOCKS, "threads": 1}
+        sizes = {
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 16,
+            "num_kv_blocks": BLOCKS,
+            "threads": 1,
+        }
         checkpoint = open_model(path)
         blueprint = read_blueprint(checkpoint)
-        config = EngineConfig(tensor_parallel_size=ranks, **sizes | options).resolve(blueprint.context_length)
-        self.model, self.backend = load_on_ranks(checkpoint, blueprint, config, make_backend(config))
-        self.block_size, self.blocks = 16, np.arange(BLOCKS, dtype=np.int32)
+        config = EngineConfig(tensor_parallel_size=ranks, **sizes | options).resolve(
+            blueprint.context_length
+        )
+        self.model, self.backend = load_on_ranks(
+            checkpoint, blueprint, config, make_backend(config)
+        )
+        self.block_size = 16
+        self.blocks = np.arange(BLOCKS, dtype=np.int32)
         own = self.model.blueprint
-        self.backend.allocate_kv_cache(KVCacheSpec(own.num_layers, own.num_kv_heads, own.head_dim, BLOCKS, 16))
+        self.backend.allocate_kv_cache(
+            KVCacheSpec(own.num_layers, own.num_kv_heads, own.head_dim, BLOCKS, 16)
+        )
 
     def answers(self) -> tuple[F32, list[bytes]]:
         """Logits of chunks, decodes and drafts, and what the first blocks hold."""
         logits = [self.chunked(TOKENS[:130], [100, 1, 1, 4])]
         other = Piece(TOKENS[:40], 0, self.blocks[20:])
-        logits.append(self.run([Piece(TOKENS[130:131], 130, self.blocks), other]))  # a decode beside a prefill
+        logits.append(
+            self.run([Piece(TOKENS[130:131], 130, self.blocks), other])
+        )  # a decode beside a prefill
         return np.concatenate(logits), self.backend.read_blocks([0, 3, 20])
 
 
 def ranks_of_this_process() -> list[int]:
     gc.collect()  # engines that nobody has any more
-    return descendants(os.getpid(), lambda words: b"twinphase.engine.rank" in words)
+    return descendants(os.getpid(), lambda words: b"twinphase.engine.ranks.rank" in words)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("ranks")
     with own_cache(path / "cache"):
         yield path
@@ -73,14 +87,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def one_rank_multiplies_as_several_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_rank_multiplies_as_several_do(monkeypatch) -> None:
     monkeypatch.setattr(ReferenceBackend, "in_blocks", True)
 
 
 TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 CASES = [
     pytest.param("cpu", 2, {}, "Q4_0", id="cpu-2"),
-    pytest.param("cpu", 3, {"kv_cache_dtype": "int8"}, "Q8_0", id="cpu-3-int8"),  # one KV head is in two ranks
+    pytest.param(
+        "cpu", 3, {"kv_cache_dtype": "int8"}, "Q8_0", id="cpu-3-int8"
+    ),  # one KV head is in two ranks
     pytest.param("reference", 3, {}, "F32", id="reference-3"),
     pytest.param("torch", 2, {}, "F32", marks=[TORCH, pytest.mark.slow], id="torch-2"),
     pytest.param("torch", 3, {}, "Q4_0", marks=[TORCH, pytest.mark.slow], id="torch-3"),
@@ -89,18 +105,20 @@ CASES = [
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("backend", "ranks", "options", "tensor_type"), CASES)
-def test_bits_are_those_of_one_rank(
-    folder: Path, backend: str, ranks: int, options: dict[str, Any], tensor_type: str
-) -> None:
+def test_bits_are_those_of_one_rank(folder, backend, ranks, options, tensor_type):
     # Deep enough for shared memory to be used again and again.
-    path = write_tiny_gguf(folder / f"{tensor_type}.gguf", layers=16, hidden=128, ffn=256, tensor_type=tensor_type)
+    path = write_tiny_gguf(
+        folder / f"{tensor_type}.gguf", layers=16, hidden=128, ffn=256, tensor_type=tensor_type
+    )
     one = Ranked(path, 1, backend=backend, threads=2, **options)
     logits, frames = one.answers()
     several = Ranked(path, ranks, backend=backend, **options)
     found, found_frames = several.answers()
     np.testing.assert_array_equal(found.view(np.uint32), logits.view(np.uint32))
     assert found_frames == frames
-    assert several.backend.group is not None and sum(several.backend.group.waits()) > 0  # one is always first
+    assert (
+        several.backend.group is not None and sum(several.backend.group.waits()) > 0
+    )  # one is always first
     assert all(several.backend.has_finite_numbers(frame) for frame in frames)
     # Blocks that one rank computed are those of several, at other places.
     several.backend.write_blocks([40, 41], one.backend.read_blocks([0, 1]))
@@ -117,7 +135,7 @@ FAMILIES = ("gemma2", "qwen3-moe", "gpt-oss", "phi3", "granite", "glm4", "olmo2"
 @pytest.mark.parametrize("ranks", (2, 3))
 @pytest.mark.parametrize("backend", ("cpu", "reference", pytest.param("torch", marks=TORCH)))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families(folder: Path, family: str, backend: str, ranks: int) -> None:
+def test_families(folder, family, backend, ranks):
     """Windows, softcaps, experts, sinks, biases, fused matrices, norms behind a half, scales."""
     tiny_families = pytest.importorskip("tiny_families")
     if not (folder / family).exists():
@@ -128,11 +146,13 @@ def test_families(folder: Path, family: str, backend: str, ranks: int) -> None:
     assert found == frames
 
 
-def test_vectors_are_those_of_one_rank(folder: Path) -> None:
+def test_vectors_are_those_of_one_rank(folder):
     path = write_tiny_gguf(folder / "Q4_0.gguf", layers=16, hidden=128, ffn=256, tensor_type="Q4_0")
     texts = ["hello", "the world " * 100]
     options = {"task": "embed", "threads": 1, "max_num_batched_tokens": 64}
-    expected, found = (LLM(path, tensor_parallel_size=ranks, **options).embed(texts) for ranks in (1, 2))
+    expected, found = (
+        LLM(path, tensor_parallel_size=ranks, **options).embed(texts) for ranks in (1, 2)
+    )
     assert [one.outputs.embedding for one in found] == [one.outputs.embedding for one in expected]
 
 
@@ -141,11 +161,16 @@ def test_vectors_are_those_of_one_rank(folder: Path) -> None:
     ("ranks", "options", "num_mixes"),
     [(2, {}, 3), pytest.param(3, {"kv_cache_dtype": "int8"}, 25, marks=pytest.mark.slow)],
 )
-def test_mixes(folder: Path, ranks: int, options: dict[str, Any], num_mixes: int) -> None:
+def test_mixes(folder, ranks, options, num_mixes):
     """Random mixes, with the prefix cache and drafts, beside one rank."""
     mixes = pytest.importorskip("test_mixes")
     path = write_tiny_gguf(folder / "mixed.gguf", vocab=mixes.VOCAB)
-    config = {"num_kv_blocks": mixes.MOST_BLOCKS, "max_num_batched_tokens": 512, "threads": 1, **options}
+    config = {
+        "num_kv_blocks": mixes.MOST_BLOCKS,
+        "max_num_batched_tokens": 512,
+        "threads": 1,
+        **options,
+    }
     alone = mixes.Alone(mixes.LoadedEngine(path, **config))
     tally: Counter[str] = Counter()
     several = mixes.LoadedEngine(path, tensor_parallel_size=ranks, **config)
@@ -155,10 +180,15 @@ def test_mixes(folder: Path, ranks: int, options: dict[str, Any], num_mixes: int
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(signal.SIGKILL, "Rank 1 of 2 was killed by signal 9"), (signal.SIGSTOP, "no further for 1 s")],
+    [
+        (signal.SIGKILL, "Rank 1 of 2 was killed by signal 9"),
+        (signal.SIGSTOP, "no further for 1 s"),
+    ],
 )
-@pytest.mark.parametrize("backend", ("reference", pytest.param("torch", marks=[TORCH, pytest.mark.slow])))
-def test_a_missing_rank_ends_the_step(folder: Path, backend: str, number: int, words: str) -> None:
+@pytest.mark.parametrize(
+    "backend", ("reference", pytest.param("torch", marks=[TORCH, pytest.mark.slow]))
+)
+def test_a_missing_rank_ends_the_step(folder, backend, number, words):
     path = write_tiny_gguf(folder / "F32.gguf", hidden=128, ffn=256, tensor_type="F32")
     llm = LLM(path, backend=backend, tensor_parallel_size=2, tensor_parallel_timeout=1.0)
     expected = llm.generate(["hello"], PARAMS)[0].outputs[0].token_ids
@@ -172,7 +202,7 @@ def test_a_missing_rank_ends_the_step(folder: Path, backend: str, number: int, w
     assert again.generate(["hello"], PARAMS)[0].outputs[0].token_ids == expected
 
 
-def test_an_error_of_the_first_rank_ends_all_with_its_words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_first_rank_ends_all_with_its_words(folder, monkeypatch):
     path = write_tiny_gguf(folder / "F32.gguf", hidden=128, ffn=256, tensor_type="F32")
     llm = LLM(path, backend="reference", tensor_parallel_size=2)
 
@@ -188,24 +218,36 @@ def test_an_error_of_the_first_rank_ends_all_with_its_words(folder: Path, monkey
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be bound here")
-def test_ranks_compute_on_their_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_compute_on_their_nodes(folder, monkeypatch):
     usable = os.sched_getaffinity(0)
-    mine, other = frozenset({min(usable)}), frozenset({max(usable)})  # the same, where there is but one core
-    monkeypatch.setattr("twinphase.engine.ranks.rank_places", lambda count: [Place((0,), mine), Place((1,), other)])
+    # the same, where there is but one core
+    mine = frozenset({min(usable)})
+    other = frozenset({max(usable)})
+    monkeypatch.setattr(
+        "twinphase.engine.ranks.ranks.rank_places",
+        lambda count: [Place((0,), mine), Place((1,), other)],
+    )
     threads = set(threading.enumerate())
     path = write_tiny_gguf(folder / "Q4_0.gguf", layers=16, hidden=128, ffn=256, tensor_type="Q4_0")
     model = Ranked(path, 2, backend="cpu", threads=2)
     model.answers()
-    started = [thread for thread in threading.enumerate() if thread not in threads and thread.name == "twinphase-1"]
+    started = [
+        thread
+        for thread in threading.enumerate()
+        if thread not in threads and thread.name == "twinphase-1"
+    ]
     assert [os.sched_getaffinity(thread.native_id or 0) for thread in started] == [mine]
     (rank,) = ranks_of_this_process()
-    assert all(os.sched_getaffinity(int(task.name)) == other for task in Path(f"/proc/{rank}/task").iterdir())
+    assert all(
+        os.sched_getaffinity(int(task.name)) == other
+        for task in Path(f"/proc/{rank}/task").iterdir()
+    )
     assert os.sched_getaffinity(0) == usable
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ("reference", pytest.param("torch", marks=TORCH)))
-def test_a_server_starts_its_ranks_again(folder: Path, backend: str) -> None:
+def test_a_server_starts_its_ranks_again(folder, backend):
     path = write_tiny_gguf(folder / "long.gguf", tensor_type="F32", context=8192)
     long = SamplingParams(temperature=0.0, max_tokens=8000, ignore_eos=True)
 
@@ -240,9 +282,7 @@ def test_a_server_starts_its_ranks_again(folder: Path, backend: str) -> None:
         ({"tensor_parallel_size": 5}, InvalidRequestError, "4 attention heads"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(
-    folder: Path, options: dict[str, Any], error: type[TwinphaseError], words: str
-) -> None:
+def test_what_cannot_be_divided_is_refused(folder, options, error, words):
     path = write_tiny_gguf(folder / "F32.gguf", hidden=128, ffn=256, tensor_type="F32")
     with pytest.raises(error, match=words):
         LLM(path, backend="reference", **options)

@@ -1,8 +1,11 @@
-"""The second oracle: llama.cpp, where llama-cpp-python is installed. A script, since that compiles for minutes.
+"""The second oracle: llama.cpp, where llama-cpp-python is installed.
+
+A script, since that compiles for minutes.
 
 export PYTHONPATH=.:tests:tests/parity
-python tests/parity/beside_llama_cpp.py logits                        # every architecture, tiny and random
-python tests/parity/beside_llama_cpp.py answers qwen2.5-coder:0.5b    # greedy answers to 50 prompts
+python tests/parity/beside_llama_cpp.py logits                        # every architecture, tiny and
+random python tests/parity/beside_llama_cpp.py answers qwen2.5-coder:0.5b    # greedy answers to 50
+prompts
 """
 
 from __future__ import annotations
@@ -38,21 +41,34 @@ SUBJECTS = (
     "a queue",
     "JSON",
 )
-TASKS = ("Write a Python function that sorts {}.", "Explain in one sentence what {} is.", "How do I copy {} in Python?",
-         "Name three uses of {}.", "Write a unit test for a function that takes {}.")  # fmt: skip
+TASKS = (
+    "Write a Python function that sorts {}.",
+    "Explain in one sentence what {} is.",
+    "How do I copy {} in Python?",
+    "Name three uses of {}.",
+    "Write a unit test for a function that takes {}.",
+)
 NEW_TOKENS = 16
 
 
 def logits() -> Table:
     """Largest relative error of a row's logits, between each two of the three."""
-    table = Table("architecture", "ours, llama.cpp", "ours, transformers", "llama.cpp, transformers")
+    table = Table(
+        "architecture", "ours, llama.cpp", "ours, transformers", "llama.cpp, transformers"
+    )
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             model = make_model(family)
             model.save_pretrained(folder)
             path = write_gguf(open_model(Path(folder)), model, Path(folder) / "model.gguf")
             peer = llama_cpp.Llama(
-                str(path), n_ctx=512, n_batch=512, logits_all=True, verbose=False, type_k=0, type_v=0
+                str(path),
+                n_ctx=512,
+                n_batch=512,
+                logits_all=True,
+                verbose=False,
+                type_k=0,
+                type_v=0,
             )
             peer.eval(TOKENS.tolist())
             theirs = np.array(peer.scores[: len(TOKENS)])
@@ -64,7 +80,9 @@ def logits() -> Table:
 
 
 def _error(found: Any, expected: Any) -> float:
-    return float((np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)).max())
+    return float(
+        (np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)).max()
+    )
 
 
 def answers(model: str) -> Table:
@@ -72,18 +90,36 @@ def answers(model: str) -> Table:
     path = resolve_model(model)
     llm = LLM(str(path), max_model_len=512)
     peer = llama_cpp.Llama(str(path), n_ctx=512, flash_attn=True, verbose=False)
-    prompts = [[{"role": "user", "content": task.format(subject)}] for task in TASKS for subject in SUBJECTS]
+    prompts = [
+        [{"role": "user", "content": task.format(subject)}]
+        for task in TASKS
+        for subject in SUBJECTS
+    ]
     outputs = llm.chat(prompts, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, logprobs=2))
-    table = Table("prompt", "parts at token", "between our two best", title=f"{model}: {len(prompts)} greedy answers")
+    table = Table(
+        "prompt",
+        "parts at token",
+        "between our two best",
+        title=f"{model}: {len(prompts)} greedy answers",
+    )
     for messages, output in zip(prompts, outputs, strict=True):
-        found, expected = output.outputs[0], []
-        for token in peer.generate(list(output.prompt_token_ids), temp=0.0, repeat_penalty=1.0, reset=True):
+        found = output.outputs[0]
+        expected = []
+        for token in peer.generate(
+            list(output.prompt_token_ids), temp=0.0, repeat_penalty=1.0, reset=True
+        ):
             expected.append(token)
             if len(expected) == len(found.token_ids):
                 break
-        parts = [at for at, pair in enumerate(zip(found.token_ids, expected, strict=True)) if pair[0] != pair[1]]
+        parts = [
+            at
+            for at, pair in enumerate(zip(found.token_ids, expected, strict=True))
+            if pair[0] != pair[1]
+        ]
         if parts and found.logprobs is not None:
-            best = sorted((entry.logprob for entry in found.logprobs[parts[0]].values()), reverse=True)[:2]
+            best = sorted(
+                (entry.logprob for entry in found.logprobs[parts[0]].values()), reverse=True
+            )[:2]
             table.add_row(messages[0]["content"], str(parts[0]), f"{best[0] - best[1]:.2f}")
     table.caption = f"{len(prompts) - table.row_count} of {len(prompts)} are the same"
     return table

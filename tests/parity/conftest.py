@@ -24,13 +24,13 @@ def model_path() -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cache(model_path, tmp_path_factory) -> Iterator[None]:
     with own_cache(tmp_path_factory.mktemp("cache")):
         yield
 
 
 @pytest.fixture(scope="session")
-def token_ids(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+def token_ids(model_path, tmp_path_factory) -> dict[str, list[int]]:
     """The texts of `texts.py` as token ids, by name."""
     from texts import TEXTS
 

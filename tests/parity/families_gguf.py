@@ -16,7 +16,8 @@ PERMUTED = ("llama", "granite", "smollm3")
 
 def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
     """`checkpoint` is the folder that transformers' `model` was saved to; its tensors have GGUF's names already."""
-    arch, config = checkpoint.architecture, model.config
+    arch = checkpoint.architecture
+    config = model.config
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -36,7 +37,9 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
     if window and getattr(config, "use_sliding_window", True):
         writer.add_sliding_window(window)
         if arch == "exaone4":
-            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+            writer.add_sliding_window_pattern(
+                [kind == "sliding_attention" for kind in config.layer_types]
+            )
     for name, info in checkpoint.tensors.items():
         values = checkpoint.raw(name).view(np.float32).reshape(info.shape)
         if arch in PERMUTED and name.endswith(("attn_q.weight", "attn_k.weight")):
@@ -87,14 +90,20 @@ def _add_rope(writer: gguf.GGUFWriter, config: Any, arch: str, head_dim: int) ->
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if kind == "longrope":
         for which in ("long", "short"):
-            writer.add_tensor(f"rope_factors_{which}.weight", np.array(rope[f"{which}_factor"], np.float32))
+            writer.add_tensor(
+                f"rope_factors_{which}.weight", np.array(rope[f"{which}_factor"], np.float32)
+            )
     if kind == "llama3":  # convert_hf_to_gguf.py: the divisors, worked out
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        original, divisors = rope["original_max_position_embeddings"], []
+        low = rope["low_freq_factor"]
+        high = rope["high_freq_factor"]
+        original = rope["original_max_position_embeddings"]
+        divisors = []
         for i in range(dim // 2):
             wave = 2 * np.pi * rope["rope_theta"] ** (2 * i / dim)
             smooth = (original / wave - low) / (high - low)
-            divisors.append(1 / ((1 - min(1, max(0, smooth))) / rope["factor"] + min(1, max(0, smooth))))
+            divisors.append(
+                1 / ((1 - min(1, max(0, smooth))) / rope["factor"] + min(1, max(0, smooth)))
+            )
         writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
 
 

@@ -1,7 +1,7 @@
 """The float32 model that ours is measured against: transformers, on the weights of a GGUF file.
 
-Reader, dequantization and forward pass are those of transformers and the `gguf` package: nothing is shared with what is
-tested.
+Reader, dequantization and forward pass are those of transformers and the `gguf` package: nothing is
+shared with what is tested.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Oracle:
     def logits(self, ids: Sequence[int]) -> Iterator[tuple[slice, F32]]:
         """Positions and their logits [positions, vocab_size], chunk by chunk: all at once would take much memory."""
         with torch.inference_mode():
-            hidden = self.model.model(torch.tensor([list(ids)]), use_cache=False).last_hidden_state[0]
+            hidden = self.model.model(torch.tensor([list(ids)]), use_cache=False).last_hidden_state[
+                0
+            ]
             for rows in chunks(len(ids)):
                 yield rows, self.model.lm_head(hidden[rows]).numpy()
 
@@ -53,21 +55,28 @@ def negative_log_likelihood(ids: Sequence[int], at: slice, logits: F32) -> float
 def rewritten(source: Path, target: Path, tensor_type: str | None = None) -> Path:
     """The model without its vocabulary, which transformers would read for longer than the weights.
 
-    With a `tensor_type`, the matrices of its layers are rounded to that format; the embedding stays as it is.
+    With a `tensor_type`, the matrices of its layers are rounded to that format; the embedding stays
+    as it is.
     """
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(target, architecture)
     for name, field in reader.fields.items():
         if name.startswith(f"{architecture}.") and name != f"{architecture}.vocab_size":
-            add = writer.add_float32 if field.types[0] == gguf.GGUFValueType.FLOAT32 else writer.add_uint32
+            add = (
+                writer.add_float32
+                if field.types[0] == gguf.GGUFValueType.FLOAT32
+                else writer.add_uint32
+            )
             add(name, field.contents())
     for tensor in reader.tensors:
-        data, kind = tensor.data, tensor.tensor_type
+        data = tensor.data
+        kind = tensor.tensor_type
         if tensor.name == "token_embd.weight":
             writer.add_vocab_size(int(tensor.shape[1]))
         elif tensor_type and tensor.name.startswith("blk.") and len(tensor.shape) == 2:
-            data, kind = gguf.quants.dequantize(data, kind), gguf.GGMLQuantizationType[tensor_type]
+            data = gguf.quants.dequantize(data, kind)
+            kind = gguf.GGMLQuantizationType[tensor_type]
             data = gguf.quants.quantize(data, kind)
         writer.add_tensor(tensor.name, data, raw_dtype=kind)
     writer.write_header_to_file()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,10 +49,12 @@ def cosine(found: list[float], expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-def test_a_tiny_bert_is_that_of_transformers(tmp_path: Path, pooling: str) -> None:
+def test_a_tiny_bert_is_that_of_transformers(tmp_path, pooling):
     model = make_bert()
     folder = save_bert(model, tmp_path / "folder", pooling)
-    file = write_bert_gguf(folder, tmp_path / "model.gguf", {"mean": 1, "cls": 2, "last": 3}[pooling])
+    file = write_bert_gguf(
+        folder, tmp_path / "model.gguf", {"mean": 1, "cls": 2, "last": 3}[pooling]
+    )
     for path, least in ((folder, 1 - 1e-6), (file, 1 - 1e-5)):  # the file has float16 matrices
         llm = LLM(path)
         assert llm.config.pooling == pooling
@@ -61,35 +62,42 @@ def test_a_tiny_bert_is_that_of_transformers(tmp_path: Path, pooling: str) -> No
             assert cosine(output.outputs.embedding, vector_of(model, ids, pooling)) >= least
 
 
-def test_texts_are_tokenized_as_transformers_does(tmp_path: Path) -> None:
+def test_texts_are_tokenized_as_transformers_does(tmp_path):
     from transformers import AutoTokenizer
 
     folder = save_bert(make_bert(max_position_embeddings=1024), tmp_path / "folder")
     theirs = AutoTokenizer.from_pretrained(folder)
     for path in (folder, write_bert_gguf(folder, tmp_path / "model.gguf")):
         for text, output in zip(TEXTS, LLM(path).embed(TEXTS), strict=True):
-            assert output.prompt_token_ids == theirs(text, truncation=False, padding=False)["input_ids"]
+            assert (
+                output.prompt_token_ids
+                == theirs(text, truncation=False, padding=False)["input_ids"]
+            )
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_vector_has_the_same_bits_alone_and_with_others(tmp_path: Path, backend: str) -> None:
+def test_a_vector_has_the_same_bits_alone_and_with_others(tmp_path, backend):
     llm = LLM(save_bert(make_bert(), tmp_path / "folder"), backend=backend)
     together = [output.outputs.embedding for output in llm.embed(IDS)]
     assert [llm.embed([ids])[0].outputs.embedding for ids in reversed(IDS)] == together[::-1]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "qwen3-moe"])
-def test_a_decoder_embeds_by_its_last_hidden_state(tmp_path: Path, name: str) -> None:
+def test_a_decoder_embeds_by_its_last_hidden_state(tmp_path, name):
     model = make_model(name)
     model.save_pretrained(tmp_path / "folder")
     for pooling in ("last", "mean", "cls"):
         own = {} if pooling == "last" else {"pooling": pooling}
-        llm = LLM(tmp_path / "folder", task="embed", backend="reference", max_num_batched_tokens=32, **own)
+        llm = LLM(
+            tmp_path / "folder", task="embed", backend="reference", max_num_batched_tokens=32, **own
+        )
         for ids, output in zip([LONG, LONG[:3]], llm.embed([LONG, LONG[:3]]), strict=True):
-            assert cosine(output.outputs.embedding, vector_of(model.model, ids, pooling)) >= 1 - 1e-6
+            assert (
+                cosine(output.outputs.embedding, vector_of(model.model, ids, pooling)) >= 1 - 1e-6
+            )
 
 
-def test_a_decoder_on_the_cpu_backend(tmp_path: Path) -> None:
+def test_a_decoder_on_the_cpu_backend(tmp_path):
     """Near the reference, and the same bits whatever the chunks and whoever was computed before."""
     path = write_tiny_gguf(tmp_path / "tiny.gguf", tensor_type="Q4_0", context=128)
     texts = [[int(i) % 200 for i in LONG], list(range(20))]
@@ -103,13 +111,13 @@ def test_a_decoder_on_the_cpu_backend(tmp_path: Path) -> None:
         assert [output.outputs.embedding for output in cut.embed(texts[::-1])] == found[::-1]
 
 
-def test_the_error_function() -> None:
+def test_the_error_function():
     x = np.linspace(-6, 6, 10_001, dtype=np.float32)
     assert np.abs(erf(x) - [math.erf(value) for value in x]).max() < 5e-7
 
 
 @pytest.mark.slow
-def test_all_minilm_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_all_minilm_is_that_of_transformers(monkeypatch, tmp_path):
     """The real model, from the package index and as a GGUF file, on twenty texts of up to 512 tokens."""
     from transformers import AutoModel, AutoTokenizer
 
@@ -117,10 +125,12 @@ def test_all_minilm_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch, tmp
 
     monkeypatch.setenv("TWINPHASE_CACHE", str(USER_CACHE))
     path = resolve_model(REAL)
-    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModel.from_pretrained(path).eval()
     llm = LLM(REAL)
     assert (llm.config.pooling, llm.config.max_model_len) == ("mean", 512)
-    outputs, of_file = llm.embed(TEXTS), LLM(write_bert_gguf(path, tmp_path / "minilm.gguf")).embed(TEXTS)
+    outputs = llm.embed(TEXTS)
+    of_file = LLM(write_bert_gguf(path, tmp_path / "minilm.gguf")).embed(TEXTS)
     lengths = [len(output.prompt_token_ids) for output in outputs]
     assert max(lengths) > 400 and len(outputs[0].outputs.embedding) == 384
     for text, output, half in zip(TEXTS, outputs, of_file, strict=True):
@@ -130,4 +140,6 @@ def test_all_minilm_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch, tmp
         assert cosine(output.outputs.embedding, expected) >= 1 - 1e-6
         assert cosine(half.outputs.embedding, expected) >= 1 - 1e-5  # float16 matrices
     vectors = np.array([output.outputs.embedding for output in outputs])
-    assert vectors[1] @ vectors[2] > 0.7 > 0.3 > vectors[1] @ vectors[3]  # the question is near its answer
+    assert (
+        vectors[1] @ vectors[2] > 0.7 > 0.3 > vectors[1] @ vectors[3]
+    )  # the question is near its answer

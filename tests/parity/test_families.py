@@ -1,12 +1,11 @@
 """Every architecture on the reference backend gives transformers' logits, from a folder and from a GGUF file.
 
-The checkpoints are tiny and random: norms, biases and sinks too, so that nothing is neutral. Prompts are longer than
-the windows; they are prefilled at once and in chunks, and decoded in a batch.
+The checkpoints are tiny and random: norms, biases and sinks too, so that nothing is neutral.
+Prompts are longer than the windows; they are prefilled at once and in chunks, and decoded in a
+batch.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ CASES.remove(("qwen2-window", "gguf"))  # llama.cpp's converter drops that windo
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_logits_are_those_of_transformers(tmp_path: Path, name: str, kind: str) -> None:
+def test_logits_are_those_of_transformers(tmp_path, name, kind):
     model = make_model(name)
     model.save_pretrained(tmp_path / "folder")
     path = tmp_path / "folder"
@@ -43,7 +42,12 @@ def _decoded_in_a_batch(steps: Steps, tokens: np.ndarray, first: int) -> np.ndar
     blocks = [steps.blocks[:10], steps.blocks[10:20]]
     for start, own in zip((first, first + 10), blocks, strict=True):
         steps.run([Piece(tokens[:start], 0, own)])
-    return steps.run([Piece(tokens[at : at + 1], at, own) for at, own in zip((first, first + 10), blocks, strict=True)])
+    return steps.run(
+        [
+            Piece(tokens[at : at + 1], at, own)
+            for at, own in zip((first, first + 10), blocks, strict=True)
+        ]
+    )
 
 
 def _close(found: np.ndarray, expected: np.ndarray) -> None:

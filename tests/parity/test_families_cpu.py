@@ -1,6 +1,7 @@
 """Every architecture on the cpu backend beside the reference, which is compared with transformers in test_families.py.
 
-And the cpu beside itself: the same bits in one chunk, in several, as decodes of a batch, on one thread and on two.
+And the cpu beside itself: the same bits in one chunk, in several, as decodes of a batch, on one
+thread and on two.
 """
 
 from __future__ import annotations
@@ -29,41 +30,53 @@ pytestmark = pytest.mark.timeout(600)  # kernels are compiled
 F32 = NDArray[np.float32]
 LENGTH = 300  # behind every window, three KV tiles
 TOKENS = np.random.default_rng(0).integers(3, 320, LENGTH, dtype=np.int32)
-# Relative root mean square of the logits' error: queries and keys are int8 with a scale for each token and head.
+# Relative root mean square of the logits' error: queries and keys are int8 with a scale for each
+# token and head.
 TOLERANCE = 0.03
 MIXTURES = ("qwen3-moe", "mixtral", "olmoe", "gpt-oss")
 
 
 @pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(request, tmp_path_factory) -> Iterator[Path]:
     """Where the models of the chosen tests are, their kernels compiled together."""
     path = tmp_path_factory.mktemp("families")
-    here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    here = [
+        item
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    ]
     chosen = {item.callspec.params["family"] for item in here}
     for family in chosen:
         make_model(family).save_pretrained(path / family)
     with own_cache(path / "cache"):
-        compile_together(choose_isa(None).name, [partial(on_cpu, path / family) for family in chosen])
+        compile_together(
+            choose_isa(None).name, [partial(on_cpu, path / family) for family in chosen]
+        )
         yield path
 
 
 def on_cpu(path: Path, threads: int = 2, **options: Any) -> Steps:
-    return Steps(path, CpuBackend(threads=threads, max_num_batched_tokens=512, max_num_seqs=32, **options))
+    return Steps(
+        path, CpuBackend(threads=threads, max_num_batched_tokens=512, max_num_seqs=32, **options)
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_the_reference(folder: Path, family: str) -> None:
+def test_logits_are_those_of_the_reference(folder, family):
     found = on_cpu(folder / family).chunked(TOKENS, [LENGTH])
     expected = Steps(folder / family, ReferenceBackend()).chunked(TOKENS, [LENGTH])
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
     if family in MIXTURES:
-        # Where two experts' logits are nearly equal, the least error chooses the other one: a few rows differ much.
-        error = np.median(np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1))
+        # Where two experts' logits are nearly equal, the least error chooses the other one: a few
+        # rows differ much.
+        error = np.median(
+            np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+        )
     assert error <= TOLERANCE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bits_depend_on_the_tokens_alone(folder: Path, family: str) -> None:
+def test_bits_depend_on_the_tokens_alone(folder, family):
     steps = on_cpu(folder / family)
     expected = steps.chunked(TOKENS, [LENGTH])
     for sizes in ([1, 2, 7], [64], [130, 1, 1]):
@@ -75,7 +88,7 @@ def test_bits_depend_on_the_tokens_alone(folder: Path, family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", available_isas()[1:])
 @pytest.mark.parametrize("family", ("gemma2", "gpt-oss"))
-def test_bits_of_other_paths_with_caps_and_sinks(folder: Path, family: str, isa: str) -> None:
+def test_bits_of_other_paths_with_caps_and_sinks(folder, family, isa):
     for dtype in KV_CACHE_DTYPES:
         steps = on_cpu(folder / family, isa=isa, kv_cache_dtype=dtype)
         _few_rows_have_the_same_bits(steps, steps.chunked(TOKENS, [LENGTH]))
@@ -85,34 +98,40 @@ def _few_rows_have_the_same_bits(steps: Steps, expected: F32) -> None:
     """Decodes of one row each, and of several as where drafts are verified; the KV cache holds `TOKENS`."""
     rng = np.random.default_rng(1)
     for most in (1, 8):  # rows of a sequence
-        starts, sizes = rng.integers(1, LENGTH - most, 24), rng.integers(1, most + 1, 24)
+        starts = rng.integers(1, LENGTH - most, 24)
+        sizes = rng.integers(1, most + 1, 24)
         rows = [np.arange(start, start + n) for start, n in zip(starts, sizes, strict=True)]
         decodes = [Piece(TOKENS[at], int(at[0]), steps.blocks) for at in rows]
         _same_bits(steps.run(decodes), expected[np.concatenate(rows)])
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_experts_alone_are_those_of_the_reference(folder: Path, family: str) -> None:
+def test_experts_alone_are_those_of_the_reference(folder, family):
     """Between an RMSNorm of the embeddings and the head, in float32: nothing but the order of sums differs."""
     results = []
     for steps in (on_cpu(folder / family), Steps(folder / family, ReferenceBackend())):
 
         def forward(backend: Backend, model: Decoder = steps.model) -> Array:
-            layer, experts = model.layers[0], model.blueprint.experts
+            layer = model.layers[0]
+            experts = model.blueprint.experts
             assert experts is not None
             h = backend.rms_norm(backend.embed(model.embedding), layer.ffn_norm, 1e-5)
-            biases = {name: getattr(layer, name) for name in ("router_bias", "gate_up_bias", "down_bias")}
+            biases = {
+                name: getattr(layer, name) for name in ("router_bias", "gate_up_bias", "down_bias")
+            }
             h = backend.moe(h, layer.router, layer.gate_up, layer.down, experts, **biases)
             return backend.linear(h, model.head)
 
-        results.append(steps.backend.execute(forward, step_inputs([Piece(TOKENS, 0, steps.blocks)])).copy())
+        results.append(
+            steps.backend.execute(forward, step_inputs([Piece(TOKENS, 0, steps.blocks)])).copy()
+        )
     found, expected = results
     errors = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert errors.max() <= 1e-5
 
 
 @pytest.mark.parametrize(("family", "most"), (("gemma2", 32767), ("mixtral", 65535)))
-def test_more_rows_than_tiles_are_refused(folder: Path, family: str, most: int) -> None:
+def test_more_rows_than_tiles_are_refused(folder, family, most):
     with pytest.raises(InvalidRequestError, match="max_num_batched_tokens") as caught:
         Steps(folder / family, CpuBackend(max_num_batched_tokens=65536))
     assert str(most) in caught.value.fix

@@ -1,6 +1,7 @@
 """Every architecture on the torch backend, on a processor, beside the reference; test_families compares that one.
 
-In 16 bits it must be as near to the reference as transformers is in the same type: what either loses is rounding.
+In 16 bits it must be as near to the reference as transformers is in the same type: what either
+loses is rounding.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ TOKENS = np.random.default_rng(0).integers(3, 448, 70, dtype=np.int32)
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "dtype", ("float32", *(pytest.param(d, marks=pytest.mark.slow) for d in ("float16", "bfloat16")))
+    "dtype",
+    ("float32", *(pytest.param(d, marks=pytest.mark.slow) for d in ("float16", "bfloat16"))),
 )
-def test_logits_are_those_of_the_reference(tmp_path: Path, family: str, dtype: str) -> None:
+def test_logits_are_those_of_the_reference(tmp_path, family, dtype):
     model = make_model(family)
     model.save_pretrained(tmp_path)
     expected = Steps(tmp_path, ReferenceBackend(), num_blocks=32).chunked(TOKENS, [70])
@@ -43,19 +45,29 @@ def test_logits_are_those_of_the_reference(tmp_path: Path, family: str, dtype: s
 
 
 @pytest.mark.slow
-def test_answers_of_a_real_model(model_path: Path) -> None:
+def test_answers_of_a_real_model(model_path):
     """Greedy: the reference's, token for token, and the cpu backend's up to what its rounding to int8 can change."""
-    prompts = ["The capital of France is", "One, two, three,", "def fibonacci(n):", "Water boils at"]
+    prompts = [
+        "The capital of France is",
+        "One, two, three,",
+        "def fibonacci(n):",
+        "Water boils at",
+    ]
     params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=2)
     reference, cpu, ours = (
-        [output.outputs[0] for output in LLM(model_path, backend=name, max_model_len=64).generate(prompts, params)]
+        [
+            output.outputs[0]
+            for output in LLM(model_path, backend=name, max_model_len=64).generate(prompts, params)
+        ]
         for name in ("reference", "cpu", "torch")
     )
     assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in reference]
     for theirs, answer in zip(cpu, ours, strict=True):
         pairs = enumerate(zip(theirs.token_ids, answer.token_ids, strict=True))
         for at in [i for i, (one, other) in pairs if one != other][:1]:  # where they part first
-            likeliest = sorted((entry.logprob for entry in answer.logprobs[at].values()), reverse=True)
+            likeliest = sorted(
+                (entry.logprob for entry in answer.logprobs[at].values()), reverse=True
+            )
             assert likeliest[0] - likeliest[1] <= 0.3, (at, theirs.text, answer.text)
             print("parted at", at, likeliest[0] - likeliest[1])
 
@@ -70,14 +82,17 @@ class RoundedBackend(TorchBackend):
 
 
 @pytest.mark.slow
-def test_the_cpu_backend_loses_what_rounding_activations_loses(model_path: Path) -> None:
+def test_the_cpu_backend_loses_what_rounding_activations_loses(model_path):
     """Which answers it can change, and no more: how far the next token's distribution moves."""
-    tokens = np.array(LLM(model_path, max_model_len=64).tokenizer.encode(" ".join(TEXTS))[:300], np.int32)
+    tokens = np.array(
+        LLM(model_path, max_model_len=64).tokenizer.encode(" ".join(TEXTS))[:300], np.int32
+    )
     exact, rounded, cpu = (
         Steps(model_path, backend, num_blocks=32).chunked(tokens, [300])
         for backend in (TorchBackend("cpu"), RoundedBackend("cpu"), CpuBackend())
     )
-    lost, theirs = divergence(exact, cpu), divergence(exact, rounded)
+    lost = divergence(exact, cpu)
+    theirs = divergence(exact, rounded)
     print(f"KL divergence: cpu {lost:.5f}, rounded activations {theirs:.5f} nat")
     assert 0 < lost <= 1.5 * theirs
 
@@ -96,7 +111,9 @@ def errors_of(path: Path, dtype: str, expected: F32) -> F32:
     rows = [np.arange(50, 51), np.arange(60, 62), np.arange(20, 70)]
     for at, own in zip(rows, blocks, strict=True):
         steps.run([Piece(TOKENS[: at[0]], 0, own)])
-    found = steps.run([Piece(TOKENS[at], int(at[0]), own) for at, own in zip(rows, blocks, strict=True)])
+    found = steps.run(
+        [Piece(TOKENS[at], int(at[0]), own) for at, own in zip(rows, blocks, strict=True)]
+    )
     return np.concatenate([chunked, error_of(found, expected[np.concatenate(rows)])])
 
 

@@ -1,13 +1,12 @@
 """Real weights beside transformers in float32: logits of the reference, and what the `cpu` backend's arithmetic costs.
 
-Int8 activations, a quantized cache and its attention cost perplexity. Like is compared with like: both run the same
-quantized weights, so the loss of quantizing the weights is not in it.
+Int8 activations, a quantized cache and its attention cost perplexity. Like is compared with like:
+both run the same quantized weights, so the loss of quantizing the weights is not in it.
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,13 +25,17 @@ pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(900)]
 LOGITS_TOLERANCE = 1e-3  # relative norm of the logits
 TOLERANCE = 0.01  # of perplexity
 QWEN = "qwen2.5-coder:0.5b"
-BEGINNING = 128  # tokens of a text that show what a format of weights costs; what a cache costs, grows with the context
+# tokens of a text that show what a format of weights costs; what a cache costs, grows with the
+# context
+BEGINNING = 128
 
 
 def cpu_loss(steps: Steps, ids: list[int]) -> float:
     """Sum of -log p over a text."""
     tokens = np.array(ids, np.int32)
-    steps_of_text = ((at, steps.run([Piece(tokens[at], at.start, steps.blocks)])) for at in chunks(len(ids)))
+    steps_of_text = (
+        (at, steps.run([Piece(tokens[at], at.start, steps.blocks)])) for at in chunks(len(ids))
+    )
     return sum(negative_log_likelihood(ids, at, logits) for at, logits in steps_of_text)
 
 
@@ -42,34 +45,36 @@ def oracle_loss(oracle: Oracle, ids: list[int]) -> float:
 
 
 @pytest.fixture(scope="module")
-def texts(token_ids: dict[str, list[int]]) -> list[list[int]]:
+def texts(token_ids) -> list[list[int]]:
     """Up to 1,000 tokens of each text, and of the longest all, up to 2,000."""
     longest = max(token_ids.values(), key=len)
     return [ids if ids is longest else ids[:1000] for ids in token_ids.values()]
 
 
 @pytest.fixture(scope="module")
-def shipped(
-    model_path: Path, texts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[float, list[float]]:
+def shipped(model_path, texts, tmp_path_factory) -> tuple[float, list[float]]:
     """The float32 model's loss, and by text the reference's largest error: of beginnings, and of the longest text."""
     oracle = Oracle(rewritten(model_path, tmp_path_factory.mktemp("shipped") / "model.gguf"))
     reference = Steps(model_path, ReferenceBackend(), num_blocks=125)
-    loss, errors, longest = 0.0, [], max(map(len, texts))
+    loss = 0.0
+    errors = []
+    longest = max(map(len, texts))
     for ids in texts:
-        worst, length = 0.0, len(ids) if len(ids) == longest else BEGINNING
+        worst = 0.0
+        length = len(ids) if len(ids) == longest else BEGINNING
         for at, expected in oracle.logits(ids):
             loss += negative_log_likelihood(ids, at, expected)
             tokens = np.array(ids[at][: max(0, length - at.start)], np.int32)
             if len(tokens):
-                own, wanted = reference.run([Piece(tokens, at.start, reference.blocks)]), expected[: len(tokens)]
+                own = reference.run([Piece(tokens, at.start, reference.blocks)])
+                wanted = expected[: len(tokens)]
                 error = np.linalg.norm(own - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
                 worst = max(worst, float(error.max()))
         errors.append(worst)
     return loss, errors
 
 
-def test_logits_of_the_reference(shipped: tuple[float, list[float]]) -> None:
+def test_logits_of_the_reference(shipped):
     """Only the whole text, of up to 2,000 tokens, shows what the length does."""
     _, errors = shipped
     print([f"{error:.1e}" for error in errors])
@@ -78,22 +83,31 @@ def test_logits_of_the_reference(shipped: tuple[float, list[float]]) -> None:
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_within_one_percent(
-    kv_cache_dtype: str, model_path: Path, texts: list[list[int]], shipped: tuple[float, list[float]]
-) -> None:
-    steps = Steps(model_path, CpuBackend(max_num_batched_tokens=CHUNK, kv_cache_dtype=kv_cache_dtype), num_blocks=125)
+    kv_cache_dtype,
+    model_path,
+    texts,
+    shipped,
+):
+    steps = Steps(
+        model_path,
+        CpuBackend(max_num_batched_tokens=CHUNK, kv_cache_dtype=kv_cache_dtype),
+        num_blocks=125,
+    )
     assert_close(f"Q4_1, {kv_cache_dtype}", steps, texts, shipped[0])
 
 
 @pytest.mark.parametrize("tensor_type", ["Q4_0", "Q8_0"])
-def test_within_one_percent_in_other_formats(
-    tensor_type: str, model_path: Path, texts: list[list[int]], tmp_path: Path
-) -> None:
-    path, beginnings = rewritten(model_path, tmp_path / "model.gguf", tensor_type), [ids[:BEGINNING] for ids in texts]
-    oracle, steps = Oracle(path), Steps(path, CpuBackend(max_num_batched_tokens=CHUNK), num_blocks=125)
-    assert_close(tensor_type, steps, beginnings, sum(oracle_loss(oracle, ids) for ids in beginnings))
+def test_within_one_percent_in_other_formats(tensor_type, model_path, texts, tmp_path):
+    path = rewritten(model_path, tmp_path / "model.gguf", tensor_type)
+    beginnings = [ids[:BEGINNING] for ids in texts]
+    oracle = Oracle(path)
+    steps = Steps(path, CpuBackend(max_num_batched_tokens=CHUNK), num_blocks=125)
+    assert_close(
+        tensor_type, steps, beginnings, sum(oracle_loss(oracle, ids) for ids in beginnings)
+    )
 
 
-def test_within_one_percent_on_a_qwen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_within_one_percent_on_a_qwen(monkeypatch, tmp_path):
     """A file of Q5_0, Q8_0, Q6_K and Q4_K matrices, as users have them; biases, and 152 thousand tokens.
 
     The beginnings of texts, and of the longest 1,000 tokens.
@@ -117,5 +131,8 @@ def assert_close(what: str, steps: Steps, texts: list[list[int]], expected_loss:
     actual = math.exp(sum(cpu_loss(steps, ids) for ids in texts) / count)
     expected = math.exp(expected_loss / count)
     ratio = actual / expected
-    print(f"{what}: perplexity {actual:.4f} on {count} tokens, float32 {expected:.4f}, ratio {ratio:.5f}")
+    print(
+        f"{what}: perplexity {actual:.4f} on {count} tokens, float32 {expected:.4f}, ratio "
+        f"{ratio:.5f}"
+    )
     assert abs(ratio - 1) < TOLERANCE

@@ -20,7 +20,8 @@ El niño comió piñas mañana tras mañana; ¿quién le dirá que el año ya te
 _EMOJI = (
     "Release notes 🚀: faster prefill ⚡, fewer bugs 🐛→🦋, and a new theme 🌈✨. "
     "Thanks to everyone 👩‍💻👨🏽‍🔬🧑🏿‍🚀 who "
-    "helped! Flags 🇩🇪🇯🇵🇧🇷, keycaps 1️⃣2️⃣3️⃣, hearts ❤️🧡💛💚💙💜, maths ∑∫√∞≠≤≥, arrows ⇒⇐⇔, box ┌─┐│└┘. "
+    "helped! Flags 🇩🇪🇯🇵🇧🇷, keycaps 1️⃣2️⃣3️⃣, hearts ❤️🧡💛💚💙💜, maths ∑∫√∞≠≤≥, arrows ⇒⇐⇔, box "
+    "┌─┐│└┘. "
     "Zero-width​joiners, combining é and ñ, and a tab\tor two.\n"
 )
 _STORY = """\
@@ -32,9 +33,12 @@ gave him an orange, and by the time the tide turned they had agreed that a numbe
 names on the way down to the boat; none of them was quite right, but the trying was the best part of his winter.
 """
 _CHAT = (
-    "<|im_start|>user\nList three reasons why the sky looks blue at noon and red in the evening.<|im_end|>\n"
-    "<|im_start|>assistant\n1. Air scatters short waves more than long ones.\n2. At noon the light's path through the "
-    "air is short, so only blue is scattered towards you.\n3. In the evening the path is long: the blue has been lost "
+    "<|im_start|>user\nList three reasons why the sky looks blue at noon and red in the "
+    "evening.<|im_end|>\n"
+    "<|im_start|>assistant\n1. Air scatters short waves more than long ones.\n2. At noon the "
+    "light's path through the "
+    "air is short, so only blue is scattered towards you.\n3. In the evening the path is long: "
+    "the blue has been lost "
     "on the way, and red is what is left.<|im_end|>\n"
 )
 _SQL = """\
@@ -51,7 +55,14 @@ def _numbers() -> str:
 
 
 def _json() -> str:
-    record = {"id": 7, "name": "sensor", "tags": ["a", "b"], "on": True, "value": None, "at": {"x": 0.25, "y": -1e-3}}
+    record = {
+        "id": 7,
+        "name": "sensor",
+        "tags": ["a", "b"],
+        "on": True,
+        "value": None,
+        "at": {"x": 0.25, "y": -1e-3},
+    }
     return json.dumps([{**record, "id": n, "name": f"sensor-{n}"} for n in range(6)], indent=2)
 
 

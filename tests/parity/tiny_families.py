@@ -8,19 +8,45 @@ import torch
 import transformers
 
 COMMON = {
-    "vocab_size": 448, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 64}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    "vocab_size": 448,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2}
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
-        "short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [1.5 + i for i in range(8)]}  # fmt: skip
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0 + i / 10 for i in range(8)],
+    "long_factor": [1.5 + i for i in range(8)],
+}
 
-GEMMA3_ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}  # fmt: skip
+GEMMA3_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
 
 
 def _phi(**more: Any) -> dict[str, Any]:
@@ -30,17 +56,28 @@ def _phi(**more: Any) -> dict[str, Any]:
 # Name: transformers' class and what its configuration has beside COMMON.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_theta": 1e4}),
-    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     "llama3": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "llama-yarn": ("Llama", {"rope_parameters": YARN}),
     "mistral": ("Mistral", {"sliding_window": 24, "head_dim": 32}),
     "qwen2": ("Qwen2", {"use_sliding_window": False}),
-    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "gemma": ("Gemma", {"tie_word_embeddings": True, "head_dim": 32}),
     "gemma2": (
         "Gemma2",
-        {"tie_word_embeddings": True, "sliding_window": 24, "head_dim": 32, "query_pre_attn_scalar": 32},
+        {
+            "tie_word_embeddings": True,
+            "sliding_window": 24,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+        },
     ),
     "gemma3": (
         "Gemma3",
@@ -52,21 +89,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 7,
             "rope_parameters": GEMMA3_ROPES,
         },
-    ),  # fmt: skip
+    ),
     "phi3": ("Phi3", _phi()),
     "phi3-longrope": ("Phi3", _phi(rope_parameters=LONG)),
     "phi4-mini": (
         "Phi3",
         _phi(
-            rope_parameters={**LONG, "partial_rotary_factor": 0.75, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+            rope_parameters={
+                **LONG,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0] * 6,
+                "long_factor": [2.0] * 6,
+            }
         ),
-    ),  # fmt: skip
+    ),
     "olmo2": ("Olmo2", {}),
-    "exaone4": ("Exaone4", {"num_hidden_layers": 5, "sliding_window": 24, "sliding_window_pattern": 2}),
+    "exaone4": (
+        "Exaone4",
+        {"num_hidden_layers": 5, "sliding_window": 24, "sliding_window_pattern": 2},
+    ),
     "exaone4-small": (
         "Exaone4",
         {"sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3},
-    ),  # fmt: skip
+    ),
     "glm4": ("Glm4", {"head_dim": 32}),
     "glm4-0414": ("Glm4", {"head_dim": 32, "attention_bias": False}),
     "granite": (
@@ -77,9 +122,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.05,
             "logits_scaling": 8.0,
         },
-    ),  # fmt: skip
+    ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
-    "qwen3-moe": ("Qwen3Moe", {"head_dim": 32, "moe_intermediate_size": 32, "norm_topk_prob": True, **MOE}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {"head_dim": 32, "moe_intermediate_size": 32, "norm_topk_prob": True, **MOE},
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": ("Olmoe", {**MOE, "num_key_value_heads": 4, "intermediate_size": 32}),
     "gpt-oss": (
@@ -92,7 +140,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 64,
             "num_hidden_layers": 2,
         },
-    ),  # fmt: skip
+    ),
 }
 
 

@@ -32,7 +32,9 @@ def random_step(choose):
     if choose.random() < 0.8:
         work = work.plus(decodes(choose.randint(1, 32), choose.randint(10, 2000)))
     if choose.random() < 0.5 or not work.rows:
-        work = work.plus(chunk(choose.randint(0, 3000), choose.randint(16, 512), choose.random() < 0.3))
+        work = work.plus(
+            chunk(choose.randint(0, 3000), choose.randint(16, 512), choose.random() < 0.3)
+        )
     return work
 
 
@@ -52,8 +54,14 @@ def off(model, work):
     return abs(model.seconds(work) / true_seconds(work) - 1)
 
 
-MIXES = [decodes(1, 100), decodes(16, 500), decodes(64, 300), chunk(0, 512), chunk(3500, 512, True),
-         decodes(8, 1000).plus(chunk(2000, 256))]  # fmt: skip
+MIXES = [
+    decodes(1, 100),
+    decodes(16, 500),
+    decodes(64, 300),
+    chunk(0, 512),
+    chunk(3500, 512, True),
+    decodes(8, 1000).plus(chunk(2000, 256)),
+]
 
 
 def test_features_are_the_counts_that_prices_multiply():
@@ -130,11 +138,19 @@ def test_prices_never_become_negative_and_more_work_never_takes_less():
         model.observe(random_step(choose), choose.uniform(1e-5, 1.0))  # nothing to learn here
         assert min(model.prices) >= 0.0
     for work in MIXES:
-        assert model.seconds(work) <= model.seconds(work.plus(chunk(0, 1))) <= model.seconds(work.plus(chunk(0, 9)))
+        assert (
+            model.seconds(work)
+            <= model.seconds(work.plus(chunk(0, 1)))
+            <= model.seconds(work.plus(chunk(0, 9)))
+        )
 
 
 def test_the_same_steps_give_the_same_prices_to_the_last_bit():
-    assert observe(fresh(), 200).prices == observe(fresh(), 200).prices != observe(fresh(), 200, seed=1).prices
+    assert (
+        observe(fresh(), 200).prices
+        == observe(fresh(), 200).prices
+        != observe(fresh(), 200, seed=1).prices
+    )
 
 
 def test_nothing_is_learned_from_nothing():
@@ -159,7 +175,8 @@ class TestError:
         assert error.median < 0.04 and error.p95 < 0.08
 
     def test_the_slo_keeps_a_margin_for_it(self):
-        exact, noisy = observe(fresh(), 600, noise=0.0), observe(fresh(), 600, noise=0.3)
+        exact = observe(fresh(), 600, noise=0.0)
+        noisy = observe(fresh(), 600, noise=0.3)
         assert exact.step_limit(0.1) == pytest.approx(0.1, rel=0.03)
         assert 0.07 < noisy.step_limit(0.1) < 0.085
         for _ in range(100):

@@ -35,7 +35,7 @@ CEILINGS = Ceilings(
 )
 
 
-def test_bandwidth_meets_the_measurements_and_ends_flat() -> None:
+def test_bandwidth_meets_the_measurements_and_ends_flat():
     for size, rate in CEILINGS.bandwidth:
         assert CEILINGS.read_bandwidth(size) == pytest.approx(rate)
     assert CEILINGS.read_bandwidth(1) == pytest.approx(200e9)
@@ -43,13 +43,14 @@ def test_bandwidth_meets_the_measurements_and_ends_flat() -> None:
 
 
 @given(st.floats(min_value=1, max_value=1e12), st.floats(min_value=1, max_value=1e12))
-def test_bandwidth_never_rises_with_the_working_set(a: float, b: float) -> None:
-    small, large = CEILINGS.read_bandwidth(min(a, b)), CEILINGS.read_bandwidth(max(a, b))
+def test_bandwidth_never_rises_with_the_working_set(a, b):
+    small = CEILINGS.read_bandwidth(min(a, b))
+    large = CEILINGS.read_bandwidth(max(a, b))
     assert small is not None and large is not None
     assert small >= large * (1 - 1e-9)
 
 
-def test_unknown_stays_unknown() -> None:
+def test_unknown_stays_unknown():
     nothing = replace(CEILINGS, bandwidth=(), int8_ops=None)
     assert nothing.read_bandwidth(MIB) is None
     assert CEILINGS.read_bandwidth(0) is None
@@ -70,7 +71,7 @@ def test_unknown_stays_unknown() -> None:
         ({"int8": int(900e9), "float32": int(200e9)}, 2.0),  # units add up in time, not in rate
     ],
 )
-def test_compute_seconds(flops: dict[str, int], seconds: float) -> None:
+def test_compute_seconds(flops, seconds):
     assert compute_seconds(flops, CEILINGS) == pytest.approx(seconds)
 
 
@@ -86,18 +87,20 @@ def test_compute_seconds(flops: dict[str, int], seconds: float) -> None:
         (0.1, 0.2, 0.8, "contention"),
     ],
 )
-def test_bound(compute: float, memory: float, waited: float, expected: str) -> None:
+def test_bound(compute, memory, waited, expected):
     assert bound(compute, memory, 1.0, waited) == expected
 
 
-def test_merging_keeps_the_higher_of_each() -> None:
-    other = replace(CEILINGS, bandwidth=((MIB, 150e9), (64 * MIB, 50e9)), int8_ops=1e12, float32_flops=None)
+def test_merging_keeps_the_higher_of_each():
+    other = replace(
+        CEILINGS, bandwidth=((MIB, 150e9), (64 * MIB, 50e9)), int8_ops=1e12, float32_flops=None
+    )
     merged = CEILINGS.merged(other)
     assert merged.bandwidth == ((MIB, 200e9), (16 * MIB, 100e9), (64 * MIB, 50e9))
     assert (merged.int8_ops, merged.float32_flops, merged.bfloat16_flops) == (1e12, 200e9, None)
 
 
-def test_provisional_ceilings_are_measured_until_the_machine_was_quiet_or_often_enough() -> None:
+def test_provisional_ceilings_are_measured_until_the_machine_was_quiet_or_often_enough():
     busy = replace(CEILINGS, provisional=True)
     assert must_measure(None) and must_measure(busy) and not must_measure(CEILINGS)
     assert not must_measure(busy.merged(CEILINGS)) and not must_measure(CEILINGS.merged(busy))
@@ -108,12 +111,12 @@ def test_provisional_ceilings_are_measured_until_the_machine_was_quiet_or_often_
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path))
     return tmp_path
 
 
-def test_cache_round_trip(cache: Path) -> None:
+def test_cache_round_trip(cache):
     assert load_ceilings(2, "generic") is None
     save_ceilings(CEILINGS)
     assert load_ceilings(2, "generic") == CEILINGS
@@ -123,15 +126,20 @@ def test_cache_round_trip(cache: Path) -> None:
     assert processor_name()
 
 
-@pytest.mark.parametrize("content", ["", "[]", "null", "{}", '{"bandwidth": 3}', '{"bandwidth": [[1]]}', "\x00\xff"])
-def test_a_damaged_cache_file_is_as_good_as_none(cache: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    "content", ["", "[]", "null", "{}", '{"bandwidth": 3}', '{"bandwidth": [[1]]}', "\x00\xff"]
+)
+def test_a_damaged_cache_file_is_as_good_as_none(cache, content):
     save_ceilings(CEILINGS)
     (path,) = cache.rglob("*.json")
     path.write_text(content, encoding="latin-1")
     assert load_ceilings(2, "generic") is None
 
 
-def test_reading_ceilings_imports_no_array_library() -> None:
-    code = "import sys, twinphase.phases.hardware; print(sorted({'numpy', 'numba', 'llvmlite'} & set(sys.modules)))"
+def test_reading_ceilings_imports_no_array_library():
+    code = (
+        "import sys, twinphase.phases.hardware; print(sorted({'numpy', 'numba', 'llvmlite'} & "
+        "set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -30,13 +30,20 @@ def test_who_is_alone_in_its_steps_bears_them():
     engine = machine_engine(Machine(), max_num_batched_tokens=8)
     timeline = add(engine, "a", 10, max_tokens=3)
     results = run(engine)
-    assert [(r.record.prefill_tokens, r.record.decode_tokens) for r in results] == [(8, 0), (2, 0), (0, 1), (0, 1)]
+    assert [(r.record.prefill_tokens, r.record.decode_tokens) for r in results] == [
+        (8, 0),
+        (2, 0),
+        (0, 1),
+        (0, 1),
+    ]
     assert named(timeline) == {"prefill": 1.8 + 1.2, "decode": 2.2}
     assert timeline.end - timeline.arrival == pytest.approx(5.2)
     assert (timeline.prefill.tokens, timeline.decode.tokens) == (10, 2)
     assert timeline.prefill.flops == rows_cost(SHAPE, 0, 10, 1).flops
     assert timeline.decode.flops == sum(rows_cost(SHAPE, start, 1, 1).flops for start in (10, 11))
-    assert timeline.decode.bytes == sum(2700 + rows_cost(SHAPE, start, 1, 1).bytes for start in (10, 11))
+    assert timeline.decode.bytes == sum(
+        2700 + rows_cost(SHAPE, start, 1, 1).bytes for start in (10, 11)
+    )
 
 
 def test_decodes_together_are_batching():
@@ -45,7 +52,12 @@ def test_decodes_together_are_batching():
     run(engine)
     # A decode by itself takes 1.1 s, three take 1.3; four rows of prefill 1.4, twelve 2.2.
     for timeline in timelines:
-        assert named(timeline) == {"decode": 2.2, "batching": 0.4, "prefill": 1.4, "prefill_wait": 0.8}
+        assert named(timeline) == {
+            "decode": 2.2,
+            "batching": 0.4,
+            "prefill": 1.4,
+            "prefill_wait": 0.8,
+        }
 
 
 def test_bytes_and_weights_of_a_shared_step_are_counted_once():
@@ -71,7 +83,11 @@ def test_what_kept_a_request_waiting_is_named(settings, reason, seconds):
     waiting = add(engine, "b", 12, max_tokens=1)
     run(engine)
     queue, prefill = waiting.intervals[:2]
-    assert (queue.kind, queue.reason, queue.end - queue.start) == (IntervalKind.QUEUE, reason, pytest.approx(seconds))
+    assert (queue.kind, queue.reason, queue.end - queue.start) == (
+        IntervalKind.QUEUE,
+        reason,
+        pytest.approx(seconds),
+    )
     assert prefill.kind is IntervalKind.PREFILL
 
 
@@ -85,7 +101,9 @@ def test_a_preempted_request_queues_again_and_recomputes():
     again = kinds.index(IntervalKind.QUEUE)
     assert kinds.index(IntervalKind.DECODE) < again < kinds.index(IntervalKind.RECOMPUTE)
     assert timeline.intervals[again].reason == "blocks"
-    assert IntervalKind.RECOMPUTE not in {i.kind for name in "ab" for i in timelines[name].intervals}
+    assert IntervalKind.RECOMPUTE not in {
+        i.kind for name in "ab" for i in timelines[name].intervals
+    }
     assert timeline.seconds(IntervalKind.RECOMPUTE) > 1.0
 
 
@@ -99,7 +117,10 @@ def test_the_ledger_sums_over_finished_requests_and_keeps_the_records():
     assert list(ledger.records) == [result.record for result in results]
     assert sum(ledger.seconds.values()) == pytest.approx(sum(t.end - t.arrival for t in timelines))
     assert ledger.seconds["unattributed"] == 0.0
-    assert all(record.predicted == pytest.approx(record.seconds) == record.executed for record in ledger.records)
+    assert all(
+        record.predicted == pytest.approx(record.seconds) == record.executed
+        for record in ledger.records
+    )
 
 
 def test_time_between_steps_that_nobody_names_is_unattributed():
@@ -116,7 +137,8 @@ def test_time_between_steps_that_nobody_names_is_unattributed():
 def test_a_long_prompt_in_the_middle_is_the_named_cause_of_the_stall(known):
     """Nine requests decode when it comes; their stall is what their steps took longer, within 10 %.
 
-    The model either knows the machine's prices, or starts from a guess and learns them from noisy steps.
+    The model either knows the machine's prices, or starts from a guess and learns them from noisy
+    steps.
     """
     choose = random.Random(0)
     true = (2.5e-3, 1e-4, 3e-4, 1.3e-4, 2e-7, 1e-6, 3e-5, 3e-7, 2e-4)
@@ -127,7 +149,12 @@ def test_a_long_prompt_in_the_middle_is_the_named_cause_of_the_stall(known):
 
     prices = true if known else starting_prices(SHAPE, None)
     engine = machine_engine(
-        Machine(seconds), prices, num_blocks=800, max_model_len=1200, max_num_batched_tokens=128, block_size=16
+        Machine(seconds),
+        prices,
+        num_blocks=800,
+        max_model_len=1200,
+        max_num_batched_tokens=128,
+        block_size=16,
     )
     for number in range(30):  # what the engine did before
         add(engine, f"w{number}", choose.randint(20, 300), max_tokens=20)
@@ -145,7 +172,11 @@ def test_a_long_prompt_in_the_middle_is_the_named_cause_of_the_stall(known):
     usual = sum(record.seconds for record in plain) / len(plain)
     spike = sum(record.seconds - usual for record in spiked)
     for timeline in readers:
-        stalls = [i for i in timeline.intervals if i.kind is IntervalKind.STALL and i.step >= spiked[0].index]
+        stalls = [
+            i
+            for i in timeline.intervals
+            if i.kind is IntervalKind.STALL and i.step >= spiked[0].index
+        ]
         assert [i.step for i in stalls] == [record.index for record in spiked]
         assert sum(i.prefill_tokens for i in stalls) == 1000
         assert {i.caused_by for i in stalls} == {("long",)}
@@ -155,7 +186,12 @@ def test_a_long_prompt_in_the_middle_is_the_named_cause_of_the_stall(known):
 def test_a_wait_and_a_stall_say_how_much_of_them_was_other_tenants_work():
     engine = machine_engine(Machine(), max_num_seqs=2, max_num_batched_tokens=16)
     timelines = {}
-    for name, tenant, prompt, output in (("s", "a", 4, 9), ("p", "b", 48, 2), ("q", "a", 16, 2), ("w", "b", 4, 2)):
+    for name, tenant, prompt, output in (
+        ("s", "a", 4, 9),
+        ("p", "b", 48, 2),
+        ("q", "a", 16, 2),
+        ("w", "b", 4, 2),
+    ):
         request = engine_request(name, prompt, max_tokens=output)
         request.tenant = tenant
         timelines[name] = engine.add_request(request)
@@ -182,11 +218,14 @@ class Guesser:
     """Guesses that the same tokens follow, and takes half a second for it."""
 
     def __init__(self, machine, **drafts):
-        self.machine, self.drafts = machine, drafts
+        self.machine = machine
+        self.drafts = drafts
 
     def draft(self, requests):
         self.machine.now += 0.5
-        return {r.request_id: self.drafts[r.request_id] for r in requests if r.request_id in self.drafts}
+        return {
+            r.request_id: self.drafts[r.request_id] for r in requests if r.request_id in self.drafts
+        }
 
     def observe(self, batch, output):
         pass
@@ -201,8 +240,14 @@ def test_guesses_and_the_wrong_ones_among_them_are_told_apart():
     engine.drafter = Guesser(machine, a=[7, 7, 8, 8])
     timeline = add(engine, "a", 4, max_tokens=6)
     run(engine)
-    # Five rows take 1.5 s, two of them for wrong guesses; then two rows take 1.2 s, and the guess is right.
-    assert named(timeline) == {"prefill": 1.4, "drafting": 1.0, "decode": 1.3 + 1.2, "rejected": 0.2}
+    # Five rows take 1.5 s, two of them for wrong guesses; then two rows take 1.2 s, and the guess
+    # is right.
+    assert named(timeline) == {
+        "prefill": 1.4,
+        "drafting": 1.0,
+        "decode": 1.3 + 1.2,
+        "rejected": 0.2,
+    }
     assert (timeline.decode.steps, timeline.decode.tokens) == (2, 5)
     assert [step.drafting for step in engine.ledger.records] == pytest.approx([0.0, 0.5, 0.5])
 
@@ -219,11 +264,19 @@ def test_others_guesses_are_batching():
     first, second = (add(engine, name, 4, max_tokens=9) for name in "ab")
     engine.step()
     engine.step()
-    # Together 0.5 s of guessing and 1.5 s for five rows; alone a's four rows take 1.4 s, three of them for nothing.
+    # Together 0.5 s of guessing and 1.5 s for five rows; alone a's four rows take 1.4 s, three of
+    # them for nothing.
     assert {k: v for k, v in named(first).items() if k in DECODE_KINDS} == {
-        "drafting": 0.25, "decode": 1.1, "rejected": 0.3, "batching": 0.35}  # fmt: skip
+        "drafting": 0.25,
+        "decode": 1.1,
+        "rejected": 0.3,
+        "batching": 0.35,
+    }
     assert {k: v for k, v in named(second).items() if k in DECODE_KINDS} == {
-        "drafting": 0.25, "decode": 1.1, "batching": 0.65}  # fmt: skip
+        "drafting": 0.25,
+        "decode": 1.1,
+        "batching": 0.65,
+    }
 
 
 def test_the_cost_model_learns_steps_without_the_guessing():

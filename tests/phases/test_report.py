@@ -19,7 +19,9 @@ def timeline(decode_steps: int = 2) -> RequestTimeline:
     line = RequestTimeline(arrival=10.0)
     line.mark(IntervalKind.TOKENIZE, 10.1)
     line.queue_until(10.2, "")
-    record = StepRecord(0, 10.2, 10.3, 4, 0, Cost(9000, 700, 950), Cost())  # linear layers and head, attention
+    record = StepRecord(
+        0, 10.2, 10.3, 4, 0, Cost(9000, 700, 950), Cost()
+    )  # linear layers and head, attention
     line.add_prefill(record, 4, own=0.06, again=False)
     line.hand_over_tokens(1, 10.3)
     for step in range(decode_steps):
@@ -30,7 +32,9 @@ def timeline(decode_steps: int = 2) -> RequestTimeline:
     return line
 
 
-def make(ceilings: Ceilings | None = CEILINGS, wall: float = 2.0, load: float = 1.0, steps: int = 2) -> PhaseReport:
+def make(
+    ceilings: Ceilings | None = CEILINGS, wall: float = 2.0, load: float = 1.0, steps: int = 2
+) -> PhaseReport:
     return phase_report(
         timeline(steps),
         units=UNITS,
@@ -41,58 +45,79 @@ def make(ceilings: Ceilings | None = CEILINGS, wall: float = 2.0, load: float = 
     )
 
 
-def test_every_second_has_one_name() -> None:
+def test_every_second_has_one_name():
     result = make()
     rows = {row.name: row.seconds for row in (*result.phases, *result.rest)}
     assert rows == pytest.approx(
-        {"prefill": 0.1, "decode": 0.2, "load": 1.0, "tokenize": 0.1, "queue": 0.1, "unattributed": 0.5}
+        {
+            "prefill": 0.1,
+            "decode": 0.2,
+            "load": 1.0,
+            "tokenize": 0.1,
+            "queue": 0.1,
+            "unattributed": 0.5,
+        }
     )
     assert sum(rows.values()) == pytest.approx(result.wall_seconds)
     assert sum(row.share for row in (*result.phases, *result.rest)) == pytest.approx(1.0)
 
 
-def test_prefill_is_measured_as_mfu_with_the_unit_of_each_part() -> None:
+def test_prefill_is_measured_as_mfu_with_the_unit_of_each_part():
     prefill, _ = make().phases
-    # 9,000 FLOP of linear layers and 350 of scores on int8 at 1e6 a second, 350 on float32 at 1e5, in 0.1 s
-    assert (prefill.metric, prefill.efficiency) == ("MFU", pytest.approx((9350 / 1e6 + 350 / 1e5) / 0.1))
+    # 9,000 FLOP of linear layers and 350 of scores on int8 at 1e6 a second, 350 on float32 at 1e5,
+    # in 0.1 s
+    assert (prefill.metric, prefill.efficiency) == (
+        "MFU",
+        pytest.approx((9350 / 1e6 + 350 / 1e5) / 0.1),
+    )
     assert (prefill.tokens, prefill.cached_tokens) == (4, 7)
     assert prefill.tokens_per_second == pytest.approx(40)
     assert prefill.bound == "overhead"
 
 
-def test_a_phase_that_waited_says_for_what() -> None:
+def test_a_phase_that_waited_says_for_what():
     line = timeline()
     line.prefill.cpu_wait = 0.07
     result = phase_report(line, units=UNITS, ceilings=CEILINGS, wall_seconds=2.0)
     assert [row.bound for row in result.phases] == ["contention", "memory"]
     assert report_lines(result)[0].endswith("MFU 13 %, contention")
-    line.prefill.cpu_wait, line.prefill.rank_wait = 0.0, 0.07
+    line.prefill.cpu_wait = 0.0
+    line.prefill.rank_wait = 0.07
     result = phase_report(line, units=UNITS, ceilings=CEILINGS, wall_seconds=2.0)
-    assert report_lines(result)[0].endswith("MFU 13 %, bound by ranks that wait, waiting for ranks 70 %")
+    assert report_lines(result)[0].endswith(
+        "MFU 13 %, bound by ranks that wait, waiting for ranks 70 %"
+    )
 
 
-def test_decode_is_measured_as_mbu_at_its_working_set() -> None:
+def test_decode_is_measured_as_mbu_at_its_working_set():
     _, decode = make().phases
     assert (decode.metric, decode.efficiency) == ("MBU", pytest.approx(120000 / 1e6 / 0.2))
     assert (decode.tokens, decode.working_set, decode.bound) == (2, 60000, "memory")
 
 
-def test_without_ceilings_all_is_unknown() -> None:
+def test_without_ceilings_all_is_unknown():
     for row in make(ceilings=None).phases:
         assert (row.efficiency, row.other_efficiency, row.bound) == (None, None, "unknown")
     assert "MFU unknown" in "\n".join(report_lines(make(ceilings=None)))
 
 
-def test_a_request_without_decode_steps_and_one_that_never_ran() -> None:
+def test_a_request_without_decode_steps_and_one_that_never_ran():
     result = make(steps=0)
     _, decode = result.phases
-    assert (decode.tokens, decode.seconds, decode.tokens_per_second, decode.bound) == (0, 0.0, None, "unknown")
-    never = phase_report(RequestTimeline(arrival=0.0), units=UNITS, ceilings=CEILINGS, wall_seconds=0.0)
+    assert (decode.tokens, decode.seconds, decode.tokens_per_second, decode.bound) == (
+        0,
+        0.0,
+        None,
+        "unknown",
+    )
+    never = phase_report(
+        RequestTimeline(arrival=0.0), units=UNITS, ceilings=CEILINGS, wall_seconds=0.0
+    )
     assert [row.share for row in never.rest] == [0.0]
     assert len(report_lines(result)) == len(report_lines(never)) == 3
 
 
-def test_above_the_ceiling_is_said_and_not_clamped() -> None:
+def test_above_the_ceiling_is_said_and_not_clamped():
     slow = Ceilings("p", 1, "generic", ((1, 1e5), (1 << 30, 1e5)), 1e6, 1e5, None)
     result = make(ceilings=slow)
     assert result.over_ceiling
@@ -100,22 +125,27 @@ def test_above_the_ceiling_is_said_and_not_clamped() -> None:
     assert "MBU 600 % (above 100 %" in "\n".join(report_lines(result))
 
 
-def test_json_has_the_formulas_and_only_plain_values() -> None:
+def test_json_has_the_formulas_and_only_plain_values():
     found = json.loads(json.dumps(make().as_dict()))
     assert set(found["formulas"]) == {"MFU", "MBU"}
     assert [row["name"] for row in found["phases"]] == ["prefill", "decode"]
     assert found["ttft"] == pytest.approx(0.3)
 
 
-def test_printed_lines() -> None:
+def test_printed_lines():
     prefill, decode, rest = report_lines(make())
     assert prefill.startswith("prefill  4 tokens (7 cached)")
     assert "40 tok/s" in prefill and "5.0 %" in prefill and "MFU 13 %, overhead-bound" in prefill
-    assert decode.startswith("decode   2 tokens") and "MBU 60 % (0 MB per step), memory-bound" in decode
+    assert (
+        decode.startswith("decode   2 tokens")
+        and "MBU 60 % (0 MB per step), memory-bound" in decode
+    )
     assert rest.startswith("rest     load 1,000.0 ms 50.0 %, tokenize 100.0 ms 5.0 %")
 
 
-@pytest.mark.parametrize("shares", [[1 / 3] * 3, [0.1234, 0.4321, 0.4445], [0.0, 1.0], [0.99999, 0.00001], [1.2, -0.2]])
-def test_printed_percentages_sum_to_100(shares: list[float]) -> None:
+@pytest.mark.parametrize(
+    "shares", [[1 / 3] * 3, [0.1234, 0.4321, 0.4445], [0.0, 1.0], [0.99999, 0.00001], [1.2, -0.2]]
+)
+def test_printed_percentages_sum_to_100(shares):
     texts = percentages(shares)
     assert sum(round(float(text.removesuffix(" %")) * 10) for text in texts) == 1000

@@ -47,17 +47,28 @@ def test_a_life_adds_up():
         "send": 0.25,
         "unattributed": 0.25,
     }
-    assert (timeline.prefill.tokens, timeline.prefill.flops, timeline.prefill.seconds) == (8, 100, 2.0)
+    assert (timeline.prefill.tokens, timeline.prefill.flops, timeline.prefill.seconds) == (
+        8,
+        100,
+        2.0,
+    )
     assert (timeline.decode.steps, timeline.decode.bytes) == (1, 50)
     assert (timeline.ttft, timeline.tpot, timeline.itl) == (3.25, 1.0, [1.0])
 
 
 def test_a_shared_decode_step_is_own_work_batching_and_stall():
     timeline = RequestTimeline(arrival=0.0)
-    timeline.add_decode(make_step(0.0, 8.0, 5, prefill_ids=("long",), prefill_tokens=64), 1, own=1.0, decodes=3.0)
+    timeline.add_decode(
+        make_step(0.0, 8.0, 5, prefill_ids=("long",), prefill_tokens=64), 1, own=1.0, decodes=3.0
+    )
     assert named(timeline) == {"decode": 1.0, "batching": 2.0, "stall": 5.0}
     stall = timeline.intervals[-1]
-    assert (stall.kind, stall.step, stall.prefill_tokens, stall.caused_by) == (IntervalKind.STALL, 5, 64, ("long",))
+    assert (stall.kind, stall.step, stall.prefill_tokens, stall.caused_by) == (
+        IntervalKind.STALL,
+        5,
+        64,
+        ("long",),
+    )
     assert_partition(timeline)
 
 
@@ -117,7 +128,8 @@ def test_a_timeline_begins_without_latencies_and_time_does_not_run_backwards():
 def test_ends_meet_exactly_whatever_the_floats():
     timeline = RequestTimeline(arrival=0.1)
     for index in range(100):
-        start, end = timeline.end + 1e-7, timeline.end + 0.1 / 3
+        start = timeline.end + 1e-7
+        end = timeline.end + 0.1 / 3
         timeline.reach_step(start)
         timeline.add_decode(make_step(start, end, index), 1, own=0.007, decodes=0.011)
     total = sum(Fraction(i.end) - Fraction(i.start) for i in timeline.intervals)

@@ -5,7 +5,13 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from twinphase.request import SamplingParams
-from twinphase.sampling.logit_filters import candidates, log_normalizer, penalize, process, threshold
+from twinphase.sampling.logit_filters import (
+    candidates,
+    log_normalizer,
+    penalize,
+    process,
+    threshold,
+)
 
 INF = np.inf
 
@@ -97,31 +103,44 @@ def sorted_threshold(nats, weights, mass):
     fraction=st.floats(0.01, 0.99),
 )
 def test_the_threshold_is_that_of_a_full_sort(seed, size, spread, fraction):
-    values = np.random.default_rng(seed).standard_normal(size).astype(np.float32) * np.float32(spread)
+    values = np.random.default_rng(seed).standard_normal(size).astype(np.float32) * np.float32(
+        spread
+    )
     nats = values - values.max()
     count = max(1, int(fraction * size))
     assert threshold(nats, None, count) == np.sort(nats)[size - count]
     weights = np.exp(nats)
     mass = fraction * float(weights.sum(dtype=np.float64))
     found = np.float32(threshold(nats, weights, mass))
-    # Equal to the sort's up to the rounding of the sums: the mass above is short of, and with it reaches, the target.
+    # Equal to the sort's up to the rounding of the sums: the mass above is short of, and with it
+    # reaches, the target.
     assert weights[nats > found].sum(dtype=np.float64) <= mass * (1 + 1e-5)
     assert weights[nats >= found].sum(dtype=np.float64) >= mass * (1 - 1e-5)
 
 
 def test_log_normalizer():
     logits = np.random.default_rng(0).standard_normal(1000).astype(np.float32) * 5
-    assert_allclose(log_normalizer(logits), np.log(np.exp(logits.astype(np.float64)).sum()), rtol=1e-6)
+    assert_allclose(
+        log_normalizer(logits), np.log(np.exp(logits.astype(np.float64)).sum()), rtol=1e-6
+    )
     assert_allclose(log_normalizer(row(1000, 1000)), 1000 + np.log(2))
     assert_allclose(log_normalizer(row(0, -INF)), 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "params", [{"repetition_penalty": 1.3}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 0.7}]
+    "params",
+    [
+        {"repetition_penalty": 1.3},
+        {"top_k": 7},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"temperature": 0.7},
+    ],
 )
 def test_transformers_agrees(params):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
     logits = np.random.default_rng(1).standard_normal(200).astype(np.float32) * 3
     prompt = [3, 5, 5, 100]
     name, value = next(iter(params.items()))

@@ -8,9 +8,21 @@ from twinphase.sampling.rng import derive_seed, philox4x32, uniform
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
     [
-        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+        (
+            "00000000 00000000 00000000 00000000",
+            "00000000 00000000",
+            "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+        ),
+        (
+            "ffffffff ffffffff ffffffff ffffffff",
+            "ffffffff ffffffff",
+            "408f276d 41c83b0e a20bc7c6 6d5451fd",
+        ),
+        (
+            "243f6a88 85a308d3 13198a2e 03707344",
+            "a4093822 299f31d0",
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
     ],
 )
 def test_known_answers(counter, key, expected):
@@ -25,7 +37,9 @@ def test_draws_are_uniform_and_independent_of_their_neighbours():
     assert draws.min() >= 0 and draws.max() < 1
     counts, _ = np.histogram(draws, bins=20, range=(0, 1))
     expected = draws.size / 20
-    assert np.sum((counts - expected) ** 2 / expected) < 43.8  # chi-squared, 19 degrees of freedom, p = 0.001
+    assert (
+        np.sum((counts - expected) ** 2 / expected) < 43.8
+    )  # chi-squared, 19 degrees of freedom, p = 0.001
     for a, b in ((draws[:, 1:], draws[:, :-1]), (draws[1:], draws[:-1])):
         assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.03
 

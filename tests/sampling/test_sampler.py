@@ -9,12 +9,21 @@ from twinphase.request import SamplingParams
 from twinphase.sampling.sampler import NonFiniteLogitsError, draw, sample_row, token_logprobs
 from twinphase.speculation.verify import sample
 
-INF, NAN = np.inf, np.nan
+INF = np.inf
+NAN = np.nan
 
 
 def make_share(request_id="r", position=4, samples=True, output=(), **params):
     return ScheduledRequest(
-        request_id, Phase.DECODE, [1], position, [0], samples, SamplingParams(**params), [5, 6], list(output)
+        request_id,
+        Phase.DECODE,
+        [1],
+        position,
+        [0],
+        samples,
+        SamplingParams(**params),
+        [5, 6],
+        list(output),
     )
 
 
@@ -29,7 +38,10 @@ def test_greedy_takes_the_largest_and_of_ties_the_lowest_id(temperature):
 
 def test_greedy_sees_bias_and_penalties():
     assert sample_row(row(1, 3, 2), make_share(temperature=0.0, logit_bias={0: 9.0}), ()) == 0
-    assert sample_row(row(1, 3, 2), make_share(temperature=0.0, output=[1], presence_penalty=2.0), ()) == 2
+    assert (
+        sample_row(row(1, 3, 2), make_share(temperature=0.0, output=[1], presence_penalty=2.0), ())
+        == 2
+    )
     assert sample_row(row(1, 3, 2), make_share(temperature=0.0, min_tokens=1), [1]) == 2
 
 
@@ -45,7 +57,9 @@ class OnlyAfter:
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 1}])
 def test_a_constraint_has_the_last_word(params):
-    share = replace(make_share(output=[4], logit_bias={0: 50.0}, logprobs=0, **params), constraint=OnlyAfter())
+    share = replace(
+        make_share(output=[4], logit_bias={0: 50.0}, logprobs=0, **params), constraint=OnlyAfter()
+    )
     output = sample(row(1, 2, 3)[None], Batch([share], []), ())
     assert output.token_ids == {"r": [1]}
     assert share.constraint.given.tolist() == [51, 2, 3]
@@ -60,14 +74,25 @@ def test_logits_that_are_not_finite(bad, temperature):
 
 
 def test_they_fail_their_own_request_only():
-    shares = [make_share("a", temperature=0.0), make_share("b", samples=False), make_share("c", temperature=0.0)]
+    shares = [
+        make_share("a", temperature=0.0),
+        make_share("b", samples=False),
+        make_share("c", temperature=0.0),
+    ]
     output = sample(np.stack([row(NAN, 1), row(1, 2)]), Batch(shares, []), ())
     assert output.token_ids == {"c": [1]}
 
 
 @pytest.mark.parametrize(
     "params",
-    [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.9}],
+    [
+        {},
+        {"temperature": 0.6},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.2},
+        {"top_k": 20, "top_p": 0.9},
+    ],
 )
 @pytest.mark.parametrize("num", [4_000, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_draws_follow_the_distribution(params, num):
@@ -106,7 +131,9 @@ def test_a_token_depends_on_seed_and_position_not_on_the_batch():
     shares = [make_share(str(i), position=i, seed=i) for i in range(3)]
     together = sample(logits, Batch(shares[:1], shares[1:]), ()).token_ids
     for i in (2, 0, 1):
-        assert sample(logits[i : i + 1], Batch([], [shares[i]]), ()).token_ids == {str(i): together[str(i)]}
+        assert sample(logits[i : i + 1], Batch([], [shares[i]]), ()).token_ids == {
+            str(i): together[str(i)]
+        }
 
 
 def test_a_draw_needs_a_seed():
@@ -135,5 +162,7 @@ def test_more_logprobs_than_finite_logits():
 def test_the_most_likely_are_those_of_a_sort(num_top):
     logits = np.random.default_rng(5).standard_normal(20_000).astype(np.float32)
     entry = token_logprobs(logits, 7, num_top)
-    assert [token_id for token_id, _ in entry.top] == np.argsort(-logits, kind="stable")[:num_top].tolist()
+    assert [token_id for token_id, _ in entry.top] == np.argsort(-logits, kind="stable")[
+        :num_top
+    ].tolist()
     assert entry.rank == np.count_nonzero(logits >= logits[7])

@@ -18,23 +18,44 @@ import pytest
 
 from tiny_gguf import tiny_vocabulary
 from twinphase.batch import Batch, Phase, ScheduledRequest
+from twinphase.constraint import MAX_JSON_DEPTH, StructuredOutputsParams
 from twinphase.errors import InvalidRequestError
-from twinphase.request import MAX_JSON_DEPTH, SamplingParams, StructuredOutputsParams
+from twinphase.request import SamplingParams
 from twinphase.sampling import structured
-from twinphase.sampling.sampler import sample_row
-from twinphase.sampling.structured import ConstraintError, GrammarCompiler
+from twinphase.sampling.sampler import ConstraintError, sample_row
+from twinphase.sampling.structured import GrammarCompiler
 from twinphase.speculation.verify import sample
 
 CONTROL = [b"<|endoftext|>", b"<|im_start|>", b"<|im_end|>", b"<tool>"]
 WORDS = [
-    text.encode() for text in ("the", "hello", " world", '":', '", "', '{"', '"}', "\n  ", "é", "日本", "123", "tr")
+    text.encode()
+    for text in (
+        "the",
+        "hello",
+        " world",
+        '":',
+        '", "',
+        '{"',
+        '"}',
+        "\n  ",
+        "é",
+        "日本",
+        "123",
+        "tr",
+    )
 ]
 TOKENS = [*CONTROL, *(bytes([byte]) for byte in range(256)), *WORDS]
-EOS, SPECIAL, TOOL = {0, 2}, {0, 1, 2, 3}, 3
+EOS = {0, 2}
+SPECIAL = {0, 1, 2, 3}
+TOOL = 3
 NUM_LOGITS = len(TOKENS) + 11
 # Logits are raised for what ends strings, lists and outputs, and for common characters.
 LIKELY = [i for i, token in enumerate(TOKENS) if i in EOS or token in (b'"', b"}", b"]", b'"}')]
-COMMON = [i for i, token in enumerate(TOKENS) if i >= len(CONTROL) and token.isascii() and token.decode().isprintable()]
+COMMON = [
+    i
+    for i, token in enumerate(TOKENS)
+    if i >= len(CONTROL) and token.isascii() and token.decode().isprintable()
+]
 
 
 def make_compiler():
@@ -57,7 +78,16 @@ def decode(token_ids):
 def make_share(constraint, output, request_id="r", **params):
     params = SamplingParams(**{"temperature": 0.0, **params})
     return ScheduledRequest(
-        request_id, Phase.DECODE, [1], len(output), [0], True, params, [5, 6], output, constraint=constraint
+        request_id,
+        Phase.DECODE,
+        [1],
+        len(output),
+        [0],
+        True,
+        params,
+        [5, 6],
+        output,
+        constraint=constraint,
     )
 
 
@@ -93,10 +123,13 @@ PERSON = {
     "properties": {
         "name": {"type": "string", "minLength": 1, "maxLength": 12},
         "age": {"type": "integer", "minimum": 0, "maximum": 130},
-        "kind": {"enum": ["a", 1, None, "日本\"\\"]},
+        "kind": {"enum": ["a", 1, None, '日本"\\']},
         "address": {
             "type": "object",
-            "properties": {"zip": {"type": "string", "pattern": "^[0-9]{5}$"}, "x": {"anyOf": [{"type": "null"}, {}]}},
+            "properties": {
+                "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+                "x": {"anyOf": [{"type": "null"}, {}]},
+            },
             "required": ["zip"],
             "additionalProperties": False,
         },
@@ -104,7 +137,7 @@ PERSON = {
     },
     "required": ["name", "age", "kind", "address", "tags"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 TREE = {
     "$defs": {
         "node": {
@@ -119,14 +152,22 @@ TREE = {
     },
     "$ref": "#/$defs/node",
 }
-ADDRESSES = {"type": "array", "items": {"type": "string", "format": "ipv4"}, "minItems": 1, "maxItems": 2}
+ADDRESSES = {
+    "type": "array",
+    "items": {"type": "string", "format": "ipv4"},
+    "minItems": 1,
+    "maxItems": 2,
+}
 
 
 @pytest.mark.parametrize("schema", [PERSON, TREE, ADDRESSES, {"const": "\0\x7f\U0001f600"}])
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.5, "seed": 3, "top_p": 0.95}])
 def test_json_is_valid_by_the_schema(compiler, schema, params):
     validator = jsonschema_rs.validator_for(schema, validate_formats=True)
-    outputs = {write(compiler.compile(StructuredOutputsParams(json=schema)), seed, **params) for seed in range(8)}
+    outputs = {
+        write(compiler.compile(StructuredOutputsParams(json=schema)), seed, **params)
+        for seed in range(8)
+    }
     for output in outputs:
         assert validator.is_valid(json.loads(output)), output
     as_text = compiler.compile(StructuredOutputsParams(json=json.dumps(schema)))
@@ -153,8 +194,14 @@ def test_a_choice(compiler):
         assert allowed(compiler.compile(constraint), encode(choice)) >= EOS
 
 
-SUMS = 'start: sum\nsum: term ("+" term)*\nterm: NUMBER | "(" sum ")"\nNUMBER: /[1-9][0-9]{0,3}/ // no & here\n'
-SUMS_GBNF = 'root ::= sum # "a comment"\nsum ::= term ("+" term)*\nterm ::= [1-9] [0-9]{0,3} | "(" sum ")"\n'
+SUMS = (
+    'start: sum\nsum: term ("+" term)*\nterm: NUMBER | "(" sum ")"\nNUMBER: /[1-9][0-9]{0,3}/ '
+    "// no & here\n"
+)
+SUMS_GBNF = (
+    'root ::= sum # "a comment"\nsum ::= term ("+" term)*\nterm ::= [1-9] [0-9]{0,3} | '
+    '"(" sum ")"\n'
+)
 # As llama.cpp's json.gbnf is written.
 JSON_GBNF = r"""root ::= object
 value ::= object | string | number | ("true" | "false" | "null") ws
@@ -173,7 +220,16 @@ ws ::= | " " | "\n" [ \t]{0,20}
 """
 
 
-REGEXES = [r"\d{3}-[a-f]+", "(yes|no)( maybe)?", r'[^"\n]{2,5}', "a/b\\/c", "^x*$", "(?i)HELLO", "a\0b", "日|é"]
+REGEXES = [
+    r"\d{3}-[a-f]+",
+    "(yes|no)( maybe)?",
+    r'[^"\n]{2,5}',
+    "a/b\\/c",
+    "^x*$",
+    "(?i)HELLO",
+    "a\0b",
+    "日|é",
+]
 
 
 def is_object(output):
@@ -184,9 +240,15 @@ def is_object(output):
     ("constraint", "is_right"),
     [
         *(({"regex": regex}, re.compile(regex, re.ASCII).fullmatch) for regex in REGEXES),
-        *(({"grammar": text}, lambda output: ast.parse(output, mode="eval")) for text in (SUMS, SUMS_GBNF)),
+        *(
+            ({"grammar": text}, lambda output: ast.parse(output, mode="eval"))
+            for text in (SUMS, SUMS_GBNF)
+        ),
         ({"grammar": f"%llguidance {{}}\n{SUMS}"}, lambda output: ast.parse(output, mode="eval")),
-        ({"grammar": r'root ::= "\u00e9\x41" [\u65e5\u672c] "\u0022\n"'}, re.compile('éA[日本]"\n').fullmatch),
+        (
+            {"grammar": r'root ::= "\u00e9\x41" [\u65e5\u672c] "\u0022\n"'},
+            re.compile('éA[日本]"\n').fullmatch,
+        ),
         ({"grammar": JSON_GBNF}, is_object),
         ({"json_object": True}, is_object),
     ],
@@ -280,11 +342,16 @@ def test_it_fails_alone_and_neighbours_keep_their_bits(compiler):
     logits = np.random.default_rng(0).standard_normal((3, NUM_LOGITS)).astype(np.float32)
     free = make_share(None, [], "free", temperature=1.0, seed=1)
     bound = make_share(compiler.compile(StructuredOutputsParams(choice=["the"])), [], "bound")
-    broken = make_share(compiler.compile(StructuredOutputsParams(choice=["the"])), encode("x"), "broken")
+    broken = make_share(
+        compiler.compile(StructuredOutputsParams(choice=["the"])), encode("x"), "broken"
+    )
     output = sample(logits, Batch([bound, free, broken], []), EOS)
     assert output.token_ids["free"] == sample(logits[1:2], Batch([free], []), EOS).token_ids["free"]
     assert decode(output.token_ids["bound"]) in ("t", "the")
-    assert list(output.errors) == ["broken"] and "doesn't satisfy the grammar" in output.errors["broken"]
+    assert (
+        list(output.errors) == ["broken"]
+        and "doesn't satisfy the grammar" in output.errors["broken"]
+    )
     assert output.errors["broken"].startswith("The structured output ends after 1 tokens")
 
 
@@ -293,7 +360,10 @@ for _ in range(MAX_JSON_DEPTH + 1):
     NESTED = {"properties": {"a": NESTED}}
 CIRCLE = {}
 CIRCLE["items"] = CIRCLE
-CHAIN = {"$ref": "#/$defs/0", "$defs": {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(1499)}}
+CHAIN = {
+    "$ref": "#/$defs/0",
+    "$defs": {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(1499)},
+}
 PATTERNS = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijkl"]
 
 
@@ -323,10 +393,16 @@ PATTERNS = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdef
         ({"json": {"type": "string", "format": "foo"}}, "foo"),
         ({"json": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}}, "oneOf"),
         ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, "x-guidance"),
-        ({"json": {"type": "string", "pattern": f"^{'a?' * 2100}$"}}, "a pattern of more than 4096 bytes: '^a?a?"),
+        (
+            {"json": {"type": "string", "pattern": f"^{'a?' * 2100}$"}},
+            "a pattern of more than 4096 bytes: '^a?a?",
+        ),
         ({"json": {"patternProperties": {"a" * 5000: {}}}}, "a pattern of more"),
         ({"json": {}, "whitespace_pattern": " ?" * 2100}, "whitespace_pattern of more"),
-        ({"json": {"type": "object", "properties": {str(i): {} for i in range(1001)}}}, "1001 properties"),
+        (
+            {"json": {"type": "object", "properties": {str(i): {} for i in range(1001)}}},
+            "1001 properties",
+        ),
         ({"json": {"multipleOf": True}}, "true for multipleOf"),
         ({"json": {"multipleOf": 99999989}}, "multipleOf"),
         ({"json": {"multipleOf": -978511}}, "multipleOf"),
@@ -353,11 +429,17 @@ PATTERNS = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdef
         ({"grammar": "\n".join(f"r{i} ::= r{i + 1}" for i in range(400))}, "rules"),
         ({"grammar": 'top ::= "a"'}, "root"),
         ({"grammar": "start: A\nA: /.*a/ & /.*b/"}, "operator &"),
-        ({"grammar": f"start: x\nx: %json {json.dumps({'allOf': PATTERNS})}"}, "12 different patterns"),
+        (
+            {"grammar": f"start: x\nx: %json {json.dumps({'allOf': PATTERNS})}"},
+            "12 different patterns",
+        ),
         ({"grammar": 'start: x\nx: %json {"x-guidance": {"lenient": true}, "not": {}}'}, "not"),
         ({"grammar": "start: %json {"}, "%json"),
         ({"grammar": 'start: %json {"const": -9223372036854775808}'}, "-9223372036854775808"),
-        ({"grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3000))}, "1000 rules"),
+        (
+            {"grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3000))},
+            "1000 rules",
+        ),
         ({"grammar": "start: " + '"\\' * 30000}, "no end"),
         ({"grammar": "start: " + "/\\" * 30000}, "no end"),
         ({"grammar": f"start: /{'a?' * 2100}/"}, "a regular expression of more"),
@@ -367,7 +449,7 @@ PATTERNS = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdef
         ({"grammar": "start: <|no_such_token|>"}, "no_such_token"),
         ({"structural_tag": "[]"}, "list"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(compiler, constraint, words):
     assert words in refusal(compiler, **constraint)
 
@@ -376,8 +458,16 @@ def test_schemas_that_only_look_like_the_refused_ones(compiler):
     described = {"$ref": "#/$defs/a", "description": "fine", "$defs": {"a": {"type": "integer"}}}
     fields = {f"f{i}": part for i, part in enumerate(PATTERNS)}
     for schema in (
-        {"type": "object", "properties": fields | {"x": described["$defs"]["a"]}, "required": list(fields)},
-        {"type": "object", "properties": {"a": described | {"allOf": [{}]}}, "$defs": described["$defs"]},
+        {
+            "type": "object",
+            "properties": fields | {"x": described["$defs"]["a"]},
+            "required": list(fields),
+        },
+        {
+            "type": "object",
+            "properties": {"a": described | {"allOf": [{}]}},
+            "$defs": described["$defs"],
+        },
         {"allOf": [{"multipleOf": 0.25}, {"multipleOf": 3}]},
     ):
         compiler.compile(StructuredOutputsParams(json=schema))
@@ -385,7 +475,8 @@ def test_schemas_that_only_look_like_the_refused_ones(compiler):
 
 
 @pytest.mark.parametrize(
-    "regex", ["(.*a.{20}){30}", "((((a{1000}){1000}){1000}){1000})", r"(\w{1,50}\s?){1,50}[^a]{100}"]
+    "regex",
+    ["(.*a.{20}){30}", "((((a{1000}){1000}){1000}){1000})", r"(\w{1,50}\s?){1,50}[^a]{100}"],
 )
 def test_a_regex_that_explodes_costs_its_own_request_only(compiler, regex):
     constraint = compiler.compile(StructuredOutputsParams(regex=regex))
@@ -402,9 +493,12 @@ def test_a_regex_that_explodes_costs_its_own_request_only(compiler, regex):
 
 def test_compiled_grammars_are_kept_up_to_a_number(monkeypatch):
     monkeypatch.setattr(structured, "MAX_COMPILED", 3)
-    compiler, compiled = make_compiler(), []
+    compiler = make_compiler()
+    compiled = []
     whole = GrammarCompiler._compile
-    monkeypatch.setattr(GrammarCompiler, "_compile", lambda *args: compiled.append(args[1]) or whole(*args))
+    monkeypatch.setattr(
+        GrammarCompiler, "_compile", lambda *args: compiled.append(args[1]) or whole(*args)
+    )
     for text in "abcabcdabc":
         compiler.compile(StructuredOutputsParams(choice=[text]))
     assert len(compiler._compiled) == 3
@@ -448,21 +542,27 @@ def test_a_panic_fails_one_request_and_an_interrupt_is_none(interrupt):
             raise self.error
 
     logits = np.zeros((2, NUM_LOGITS), np.float32)
-    free, broken = make_share(None, [], "free"), make_share(Broken(Panic("boom")), [], "broken")
+    free = make_share(None, [], "free")
+    broken = make_share(Broken(Panic("boom")), [], "broken")
     output = sample(logits, Batch([broken, free], []), EOS)
-    assert output.errors == {"broken": "Sampling failed: Panic: boom"} and "free" in output.token_ids
+    assert (
+        output.errors == {"broken": "Sampling failed: Panic: boom"} and "free" in output.token_ids
+    )
     with pytest.raises(interrupt):
         sample(logits, Batch([make_share(Broken(interrupt()), []), free], []), EOS)
 
 
 def test_several_threads_compile_and_write_at_once():
     interval = sys.getswitchinterval()
-    compiler, results = make_compiler(), {}
+    compiler = make_compiler()
+    results = {}
     texts = ["".join(p) for p in itertools.permutations("abc")]
 
     def work(number):
         for text in texts:
-            results[number, text] = write(compiler.compile(StructuredOutputsParams(choice=[text])), number)
+            results[number, text] = write(
+                compiler.compile(StructuredOutputsParams(choice=[text])), number
+            )
 
     sys.setswitchinterval(1e-5)
     try:
@@ -478,15 +578,29 @@ def test_several_threads_compile_and_write_at_once():
 
 def test_a_vocabulary_that_cannot_end_or_is_the_models_own():
     with pytest.raises(InvalidRequestError, match="ends a text"):
-        GrammarCompiler(TOKENS, SPECIAL, [], NUM_LOGITS).compile(StructuredOutputsParams(choice=["a"]))
+        GrammarCompiler(TOKENS, SPECIAL, [], NUM_LOGITS).compile(
+            StructuredOutputsParams(choice=["a"])
+        )
     names, _, _ = tiny_vocabulary(300)
     fewer = GrammarCompiler([name.encode() for name in names], [0, 1, 2], [2], 280)
-    assert len(fewer.compile(StructuredOutputsParams(regex=".")).restrict(np.zeros(280, np.float32), [])) == 280
+    assert (
+        len(
+            fewer.compile(StructuredOutputsParams(regex=".")).restrict(
+                np.zeros(280, np.float32), []
+            )
+        )
+        == 280
+    )
 
 
 @pytest.mark.parametrize(
     "constraint",
-    [{"json": PERSON}, {"json": json.dumps(TREE)}, {"choice": ["a", "日"]}, {"structural_tag": {"a": [1]}}],
+    [
+        {"json": PERSON},
+        {"json": json.dumps(TREE)},
+        {"choice": ["a", "日"]},
+        {"structural_tag": {"a": [1]}},
+    ],
 )
 def test_parameters_travel_between_processes(constraint):
     params = SamplingParams(

@@ -1,13 +1,28 @@
 import numpy as np
 import pytest
 
+from twinphase.constraint import StructuredOutputsParams
 from twinphase.errors import InvalidRequestError
-from twinphase.request import SamplingParams, StructuredOutputsParams
-from twinphase.sampling.structured import ConstraintError, GrammarCompiler
+from twinphase.request import SamplingParams
+from twinphase.sampling.sampler import ConstraintError
+from twinphase.sampling.structured import GrammarCompiler
 from twinphase.sampling.thinking import ThinkingTags, make_constraint
 
 # One-token tags, "<r>" of three tokens, and a token in which the end of that tag goes on.
-TOKENS = [b"<end>", b"<turn>", b"<think>", b"</think>", b"<", b"/", b"r", b">", b">\n", b"a", b"b", b"\n"]
+TOKENS = [
+    b"<end>",
+    b"<turn>",
+    b"<think>",
+    b"</think>",
+    b"<",
+    b"/",
+    b"r",
+    b">",
+    b">\n",
+    b"a",
+    b"b",
+    b"\n",
+]
 END, TURN, THINK, UNTHINK, LESS, SLASH, R, MORE, MORE_LINE, A, B, LINE = range(len(TOKENS))
 ALL = set(range(len(TOKENS)))
 WORDS = ThinkingTags((THINK,), (UNTHINK,))
@@ -16,7 +31,9 @@ OPEN = [TURN, A, LINE, THINK, LINE]
 
 
 @pytest.fixture(
-    scope="module", params=[[END, TURN], [END, TURN, THINK, UNTHINK]], ids=["tags are text", "tags are not"]
+    scope="module",
+    params=[[END, TURN], [END, TURN, THINK, UNTHINK]],
+    ids=["tags are text", "tags are not"],
 )
 def compiler(request):
     return GrammarCompiler(TOKENS, request.param, [END], len(TOKENS))
@@ -48,7 +65,8 @@ def test_an_answer_obeys_after_thinking(compiler):
 
 
 @pytest.mark.parametrize(
-    "prompt", [[TURN, A], [THINK, A, TURN, B], [TURN, THINK, LINE, UNTHINK, LINE], [TURN, A, UNTHINK], []]
+    "prompt",
+    [[TURN, A], [THINK, A, TURN, B], [TURN, THINK, LINE, UNTHINK, LINE], [TURN, A, UNTHINK], []],
 )
 def test_an_answer_obeys_at_once_where_thinking_is_not_open(compiler, prompt):
     constraint = make(compiler, prompt, choice="ab", budget=3)
@@ -57,7 +75,9 @@ def test_an_answer_obeys_at_once_where_thinking_is_not_open(compiler, prompt):
 
 def test_the_prompt_may_have_begun_the_thoughts(compiler):
     assert allowed(make(compiler, [*OPEN, A, B], choice="ab"), []) == ALL - {END}
-    assert allowed(make(compiler, [TURN, LESS, R, MORE_LINE, A], SPELLED, choice="ab"), []) == ALL - {END}
+    assert allowed(
+        make(compiler, [TURN, LESS, R, MORE_LINE, A], SPELLED, choice="ab"), []
+    ) == ALL - {END}
 
 
 def test_a_spelled_tag_ends_thinking_however_it_is_cut(compiler):
@@ -97,7 +117,10 @@ def test_a_budget_counts_from_a_start_tag_in_the_output(compiler, tags):
 def test_a_constraint_is_a_function_of_the_output(compiler):
     rng = np.random.default_rng(0)
     whole = [B, LESS, SLASH, R, MORE_LINE, A, B]
-    outputs = [whole[: rng.integers(len(whole) + 1)] for _ in range(30)] + [[B, B, B], [B, LESS, SLASH, R, MORE, A]]
+    outputs = [whole[: rng.integers(len(whole) + 1)] for _ in range(30)] + [
+        [B, B, B],
+        [B, LESS, SLASH, R, MORE, A],
+    ]
     one = make(compiler, [TURN, *SPELLED.start], SPELLED, choice="ab", budget=6)
     for output in outputs:
         assert allowed(one, output) == allowed(

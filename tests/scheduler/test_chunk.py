@@ -38,7 +38,12 @@ def test_the_first_chunk_is_never_starved_and_the_second_is():
 def test_a_rest_that_ends_no_block_is_no_chunk():
     budget = make_budget(10, None)
     # All of it; up to the block's end; nothing, since one token is left and the block needs two.
-    assert [budget.take(0, 7), budget.take(2, 40), budget.take(2, 40), budget.num_tokens] == [7, 2, 0, 1]
+    assert [budget.take(0, 7), budget.take(2, 40), budget.take(2, 40), budget.num_tokens] == [
+        7,
+        2,
+        0,
+        1,
+    ]
 
 
 @given(
@@ -51,11 +56,16 @@ def test_a_rest_that_ends_no_block_is_no_chunk():
 )
 def test_it_is_the_largest_that_fits(num_tokens, limit, start, remaining, block_size, row):
     times = Times(row)
-    taken = make_budget(num_tokens, limit, times=times, block_size=block_size).take(start, remaining)
+    taken = make_budget(num_tokens, limit, times=times, block_size=block_size).take(
+        start, remaining
+    )
     most = min(num_tokens, remaining)
 
     def fits(count):
-        return times.seconds(DECODES.plus(StepWork.of_chunk(start, count, count == remaining))) <= limit
+        return (
+            times.seconds(DECODES.plus(StepWork.of_chunk(start, count, count == remaining)))
+            <= limit
+        )
 
     largest = max((count for count in range(1, most + 1) if fits(count)), default=0)
     wanted = max(largest, min(block_size, most))
@@ -65,7 +75,9 @@ def test_it_is_the_largest_that_fits(num_tokens, limit, start, remaining, block_
 
 def test_a_long_prompt_keeps_decodes_within_the_slo():
     """The automatic chunk: as many tokens a step as leave the decodes in time."""
-    scheduler = make_scheduler(times=Times(row=1e-3, step=5e-3), itl_slo_ms=20, max_num_batched_tokens=64)
+    scheduler = make_scheduler(
+        times=Times(row=1e-3, step=5e-3), itl_slo_ms=20, max_num_batched_tokens=64
+    )
     scheduler.add(make_request("a", 3, max_tokens=50))
     scheduler.add(make_request("b", 3, max_tokens=50))
     run_step(scheduler)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from schedules import Times, chunks, ids, make_request, make_scheduler, run_all, run_step
 from twinphase.batch import StepOutput, StepWork
 from twinphase.errors import InvalidRequestError
-from twinphase.request import RequestStatus
+from twinphase.outcome import RequestStatus
 from twinphase.scheduler.fairness import work_by_tenant
 
 SLO = 0.03
@@ -20,28 +20,40 @@ TIMES = Times(row=4.5e-4, step=3e-3)
 
 
 def shared_scheduler(**settings):
-    options = {"num_blocks": 8192, "block_size": 16, "max_model_len": 8192, "max_num_batched_tokens": 512}
-    return make_scheduler(**options | {"times": TIMES, "itl_slo_ms": 1e3 * SLO, "caching": False} | settings)
+    options = {
+        "num_blocks": 8192,
+        "block_size": 16,
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 512,
+    }
+    return make_scheduler(
+        **options | {"times": TIMES, "itl_slo_ms": 1e3 * SLO, "caching": False} | settings
+    )
 
 
 class Load:
     """Tenants' requests for a scheduler, and what work was done for whom when."""
 
     def __init__(self, scheduler, choose):
-        self.scheduler, self.choose = scheduler, choose
-        self.numbers, self.requests = count(), []
+        self.scheduler = scheduler
+        self.choose = choose
+        self.numbers = count()
+        self.requests = []
         self.history = []  # (seconds at the end of the step, work by tenant)
 
     def ask(self, tenant, prompt, output, weight=1.0):
         request = make_request(f"{tenant}{next(self.numbers)}", [1] * prompt, max_tokens=output)
-        request.tenant, request.weight = tenant, weight
+        request.tenant = tenant
+        request.weight = weight
         self.scheduler.add(request)
         self.requests.append(request)
         return request
 
     def step(self):
         batch = self.scheduler.schedule()
-        self.scheduler.commit(batch, StepOutput({s.request_id: [7] for s in batch.scheduled if s.samples}))
+        self.scheduler.commit(
+            batch, StepOutput({s.request_id: [7] for s in batch.scheduled if s.samples})
+        )
         self.history.append((self.scheduler.seconds, self.scheduler.step_work))
         return batch
 
@@ -53,7 +65,9 @@ class Load:
         end = self.scheduler.seconds + seconds
         while self.scheduler.seconds < end:
             for tenant, (weight, prompt, output) in backlogged.items():
-                while sum(one.num_tokens for one in self.scheduler.fair.lines.get(tenant, [])) < 1024:
+                while (
+                    sum(one.num_tokens for one in self.scheduler.fair.lines.get(tenant, [])) < 1024
+                ):
                     sizes = (self.choose.randint(-(-most // 2), most) for most in (prompt, output))
                     self.ask(tenant, *sizes, weight)
             self.step()
@@ -64,7 +78,9 @@ class Load:
 
 
 TENANTS = st.tuples(
-    st.sampled_from([0.5, 1.0, 1.0, 2.0, 3.0]), st.sampled_from([20, 200, 800, 3000]), st.sampled_from([1, 16, 64])
+    st.sampled_from([0.5, 1.0, 1.0, 2.0, 3.0]),
+    st.sampled_from([20, 200, 800, 3000]),
+    st.sampled_from([1, 16, 64]),
 )
 
 
@@ -94,7 +110,8 @@ def test_idleness_is_no_credit_and_use_of_an_idle_machine_no_debt(first, second,
     load.ask("b", 20, 4)
     load.run(10.0, {"a": first})  # b was there once, and then for ten seconds only a
     load.run(6.0, {"a": first, "b": second})
-    now, whole = load.scheduler.seconds, first[0] + second[0]
+    now = load.scheduler.seconds
+    whole = first[0] + second[0]
     for tenant, (weight, prompt, output) in (("a", first), ("b", second)):
         due = 5.0 * weight / whole
         # What a had running when b came is computed to its end, at b's cost.
@@ -118,7 +135,10 @@ def test_a_short_request_goes_between_the_chunks_of_anothers_long_prompt():
 
 def test_decodes_of_all_run_in_each_step_whoever_had_more():
     load = Load(shared_scheduler(), random.Random(0))
-    running = [load.ask(tenant, 20, 1000, weight) for tenant, weight in (("a", 0.1), ("b", 10.0), ("a", 0.1))]
+    running = [
+        load.ask(tenant, 20, 1000, weight)
+        for tenant, weight in (("a", 0.1), ("b", 10.0), ("a", 0.1))
+    ]
     load.step()
     load.ask("b", 3000, 4, 10.0)
     for _ in range(20):
@@ -143,14 +163,19 @@ class TestSeats:
         load.step()
         return load
 
-    def test_a_tenant_with_nothing_running_gets_one_within_the_slo_from_the_newest_of_who_holds_most(self):
+    def test_a_tenant_with_nothing_running_gets_one_within_the_slo_from_the_newest_of_who_holds_most(
+        self,
+    ):
         load = self.full()
         load.step()
-        came, request = load.scheduler.seconds, load.ask("b", 12, 4)
+        came = load.scheduler.seconds
+        request = load.ask("b", 12, 4)
         while request.status is RequestStatus.WAITING:
             load.step()
         assert load.scheduler.seconds - came <= SLO + 2 * TIMES.seconds(StepWork(rows=20))
-        assert [one.status for one in load.running] == 3 * [RequestStatus.RUNNING] + [RequestStatus.PREEMPTED]
+        assert [one.status for one in load.running] == 3 * [RequestStatus.RUNNING] + [
+            RequestStatus.PREEMPTED
+        ]
         assert load.scheduler.num_preemptions == 1
 
     def test_the_next_free_seat_is_the_newcomers(self):
@@ -187,8 +212,10 @@ class TestSeats:
 
 def test_what_a_preemption_lost_is_on_nobodys_account():
     scheduler = shared_scheduler(itl_slo_ms=None)
-    mine, other = make_request("a", 100, max_tokens=50), make_request("b", 100, max_tokens=50)
-    mine.tenant, other.tenant = "a", "b"
+    mine = make_request("a", 100, max_tokens=50)
+    other = make_request("b", 100, max_tokens=50)
+    mine.tenant = "a"
+    other.tenant = "b"
     for request in (mine, other):
         scheduler.add(request)
     run_step(scheduler)
@@ -213,15 +240,20 @@ def test_nobody_waits_for_ever_and_nothing_leaks_whatever_happens(seed):
         itl_slo_ms=choose.choice([None, 1, 8000]),
         caching=choose.random() < 0.5,
     )
-    requests, weights = [], {tenant: choose.choice([0.01, 1.0, 1.0, 50.0]) for tenant in "abc"}
+    requests = []
+    weights = {tenant: choose.choice([0.01, 1.0, 1.0, 50.0]) for tenant in "abc"}
     for number in range(60):
         if choose.random() < 0.5:
             tenant = choose.choice("aaabc")
             priority = choose.randint(-2, 2) if scheduler.policy == "priority" else 0
             request = make_request(
-                str(number), choose.randint(1, 24), priority=priority, max_tokens=choose.randint(1, 9)
+                str(number),
+                choose.randint(1, 24),
+                priority=priority,
+                max_tokens=choose.randint(1, 9),
             )
-            request.tenant, request.weight = tenant, weights[tenant]
+            request.tenant = tenant
+            request.weight = weights[tenant]
             scheduler.add(request)
             requests.append(request)
         elif choose.random() < 0.1 and scheduler.running:
@@ -249,4 +281,6 @@ def test_tenants_that_are_gone_are_forgotten():
 @pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), 1e-4, "much", True])
 def test_a_weight_that_gives_no_share_is_refused(weight):
     with pytest.raises(InvalidRequestError, match="weight is"):
-        make_request("a", 3).__class__("a", [1], make_request("b", 1).sampling_params, weight=weight)
+        make_request("a", 3).__class__(
+            "a", [1], make_request("b", 1).sampling_params, weight=weight
+        )

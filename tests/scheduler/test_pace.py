@@ -7,7 +7,8 @@ from twinphase.batch import StepOutput, StepWork
 from twinphase.phases.cost import FEATURES, CostModel
 from twinphase.scheduler.pace import FULL_RATE, Pace, Pacing
 
-ROW, STEP = 1e-3, 5e-3
+ROW = 1e-3
+STEP = 5e-3
 
 
 @dataclass
@@ -42,14 +43,21 @@ def test_what_passes_between_steps_is_a_steps_own_time_too():
     def room(between):
         return make_pacing(Noisy(ROW, STEP, between=between)).choose().prefill_room
 
-    chunk, whole = room(2e-3) / ROW, STEP + 2e-3
+    chunk = room(2e-3) / ROW
+    whole = STEP + 2e-3
     assert chunk / (whole + ROW * chunk) == pytest.approx(FULL_RATE * 512 / (whole + ROW * 512))
-    assert room(0.0) < room(2e-3) < room(STEP) == room(1.0)  # one long pause does not make the chunks long
+    assert (
+        room(0.0) < room(2e-3) < room(STEP) == room(1.0)
+    )  # one long pause does not make the chunks long
 
 
 def test_what_a_pace_brings_and_costs_is_what_the_scheduler_then_does():
     pacing = make_pacing()
-    for pace in (pacing.told(pacing.choose()), pacing.told(Pace(50.0, False)), pacing.told(Pace(None, False))):
+    for pace in (
+        pacing.told(pacing.choose()),
+        pacing.told(Pace(50.0, False)),
+        pacing.told(Pace(None, False)),
+    ):
         slo = pace.itl_slo_ms
         scheduler = make_scheduler(
             1000, 16, 8192, pacing.times, max_num_batched_tokens=512, itl_slo_ms=slo, max_num_seqs=2
@@ -57,13 +65,16 @@ def test_what_a_pace_brings_and_costs_is_what_the_scheduler_then_does():
         scheduler.prefill_room = pace.prefill_room
         scheduler.add(make_request("stream", 256, max_tokens=1000))
         run_step(scheduler)
-        prompt, seconds, gap = make_request("prompt", pace.prompt, max_tokens=1), 0.0, 0.0
+        prompt = make_request("prompt", pace.prompt, max_tokens=1)
+        seconds = 0.0
+        gap = 0.0
         scheduler.add(prompt)
         while prompt.finish_reason is None:
             batch, _ = run_step(scheduler)
             assert ids(batch.decodes) == ["stream"]
             step = pacing.times.seconds(batch.work)
-            seconds, gap = seconds + step, max(gap, step)
+            seconds = seconds + step
+            gap = max(gap, step)
         assert seconds == pytest.approx(pace.prompt_seconds, rel=0.01)
         assert 1e3 * gap == pytest.approx(pace.gap_ms, rel=0.01)
         assert slo is None or gap * 1.2e3 <= slo
@@ -78,7 +89,13 @@ def test_between_many_streams_prompts_go_on_at_nearly_their_rate():
     pacing = make_pacing()
     pace = pacing.choose()
     scheduler = make_scheduler(
-        4000, 16, 8192, pacing.times, max_num_batched_tokens=512, itl_slo_ms=pace.itl_slo_ms, max_num_seqs=300
+        4000,
+        16,
+        8192,
+        pacing.times,
+        max_num_batched_tokens=512,
+        itl_slo_ms=pace.itl_slo_ms,
+        max_num_seqs=300,
     )
     scheduler.prefill_room = pace.prefill_room
     for number in range(250):
@@ -95,14 +112,22 @@ def test_between_many_streams_prompts_go_on_at_nearly_their_rate():
 def test_a_lone_prompt_is_read_in_whole_chunks():
     pace = make_pacing().choose()
     scheduler = make_scheduler(
-        1000, 16, 8192, Noisy(ROW, STEP), max_num_batched_tokens=512, itl_slo_ms=pace.itl_slo_ms, max_num_seqs=2
+        1000,
+        16,
+        8192,
+        Noisy(ROW, STEP),
+        max_num_batched_tokens=512,
+        itl_slo_ms=pace.itl_slo_ms,
+        max_num_seqs=2,
     )
     scheduler.prefill_room = pace.prefill_room
     scheduler.add(make_request("a", 1024, max_tokens=2))
     assert [run_step(scheduler)[0].prefills[0].num_scheduled_tokens for _ in range(2)] == [512, 512]
 
 
-@pytest.mark.parametrize("limits", [{"max_model_len": 2}, {"max_num_batched_tokens": 1}, {"block_size": 1}])
+@pytest.mark.parametrize(
+    "limits", [{"max_model_len": 2}, {"max_num_batched_tokens": 1}, {"block_size": 1}]
+)
 def test_small_limits_are_paced_too(limits):
     pacing = make_pacing(**limits)
     pace = pacing.told(pacing.choose())
@@ -112,23 +137,40 @@ def test_small_limits_are_paced_too(limits):
 
 @pytest.mark.parametrize("count", [16, 64])
 @pytest.mark.parametrize(
-    ("step", "few", "row", "context"), [(3.4e-3, 1.9e-4, 2.7e-4, 3.4e-7), (3.7e-3, 4.8e-4, 3.6e-4, 3e-7)]
+    ("step", "few", "row", "context"),
+    [(3.4e-3, 1.9e-4, 2.7e-4, 3.4e-7), (3.7e-3, 4.8e-4, 3.6e-4, 3e-7)],
 )
 def test_requests_that_come_at_once_lose_little_of_their_throughput(count, step, few, row, context):
     """In the time of prices that were learned on two occasions: SmolLM2-135M in Q4_1 on two cores."""
-    known = {"step": step, "few_rows": few, "many_rows": row, "logits": 1e-4, "prefill_contexts": context,
-             "decode_contexts": 5e-7, "sequences": 1.6e-5}  # fmt: skip
+    known = {
+        "step": step,
+        "few_rows": few,
+        "many_rows": row,
+        "logits": 1e-4,
+        "prefill_contexts": context,
+        "decode_contexts": 5e-7,
+        "sequences": 1.6e-5,
+    }
     model = CostModel([known.get(name, 0.0) for name in FEATURES])
-    pace, seconds = make_pacing(model).choose(), []
+    pace = make_pacing(model).choose()
+    seconds = []
     for chosen in (Pace(None, False), pace):
         scheduler = make_scheduler(
-            2048, 16, 8192, model, caching=False, max_num_batched_tokens=512, itl_slo_ms=chosen.itl_slo_ms
+            2048,
+            16,
+            8192,
+            model,
+            caching=False,
+            max_num_batched_tokens=512,
+            itl_slo_ms=chosen.itl_slo_ms,
         )
         scheduler.prefill_room = chosen.prefill_room
         for number in range(count):
             scheduler.add(make_request(str(number), [1] * 256, max_tokens=128))
         while scheduler.has_work:
             batch = scheduler.schedule()
-            scheduler.commit(batch, StepOutput({one.request_id: [7] for one in batch.scheduled if one.samples}))
+            scheduler.commit(
+                batch, StepOutput({one.request_id: [7] for one in batch.scheduled if one.samples})
+            )
         seconds.append(scheduler.seconds)
     assert 0.97 <= seconds[0] / seconds[1] < 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from schedules import EOS, chunks, ids, make_request, make_scheduler, run_all, run_step
 from twinphase.errors import CacheCapacityError
-from twinphase.request import FinishReason, RequestStatus
+from twinphase.outcome import FinishReason, RequestStatus
 
 
 def crowd(policy="fcfs", priorities=(0, 0, 0), caching=True):
@@ -44,7 +44,11 @@ def test_the_lowest_priority_and_the_youngest_gives_way(policy, priorities, vict
     scheduler, requests = crowd(policy, priorities)
     assert first_preempted(scheduler).preempted == (victim,)
     request = requests[victim]
-    assert (request.status, request.num_preemptions, request.num_computed_tokens) == (RequestStatus.PREEMPTED, 1, 0)
+    assert (request.status, request.num_preemptions, request.num_computed_tokens) == (
+        RequestStatus.PREEMPTED,
+        1,
+        0,
+    )
     assert scheduler.fair.waiting == [request]
 
 
@@ -58,7 +62,9 @@ def test_it_comes_back_at_its_old_place_and_computes_again_what_was_lost():
     while victim.status is RequestStatus.PREEMPTED:
         batch, _ = run_step(scheduler)
     assert chunks(batch)[0] == ("c", 0, known)
-    assert victim.num_recomputed_tokens == known - 1 == scheduler.num_recomputed_tokens  # the last was never computed
+    assert (
+        victim.num_recomputed_tokens == known - 1 == scheduler.num_recomputed_tokens
+    )  # the last was never computed
     run_all(scheduler)
     assert [len(request.output_token_ids) for request in requests.values()] == [9, 9, 9]
 
@@ -75,7 +81,9 @@ def test_what_of_it_was_not_evicted_is_not_computed_again():
     batch, _ = run_step(scheduler)
     assert chunks(batch) == [("a", 8, 5)]
     assert request.num_recomputed_tokens == 4  # the last token is computed for the first time
-    assert request.num_cached_tokens == 0  # to find one's own earlier blocks is no hit of the prompt
+    assert (
+        request.num_cached_tokens == 0
+    )  # to find one's own earlier blocks is no hit of the prompt
 
 
 def test_one_that_is_back_with_all_but_its_last_token_cached_decodes_at_once():
@@ -99,7 +107,9 @@ def test_a_load_of_several_times_what_fits_finishes_without_thrashing(policy, ca
     requests = []
     for number in range(60):
         priority = choose.randint(0, 3) if policy == "priority" else 0
-        requests.append(make_request(f"{number}", choose.randint(4, 30), priority=priority, max_tokens=30))
+        requests.append(
+            make_request(f"{number}", choose.randint(4, 30), priority=priority, max_tokens=30)
+        )
         scheduler.add(requests[-1])
     outputs = Counter()  # of each request when it was preempted last
     for _ in range(10_000):
@@ -108,7 +118,9 @@ def test_a_load_of_several_times_what_fits_finishes_without_thrashing(policy, ca
         batch, _ = run_step(scheduler)
         for name in batch.preempted:
             request = requests[int(name)]
-            assert len(request.output_token_ids) > outputs[name] or name not in outputs, f"{name} came back for nothing"
+            assert len(request.output_token_ids) > outputs[name] or name not in outputs, (
+                f"{name} came back for nothing"
+            )
             outputs[name] = len(request.output_token_ids)
     assert all(request.finish_reason is FinishReason.LENGTH for request in requests)
     computed = sum(request.num_tokens - 1 for request in requests)
@@ -133,7 +145,8 @@ def test_no_block_leaks_and_all_finish_whatever_happens(seed):
         action = choose.random()
         if action < 0.4:
             priority = choose.randint(-2, 2) if scheduler.policy == "priority" else 0
-            prompt, max_tokens = [10] * choose.randint(1, 20), choose.choice([None, 1, 5])
+            prompt = [10] * choose.randint(1, 20)
+            max_tokens = choose.choice([None, 1, 5])
             request = make_request(str(number), prompt, priority=priority, max_tokens=max_tokens)
             try:
                 scheduler.add(request)

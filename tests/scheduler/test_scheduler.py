@@ -3,7 +3,8 @@ import pytest
 from schedules import EOS, chunks, ids, make_request, make_scheduler, run_all, run_step
 from twinphase.batch import Batch, Phase, StepOutput
 from twinphase.errors import CacheCapacityError, InvalidRequestError
-from twinphase.request import FinishReason, Request, RequestStatus, SamplingParams
+from twinphase.outcome import FinishReason, RequestStatus
+from twinphase.request import Request, SamplingParams
 from twinphase.scheduler.phase import give_tokens, phase_of
 
 
@@ -46,7 +47,9 @@ def test_chunks_end_on_block_boundaries_where_they_can():
     scheduler.add(make_request("b", 6, max_tokens=1))
     batches = run_all(scheduler)
     assert [chunks(batch) for batch in batches] == [
-        [("a", 0, 4)],  # the 3 tokens that are left are no block: not worth beginning another prompt for
+        [
+            ("a", 0, 4)
+        ],  # the 3 tokens that are left are no block: not worth beginning another prompt for
         [("a", 4, 4)],
         [("a", 8, 4)],
         [("a", 12, 4)],
@@ -85,7 +88,8 @@ class TestAdmission:
 
     def test_blocks_are_limited_and_each_running_request_may_want_one_more(self):
         scheduler = make_scheduler(num_blocks=4)
-        first, second = make_request("a", 8, max_tokens=5), make_request("b", 8, max_tokens=5)
+        first = make_request("a", 8, max_tokens=5)
+        second = make_request("b", 8, max_tokens=5)
         scheduler.add(first)
         scheduler.add(second)
         batch, _ = run_step(scheduler)
@@ -154,7 +158,9 @@ class TestRefusals:
     )
     def test_what_the_empty_cache_could_not_hold(self, prompt, max_tokens, needed):
         scheduler = make_scheduler(num_blocks=4)
-        with pytest.raises(CacheCapacityError, match=f"up to {needed} KV cache blocks of 4 .* whole cache has 4"):
+        with pytest.raises(
+            CacheCapacityError, match=f"up to {needed} KV cache blocks of 4 .* whole cache has 4"
+        ):
             scheduler.add(make_request("a", prompt, max_tokens=max_tokens))
         assert not scheduler.has_work
 
@@ -186,10 +192,13 @@ class TestEnds:
 
     def test_a_request_that_could_not_be_sampled_fails_alone(self):
         scheduler = make_scheduler()
-        bad, good = make_request("bad", 3), make_request("good", 3)
+        bad = make_request("bad", 3)
+        good = make_request("good", 3)
         scheduler.add(bad)
         scheduler.add(good)
-        assert scheduler.commit(scheduler.schedule(), StepOutput({"good": [7]})) == [bad]  # no token, and no reason
+        assert scheduler.commit(scheduler.schedule(), StepOutput({"good": [7]})) == [
+            bad
+        ]  # no token, and no reason
         assert bad.finish_reason is FinishReason.ERROR
         run_all(scheduler)
         assert good.finish_reason is FinishReason.LENGTH
@@ -253,7 +262,11 @@ def test_a_decode_advances_by_its_accepted_drafts():
     assert len(request.block_ids) == 3  # for 9 tokens
     commit_tokens(scheduler, Batch([share], []), r0=[11, 12, 9])
     assert request.output_token_ids == [7, 11, 12, 9]
-    assert (request.num_computed_tokens, request.num_draft_tokens, request.num_accepted_draft_tokens) == (7, 4, 2)
+    assert (
+        request.num_computed_tokens,
+        request.num_draft_tokens,
+        request.num_accepted_draft_tokens,
+    ) == (7, 4, 2)
     assert len(request.block_ids) == 2  # the third is given back
     batch = scheduler.schedule({"r0": [11, 12]})
     commit_tokens(scheduler, batch, r0=[11, 12, 13])
@@ -272,7 +285,9 @@ def test_drafts_end_where_the_output_has_to():
 
 def test_drafts_take_free_blocks_only():
     scheduler = running_scheduler(2, num_blocks=5, max_tokens=16)
-    batch = scheduler.schedule({"r0": [1] * 12, "r1": [1] * 12})  # each needs its second block; one is left
+    batch = scheduler.schedule(
+        {"r0": [1] * 12, "r1": [1] * 12}
+    )  # each needs its second block; one is left
     assert [share.num_drafts for share in batch.decodes] == [7, 3]
     assert not batch.preempted
     commit_tokens(scheduler, batch, r0=[9], r1=[9])
@@ -309,10 +324,16 @@ def test_only_right_drafts_are_findable():
     scheduler = make_scheduler(block_size=4)
     scheduler.add(make_request("r0", 4, max_tokens=20))
     run_step(scheduler)
-    commit_tokens(scheduler, scheduler.schedule({"r0": [11, 12, 13, 14, 15, 16]}), r0=[11, 12, 13, 9])
+    commit_tokens(
+        scheduler, scheduler.schedule({"r0": [11, 12, 13, 14, 15, 16]}), r0=[11, 12, 13, 9]
+    )
     prompt = scheduler.get("r0").prompt_token_ids
     scheduler.finish("r0", FinishReason.ABORT)
-    for tail, found in (([7, 11, 12, 13], 8), ([7, 11, 12, 13, 14, 15, 16, 0], 8), ([7, 11, 12, 14], 4)):
+    for tail, found in (
+        ([7, 11, 12, 13], 8),
+        ([7, 11, 12, 13, 14, 15, 16, 0], 8),
+        ([7, 11, 12, 14], 4),
+    ):
         again = make_request(f"{tail}", [*prompt, *tail, 99], max_tokens=1)
         scheduler.add(again)
         run_all(scheduler)

@@ -13,7 +13,10 @@ PAGE = "https://page.example"  # a page that may ask from a browser
 def tiny_path(tmp_path_factory):
     """A random model with a long context: its answers never end by themselves, and mean nothing."""
     return write_tiny_gguf(
-        tmp_path_factory.mktemp("model") / "tiny.gguf", tensor_type="Q4_0", context=4096, infill=(300, 301, 302)
+        tmp_path_factory.mktemp("model") / "tiny.gguf",
+        tensor_type="Q4_0",
+        context=4096,
+        infill=(300, 301, 302),
     )
 
 
@@ -46,10 +49,30 @@ def limited(start):
     """Runs one request at a time, lets two wait, and has what is off by default; `lister` is one test's own key."""
     names = ("--served-model-name", "a", "--served-model-name", "b")
     keys = ("--api-key", "one", "--api-key", "two", "--api-key", "lister")
-    limits = ("--max-num-seqs", "1", "--max-queued-requests", "2", "--max-queued-tokens", "100", "--max-n", "2")
-    limits += ("--max-prompts", "3", "--max-body-bytes", "60000", "--kept-timelines", "3", "--kept-responses", "2")
+    limits = (
+        "--max-num-seqs",
+        "1",
+        "--max-queued-requests",
+        "2",
+        "--max-queued-tokens",
+        "100",
+        "--max-n",
+        "2",
+    )
+    limits += (
+        "--max-prompts",
+        "3",
+        "--max-body-bytes",
+        "60000",
+        "--kept-timelines",
+        "3",
+        "--kept-responses",
+        "2",
+    )
     order = ("--max-num-batched-tokens", "16", "--scheduling-policy", "priority")
-    with start(*names, *keys, *limits, *order, "--vllm-metrics", "--allowed-origins", PAGE) as running:
+    with start(
+        *names, *keys, *limits, *order, "--vllm-metrics", "--allowed-origins", PAGE
+    ) as running:
         yield running
 
 

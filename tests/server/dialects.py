@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-OPENAI, ANTHROPIC, OLLAMA = "openai", "anthropic", "ollama"
+OPENAI = "openai"
+ANTHROPIC = "anthropic"
+OLLAMA = "ollama"
 ENDLESS = {"type": "string", "minLength": 9999}  # the form of an answer that does not end by itself
 PATHS = {OPENAI: "/v1/chat/completions", ANTHROPIC: "/v1/messages", OLLAMA: "/api/chat"}
 
@@ -26,9 +28,15 @@ class Said:
     num_output: int = 0
 
 
-def ask(dialect: str, model: str, text: str = "hello", *, max_tokens: int = 4000, **more: Any) -> dict[str, Any]:
+def ask(
+    dialect: str, model: str, text: str = "hello", *, max_tokens: int = 4000, **more: Any
+) -> dict[str, Any]:
     """A greedy request's body, of an answer that goes on as long as it may unless `more` says what form it has."""
-    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": text}], "stream": False}
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "stream": False,
+    }
     if dialect == OLLAMA:
         body["options"] = {"num_predict": max_tokens, "temperature": 0, **more.pop("options", {})}
     else:
@@ -46,7 +54,9 @@ def form(dialect: str, schema: Any) -> dict[str, Any]:
         return {"format": schema}
     if dialect == ANTHROPIC:
         return {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    }
 
 
 def parts(client: socket.socket) -> Iterator[Any]:
@@ -66,7 +76,9 @@ def message(dialect: str, body: Any) -> str:
         assert body.keys() == {"error"}
         return str(body["error"])
     if dialect == ANTHROPIC:
-        assert body.keys() == {"type", "error"} and body["type"] == "error" and body["error"]["type"]
+        assert (
+            body.keys() == {"type", "error"} and body["type"] == "error" and body["error"]["type"]
+        )
     else:
         assert body["error"].keys() == {"message", "type", "param", "code"}
     return str(body["error"]["message"])
@@ -75,22 +87,40 @@ def message(dialect: str, body: Any) -> str:
 def whole(dialect: str, body: Any) -> Said:
     """Of an answer in one body."""
     if dialect == OPENAI:
-        (choice,), usage = body["choices"], body["usage"]
+        (choice,) = body["choices"]
+        usage = body["usage"]
         found = choice["message"]
-        calls = [(call["function"]["name"], json.loads(call["function"]["arguments"]))
-                 for call in found.get("tool_calls") or ()]  # fmt: skip
-        said = found.get("content") or "", found.get("reasoning_content") or "", tuple(calls), choice["finish_reason"]
+        calls = [
+            (call["function"]["name"], json.loads(call["function"]["arguments"]))
+            for call in found.get("tool_calls") or ()
+        ]
+        said = (
+            found.get("content") or "",
+            found.get("reasoning_content") or "",
+            tuple(calls),
+            choice["finish_reason"],
+        )
         return Said(*said, usage["prompt_tokens"], usage["completion_tokens"])
     if dialect == OLLAMA:
         found = body["message"]
-        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in found.get("tool_calls") or ()]
+        calls = [
+            (call["function"]["name"], call["function"]["arguments"])
+            for call in found.get("tool_calls") or ()
+        ]
         said = found["content"], found.get("thinking") or "", tuple(calls), body["done_reason"]
         return Said(*said, body["prompt_eval_count"], body["eval_count"])
-    blocks, usage = body["content"], body["usage"]
-    text, thoughts = ("".join(b[kind] for b in blocks if b["type"] == kind) for kind in ("text", "thinking"))
+    blocks = body["content"]
+    usage = body["usage"]
+    text, thoughts = (
+        "".join(b[kind] for b in blocks if b["type"] == kind) for kind in ("text", "thinking")
+    )
     calls = [(block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
-    num_prompt = sum(usage[f"{kind}input_tokens"] for kind in ("", "cache_creation_", "cache_read_"))
-    return Said(text, thoughts, tuple(calls), body["stop_reason"], num_prompt, usage["output_tokens"])
+    num_prompt = sum(
+        usage[f"{kind}input_tokens"] for kind in ("", "cache_creation_", "cache_read_")
+    )
+    return Said(
+        text, thoughts, tuple(calls), body["stop_reason"], num_prompt, usage["output_tokens"]
+    )
 
 
 def joined(dialect: str, events: list[Any]) -> dict[str, Any]:
@@ -99,8 +129,13 @@ def joined(dialect: str, events: list[Any]) -> dict[str, Any]:
         messages = [event["message"] for event in events]
         assert [event["done"] for event in events] == [False] * (len(events) - 1) + [True]
         calls = [call for message in messages for call in message.get("tool_calls", ())]
-        text, thoughts = ("".join(m.get(key, "") for m in messages) for key in ("content", "thinking"))
-        return {**events[-1], "message": {"content": text, "thinking": thoughts, "tool_calls": calls}}
+        text, thoughts = (
+            "".join(m.get(key, "") for m in messages) for key in ("content", "thinking")
+        )
+        return {
+            **events[-1],
+            "message": {"content": text, "thinking": thoughts, "tool_calls": calls},
+        }
     if dialect == OPENAI:
         deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
         calls: list[dict[str, Any]] = []
@@ -108,13 +143,22 @@ def joined(dialect: str, events: list[Any]) -> dict[str, Any]:
             if "id" in call:
                 calls.append({"function": {"name": call["function"]["name"], "arguments": ""}})
             calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-        text, thoughts = ("".join(d.get(key) or "" for d in deltas) for key in ("content", "reasoning_content"))
+        text, thoughts = (
+            "".join(d.get(key) or "" for d in deltas) for key in ("content", "reasoning_content")
+        )
         reasons = [event["choices"][0]["finish_reason"] for event in events if event["choices"]]
         message = {"content": text, "reasoning_content": thoughts, "tool_calls": calls}
-        return {"choices": [{"message": message, "finish_reason": reasons[-1]}], "usage": events[-1]["usage"]}
+        return {
+            "choices": [{"message": message, "finish_reason": reasons[-1]}],
+            "usage": events[-1]["usage"],
+        }
     events = [event for event in events if event["type"] != "ping"]
     first, *middle, delta, last = events
-    assert (first["type"], delta["type"], last["type"]) == ("message_start", "message_delta", "message_stop")
+    assert (first["type"], delta["type"], last["type"]) == (
+        "message_start",
+        "message_delta",
+        "message_stop",
+    )
     blocks: list[dict[str, Any]] = []
     for event in middle:
         if event["type"] == "content_block_start":
@@ -122,7 +166,11 @@ def joined(dialect: str, events: list[Any]) -> dict[str, Any]:
             blocks.append(event["content_block"] | {"json": ""})
         elif event["type"] == "content_block_delta":
             (key,) = event["delta"].keys() - {"type"}
-            kind = {"text": "text_delta", "thinking": "thinking_delta", "partial_json": "input_json_delta"}[key]
+            kind = {
+                "text": "text_delta",
+                "thinking": "thinking_delta",
+                "partial_json": "input_json_delta",
+            }[key]
             assert event["delta"]["type"] == kind and event["index"] == len(blocks) - 1
             blocks[-1]["json" if key == "partial_json" else key] += event["delta"][key]
         else:

@@ -1,6 +1,7 @@
 """A client that does what no HTTP library would, and the check that a server came through it.
 
-Half requests, sockets that nobody reads, bytes that are no HTTP. Not for talking to a server properly: `running.py`.
+Half requests, sockets that nobody reads, bytes that are no HTTP. Not for talking to a server
+properly: `running.py`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,23 @@ from typing import Any
 
 from running import PATIENCE, RunningServer
 
-PATH, ONE = "/v1/completions", {"Authorization": "Bearer one"}  # a key of the server `limited`
-LONG = {"prompt": "hello", "max_tokens": 4000, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-PROBE = {"prompt": "hello world", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+# a key of the server `limited`
+PATH = "/v1/completions"
+ONE = {"Authorization": "Bearer one"}
+LONG = {
+    "prompt": "hello",
+    "max_tokens": 4000,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+PROBE = {
+    "prompt": "hello world",
+    "max_tokens": 8,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
 
 
 @contextmanager
@@ -33,7 +48,8 @@ def surviving(server: RunningServer, *, restarts: bool = False, **headers: str) 
         assert status == 200, body
         return tokens(body)
 
-    before, num_restarts = probe(), server.metric("engine_restarts_total")
+    before = probe()
+    num_restarts = server.metric("engine_restarts_total")
     yield
     server.wait_until_ready()
     server.wait_until_idle()
@@ -74,7 +90,10 @@ def request(path: str, body: Any, **headers: str) -> bytes:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     fields = {"Host": "test", "Content-Type": "application/json", "Content-Length": str(len(data))}
     fields |= {name.replace("_", "-"): value for name, value in headers.items()}
-    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items() if value)]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        *(f"{name}: {value}" for name, value in fields.items() if value),
+    ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
 

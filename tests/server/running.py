@@ -20,7 +20,9 @@ from openai import OpenAI
 
 from children import end
 
-PATIENCE = 90.0  # seconds after which what a test waits for does not come: a busy machine takes its time
+PATIENCE = (
+    90.0  # seconds after which what a test waits for does not come: a busy machine takes its time
+)
 
 
 class RunningServer:
@@ -31,9 +33,21 @@ class RunningServer:
         log: what it wrote so far goes there.
     """
 
-    def __init__(self, model: str | Path, log: Path, *flags: str, wait: bool = True, path: Path | None = None) -> None:
-        self.log, self.model = log, str(model)
-        command = [sys.executable, "-m", "twinphase.cli", "serve", str(model), "--port", "0", *flags]
+    def __init__(
+        self, model: str | Path, log: Path, *flags: str, wait: bool = True, path: Path | None = None
+    ) -> None:
+        self.log = log
+        self.model = str(model)
+        command = [
+            sys.executable,
+            "-m",
+            "twinphase.cli",
+            "serve",
+            str(model),
+            "--port",
+            "0",
+            *flags,
+        ]
         found = [str(path) if path else "", os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, found))}
         with open(log, "w") as file:
@@ -57,7 +71,9 @@ class RunningServer:
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log.read_text()}")
+                raise AssertionError(
+                    f"the server ended with {self.process.returncode}:\n{self.log.read_text()}"
+                )
             found = re.search(r"listening +(http://[^/]+)/v1", self.log.read_text())
             if found:
                 self.url = found[1]
@@ -79,10 +95,14 @@ class RunningServer:
     def _send(self, request: urllib.request.Request) -> tuple[int, Any]:
         try:
             with urllib.request.urlopen(request, timeout=120) as response:
-                status, data, kind = response.status, response.read(), response.headers.get("content-type", "")
+                status = response.status
+                data = response.read()
+                kind = response.headers.get("content-type", "")
         except urllib.error.HTTPError as error:
             with error:
-                status, data, kind = error.code, error.read(), error.headers.get("content-type", "")
+                status = error.code
+                data = error.read()
+                kind = error.headers.get("content-type", "")
         except urllib.error.URLError:
             return 0, None
         return status, json.loads(data) if kind.startswith("application/json") else data.decode()
@@ -104,7 +124,11 @@ class RunningServer:
         """Of the engine's process."""
         children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         pids = [int(pid) for path in children for pid in path.read_text().split()]
-        return next(pid for pid in pids if b"twinphase.engine.child" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        return next(
+            pid
+            for pid in pids
+            if b"twinphase.engine.process.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -130,7 +154,9 @@ class RunningServer:
     def is_idle(self) -> bool:
         """Whether the engine holds no request and no block."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        return all(self.metric(name) == 0 for name in names) and self.get("/health")[1]["running"] == 0
+        return (
+            all(self.metric(name) == 0 for name in names) and self.get("/health")[1]["running"] == 0
+        )
 
     def wait_until_idle(self, seconds: float = PATIENCE) -> None:
         """Fails if that does not come."""

@@ -10,7 +10,8 @@ class Stream:
     """Gives numbers, and counts how often it was asked."""
 
     def __init__(self, given, error=None):
-        self.given, self.error = iter(given), error
+        self.given = iter(given)
+        self.error = error
         self.num_asked = self.num_abandoned = 0
 
     def __aiter__(self):
@@ -29,7 +30,10 @@ class Stream:
 
 
 def choices_of(*streams):
-    return [SimpleNamespace(index=i, stream=s, take=lambda u, i=i: (i, u)) for i, s in enumerate(streams)]
+    return [
+        SimpleNamespace(index=i, stream=s, take=lambda u, i=i: (i, u))
+        for i, s in enumerate(streams)
+    ]
 
 
 async def let_others_run():

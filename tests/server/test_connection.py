@@ -23,13 +23,17 @@ async def app(scope, receive, send):
         body += message["body"]
         if not message["more_body"]:
             break
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
+    )
     await send({"type": "http.response.body", "body": b"ok"})
 
 
 def run(talk, keep_alive=20):
     async def main():
-        config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", timeout_keep_alive=keep_alive)
+        config = uvicorn.Config(
+            app, http=Connection, ws="none", lifespan="off", timeout_keep_alive=keep_alive
+        )
         config.load()
         state = uvicorn.server.ServerState()
         server = await asyncio.get_running_loop().create_server(
@@ -38,7 +42,9 @@ def run(talk, keep_alive=20):
         async with server:
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
             try:
-                client = SimpleNamespace(read=reader.read, writer=writer, connections=state.connections)
+                client = SimpleNamespace(
+                    read=reader.read, writer=writer, connections=state.connections
+                )
                 await asyncio.wait_for(talk(client), 90)
             finally:
                 writer.close()
@@ -112,7 +118,9 @@ def test_a_client_that_does_not_take_the_end_of_its_answer_is_cut(monkeypatch, k
     monkeypatch.setattr(connection, "UNREAD_SECONDS", 0.2)
 
     async def talk(client):
-        client.writer.write(f"GET /large HTTP/1.1\r\nHost: a\r\nConnection: {kept}\r\n\r\n".encode())
+        client.writer.write(
+            f"GET /large HTTP/1.1\r\nHost: a\r\nConnection: {kept}\r\n\r\n".encode()
+        )
         while not client.connections:
             await asyncio.sleep(0.01)
         while client.connections:  # the one connection

@@ -5,17 +5,47 @@ from contextlib import closing
 
 import pytest
 
-from dialects import ANTHROPIC, ENDLESS, OLLAMA, OPENAI, PATHS, Said, ask, form, joined, message, parts, whole
+from dialects import (
+    ANTHROPIC,
+    ENDLESS,
+    OLLAMA,
+    OPENAI,
+    PATHS,
+    Said,
+    ask,
+    form,
+    joined,
+    message,
+    parts,
+    whole,
+)
 from raw_client import ONE, connect, read_reply, request, send
 
-REASONS = {OPENAI: ("length", "stop"), ANTHROPIC: ("max_tokens", "stop_sequence"), OLLAMA: ("length", "stop")}
+REASONS = {
+    OPENAI: ("length", "stop"),
+    ANTHROPIC: ("max_tokens", "stop_sequence"),
+    OLLAMA: ("length", "stop"),
+}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"]}
 OFFER = {
-    ANTHROPIC: [{"name": "pick", "description": "Picks one.", "input_schema": SCHEMA, "cache_control": {"type": "e"}}],
-    **dict.fromkeys((OPENAI, OLLAMA), [
-        {"type": "function", "function": {"name": "pick", "description": "Picks one.", "parameters": SCHEMA}}
-    ]),
-}  # fmt: skip
+    ANTHROPIC: [
+        {
+            "name": "pick",
+            "description": "Picks one.",
+            "input_schema": SCHEMA,
+            "cache_control": {"type": "e"},
+        }
+    ],
+    **dict.fromkeys(
+        (OPENAI, OLLAMA),
+        [
+            {
+                "type": "function",
+                "function": {"name": "pick", "description": "Picks one.", "parameters": SCHEMA},
+            }
+        ],
+    ),
+}
 OTHERS = [ANTHROPIC, OLLAMA]
 
 
@@ -56,24 +86,58 @@ def test_tools_and_their_results(server):
     expected = answers(server, OPENAI, max_tokens=200, tools=OFFER[OPENAI], **choice)[0]
     assert expected.reason == "tool_calls" and expected.calls
     for said in answers(
-        server, ANTHROPIC, max_tokens=200, tools=OFFER[ANTHROPIC], tool_choice={"type": "tool", "name": "pick"}
+        server,
+        ANTHROPIC,
+        max_tokens=200,
+        tools=OFFER[ANTHROPIC],
+        tool_choice={"type": "tool", "name": "pick"},
     ):
         assert (said.calls, said.reason) == (expected.calls, "tool_use")
     given = expected.calls[0][1]
-    call = {"id": "c", "type": "function", "function": {"name": "pick", "arguments": json.dumps(given)}}
+    call = {
+        "id": "c",
+        "type": "function",
+        "function": {"name": "pick", "arguments": json.dumps(given)},
+    }
     user = {"role": "user", "content": "hello"}
     past = {
-        OPENAI: [user, {"role": "assistant", "content": "so", "tool_calls": [call]},
-                 {"role": "tool", "content": "3", "tool_call_id": "c"}, {"role": "user", "content": "go on"}],
-        ANTHROPIC: [user, {"role": "assistant", "content": [
-            {"type": "text", "text": "so"}, {"type": "tool_use", "id": "c", "name": "pick", "input": given}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"},
-                                         {"type": "text", "text": "go on"}]}],
-        OLLAMA: [user, {"role": "assistant", "content": "so",
-                        "tool_calls": [{"function": {"name": "pick", "arguments": given}}]},
-                 {"role": "tool", "content": "3", "tool_name": "pick"}, {"role": "user", "content": "go on"}],
-    }  # fmt: skip
-    said = [answers(server, one, max_tokens=9, messages=past[one], tools=OFFER[one]) for one in PATHS]
+        OPENAI: [
+            user,
+            {"role": "assistant", "content": "so", "tool_calls": [call]},
+            {"role": "tool", "content": "3", "tool_call_id": "c"},
+            {"role": "user", "content": "go on"},
+        ],
+        ANTHROPIC: [
+            user,
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "text", "text": "so"},
+                    {"type": "tool_use", "id": "c", "name": "pick", "input": given},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "c", "content": "3"},
+                    {"type": "text", "text": "go on"},
+                ],
+            },
+        ],
+        OLLAMA: [
+            user,
+            {
+                "role": "assistant",
+                "content": "so",
+                "tool_calls": [{"function": {"name": "pick", "arguments": given}}],
+            },
+            {"role": "tool", "content": "3", "tool_name": "pick"},
+            {"role": "user", "content": "go on"},
+        ],
+    }
+    said = [
+        answers(server, one, max_tokens=9, messages=past[one], tools=OFFER[one]) for one in PATHS
+    ]
     assert len({(one.text, one.num_prompt) for pair in said for one in pair}) == 1
 
 
@@ -86,7 +150,12 @@ def test_anthropic_tells_what_was_cached_and_counts_tokens(server):
     count = {"model": server.model, "messages": body["messages"], "system": system}
     total = server.post("/v1/messages/count_tokens", count)[1]["input_tokens"]
     for usage in (first, second):
-        assert usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"] == total
+        assert (
+            usage["input_tokens"]
+            + usage["cache_read_input_tokens"]
+            + usage["cache_creation_input_tokens"]
+            == total
+        )
 
 
 def test_an_answers_beginning_is_gone_on_with(server):
@@ -99,7 +168,8 @@ def test_an_answers_beginning_is_gone_on_with(server):
 
 def test_ollama_tells_the_two_phases_and_their_sum(server):
     body = server.post("/api/chat", ask(OLLAMA, server.model, max_tokens=8))[1]
-    timings, phases = body["timings"], ("prompt_eval_duration", "eval_duration", "load_duration")
+    timings = body["timings"]
+    phases = ("prompt_eval_duration", "eval_duration", "load_duration")
     assert all(isinstance(body[name], int) for name in phases)
     assert body["prompt_eval_duration"] == pytest.approx(1e6 * timings["prompt_ms"], abs=1e4)
     assert body["eval_duration"] == pytest.approx(1e6 * timings["predicted_ms"], abs=1e4)
@@ -122,7 +192,9 @@ def test_ollama_generates_from_prompts(server):
     raw = server.post("/api/generate", {**asked, "raw": True})[1]
     assert (raw["response"], raw["done_reason"]) == (plain["choices"][0]["text"], "length")
     for path in ("/api/generate", "/api/chat"):  # how clients have a model loaded
-        assert server.post(path, {"model": server.model, "stream": False})[1]["done_reason"] == "load"
+        assert (
+            server.post(path, {"model": server.model, "stream": False})[1]["done_reason"] == "load"
+        )
 
 
 def test_ollama_lists_and_shows_the_model(server):
@@ -130,14 +202,21 @@ def test_ollama_lists_and_shows_the_model(server):
     shown = server.post("/api/show", {"model": server.model})[1]
     assert tags["model"] == loaded["model"] == server.model and loaded["context_length"] == 4096
     assert shown["details"] == tags["details"] and shown["details"]["family"] == "llama"
-    assert shown["model_info"]["llama.context_length"] == 4096 and "completion" in shown["capabilities"]
+    assert (
+        shown["model_info"]["llama.context_length"] == 4096
+        and "completion" in shown["capabilities"]
+    )
     assert server.get("/api/version")[1]["version"]
 
 
 def test_ollama_reads_json_without_its_content_type_but_not_from_a_page(server):
     body = ask(OLLAMA, server.model, max_tokens=1)
     form = "application/x-www-form-urlencoded"
-    for kind, origin, expected in ((form, "", 200), ("", "", 200), (form, "https://page.example", 400)):
+    for kind, origin, expected in (
+        (form, "", 200),
+        ("", "", 200),
+        (form, "https://page.example", 400),
+    ):
         with connect(server) as client:
             client.sendall(request("/api/chat", body, Content_Type=kind, Origin=origin))
             assert read_reply(client)[0] == expected
@@ -154,17 +233,52 @@ REFUSED = [
         400,
         "of the type image is not read here",
     ),
-    (ANTHROPIC, {"messages": [{"role": "user", "content": [{"type": "king"}]}]}, 400, "`messages.0.content.0`"),
-    (ANTHROPIC, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "`tools.0.type`: only this"),
+    (
+        ANTHROPIC,
+        {"messages": [{"role": "user", "content": [{"type": "king"}]}]},
+        400,
+        "`messages.0.content.0`",
+    ),
+    (
+        ANTHROPIC,
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        400,
+        "`tools.0.type`: only this",
+    ),
     (ANTHROPIC, {"tool_choice": {"type": "any"}}, 400, "`tool_choice` needs `tools`"),
-    (ANTHROPIC, {"tool_choice": {"type": "tool"}}, 400, "`tool_choice`: the type tool needs `name`."),
+    (
+        ANTHROPIC,
+        {"tool_choice": {"type": "tool"}},
+        400,
+        "`tool_choice`: the type tool needs `name`.",
+    ),
     (ANTHROPIC, {"temperature": 1000}, 400, "temperature is 1000"),
-    (ANTHROPIC, {"top_logprobs": 2}, 400, "The field `top_logprobs` is not supported. Leave it out."),
+    (
+        ANTHROPIC,
+        {"top_logprobs": 2},
+        400,
+        "The field `top_logprobs` is not supported. Leave it out.",
+    ),
     (OLLAMA, {"model": "gpt"}, 404, "'gpt' is not served here"),
     (OLLAMA, {"options": {"mirostat": 1}}, 400, "`options.mirostat`"),
-    (OLLAMA, {"options": {"repeat_penalty": -1}}, 400, "`options.repeat_penalty`: Input should be greater"),
-    (OLLAMA, {"options": {"typical": 1}}, 400, "The field `options.typical` is not supported. Leave it out."),
-    (OLLAMA, {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, 400, "`messages.0.images`"),
+    (
+        OLLAMA,
+        {"options": {"repeat_penalty": -1}},
+        400,
+        "`options.repeat_penalty`: Input should be greater",
+    ),
+    (
+        OLLAMA,
+        {"options": {"typical": 1}},
+        400,
+        "The field `options.typical` is not supported. Leave it out.",
+    ),
+    (
+        OLLAMA,
+        {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]},
+        400,
+        "`messages.0.images`",
+    ),
     (OLLAMA, {"format": "xml"}, 400, "`format"),
     (OLLAMA, {"think": True}, 400, "does not support thinking"),
     (OLLAMA, {"format": {"type": "king"}}, 400, "king"),
@@ -182,9 +296,11 @@ def test_what_is_not_honoured_is_refused_by_name(server, dialect, fields, status
 def test_generate_refuses_what_it_has_no_place_for(server):
     body = {"model": server.model, "prompt": "a"}
     for fields, part in (
-        ({"context": [1, 2]}, "`context`"), ({"template": "{{ .Prompt }}"}, "`template`"),
-        ({"images": ["a"]}, "`images`"), ({"raw": True, "system": "b"}, "`raw`"),
-    ):  # fmt: skip
+        ({"context": [1, 2]}, "`context`"),
+        ({"template": "{{ .Prompt }}"}, "`template`"),
+        ({"images": ["a"]}, "`images`"),
+        ({"raw": True, "system": "b"}, "`raw`"),
+    ):
         status, reply = server.post("/api/generate", body | fields)
         assert status == 400 and part in message(OLLAMA, reply)
     status, reply = server.post("/api/pull", body)

@@ -33,7 +33,12 @@ def expected(folder):
 
 def test_openais_client_gets_the_vectors(embedder, expected):
     with embedder.client() as client:
-        for given in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}, {"dimensions": 48}):
+        for given in (
+            {},
+            {"encoding_format": "float"},
+            {"encoding_format": "base64"},
+            {"dimensions": 48},
+        ):
             reply = client.embeddings.create(model="tiny-bert", input=TEXTS, **given)
             vectors = [
                 np.frombuffer(base64.b64decode(one.embedding), "<f4")
@@ -43,7 +48,9 @@ def test_openais_client_gets_the_vectors(embedder, expected):
             ]
             assert np.array_equal(vectors, expected)
             assert (reply.model, [one.index for one in reply.data]) == ("tiny-bert", [0, 1, 2])
-        assert client.embeddings.create(model="tiny-bert", input=TEXTS[1]).data[0].embedding == list(expected[1])
+        assert client.embeddings.create(model="tiny-bert", input=TEXTS[1]).data[
+            0
+        ].embedding == list(expected[1])
 
 
 def test_token_ids_and_usage(embedder, folder, expected):
@@ -53,22 +60,34 @@ def test_token_ids_and_usage(embedder, folder, expected):
         assert status == 200 and np.array_equal([one["embedding"] for one in body["data"]], vectors)
     total = len(ids[0])
     assert body["usage"] == {"prompt_tokens": total, "total_tokens": total}
-    assert embedder.metric("embedding_texts_total") > 0 and embedder.metric("embedding_tokens_total") > total
+    assert (
+        embedder.metric("embedding_texts_total") > 0
+        and embedder.metric("embedding_tokens_total") > total
+    )
 
 
 def test_ollamas_api_gives_them_too(embedder, expected):
     model = "tiny-bert:latest"  # as its clients call it
     body = embedder.post("/api/embed", {"model": model, "input": TEXTS, "truncate": True})[1]
-    assert np.array_equal(body["embeddings"], expected) and body["prompt_eval_count"] > 0 < body["total_duration"]
-    assert embedder.post("/api/embeddings", {"model": model, "prompt": TEXTS[1]})[1] == {"embedding": list(expected[1])}
+    assert (
+        np.array_equal(body["embeddings"], expected)
+        and body["prompt_eval_count"] > 0 < body["total_duration"]
+    )
+    assert embedder.post("/api/embeddings", {"model": model, "prompt": TEXTS[1]})[1] == {
+        "embedding": list(expected[1])
+    }
     assert embedder.post("/api/show", {"model": model})[1]["capabilities"] == ["embedding"]
     for path, fields, part in (
         ("/api/embed", {"input": "hello " * 100}, "has 102 tokens; the model takes 64"),
         ("/api/embed", {"input": []}, "`input` has 0 texts"),
         ("/api/embed", {"input": "a", "dimensions": 8}, "dimensions"),
         ("/api/chat", {"messages": [{"role": "user", "content": "a"}]}, "it writes none"),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}, "it writes none"),
-    ):  # fmt: skip
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+            "it writes none",
+        ),
+    ):
         status, reply = embedder.post(path, {"model": "tiny-bert", **fields})
         assert status == 400 and part in str(reply["error"])
 
@@ -84,9 +103,17 @@ def test_ollamas_api_gives_them_too(embedder, expected):
         ({"input": {}}, None, "`input"),
         ({"input": ["a", 1]}, None, "`input"),
         ({"input": [200]}, None, "Token id 200"),
-        ({"input": "hello " * 100}, "context_length_exceeded", "Text 0 of `input` has 102 tokens; the model takes 64."),
+        (
+            {"input": "hello " * 100},
+            "context_length_exceeded",
+            "Text 0 of `input` has 102 tokens; the model takes 64.",
+        ),
         ({"input": [[1], [1] * 65]}, "context_length_exceeded", "Text 1 of `input` has 65 tokens"),
-        ({"input": "a", "dimensions": 8}, None, "dimensions is 8, but this model's vectors have 48 numbers"),
+        (
+            {"input": "a", "dimensions": 8},
+            None,
+            "dimensions is 8, but this model's vectors have 48 numbers",
+        ),
         ({"input": "a", "encoding_format": "int8"}, None, "only this is supported"),
         ({"input": "a", "truncate": True}, None, "The field `truncate` is not supported"),
         ({}, None, "`input`"),
@@ -103,7 +130,10 @@ def test_an_embedding_server_serves_nothing_else(embedder):
     chat = {"messages": [{"role": "user", "content": "hello"}]}
     for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": "hello"})):
         status, reply = embedder.post(path, body)
-        assert status == 400 and "embed texts; it writes none. Use /v1/embeddings." in reply["error"]["message"]
+        assert (
+            status == 400
+            and "embed texts; it writes none. Use /v1/embeddings." in reply["error"]["message"]
+        )
     assert embedder.get("/v1/models")[1]["data"][0]["max_model_len"] == 64
     assert embedder.get("/health/ready")[0] == 200
     assert embedder.post("/tokenize", {"prompt": "hello"})[0] == 200

@@ -13,7 +13,8 @@ from twinphase.cli import run_app
 from twinphase.commands.explain_saved import read_ledger
 
 BODY = {"prompt": "hello world", "max_tokens": 20, "ignore_eos": True}
-ALICE, BOB = {"Authorization": "Bearer alice"}, {"Authorization": "Bearer bob"}
+ALICE = {"Authorization": "Bearer alice"}
+BOB = {"Authorization": "Bearer bob"}
 
 
 @pytest.fixture
@@ -35,22 +36,44 @@ def test_the_timeline_and_the_explanation_have_everything(server):
     assert ends[-1] == timeline["e2e_ms"] and len(timeline["token_times_ms"]) == 20
     assert timeline["ttft_ms"] == timeline["token_times_ms"][0] == body["timings"]["ttft_ms"]
     _, found = server.get(f"/v1/requests/{body['id']}/explain")
-    assert found["id"] == body["id"] and found["sentences"] and found["dominant"] in timeline["ledger_ms"]
+    assert (
+        found["id"] == body["id"]
+        and found["sentences"]
+        and found["dominant"] in timeline["ledger_ms"]
+    )
     falls = found["waterfall"]
-    assert sum(bar["seconds"] for bar in falls["bars"]) == pytest.approx(falls["wall_seconds"], abs=1e-6)
+    assert sum(bar["seconds"] for bar in falls["bars"]) == pytest.approx(
+        falls["wall_seconds"], abs=1e-6
+    )
     assert sum(bar["share"] for bar in falls["bars"]) == pytest.approx(1)
-    assert sum(bar["before_first_token"] for bar in falls["bars"]) == pytest.approx(falls["first_token"], abs=1e-6)
-    assert falls["first_token"] == found["ttft"] == pytest.approx(body["timings"]["ttft_ms"] / 1e3, abs=2e-6)
+    assert sum(bar["before_first_token"] for bar in falls["bars"]) == pytest.approx(
+        falls["first_token"], abs=1e-6
+    )
+    assert (
+        falls["first_token"]
+        == found["ttft"]
+        == pytest.approx(body["timings"]["ttft_ms"] / 1e3, abs=2e-6)
+    )
     assert found["tpot"] == pytest.approx(body["timings"]["tpot_ms"] / 1e3, abs=2e-6)
     for phase in ("prefill", "decode"):  # measured when the server started
         near = found["efficiency"][phase]
-        assert near["bound"] == found["bounds"][phase] != "unknown" and near["mfu"] > 0 and near["mbu"] > 0
-    assert found["alone"]["seconds"] > 0 and found["error"]["steps"] > 0 and found["formulas"]["MFU"]
+        assert (
+            near["bound"] == found["bounds"][phase] != "unknown"
+            and near["mfu"] > 0
+            and near["mbu"] > 0
+        )
+    assert (
+        found["alone"]["seconds"] > 0 and found["error"]["steps"] > 0 and found["formulas"]["MFU"]
+    )
     saved = [lever["saved_seconds"] for lever in found["levers"]]
     known = [seconds for seconds in saved if seconds is not None]
     assert known == sorted(known, reverse=True) and saved[: len(known)] == known
     for phase in ("prefill", "decode"):
-        shares = [one["share"] for one in found["diagnoses"] if one["phase"] == phase and one["share"] is not None]
+        shares = [
+            one["share"]
+            for one in found["diagnoses"]
+            if one["phase"] == phase and one["share"] is not None
+        ]
         assert shares == sorted(shares, reverse=True) and sum(shares) <= 1 + 1e-6
 
 
@@ -58,13 +81,21 @@ def test_requests_are_listed_newest_first(limited):
     key = {"Authorization": "Bearer lister"}
     listed = limited.get("/v1/requests", **key)
     assert (listed[0], listed[1]["data"]) == (200, [])
-    names = [limited.post("/v1/completions", {**BODY, "max_tokens": n + 1}, **key)[1]["id"] for n in range(5)]
+    names = [
+        limited.post("/v1/completions", {**BODY, "max_tokens": n + 1}, **key)[1]["id"]
+        for n in range(5)
+    ]
     listed = limited.get("/v1/requests", **key)[1]["data"]
     assert [one["id"] for one in listed] == names[:1:-1]
-    assert [one["output_tokens"] for one in listed] == [5, 4, 3] and all(one["finished"] for one in listed)
-    newest, timeline = listed[0], limited.get(f"/v1/requests/{names[-1]}/timeline", **key)[1]
+    assert [one["output_tokens"] for one in listed] == [5, 4, 3] and all(
+        one["finished"] for one in listed
+    )
+    newest = listed[0]
+    timeline = limited.get(f"/v1/requests/{names[-1]}/timeline", **key)[1]
     assert all(newest[name] == timeline[name] for name in ("e2e_ms", "ttft_ms", "tpot_ms"))
-    assert newest["dominant"] == limited.get(f"/v1/requests/{names[-1]}/explain", **key)[1]["dominant"]
+    assert (
+        newest["dominant"] == limited.get(f"/v1/requests/{names[-1]}/explain", **key)[1]["dominant"]
+    )
 
 
 def test_who_stalled_it_is_nobody_elses_business(shared):
@@ -76,7 +107,8 @@ def test_who_stalled_it_is_nobody_elses_business(shared):
             prompts = [[100 + number, *range(5, 205)] * 15 for number in range(6)]
             asked = [ask({**BODY, "prompt": prompt, "max_tokens": 1}, **BOB) for prompt in prompts]
             until(lambda: shared.get("/health")[1]["running"] == 7)
-        bobs, name = [one.result()[1]["id"] for one in asked], hers.result()[1]["id"]
+        bobs = [one.result()[1]["id"] for one in asked]
+        name = hers.result()[1]["id"]
     status, found = shared.get(f"/v1/requests/{name}/explain", **ALICE)
     [stalls] = [one for one in found["diagnoses"] if one["cause"] == "stalls"]
     assert status == 200 and "other request" in stalls["evidence"]
@@ -87,19 +119,28 @@ def test_who_stalled_it_is_nobody_elses_business(shared):
 def test_what_the_miss_lay_in_is_known(server):
     system = "the " * 200
     for word in ("hello", "world"):
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": f"{word} " * 150}]
-        _, body = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2, "ignore_eos": True})
+        messages = [
+            {"role": "system", "content": system},
+            {"role": "user", "content": f"{word} " * 150},
+        ]
+        _, body = server.post(
+            "/v1/chat/completions", {"messages": messages, "max_tokens": 2, "ignore_eos": True}
+        )
     _, timeline = server.get(f"/v1/requests/{body['id']}/timeline")
     assert timeline["request"]["prefix_miss"]["reason"] == "diverged"
     assert timeline["request"]["prefix_miss"]["part"] == "question"
     _, found = server.get(f"/v1/requests/{body['id']}/explain")
-    assert "missed_prefix" not in [one["cause"] for one in found["diagnoses"]]  # a question is expected to be new
+    assert "missed_prefix" not in [
+        one["cause"] for one in found["diagnoses"]
+    ]  # a question is expected to be new
 
 
 def test_the_command_explains_a_request(server, explained, tmp_path):
     name = server.post("/v1/completions", BODY)[1]["id"]
     code, shown, _ = explained(name, "--url", server.url + "/v1")
-    assert code == 0 and shown.startswith(f"{name}: ") and "100.0 %" in shown and "\x1b" not in shown
+    assert (
+        code == 0 and shown.startswith(f"{name}: ") and "100.0 %" in shown and "\x1b" not in shown
+    )
     assert "Had it run alone" in shown and "MFU" in shown
     code, last, _ = explained("--last", "--url", server.url, "--json")
     assert code == 0 and json.loads(last)["id"] == name
@@ -109,8 +150,10 @@ def test_the_command_explains_a_request(server, explained, tmp_path):
 
 
 def test_saved_forms_agree_with_the_server(server, explained, tmp_path):
-    _, body = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 30,
-                                                   "ignore_eos": True})  # fmt: skip
+    _, body = server.post(
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 30, "ignore_eos": True},
+    )
     _, timeline = server.get(f"/v1/requests/{body['id']}/timeline")
     _, truth = server.get(f"/v1/requests/{body['id']}/explain")
     by_kind = {bar["name"]: bar["seconds"] for bar in truth["waterfall"]["bars"]}
@@ -123,8 +166,10 @@ def test_saved_forms_agree_with_the_server(server, explained, tmp_path):
         for bar in found["waterfall"]["bars"]:
             if bar["name"] != "send":  # a body is written before it is sent
                 assert bar["seconds"] == pytest.approx(by_kind[bar["name"]], abs=1e-5)
-        assert all(lever["saved_seconds"] is None or lever["flag"] in ("client", "sampling", "machine")
-                   for lever in found["levers"])  # fmt: skip
+        assert all(
+            lever["saved_seconds"] is None or lever["flag"] in ("client", "sampling", "machine")
+            for lever in found["levers"]
+        )
         assert "Unknown: there is no cost model" in explained(path)[1]
     assert read_ledger(timeline).request.num_cached_tokens == body["timings"]["cache_n"]
 
@@ -143,18 +188,38 @@ def test_what_goes_wrong_is_said(server, shared, explained):
 
 
 def test_run_gives_a_file_that_is_explained(tiny_path, tmp_path, explained):
-    command = [sys.executable, "-m", "twinphase.cli", "run", str(tiny_path), "hello", "--json", "--explain",
-               "--max-tokens", "5", "--ignore-eos"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120)
+    command = [
+        sys.executable,
+        "-m",
+        "twinphase.cli",
+        "run",
+        str(tiny_path),
+        "hello",
+        "--json",
+        "--explain",
+        "--max-tokens",
+        "5",
+        "--ignore-eos",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     (tmp_path / "run.json").write_text(done.stdout)
     code, shown, _ = explained(tmp_path / "run.json", "--json")
     found = json.loads(shown)
-    assert code == 0 and {"start", "load", "prefill", "decode"} <= {bar["name"] for bar in found["waterfall"]["bars"]}
+    assert code == 0 and {"start", "load", "prefill", "decode"} <= {
+        bar["name"] for bar in found["waterfall"]["bars"]
+    }
     wall = json.loads(done.stdout)["timing"]["wall_seconds"]
-    assert sum(bar["seconds"] for bar in found["waterfall"]["bars"]) == pytest.approx(wall, rel=1e-4)
+    assert sum(bar["seconds"] for bar in found["waterfall"]["bars"]) == pytest.approx(
+        wall, rel=1e-4
+    )
     assert found["diagnoses"][0]["cause"] == "cold_start"  # loading took longer than five tokens
-    assert found["alone"]["prefill_seconds"] > 0 and "cold start" in explained(tmp_path / "run.json")[1]
+    assert (
+        found["alone"]["prefill_seconds"] > 0
+        and "cold start" in explained(tmp_path / "run.json")[1]
+    )
 
 
 def test_a_grammar_that_takes_long_is_the_cause(server):
@@ -164,7 +229,9 @@ def test_a_grammar_that_takes_long_is_the_cause(server):
     for attempt in range(10):  # on a machine that does other things too
         choices = [f"{'the hello world ' * 3}{attempt} {number}" for number in range(1000)]
         _, plain = server.post("/v1/completions", body)
-        _, slow = server.post("/v1/completions", {**body, "structured_outputs": {"choice": choices}})
+        _, slow = server.post(
+            "/v1/completions", {**body, "structured_outputs": {"choice": choices}}
+        )
         for answer in (plain, slow):
             _, found = server.get(f"/v1/requests/{answer['id']}/explain")
             causes.append([one["cause"] for one in found["diagnoses"] if one["phase"] == "prefill"])

@@ -35,7 +35,9 @@ def slow(start, tmp_path_factory):
     """Steps of some ten milliseconds: a client can leave in the middle of a prompt, and a message comes within one."""
     path = tmp_path_factory.mktemp("slow") / "tiny.gguf"
     model = write_tiny_gguf(path, hidden=512, ffn=2048, context=8192)
-    with start("--backend", "reference", "--max-num-batched-tokens", str(CHUNK), model=model) as server:
+    with start(
+        "--backend", "reference", "--max-num-batched-tokens", str(CHUNK), model=model
+    ) as server:
         yield server
 
 
@@ -57,7 +59,9 @@ def test_a_client_gone_in_mid_prefill_is_let_go_of_within_a_step(slow, stream, l
     with surviving(slow):
         before = computed(slow, "prefill")
         salt = f"{stream} {leave.__name__}"
-        client = send(slow, PATH, {**LONG, "prompt": [5] * 4000, "stream": stream, "cache_salt": salt})
+        client = send(
+            slow, PATH, {**LONG, "prompt": [5] * 4000, "stream": stream, "cache_salt": salt}
+        )
         until(lambda: computed(slow, "prefill") > before)
         with slow.paused():
             leave(client)
@@ -106,22 +110,35 @@ def test_a_slow_reader_is_cut_and_others_are_served_meanwhile(strict, stream):
         ]
         assert strict.post(PATH, PROBE)[0] == 200
         running = strict.get("/health")[1]["running"]
-        assert running == len(bodies) or strict.metric("requests_refused_total", reason="slow_reader") > cut
-        until(lambda: strict.metric("requests_refused_total", reason="slow_reader") == cut + len(bodies))
+        assert (
+            running == len(bodies)
+            or strict.metric("requests_refused_total", reason="slow_reader") > cut
+        )
+        until(
+            lambda: (
+                strict.metric("requests_refused_total", reason="slow_reader") == cut + len(bodies)
+            )
+        )
         strict.wait_until_idle()
         for client in clients:
             assert is_cut(client) < 500_000  # of 700 KB and more: the buffers are bounded
 
 
 def test_a_reader_that_is_slow_but_reads_gets_everything(strict):
-    with surviving(strict), send(strict, PATH, {**LARGE, "stream": True}, receive_buffer=1 << 16) as client:
+    with (
+        surviving(strict),
+        send(strict, PATH, {**LARGE, "stream": True}, receive_buffer=1 << 16) as client,
+    ):
         received = []
         for event in events(client):
             if len(received) % 400 == 0:
                 time.sleep(0.05)
             received.append(event)
         assert received[-1] == "[DONE]"
-        assert sum(len(event["choices"][0]["token_ids"]) for event in received[:-1]) == LARGE["max_tokens"]
+        assert (
+            sum(len(event["choices"][0]["token_ids"]) for event in received[:-1])
+            == LARGE["max_tokens"]
+        )
 
 
 def test_a_request_that_takes_too_long_ends_with_an_error(start):
@@ -139,11 +156,15 @@ def test_a_request_that_takes_too_long_ends_with_an_error(start):
                 assert "took longer" in message(dialect, error)
             status, reply = server.post(PATHS[dialect], body)
             assert status == 504 and "took longer" in message(dialect, reply)
-        with send(server, PATH, {**LARGE, "stream": True}, receive_buffer=2048) as client:  # no room for an error
+        with send(
+            server, PATH, {**LARGE, "stream": True}, receive_buffer=2048
+        ) as client:  # no room for an error
             until(lambda: server.get("/health")[1]["running"] == 0)
             is_cut(client)
         server.wait_until_idle()
-        until(lambda: server.post(PATH, PROBE)[0] == 200)  # in half a second, on a machine that does other things too
+        until(
+            lambda: server.post(PATH, PROBE)[0] == 200
+        )  # in half a second, on a machine that does other things too
         assert "Traceback" not in server.log.read_text()
 
 
@@ -155,7 +176,8 @@ NOISE = [
     b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
     b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999999999999999\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: "
+    b"chunked\r\n\r\n0\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
     b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: %s\r\n" % (i, b"y" * 1000) for i in range(1000)),
@@ -210,14 +232,20 @@ def test_a_body_that_does_not_come_to_its_end_is_refused(strict):
             time.sleep(0.05)
             client.sendall(bytes([byte]))
         status, headers, body = read_reply(client)
-        assert (status, headers["connection"], body["error"]["type"]) == (408, "close", "timeout_error")
+        assert (status, headers["connection"], body["error"]["type"]) == (
+            408,
+            "close",
+            "timeout_error",
+        )
         is_cut(client)
         for client, dialect in zip(others, PATHS, strict=True):
             status, _, body = read_reply(client)
             assert status == 408 and "too slowly" in message(dialect, body)
 
 
-@pytest.mark.parametrize("leave", [socket.socket.close, reset, lambda client: client.shutdown(socket.SHUT_WR)])
+@pytest.mark.parametrize(
+    "leave", [socket.socket.close, reset, lambda client: client.shutdown(socket.SHUT_WR)]
+)
 @pytest.mark.parametrize("end", [30, -5, None])  # in the head; in the body; behind it
 def test_a_request_or_half_of_one_and_gone(strict, end, leave):
     with surviving(strict):
@@ -288,7 +316,10 @@ def test_bodies_in_chunks_and_behind_a_question_are_served(server):
 def test_an_upgrade_is_not_made(strict):
     with surviving(strict), connect(strict) as client:
         head = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-        client.sendall(head + b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n")
+        client.sendall(
+            head
+            + b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+        )
         assert read_reply(client)[0] == 200
 
 

@@ -14,7 +14,19 @@ import openai
 import pytest
 
 from dialects import ANTHROPIC, OLLAMA, PATHS, ask, message, parts
-from raw_client import LONG, ONE, PATH, PROBE, connect, events, read_reply, send, surviving, tokens, until
+from raw_client import (
+    LONG,
+    ONE,
+    PATH,
+    PROBE,
+    connect,
+    events,
+    read_reply,
+    send,
+    surviving,
+    tokens,
+    until,
+)
 from running import PATIENCE
 from tiny_gguf import write_tiny_gguf
 from twinphase.server.config import ServerConfig
@@ -38,7 +50,11 @@ def poisoned(start, tmp_path_factory):
     """A model that computes NaN from one token."""
     path = tmp_path_factory.mktemp("poisoned") / "tiny.gguf"
     write_tiny_gguf(path, tensor_type="F32", tied=False, context=4096)
-    embedding = next(tensor for tensor in gguf.GGUFReader(str(path)).tensors if tensor.name == "token_embd.weight")
+    embedding = next(
+        tensor
+        for tensor in gguf.GGUFReader(str(path)).tensors
+        if tensor.name == "token_embd.weight"
+    )
     with open(path, "r+b") as file:
         file.seek(int(embedding.data_offset + embedding.n_bytes // 320 * POISON))
         file.write(np.float32(np.nan).tobytes())
@@ -54,7 +70,10 @@ def test_logits_that_are_not_finite_fail_one_request(poisoned):
         (status, body), *rest = at_once(poisoned, [bad, sound, {**sound, "cache_salt": "a"}])
         assert status == 500 and "not finite" in body["error"]["message"]
         assert [tokens(body) for _, body in rest] == [alone, alone]
-        for scored in ({"prompt_logprobs": 0}, {"prompt_logprobs": 2, "prompt": [5, POISON] + [7] * 200}):
+        for scored in (
+            {"prompt_logprobs": 0},
+            {"prompt_logprobs": 2, "prompt": [5, POISON] + [7] * 200},
+        ):
             status, body = poisoned.post(PATH, {**bad, **scored})
             assert status == 500 and "not finite" in body["error"]["message"]
         with send(poisoned, PATH, {**bad, "stream": True}) as client:
@@ -78,7 +97,11 @@ def test_logits_that_are_not_finite_fail_one_request(poisoned):
 
 
 def test_a_grammar_that_cannot_go_on_fails_one_request(server):
-    bad = {"prompt": "a", "max_tokens": 50, "guided_grammar": 'start: "a" b\nb: b "c"'}  # b never ends
+    bad = {
+        "prompt": "a",
+        "max_tokens": 50,
+        "guided_grammar": 'start: "a" b\nb: b "c"',
+    }  # b never ends
     sound = {**LONG, "max_tokens": 500}
     with surviving(server):
         alone = tokens(server.post(PATH, sound)[1])
@@ -91,9 +114,13 @@ def test_a_grammar_that_cannot_go_on_fails_one_request(server):
 
 
 def test_a_full_kv_cache_preempts_and_everybody_is_served(start, server):
-    body, prompts = {**LONG, "max_tokens": 150}, [[i + 5] * 20 for i in range(12)]
+    body = {**LONG, "max_tokens": 150}
+    prompts = [[i + 5] * 20 for i in range(12)]
     alone = [tokens(server.post(PATH, {**body, "prompt": prompt})[1]) for prompt in prompts]
-    with start("--num-kv-blocks", "24", "--max-num-seqs", "16", "--max-model-len", "256") as small, surviving(small):
+    with (
+        start("--num-kv-blocks", "24", "--max-num-seqs", "16", "--max-model-len", "256") as small,
+        surviving(small),
+    ):
         # After the short answer of the probe, room is kept for short ones.
         before = small.metric("step_tokens_total")
         _, together = small.post(PATH, {**body, "prompt": prompts})
@@ -114,9 +141,15 @@ def test_prompt_tokens_that_wait_are_bounded(limited):
                 status, headers, _ = read_reply(refused)
                 assert status == 429 and "retry-after" in headers
             for dialect in OTHERS:
-                with send(limited, PATHS[dialect], ask(dialect, "a", "hello " * 20), **ONE) as refused:
+                with send(
+                    limited, PATHS[dialect], ask(dialect, "a", "hello " * 20), **ONE
+                ) as refused:
                     status, headers, reply = read_reply(refused)
-                    assert status == 429 and "retry-after" in headers and "overloaded" in message(dialect, reply)
+                    assert (
+                        status == 429
+                        and "retry-after" in headers
+                        and "overloaded" in message(dialect, reply)
+                    )
             running.close()
         with waiting:
             assert len(tokens(read_reply(waiting)[2])) == PROBE["max_tokens"]
@@ -127,14 +160,23 @@ def test_prompt_tokens_that_wait_are_bounded(limited):
 
 def test_sigterm_lets_running_requests_finish(start):
     body = {**LONG, "max_tokens": 2000}
-    with start() as server, send(server, PATH, body) as whole, send(server, PATH, {**body, "stream": True}) as streamed:
+    with (
+        start() as server,
+        send(server, PATH, body) as whole,
+        send(server, PATH, {**body, "stream": True}) as streamed,
+    ):
         coming = events(streamed)
         received = [next(coming)]
         with server.paused():
             until(lambda: server.get("/health")[1]["running"] == 2)
             server.process.send_signal(signal.SIGTERM)
-            until(lambda: server.get("/health/ready") == (503, {"status": "draining", "running": 2}))
-            with server.client() as client, pytest.raises(openai.InternalServerError, match="shutting down") as refused:
+            until(
+                lambda: server.get("/health/ready") == (503, {"status": "draining", "running": 2})
+            )
+            with (
+                server.client() as client,
+                pytest.raises(openai.InternalServerError, match="shutting down") as refused,
+            ):
                 client.completions.create(model=server.model, prompt="a")
             assert (refused.value.status_code, refused.value.code) == (503, "unavailable")
             assert refused.value.response.headers["retry-after"]
@@ -148,8 +190,12 @@ def test_sigterm_lets_running_requests_finish(start):
         assert server.process.wait(PATIENCE) == 0
 
 
-@pytest.mark.parametrize(("flags", "signals"), [(("--drain-timeout", "0.3"), 1), ((), 2)], ids=["time", "signal"])
-def test_what_outlasts_the_drain_and_a_second_sigterm_end_requests_with_an_error(start, flags, signals):
+@pytest.mark.parametrize(
+    ("flags", "signals"), [(("--drain-timeout", "0.3"), 1), ((), 2)], ids=["time", "signal"]
+)
+def test_what_outlasts_the_drain_and_a_second_sigterm_end_requests_with_an_error(
+    start, flags, signals
+):
     with (
         start(*flags) as server,
         in_other_apis(server) as others,
@@ -177,10 +223,19 @@ def in_other_apis(server):
     with ExitStack() as stack:
         found = []
         for dialect in OTHERS:
-            body, path = ask(dialect, server.model), PATHS[dialect]
-            assert server.post(path, ask(dialect, server.model, max_tokens=1))[0] == 200  # its grammar is kept
+            body = ask(dialect, server.model)
+            path = PATHS[dialect]
+            assert (
+                server.post(path, ask(dialect, server.model, max_tokens=1))[0] == 200
+            )  # its grammar is kept
             for stream in (True, False):
-                found.append((dialect, stream, stack.enter_context(send(server, path, {**body, "stream": stream}))))
+                found.append(
+                    (
+                        dialect,
+                        stream,
+                        stack.enter_context(send(server, path, {**body, "stream": stream})),
+                    )
+                )
         yield found
 
 
@@ -215,7 +270,9 @@ def is_alive(pid):
 
 
 def test_requests_of_a_dead_engine_get_an_error_to_retry_on_and_it_is_started_again(start):
-    limit = 10 * PATIENCE  # longer than any answer is waited for: it is not by standing still that the death is noticed
+    limit = (
+        10 * PATIENCE
+    )  # longer than any answer is waited for: it is not by standing still that the death is noticed
     with (
         start("--stall-timeout", str(limit)) as server,
         surviving(server, restarts=True),
@@ -269,7 +326,9 @@ def test_an_engine_that_stands_still_is_unhealthy_and_ended():
 
     def seen_at(now):
         service._watch_engine(engine, now)
-        return service.stage, int(service.metrics.expose(None)[0].decode().rpartition("engine_up{")[2].split()[1][0])
+        return service.stage, int(
+            service.metrics.expose(None)[0].decode().rpartition("engine_up{")[2].split()[1][0]
+        )
 
     assert seen_at(10.0) == seen_at(11.9) == ("ready", 1)
     assert host.num_killed == 0
@@ -279,7 +338,9 @@ def test_an_engine_that_stands_still_is_unhealthy_and_ended():
     assert seen_at(13.9) == ("ready", 1) and seen_at(14.1) == ("stalled", 0)
     engine.is_running = False  # ended
     assert seen_at(14.2) == ("starting", 0)
-    engine.is_running, engine.num_unfinished = True, 0  # without work it may stand still
+    # without work it may stand still
+    engine.is_running = True
+    engine.num_unfinished = 0
     assert seen_at(99.0) == ("ready", 1)
 
 
@@ -287,11 +348,15 @@ def expect_retryable(streamed, whole):
     *_, error, last = events(streamed)
     assert error["error"]["code"] == "engine_restarted" and last == "[DONE]"
     status, headers, body = read_reply(whole)
-    assert status == 503 and body["error"]["code"] == "engine_restarted" and "retry-after" in headers
+    assert (
+        status == 503 and body["error"]["code"] == "engine_restarted" and "retry-after" in headers
+    )
 
 
 @pytest.mark.slow
-def test_an_engine_that_cannot_be_started_again_yet_is_tried_until_it_can(start, tiny_path, tmp_path):
+def test_an_engine_that_cannot_be_started_again_yet_is_tried_until_it_can(
+    start, tiny_path, tmp_path
+):
     model = tmp_path / "model.gguf"
     os.link(tiny_path, model)
     with start(model=model) as server:
@@ -312,7 +377,9 @@ def test_an_engine_that_cannot_be_started_again_yet_is_tried_until_it_can(start,
             assert status() == "ready"
             limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
             engine = server.engine_pid()
-            resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (3, limits[1]))  # no new ones
+            resource.prlimit(
+                server.process.pid, resource.RLIMIT_NOFILE, (3, limits[1])
+            )  # no new ones
             os.kill(engine, signal.SIGKILL)
             until(lambda: "Too many open files" in status())
             resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
@@ -321,11 +388,15 @@ def test_an_engine_that_cannot_be_started_again_yet_is_tried_until_it_can(start,
 # Model files.
 
 
-def test_a_damaged_model_file_ends_the_server_with_a_line_and_its_exit_code(start, tiny_path, tmp_path):
+def test_a_damaged_model_file_ends_the_server_with_a_line_and_its_exit_code(
+    start, tiny_path, tmp_path
+):
     """Each kind of damage is tests/weights/test_gguf.py's business."""
     path = tmp_path / "damaged.gguf"
     content = tiny_path.read_bytes()
-    path.write_bytes(content[:8] + struct.pack("<Q", 2**63 - 1) + content[16:])  # the number of tensors
+    path.write_bytes(
+        content[:8] + struct.pack("<Q", 2**63 - 1) + content[16:]
+    )  # the number of tensors
     with start(model=path, wait=False) as server:
         assert server.process.wait(PATIENCE) == 4
     log = server.log.read_text()

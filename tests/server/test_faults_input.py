@@ -10,10 +10,22 @@ import pytest
 
 from dialects import ANTHROPIC, OLLAMA, PATHS, ask, form
 from dialects import message as error_message
-from raw_client import LONG, ONE, PROBE, connect, events, read_reply, request, send, surviving, until
+from raw_client import (
+    LONG,
+    ONE,
+    PROBE,
+    connect,
+    events,
+    read_reply,
+    request,
+    send,
+    surviving,
+    until,
+)
 from tiny_gguf import write_tiny_gguf
 
-COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
 PROMPT = {COMPLETION: {"prompt": "hello"}, CHAT: {"messages": MESSAGES}}
 
@@ -56,12 +68,34 @@ OUT_OF_RANGE = {
 MORE = {
     COMPLETION: {
         "logprobs": [21, -1, True, 2**40],
-        "prompt": ["", [], [[]], [-1], [320], [2**40], [None], [["a"]], ["a", 1], {}, None, [1] * 5000, [True]],
+        "prompt": [
+            "",
+            [],
+            [[]],
+            [-1],
+            [320],
+            [2**40],
+            [None],
+            [["a"]],
+            ["a", 1],
+            {},
+            None,
+            [1] * 5000,
+            [True],
+        ],
     },
     CHAT: {
         "top_logprobs": [21, -1, 5],
         "max_completion_tokens": [0, 2**40],
-        "messages": [[], [{}], [{"role": "user"}], [{"role": "king", "content": "a"}], "a", [None], {}],
+        "messages": [
+            [],
+            [{}],
+            [{"role": "user"}],
+            [{"role": "king", "content": "a"}],
+            "a",
+            [None],
+            {},
+        ],
         "chat_template_kwargs": [
             {"messages": []},
             {"tools": []},
@@ -84,8 +118,16 @@ def test_what_is_out_of_range_is_refused_by_name(server, path):
                 status, body = server.post(path, {**PROMPT[path], field: value})
                 assert status == 400, (field, value)
                 error = body["error"]
-                named = field in error["message"] or error["param"] == field or "Token id" in error["message"]
-                assert named or field == "prompt" and "The prompt" in error["message"], (field, value, error)
+                named = (
+                    field in error["message"]
+                    or error["param"] == field
+                    or "Token id" in error["message"]
+                )
+                assert named or field == "prompt" and "The prompt" in error["message"], (
+                    field,
+                    value,
+                    error,
+                )
 
 
 def test_limits_of_a_request_are_the_servers(limited):
@@ -99,18 +141,38 @@ def test_limits_of_a_request_are_the_servers(limited):
 # Numbers, characters and JSON.
 
 HOSTILE = [
-    b"", b"null", b"[]", b'"a"', b"hello", b"{", b'{"prompt":"a"', b'{"prompt":"a"}}', b"\xff\xfe{}", b"\x00",
-    b'{"prompt":"\xff\xfe"}', b'{"prompt":"\xed\xa0\x80"}',
-    b'{"prompt":"a","temperature":NaN}', b'{"prompt":"a","temperature":Infinity}',
-    b'{"prompt":"a","temperature":-Infinity}', b'{"prompt":"a","temperature":1e999}',
-    b'{"prompt":"a","top_p":-1e999}', b'{"prompt":"a","logit_bias":{"1":NaN}}', b'{"prompt":"a","max_tokens":NaN}',
-    b'{"prompt":"a","max_tokens":1e999}', b'{"prompt":"a","max_tokens":1' + b"0" * 400 + b"}",
-    b'{"prompt":"a","max_tokens":' + b"9" * 100_000 + b"}", b'{"prompt":[NaN]}', b'{"prompt":[1e999]}',
-    b'{"prompt":"a","guided_json":{"minimum":NaN}}', b'{"prompt":"a","guided_json":{"minimum":1e999}}',
-    b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"[" * 1_000_000,
+    b"",
+    b"null",
+    b"[]",
+    b'"a"',
+    b"hello",
+    b"{",
+    b'{"prompt":"a"',
+    b'{"prompt":"a"}}',
+    b"\xff\xfe{}",
+    b"\x00",
+    b'{"prompt":"\xff\xfe"}',
+    b'{"prompt":"\xed\xa0\x80"}',
+    b'{"prompt":"a","temperature":NaN}',
+    b'{"prompt":"a","temperature":Infinity}',
+    b'{"prompt":"a","temperature":-Infinity}',
+    b'{"prompt":"a","temperature":1e999}',
+    b'{"prompt":"a","top_p":-1e999}',
+    b'{"prompt":"a","logit_bias":{"1":NaN}}',
+    b'{"prompt":"a","max_tokens":NaN}',
+    b'{"prompt":"a","max_tokens":1e999}',
+    b'{"prompt":"a","max_tokens":1' + b"0" * 400 + b"}",
+    b'{"prompt":"a","max_tokens":' + b"9" * 100_000 + b"}",
+    b'{"prompt":[NaN]}',
+    b'{"prompt":[1e999]}',
+    b'{"prompt":"a","guided_json":{"minimum":NaN}}',
+    b'{"prompt":"a","guided_json":{"minimum":1e999}}',
+    b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b"[" * 1_000_000,
     b'{"prompt":"a","guided_json":' + b'{"a":' * 20_000 + b"1" + b"}" * 20_001,
-    b'{"prompt":"a",' + b'"x":1,' * 100_000 + b'"y":1}', b'{"' + b"x" * 1_000_000 + b'":1}',
-]  # fmt: skip
+    b'{"prompt":"a",' + b'"x":1,' * 100_000 + b'"y":1}',
+    b'{"' + b"x" * 1_000_000 + b'":1}',
+]
 
 
 def test_json_that_means_nothing_good_is_refused(server):
@@ -118,15 +180,27 @@ def test_json_that_means_nothing_good_is_refused(server):
         for data in HOSTILE:
             with at_once(server):
                 status, body = server.post(COMPLETION, data)
-            assert status == 400 and 0 < len(body["error"]["message"]) < 1000, (data[:50], len(data))
+            assert status == 400 and 0 < len(body["error"]["message"]) < 1000, (
+                data[:50],
+                len(data),
+            )
         for (dialect, path), data in itertools.product(PATHS.items(), HOSTILE):
             status, body = server.post(path, data.replace(b'"prompt"', b'"messages"'))
-            assert status == 400 and 0 < len(error_message(dialect, body)) < 1000, (path, data[:50], len(data))
+            assert status == 400 and 0 < len(error_message(dialect, body)) < 1000, (
+                path,
+                data[:50],
+                len(data),
+            )
 
 
 def test_other_content_types_are_refused(server):
     with surviving(server):
-        for kind in ("text/plain", "multipart/form-data", "application/x-www-form-urlencoded", "\x7f"):
+        for kind in (
+            "text/plain",
+            "multipart/form-data",
+            "application/x-www-form-urlencoded",
+            "\x7f",
+        ):
             with connect(server) as client:
                 client.sendall(request(COMPLETION, PROBE, Content_Type=kind))
                 assert read_reply(client)[0] == 400, kind
@@ -134,53 +208,108 @@ def test_other_content_types_are_refused(server):
 
 def test_of_a_key_given_twice_the_last_counts(server):
     with surviving(server):
-        status, body = server.post(COMPLETION, b'{"prompt":"a","max_tokens":1,"max_tokens":3,"ignore_eos":true}')
+        status, body = server.post(
+            COMPLETION, b'{"prompt":"a","max_tokens":1,"max_tokens":3,"ignore_eos":true}'
+        )
         assert status == 200 and body["usage"]["completion_tokens"] == 3
 
 
 def texts(value, model):
     """Requests in which that text stands where a text can stand."""
-    for field in ("prompt", "model", "user", "cache_salt", "stop", "guided_regex", "guided_grammar", "guided_json"):
+    for field in (
+        "prompt",
+        "model",
+        "user",
+        "cache_salt",
+        "stop",
+        "guided_regex",
+        "guided_grammar",
+        "guided_json",
+    ):
         yield COMPLETION, {"prompt": "a", field: value}
     for field, given in {
-        "prompt": [value], "stop": [value], "guided_choice": [value, "a"], value: 1, "logit_bias": {value: 1},
-        "guided_json": {"const": value}, "structured_outputs": {"json_object": True, "whitespace_pattern": value},
-        "response_format": {"type": "json_schema", "json_schema": {"name": value, "schema": {value: value}}},
-    }.items():  # fmt: skip
+        "prompt": [value],
+        "stop": [value],
+        "guided_choice": [value, "a"],
+        value: 1,
+        "logit_bias": {value: 1},
+        "guided_json": {"const": value},
+        "structured_outputs": {"json_object": True, "whitespace_pattern": value},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": value, "schema": {value: value}},
+        },
+    }.items():
         yield COMPLETION, {"prompt": "a", field: given}
-    tool = {"name": "f", "description": value, "parameters": {"properties": {value: {"type": "string"}}}}
+    tool = {
+        "name": "f",
+        "description": value,
+        "parameters": {"properties": {value: {"type": "string"}}},
+    }
     call = {"id": value, "type": "function", "function": {"name": value, "arguments": value}}
     for message in (
-        {"role": value, "content": "a"}, {"role": "user", "content": value}, {"role": "user", value: "a"},
+        {"role": value, "content": "a"},
+        {"role": "user", "content": value},
+        {"role": "user", value: "a"},
         {"role": "user", "content": [{"type": "text", "text": value, "part": value}]},
-        {"role": "user", "content": "a", "name": value}, {"role": "tool", "content": value, "tool_call_id": value},
+        {"role": "user", "content": "a", "name": value},
+        {"role": "tool", "content": value, "tool_call_id": value},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "assistant", "content": "a", "reasoning_content": value},
-    ):  # fmt: skip
+    ):
         yield CHAT, {"messages": [message]}
     for field, given in {
-        "metadata": {value: value}, "chat_template_kwargs": {value: value}, "user": value,
+        "metadata": {value: value},
+        "chat_template_kwargs": {value: value},
+        "user": value,
         "tools": [{"type": "function", "function": tool}],
-    }.items():  # fmt: skip
+    }.items():
         yield CHAT, {"messages": MESSAGES, field: given}
-    blocks = [{"type": "text", "text": value}, {"type": "thinking", "thinking": value, "signature": value}]
+    blocks = [
+        {"type": "text", "text": value},
+        {"type": "thinking", "thinking": value, "signature": value},
+    ]
     results = [{"type": "tool_result", "tool_use_id": value, "content": value}, {"type": value}]
     uses = [{"type": "tool_use", "id": value, "name": value, "input": {value: value}}]
-    tool = {"name": "f", "description": value, "input_schema": {"properties": {value: {"type": "string"}}}}
+    tool = {
+        "name": "f",
+        "description": value,
+        "input_schema": {"properties": {value: {"type": "string"}}},
+    }
     for fields in (
-        {"messages": [{"role": "user", "content": value}]}, {"messages": [{"role": "user", "content": blocks[:1]}]},
-        {"messages": [{"role": "assistant", "content": blocks + uses}, {"role": "user", "content": results[:1]}]},
-        {"messages": [{"role": "user", "content": results}]}, {"system": value}, {"stop_sequences": [value]},
-        {"tools": [tool]}, {"metadata": {value: value}}, form(ANTHROPIC, {value: value}), {value: 1},
-    ):  # fmt: skip
+        {"messages": [{"role": "user", "content": value}]},
+        {"messages": [{"role": "user", "content": blocks[:1]}]},
+        {
+            "messages": [
+                {"role": "assistant", "content": blocks + uses},
+                {"role": "user", "content": results[:1]},
+            ]
+        },
+        {"messages": [{"role": "user", "content": results}]},
+        {"system": value},
+        {"stop_sequences": [value]},
+        {"tools": [tool]},
+        {"metadata": {value: value}},
+        form(ANTHROPIC, {value: value}),
+        {value: 1},
+    ):
         yield PATHS[ANTHROPIC], {"model": model, "messages": MESSAGES, **fields}
     call = {"id": value, "function": {"name": value, "arguments": {value: value}}}
     for fields in (
         {"messages": [{"role": "user", "content": value, "thinking": value, "tool_name": value}]},
-        {"messages": [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": value}]},
-        {"options": {"stop": value}}, {"options": {value: 1}}, {"format": value}, {"format": {value: value}},
-        {"tools": [{"type": "function", "function": {"name": value, "description": value}}]}, {"keep_alive": value},
-    ):  # fmt: skip
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": value},
+            ]
+        },
+        {"options": {"stop": value}},
+        {"options": {value: 1}},
+        {"format": value},
+        {"format": {value: value}},
+        {"tools": [{"type": "function", "function": {"name": value, "description": value}}]},
+        {"keep_alive": value},
+    ):
         limit = {"options": {"num_predict": 4, **fields.pop("options", {})}}
         yield PATHS[OLLAMA], {"model": model, "messages": MESSAGES, **fields, **limit}
     for path, name in (("generate", "prompt"), ("show", "model"), ("embed", "input")):
@@ -193,9 +322,13 @@ def test_any_text_anywhere_is_answered_or_refused(server):
     values = ["\x00", "a\x00b", "\ud800", "\udfff\ud800", "\ufffe\uffff", "\u202e\x1b[2J\r\n", ""]
     with surviving(server):
         for path, body in (pair for value in values for pair in texts(value, server.model)):
-            status, reply = server.post(path, {**body, "max_tokens": 4} if path.startswith("/v1/") else body)
+            status, reply = server.post(
+                path, {**body, "max_tokens": 4} if path.startswith("/v1/") else body
+            )
             assert status in (200, 400, 404), (body, reply)
-            assert status == 200 or (reply["error"] if path.startswith("/api/") else reply["error"]["message"]), body
+            assert status == 200 or (
+                reply["error"] if path.startswith("/api/") else reply["error"]["message"]
+            ), body
 
 
 # Huge.
@@ -213,10 +346,13 @@ LISTS = {
     "choices": '{"prompt":"a","guided_choice":[%s1]}' % ("null," * (MANY // 5 - 20)),
     "messages": '{"messages":[%s{}]}' % ("{}," * (MANY // 3 - 20)),
     "parts": '{"messages":[{"role":"user","content":[%s{}]}]}' % ("{}," * (MANY // 3 - 20)),
-    "tools": '{"messages":[{"role":"user","content":"a"}],"tools":[%s{}]}' % ("{}," * (MANY // 3 - 40)),
+    "tools": '{"messages":[{"role":"user","content":"a"}],"tools":[%s{}]}'
+    % ("{}," * (MANY // 3 - 40)),
     "turns": '{"model":"a","max_tokens":1,"system":[%s{}]}' % ("{}," * (MANY // 3 - 40)),
-    "blocks": '{"model":"a","max_tokens":1,"messages":[{"role":"user","content":[%s{}]}]}' % ("{}," * (MANY // 3 - 40)),
-    "calls": '{"model":"a","messages":[{"role":"user","tool_calls":[%s{}]}]}' % ("{}," * (MANY // 3 - 40)),
+    "blocks": '{"model":"a","max_tokens":1,"messages":[{"role":"user","content":[%s{}]}]}'
+    % ("{}," * (MANY // 3 - 40)),
+    "calls": '{"model":"a","messages":[{"role":"user","tool_calls":[%s{}]}]}'
+    % ("{}," * (MANY // 3 - 40)),
     "tokens": '{"tokens":[%snull]}' % ("null," * (MANY // 5 - 10)),
 }
 
@@ -225,7 +361,11 @@ def test_a_huge_list_is_refused_before_it_holds_up_others(server):
     with surviving(server):
         for kind, text in LISTS.items():
             path = CHAT if "messages" in text else "/detokenize" if "tokens" in text else COMPLETION
-            path = {"turns": PATHS[ANTHROPIC], "blocks": PATHS[ANTHROPIC], "calls": PATHS[OLLAMA]}.get(kind, path)
+            path = {
+                "turns": PATHS[ANTHROPIC],
+                "blocks": PATHS[ANTHROPIC],
+                "calls": PATHS[OLLAMA],
+            }.get(kind, path)
             assert len(text) <= MANY
             with at_once(server):
                 status, body = server.post(path, text.encode())
@@ -291,16 +431,26 @@ REFUSED = {
 EXPENSIVE = {
     "doubling": {"guided_json": doubling(60)},
     "wide": {"guided_json": {"enum": [f"value {i}" for i in range(4000)]}},
-    "long": {"guided_json": {"type": "array", "minItems": 10**6, "items": {"type": "string", "minLength": 10**6}}},
+    "long": {
+        "guided_json": {
+            "type": "array",
+            "minItems": 10**6,
+            "items": {"type": "string", "minLength": 10**6},
+        }
+    },
     "counted": {"guided_regex": "((a{1,1000}){1,1000}){1,1000}"},
     "automaton": {"guided_regex": "(a|b)*a(a|b){400}"},
     "options": {"guided_regex": "(?i)" + "".join(f"({chr(97 + i % 26)})?" for i in range(3000))},
     "ambiguous": {"guided_grammar": 'start: start start start | "a" | ""'},
     "alternatives": {
-        "guided_grammar": "start: x\nx: " + " | ".join(f'"a" x "{i}"' for i in range(500)) + ' | "a"',
+        "guided_grammar": "start: x\nx: "
+        + " | ".join(f'"a" x "{i}"' for i in range(500))
+        + ' | "a"',
     },
     "doubling rules": {
-        "guided_grammar": "start: a0\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(200)) + 'a200: "x"'
+        "guided_grammar": "start: a0\n"
+        + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(200))
+        + 'a200: "x"'
     },
 }
 
@@ -314,7 +464,9 @@ def test_a_form_that_cannot_be_is_refused(server, kind):
 
 def test_expensive_forms_do_not_hold_up_others(server):
     """What server and engine compute while a form is dealt with are the tokens of another's stream, and little else."""
-    over, pieces, statuses = threading.Event(), [], {}
+    over = threading.Event()
+    pieces = []
+    statuses = {}
 
     def read():
         while not over.is_set():
@@ -337,7 +489,9 @@ def test_expensive_forms_do_not_hold_up_others(server):
             usual = (end[1] - begin[1]) / (end[0] - begin[0])  # processor time per token
             for kind, body in EXPENSIVE.items():
                 before = progress()
-                status, reply = server.post(COMPLETION, {"prompt": "a", "max_tokens": 9, "temperature": 0, **body})
+                status, reply = server.post(
+                    COMPLETION, {"prompt": "a", "max_tokens": 9, "temperature": 0, **body}
+                )
                 after = progress()
                 own = after[1] - before[1] - 3 * usual * (after[0] - before[0])
                 statuses[kind] = status, round(own, 2), after[0] - before[0], str(reply)[:300]
@@ -347,9 +501,15 @@ def test_expensive_forms_do_not_hold_up_others(server):
             over.set()
         assert other.result() is None
         assert not {kind: found for kind, found in statuses.items() if found[0] not in (200, 400)}
-        assert not {kind: found for kind, found in statuses.items() if found[1] > 2}  # the careless: half a minute
+        assert not {
+            kind: found for kind, found in statuses.items() if found[1] > 2
+        }  # the careless: half a minute
         for number in range(80):  # more than are kept
-            body = {"prompt": "a", "max_tokens": 1, "guided_choice": [f"{number} {i}" for i in range(99)]}
+            body = {
+                "prompt": "a",
+                "max_tokens": 1,
+                "guided_choice": [f"{number} {i}" for i in range(99)],
+            }
             assert server.post(COMPLETION, body)[0] == 200
 
 

@@ -16,7 +16,8 @@ from twinphase.request import Request, SamplingParams
 from twinphase.server.access import Access
 
 ROOT = Path(twinphase.__file__).parent
-ALICE, BOB = {"Authorization": "Bearer alice"}, {"Authorization": "Bearer bob"}
+ALICE = {"Authorization": "Bearer alice"}
+BOB = {"Authorization": "Bearer bob"}
 
 
 def prompt(first):
@@ -27,7 +28,11 @@ def ask(server, who, first, **fields):
     """(cached tokens, why not more, id) of a prompt."""
     status, body = server.post(PATH, {**PROBE, "prompt": prompt(first), **fields}, **who)
     assert status == 200, body
-    return body["usage"]["prompt_tokens_details"]["cached_tokens"], body["timings"].get("prefix_miss"), body["id"]
+    return (
+        body["usage"]["prompt_tokens_details"]["cached_tokens"],
+        body["timings"].get("prefix_miss"),
+        body["id"],
+    )
 
 
 # Tenants.
@@ -37,7 +42,8 @@ def test_a_cached_prompt_is_nobody_elses(shared):
     with surviving(shared, **ALICE):
         assert ask(shared, ALICE, 7)[0] == 0
         assert ask(shared, ALICE, 7)[0] > 0
-        seen_by_alice, seen_by_nobody = ask(shared, BOB, 7), ask(shared, BOB, 8)
+        seen_by_alice = ask(shared, BOB, 7)
+        seen_by_nobody = ask(shared, BOB, 8)
         assert seen_by_alice[0] == seen_by_nobody[0] == 0
         # Bob learns as little from the reason as from the time.
         ask(shared, ALICE, 9)
@@ -79,17 +85,37 @@ def test_a_request_is_seen_by_its_own_tenant_only(shared):
 
 
 @pytest.mark.parametrize(
-    "value", ["", "alice", "Bearer", "Bearer ", "Bearer alic", "Bearer alicee", "Bearer ALICE", "Basic alice"]
+    "value",
+    [
+        "",
+        "alice",
+        "Bearer",
+        "Bearer ",
+        "Bearer alic",
+        "Bearer alicee",
+        "Bearer ALICE",
+        "Basic alice",
+    ]
     + ["Bearer \xff", "Bearer alice bob", "Bearer " + "a" * 10_000],
-)  # fmt: skip
+)
 def test_without_a_key_nothing_is_told(shared, value):
     with surviving(shared, **ALICE), connect(shared) as client:
-        paths = (PATH, *PATHS.values(), "/tokenize", "/detokenize", "/v1/requests/a/timeline", "/api/tags", "/nothing")
+        paths = (
+            PATH,
+            *PATHS.values(),
+            "/tokenize",
+            "/detokenize",
+            "/v1/requests/a/timeline",
+            "/api/tags",
+            "/nothing",
+        )
         for path in paths:
             client.sendall(request(path, b"{", Authorization=value).decode().encode("latin-1"))
             status, headers, body = read_reply(client)
             assert (status, headers["www-authenticate"]) == (401, "Bearer")
-            dialect = {PATHS[ANTHROPIC]: ANTHROPIC, PATHS[OLLAMA]: OLLAMA, "/api/tags": OLLAMA}.get(path, OPENAI)
+            dialect = {PATHS[ANTHROPIC]: ANTHROPIC, PATHS[OLLAMA]: OLLAMA, "/api/tags": OLLAMA}.get(
+                path, OPENAI
+            )
             assert "alice" not in message(dialect, body)
             assert dialect != OPENAI or body["error"]["code"] == "invalid_api_key"
         assert shared.get("/v1/models")[0] == 401
@@ -98,10 +124,15 @@ def test_without_a_key_nothing_is_told(shared, value):
 
 
 def test_keys_are_compared_in_constant_time():
-    names = {node.attr for node in ast.walk(ast.parse(inspect.getsource(inspect.getmodule(Access))))
-             if isinstance(node, ast.Attribute)}  # fmt: skip
+    names = {
+        node.attr
+        for node in ast.walk(ast.parse(inspect.getsource(inspect.getmodule(Access))))
+        if isinstance(node, ast.Attribute)
+    }
     assert "compare_digest" in names
-    assert not any(b"secret" in repr(value).encode() for value in vars(Access({"secret": "key1"})).values())
+    assert not any(
+        b"secret" in repr(value).encode() for value in vars(Access({"secret": "key1"})).values()
+    )
 
 
 # Hashes (more in tests/cache).
@@ -119,15 +150,32 @@ def test_a_blocks_hash_is_sha256_of_everything_that_matters():
     swapped = [tokens[1], tokens[0], *tokens[2:]]
     # Python's hash() takes -1 for -2: what collides there must not collide here.
     negative = hashes([-1, *tokens[1:]]), hashes([-2, *tokens[1:]])
-    others = [hashes(swapped), hashes(tokens, "salt"), hashes(tokens, fingerprint=b"other"), *negative]
+    others = [
+        hashes(swapped),
+        hashes(tokens, "salt"),
+        hashes(tokens, fingerprint=b"other"),
+        *negative,
+    ]
     digests = [tuple(plain), *map(tuple, others)]
-    assert len({digest for pair in digests for digest in pair}) == 2 * len(digests)  # also of the second block
+    assert len({digest for pair in digests for digest in pair}) == 2 * len(
+        digests
+    )  # also of the second block
 
 
 # Code and addresses.
 
 NEVER = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "yaml"}
-NETWORK = {"urllib", "requests", "httpx", "aiohttp", "http", "ftplib", "smtplib", "websockets", "webbrowser"}
+NETWORK = {
+    "urllib",
+    "requests",
+    "httpx",
+    "aiohttp",
+    "http",
+    "ftplib",
+    "smtplib",
+    "websockets",
+    "webbrowser",
+}
 CODE = {"eval", "exec", "compile", "__import__", "os.system", "torch.load"}
 
 
@@ -144,12 +192,16 @@ def test_no_pickle_no_code_from_outside_no_fetching():
                 package = module.partition(".")[0]
                 assert package not in NEVER, f"{path}:{node.lineno}"
                 # Models are fetched by weights; bench and explain ask the server they are given.
-                assert package not in NETWORK or folder in ("weights", "bench", "commands"), f"{path}:{node.lineno}"
+                assert package not in NETWORK or folder in ("weights", "bench", "commands"), (
+                    f"{path}:{node.lineno}"
+                )
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 # Kernels are made of the backend's own text.
                 assert called not in CODE or folder == "backends", f"{path}:{node.lineno}"
-                assert "trust_remote_code" not in {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
+                assert "trust_remote_code" not in {keyword.arg for keyword in node.keywords}, (
+                    f"{path}:{node.lineno}"
+                )
 
 
 def test_nothing_is_fetched_for_a_schema(server):
@@ -158,14 +210,27 @@ def test_nothing_is_fetched_for_a_schema(server):
         listener.listen()
         listener.setblocking(False)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/schema.json"
-        for schema in ({"$ref": url}, {"$ref": "file:///etc/passwd"}, {"properties": {"a": {"$ref": url + "#/a"}}},
-                       {"$id": url, "$ref": "other.json"}):  # fmt: skip
+        for schema in (
+            {"$ref": url},
+            {"$ref": "file:///etc/passwd"},
+            {"properties": {"a": {"$ref": url + "#/a"}}},
+            {"$id": url, "$ref": "other.json"},
+        ):
             tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
             messages = [{"role": "user", "content": "a"}]
             for path, body in (
                 (PATH, {"prompt": "a", "guided_json": schema}),
-                (PATH, {"prompt": "a", "guided_grammar": f"start: %json {str(schema).replace(chr(39), chr(34))}"}),
-                ("/v1/chat/completions", {"messages": messages, "tools": [tool], "tool_choice": "required"}),
+                (
+                    PATH,
+                    {
+                        "prompt": "a",
+                        "guided_grammar": f"start: %json {str(schema).replace(chr(39), chr(34))}",
+                    },
+                ),
+                (
+                    "/v1/chat/completions",
+                    {"messages": messages, "tools": [tool], "tool_choice": "required"},
+                ),
             ):
                 status, reply = server.post(path, {**body, "max_tokens": 4})
                 assert status == 400, (schema, reply)

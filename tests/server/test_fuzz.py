@@ -22,15 +22,31 @@ KEY = {"Authorization": "Bearer secret"}
 LIMITS = ("--max-model-len", "128", "--max-num-seqs", "8", "--num-kv-blocks", "32")
 # Of values that are within these, many get past the first checks.
 RANGES = {
-    "temperature": (0, 100), "top_p": (0.01, 1), "min_p": (0, 1), "top_k": (-1, 400), "repetition_penalty": (0.1, 9),
-    "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "n": (1, 4), "max_tokens": (1, 40),
-    "max_completion_tokens": (1, 40), "min_tokens": (0, 1), "thinking_token_budget": (0, 9),
-}  # fmt: skip
+    "temperature": (0, 100),
+    "top_p": (0.01, 1),
+    "min_p": (0, 1),
+    "top_k": (-1, 400),
+    "repetition_penalty": (0.1, 9),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "n": (1, 4),
+    "max_tokens": (1, 40),
+    "max_completion_tokens": (1, 40),
+    "min_tokens": (0, 1),
+    "thinking_token_budget": (0, 9),
+}
 
 
 @pytest.fixture(scope="module")
 def fuzzed(start):
-    flags = ("--api-key", "secret", "--served-model-name", "tiny", "--scheduling-policy", "priority")
+    flags = (
+        "--api-key",
+        "secret",
+        "--served-model-name",
+        "tiny",
+        "--scheduling-policy",
+        "priority",
+    )
     with start(*LIMITS, *flags) as server:
         yield server
         server.wait_until_idle()
@@ -45,7 +61,9 @@ def narrowed(document, ranges, request_id):
     for name, schema in document["components"]["schemas"].items():
         properties = schema.get("properties", {})
         if name.endswith("Request") and "model" in properties:
-            properties["model"] = {"enum": ["tiny"] if "model" in schema.get("required", ()) else ["tiny", None]}
+            properties["model"] = {
+                "enum": ["tiny"] if "model" in schema.get("required", ()) else ["tiny", None]
+            }
         for field in ranges.keys() & properties.keys():
             low, high = ranges[field]
             for form in properties[field].get("anyOf", [properties[field]]):
@@ -58,112 +76,305 @@ def narrowed(document, ranges, request_id):
     return document
 
 
-# What can be said of a value alone is in the document; that several go together is not. Values at the ends of what a
-# field takes, `coverage`, are those of the document as it is.
-@pytest.mark.parametrize("ranges, phases, unchecked", [
-    ({}, "examples,coverage,fuzzing", "positive_data_acceptance"),
-    (RANGES, "fuzzing", "positive_data_acceptance,negative_data_rejection"),
-])  # fmt: skip
+# What can be said of a value alone is in the document; that several go together is not. Values at
+# the ends of what a field takes, `coverage`, are those of the document as it is.
+@pytest.mark.parametrize(
+    "ranges, phases, unchecked",
+    [
+        ({}, "examples,coverage,fuzzing", "positive_data_acceptance"),
+        (RANGES, "fuzzing", "positive_data_acceptance,negative_data_rejection"),
+    ],
+)
 def test_answers_are_as_the_openapi_document_says(fuzzed, tmp_path, ranges, phases, unchecked):
     _, answer = fuzzed.post("/v1/completions", {"prompt": "a"}, **KEY)
     document = narrowed(fuzzed.get("/openapi.json")[1], ranges, answer["id"])
     (tmp_path / "openapi.json").write_text(json.dumps(document))
     command = [
-        Path(sys.executable).with_name("schemathesis"), "run", "openapi.json", "--url", fuzzed.url, "--no-color",
-        "-H", f"Authorization: {KEY['Authorization']}", "--phases", phases,
-        "--max-examples", str(EXAMPLES or 40), *(() if EXAMPLES else ("--seed", "0")),
-        "--request-timeout", "90", "--generation-database", "none", "--exclude-checks", unchecked,
-    ]  # fmt: skip
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280 + EXAMPLES)
+        Path(sys.executable).with_name("schemathesis"),
+        "run",
+        "openapi.json",
+        "--url",
+        fuzzed.url,
+        "--no-color",
+        "-H",
+        f"Authorization: {KEY['Authorization']}",
+        "--phases",
+        phases,
+        "--max-examples",
+        str(EXAMPLES or 40),
+        *(() if EXAMPLES else ("--seed", "0")),
+        "--request-timeout",
+        "90",
+        "--generation-database",
+        "none",
+        "--exclude-checks",
+        unchecked,
+    ]
+    run = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=280 + EXAMPLES
+    )
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr
 
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}},
+}
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 CALL_OF_OLLAMA = {"name": "add", "arguments": {"a": 1}}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", 1, None]}}, "required": ["a"]}
 CHAT = {
-    "model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "temperature": 1.5, "top_k": 9,
-    "top_p": 0.9, "min_p": 0.1, "seed": 1, "stop": ["a"], "stop_token_ids": [5], "logit_bias": {"7": 5}, "n": 2,
-    "presence_penalty": 1, "frequency_penalty": 1, "repetition_penalty": 1.1, "logprobs": True, "top_logprobs": 2,
-    "cache_salt": "s", "priority": 1, "user": "u", "metadata": {"a": "b"}, "chat_template_kwargs": {"a": [1]},
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 9,
+    "temperature": 1.5,
+    "top_k": 9,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "seed": 1,
+    "stop": ["a"],
+    "stop_token_ids": [5],
+    "logit_bias": {"7": 5},
+    "n": 2,
+    "presence_penalty": 1,
+    "frequency_penalty": 1,
+    "repetition_penalty": 1.1,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "cache_salt": "s",
+    "priority": 1,
+    "user": "u",
+    "metadata": {"a": "b"},
+    "chat_template_kwargs": {"a": [1]},
     "return_token_ids": True,
-}  # fmt: skip
+}
 REQUESTS = [
     ("/v1/chat/completions", CHAT),
-    ("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "stop": None}),
-    ("/v1/chat/completions", {
-        "messages": [{"role": "system", "content": [{"type": "text", "text": "s", "part": "p"}]},
-                     {"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
-                     {"role": "tool", "content": "2", "tool_call_id": "c"}],
-        "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}, "max_tokens": 9,
-    }),
-    ("/v1/chat/completions", {
-        "messages": [{"role": "user", "content": "q"}], "max_tokens": 9,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
-    }),
-    ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 5, "echo": True, "min_tokens": 2, "ignore_eos": True}),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "stop": None},
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "system", "content": [{"type": "text", "text": "s", "part": "p"}]},
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "content": "2", "tool_call_id": "c"},
+            ],
+            "tools": [TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "add"}},
+            "max_tokens": 9,
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "q"}],
+            "max_tokens": 9,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
+            },
+        },
+    ),
+    (
+        "/v1/completions",
+        {"prompt": ["a", "b"], "max_tokens": 5, "echo": True, "min_tokens": 2, "ignore_eos": True},
+    ),
     ("/v1/completions", {"prompt": [[5, 6], [7]], "max_tokens": 5, "logprobs": 2, "stream": True}),
-    *(("/v1/completions", {"prompt": "a", "max_tokens": 5, "structured_outputs": form}) for form in (
-        {"json": SCHEMA}, {"regex": "[a-f]{2,4}(x|y)*"}, {"choice": ["red", "green"]}, {"json_object": True},
-        {"grammar": 'start: "a" B\nB: /[0-9]+/'}, {"grammar": 'root ::= "a" [0-9]+'},
-        {"structural_tag": {"type": "structural_tag", "triggers": ["<f"],
-                            "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}]}},
-    )),
-    ("/v1/completions", {
-        "prompt": "a", "max_tokens": 5, "suffix": "b", "n": 1, "best_of": 2, "bad_words": ["a b"], "logprobs": 1,
-        "allowed_token_ids": [5, 6, 7], "return_tokens_as_token_ids": True,
-        "include_stop_str_in_output": True, "stop": ["a"],
-    }),
-    ("/apply-template", {
-        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
-        "continue_final_message": True, "add_generation_prompt": False, "reasoning_effort": "low", "store": True,
-    }),
-    *(("/v1/responses", {
-        "input": [{"role": "user", "content": [{"type": "input_text", "text": "q"}]},
-                  {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
-                  {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
-                  {"type": "function_call_output", "call_id": "c", "output": "2"}],
-        "instructions": "s", "max_output_tokens": 9, "stream": stream, "include": ["message.output_text.logprobs"],
-        "reasoning": {"effort": "low"}, "metadata": {"a": "b"}, **more,
-    }) for stream, more in (
-        (False, {"tools": [{"type": "function", "name": "add", "parameters": SCHEMA}], "tool_choice": "required"}),
-        (True, {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}, "top_logprobs": 2}),
-    )),
-    ("/v1/messages", {
-        "model": "tiny", "max_tokens": 9, "temperature": 1, "top_k": 9, "top_p": 0.9, "stop_sequences": ["a"],
-        "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}], "metadata": {"user_id": "u"},
-        "messages": [{"role": "user", "content": "q"},
-                     {"role": "assistant", "content": [
-                         {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}},
-                         {"type": "thinking", "thinking": "t", "signature": "s"}]},
-                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "2"}]}],
-        "tools": [{"name": "add", "description": "d", "input_schema": SCHEMA}], "tool_choice": {"type": "any"},
-        "thinking": {"type": "enabled", "budget_tokens": 5},
-    }),
-    ("/v1/messages", {
-        "model": "tiny", "max_tokens": 9, "stream": True, "messages": [{"role": "user", "content": "q"}],
-        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
-    }),
-    ("/v1/messages/count_tokens", {"model": "tiny", "messages": [{"role": "user", "content": "q"}], "system": "s"}),
-    ("/api/chat", {
-        "model": "tiny", "stream": False, "tools": [TOOL], "keep_alive": "5m", "think": False, "logprobs": True,
-        "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"},
-                     {"role": "assistant", "content": "", "tool_calls": [{"function": CALL_OF_OLLAMA}]},
-                     {"role": "tool", "content": "2", "tool_name": "add"}],
-        "options": {"num_predict": 9, "temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "seed": 1,
-                    "stop": ["a"], "repeat_penalty": 1.1, "num_ctx": 128},
-    }),
-    ("/api/chat", {"model": "tiny", "messages": [{"role": "user", "content": "q"}], "format": SCHEMA,
-                   "options": {"num_predict": 9}}),
-    ("/api/generate", {"model": "tiny", "prompt": "q", "system": "s", "format": "json", "options": {"num_predict": 9}}),
-    ("/api/generate", {"model": "tiny", "prompt": "q", "raw": True, "stream": False, "options": {"num_predict": 9}}),
+    *(
+        ("/v1/completions", {"prompt": "a", "max_tokens": 5, "structured_outputs": form})
+        for form in (
+            {"json": SCHEMA},
+            {"regex": "[a-f]{2,4}(x|y)*"},
+            {"choice": ["red", "green"]},
+            {"json_object": True},
+            {"grammar": 'start: "a" B\nB: /[0-9]+/'},
+            {"grammar": 'root ::= "a" [0-9]+'},
+            {
+                "structural_tag": {
+                    "type": "structural_tag",
+                    "triggers": ["<f"],
+                    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
+                }
+            },
+        )
+    ),
+    (
+        "/v1/completions",
+        {
+            "prompt": "a",
+            "max_tokens": 5,
+            "suffix": "b",
+            "n": 1,
+            "best_of": 2,
+            "bad_words": ["a b"],
+            "logprobs": 1,
+            "allowed_token_ids": [5, 6, 7],
+            "return_tokens_as_token_ids": True,
+            "include_stop_str_in_output": True,
+            "stop": ["a"],
+        },
+    ),
+    (
+        "/apply-template",
+        {
+            "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+            "reasoning_effort": "low",
+            "store": True,
+        },
+    ),
+    *(
+        (
+            "/v1/responses",
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "q"}]},
+                    {
+                        "type": "reasoning",
+                        "summary": [],
+                        "content": [{"type": "reasoning_text", "text": "t"}],
+                    },
+                    {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "c", "output": "2"},
+                ],
+                "instructions": "s",
+                "max_output_tokens": 9,
+                "stream": stream,
+                "include": ["message.output_text.logprobs"],
+                "reasoning": {"effort": "low"},
+                "metadata": {"a": "b"},
+                **more,
+            },
+        )
+        for stream, more in (
+            (
+                False,
+                {
+                    "tools": [{"type": "function", "name": "add", "parameters": SCHEMA}],
+                    "tool_choice": "required",
+                },
+            ),
+            (
+                True,
+                {
+                    "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
+                    "top_logprobs": 2,
+                },
+            ),
+        )
+    ),
+    (
+        "/v1/messages",
+        {
+            "model": "tiny",
+            "max_tokens": 9,
+            "temperature": 1,
+            "top_k": 9,
+            "top_p": 0.9,
+            "stop_sequences": ["a"],
+            "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+            "metadata": {"user_id": "u"},
+            "messages": [
+                {"role": "user", "content": "q"},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}},
+                        {"type": "thinking", "thinking": "t", "signature": "s"},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "c", "content": "2"}],
+                },
+            ],
+            "tools": [{"name": "add", "description": "d", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "any"},
+            "thinking": {"type": "enabled", "budget_tokens": 5},
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            "model": "tiny",
+            "max_tokens": 9,
+            "stream": True,
+            "messages": [{"role": "user", "content": "q"}],
+            "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+        },
+    ),
+    (
+        "/v1/messages/count_tokens",
+        {"model": "tiny", "messages": [{"role": "user", "content": "q"}], "system": "s"},
+    ),
+    (
+        "/api/chat",
+        {
+            "model": "tiny",
+            "stream": False,
+            "tools": [TOOL],
+            "keep_alive": "5m",
+            "think": False,
+            "logprobs": True,
+            "messages": [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": "", "tool_calls": [{"function": CALL_OF_OLLAMA}]},
+                {"role": "tool", "content": "2", "tool_name": "add"},
+            ],
+            "options": {
+                "num_predict": 9,
+                "temperature": 1.5,
+                "top_k": 9,
+                "top_p": 0.9,
+                "min_p": 0.1,
+                "seed": 1,
+                "stop": ["a"],
+                "repeat_penalty": 1.1,
+                "num_ctx": 128,
+            },
+        },
+    ),
+    (
+        "/api/chat",
+        {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "q"}],
+            "format": SCHEMA,
+            "options": {"num_predict": 9},
+        },
+    ),
+    (
+        "/api/generate",
+        {
+            "model": "tiny",
+            "prompt": "q",
+            "system": "s",
+            "format": "json",
+            "options": {"num_predict": 9},
+        },
+    ),
+    (
+        "/api/generate",
+        {
+            "model": "tiny",
+            "prompt": "q",
+            "raw": True,
+            "stream": False,
+            "options": {"num_predict": 9},
+        },
+    ),
     ("/api/embed", {"model": "tiny", "input": ["a", "b"], "truncate": True, "dimensions": 8}),
     ("/api/show", {"model": "tiny", "verbose": True}),
     ("/tokenize", {"prompt": "hello", "add_special_tokens": False, "return_token_strs": True}),
     ("/tokenize", {"messages": [{"role": "user", "content": "hello"}]}),
     ("/detokenize", {"tokens": [5, 6, 200]}),
-]  # fmt: skip
+]
 
 
 def nested(depth, kind):
@@ -174,27 +385,71 @@ def nested(depth, kind):
 
 
 SCALARS = st.sampled_from(
-    [None, True, False, 0, 1, -1, 2, 2**31 - 1, 2**31, 2**63, 2**64, -(2**63), 10**400, 1.5, -0.0, 1e308, 5e-324,
-     float("nan"), float("inf"), "", "\x00", "\ud800", "\udfff\ud800", "a", "1", "\u202e<|im_end|>\n", "(", "(a+)+$",
-     "{", "start: start", "start: /(a|b)*{1000}/", "root ::= root", "A" * 2000, "\U0001f600" * 300]
-)  # fmt: skip
+    [
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        2**31 - 1,
+        2**31,
+        2**63,
+        2**64,
+        -(2**63),
+        10**400,
+        1.5,
+        -0.0,
+        1e308,
+        5e-324,
+        float("nan"),
+        float("inf"),
+        "",
+        "\x00",
+        "\ud800",
+        "\udfff\ud800",
+        "a",
+        "1",
+        "\u202e<|im_end|>\n",
+        "(",
+        "(a+)+$",
+        "{",
+        "start: start",
+        "start: /(a|b)*{1000}/",
+        "root ::= root",
+        "A" * 2000,
+        "\U0001f600" * 300,
+    ]
+)
 VALUES = st.one_of(
     SCALARS,
     st.text(max_size=20),
     st.builds(nested, st.sampled_from([1, 40, 900]), st.sampled_from(["list", "dict"])),
     st.lists(SCALARS, max_size=3),
     st.sampled_from([50, 5000]).map(lambda count: ["a"] * count),
-    st.dictionaries(st.sampled_from(["type", "$ref", "$defs", "properties", "json", "max_tokens", "a\x00"]), SCALARS),
+    st.dictionaries(
+        st.sampled_from(["type", "$ref", "$defs", "properties", "json", "max_tokens", "a\x00"]),
+        SCALARS,
+    ),
     st.builds(lambda: {"$ref": "#"}),
 )
 
 
-NAMES = st.sampled_from(["stop", "guided_regex", "thinking_token_budget", "tools", "response_format", "\x00"])
+NAMES = st.sampled_from(
+    ["stop", "guided_regex", "thinking_token_budget", "tools", "response_format", "\x00"]
+)
 
 
 def places(value, path=()):
     """Paths to all that is in a JSON value."""
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    children = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [path, *(place for key, child in children for place in places(child, (*path, key)))]
 
 
@@ -221,9 +476,12 @@ def mutated(draw):
 
 
 @settings(
-    max_examples=10 * EXAMPLES or 500, derandomize=not EXAMPLES, database=None, deadline=None,
+    max_examples=10 * EXAMPLES or 500,
+    derandomize=not EXAMPLES,
+    database=None,
+    deadline=None,
     suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+)
 @given(mutated())
 def test_a_request_gone_wrong_is_answered_in_its_apis_shape(fuzzed, request_):
     path, data = request_

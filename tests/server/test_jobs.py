@@ -2,7 +2,7 @@ import inspect
 
 import pytest
 
-from twinphase.engine.async_engine import EncodedPrompt
+from twinphase.engine.frontends.text import EncodedPrompt
 from twinphase.errors import InvalidRequestError
 from twinphase.request import SamplingParams
 from twinphase.server.jobs import RESERVED, Job, count_prompts
@@ -31,13 +31,16 @@ def test_seeds_go_on_from_the_first_and_begin_again_at_their_end():
 
 def test_template_variables_cannot_take_the_names_of_what_renders_them():
     taken = {
-        name for call in (chat_prompt, find_parts, ChatTemplate.render) for name in inspect.signature(call).parameters
+        name
+        for call in (chat_prompt, find_parts, ChatTemplate.render)
+        for name in inspect.signature(call).parameters
     }
     assert taken - {"variables"} <= RESERVED
 
 
 @pytest.mark.parametrize(
-    "prompt, count", [("a", 1), (["a", "b"], 2), ([1, 2, 3], 1), ([[1], [2, 3]], 2), ([], 0), (["a"] * 9, 9)]
+    "prompt, count",
+    [("a", 1), (["a", "b"], 2), ([1, 2, 3], 1), ([[1], [2, 3]], 2), ([], 0), (["a"] * 9, 9)],
 )
 def test_prompts_are_texts_or_tokens_and_not_too_many(prompt, count):
     body = CompletionRequest(prompt=prompt)

@@ -6,9 +6,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from twinphase.engine.messages import StepStats
+from twinphase.engine.process.messages import StepStats
+from twinphase.outcome import FinishReason
 from twinphase.phases.timeline import Interval, IntervalKind, RequestTimeline
-from twinphase.request import FinishReason, RequestCounts
+from twinphase.request import RequestCounts
 from twinphase.server.metrics import GAP_BUCKETS, VLLM_NAMES, Metrics
 
 ROOT = Path(__file__).parents[2]
@@ -16,18 +17,40 @@ ROOT = Path(__file__).parents[2]
 
 def make_stats(**changes):
     fields = dict(
-        start=1.0, end=2.0, prefill_seconds=0.75, decode_seconds=0.25, executed=0.9, prefill_tokens=64, decode_tokens=3,
-        prefill_flops=1000, decode_flops=30, prefill_bytes=200, decode_bytes=500, num_running=4, num_waiting=2,
-        kv_cache_usage=0.5, prefix_queries=100, prefix_hits=40, num_preemptions=1,
-    )  # fmt: skip
+        start=1.0,
+        end=2.0,
+        prefill_seconds=0.75,
+        decode_seconds=0.25,
+        executed=0.9,
+        prefill_tokens=64,
+        decode_tokens=3,
+        prefill_flops=1000,
+        decode_flops=30,
+        prefill_bytes=200,
+        decode_bytes=500,
+        num_running=4,
+        num_waiting=2,
+        kv_cache_usage=0.5,
+        prefix_queries=100,
+        prefix_hits=40,
+        num_preemptions=1,
+    )
     return StepStats(**{**fields, **changes})
 
 
 def make_timeline():
     kinds = {
-        "tokenize": 0.5, "queue": 1.0, "prefill": 2.0, "prefill_wait": 0.25, "decode": 4.0, "batching": 0.5,
-        "stall": 0.125, "detokenize": 0.0625, "send": 0.03125, "unattributed": 0.25,
-    }  # fmt: skip
+        "tokenize": 0.5,
+        "queue": 1.0,
+        "prefill": 2.0,
+        "prefill_wait": 0.25,
+        "decode": 4.0,
+        "batching": 0.5,
+        "stall": 0.125,
+        "detokenize": 0.0625,
+        "send": 0.03125,
+        "unattributed": 0.25,
+    }
     timeline = RequestTimeline(arrival=10.0)
     for kind, seconds in kinds.items():
         timeline.mark(IntervalKind(kind), timeline.end + seconds)
@@ -36,7 +59,9 @@ def make_timeline():
 
 
 def finish(metrics, timeline, reason=FinishReason.STOP, num_output_tokens=3):
-    metrics.finished(timeline, RequestCounts("id", 30, num_output_tokens, 16), reason, num_reasoning_tokens=2)
+    metrics.finished(
+        timeline, RequestCounts("id", 30, num_output_tokens, 16), reason, num_reasoning_tokens=2
+    )
 
 
 def read(metrics):
@@ -55,7 +80,11 @@ def read(metrics):
 def test_a_step_sets_gauges_and_adds_to_both_phases():
     metrics = Metrics("some/model")
     metrics.step(make_stats())
-    metrics.step(make_stats(num_running=1, num_waiting=0, prefix_queries=130, prefix_hits=40, prefill_tokens=0))
+    metrics.step(
+        make_stats(
+            num_running=1, num_waiting=0, prefix_queries=130, prefix_hits=40, prefill_tokens=0
+        )
+    )
     values = read(metrics)
     assert [values[name,] for name in ("num_requests_running", "num_requests_waiting")] == [1, 0]
     assert values["kv_cache_usage_perc",] == 0.5
@@ -63,7 +92,10 @@ def test_a_step_sets_gauges_and_adds_to_both_phases():
     assert values["num_preemptions_total",] == 1
     expected = {"tokens": (64, 6), "seconds": (1.5, 0.5), "flops": (2000, 60), "bytes": (400, 1000)}
     for what, by_phase in expected.items():
-        assert tuple(values[f"step_{what}_total", phase] for phase in ("prefill", "decode")) == by_phase
+        assert (
+            tuple(values[f"step_{what}_total", phase] for phase in ("prefill", "decode"))
+            == by_phase
+        )
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -75,13 +107,20 @@ def test_counters_go_on_when_the_engine_is_started_again(announced):
     down = read(metrics)
     if announced:
         metrics.engine_restarted()
-    # With the restart announced, a total that is already above the dead engine's counts whole as well.
-    metrics.step(make_stats(prefix_queries=150 if announced else 50, prefix_hits=10, num_preemptions=0))
+    # With the restart announced, a total that is already above the dead engine's counts whole as
+    # well.
+    metrics.step(
+        make_stats(prefix_queries=150 if announced else 50, prefix_hits=10, num_preemptions=0)
+    )
     values = read(metrics)
     assert values["prefix_cache_queries_total",] == (250 if announced else 150)
     assert values["prefix_cache_hits_total",] == 50
     assert values["num_preemptions_total",] == 7
-    assert (down["engine_up",], down["num_requests_running",], down["kv_cache_usage_perc",]) == (0, 0, 0)
+    assert (down["engine_up",], down["num_requests_running",], down["kv_cache_usage_perc",]) == (
+        0,
+        0,
+        0,
+    )
     assert (values["engine_up",], values["engine_restarts_total",]) == (announced, announced)
 
 
@@ -90,8 +129,16 @@ def test_a_finished_request_leaves_its_timeline_in_the_histograms():
     timeline, kinds = make_timeline()
     finish(metrics, timeline)
     values = read(metrics)
-    assert {key[1]: value for key, value in values.items() if key[0] == "request_seconds_total" and value} == kinds
-    assert values["e2e_request_latency_seconds_sum",] == sum(kinds.values()) == timeline.end - timeline.arrival
+    assert {
+        key[1]: value
+        for key, value in values.items()
+        if key[0] == "request_seconds_total" and value
+    } == kinds
+    assert (
+        values["e2e_request_latency_seconds_sum",]
+        == sum(kinds.values())
+        == timeline.end - timeline.arrival
+    )
     sums = {"queue": 1.0, "prefill": 2.25, "decode": 4.625}
     for phase, seconds in sums.items():
         assert values[f"request_{phase}_time_seconds_sum",] == seconds
@@ -102,7 +149,11 @@ def test_a_finished_request_leaves_its_timeline_in_the_histograms():
     assert values["request_success_total", "length"] == 0
     assert (values["prompt_tokens_total",], values["prompt_tokens_cached_total",]) == (30, 16)
     assert values["reasoning_tokens_total",] == 2
-    assert values["request_prompt_tokens_bucket", "50.0"] - values["request_prompt_tokens_bucket", "20.0"] == 1
+    assert (
+        values["request_prompt_tokens_bucket", "50.0"]
+        - values["request_prompt_tokens_bucket", "20.0"]
+        == 1
+    )
     assert values["request_generation_tokens_sum",] == 3
 
 
@@ -112,7 +163,11 @@ def test_a_request_that_never_ran_is_in_no_histogram_of_a_phase():
     finish(metrics, timeline, FinishReason.ABORT, num_output_tokens=0)
     values = read(metrics)
     assert values["request_success_total", "abort"] == 1
-    assert values["request_queue_time_seconds_sum",] == values["e2e_request_latency_seconds_sum",] == 3.0
+    assert (
+        values["request_queue_time_seconds_sum",]
+        == values["e2e_request_latency_seconds_sum",]
+        == 3.0
+    )
     for name in ("request_prefill_time", "request_decode_time", "request_time_per_output_token"):
         assert values[f"{name}_seconds_count",] == 0
 
@@ -142,7 +197,8 @@ def test_vllm_names_carry_the_same_samples():
     metrics.step(make_stats(num_drafts=3, num_draft_tokens=9, accepted=[3, 1]))
     metrics.first_token(0.5)
     finish(metrics, timeline)
-    ours, aliases = {}, {}
+    ours = {}
+    aliases = {}
     for family in parse(metrics.expose(None)[0].decode()):
         for sample in family.samples:
             prefix, name = sample.name.split(":")
@@ -161,15 +217,29 @@ def test_both_text_formats_parse_and_hold_the_same():
     metrics.step(make_stats())
     metrics.refused(429, "queue_full")
     text, text_type = metrics.expose("text/plain;version=nonsense")
-    openmetrics, openmetrics_type = metrics.expose("application/openmetrics-text;version=nonsense,*/*;q=0.1")
-    assert (text_type.split(";")[0], openmetrics_type.split(";")[0]) == ("text/plain", "application/openmetrics-text")
+    openmetrics, openmetrics_type = metrics.expose(
+        "application/openmetrics-text;version=nonsense,*/*;q=0.1"
+    )
+    assert (text_type.split(";")[0], openmetrics_type.split(";")[0]) == (
+        "text/plain",
+        "application/openmetrics-text",
+    )
     as_set = [
-        {(s.name, *sorted(s.labels.items()), s.value) for family in families for s in family.samples}
+        {
+            (s.name, *sorted(s.labels.items()), s.value)
+            for family in families
+            for s in family.samples
+        }
         for families in (parse(text.decode()), parse_openmetrics(openmetrics.decode()))
     ]
     assert as_set[0] == as_set[1]
-    assert ("twinphase:requests_refused_total", ("model_name", "some/model"), ("reason", "queue_full"),
-            ("status", "429"), 1.0) in as_set[0]  # fmt: skip
+    assert (
+        "twinphase:requests_refused_total",
+        ("model_name", "some/model"),
+        ("reason", "queue_full"),
+        ("status", "429"),
+        1.0,
+    ) in as_set[0]
     assert not any(name.endswith("_created") for name, *_ in as_set[0])
 
 
@@ -177,8 +247,12 @@ def exposed():
     """Sample names and label names."""
     metrics = Metrics("some/model")
     metrics.refused(429, "queue_full")
-    samples = [sample for family in parse(metrics.expose(None)[0].decode()) for sample in family.samples]
-    return {sample.name for sample in samples}, {label for sample in samples for label in sample.labels}
+    samples = [
+        sample for family in parse(metrics.expose(None)[0].decode()) for sample in family.samples
+    ]
+    return {sample.name for sample in samples}, {
+        label for sample in samples for label in sample.labels
+    }
 
 
 def queries(node):
@@ -197,7 +271,11 @@ def test_the_dashboard_asks_only_for_what_is_exposed():
     assert asked
     assert asked <= names
     for text in expressions:
-        grouped = {label for group in re.findall(r"by \(([^)]*)\)", text) for label in re.split(r",\s*", group)}
+        grouped = {
+            label
+            for group in re.findall(r"by \(([^)]*)\)", text)
+            for label in re.split(r",\s*", group)
+        }
         matched = set(re.findall(r"[{,]\s*(\w+)=", text))
         assert grouped | matched <= labels, text
         assert text.count("(") == text.count(")"), text
@@ -207,10 +285,13 @@ def test_the_dashboard_asks_only_for_what_is_exposed():
 
 
 def test_the_table_of_metrics_is_complete():
-    rows = re.findall(r"^\| `([\w:]+)` \| (\w+) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([\w:]+)` \| (\w+) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE
+    )
     metrics = Metrics("some/model", tenants={"key1": 1.0})
     families = {
-        family.name.removeprefix("twinphase:") + ("_total" if family.type == "counter" else ""): family.type
+        family.name.removeprefix("twinphase:")
+        + ("_total" if family.type == "counter" else ""): family.type
         for family in metrics.registry.collect()
     }
     assert dict(rows) == families
@@ -220,10 +301,15 @@ def test_the_table_of_metrics_is_complete():
 def test_guesses_are_counted_by_position():
     metrics = Metrics("some/model")
     for accepted in ([3, 1], [], [2, 2, 1]):
-        metrics.step(make_stats(num_drafts=3, num_draft_tokens=9, accepted=accepted, num_draft_failures=2))
+        metrics.step(
+            make_stats(num_drafts=3, num_draft_tokens=9, accepted=accepted, num_draft_failures=2)
+        )
     values = read(metrics)
     assert values["spec_decode_num_failures_total",] == 2
     name = "spec_decode_num_accepted_tokens_per_pos_total"
-    assert (values["spec_decode_num_drafts_total",], values["spec_decode_num_draft_tokens_total",]) == (9, 27)
+    assert (
+        values["spec_decode_num_drafts_total",],
+        values["spec_decode_num_draft_tokens_total",],
+    ) == (9, 27)
     assert values["spec_decode_num_accepted_tokens_total",] == 9
     assert [values[name, str(position)] for position in range(3)] == [5, 3, 1]

@@ -26,18 +26,34 @@ AUDIO = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
         ({"top_logprobs": 2}, None, "`top_logprobs` needs `logprobs`: true"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "user"}]}, "messages", "needs content"),
-        ({"messages": [{"role": "boss"}]}, "messages", "`messages.0.role`: only this is supported: 'system', "),
+        (
+            {"messages": [{"role": "boss"}]},
+            "messages",
+            "`messages.0.role`: only this is supported: 'system', ",
+        ),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "'text'"),
         ({"messages": [{"role": "user", "content": [AUDIO]}]}, "messages", "'text'"),
         ({"logit_bias": {"99999": 1}}, None, "Token id 99999 in logit_bias"),
         ({"tool_choice": "required"}, None, "`tool_choice` needs `tools`"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "`json_schema` goes with"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format",
+            "`json_schema` goes with",
+        ),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "regex and choice"),
         ({"structured_outputs": {"regex": "("}}, None, "structured_outputs.regex is refused"),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, None, "guided_regex and guided_choice both say"),
+        (
+            {"guided_regex": "a", "guided_choice": ["b"]},
+            None,
+            "guided_regex and guided_choice both say",
+        ),
         ({"thinking_token_budget": 5}, None, "the model does not think"),
         ({"priority": 5}, None, "priority"),
-        ({"chat_template_kwargs": {"template": 1}}, None, "chat_template_kwargs has the key 'template'"),
+        (
+            {"chat_template_kwargs": {"template": 1}},
+            None,
+            "chat_template_kwargs has the key 'template'",
+        ),
         ({"stream_options": {"include_usage": True}}, None, "`stream_options` needs `stream`"),
         ({"nonsense": 5}, "nonsense", "The field `nonsense` is not supported. Leave it out."),
         ({"body": 1}, "body", "The field `body` is not supported. Leave it out."),
@@ -53,7 +69,11 @@ AUDIO = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
         ({"prediction": "a"}, "prediction", "`prediction`"),
         ({"prediction": {"type": "file", "content": "a"}}, "prediction", "`prediction"),
         ({"prediction": {"type": "content", "content": 5}}, "prediction", "`prediction"),
-        ({"prediction": {"type": "content", "content": "a" * (2 << 20)}}, "prediction", "`prediction"),
+        (
+            {"prediction": {"type": "content", "content": "a" * (2 << 20)}},
+            "prediction",
+            "`prediction",
+        ),
         ({"web_search_options": {}}, "web_search_options", "`web_search_options`"),
     ],
 )
@@ -66,24 +86,52 @@ def test_a_bad_request_says_what_is_wrong(server, fields, param, part):
 
 def test_a_body_that_is_no_object_and_one_of_many_errors_are_refused_in_short(server):
     message = server.post(CHAT, [])[1]["error"]["message"]
-    assert message == "The body is not a JSON object. Send one, with `Content-Type: application/json`."
-    many = server.post(CHAT, {"messages": USER, **{f"f{i}": 1 for i in range(50)}})[1]["error"]["message"]
+    assert (
+        message == "The body is not a JSON object. Send one, with `Content-Type: application/json`."
+    )
+    many = server.post(CHAT, {"messages": USER, **{f"f{i}": 1 for i in range(50)}})[1]["error"][
+        "message"
+    ]
     assert many.count("not supported") == 3
 
 
 UNREAD = {
-    "store": True, "metadata": {"a": "b"}, "service_tier": "flex", "safety_identifier": "x", "user": "y",
-    "prompt_cache_key": "z", "reasoning_effort": "high", "verbosity": "low",
-}  # fmt: skip
-SAID = [{"role": "assistant", "content": "hi", "refusal": None, "audio": None, "annotations": [1], "tool_calls": None}]
+    "store": True,
+    "metadata": {"a": "b"},
+    "service_tier": "flex",
+    "safety_identifier": "x",
+    "user": "y",
+    "prompt_cache_key": "z",
+    "reasoning_effort": "high",
+    "verbosity": "low",
+}
+SAID = [
+    {
+        "role": "assistant",
+        "content": "hi",
+        "refusal": None,
+        "audio": None,
+        "annotations": [1],
+        "tool_calls": None,
+    }
+]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_changes_no_answer_is_taken_and_named(server, stream):
-    asked = {"messages": [*SAID, *USER], "temperature": 0, "max_tokens": 4, "return_token_ids": True}
-    nothing = dict.fromkeys([*UNREAD, "n", "min_tokens", "stream_options", "tools", "ignore_eos", "logit_bias"])
+    asked = {
+        "messages": [*SAID, *USER],
+        "temperature": 0,
+        "max_tokens": 4,
+        "return_token_ids": True,
+    }
+    nothing = dict.fromkeys(
+        [*UNREAD, "n", "min_tokens", "stream_options", "tools", "ignore_eos", "logit_bias"]
+    )
     plain = [{"role": "assistant", "content": "hi"}, *USER]
-    expected = server.post(CHAT, {**asked, **nothing, "messages": plain})[1]["choices"][0]["token_ids"]
+    expected = server.post(CHAT, {**asked, **nothing, "messages": plain})[1]["choices"][0][
+        "token_ids"
+    ]
     reply = httpx.post(server.url + CHAT, json={**asked, **UNREAD, "stream": stream}, timeout=60)
     assert reply.headers["x-ignored-fields"] == ", ".join(sorted(["messages.annotations", *UNREAD]))
     lines = reply.text.splitlines()
@@ -92,7 +140,8 @@ def test_what_changes_no_answer_is_taken_and_named(server, stream):
 
 
 def test_bodies_and_heads_as_clients_and_proxies_send_them(shared):
-    key, host = "Authorization: Bearer alice", "Host: test"
+    key = "Authorization: Bearer alice"
+    host = "Host: test"
     body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
 
     def ask(method, path, *heads, body=b""):
@@ -102,13 +151,21 @@ def test_bodies_and_heads_as_clients_and_proxies_send_them(shared):
             return read_reply(client)
 
     assert ask("POST", PATH, host, key, body=body)[0] == 200
-    assert ask("POST", PATH, host, key, "Origin: https://page.example", body=body)[0] == 400  # it asked nobody
-    for heads, part in (((key,), "0 `Host`"), ((host, host, key), "2 `Host`"), ((host, key, key), "`Authorization`")):
+    assert (
+        ask("POST", PATH, host, key, "Origin: https://page.example", body=body)[0] == 400
+    )  # it asked nobody
+    for heads, part in (
+        ((key,), "0 `Host`"),
+        ((host, host, key), "2 `Host`"),
+        ((host, key, key), "`Authorization`"),
+    ):
         status, _, refused = ask("POST", PATH, *heads, body=body)
         assert status == 400 and part in refused["error"]["message"]
     for path in ("/health", "/v1/models", "/metrics"):
         reply = httpx.head(shared.url + path, headers={"Authorization": "Bearer alice"})
-        assert (reply.status_code, reply.content) == (200, b"") and int(reply.headers["content-length"]) > 0
+        assert (reply.status_code, reply.content) == (200, b"") and int(
+            reply.headers["content-length"]
+        ) > 0
     assert httpx.head(shared.url + "/v1/models").status_code == 401
 
 
@@ -139,12 +196,20 @@ def test_overload_is_a_rate_limit_that_says_when_to_come_back_and_what_waits_is_
     refused_before = limited.metric("requests_refused_total", status="429")
     with surviving(limited, **ONE), ExitStack() as stack, limited.client("one") as other:
         with limited.paused():  # the refusals wait for no answer
-            accepted = [stack.enter_context(send(limited, PATH, {**PROBE, "max_tokens": 50}, **ONE)) for _ in range(3)]
+            accepted = [
+                stack.enter_context(send(limited, PATH, {**PROBE, "max_tokens": 50}, **ONE))
+                for _ in range(3)
+            ]
             until(lambda: limited.get("/health")[1]["running"] == 3)
             for stream in (True, False):
-                with pytest.raises(openai.RateLimitError, match="overloaded: 3 requests") as refused:
+                with pytest.raises(
+                    openai.RateLimitError, match="overloaded: 3 requests"
+                ) as refused:
                     other.completions.create(model="a", prompt="a", stream=stream)
-                assert (refused.value.code, refused.value.type) == ("rate_limit_exceeded", "rate_limit_error")
+                assert (refused.value.code, refused.value.type) == (
+                    "rate_limit_exceeded",
+                    "rate_limit_error",
+                )
                 assert int(refused.value.response.headers["retry-after"]) >= 1
         assert [len(tokens(read_reply(client)[2])) for client in accepted] == [50] * 3
     assert limited.metric("requests_refused_total", status="429") == refused_before + 2

@@ -14,7 +14,11 @@ WEATHER = {
     "function": {
         "name": "get_weather",
         "description": "The weather in a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
 
@@ -49,7 +53,13 @@ def client(smol):
 @pytest.fixture(scope="module")
 def ask(client, smol):
     def create(*messages, **fields) -> Any:
-        request = {"model": smol.model, "messages": list(messages), "temperature": 0, "max_tokens": 40, **fields}
+        request = {
+            "model": smol.model,
+            "messages": list(messages),
+            "temperature": 0,
+            "max_tokens": 40,
+            **fields,
+        }
         return client.chat.completions.create(**request)
 
     return create
@@ -60,23 +70,43 @@ def test_a_conversation_goes_on_where_it_was(ask, smol):
     answer = ask(first).choices[0].message
     assert "Paris" in answer.content
     second = ask({"role": "system", "content": "Be brief."}, first, answer, user("And of Italy?"))
-    third = ask({"role": "system", "content": "Be brief."}, first, answer, user("And of Italy?"), stream=True)
+    third = ask(
+        {"role": "system", "content": "Be brief."},
+        first,
+        answer,
+        user("And of Italy?"),
+        stream=True,
+    )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in third)
     assert text == second.choices[0].message.content and "Rome" in text
-    messages = [{"role": "system", "content": "Be brief."}, first, answer.model_dump(), user("And of Italy?")]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        first,
+        answer.model_dump(),
+        user("And of Italy?"),
+    ]
     messages[2] = {"role": "assistant", "content": answer.content}
-    (output,) = LLM(smol.model).chat(messages, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
+    (output,) = LLM(smol.model).chat(
+        messages, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False
+    )
     assert output.outputs[0].text == text
 
 
 def test_a_tool_is_called_when_the_model_wants_it(ask, client, smol):
-    known = {"Rome": 20, "Oslo": 3, "Berlin": 12, "Madrid": 30}  # so small a model needs to be shown
+    known = {
+        "Rome": 20,
+        "Oslo": 3,
+        "Berlin": 12,
+        "Madrid": 30,
+    }  # so small a model needs to be shown
     messages = [message for city, degrees in known.items() for message in asked(city, degrees)]
     messages += [user("What is the weather in Paris?")]
     reply = ask(*messages, tools=[WEATHER])
     (call,) = reply.choices[0].message.tool_calls
     assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Paris"}')
-    assert reply.choices[0].finish_reason == "tool_calls" and reply.choices[0].message.content is None
+    assert (
+        reply.choices[0].finish_reason == "tool_calls" and reply.choices[0].message.content is None
+    )
     with client.chat.completions.stream(
         model=smol.model, messages=messages, tools=[WEATHER], temperature=0, max_tokens=40
     ) as stream:
@@ -85,7 +115,12 @@ def test_a_tool_is_called_when_the_model_wants_it(ask, client, smol):
     assert "tool_calls.function.arguments.done" in events and not {"content.done"} & set(events)
     assert streamed.function.arguments == call.function.arguments
     result = {"role": "tool", "tool_call_id": call.id, "content": "25 degrees"}
-    assert "25" in ask(*messages, reply.choices[0].message, result, tools=[WEATHER]).choices[0].message.content
+    assert (
+        "25"
+        in ask(*messages, reply.choices[0].message, result, tools=[WEATHER])
+        .choices[0]
+        .message.content
+    )
 
 
 def test_answers_in_a_form(client, ask, smol):
@@ -96,8 +131,13 @@ def test_answers_in_a_form(client, ask, smol):
     assert parsed.choices[0].message.parsed == Person(name="Alice", age=30)
     free = ask(question, response_format={"type": "json_object"}, max_tokens=60)
     assert free.choices[0].message.content.startswith("{")
-    choice = ask(user("Is the sky blue?"), extra_body={"structured_outputs": {"choice": ["yes", "no"]}})
-    assert choice.choices[0].message.content in ("yes", "no") and choice.choices[0].finish_reason == "stop"
+    choice = ask(
+        user("Is the sky blue?"), extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+    )
+    assert (
+        choice.choices[0].message.content in ("yes", "no")
+        and choice.choices[0].finish_reason == "stop"
+    )
 
 
 def test_text_ends_before_a_stop_string(ask):

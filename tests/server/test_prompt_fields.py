@@ -6,7 +6,8 @@ import pytest
 
 from twinphase import LLM, SamplingParams
 
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
 TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the world is "}]
 INFILL = (300, 301, 302)  # as the tiny model has it: before a prefix, a suffix, a middle
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
@@ -34,15 +35,27 @@ def ask(server, path, **fields):
     (choice,) = body["choices"]
     text = choice["text"] if "text" in choice else choice["message"]["content"]
     status, streamed = server.post(path, {**GREEDY, **fields, "stream": True})
-    chunks = [json.loads(line[6:])["choices"][0] for line in streamed.splitlines() if line.startswith("data: {")]
+    chunks = [
+        json.loads(line[6:])["choices"][0]
+        for line in streamed.splitlines()
+        if line.startswith("data: {")
+    ]
     assert [i for chunk in chunks for i in chunk["token_ids"]] == choice["token_ids"]
-    assert "".join(chunk["text"] if "text" in chunk else chunk["delta"].get("content", "") for chunk in chunks) == text
+    assert (
+        "".join(
+            chunk["text"] if "text" in chunk else chunk["delta"].get("content", "")
+            for chunk in chunks
+        )
+        == text
+    )
     return choice["prompt_token_ids"], choice["token_ids"], text
 
 
 def answers(llm, token_ids):
     (found,) = llm.generate(
-        {"prompt_token_ids": token_ids}, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False
+        {"prompt_token_ids": token_ids},
+        SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+        use_tqdm=False,
     )
     return found.outputs[0].token_ids
 
@@ -50,19 +63,35 @@ def answers(llm, token_ids):
 def test_prompts_are_cut_continued_and_filled_in(any_server, llm):
     encode = llm.tokenizer.encode
     rendered = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nthe world is "
-    turn, begin = "<|im_end|>\n", "<|im_start|>assistant\n"
+    turn = "<|im_end|>\n"
+    begin = "<|im_start|>assistant\n"
     much = [9 + i % 250 for i in range(5000)]
     wanted = [
-        (COMPLETION, {"prompt": "hello the world", "truncate_prompt_tokens": 3}, encode("hello the world")[-3:]),
+        (
+            COMPLETION,
+            {"prompt": "hello the world", "truncate_prompt_tokens": 3},
+            encode("hello the world")[-3:],
+        ),
         (COMPLETION, {"prompt": much, "truncate_prompt_tokens": -1}, much[-(4096 - 8) :]),
-        (COMPLETION, {"prompt": "def a(", "suffix": "): hello"},
-         [INFILL[0], *encode("def a("), INFILL[1], *encode("): hello"), INFILL[2]]),
+        (
+            COMPLETION,
+            {"prompt": "def a(", "suffix": "): hello"},
+            [INFILL[0], *encode("def a("), INFILL[1], *encode("): hello"), INFILL[2]],
+        ),
         (CHAT, {"messages": TALK, "continue_final_message": True}, encode(rendered)),
-        (CHAT, {"messages": TALK, "continue_final_message": True, "add_generation_prompt": False}, encode(rendered)),
+        (
+            CHAT,
+            {"messages": TALK, "continue_final_message": True, "add_generation_prompt": False},
+            encode(rendered),
+        ),
         (CHAT, {"messages": TALK, "add_generation_prompt": False}, encode(rendered + turn)),
         (CHAT, {"messages": TALK}, encode(rendered + turn + begin)),
-        (CHAT, {"messages": TALK, "truncate_prompt_tokens": 5}, encode(rendered + turn + begin)[-5:]),
-    ]  # fmt: skip
+        (
+            CHAT,
+            {"messages": TALK, "truncate_prompt_tokens": 5},
+            encode(rendered + turn + begin)[-5:],
+        ),
+    ]
     for path, fields, prompt in wanted:
         found, token_ids, _ = ask(any_server, path, **fields)
         assert found == prompt, fields
@@ -74,17 +103,27 @@ def test_prompts_are_cut_continued_and_filled_in(any_server, llm):
 
 
 def test_best_of_tells_the_likeliest_answers(any_server, llm):
-    asked = {"prompt": ["hello", "the world"], "seed": 3, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+    asked = {
+        "prompt": ["hello", "the world"],
+        "seed": 3,
+        "max_tokens": 6,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     status, found = any_server.post(COMPLETION, {**asked, "n": 2, "best_of": 4})
     assert status == 200 and [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
     assert all(choice["logprobs"] is None for choice in found["choices"])
     assert found["usage"]["completion_tokens"] == 2 * 4 * 6
     expected = []
     for prompt in asked["prompt"]:
-        params = [SamplingParams(seed=3 + i, max_tokens=6, ignore_eos=True, logprobs=0) for i in range(4)]
+        params = [
+            SamplingParams(seed=3 + i, max_tokens=6, ignore_eos=True, logprobs=0) for i in range(4)
+        ]
         results = [one.outputs[0] for one in llm.generate([prompt] * 4, params, use_tqdm=False)]
         expected += sorted(results, key=lambda one: -one.cumulative_logprob)[:2]
-    assert [choice["token_ids"] for choice in found["choices"]] == [one.token_ids for one in expected]
+    assert [choice["token_ids"] for choice in found["choices"]] == [
+        one.token_ids for one in expected
+    ]
     for bad in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}, {"best_of": 17}):
         status, body = any_server.post(COMPLETION, {**asked, **bad})
         assert status == 400 and "best_of" in body["error"]["message"]
@@ -95,20 +134,37 @@ def test_tokens_are_named_by_their_ids(server):
     choice = server.post(COMPLETION, {"prompt": "hello", "logprobs": 1, **named})[1]["choices"][0]
     assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
     assert [
-        name in top for name, top in zip(choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True)
+        name in top
+        for name, top in zip(
+            choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True
+        )
     ]
     chat = {"messages": TALK[:1], "logprobs": True, "top_logprobs": 1}
     choice = server.post(CHAT, {**chat, **named})[1]["choices"][0]
-    assert [one["token"] for one in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in choice["token_ids"]]
+    assert [one["token"] for one in choice["logprobs"]["content"]] == [
+        f"token_id:{i}" for i in choice["token_ids"]
+    ]
     assert choice["logprobs"]["content"][0]["top_logprobs"][0]["token"].startswith("token_id:")
 
 
 @pytest.mark.parametrize(
     ("path", "fields", "part"),
     [
-        (CHAT, {"messages": TALK, "continue_final_message": True, "add_generation_prompt": True}, "does not go with"),
-        (COMPLETION, {"prompt": [5, 6], "suffix": "a"}, "`suffix` is given with a prompt of token ids"),
-        (COMPLETION, {"prompt": "a", "suffix": "a", "echo": True}, "`suffix` does not go with `echo`"),
+        (
+            CHAT,
+            {"messages": TALK, "continue_final_message": True, "add_generation_prompt": True},
+            "does not go with",
+        ),
+        (
+            COMPLETION,
+            {"prompt": [5, 6], "suffix": "a"},
+            "`suffix` is given with a prompt of token ids",
+        ),
+        (
+            COMPLETION,
+            {"prompt": "a", "suffix": "a", "echo": True},
+            "`suffix` does not go with `echo`",
+        ),
         (
             COMPLETION,
             {"prompt": "a", "suffix": "a", "truncate_prompt_tokens": 1},
@@ -116,8 +172,16 @@ def test_tokens_are_named_by_their_ids(server):
         ),
         (COMPLETION, {"prompt": "a", "bad_words": ["\n"]}, "white space"),
         (COMPLETION, {"prompt": "a" * 100_000, "suffix": "a"}, "characters"),
-        (COMPLETION, {"prompt": "a", "bad_words": ["a"], "allowed_token_ids": [68], "temperature": 0}, "leave none"),
-        (COMPLETION, {"prompt": "hello the world", "truncate_prompt_tokens": 2, "max_tokens": 4095}, "the context"),
+        (
+            COMPLETION,
+            {"prompt": "a", "bad_words": ["a"], "allowed_token_ids": [68], "temperature": 0},
+            "leave none",
+        ),
+        (
+            COMPLETION,
+            {"prompt": "hello the world", "truncate_prompt_tokens": 2, "max_tokens": 4095},
+            "the context",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(server, llm, path, fields, part):

@@ -18,48 +18,85 @@ def replicas(start):
         yield running
 
 
-def test_a_worker_dies_in_the_middle_of_a_stream_and_its_reader_sees_the_same_text(replicas, server, capsys):
+def test_a_worker_dies_in_the_middle_of_a_stream_and_its_reader_sees_the_same_text(
+    replicas, server, capsys
+):
     body = {**LONG, "max_tokens": 1500, "temperature": 1.5, "seed": 5, "logprobs": 1}
     expected = server.post(PATH, body)[1]["choices"][0]
     with send(replicas, PATH, {**body, "stream": True}) as stream:
         coming = events(stream)
         got = [next(coming)]
-        (busy,) = [one for one in replicas.get("/v1/cluster")[1]["workers"] if one["running"] or one["waiting"]]
+        (busy,) = [
+            one
+            for one in replicas.get("/v1/cluster")[1]["workers"]
+            if one["running"] or one["waiting"]
+        ]
         os.kill(busy["pid"], signal.SIGKILL)
         *rest, last = coming
     chunks = [event["choices"][0] for event in [*got, *rest] if event.get("choices")]
-    assert last == "[DONE]" and [token for chunk in chunks for token in chunk["token_ids"]] == expected["token_ids"]
+    assert (
+        last == "[DONE]"
+        and [token for chunk in chunks for token in chunk["token_ids"]] == expected["token_ids"]
+    )
     assert "".join(chunk["text"] for chunk in chunks) == expected["text"]
-    found = [value for chunk in chunks for value in (chunk["logprobs"] or {}).get("token_logprobs", [])]
+    found = [
+        value for chunk in chunks for value in (chunk["logprobs"] or {}).get("token_logprobs", [])
+    ]
     assert found == expected["logprobs"]["token_logprobs"]
     name = got[0]["id"]
     _, explained = replicas.get(f"/v1/requests/{name}/explain")
     assert f"{busy['id']}, which died with" in " ".join(explained["sentences"])
-    kinds = [(one["kind"], one.get("reason")) for one in replicas.get(f"/v1/requests/{name}/timeline")[1]["intervals"]]
-    assert kinds[0][0] == "tokenize" and kinds[1][0] == "route" and kinds[1][1].startswith(busy["id"])
+    kinds = [
+        (one["kind"], one.get("reason"))
+        for one in replicas.get(f"/v1/requests/{name}/timeline")[1]["intervals"]
+    ]
+    assert (
+        kinds[0][0] == "tokenize" and kinds[1][0] == "route" and kinds[1][1].startswith(busy["id"])
+    )
     until(lambda: all(one["state"] == "ready" for one in replicas.get("/v1/cluster")[1]["workers"]))
     until(lambda: replicas.metric("engine_restarts_total") == 1)
     assert (
-        "killed by signal 9" in replicas.log.read_text() and "goes on elsewhere, 1 requests" in replicas.log.read_text()
+        "killed by signal 9" in replicas.log.read_text()
+        and "goes on elsewhere, 1 requests" in replicas.log.read_text()
     )
     replicas.wait_until_idle()
     assert replicas.metric("worker_up") == 2
     assert replicas.metric("worker_step_seconds_total", phase="decode") > 0
     assert run_app(["status", replicas.url]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:3] == ["id", "role", "host"] and [line.split()[0] for line in lines[1:]] == [
-        "worker-0", "worker-1"
-    ]  # fmt: skip
+    assert lines[0].split()[:3] == ["id", "role", "host"] and [
+        line.split()[0] for line in lines[1:]
+    ] == ["worker-0", "worker-1"]
 
 
 @pytest.mark.timeout(300)
-def test_while_the_decode_pool_stands_still_no_more_is_let_in_than_it_has_seats_and_nothing_is_lost(start):
+def test_while_the_decode_pool_stands_still_no_more_is_let_in_than_it_has_seats_and_nothing_is_lost(
+    start,
+):
     """The prefill worker could go on: what it reads would have to be kept somewhere."""
-    bodies = [{**PROBE, "prompt": [[10 + (number * i) % 300 for i in range(200)]]} for number in range(7)]
-    flags = ("--prefill-workers", "1", "--decode-workers", "1", "--threads-per-worker", "1", "--max-num-seqs", "3")
-    with start(*flags, "--max-queued-requests", "2", "--worker-silence", "3600") as running, ExitStack() as clients:
+    bodies = [
+        {**PROBE, "prompt": [[10 + (number * i) % 300 for i in range(200)]]} for number in range(7)
+    ]
+    flags = (
+        "--prefill-workers",
+        "1",
+        "--decode-workers",
+        "1",
+        "--threads-per-worker",
+        "1",
+        "--max-num-seqs",
+        "3",
+    )
+    with (
+        start(*flags, "--max-queued-requests", "2", "--worker-silence", "3600") as running,
+        ExitStack() as clients,
+    ):
         expected = [tokens(running.post(PATH, body)[1]) for body in bodies]
-        (writer,) = [one["pid"] for one in running.get("/v1/cluster")[1]["workers"] if one["role"] == "decode"]
+        (writer,) = [
+            one["pid"]
+            for one in running.get("/v1/cluster")[1]["workers"]
+            if one["role"] == "decode"
+        ]
         clients.callback(os.kill, writer, signal.SIGCONT)
         os.kill(writer, signal.SIGSTOP)
         accepted = [clients.enter_context(send(running, PATH, body)) for body in bodies[:5]]
@@ -67,7 +104,11 @@ def test_while_the_decode_pool_stands_still_no_more_is_let_in_than_it_has_seats_
         for body in bodies[5:]:
             with send(running, PATH, body) as client:
                 status, headers, reply = read_reply(client)
-            assert status == 429 and "overloaded" in reply["error"]["message"] and "retry-after" in headers
+            assert (
+                status == 429
+                and "overloaded" in reply["error"]["message"]
+                and "retry-after" in headers
+            )
         os.kill(writer, signal.SIGCONT)
         assert [tokens(read_reply(client)[2]) for client in accepted] == expected[:5]
         assert [tokens(running.post(PATH, body)[1]) for body in bodies[5:]] == expected[5:]
@@ -82,7 +123,9 @@ def test_the_server_outlives_ray_and_has_its_workers_again_when_ray_is_back(star
     flags = ("--replicas", "1", "--threads-per-worker", "1", "--ray-address", "local")
     with start(*flags, path=Path(__file__).parent / "impatient") as running:
         expected = tokens(running.post(PATH, LONG)[1])
-        (raylet,) = descendants(running.process.pid, lambda words: words.split(b"\0")[0].endswith(b"/raylet"))
+        (raylet,) = descendants(
+            running.process.pid, lambda words: words.split(b"\0")[0].endswith(b"/raylet")
+        )
         os.kill(raylet, signal.SIGKILL)
 
         def is_refused():
@@ -91,7 +134,11 @@ def test_the_server_outlives_ray_and_has_its_workers_again_when_ray_is_back(star
             if status == 200:
                 assert tokens(body) == expected
             else:
-                assert status == 503 and body["error"]["code"] == "engine_restarted" and "retry-after" in headers
+                assert (
+                    status == 503
+                    and body["error"]["code"] == "engine_restarted"
+                    and "retry-after" in headers
+                )
             return status == 503
 
         until(is_refused)
@@ -111,7 +158,10 @@ def test_a_lone_server_is_a_cluster_of_one(server, capsys):
     [
         (["--replicas", "0"], "replicas"),
         (["--replicas", "two"], "replicas"),
-        (["--replicas", "2", "--threads", "1", "--threads-per-worker", "1"], "--threads-per-worker"),
+        (
+            ["--replicas", "2", "--threads", "1", "--threads-per-worker", "1"],
+            "--threads-per-worker",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(tiny_path, flags, words, capsys):

@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from raw_client import events, send
 from twinphase.batch import TokenLogprobs
-from twinphase.engine.text import EncodedPrompt
+from twinphase.engine.frontends.text import EncodedPrompt
 from twinphase.errors import InvalidRequestError, RequestNotFoundError
 from twinphase.request import SamplingParams
 from twinphase.server import answers
@@ -32,7 +32,8 @@ from twinphase.server.tool_calls import ToolCallParser
 from twinphase.server.tools import HERMES
 from twinphase.tokenizer.think_tags import ThinkTags
 
-CHAT, PATH = "/v1/chat/completions", "/v1/responses"
+CHAT = "/v1/chat/completions"
+PATH = "/v1/responses"
 GREEDY = {"temperature": 0, "max_output_tokens": 12, "extra_body": {"ignore_eos": True}}
 PICK = {"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"]}
 
@@ -57,13 +58,18 @@ def chat(server, messages, **fields):
 
 def output(response):
     """Of a response, without what is its own: ids and times."""
-    return [{key: value for key, value in item.items() if key not in ("id", "call_id")}
-            for item in json.loads(response.model_dump_json())["output"]]  # fmt: skip
+    return [
+        {key: value for key, value in item.items() if key not in ("id", "call_id")}
+        for item in json.loads(response.model_dump_json())["output"]
+    ]
 
 
 def streamed(client, **fields):
     """The response at a stream's end, once its events have been found to say the same."""
-    seen, text, arguments, done = [], {}, {}, []
+    seen = []
+    text = {}
+    arguments = {}
+    done = []
     for event in client.responses.create(**fields, stream=True):
         seen.append(event.type)
         assert event.sequence_number == len(seen) - 1
@@ -77,38 +83,50 @@ def streamed(client, **fields):
         elif event.type == "response.output_item.done":
             assert event.output_index == len(done)
             done.append(event.item)
-    assert seen[:2] == ["response.created", "response.in_progress"] and seen.count("response.output_item.added") == len(
-        done
-    )
+    assert seen[:2] == ["response.created", "response.in_progress"] and seen.count(
+        "response.output_item.added"
+    ) == len(done)
     assert event.response.output == done
     return event.response
 
 
 def both(client, **fields):
     """The whole response, which is the streamed one."""
-    whole, stream = client.responses.create(**fields), streamed(client, **fields)
+    whole = client.responses.create(**fields)
+    stream = streamed(client, **fields)
     assert output(whole) == output(stream) and whole.status == stream.status
     assert whole.usage.output_tokens == stream.usage.output_tokens
     return whole
 
 
 def test_answers_are_those_of_chats(server, client):
-    user, model = {"role": "user", "content": "hello"}, server.model
+    user = {"role": "user", "content": "hello"}
+    model = server.model
     said = both(client, model=model, input="hello", **GREEDY)
     expected, usage = chat(server, [user])
     assert said.output_text == expected["message"]["content"] and said.id.startswith("resp_")
     assert (said.status, said.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert said.usage.input_tokens == usage["prompt_tokens"] and said.usage.output_tokens == 12
     parts = [{"type": "input_text", "text": "one"}, {"type": "input_text", "text": "two"}]
-    said = both(client, model=model, instructions="Be brief.", input=[{"role": "user", "content": parts}], **GREEDY)
+    said = both(
+        client,
+        model=model,
+        instructions="Be brief.",
+        input=[{"role": "user", "content": parts}],
+        **GREEDY,
+    )
     texts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    expected, _ = chat(server, [{"role": "system", "content": "Be brief."}, {"role": "user", "content": texts}])
+    expected, _ = chat(
+        server, [{"role": "system", "content": "Be brief."}, {"role": "user", "content": texts}]
+    )
     assert said.output_text == expected["message"]["content"]
     more = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     said = both(client, model=model, input="hello", **GREEDY, **more)
     expected, _ = chat(server, [user], logprobs=True, top_logprobs=2)
     found = said.output[0].content[0].logprobs
-    assert [one.logprob for one in found] == [one["logprob"] for one in expected["logprobs"]["content"]]
+    assert [one.logprob for one in found] == [
+        one["logprob"] for one in expected["logprobs"]["content"]
+    ]
     assert len(found) == 12 and all(len(one.top_logprobs) == 2 for one in found)
     stop = said.output_text[4:6]
     said = both(client, model=model, input="hello", **GREEDY | {"extra_body": {"stop": stop}})
@@ -116,61 +134,116 @@ def test_answers_are_those_of_chats(server, client):
 
 
 def test_tools_and_forms(server, client):
-    tool = {"type": "function", "name": "pick", "description": "Picks.", "parameters": PICK, "strict": True}
+    tool = {
+        "type": "function",
+        "name": "pick",
+        "description": "Picks.",
+        "parameters": PICK,
+        "strict": True,
+    }
     fields = {"model": server.model, "input": "hello", "temperature": 0, "tools": [tool]}
     fields["tool_choice"] = {"type": "function", "name": "pick"}
     said = both(client, **fields)
     assert said.status == "completed" and [item.type for item in said.output] == ["function_call"]
     call = said.output[0]
     assert call.name == "pick" and Pick.model_validate_json(call.arguments)
-    past = [{"role": "user", "content": "hello"}, call.model_dump(),
-            {"type": "function_call_output", "call_id": call.call_id, "output": "3"},
-            {"role": "assistant", "content": "so"}, {"role": "user", "content": "go on"}]  # fmt: skip
+    past = [
+        {"role": "user", "content": "hello"},
+        call.model_dump(),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "3"},
+        {"role": "assistant", "content": "so"},
+        {"role": "user", "content": "go on"},
+    ]
     function = {"name": "pick", "arguments": call.arguments}
     calls = [{"id": call.call_id, "type": "function", "function": function}]
-    messages = [past[0], {"role": "assistant", "tool_calls": calls},
-                {"role": "tool", "tool_call_id": call.call_id, "content": "3"}, *past[3:]]  # fmt: skip
-    offered = [{"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}]
+    messages = [
+        past[0],
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": call.call_id, "content": "3"},
+        *past[3:],
+    ]
+    offered = [
+        {
+            "type": "function",
+            "function": {key: value for key, value in tool.items() if key != "type"},
+        }
+    ]
     said = both(client, **{**fields, "input": past, "tool_choice": "none", "max_output_tokens": 9})
-    expected, usage = chat(server, messages, tools=offered, tool_choice="none", max_tokens=9, ignore_eos=False)
+    expected, usage = chat(
+        server, messages, tools=offered, tool_choice="none", max_tokens=9, ignore_eos=False
+    )
     assert said.output_text == expected["message"]["content"]
     assert said.usage.input_tokens == usage["prompt_tokens"]
-    parsed = client.responses.parse(model=server.model, input="hello", temperature=0, text_format=Pick)
+    parsed = client.responses.parse(
+        model=server.model, input="hello", temperature=0, text_format=Pick
+    )
     assert parsed.output_parsed.a in ("b", "c")
-    with client.responses.stream(model=server.model, input="hello", temperature=0, text_format=Pick) as stream:
+    with client.responses.stream(
+        model=server.model, input="hello", temperature=0, text_format=Pick
+    ) as stream:
         assert stream.get_final_response().output_parsed == parsed.output_parsed
 
 
 def test_a_response_is_followed_kept_and_forgotten(server, client):
     model = server.model
-    first = client.responses.create(model=model, input="hello", instructions="Be brief.", metadata={"a": "b"}, **GREEDY)
+    first = client.responses.create(
+        model=model, input="hello", instructions="Be brief.", metadata={"a": "b"}, **GREEDY
+    )
     second = both(client, model=model, input="and", previous_response_id=first.id, **GREEDY)
     said = {"role": "assistant", "content": first.output_text}
-    expected, _ = chat(server, [{"role": "user", "content": "hello"}, said, {"role": "user", "content": "and"}])
-    assert second.output_text == expected["message"]["content"] and second.previous_response_id == first.id
+    expected, _ = chat(
+        server, [{"role": "user", "content": "hello"}, said, {"role": "user", "content": "and"}]
+    )
+    assert (
+        second.output_text == expected["message"]["content"]
+        and second.previous_response_id == first.id
+    )
     kept = client.responses.retrieve(first.id)
-    assert kept.output == first.output and kept.metadata == {"a": "b"} and kept.instructions == "Be brief."
-    turns = [{"id": "mine", "role": "user", "content": "one"}, first.output[0].model_dump(exclude={"phase"})]
-    asked = client.responses.create(model=model, input=[*turns, {**turns[0], "content": "two"}], **GREEDY)
+    assert (
+        kept.output == first.output
+        and kept.metadata == {"a": "b"}
+        and kept.instructions == "Be brief."
+    )
+    turns = [
+        {"id": "mine", "role": "user", "content": "one"},
+        first.output[0].model_dump(exclude={"phase"}),
+    ]
+    asked = client.responses.create(
+        model=model, input=[*turns, {**turns[0], "content": "two"}], **GREEDY
+    )
     listed = client.responses.input_items.list(asked.id)
-    assert [item.content[0].text for item in listed] == ["two", first.output_text, "one"] and not listed.has_more
-    assert [item.id for item in client.responses.input_items.list(asked.id, order="asc", limit=1)] == [
-        item.id for item in reversed(listed.data)
-    ], "page by page, each by a name of its own"
+    assert [item.content[0].text for item in listed] == [
+        "two",
+        first.output_text,
+        "one",
+    ] and not listed.has_more
+    assert [
+        item.id for item in client.responses.input_items.list(asked.id, order="asc", limit=1)
+    ] == [item.id for item in reversed(listed.data)], "page by page, each by a name of its own"
     assert listed.last_id == "mine" and listed.data[1].id == first.output[0].id
     for query in ("limit=0", "order=up", "after=nobody"):
         assert server.get(f"{PATH}/{asked.id}/input_items?{query}")[0] == 400
     with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
         client.responses.cancel(first.id)
     client.responses.delete(first.id)
-    third = client.responses.create(model=model, input="on", previous_response_id=second.id, **GREEDY)
+    third = client.responses.create(
+        model=model, input="on", previous_response_id=second.id, **GREEDY
+    )
     more = [{"role": "assistant", "content": second.output_text}, {"role": "user", "content": "on"}]
-    expected, _ = chat(server, [{"role": "user", "content": "hello"}, said, {"role": "user", "content": "and"}, *more])
+    expected, _ = chat(
+        server,
+        [{"role": "user", "content": "hello"}, said, {"role": "user", "content": "and"}, *more],
+    )
     assert third.output_text == expected["message"]["content"]
     unkept = client.responses.create(model=model, input="hello", store=False, **GREEDY)
     items = client.responses.input_items.list
     for gone in (first.id, unkept.id, "resp_x"):
-        for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel, items):
+        for ask in (
+            client.responses.retrieve,
+            client.responses.delete,
+            client.responses.cancel,
+            items,
+        ):
             with pytest.raises(openai.NotFoundError, match="Response 'resp_.*' was not found"):
                 ask(gone)
         with pytest.raises(openai.NotFoundError, match="Response 'resp_.*' was not found"):
@@ -190,15 +263,25 @@ def test_each_key_has_its_own_and_a_running_one_is_cancelled_by_it_alone(shared)
             assert found == status
         *_, error, failed = coming
     assert error["type"] == "error" and "cancelled" in error["message"]
-    assert failed["type"] == "response.failed" and failed["response"]["id"] == name and failed["response"]["output"]
-    assert cancelled == {**failed["response"], "status": "cancelled", "error": None, "output": cancelled["output"]}
+    assert (
+        failed["type"] == "response.failed"
+        and failed["response"]["id"] == name
+        and failed["response"]["output"]
+    )
+    assert cancelled == {
+        **failed["response"],
+        "status": "cancelled",
+        "error": None,
+        "output": cancelled["output"],
+    }
     (message,) = cancelled["output"]
     assert message["status"] == "incomplete" and message["content"][0]["text"]
     assert shared.get(f"{PATH}/{name}", **alice)[1] == cancelled
     shared.wait_until_idle()
     _, done = shared.post(PATH, {**long, "stream": False, "max_output_tokens": 2}, **alice)
     assert (
-        shared.get(f"{PATH}/{done['id']}", **alice)[1] == done and shared.get(f"{PATH}/{done['id']}", **bob)[0] == 404
+        shared.get(f"{PATH}/{done['id']}", **alice)[1] == done
+        and shared.get(f"{PATH}/{done['id']}", **bob)[0] == 404
     )
     assert shared.post(PATH, {**long, "previous_response_id": done["id"]}, **bob)[0] == 404
     assert httpx.delete(f"{shared.url}{PATH}/{done['id']}", headers=bob).status_code == 404
@@ -206,7 +289,13 @@ def test_each_key_has_its_own_and_a_running_one_is_cancelled_by_it_alone(shared)
 
 def test_a_response_that_ends_inside_a_call_is_gone_on_with(server, client):
     tool = {"type": "function", "name": "pick", "parameters": PICK}
-    fields = {"model": server.model, "input": "hello", "temperature": 0, "tools": [tool], "tool_choice": "required"}
+    fields = {
+        "model": server.model,
+        "input": "hello",
+        "temperature": 0,
+        "tools": [tool],
+        "tool_choice": "required",
+    }
     length = client.responses.create(**fields).usage.output_tokens
     for cut in range(length - 1, 0, -1):
         said = client.responses.create(**fields, max_output_tokens=cut)
@@ -214,11 +303,18 @@ def test_a_response_that_ends_inside_a_call_is_gone_on_with(server, client):
         if not call.arguments.endswith("}"):
             break
     assert call.arguments.startswith("{") and said.status == "incomplete"
-    next = client.responses.create(model=server.model, input="on", previous_response_id=said.id, **GREEDY)
-    function = {"name": "pick", "arguments": json.dumps(from_json(call.arguments, allow_partial=True))}
+    next = client.responses.create(
+        model=server.model, input="on", previous_response_id=said.id, **GREEDY
+    )
+    function = {
+        "name": "pick",
+        "arguments": json.dumps(from_json(call.arguments, allow_partial=True)),
+    }
     calls = [{"id": call.call_id, "type": "function", "function": function}]
     said = {"role": "assistant", "content": "", "tool_calls": calls}
-    expected, _ = chat(server, [{"role": "user", "content": "hello"}, said, {"role": "user", "content": "on"}])
+    expected, _ = chat(
+        server, [{"role": "user", "content": "hello"}, said, {"role": "user", "content": "on"}]
+    )
     assert next.output_text == expected["message"]["content"]
 
 
@@ -231,10 +327,16 @@ def test_the_first_end_of_a_response_stands(cancel_first, monkeypatch):
             prompt = EncodedPrompt("a", [1], 0.0, 0.0, False)
             job = adjust(Job("x", "chat", 0, "m", [prompt], SamplingParams(), 1, 0, None))
             choice = SimpleNamespace(
-                job=job, stream=SimpleNamespace(transcript=SimpleNamespace(tokenizer=tokenizer)), content="hi",
-                reasoning="", tool_calls=[], logprobs=[], finish_reason="stop",
-            )  # fmt: skip
-            self.replies, self.ends = make_replies(job, [choice]), []
+                job=job,
+                stream=SimpleNamespace(transcript=SimpleNamespace(tokenizer=tokenizer)),
+                content="hi",
+                reasoning="",
+                tool_calls=[],
+                logprobs=[],
+                finish_reason="stop",
+            )
+            self.replies = make_replies(job, [choice])
+            self.ends = []
             self.expire = self.ends.append
             service.in_flight.add(self)
 
@@ -242,9 +344,12 @@ def test_the_first_end_of_a_response_stands(cancel_first, monkeypatch):
     for name, found in (("answer", Asked), ("_usage", lambda *_: {})):
         monkeypatch.setattr(responses, name, found)
     monkeypatch.setattr(responses.ResponseReplies, "_told", lambda *_: {})
-    api, service = APIRouter(), SimpleNamespace(config=SimpleNamespace(kept_responses=4), in_flight=set())
+    api = APIRouter()
+    service = SimpleNamespace(config=SimpleNamespace(kept_responses=4), in_flight=set())
     responses.add_responses(api, service)
-    create, get, _, cancel = (route.endpoint for route in api.routes if not route.path.endswith("input_items"))
+    create, get, _, cancel = (
+        route.endpoint for route in api.routes if not route.path.endswith("input_items")
+    )
     request = SimpleNamespace(state=SimpleNamespace(tenant="a"))
 
     async def late():
@@ -308,7 +413,10 @@ PARSED = {"type": "output_text", "text": "a", "parsed": 1}  # by a client, not b
     ("fields", "part"),
     [
         ({"input": []}, "`input`: List should have at least 1 item"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "send text"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "send text",
+        ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "`input.0`"),
         (
             {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
@@ -349,7 +457,16 @@ def test_what_is_not_honoured_is_refused_by_name(server, fields, part):
     [
         ["<think>", "hm", ".", "</think>", "*\n", "*Hi", "* you"],
         ["<think>", "hm</", "think>", "*H", "*i"],
-        ["*Sure", "*. ", "<tool", "_call>", '{"name": "f", "arg', 'uments": {}}', "\n</tool_call>", "*Done"],
+        [
+            "*Sure",
+            "*. ",
+            "<tool",
+            "_call>",
+            '{"name": "f", "arg',
+            'uments": {}}',
+            "\n</tool_call>",
+            "*Done",
+        ],
         ["*a", "*<", "*b", "*<tool"],
         ["<tool_call>", '{"name": "f", "arguments": {"a": ', "1"],
     ],
@@ -368,10 +485,13 @@ def test_only_tokens_of_the_message_have_their_probabilities_told(pieces, monkey
     monkeypatch.setattr(answers, "Detokenizer", Texts)
     tags = ThinkTags("<think>", "</think>")
     reader = SimpleNamespace(
-        splitter=lambda: ReasoningSplitter(tags, opened=False), tool_parser=lambda: ToolCallParser(HERMES), markers=()
+        splitter=lambda: ReasoningSplitter(tags, opened=False),
+        tool_parser=lambda: ToolCallParser(HERMES),
+        markers=(),
     )
     choice = SimpleNamespace(
-        job=SimpleNamespace(reader=reader), stream=SimpleNamespace(transcript=SimpleNamespace(tokenizer=None))
+        job=SimpleNamespace(reader=reader),
+        stream=SimpleNamespace(transcript=SimpleNamespace(tokenizer=None)),
     )
     tokens = [TokenLogprobs(number, -1.0, 1, []) for number in range(len(pieces))]
     assert [token.token_id for token in ContentTokens(choice).take(tokens, True)] == wanted

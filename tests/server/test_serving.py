@@ -9,18 +9,28 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from twinphase import LLM, __version__
 
-CHAT = {"messages": [{"role": "user", "content": "hello world"}], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+CHAT = {
+    "messages": [{"role": "user", "content": "hello world"}],
+    "max_tokens": 5,
+    "temperature": 0,
+    "ignore_eos": True,
+}
 KEY = {"Authorization": "Bearer one"}
 ORIGIN = "https://page.example"
-PAGE = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST",
-        "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
+PAGE = {
+    "Origin": ORIGIN,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
 
 
 def streamed(server, path, body):
     """The reply's headers, and its events but for the last."""
     reply = httpx.post(server.url + path, json={**body, "stream": True})
     events = reply.text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""] and all(event.startswith("data: ") for event in events[:-1])
+    assert events[-2:] == ["data: [DONE]", ""] and all(
+        event.startswith("data: ") for event in events[:-1]
+    )
     return reply.headers, [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
 
 
@@ -41,7 +51,9 @@ def test_an_answer_says_where_its_time_went(server):
 
 
 def test_each_of_several_answers_has_its_own_timings(server):
-    _, body = server.post("/v1/completions", {"prompt": ["the", "hello"], "max_tokens": 3, "n": 2, "ignore_eos": True})
+    _, body = server.post(
+        "/v1/completions", {"prompt": ["the", "hello"], "max_tokens": 3, "n": 2, "ignore_eos": True}
+    )
     assert [choice["timings"]["predicted_n"] for choice in body["choices"]] == [3] * 4
     assert body["usage"]["completion_tokens"] == 12
     for index in range(4):
@@ -54,9 +66,14 @@ def test_headers_name_the_request_and_its_times(server):
     assert reply.headers["x-request-id"] == reply.json()["id"]
     spent = dict(entry.split(";dur=") for entry in reply.headers["server-timing"].split(", "))
     ledger = reply.json()["timings"]["ledger_ms"]
-    assert {kind: float(time) for kind, time in spent.items()} == {kind: time for kind, time in ledger.items() if time}
+    assert {kind: float(time) for kind, time in spent.items()} == {
+        kind: time for kind, time in ledger.items() if time
+    }
     headers, events = streamed(server, "/v1/chat/completions", CHAT)
-    assert headers["content-type"] == "text/event-stream; charset=utf-8" and headers["cache-control"] == "no-cache"
+    assert (
+        headers["content-type"] == "text/event-stream; charset=utf-8"
+        and headers["cache-control"] == "no-cache"
+    )
     assert {event["id"] for event in events} == {headers["x-request-id"]}
 
 
@@ -64,16 +81,30 @@ def test_texts_and_conversations_become_tokens_and_texts_again(server, tiny_path
     llm = LLM(tiny_path)
     text = "hello\x00 the world é€<|im_end|>"
     for special in (True, False):
-        _, found = server.post("/tokenize", {"prompt": text, "add_special_tokens": special, "return_token_strs": True})
+        _, found = server.post(
+            "/tokenize", {"prompt": text, "add_special_tokens": special, "return_token_strs": True}
+        )
         assert found["tokens"] == llm.tokenizer.encode(text, add_special_tokens=special)
-        assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) and found["max_model_len"] == 4096
+        assert (
+            found["count"] == len(found["tokens"]) == len(found["token_strs"])
+            and found["max_model_len"] == 4096
+        )
         assert server.post("/detokenize", {"tokens": found["tokens"]})[1]["prompt"] == text
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "b"}'}}
-    called = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "c", "tool_call_id": "1"}]
+    called = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "c", "tool_call_id": "1"},
+    ]
     tools = [{"type": "function", "function": {"name": "look"}}]
-    for body in ({}, {"tools": tools}, {"messages": CHAT["messages"] + called, "chat_template_kwargs": {"x": 1}}):
+    for body in (
+        {},
+        {"tools": tools},
+        {"messages": CHAT["messages"] + called, "chat_template_kwargs": {"x": 1}},
+    ):
         body = {"messages": CHAT["messages"], **body}
-        _, chat = server.post("/v1/chat/completions", {**body, "max_tokens": 2, "return_token_ids": True})
+        _, chat = server.post(
+            "/v1/chat/completions", {**body, "max_tokens": 2, "return_token_ids": True}
+        )
         assert server.post("/tokenize", body)[1]["tokens"] == chat["choices"][0]["prompt_token_ids"]
     status, error = server.post("/tokenize", {"prompt": "A" * 1_000_000})
     assert status == 400 and "4096" in error["error"]["message"]
@@ -83,9 +114,15 @@ def test_texts_and_conversations_become_tokens_and_texts_again(server, tiny_path
     assert error["error"]["message"] == "The field `prompt` is not supported. Leave it out."
 
 
-@pytest.mark.parametrize("method, path, status", [
-    ("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("POST", "/v1/models", 405), ("PUT", "/health", 405)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "method, path, status",
+    [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("PUT", "/health", 405),
+    ],
+)
 def test_a_wrong_turn_is_an_error_in_openais_shape(server, method, path, status):
     reply = httpx.request(method, server.url + path)
     assert reply.status_code == status and reply.json()["error"]["message"]
@@ -103,38 +140,63 @@ def test_a_model_a_version_and_the_state(server):
 
 
 def test_metrics_count_what_was_served(server):
-    before = {name: server.metric(name) for name in ("prompt_tokens_total", "generation_tokens_total")}
+    before = {
+        name: server.metric(name) for name in ("prompt_tokens_total", "generation_tokens_total")
+    }
     finished = server.metric("request_success_total", finished_reason="length")
-    _, body = server.post("/v1/completions", {"prompt": "the", "max_tokens": 4, "n": 2, "ignore_eos": True})
+    _, body = server.post(
+        "/v1/completions", {"prompt": "the", "max_tokens": 4, "n": 2, "ignore_eos": True}
+    )
     refused = server.metric("requests_refused_total", status="400", reason="InvalidRequestError")
     for temperature in (-1, "hot"):  # found by the engine's parameters, and by the types
         server.post("/v1/completions", {"prompt": "the", "temperature": temperature})
     assert server.metric("generation_tokens_total") - before["generation_tokens_total"] == 8
-    assert server.metric("prompt_tokens_total") - before["prompt_tokens_total"] == 2 * body["usage"]["prompt_tokens"]
+    assert (
+        server.metric("prompt_tokens_total") - before["prompt_tokens_total"]
+        == 2 * body["usage"]["prompt_tokens"]
+    )
     assert server.metric("request_success_total", finished_reason="length") - finished == 2
-    assert server.metric("requests_refused_total", status="400", reason="InvalidRequestError") - refused == 2
+    assert (
+        server.metric("requests_refused_total", status="400", reason="InvalidRequestError")
+        - refused
+        == 2
+    )
     server.wait_until_idle()
 
 
 def test_metrics_come_in_the_format_that_is_asked_for(server, limited):
     plain = httpx.get(server.url + "/metrics")
     assert plain.headers["content-type"].startswith("text/plain") and "vllm:" not in plain.text
-    openmetrics = httpx.get(server.url + "/metrics", headers={"Accept": "application/openmetrics-text"})
+    openmetrics = httpx.get(
+        server.url + "/metrics", headers={"Accept": "application/openmetrics-text"}
+    )
     assert openmetrics.headers["content-type"].startswith("application/openmetrics-text")
-    assert any(family.name == "twinphase:engine_up" for family in parse_openmetrics(openmetrics.text))
+    assert any(
+        family.name == "twinphase:engine_up" for family in parse_openmetrics(openmetrics.text)
+    )
     assert "\nvllm:num_requests_running{" in limited.get("/metrics")[1]
 
 
 def test_the_root_says_that_there_is_a_server_without_a_key(limited):
-    assert httpx.get(limited.url).text == "twinphase is running" and httpx.head(limited.url).status_code == 200
+    assert (
+        httpx.get(limited.url).text == "twinphase is running"
+        and httpx.head(limited.url).status_code == 200
+    )
 
 
 def test_a_page_that_is_allowed_may_ask_from_a_browser(server, limited):
-    url, allowed = limited.url + "/v1/chat/completions", "access-control-allow-origin"
+    url = limited.url + "/v1/chat/completions"
+    allowed = "access-control-allow-origin"
     asked = httpx.options(url, headers=PAGE)
-    assert asked.status_code == 200 and "authorization" in asked.headers["access-control-allow-headers"]
+    assert (
+        asked.status_code == 200
+        and "authorization" in asked.headers["access-control-allow-headers"]
+    )
     answered = httpx.post(url, json=CHAT, headers={**KEY, "Origin": ORIGIN})
-    assert answered.status_code == 200 and "server-timing" in answered.headers["access-control-expose-headers"]
+    assert (
+        answered.status_code == 200
+        and "server-timing" in answered.headers["access-control-expose-headers"]
+    )
     refused = httpx.post(url, json={}, headers={**KEY, "Origin": ORIGIN})
     unknown = httpx.get(limited.url + "/v1/models", headers={"Origin": ORIGIN})
     assert (refused.status_code, unknown.status_code) == (400, 401)
@@ -142,7 +204,12 @@ def test_a_page_that_is_allowed_may_ask_from_a_browser(server, limited):
     for base, origin in ((limited.url, "https://other.example"), (server.url, ORIGIN)):
         page = {**PAGE, "Origin": origin}
         assert allowed not in httpx.options(base + "/v1/models", headers=page).headers
-        assert allowed not in httpx.post(base + "/v1/chat/completions", json=CHAT, headers={**KEY, **page}).headers
+        assert (
+            allowed
+            not in httpx.post(
+                base + "/v1/chat/completions", json=CHAT, headers={**KEY, **page}
+            ).headers
+        )
 
 
 OPEN = {"/health", "/health/live", "/health/ready", "/metrics", "/version"}  # without a key
@@ -167,7 +234,9 @@ def test_the_openapi_document_is_complete(server, limited):
         assert "422" not in operation["responses"]
         for errors in ("4XX", "5XX"):
             (content,) = operation["responses"][errors]["content"].values()
-            shape = next((name for start, name in others.items() if path.startswith(start)), "ErrorResponse")
+            shape = next(
+                (name for start, name in others.items() if path.startswith(start)), "ErrorResponse"
+            )
             assert content["schema"] == {"$ref": f"#/components/schemas/{shape}"}
     for path in ("/v1/chat/completions", "/v1/completions"):
         kinds = operations[path, "post"]["responses"]["200"]["content"]
@@ -180,7 +249,9 @@ def test_what_a_server_says_when_it_is_ready(limited):
     assert [line.split()[0] for line in lines] == ["model", "KV", "measured", "pace", "listening"]
     assert lines[0].startswith("model      a, b (tiny.gguf, Q4_0, ")
     assert "4,096 tokens: 1.0 requests of the full 4,096, 1 run at once" in lines[1]
-    assert "TTFT" in lines[2] and "TPOT" in lines[2] and f"{limited.url}/v1 (OpenAI's API)" in lines[4]
+    assert (
+        "TTFT" in lines[2] and "TPOT" in lines[2] and f"{limited.url}/v1 (OpenAI's API)" in lines[4]
+    )
 
 
 def test_health_follows_loading(start):

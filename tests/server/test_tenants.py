@@ -12,14 +12,26 @@ from twinphase.errors import InvalidRequestError, OverloadedError
 from twinphase.server.access import Access, Admission
 from twinphase.server.config import ServerConfig
 
-FLOOD, QUICK = {"Authorization": "Bearer flood"}, {"Authorization": "Bearer quick=="}
+FLOOD = {"Authorization": "Bearer flood"}
+QUICK = {"Authorization": "Bearer quick=="}
 
 
 @pytest.fixture(scope="module")
 def contended(start):
     """One request at a time, two may wait of each tenant."""
-    keys = ("--api-key", "flood", "--tenant", "quick=quick==", "--tenant", "quick=other", "--tenant-weight", "quick=3")
-    with start(*keys, "--max-num-seqs", "1", "--max-queued-requests", "2", "--itl-slo-ms", "off") as running:
+    keys = (
+        "--api-key",
+        "flood",
+        "--tenant",
+        "quick=quick==",
+        "--tenant",
+        "quick=other",
+        "--tenant-weight",
+        "quick=3",
+    )
+    with start(
+        *keys, "--max-num-seqs", "1", "--max-queued-requests", "2", "--itl-slo-ms", "off"
+    ) as running:
         yield running
 
 
@@ -27,8 +39,14 @@ def contended(start):
     ("fields", "match"),
     [
         ({"tenant_weights": ("a=2",)}, "no tenant here. Give keys with --api-key or --tenant"),
-        ({"api_keys": ("k",), "tenant_weights": ("a=2",)}, "names 'a', which is no tenant here. Use one of: key1"),
-        ({"api_keys": ("k",), "tenant_weights": ("key1=0",)}, "--tenant-weight is 'key1=0'. Use NAME=WEIGHT"),
+        (
+            {"api_keys": ("k",), "tenant_weights": ("a=2",)},
+            "names 'a', which is no tenant here. Use one of: key1",
+        ),
+        (
+            {"api_keys": ("k",), "tenant_weights": ("key1=0",)},
+            "--tenant-weight is 'key1=0'. Use NAME=WEIGHT",
+        ),
         ({"api_keys": ("k",), "tenant_weights": ("key1=-1",)}, "--tenant-weight is 'key1=-1'"),
         ({"api_keys": ("k",), "tenant_weights": ("key1=nan",)}, "--tenant-weight is 'key1=nan'"),
         ({"api_keys": ("k",), "tenant_weights": ("key1",)}, "--tenant-weight is 'key1'"),
@@ -36,7 +54,10 @@ def contended(start):
         ({"named_keys": ("a b=secret",)}, "not of the form NAME=KEY"),
         ({"named_keys": ("a=",)}, "not of the form NAME=KEY"),
         ({"api_keys": ("k",), "named_keys": ("key1=secret",)}, "has the name of an --api-key"),
-        ({"api_keys": ("secret",), "named_keys": ("a=secret",)}, "key1 and a have the same API key"),
+        (
+            {"api_keys": ("secret",), "named_keys": ("a=secret",)},
+            "key1 and a have the same API key",
+        ),
         ({"named_keys": ("a=secret", "b=secret")}, "a and b have the same API key"),
     ],
 )
@@ -47,11 +68,17 @@ def test_keys_and_weights_that_make_no_sense_are_refused_and_no_key_is_told(fiel
 
 
 def test_keys_have_names_and_a_tenant_may_have_several():
-    config = ServerConfig(api_keys=("x", "y"), named_keys=("team=a=b==", "team=c"), tenant_weights=("team=2.5",))
+    config = ServerConfig(
+        api_keys=("x", "y"), named_keys=("team=a=b==", "team=c"), tenant_weights=("team=2.5",)
+    )
     access = Access(config.keys)
     tenants = {key: access.tenant(f"Bearer {key}") for key in ("x", "y", "a=b==", "c")}
     assert tenants == {"x": "key1", "y": "key2", "a=b==": "team", "c": "team"}
-    assert {name: one.weight for name, one in Admission(config).tenants.items()} == {"key1": 1, "key2": 1, "team": 2.5}
+    assert {name: one.weight for name, one in Admission(config).tenants.items()} == {
+        "key1": 1,
+        "key2": 1,
+        "team": 2.5,
+    }
 
 
 class TestAdmission:
@@ -117,7 +144,11 @@ def test_one_tenants_full_queue_is_not_anothers(contended):
             for client in clients:
                 client.close()
         _, listed = contended.get("/v1/requests", **QUICK)
-        assert listed["tenant"] == "quick" and 0 < listed["share"]["had"] < 1 and listed["share"]["due"] <= 1
+        assert (
+            listed["tenant"] == "quick"
+            and 0 < listed["share"]["had"] < 1
+            and listed["share"]["due"] <= 1
+        )
         timeline = contended.get(f"/v1/requests/{answer['id']}/timeline", **QUICK)[1]
         queue = [one for one in timeline["intervals"] if one["kind"] == "queue"]
         assert sum(one.get("other_tenants_ms", 0) for one in queue) > 0
@@ -145,7 +176,9 @@ def test_the_start_line_says_the_pace(start, server, contended):
             (contended, "(--itl-slo-ms off)"),
             (strict, "is less than this machine reaches"),
         ):
-            (line,) = [one for one in running.log.read_text().splitlines() if one.startswith("pace ")]
+            (line,) = [
+                one for one in running.log.read_text().splitlines() if one.startswith("pace ")
+            ]
             assert words in line
 
 

@@ -19,8 +19,27 @@ from twinphase.server.tools import HERMES, LLAMA3_JSON, MISTRAL, ToolFormat
 FORMATS = st.sampled_from([HERMES, LLAMA3_JSON, MISTRAL])
 # Sound and broken calls arise from these, and texts that only look like the beginning of one.
 BITS = st.sampled_from(
-    ['{"name": "f", "arguments": ', '{"arguments": {}, "name": "g"}', '{"name": "h"}', '{"a": "}"}', '{"x\\": [1]}']
-    + ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<tool", "\n", " ", "; ", "]", "}", '"', "hi"]
+    [
+        '{"name": "f", "arguments": ',
+        '{"arguments": {}, "name": "g"}',
+        '{"name": "h"}',
+        '{"a": "}"}',
+        '{"x\\": [1]}',
+    ]
+    + [
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "<|python_tag|>",
+        "<tool",
+        "\n",
+        " ",
+        "; ",
+        "]",
+        "}",
+        '"',
+        "hi",
+    ]
 )
 CALL = '{"name": "f", "arguments": {"a": "}\\"<"}}'
 
@@ -29,11 +48,13 @@ def read(format: ToolFormat, pieces: list[str]) -> tuple[str, list[tuple[str, st
     parser = ToolCallParser(format, map("id{}".format, count()).__next__)
     parts = [*(parser.feed(piece) for piece in pieces), parser.flush()]
     calls = join_deltas(delta for _, deltas in parts for delta in deltas)
-    return "".join(content for content, _ in parts), [(call.id, call.name, call.arguments) for call in calls]
+    return "".join(content for content, _ in parts), [
+        (call.id, call.name, call.arguments) for call in calls
+    ]
 
 
 @given(FORMATS, st.lists(BITS, max_size=10), st.data())
-def test_pieces_do_not_matter(format: ToolFormat, bits: list[str], data: st.DataObject) -> None:
+def test_pieces_do_not_matter(format, bits, data):
     text = "".join(bits)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -44,8 +65,18 @@ def test_pieces_do_not_matter(format: ToolFormat, bits: list[str], data: st.Data
     ("format", "text", "content", "calls"),
     [
         (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", ["f"]),
-        (HERMES, f"I look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\n", "I look.", ["f", "f"]),
-        (HERMES, f"<tool_call>\n{CALL}}}\n<tool_call>\n{CALL[:-1]}\n</tool_call> So.", "So.", ["f", "f"]),
+        (
+            HERMES,
+            f"I look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\n",
+            "I look.",
+            ["f", "f"],
+        ),
+        (
+            HERMES,
+            f"<tool_call>\n{CALL}}}\n<tool_call>\n{CALL[:-1]}\n</tool_call> So.",
+            "So.",
+            ["f", "f"],
+        ),
         (HERMES, f"<tool_call>[{CALL}, {CALL}]</tool_call>", "", ["f", "f"]),
         (HERMES, f'<tool_call>{CALL[:-1]}, "id": "1"}}</tool_call>', "", ["f"]),
         (LLAMA3_JSON, CALL.replace("arguments", "parameters") + "; " + CALL, "", ["f", "f"]),
@@ -54,29 +85,57 @@ def test_pieces_do_not_matter(format: ToolFormat, bits: list[str], data: st.Data
         (MISTRAL, f"So.[TOOL_CALLS][{CALL}]", "So.", ["f"]),
     ],
 )
-def test_calls_are_found(format: ToolFormat, text: str, content: str, calls: list[str]) -> None:
-    assert read(format, [text]) == (content, [(f"id{i}", name, '{"a": "}\\"<"}') for i, name in enumerate(calls)])
+def test_calls_are_found(format, text, content, calls):
+    assert read(format, [text]) == (
+        content,
+        [(f"id{i}", name, '{"a": "}\\"<"}') for i, name in enumerate(calls)],
+    )
 
 
-@pytest.mark.parametrize("format", [HERMES, LLAMA3_JSON, MISTRAL], ids=["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize(
+    "format", [HERMES, LLAMA3_JSON, MISTRAL], ids=["hermes", "llama3", "mistral"]
+)
 @pytest.mark.parametrize(
     "text",
-    [" hi <tool\n", '{"city": "[1]"} is it', "[1, 2]", "", " \n", '{"name": 1}', '{"name": "f", "arguments": "x"}']
-    + ["<tool_call>hi", "<tool_call>\n</tool_call>", '<tool_call>\n{"name": "f", "arg', "[TOOL_CALLS]f{}", "{" * 3000],
+    [
+        " hi <tool\n",
+        '{"city": "[1]"} is it',
+        "[1, 2]",
+        "",
+        " \n",
+        '{"name": 1}',
+        '{"name": "f", "arguments": "x"}',
+    ]
+    + [
+        "<tool_call>hi",
+        "<tool_call>\n</tool_call>",
+        '<tool_call>\n{"name": "f", "arg',
+        "[TOOL_CALLS]f{}",
+        "{" * 3000,
+    ],
 )
-def test_what_is_no_call_stays_content_to_the_letter(format: ToolFormat, text: str) -> None:
+def test_what_is_no_call_stays_content_to_the_letter(format, text):
     assert read(format, [text]) == (text, [])
 
 
-def test_keys_in_another_order_and_missing_arguments() -> None:
-    content, calls = read(LLAMA3_JSON, ['{"type": "function", "parameters": {"a": ["é"]}, "name": "f"}; {"name": "g"}'])
-    assert [(name, json.loads(arguments)) for _, name, arguments in calls] == [("f", {"a": ["é"]}), ("g", {})]
+def test_keys_in_another_order_and_missing_arguments():
+    content, calls = read(
+        LLAMA3_JSON,
+        ['{"type": "function", "parameters": {"a": ["é"]}, "name": "f"}; {"name": "g"}'],
+    )
+    assert [(name, json.loads(arguments)) for _, name, arguments in calls] == [
+        ("f", {"a": ["é"]}),
+        ("g", {}),
+    ]
     assert content == ""
 
 
-def test_arguments_stream_as_they_come_and_end_where_the_answer_does() -> None:
+def test_arguments_stream_as_they_come_and_end_where_the_answer_does():
     parser = ToolCallParser(HERMES, lambda: "id")
-    fed = [parser.feed(piece) for piece in ("Hm ", '<tool_call>{"name": "f", "arguments": ', "{", '"a": ', '"b')]
+    fed = [
+        parser.feed(piece)
+        for piece in ("Hm ", '<tool_call>{"name": "f", "arguments": ', "{", '"a": ', '"b')
+    ]
     assert fed[0] == ("Hm", [])
     assert fed[1] == ("", [])
     assert fed[2] == ("", [ToolCallDelta(0, "id", "f", "{")])
@@ -84,7 +143,7 @@ def test_arguments_stream_as_they_come_and_end_where_the_answer_does() -> None:
     assert parser.flush() == ("", [])
 
 
-def test_ids_are_such_as_the_models_templates_take() -> None:
+def test_ids_are_such_as_the_models_templates_take():
     ids = []
     for format in (HERMES, MISTRAL):
         _, deltas = ToolCallParser(format).feed(format.begin + CALL + CALL)
@@ -97,15 +156,19 @@ def test_a_next_call_that_was_cut_off_leaves_nothing_behind():
     whole = '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>\n'
     for rest in ("<tool", "<tool_call>", "<tool_call>\n", '<tool_call>\n{"name": "b'):
         parser = ToolCallParser(HERMES)
-        first, last = parser.feed(whole + rest), parser.flush()
-        assert (first[0] + last[0]).strip() == "" and [call.name for call in join_deltas(first[1] + last[1])] == ["a"]
+        first = parser.feed(whole + rest)
+        last = parser.flush()
+        assert (first[0] + last[0]).strip() == "" and [
+            call.name for call in join_deltas(first[1] + last[1])
+        ] == ["a"]
 
 
-def test_text_behind_a_call_comes_behind_its_end_in_every_stream() -> None:
+def test_text_behind_a_call_comes_behind_its_end_in_every_stream():
     parser = ToolCallParser(LLAMA3_JSON, lambda: "id")
     fed = [parser.feed(piece) for piece in ('{"name": "f", "parameters": {"a"', ": 1}} Sure, done")]
     assert all(fed[1]), "both in one update"
-    params, reader = SimpleNamespace(temperature=0, top_p=1), Reader()
+    params = SimpleNamespace(temperature=0, top_p=1)
+    reader = Reader()
     job = SimpleNamespace(
         id="x",
         created=0,
@@ -119,12 +182,27 @@ def test_text_behind_a_call_comes_behind_its_end_in_every_stream() -> None:
     transcript = SimpleNamespace(num_cached_tokens=0, tokenizer=tokenizer)
     choice = SimpleNamespace(stream=SimpleNamespace(transcript=transcript), token_ids=[], job=job)
     body = ResponsesRequest.model_validate({"input": "a"})
-    for replies in (ResponseReplies(body, "", None, [], job, [choice]), MessageReplies(16, job, [choice])):
-        chunks = b"".join(replies.chunk(Delta(choice, content, "", deltas)) for content, deltas in fed)
-        told = [json.loads(line[6:]) for line in chunks.decode().splitlines() if line.startswith("data: ")]
-        kinds = [(one.get("item") or one["content_block"])["type"] for one in told
-                 if one["type"] in ("response.output_item.added", "content_block_start")]  # fmt: skip
+    for replies in (
+        ResponseReplies(body, "", None, [], job, [choice]),
+        MessageReplies(16, job, [choice]),
+    ):
+        chunks = b"".join(
+            replies.chunk(Delta(choice, content, "", deltas)) for content, deltas in fed
+        )
+        told = [
+            json.loads(line[6:])
+            for line in chunks.decode().splitlines()
+            if line.startswith("data: ")
+        ]
+        kinds = [
+            (one.get("item") or one["content_block"])["type"]
+            for one in told
+            if one["type"] in ("response.output_item.added", "content_block_start")
+        ]
         assert kinds in (["function_call", "message"], ["tool_use", "text"])
         pieces = [one["delta"] for one in told if one["type"].endswith("delta")]
-        pieces = [piece if isinstance(piece, str) else piece.get("partial_json", piece.get("text")) for piece in pieces]
+        pieces = [
+            piece if isinstance(piece, str) else piece.get("partial_json", piece.get("text"))
+            for piece in pieces
+        ]
         assert pieces == ['{"a"', ": 1}", "Sure, done"]

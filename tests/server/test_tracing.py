@@ -10,17 +10,29 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from twinphase.errors import InvalidRequestError
+from twinphase.outcome import FinishReason, MissReason, PrefixMiss
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 from twinphase.phases.work import Cost
-from twinphase.request import FinishReason, MissReason, PrefixMiss, RequestCounts
+from twinphase.request import RequestCounts
 from twinphase.server.tracing import RequestFacts, RequestTracer, make_tracer, phase_spans
 
 OFFSET = 1_790_000_000.125  # time of day - clock
-FACTS = RequestFacts("chat", "some/model", FinishReason.STOP, RequestCounts("chatcmpl-1", 30, 2, 16))
+FACTS = RequestFacts(
+    "chat", "some/model", FinishReason.STOP, RequestCounts("chatcmpl-1", 30, 2, 16)
+)
 
 
 def make_step(start, end, **fields):
-    return StepRecord(fields.pop("index", 0), start, end, fields.pop("prefill_tokens", 0), 0, Cost(), Cost(), **fields)
+    return StepRecord(
+        fields.pop("index", 0),
+        start,
+        end,
+        fields.pop("prefill_tokens", 0),
+        0,
+        Cost(),
+        Cost(),
+        **fields,
+    )
 
 
 def make_timeline():
@@ -56,13 +68,20 @@ EXPECTED = [
 
 def trace(timeline, facts=FACTS, **headers):
     """The root span, the others, and the histograms by name."""
-    exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
+    exporter = InMemorySpanExporter()
+    reader = InMemoryMetricReader()
     tracers = TracerProvider(shutdown_on_exit=False)
     tracers.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = RequestTracer(tracers, MeterProvider([reader], shutdown_on_exit=False))
     tracer.trace(timeline, facts, wall_clock_offset=OFFSET, **headers)
-    scopes = [scope for resource in reader.get_metrics_data().resource_metrics for scope in resource.scope_metrics]
-    histograms = {metric.name: metric.data.data_points[0] for scope in scopes for metric in scope.metrics}
+    scopes = [
+        scope
+        for resource in reader.get_metrics_data().resource_metrics
+        for scope in resource.scope_metrics
+    ]
+    histograms = {
+        metric.name: metric.data.data_points[0] for scope in scopes for metric in scope.metrics
+    }
     tracer.close()
     *children, root = exporter.get_finished_spans()
     return root, children, histograms
@@ -81,17 +100,21 @@ def test_phases_nest_in_the_request_and_keep_its_times(compact):
     root, children, _ = trace(timeline)
     assert (root.name, root.kind, root.parent) == ("chat some/model", SpanKind.SERVER, None)
     assert (clock(root.start_time), clock(root.end_time)) == (100.0, 106.000001)
-    assert [(span.name, clock(span.start_time), clock(span.end_time)) for span in children] == EXPECTED
+    assert [
+        (span.name, clock(span.start_time), clock(span.end_time)) for span in children
+    ] == EXPECTED
     for span in children:
         assert span.parent == root.context
-        assert sum(value for key, value in span.attributes.items() if "seconds" in key) == pytest.approx(
-            (span.end_time - span.start_time) / 1e9
-        )
+        assert sum(
+            value for key, value in span.attributes.items() if "seconds" in key
+        ) == pytest.approx((span.end_time - span.start_time) / 1e9)
 
 
 def test_attributes_tell_usage_and_what_the_time_went_to():
     counts = RequestCounts("cmpl-1", 30, 2, 16, PrefixMiss(MissReason.DIVERGED, 16))
-    facts = RequestFacts("text_completion", "some/model", FinishReason.LENGTH, counts, num_reasoning_tokens=1)
+    facts = RequestFacts(
+        "text_completion", "some/model", FinishReason.LENGTH, counts, num_reasoning_tokens=1
+    )
     root, children, _ = trace(make_timeline(), facts)
     assert root.name == "text_completion some/model"
     expected = {
@@ -109,7 +132,9 @@ def test_attributes_tell_usage_and_what_the_time_went_to():
         "twinphase.seconds.stall": 0.5,
     }
     assert {key: root.attributes[key] for key in expected} == expected
-    assert [(event.name, clock(event.timestamp)) for event in root.events] == [("first_token", 103.25)]
+    assert [(event.name, clock(event.timestamp)) for event in root.events] == [
+        ("first_token", 103.25)
+    ]
     assert children[1].attributes["twinphase.held_back_by"] == ("seats", "kv_cache")
     decode = children[-1]
     assert decode.attributes["twinphase.seconds.decode"] == 0.25
@@ -125,8 +150,11 @@ def test_attributes_tell_usage_and_what_the_time_went_to():
 
 
 def test_a_trace_goes_on_from_the_caller():
-    trace_id, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    root, children, _ = trace(make_timeline(), traceparent=f"00-{trace_id}-{span_id}-01", tracestate="vendor=1")
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    span_id = "b7ad6b7169203331"
+    root, children, _ = trace(
+        make_timeline(), traceparent=f"00-{trace_id}-{span_id}-01", tracestate="vendor=1"
+    )
     assert root.context.trace_id == children[0].context.trace_id == int(trace_id, 16)
     assert root.parent.span_id == int(span_id, 16)
     assert root.context.trace_state["vendor"] == "1"
@@ -144,13 +172,21 @@ def test_a_failed_request_says_so_and_gives_no_token_times():
 def test_histograms_are_those_of_the_conventions():
     _, _, histograms = trace(make_timeline())
     sums = {name.removeprefix("gen_ai.server."): point.sum for name, point in histograms.items()}
-    expected = {"request.duration": 6.000001, "time_to_first_token": 3.25, "time_per_output_token": 2.750001}
+    expected = {
+        "request.duration": 6.000001,
+        "time_to_first_token": 3.25,
+        "time_per_output_token": 2.750001,
+    }
     assert sums == pytest.approx(expected)
     duration = histograms["gen_ai.server.request.duration"]
     assert duration.explicit_bounds == pytest.approx(
         (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
     )
-    assert set(duration.attributes) == {"gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model"}
+    assert set(duration.attributes) == {
+        "gen_ai.operation.name",
+        "gen_ai.provider.name",
+        "gen_ai.request.model",
+    }
 
 
 def test_text_without_a_decode_is_a_span_of_its_own():
@@ -183,8 +219,13 @@ def test_an_endpoint_is_a_collectors_base(monkeypatch, endpoint):
         return InMemorySpanExporter()
 
     http = "opentelemetry.exporter.otlp.proto.http"
-    for name, exporter in (("metric_exporter", "OTLPMetricExporter"), ("trace_exporter", "OTLPSpanExporter")):
-        monkeypatch.setitem(sys.modules, f"{http}.{name}", SimpleNamespace(**{exporter: make_exporter}))
+    for name, exporter in (
+        ("metric_exporter", "OTLPMetricExporter"),
+        ("trace_exporter", "OTLPSpanExporter"),
+    ):
+        monkeypatch.setitem(
+            sys.modules, f"{http}.{name}", SimpleNamespace(**{exporter: make_exporter})
+        )
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
     make_tracer(endpoint).close()
     assert asked == ["http://localhost:4318/v1/traces"]

@@ -43,14 +43,17 @@ def decodes(count):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_no_other_choice_gives_more_tokens_per_second(seed):
-    choose, row = random.Random(seed), random.Random(seed).choice([0.001, 0.05, 0.2, 0.5, 2.0])
+    choose = random.Random(seed)
+    row = random.Random(seed).choice([0.001, 0.05, 0.2, 0.5, 2.0])
     chances = {name: sorted((choose.random() for _ in range(3)), reverse=True) for name in "abc"}
     drafts = {name: Draft("x", [1, 2, 3]) for name in "abc"}
-    times, contexts = Times(row), dict.fromkeys("abc", 100)
+    times = Times(row)
+    contexts = dict.fromkeys("abc", 100)
     chosen = choose_lengths(drafts, contexts, decodes(3), times.seconds, Known(chances))
 
     def rate(lengths):
-        tokens, rows = 3.0, 3
+        tokens = 3.0
+        rows = 3
         for name, length in zip("abc", lengths, strict=True):
             survives = 1.0
             for position in range(length):
@@ -66,20 +69,27 @@ def test_no_other_choice_gives_more_tokens_per_second(seed):
 
 
 def test_a_free_row_is_always_taken_and_an_expensive_one_never():
-    drafts, contexts = {"a": Draft("x", [1] * 9, certain=9)}, {"a": 50}
-    assert choose_lengths(drafts, contexts, decodes(1), Times(0.0).seconds, Acceptance()) == {"a": 9}
+    drafts = {"a": Draft("x", [1] * 9, certain=9)}
+    contexts = {"a": 50}
+    assert choose_lengths(drafts, contexts, decodes(1), Times(0.0).seconds, Acceptance()) == {
+        "a": 9
+    }
     assert choose_lengths(drafts, contexts, decodes(40), Times(5.0).seconds, Acceptance()) == {}
 
 
 def test_no_step_gets_longer_than_the_limit():
-    drafts, contexts = {"a": Draft("x", [1] * 9, certain=9)}, {"a": 50}
-    lengths = choose_lengths(drafts, contexts, decodes(1), Times(0.01).seconds, Acceptance(), limit=1.045)
+    drafts = {"a": Draft("x", [1] * 9, certain=9)}
+    contexts = {"a": 50}
+    lengths = choose_lengths(
+        drafts, contexts, decodes(1), Times(0.01).seconds, Acceptance(), limit=1.045
+    )
     assert lengths == {"a": 3}
 
 
 def test_there_is_no_cliff_at_a_number_of_requests():
     """The drafts' length falls row by row as a step fills, since each row costs more of it."""
-    times, rows = Times(0.05), []
+    times = Times(0.05)
+    rows = []
     for count in range(1, 40):
         names = [str(number) for number in range(count)]
         drafts = {name: Draft("x", [1] * 4) for name in names}
@@ -91,7 +101,9 @@ def test_there_is_no_cliff_at_a_number_of_requests():
 
 
 def test_acceptance_follows_what_is_seen():
-    acceptance, sure, unsure = Acceptance(), Draft("x", [1] * 9, 12), Draft("x", [1] * 9, 2)
+    acceptance = Acceptance()
+    sure = Draft("x", [1] * 9, 12)
+    unsure = Draft("x", [1] * 9, 2)
     for _ in range(50):
         acceptance.observe("a", sure, 0, True)
         acceptance.observe("a", unsure, 0, False)
@@ -108,7 +120,9 @@ class Fixed:
     """Proposes the same to everybody."""
 
     def __init__(self, token_ids, match=5):
-        self.token_ids, self.match, self.asked = token_ids, match, 0
+        self.token_ids = token_ids
+        self.match = match
+        self.asked = 0
 
     def propose(self, request, limit):
         self.asked += 1
@@ -119,7 +133,9 @@ class Fixed:
 
 
 def make_request(name="a", **options):
-    return Request(name, [5] * 20, SamplingParams(max_tokens=99), 0.0, output_token_ids=[4], **options)
+    return Request(
+        name, [5] * 20, SamplingParams(max_tokens=99), 0.0, output_token_ids=[4], **options
+    )
 
 
 def step(speculator, requests, said):
@@ -129,9 +145,19 @@ def step(speculator, requests, said):
     for request in requests:
         token_ids = [4, *drafts.get(request.request_id, [])]
         known = request.num_tokens - 1
-        args = [request.request_id, Phase.DECODE, token_ids, known, [0], True, request.sampling_params]
+        args = [
+            request.request_id,
+            Phase.DECODE,
+            token_ids,
+            known,
+            [0],
+            True,
+            request.sampling_params,
+        ]
         shares.append(ScheduledRequest(*args, num_drafts=len(token_ids) - 1))
-    speculator.observe(Batch(shares, []), StepOutput({request.request_id: list(said) for request in requests}))
+    speculator.observe(
+        Batch(shares, []), StepOutput({request.request_id: list(said) for request in requests})
+    )
     return drafts
 
 
@@ -149,7 +175,8 @@ def test_it_learns_from_drafts_that_were_not_verified():
 
 
 def test_who_is_asked_for_nothing_is_asked_less_often_until_a_draft_is_wanted():
-    fixed, requests = Fixed([7, 7, 7]), [make_request(str(number)) for number in range(2)]
+    fixed = Fixed([7, 7, 7])
+    requests = [make_request(str(number)) for number in range(2)]
     speculator = Speculator([fixed], Times(0.3), most=3, retry=4)
 
     def asked(steps, said):
@@ -180,13 +207,16 @@ def test_where_nobody_wants_drafts_who_comes_is_asked_less_often_at_once():
 
 
 @pytest.mark.parametrize(("takes", "least", "most"), [(0.1, 200, 200), (3.0, 10, 60)])
-def test_a_guess_that_takes_longer_than_it_saves_is_seldom_asked_for(monkeypatch, takes, least, most):
+def test_a_guess_that_takes_longer_than_it_saves_is_seldom_asked_for(
+    monkeypatch, takes, least, most
+):
     class Slow(Fixed):
         def propose(self, request, limit):
             now[0] += takes
             return super().propose(request, limit)
 
-    now, slow = [0.0], Slow([7])
+    now = [0.0]
+    slow = Slow([7])
     monkeypatch.setattr(speculator.time, "perf_counter", lambda: now[0])
     drafter = Speculator([slow], Times(0.01), most=3)
     for _ in range(200):
@@ -213,7 +243,8 @@ def test_a_proposer_that_fails_is_switched_off_for_the_request():
         def forget(self, request):
             pass
 
-    broken, fixed = Broken(), Fixed([7, 7])
+    broken = Broken()
+    fixed = Fixed([7, 7])
     speculator = Speculator([broken, fixed], Times(0.0), most=2)
     for _ in range(3):
         assert step(speculator, [make_request()], [7, 7, 7]) == {"a": [7, 7]}

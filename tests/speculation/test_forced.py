@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from twinphase.request import Request, SamplingParams, StructuredOutputsParams
+from twinphase.constraint import StructuredOutputsParams
+from twinphase.request import Request, SamplingParams
 from twinphase.sampling.structured import GrammarCompiler
 from twinphase.sampling.thinking import ThinkingConstraint, ThinkingTags
 from twinphase.speculation.forced import ForcedProposer
@@ -18,11 +19,15 @@ def compiled(**form):
 
 
 def allowed(constraint, output):
-    return np.flatnonzero(np.isfinite(constraint.restrict(np.zeros(len(TOKENS), np.float32), output))).tolist()
+    return np.flatnonzero(
+        np.isfinite(constraint.restrict(np.zeros(len(TOKENS), np.float32), output))
+    ).tolist()
 
 
 def forced(constraint, text, limit=99):
-    request = Request("a", [1], SamplingParams(), 0.0, output_token_ids=list(text.encode()), constraint=constraint)
+    request = Request(
+        "a", [1], SamplingParams(), 0.0, output_token_ids=list(text.encode()), constraint=constraint
+    )
     drafts = ForcedProposer().propose(request, limit)
     assert all(draft.certain == len(draft.token_ids) for draft in drafts)
     return bytes(drafts[0].token_ids).decode() if drafts else ""
@@ -32,14 +37,28 @@ def forced(constraint, text, limit=99):
     ("form", "text", "expected"),
     [
         ({"choice": ["hello world", "hello there"]}, "", "hello "),
-        ({"choice": ["hello world", "hello there"]}, "hello w", "orld"),  # then only the end is allowed: no draft
+        (
+            {"choice": ["hello world", "hello there"]},
+            "hello w",
+            "orld",
+        ),  # then only the end is allowed: no draft
         ({"choice": ["hello world", "hello there"]}, "hello world", ""),
         ({"regex": "[0-9]+ apples"}, "", ""),
         ({"regex": "[0-9]+ apples"}, "12 ", "apples"),
-        ({"json": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"],
-                   "additionalProperties": False}}, '{"n', 'ame"'),
+        (
+            {
+                "json": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}},
+                    "required": ["name"],
+                    "additionalProperties": False,
+                }
+            },
+            '{"n',
+            'ame"',
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_forced(form, text, expected):
     assert forced(compiled(**form), text) == expected
     assert forced(compiled(**form), text, limit=3) == expected[:3]
@@ -47,7 +66,8 @@ def test_what_is_forced(form, text, expected):
 
 def test_asking_changes_nothing():
     form = {"choice": ["hello world", "hello there", "goodbye"]}
-    asked, output = compiled(**form), []
+    asked = compiled(**form)
+    output = []
     for byte in b"hello there":
         fresh = compiled(**form)
         drafts = forced(asked, bytes(output).decode())
@@ -67,7 +87,9 @@ def test_drafts_that_a_grammar_forbids_are_cut():
 
 def test_the_end_of_thinking_is_forced_when_its_budget_is_spent():
     tags = ThinkingTags(tuple(b"<t>"), tuple(b"</t>"))
-    constraint = ThinkingConstraint(tags, TOKENS, True, 5, compiled(choice=["yes sir", "no"]), {END})
+    constraint = ThinkingConstraint(
+        tags, TOKENS, True, 5, compiled(choice=["yes sir", "no"]), {END}
+    )
     assert forced(constraint, "hmm") == ""
     assert forced(constraint, "hmm, w") == "</t>"
     assert forced(constraint, "hmm, w<") == "/t>"

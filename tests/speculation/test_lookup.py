@@ -10,7 +10,14 @@ from twinphase.speculation.token_index import LONGEST_MATCH, PLACES, TokenIndex
 
 
 def make_request(name, prompt, output=(), prediction=(), **options):
-    request = Request(name, list(prompt), SamplingParams(max_tokens=99), 0.0, output_token_ids=list(output), **options)
+    request = Request(
+        name,
+        list(prompt),
+        SamplingParams(max_tokens=99),
+        0.0,
+        output_token_ids=list(output),
+        **options,
+    )
     request.prediction_token_ids = list(prediction)
     return request
 
@@ -20,7 +27,10 @@ def search(text, context):
     best = (0, 0)
     for at in range(1, len(text)):
         length = 0
-        while length < min(at, len(context), LONGEST_MATCH) and text[at - 1 - length] == context[-1 - length]:
+        while (
+            length < min(at, len(context), LONGEST_MATCH)
+            and text[at - 1 - length] == context[-1 - length]
+        ):
             length += 1
         if length >= 2 and length >= best[1]:
             best = (at, length)
@@ -33,14 +43,21 @@ def test_the_longest_match_is_found(letters):
     found = better = 0
     for _ in range(200):
         text = [choose.randrange(letters) for _ in range(choose.randint(1, 60))]
-        context = text[-choose.randint(1, 10) :] if choose.random() < 0.5 else [choose.randrange(letters)] * 3
+        context = (
+            text[-choose.randint(1, 10) :]
+            if choose.random() < 0.5
+            else [choose.randrange(letters)] * 3
+        )
         index = TokenIndex()
         while text[len(index) :]:
             index.extend(text[len(index) : len(index) + choose.randint(1, 9)])
         at, match = index.find(context)
         expected = search(text, context)
         # Only the last places of a run are looked at; of short matches, only the last one.
-        common = expected[1] >= 4 and sum(text[i - 4 : i] == context[-4:] for i in range(4, len(text))) > PLACES
+        common = (
+            expected[1] >= 4
+            and sum(text[i - 4 : i] == context[-4:] for i in range(4, len(text))) > PLACES
+        )
         if match:
             assert text[at - match : at] == context[-match:]
             assert at < len(text)
@@ -62,7 +79,8 @@ def test_ngram_needs_as_many_tokens_as_it_is_told():
 
 
 def test_ngram_keeps_up_with_the_output():
-    request, proposer = make_request("a", [1, 2, 3, 4]), NgramProposer(2)
+    request = make_request("a", [1, 2, 3, 4])
+    proposer = NgramProposer(2)
     assert proposer.propose(request, 4) == []
     request.output_token_ids += [9, 8, 1, 2]
     assert proposer.propose(request, 9)[0].token_ids == [3, 4, 9, 8, 1, 2]
@@ -72,7 +90,8 @@ def test_ngram_keeps_up_with_the_output():
 
 def test_a_long_prompt_is_indexed_over_several_steps():
     prompt = [*range(100, 5000), *range(100, 140)]
-    request, proposer = make_request("a", prompt), NgramProposer(2)
+    request = make_request("a", prompt)
+    proposer = NgramProposer(2)
     drafts = [proposer.propose(request, 2) for _ in range(4)]
     assert [draft[0].token_ids for draft in drafts if draft][-1] == [140, 141]
     assert not drafts[0] or drafts[0][0].match <= LONGEST_MATCH
@@ -97,7 +116,9 @@ def test_shelves_are_bounded(monkeypatch):
     monkeypatch.setattr("twinphase.speculation.lookup.MOST_SHELVES", 3)
     proposer = SuffixProposer()
     for number in range(40):
-        proposer.forget(make_request("a", [1, 2], range(number, number + 30), cache_salt=f"{number % 5}"))
+        proposer.forget(
+            make_request("a", [1, 2], range(number, number + 30), cache_salt=f"{number % 5}")
+        )
     assert len(proposer._shelves) == 3
     assert all(len(shelf) <= 100 + 40 for shelf in proposer._shelves.values())
 
@@ -107,7 +128,10 @@ def test_as_many_answers_are_kept_as_vllm_would_be_told(most):
     proposer = SuffixProposer(most_answers=most)
     for number in range(20):
         proposer.forget(make_request("a", [9001, 9002], range(100 * number, 100 * number + 20)))
-    found = [bool(proposer.propose(make_request("b", [7], [100 * n, 100 * n + 1, 100 * n + 2]), 3)) for n in range(20)]
+    found = [
+        bool(proposer.propose(make_request("b", [7], [100 * n, 100 * n + 1, 100 * n + 2]), 3))
+        for n in range(20)
+    ]
     assert found[19] == (most > 0)
     assert max(1, most // 2) * (most > 0) <= sum(found) <= most
 
@@ -119,7 +143,8 @@ def test_a_draft_is_as_long_as_its_match_allows():
 
 
 def test_a_prediction_is_followed_from_its_beginning_and_found_again_after_a_difference():
-    proposer, text = PredictionProposer(), list(range(10, 40))
+    proposer = PredictionProposer()
+    text = list(range(10, 40))
     request = make_request("a", [1], [], text)
     assert proposer.propose(request, 3)[0].token_ids == [10, 11, 12]
     request.output_token_ids += [10, 11, 99]

@@ -31,7 +31,8 @@ def make_share(drafts=(), output=(5,), constraint=None, **params):
 
 def one_by_one(logits, **options):
     """The tokens and log probabilities when each row is a step of its own."""
-    output, entries = [5], []
+    output = [5]
+    entries = []
     for row in logits:
         share = make_share((), output, **options)
         token_id = sample_row(row, share, EOS)
@@ -43,7 +44,9 @@ def one_by_one(logits, **options):
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"presence_penalty": 1.5, "top_p": 0.7, "min_tokens": 3}])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {}, {"presence_penalty": 1.5, "top_p": 0.7, "min_tokens": 3}]
+)
 def test_right_drafts_are_accepted_and_the_first_wrong_one_is_replaced(seed, params):
     random = np.random.default_rng(seed)
     logits = (3 * random.standard_normal((6, VOCAB))).astype(np.float32)
@@ -72,7 +75,10 @@ def picks(*tokens):
         ({"ignore_eos": True}, [10, 2, 12, 13]),
         ({"ignore_eos": True, "stop_token_ids": [12]}, [10, 2, 12]),
         ({"min_tokens": 1, "stop_token_ids": [10]}, [10]),
-        ({"min_tokens": 9, "ignore_eos": True, "stop_token_ids": [13]}, [10]),  # 2 is held back, the draft was wrong
+        (
+            {"min_tokens": 9, "ignore_eos": True, "stop_token_ids": [13]},
+            [10],
+        ),  # 2 is held back, the draft was wrong
     ],
 )
 def test_the_window_ends_where_the_output_does(params, expected):

@@ -29,14 +29,18 @@ from twinphase.speculation.writing import TRIED, TRYING, Writing, tokens_to_writ
     ],
 )
 def test_as_far_as_the_next_token_brings_more_than_it_costs(
-    chance: float, writing: float, row: float, requests: int, expected: int
-) -> None:
-    decodes, more = StepWork.of_decodes(requests, 10), drafted_row(10, None)
+    chance, writing, row, requests, expected
+):
+    decodes = StepWork.of_decodes(requests, 10)
+    more = drafted_row(10, None)
 
     def seconds(work: StepWork) -> float:
         return 1.0 + row * (work.rows - requests)
 
-    assert tokens_to_write(lambda position: [chance] * requests, writing, decodes, more, seconds, 4) == expected
+    assert (
+        tokens_to_write(lambda position: [chance] * requests, writing, decodes, more, seconds, 4)
+        == expected
+    )
 
 
 class Model:
@@ -83,33 +87,43 @@ def one_step(made: Speculator, requests: Sequence[Request], token_id: int) -> di
     """A step in which every request says `token_id` as often as it may."""
     drafts = made.draft(requests)
     shares = [
-        ScheduledRequest(one.request_id, Phase.DECODE, [4, *drafts.get(one.request_id, [])], 3, [0], True,
-                         one.sampling_params, num_drafts=len(drafts.get(one.request_id, [])))
+        ScheduledRequest(
+            one.request_id,
+            Phase.DECODE,
+            [4, *drafts.get(one.request_id, [])],
+            3,
+            [0],
+            True,
+            one.sampling_params,
+            num_drafts=len(drafts.get(one.request_id, [])),
+        )
         for one in requests
-    ]  # fmt: skip
+    ]
     said = {
-        share.request_id: [token_id] * (share.num_logits if token_id == 7 else 1)  # 7 is what the model writes
+        share.request_id: [token_id]
+        * (share.num_logits if token_id == 7 else 1)  # 7 is what the model writes
         for share in shares
     }
     made.observe(Batch(shares, []), StepOutput(said))
     return drafts
 
 
-def test_a_model_that_is_right_goes_on_writing() -> None:
+def test_a_model_that_is_right_goes_on_writing():
     made, _ = speculator()
     for _ in range(2 * TRIED):
         drafts = one_step(made, [request("a")], 7)
     assert drafts == {"a": [7, 7, 7]}
 
 
-def test_one_that_is_wrong_is_tried_for_little_of_the_time_and_comes_back_when_it_is_right() -> None:
+def test_one_that_is_wrong_is_tried_for_little_of_the_time_and_comes_back_when_it_is_right():
     made, model = speculator(seconds_per_step=0.02)
     both = [request("a"), request("b")]
     for _ in range(TRIED + 1000):
         one_step(made, both, 5)
     asked = [sum(limits.values()) for limits in model.limits]
     assert asked[:TRIED] == [6] * TRIED
-    # By these prices a step of the draft model that catches up with 4 tokens takes 4 + 10 + 1 + 1 + 1 ms.
+    # By these prices a step of the draft model that catches up with 4 tokens takes 4 + 10 + 1 + 1 +
+    # 1 ms.
     tried = sum(asked[TRIED:])
     assert 0 < tried * 0.017 <= TRYING * 1000 * 0.0201
     assert set(asked[TRIED:]) == {0, 1}
@@ -118,7 +132,7 @@ def test_one_that_is_wrong_is_tried_for_little_of_the_time_and_comes_back_when_i
     assert sum(model.limits[-1].values()) > 1
 
 
-def test_what_is_far_behind_is_not_caught_up_with_only_to_try() -> None:
+def test_what_is_far_behind_is_not_caught_up_with_only_to_try():
     made, model = speculator(seconds_per_step=0.02)
     model.missing = {"a": 5000, "b": 5000}
     both = [request("a"), request("b")]
@@ -129,7 +143,9 @@ def test_what_is_far_behind_is_not_caught_up_with_only_to_try() -> None:
     assert sum(sum(limits.values()) for limits in model.limits[TRIED:]) == 0
 
 
-def test_a_model_that_fails_is_switched_off_for_those_requests(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_fails_is_switched_off_for_those_requests(
+    caplog,
+):
     made, model = speculator()
     model.fails = True
     assert made.draft([request("a")]) == {}

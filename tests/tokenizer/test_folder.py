@@ -11,8 +11,13 @@ import pytest
 from tests.tokenizer.tiny_folder import TEXTS, save_folder, tokenizer_of, trained
 from tokenizers import decoders
 
-from twinphase.engine.text import ModelText
-from twinphase.errors import CheckpointError, ContextLengthError, TwinphaseError, UnsupportedModelError
+from twinphase.engine.frontends.text import ModelText
+from twinphase.errors import (
+    CheckpointError,
+    ContextLengthError,
+    TwinphaseError,
+    UnsupportedModelError,
+)
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.safetensors import open_safetensors
 
@@ -28,9 +33,11 @@ def oracle(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request, tmp_path_factory) -> Path:
     kind = request.param
-    return save_folder(tmp_path_factory.mktemp(kind), trained(kind), **(BERT if kind == "bert" else NAMES))
+    return save_folder(
+        tmp_path_factory.mktemp(kind), trained(kind), **(BERT if kind == "bert" else NAMES)
+    )
 
 
 @cache
@@ -39,12 +46,14 @@ def saved(folder: Path) -> tuple[Any, Tokenizer]:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_ids_and_texts_equal_those_of_transformers(folder: Path, text: str) -> None:
+def test_ids_and_texts_equal_those_of_transformers(folder, text):
     theirs, ours = saved(folder)
     plain = theirs(text, add_special_tokens=False)["input_ids"]
     assert ours.encode(text) == theirs(text)["input_ids"]
     assert ours.encode(text, add_special_tokens=False) == plain
-    if "cls_token" not in ours.special_names:  # WordPiece loses the spaces, so its texts are guesses
+    if (
+        "cls_token" not in ours.special_names
+    ):  # WordPiece loses the spaces, so its texts are guesses
         assert ours.decode(plain, skip_special_tokens=False) == theirs.decode(plain)
         assert ours.decode(plain) == theirs.decode(plain, skip_special_tokens=True)
     # Given the control tokens in it, a text is encoded in parts; the ids stay the same.
@@ -58,7 +67,7 @@ def test_ids_and_texts_equal_those_of_transformers(folder: Path, text: str) -> N
         assert {ours.token_bytes(i) for i in without if ours.is_special(i)} <= {b"<unk>", b"[UNK]"}
 
 
-def test_special_tokens_equal_those_of_transformers(folder: Path) -> None:
+def test_special_tokens_equal_those_of_transformers(folder):
     theirs, ours = saved(folder)
     assert ours.vocab_size == len(theirs)
     assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
@@ -83,13 +92,16 @@ def test_special_tokens_equal_those_of_transformers(folder: Path) -> None:
     ],
     ids=str,
 )
-def test_tokenizer_config_is_read_as_transformers_reads_it(tmp_path: Path, said: dict[str, Any]) -> None:
+def test_tokenizer_config_is_read_as_transformers_reads_it(tmp_path, said):
     trained("bytes").save(str(tmp_path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMES, **said}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     # Older folders have this file, too; it counts where the config lists no added tokens.
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|user|>"}}))
-    theirs, ours = oracle(tmp_path), tokenizer_of(tmp_path)
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "<|user|>"}})
+    )
+    theirs = oracle(tmp_path)
+    ours = tokenizer_of(tmp_path)
     for text in ("hello world", "<s>hello</s> <|user|> <tool> <late>"):
         assert ours.encode(text) == theirs(text)["input_ids"]
         ids = ours.encode(text)
@@ -97,7 +109,7 @@ def test_tokenizer_config_is_read_as_transformers_reads_it(tmp_path: Path, said:
     assert ours.eos_token == theirs.eos_token
 
 
-def test_every_end_of_an_answer(tmp_path: Path) -> None:
+def test_every_end_of_an_answer(tmp_path):
     trained("bytes").save(str(tmp_path / "tokenizer.json"))
     assert tokenizer_of(tmp_path).eos_token_ids == frozenset()
     assert tokenizer_of(tmp_path, text_config={"eos_token_id": 5}).eos_token_ids == {5}
@@ -107,12 +119,13 @@ def test_every_end_of_an_answer(tmp_path: Path) -> None:
     assert tokenizer_of(tmp_path, eos_token_id=4).eos_token_ids == {2, 3, 7}
 
 
-def test_a_vocabulary_larger_than_the_embedding(tmp_path: Path) -> None:
+def test_a_vocabulary_larger_than_the_embedding(tmp_path):
     path = tmp_path / "tokenizer.json"
     trained("bytes").save(str(path))
     size = tokenizer_of(tmp_path).vocab_size
     assert tokenizer_of(tmp_path, rows=size + 60).vocab_size == size
-    # The last two are added tokens, as Gemma 3's image token, which its models without images have no row for.
+    # The last two are added tokens, as Gemma 3's image token, which its models without images have
+    # no row for.
     small = tokenizer_of(tmp_path, rows=size - 2)
     assert small.vocab_size == size - 2
     assert small.token_id("<tool>") is None and small.token_id("<|user|>") == 3
@@ -121,19 +134,25 @@ def test_a_vocabulary_larger_than_the_embedding(tmp_path: Path) -> None:
         tokenizer_of(tmp_path, rows=size - 3)
 
 
-def test_ids_may_have_gaps(tmp_path: Path) -> None:
+def test_ids_may_have_gaps(tmp_path):
     path = tmp_path / "tokenizer.json"
     trained("bytes").save(str(path))
     content = json.loads(path.read_text())
     content["model"]["vocab"]["behind"] = 900
     path.write_text(json.dumps(content))
     ours = tokenizer_of(tmp_path)
-    assert ours.vocab_size == 901 and ours.token_bytes(899) == b"" and ours.token_bytes(900) == b"behind"
+    assert (
+        ours.vocab_size == 901
+        and ours.token_bytes(899) == b""
+        and ours.token_bytes(900) == b"behind"
+    )
     with pytest.raises(CheckpointError, match="has 901 tokens"):
         tokenizer_of(tmp_path, rows=900)
 
 
-def test_a_text_is_refused_by_its_length_only_if_no_tokenizer_could_shorten_it(tmp_path: Path) -> None:
+def test_a_text_is_refused_by_its_length_only_if_no_tokenizer_could_shorten_it(
+    tmp_path,
+):
     for kind, refused in (("bytes", True), ("metaspace", True), ("bert", False)):
         folder = save_folder(tmp_path / kind, trained(kind))
         if refused:
@@ -147,18 +166,34 @@ def test_a_text_is_refused_by_its_length_only_if_no_tokenizer_could_shorten_it(t
     ("files", "error", "match"),
     [
         ({"tokenizer.json": None}, UnsupportedModelError, "has no tokenizer.json. Write one"),
-        ({"tokenizer.json": None, "vocab.json": "x"}, UnsupportedModelError, "has vocab.json, but no"),
-        ({"tokenizer.json": None, "tokenizer.model": "x"}, CheckpointError, "not a sound SentencePiece model"),
+        (
+            {"tokenizer.json": None, "vocab.json": "x"},
+            UnsupportedModelError,
+            "has vocab.json, but no",
+        ),
+        (
+            {"tokenizer.json": None, "tokenizer.model": "x"},
+            CheckpointError,
+            "not a sound SentencePiece model",
+        ),
         ({"tokenizer.json": "{"}, CheckpointError, "not a valid tokenizer"),
         ({"tokenizer.json": "[]"}, CheckpointError, "not a valid tokenizer"),
-        ({"tokenizer.json": '{"version": "1.0", "model": {"type": "Nothing"}}'}, CheckpointError, "not a valid"),
+        (
+            {"tokenizer.json": '{"version": "1.0", "model": {"type": "Nothing"}}'},
+            CheckpointError,
+            "not a valid",
+        ),
         ({"tokenizer_config.json": "[1]"}, CheckpointError, "does not hold a JSON object"),
         ({"tokenizer_config.json": "{" * 100_000}, CheckpointError, "not valid JSON"),
-        ({"tokenizer_config.json": '{"a":' * 100_000 + "1" + "}" * 100_000}, CheckpointError, "not valid JSON"),
+        (
+            {"tokenizer_config.json": '{"a":' * 100_000 + "1" + "}" * 100_000},
+            CheckpointError,
+            "not valid JSON",
+        ),
         ({"generation_config.json": "\udcff"}, CheckpointError, "not valid JSON"),
     ],
 )
-def test_bad_folders(tmp_path: Path, files: dict[str, str | None], error: type[TwinphaseError], match: str) -> None:
+def test_bad_folders(tmp_path, files, error, match):
     trained("bytes").save(str(tmp_path / "tokenizer.json"))
     for name, text in files.items():
         if text is None:
@@ -170,7 +205,7 @@ def test_bad_folders(tmp_path: Path, files: dict[str, str | None], error: type[T
     assert "\n" not in str(raised.value)
 
 
-def test_a_spelling_that_is_not_known_is_refused(tmp_path: Path) -> None:
+def test_a_spelling_that_is_not_known_is_refused(tmp_path):
     tokenizer = trained("bytes")
     tokenizer.decoder = decoders.CTC()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -178,13 +213,15 @@ def test_a_spelling_that_is_not_known_is_refused(tmp_path: Path) -> None:
         tokenizer_of(tmp_path)
 
 
-def test_damaged_tokenizers_end_in_an_error_or_work(tmp_path: Path) -> None:
+def test_damaged_tokenizers_end_in_an_error_or_work(tmp_path):
     """Anything in place of anything in tokenizer.json and the files beside it."""
     trained("metaspace").save(str(tmp_path / "tokenizer.json"))
     whole = json.loads((tmp_path / "tokenizer.json").read_text())
     whole["model"]["merges"] = whole["model"]["merges"][:20]
     others: list[Any] = [None, [], {}, "x", -1, 1e300, [1], {"type": "Sequence"}, True]
-    del whole["model"]["continuing_subword_prefix"]  # a wrong one ends the process: the library's own fault
+    del whole["model"][
+        "continuing_subword_prefix"
+    ]  # a wrong one ends the process: the library's own fault
     places = [(key,) for key in whole] + [("model", key) for key in whole["model"]]
     for place in places:
         for other in others:
@@ -194,9 +231,21 @@ def test_damaged_tokenizers_end_in_an_error_or_work(tmp_path: Path) -> None:
             (tmp_path / "tokenizer.json").write_text(json.dumps(broken))
             _works_or_says_why(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
-    keys = [*NAMES, "add_bos_token", "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"]
+    keys = [
+        *NAMES,
+        "add_bos_token",
+        "added_tokens_decoder",
+        "extra_special_tokens",
+        "additional_special_tokens",
+    ]
     for key in keys:
-        for other in [*others, {"content": 1}, {"1": {"content": "<s>", "lstrip": "x"}}, {"1": None}, [{}]]:
+        for other in [
+            *others,
+            {"content": 1},
+            {"1": {"content": "<s>", "lstrip": "x"}},
+            {"1": None},
+            [{}],
+        ]:
             (tmp_path / "tokenizer_config.json").write_text(json.dumps({**NAMES, key: other}))
             _works_or_says_why(tmp_path)
 
@@ -209,7 +258,7 @@ def _works_or_says_why(folder: Path) -> None:
         assert "\n" not in str(error) and error.fix
 
 
-def test_a_folder_as_transformers_saves_it(tmp_path: Path) -> None:
+def test_a_folder_as_transformers_saves_it(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = trained("spm")
@@ -222,7 +271,9 @@ def test_a_folder_as_transformers_saves_it(tmp_path: Path) -> None:
         eos_token_id=[2, 3],
     )
     LlamaForCausalLM(config).save_pretrained(str(tmp_path))
-    save_folder(tmp_path, tokenizer, **NAMES, chat_template="{{ bos_token }}{{ messages[0].content }}")
+    save_folder(
+        tmp_path, tokenizer, **NAMES, chat_template="{{ bos_token }}{{ messages[0].content }}"
+    )
     model = ModelText(open_safetensors(tmp_path, "llama", mark_used=False))
     assert model.tokenizer.eos_token_ids == {2, 3}
     assert model.encode("hello", None)[1] == oracle(tmp_path)("hello")["input_ids"]

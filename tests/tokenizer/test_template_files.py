@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from tests.tokenizer.tiny_folder import checkpoint_of, trained
 
-from twinphase.engine.text import ModelText
-from twinphase.errors import CheckpointError, TwinphaseError, UnsupportedModelError
-from twinphase.request import SamplingParams, StructuredOutputsParams
+from twinphase.constraint import StructuredOutputsParams
+from twinphase.engine.frontends.text import ModelText
+from twinphase.errors import CheckpointError, UnsupportedModelError
+from twinphase.request import SamplingParams
 from twinphase.tokenizer.chat_template import CHATML, ChatTemplate, supports_tools
 from twinphase.tokenizer.template_files import template_texts
 from twinphase.tokenizer.think_tags import ThinkTags, think_tags
@@ -24,7 +25,7 @@ TOOLS = "tools {{ tools | length }} {{ messages[0].content }}{{ eos_token }}"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     trained("bytes").save(str(tmp_path / "tokenizer.json"))
     return tmp_path
 
@@ -41,7 +42,7 @@ def file(folder: Path, name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["text", "named", "file", "files"])
-def test_rendered_as_by_transformers(folder: Path, case: str) -> None:
+def test_rendered_as_by_transformers(folder, case):
     from transformers import AutoTokenizer
 
     named = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": TOOLS}]
@@ -50,22 +51,28 @@ def test_rendered_as_by_transformers(folder: Path, case: str) -> None:
         file(folder, "chat_template.jinja", f"file {PLAIN}")
     if case == "files":
         file(folder, "additional_chat_templates/tool_use.jinja", f"file {TOOLS}")
-    theirs, ours = AutoTokenizer.from_pretrained(str(folder)), ModelText(checkpoint_of(folder, 420)).chat_template
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    ours = ModelText(checkpoint_of(folder, 420)).chat_template
     for tools in (None, TOOL):
         expected = theirs.apply_chat_template(USER, tools=tools, tokenize=False)
         assert ours.render(USER, tools=tools) == expected
     assert supports_tools(ours) == (case in ("named", "files")) and not ours.is_fallback
 
 
-def test_a_chat_is_encoded_as_by_transformers(folder: Path) -> None:
+def test_a_chat_is_encoded_as_by_transformers(folder):
     from transformers import AutoTokenizer
 
     say(
         folder,
-        chat_template="{% for m in messages %}{{ bos_token }}<|user|>\n{{ m.content }}{{ eos_token }}{% endfor %}",
+        chat_template="{% for m in messages %}{{ bos_token }}<|user|>\n{{ m.content }}{{ "
+        "eos_token }}{% endfor %}",
     )
-    theirs, ours = AutoTokenizer.from_pretrained(str(folder)), ModelText(checkpoint_of(folder, 420))
-    messages = [{"role": "user", "content": "hello world"}, {"role": "user", "content": "and again"}]
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    ours = ModelText(checkpoint_of(folder, 420))
+    messages = [
+        {"role": "user", "content": "hello world"},
+        {"role": "user", "content": "and again"},
+    ]
     made = ours.encode_chat(messages, None, {}, None)
     assert made.token_ids == theirs.apply_chat_template(messages)["input_ids"]
     # What a user writes stays text, whatever it looks like.
@@ -73,13 +80,13 @@ def test_a_chat_is_encoded_as_by_transformers(folder: Path) -> None:
     assert [i for i in made.token_ids if ours.tokenizer.is_special(i)] == [1, 3, 2]
 
 
-def test_a_model_without_template(folder: Path) -> None:
+def test_a_model_without_template(folder):
     say(folder)
     template = ModelText(checkpoint_of(folder)).chat_template
     assert template.is_fallback and template.source == CHATML and not supports_tools(template)
 
 
-def test_a_gguf_file_may_have_one_for_tools() -> None:
+def test_a_gguf_file_may_have_one_for_tools():
     metadata = {"tokenizer.chat_template": PLAIN, "tokenizer.chat_template.tool_use": TOOLS}
     texts = template_texts(Checkpoint(Path("x.gguf"), "llama", metadata, {}, (), "0"))
     template = ChatTemplate(texts["default"], tool_use=texts["tool_use"])
@@ -96,9 +103,7 @@ def test_a_gguf_file_may_have_one_for_tools() -> None:
         ("x" * 5_000_000, CheckpointError, "larger than 4 MiB"),
     ],
 )
-def test_a_broken_template_stops_chats_only(
-    folder: Path, text: str | bytes, error: type[TwinphaseError], match: str
-) -> None:
+def test_a_broken_template_stops_chats_only(folder, text, error, match):
     say(folder)
     (folder / "chat_template.jinja").write_bytes(text if isinstance(text, bytes) else text.encode())
     model = ModelText(checkpoint_of(folder, 420))
@@ -111,16 +116,23 @@ def test_a_broken_template_stops_chats_only(
 
 
 @pytest.mark.parametrize("value", [5, {"default": 5}, [{"name": "default", "template": ["x"]}]])
-def test_a_template_that_is_no_text(folder: Path, value: Any) -> None:
+def test_a_template_that_is_no_text(folder, value):
     say(folder, chat_template=value)
     with pytest.raises(UnsupportedModelError, match="not text"):
         template_texts(checkpoint_of(folder))
 
 
-def test_thinking_is_seen_in_any_format(folder: Path) -> None:
-    source = "{% if enable_thinking %}<think>{% endif %}{{ messages[0].content }}{% if tools %}{% endif %}"
+def test_thinking_is_seen_in_any_format(folder):
+    source = (
+        "{% if enable_thinking %}<think>{% endif %}{{ messages[0].content }}{% if tools "
+        "%}{% endif %}"
+    )
     say(folder, chat_template=source)
-    from_gguf = Checkpoint(Path("x.gguf"), "llama", {"tokenizer.chat_template": source}, {}, (), "0")
+    from_gguf = Checkpoint(
+        Path("x.gguf"), "llama", {"tokenizer.chat_template": source}, {}, (), "0"
+    )
     for checkpoint in (checkpoint_of(folder), from_gguf):
         template = ChatTemplate(template_texts(checkpoint)["default"])
-        assert think_tags(template.source) == ThinkTags("<think>", "</think>") and supports_tools(template)
+        assert think_tags(template.source) == ThinkTags("<think>", "</think>") and supports_tools(
+            template
+        )

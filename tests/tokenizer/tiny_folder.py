@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
@@ -22,8 +30,23 @@ CORPUS = [
 ] * 3
 TEXTS = [
     *CORPUS[:4],
-    *("", " ", "  ", "\n", " leading and trailing \n", "hello   world  ", "\t\tx = 1\r\n", "ΑΒΓ unseen 🎉 é e\u0301"),
-    *("<s>hello</s>", "a<|user|> hello", "hello <|user|>\n\n world<mask> x", "hel<tool>lo <tool> x", "▁hello ▁"),
+    *(
+        "",
+        " ",
+        "  ",
+        "\n",
+        " leading and trailing \n",
+        "hello   world  ",
+        "\t\tx = 1\r\n",
+        "ΑΒΓ unseen 🎉 é e\u0301",
+    ),
+    *(
+        "<s>hello</s>",
+        "a<|user|> hello",
+        "hello <|user|>\n\n world<mask> x",
+        "hel<tool>lo <tool> x",
+        "▁hello ▁",
+    ),
 ]
 SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>"]
 
@@ -35,9 +58,13 @@ def trained(kind: str) -> tokenizers.Tokenizer:
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-        tokenizer.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=special))
+        tokenizer.train_from_iterator(
+            CORPUS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=special)
+        )
         ids = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
-        tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ids)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=ids
+        )
         tokenizer.decoder = decoders.WordPiece()
         # all-MiniLM's file has both, which do not belong to encoding a text.
         tokenizer.enable_truncation(8)
@@ -45,33 +72,59 @@ def trained(kind: str) -> tokenizers.Tokenizer:
         return tokenizer
     alphabet = pre_tokenizers.ByteLevel.alphabet() if kind == "bytes" else []
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    options: dict[str, Any] = {"vocab_size": 420 + len(bytes_), "special_tokens": SPECIAL, "show_progress": False}
+    options: dict[str, Any] = {
+        "vocab_size": 420 + len(bytes_),
+        "special_tokens": SPECIAL,
+        "show_progress": False,
+    }
     if kind == "unigram":
         tokenizer = tokenizers.Tokenizer(models.Unigram())
-        trainer: Any = trainers.UnigramTrainer(vocab_size=150, special_tokens=SPECIAL, unk_token="<unk>")
+        trainer: Any = trainers.UnigramTrainer(
+            vocab_size=150, special_tokens=SPECIAL, unk_token="<unk>"
+        )
     else:
         fallback = kind != "bytes"
-        tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=fallback))
+        tokenizer = tokenizers.Tokenizer(
+            models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=fallback)
+        )
         more = bytes_ if fallback else []
-        trainer = trainers.BpeTrainer(**{**options, "special_tokens": [*SPECIAL, *more]}, initial_alphabet=alphabet)
+        trainer = trainers.BpeTrainer(
+            **{**options, "special_tokens": [*SPECIAL, *more]}, initial_alphabet=alphabet
+        )
     if kind == "bytes":
         tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
     elif kind == "spm":
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        steps = [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
         tokenizer.decoder = decoders.Sequence(steps)
     else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=kind == "unigram")
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+            prepend_scheme="first", split=kind == "unigram"
+        )
         steps = [decoders.Metaspace(prepend_scheme="first")]
-        fused = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        fused = [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
         tokenizer.decoder = decoders.Sequence(steps if kind == "unigram" else fused)
     tokenizer.train_from_iterator(CORPUS, trainer)
     if kind in ("spm", "metaspace"):  # the library marks what a trainer was told to keep as special
         tokenizer = _without_added(tokenizer, set(bytes_))
     tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
-    tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True), AddedToken("<|user|>", rstrip=True)])
+    tokenizer.add_special_tokens(
+        [AddedToken("<mask>", lstrip=True), AddedToken("<|user|>", rstrip=True)]
+    )
     ids = [("<s>", tokenizer.token_to_id("<s>"))]
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=ids)
     return tokenizer
@@ -87,8 +140,14 @@ def save_folder(folder: Path, tokenizer: tokenizers.Tokenizer, **said: Any) -> P
 
 def checkpoint_of(folder: Path, rows: int | None = None, **config: Any) -> Checkpoint:
     """A folder's checkpoint with nothing but an embedding of so many rows."""
-    tensors = {} if rows is None else {"token_embd.weight": TensorInfo("token_embd.weight", (rows, 4), "F32", 0, 0)}
-    return Checkpoint(folder, "llama", {}, tensors, (), "0", config={"model_type": "llama", **config})
+    tensors = (
+        {}
+        if rows is None
+        else {"token_embd.weight": TensorInfo("token_embd.weight", (rows, 4), "F32", 0, 0)}
+    )
+    return Checkpoint(
+        folder, "llama", {}, tensors, (), "0", config={"model_type": "llama", **config}
+    )
 
 
 def tokenizer_of(folder: Path, rows: int | None = None, **config: Any) -> Tokenizer:
@@ -97,5 +156,7 @@ def tokenizer_of(folder: Path, rows: int | None = None, **config: Any) -> Tokeni
 
 def _without_added(tokenizer: tokenizers.Tokenizer, names: set[str]) -> tokenizers.Tokenizer:
     content = json.loads(tokenizer.to_str())
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in names]
+    content["added_tokens"] = [
+        token for token in content["added_tokens"] if token["content"] not in names
+    ]
     return tokenizers.Tokenizer.from_str(json.dumps(content))

@@ -15,7 +15,11 @@ from twinphase.tokenizer.tokenizer import Tokenizer
 def byte_level(pre: str = "smollm", size: int = 320) -> Tokenizer:
     tokens, types, merges = tiny_vocabulary(size)
     arrays = {"tokens": tokens, "token_type": np.array(types), "merges": merges}
-    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.eos_token_id": 2}
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
     vocabulary = {f"tokenizer.ggml.{key}": value for key, value in arrays.items()}
     backend = build_tokenizer(metadata, vocabulary)
     return Tokenizer(backend, gguf_facts(metadata, backend))

@@ -17,7 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.tiny_gguf import write_tiny_gguf
 
-from twinphase.errors import CheckpointError, ModelNotFoundError, TwinphaseError, UnsupportedModelError
+from twinphase.errors import (
+    CheckpointError,
+    ModelNotFoundError,
+    TwinphaseError,
+    UnsupportedModelError,
+)
 from twinphase.weights import gguf as gguf_module
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import last_used, open_gguf, quantization_name
@@ -26,11 +31,13 @@ from twinphase.weights.quant import FORMATS
 
 
 @pytest.fixture(scope="module")
-def tiny_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def tiny_bytes(tmp_path_factory) -> bytes:
     return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf").read_bytes()
 
 
-def header_bytes(*, tensors: int = 0, entries: bytes = b"", count: int = 0, version: int = 3) -> bytes:
+def header_bytes(
+    *, tensors: int = 0, entries: bytes = b"", count: int = 0, version: int = 3
+) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", version, tensors, count) + entries
 
 
@@ -47,14 +54,16 @@ def opened(path: Path, content: bytes) -> Checkpoint:
     return open_gguf(path)
 
 
-# Content ------------------------------------------------------------------------------------------------------------
+# Content
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("type", FORMATS)
-def test_content_equals_that_of_the_gguf_package(tmp_path: Path, type: str) -> None:
+def test_content_equals_that_of_the_gguf_package(tmp_path, type):
     size = max(64, FORMATS[type].block_size)
     path = write_tiny_gguf(tmp_path / "m.gguf", hidden=size, ffn=size, tensor_type=type, tied=False)
-    checkpoint, reader = open_gguf(path), gguf.GGUFReader(path)
+    checkpoint = open_gguf(path)
+    reader = gguf.GGUFReader(path)
     assert checkpoint.architecture == "llama"
     assert "tokenizer.ggml.tokens" not in checkpoint.metadata
     everything = {**checkpoint.metadata, **checkpoint.vocabulary()}
@@ -67,13 +76,22 @@ def test_content_equals_that_of_the_gguf_package(tmp_path: Path, type: str) -> N
         info = checkpoint.tensors[expected.name]
         assert info.shape == tuple(reversed(expected.shape.tolist()))
         assert (info.type, info.offset) == (expected.tensor_type.name, expected.data_offset)
-        np.testing.assert_array_equal(checkpoint.raw(expected.name), expected.data.reshape(-1).view(np.uint8))
-    assert quantization_name(checkpoint) == (f"{type}_S" if type in ("Q3_K", "Q4_K", "Q5_K") else type)
+        np.testing.assert_array_equal(
+            checkpoint.raw(expected.name), expected.data.reshape(-1).view(np.uint8)
+        )
+    assert quantization_name(checkpoint) == (
+        f"{type}_S" if type in ("Q3_K", "Q4_K", "Q5_K") else type
+    )
 
 
-def test_values_of_every_metadata_type(tmp_path: Path) -> None:
+def test_values_of_every_metadata_type(tmp_path):
     writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
-    values: dict[str, object] = {"uint8": 200, "uint16": 60000, "uint32": 2**32 - 1, "uint64": 2**63}
+    values: dict[str, object] = {
+        "uint8": 200,
+        "uint16": 60000,
+        "uint32": 2**32 - 1,
+        "uint64": 2**63,
+    }
     values |= {"int8": -100, "int16": -30000, "int32": -(2**31), "int64": -(2**62)}
     values |= {"float32": 0.5, "float64": 1e300, "bool": True, "string": "ünï"}
     for kind, value in values.items():
@@ -92,7 +110,7 @@ def test_values_of_every_metadata_type(tmp_path: Path) -> None:
         assert "x.long" not in metadata
 
 
-def test_tensors_of_a_vision_model_in_the_same_file_are_left_out(tmp_path: Path) -> None:
+def test_tensors_of_a_vision_model_in_the_same_file_are_left_out(tmp_path):
     writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "gemma3")
     for name in ("token_embd.weight", "v.blk.0.attn_k.weight", "mm.mm_input_projection.weight"):
         writer.add_tensor(name, np.zeros(32, np.float32))
@@ -103,14 +121,18 @@ def test_tensors_of_a_vision_model_in_the_same_file_are_left_out(tmp_path: Path)
     assert list(open_gguf(tmp_path / "m.gguf").tensors) == ["token_embd.weight"]
 
 
-# The index ----------------------------------------------------------------------------------------------------------
+# The index
+# ----------------------------------------------------------------------------------------------------------
 
 
 def same(a: Checkpoint, b: Checkpoint) -> bool:
-    return all(getattr(a, name) == getattr(b, name) for name in ("metadata", "tensors", "fingerprint", "architecture"))
+    return all(
+        getattr(a, name) == getattr(b, name)
+        for name in ("metadata", "tensors", "fingerprint", "architecture")
+    )
 
 
-def test_the_second_open_reads_only_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_open_reads_only_the_index(tmp_path, monkeypatch):
     path = write_tiny_gguf(tmp_path / "m.gguf")
     first = open_gguf(path)
     monkeypatch.setattr(gguf_module, "read_header", lambda *_: pytest.fail("read the header"))
@@ -120,8 +142,10 @@ def test_the_second_open_reads_only_the_index(tmp_path: Path, monkeypatch: pytes
     np.testing.assert_array_equal(first.files[0], second.files[0])
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80", b"\x91\x01", b"\xc0", b"\xff\xfe", b"\x91" * 100_000, None])
-def test_a_damaged_index_is_rebuilt(tmp_path: Path, cache: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80", b"\x91\x01", b"\xc0", b"\xff\xfe", b"\x91" * 100_000, None]
+)
+def test_a_damaged_index_is_rebuilt(tmp_path, cache, content):
     path = write_tiny_gguf(tmp_path / "m.gguf")
     first = open_gguf(path)
     (index,) = cache.rglob("index.msgpack")
@@ -134,7 +158,7 @@ def test_a_damaged_index_is_rebuilt(tmp_path: Path, cache: Path, content: bytes 
     assert msgspec.msgpack.decode(index.read_bytes())["fingerprint"] == first.fingerprint
 
 
-def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
+def test_a_changed_file_is_read_anew(tmp_path):
     path = write_tiny_gguf(tmp_path / "m.gguf")
     first = open_gguf(path)
     (first.cache_dir / "derived.json").write_text("of the former content")  # type: ignore[operator]
@@ -146,14 +170,14 @@ def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
     assert not (second.cache_dir / "derived.json").exists()  # type: ignore[operator]
 
 
-def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+def test_the_fingerprint_is_of_the_content(tmp_path):
     a = open_gguf(write_tiny_gguf(tmp_path / "a.gguf"))
     b = open_gguf(write_tiny_gguf(tmp_path / "b.gguf"))
     c = open_gguf(write_tiny_gguf(tmp_path / "c.gguf", rope_theta=5e5))
     assert a.fingerprint == b.fingerprint != c.fingerprint
 
 
-def test_an_unwritable_cache_costs_only_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_costs_only_the_index(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "file" / "cache"))
     path = write_tiny_gguf(tmp_path / "m.gguf")
@@ -163,7 +187,7 @@ def test_an_unwritable_cache_costs_only_the_index(tmp_path: Path, monkeypatch: p
     assert last_used(path) is None
 
 
-def test_use_is_remembered_and_looking_is_no_use(tmp_path: Path) -> None:
+def test_use_is_remembered_and_looking_is_no_use(tmp_path):
     path = write_tiny_gguf(tmp_path / "m.gguf")
     open_gguf(path, mark_used=False)
     assert last_used(path) is None
@@ -171,17 +195,23 @@ def test_use_is_remembered_and_looking_is_no_use(tmp_path: Path) -> None:
     assert last_used(path) is not None
 
 
-def test_opening_does_not_import_the_gguf_package(tmp_path: Path) -> None:
+def test_opening_does_not_import_the_gguf_package(tmp_path):
     path = write_tiny_gguf(tmp_path / "m.gguf")
     code = (
         "import sys; from twinphase.weights.gguf import open_gguf; open_gguf(sys.argv[1]);"
         "sys.exit('gguf' in sys.modules or 'tokenizers' in sys.modules)"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(gguf_module.__file__).parents[2])}
-    assert subprocess.run([sys.executable, "-c", code, str(path)], env=environment, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code, str(path)], env=environment, check=False
+        ).returncode
+        == 0
+    )
 
 
-# Split files --------------------------------------------------------------------------------------------------------
+# Split files
+# --------------------------------------------------------------------------------------------------------
 
 
 def write_parts(folder: Path, count: int = 3) -> list[Path]:
@@ -198,14 +228,16 @@ def write_parts(folder: Path, count: int = 3) -> list[Path]:
     return sorted(folder.glob("*.gguf"))
 
 
-def test_the_first_part_opens_all(tmp_path: Path) -> None:
+def test_the_first_part_opens_all(tmp_path):
     paths = write_parts(tmp_path)
     assert [path.name for path in paths] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
     for _ in range(2):  # from the headers, then from the index
         checkpoint = open_gguf(paths[0])
         assert len(checkpoint.files) == 3 and len(checkpoint.tensors) == 6
         for i in range(6):
-            np.testing.assert_array_equal(checkpoint.raw(f"t{i}").view(np.float32), np.full(64, i, np.float32))
+            np.testing.assert_array_equal(
+                checkpoint.raw(f"t{i}").view(np.float32), np.full(64, i, np.float32)
+            )
         assert checkpoint.vocabulary()["tokenizer.ggml.tokens"] == ["a", "b"]
     os.utime(paths[2], (1, 1))
     assert open_gguf(paths[0]).fingerprint == checkpoint.fingerprint
@@ -213,7 +245,7 @@ def test_the_first_part_opens_all(tmp_path: Path) -> None:
         open_gguf(paths[1])
 
 
-def test_parts_that_are_missing_or_do_not_fit(tmp_path: Path) -> None:
+def test_parts_that_are_missing_or_do_not_fit(tmp_path):
     first, second, third = write_parts(tmp_path)
     kept = third.read_bytes()
     third.unlink()
@@ -237,10 +269,11 @@ def test_parts_that_are_missing_or_do_not_fit(tmp_path: Path) -> None:
         open_gguf(alone)
 
 
-# Damage -------------------------------------------------------------------------------------------------------------
+# Damage
+# -------------------------------------------------------------------------------------------------------------
 
 
-def test_missing_files_and_directories(tmp_path: Path) -> None:
+def test_missing_files_and_directories(tmp_path):
     with pytest.raises(ModelNotFoundError, match="no file"):
         open_gguf(tmp_path / "none.gguf")
     with pytest.raises(ModelNotFoundError, match="directory"):
@@ -250,7 +283,7 @@ def test_missing_files_and_directories(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_truncation(tmp_path: Path, tiny_bytes: bytes, seed: int) -> None:
+def test_truncation(tmp_path, tiny_bytes, seed):
     # Half of the offsets in the header, which is the smaller part of the file.
     limit = len(tiny_bytes) if seed % 2 else read_header(tiny_bytes, "").data_start
     offset = random.Random(seed).randrange(limit)
@@ -270,31 +303,52 @@ CASES = {
     f"{ABSURD} tensors do not fit": header_bytes(tensors=ABSURD),
     f"{ABSURD} metadata entries do not fit": header_bytes(count=ABSURD),
     "100 metadata entries do not fit": header_bytes(count=100),
-    "name of metadata entry 0 needs": header_bytes(count=1, entries=struct.pack("<Q", ABSURD) + b"x" * 30),
+    "name of metadata entry 0 needs": header_bytes(
+        count=1, entries=struct.pack("<Q", ABSURD) + b"x" * 30
+    ),
     "'k' needs": header_bytes(count=1, entries=text("k") + struct.pack("<IQ", 8, ABSURD)),
-    "strings of metadata entry 'k'": header_bytes(count=1, entries=text("k") + struct.pack("<IIQ", 9, 8, ABSURD)),
-    "elements of metadata entry 'k'": header_bytes(count=1, entries=text("k") + struct.pack("<IIQ", 9, 12, ABSURD)),
+    "strings of metadata entry 'k'": header_bytes(
+        count=1, entries=text("k") + struct.pack("<IIQ", 9, 8, ABSURD)
+    ),
+    "elements of metadata entry 'k'": header_bytes(
+        count=1, entries=text("k") + struct.pack("<IIQ", 9, 12, ABSURD)
+    ),
     "a string of": header_bytes(count=1, entries=text("k") + struct.pack("<IIQQ", 9, 8, 1, ABSURD)),
-    "array of the unknown type 9": header_bytes(count=1, entries=text("k") + struct.pack("<IIQ", 9, 9, 0)),
+    "array of the unknown type 9": header_bytes(
+        count=1, entries=text("k") + struct.pack("<IIQ", 9, 9, 0)
+    ),
     "unknown type 77": header_bytes(count=1, entries=text("k") + struct.pack("<IQ", 77, 0)),
     "occurs twice": header_bytes(count=2, entries=2 * (text("k") + struct.pack("<II", 4, 0))),
-    "not UTF-8": header_bytes(count=1, entries=struct.pack("<Q", 1) + b"\xff" + struct.pack("<IQ", 4, 0)),
-    "alignment 3 ": header_bytes(count=1, entries=text("general.alignment") + struct.pack("<II", 4, 3)),
-    "alignment 0 ": header_bytes(count=1, entries=text("general.alignment") + struct.pack("<II", 4, 0)),
-    "alignment 'x'": header_bytes(count=1, entries=text("general.alignment") + struct.pack("<I", 8) + text("x")),
-    "99 dimensions": header_bytes(tensors=1, entries=text("t") + struct.pack("<I", 99) + b"\0" * 900),
+    "not UTF-8": header_bytes(
+        count=1, entries=struct.pack("<Q", 1) + b"\xff" + struct.pack("<IQ", 4, 0)
+    ),
+    "alignment 3 ": header_bytes(
+        count=1, entries=text("general.alignment") + struct.pack("<II", 4, 3)
+    ),
+    "alignment 0 ": header_bytes(
+        count=1, entries=text("general.alignment") + struct.pack("<II", 4, 0)
+    ),
+    "alignment 'x'": header_bytes(
+        count=1, entries=text("general.alignment") + struct.pack("<I", 8) + text("x")
+    ),
+    "99 dimensions": header_bytes(
+        tensors=1, entries=text("t") + struct.pack("<I", 99) + b"\0" * 900
+    ),
     r"shape \(4, 0\)": header_bytes(tensors=1, entries=tensor_entry("t", (0, 4), 0, 0)) + bytes(64),
-    "ends at byte": header_bytes(tensors=1, entries=tensor_entry("t", (2**62, 2**62), 0, 0)) + bytes(64),
-    "'t' ends at byte": header_bytes(tensors=1, entries=tensor_entry("t", (4,), 0, 2**62)) + bytes(64),
+    "ends at byte": header_bytes(tensors=1, entries=tensor_entry("t", (2**62, 2**62), 0, 0))
+    + bytes(64),
+    "'t' ends at byte": header_bytes(tensors=1, entries=tensor_entry("t", (4,), 0, 2**62))
+    + bytes(64),
     "multiple of 32": header_bytes(tensors=1, entries=tensor_entry("t", (4,), 0, 5)) + bytes(128),
     "33 values": header_bytes(tensors=1, entries=tensor_entry("t", (33,), 2, 0)) + bytes(128),
-    "'t' occurs twice": header_bytes(tensors=2, entries=2 * tensor_entry("t", (4,), 0, 0)) + bytes(128),
+    "'t' occurs twice": header_bytes(tensors=2, entries=2 * tensor_entry("t", (4,), 0, 0))
+    + bytes(128),
     "does not name its architecture": header_bytes(),
 }
 
 
 @pytest.mark.parametrize("match", CASES)
-def test_each_kind_of_damage_is_named(tmp_path: Path, match: str) -> None:
+def test_each_kind_of_damage_is_named(tmp_path, match):
     with pytest.raises(CheckpointError, match=match) as raised:
         opened(tmp_path / "m.gguf", CASES[match])
     assert raised.value.fix and "\n" not in str(raised.value)
@@ -303,18 +357,22 @@ def test_each_kind_of_damage_is_named(tmp_path: Path, match: str) -> None:
 UNSUPPORTED = {}
 for number, kind in ((16, "IQ2_XXS"), (19, "IQ1_S"), (28, "F64"), (4242, "number 4242")):
     entry = tensor_entry("blk.0.attn_q.weight", (256,), number, 0)
-    UNSUPPORTED[f"blk.0.attn_q.weight.*{kind}"] = header_bytes(tensors=1, entries=entry) + bytes(512)
+    UNSUPPORTED[f"blk.0.attn_q.weight.*{kind}"] = header_bytes(tensors=1, entries=entry) + bytes(
+        512
+    )
 
 
 @pytest.mark.parametrize("match", UNSUPPORTED)
-def test_what_is_not_supported_is_named(tmp_path: Path, match: str) -> None:
+def test_what_is_not_supported_is_named(tmp_path, match):
     with pytest.raises(UnsupportedModelError, match=match):
         opened(tmp_path / "m.gguf", UNSUPPORTED[match])
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 @given(data=st.data())
-def test_mutated_headers_open_or_fail_cleanly(tiny_bytes: bytes, data: st.DataObject) -> None:
+def test_mutated_headers_open_or_fail_cleanly(tiny_bytes, data):
     # Written to memory only: the file system is the same for every header.
     content = bytearray(tiny_bytes)
     end = read_header(tiny_bytes, "tiny").data_start
@@ -332,7 +390,7 @@ def test_mutated_headers_open_or_fail_cleanly(tiny_bytes: bytes, data: st.DataOb
             assert 0 <= info.offset <= info.offset + info.nbytes <= len(content)
 
 
-def test_memory_of_a_tensor_is_let_go_of_and_read_again(tmp_path: Path) -> None:
+def test_memory_of_a_tensor_is_let_go_of_and_read_again(tmp_path):
     path = write_tiny_gguf(tmp_path / "tiny.gguf", hidden=256, ffn=4096, tensor_type="F32")
     checkpoint = open_gguf(path)
     name = "blk.0.ffn_up.weight"  # 4 MB

@@ -29,10 +29,11 @@ from twinphase.weights.gguf import open_gguf
 from twinphase.weights.hub import cached_model, list_models, pull_model, resolve_model
 from twinphase.weights.packages import KnownFile, canonical_packages, expand_packages, known_files
 
-# Local folders ------------------------------------------------------------------------------------------------------
+# Local folders
+# ------------------------------------------------------------------------------------------------------
 
 
-def test_a_local_folder_is_itself(tmp_path: Path) -> None:
+def test_a_local_folder_is_itself(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     with pytest.raises(ModelNotFoundError, match=r"directory.*config.json"):
@@ -50,10 +51,11 @@ def test_a_local_folder_is_itself(tmp_path: Path) -> None:
     assert resolve_model(str(folder)) == folder  # what it lacks is said when it is opened
 
 
-# A file in parts ----------------------------------------------------------------------------------------------------
+# A file in parts
+# ----------------------------------------------------------------------------------------------------
 
 
-def test_names_of_packages() -> None:
+def test_names_of_packages():
     for text, names, canonical in (
         ("A_x", ["a-x"], "a-x"),
         ("m-part1..3", ["m-part1", "m-part2", "m-part3"], "m-part1..3"),
@@ -70,16 +72,20 @@ def test_names_of_packages() -> None:
         resolve_model("pypi:" + "+".join("package" * 5 + chr(97 + i) for i in range(10)))
 
 
-def test_known_files_are_whole_descriptions() -> None:
+def test_known_files_are_whole_descriptions():
     assert len({known.alias for known in known_files()}) == len(known_files()) >= 2
     for known in known_files():
         names = expand_packages(known.packages)
         assert len(names) > 1 and canonical_packages(names) == known.packages
-        assert len(bytes.fromhex(known.sha256)) == 32 and known.size > 0 and known.file.endswith(".gguf")
+        assert (
+            len(bytes.fromhex(known.sha256)) == 32
+            and known.size > 0
+            and known.file.endswith(".gguf")
+        )
 
 
 @pytest.fixture
-def parts(quick_index: Path, tmp_path: Path) -> bytes:  # noqa: F811
+def parts(quick_index, tmp_path) -> bytes:  # noqa: F811
     """Three wheels with a model's parts; returns the whole."""
     whole = write_tiny_gguf(tmp_path / "source.gguf", layers=1).read_bytes()
     third = len(whole) // 3
@@ -88,7 +94,7 @@ def parts(quick_index: Path, tmp_path: Path) -> bytes:  # noqa: F811
     return whole
 
 
-def test_parts_become_one_file(parts: bytes, cache: Path) -> None:
+def test_parts_become_one_file(parts, cache):
     path = resolve_model("pypi:m-part1+M_part2+m.part3")
     assert path == cache / "models" / "pypi" / "m-part1..3" / "m.gguf"
     assert path.read_bytes() == parts
@@ -99,7 +105,11 @@ def test_parts_become_one_file(parts: bytes, cache: Path) -> None:
     open_gguf(path)
 
 
-def test_parts_that_are_not_what_they_should_be(parts: bytes, cache: Path, quick_index: Path) -> None:  # noqa: F811
+def test_parts_that_are_not_what_they_should_be(
+    parts,
+    cache,
+    quick_index,  # noqa: F811
+):
     with pytest.raises(ModelNotFoundError, match=r"m-part1 holds part 1, which belongs before 2"):
         resolve_model("pypi:m-part2+m-part1")
     make_wheel(quick_index, "empty1", {"README": b""})
@@ -111,10 +121,14 @@ def test_parts_that_are_not_what_they_should_be(parts: bytes, cache: Path, quick
     assert leftovers(cache) == []
 
 
-def test_known_files_are_checked(parts: bytes, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = KnownFile("tiny:1b", "m-part1..3", "1.0", "tiny.gguf", len(parts), hashlib.sha256(parts).hexdigest())
+def test_known_files_are_checked(parts, cache, monkeypatch):
+    known = KnownFile(
+        "tiny:1b", "m-part1..3", "1.0", "tiny.gguf", len(parts), hashlib.sha256(parts).hexdigest()
+    )
     for wrong in ({"size": len(parts) + 1}, {"sha256": "0" * 64}):
-        monkeypatch.setattr(hub, "known_files", lambda wrong=wrong: (dataclasses.replace(known, **wrong),))
+        monkeypatch.setattr(
+            hub, "known_files", lambda wrong=wrong: (dataclasses.replace(known, **wrong),)
+        )
         with pytest.raises(DownloadError, match=r"tiny.gguf is not the published file"):
             resolve_model("tiny:1b")
     monkeypatch.setattr(hub, "known_files", lambda: (dataclasses.replace(known, size=1 << 60),))
@@ -126,7 +140,11 @@ def test_known_files_are_checked(parts: bytes, cache: Path, monkeypatch: pytest.
     assert resolve_model("pypi:m-part1..3") == resolve_model("tiny:1b") == cached_model("tiny:1b")
 
 
-def test_pip_is_asked_for_the_pinned_version(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_pip_is_asked_for_the_pinned_version(
+    index,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
     make_wheel(index, "v-part1", {"part1.bin": b"GG"})
     make_wheel(index, "v-part2", {"part2.bin": b"UF"})
     known = KnownFile("v", "v-part1..2", "2.0", "v.gguf", 4, hashlib.sha256(b"GGUF").hexdigest())
@@ -140,7 +158,7 @@ def test_pip_is_asked_for_the_pinned_version(index: Path, tmp_path: Path, monkey
 @pytest.mark.model
 @pytest.mark.slow
 @pytest.mark.parametrize("known", packages.known_files(), ids=lambda known: known.alias)
-def test_a_known_file_that_is_here_is_the_known_one(known: KnownFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_file_that_is_here_is_the_known_one(known, monkeypatch):
     monkeypatch.delenv("TWINPHASE_CACHE")
     path = cached_model(known.alias)
     if path is None:
@@ -150,13 +168,14 @@ def test_a_known_file_that_is_here_is_the_known_one(known: KnownFile, monkeypatc
         assert hashlib.file_digest(file, "sha256").hexdigest() == known.sha256
 
 
-# Ollama's store -----------------------------------------------------------------------------------------------------
+# Ollama's store
+# -----------------------------------------------------------------------------------------------------
 
 Store = Callable[..., Path]
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(tmp_path, monkeypatch) -> Store:
     """Pulls a model into a made-up store: its manifest and its file."""
     root = tmp_path / "ollama"
     monkeypatch.setenv("OLLAMA_MODELS", str(root))
@@ -167,8 +186,14 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
         blob = root / "blobs" / f"sha256-{digest}"
         blob.parent.mkdir(parents=True, exist_ok=True)
         blob.write_bytes(content)
-        model = {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{digest}", "size": len(content)}
-        layers = changes.get("layers", [model | changes, {"mediaType": "application/vnd.ollama.image.template"}])
+        model = {
+            "mediaType": "application/vnd.ollama.image.model",
+            "digest": f"sha256:{digest}",
+            "size": len(content),
+        }
+        layers = changes.get(
+            "layers", [model | changes, {"mediaType": "application/vnd.ollama.image.template"}]
+        )
         manifest = root / "manifests" / place
         manifest.parent.mkdir(parents=True, exist_ok=True)
         manifest.write_text(json.dumps({"schemaVersion": 2, "layers": layers}))
@@ -177,22 +202,34 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     return pull
 
 
-def test_a_model_of_ollama(store: Store, tmp_path: Path) -> None:
+def test_a_model_of_ollama(store, tmp_path):
     blob = store("registry.ollama.ai/library/qwen2.5/latest")
-    for place in ("registry.ollama.ai/library/qwen2.5/7b", "registry.ollama.ai/me/mine/latest", "hf.co/org/repo/Q4_0"):
+    for place in (
+        "registry.ollama.ai/library/qwen2.5/7b",
+        "registry.ollama.ai/me/mine/latest",
+        "hf.co/org/repo/Q4_0",
+    ):
         store(place)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "ollama").rglob("*")}
     for name in ("qwen2.5", "qwen2.5:7b", "me/mine", "hf.co/org/repo:Q4_0"):
         assert resolve_model(f"ollama:{name}") == blob == cached_model(f"ollama:{name}")
     assert pull_model("ollama:qwen2.5").quantization == "Q4_0"
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "ollama").rglob("*")} == before  # never written
-    with pytest.raises(ModelNotFoundError, match=r"has: hf.co/org/repo:Q4_0, me/mine:latest, qwen2.5:7b"):
+    assert {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "ollama").rglob("*")
+    } == before  # never written
+    with pytest.raises(
+        ModelNotFoundError, match=r"has: hf.co/org/repo:Q4_0, me/mine:latest, qwen2.5:7b"
+    ):
         resolve_model("ollama:llama3")
 
 
-def test_what_ollama_keeps_may_be_damaged(store: Store, tmp_path: Path) -> None:
+def test_what_ollama_keeps_may_be_damaged(store, tmp_path):
     place = "registry.ollama.ai/library/m/latest"
-    model = {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:" + "0" * 64, "size": 3}
+    model = {
+        "mediaType": "application/vnd.ollama.image.model",
+        "digest": "sha256:" + "0" * 64,
+        "size": 3,
+    }
     adapter = {"mediaType": "application/vnd.ollama.image.adapter"}
     cases: list[tuple[dict[str, object], type[TwinphaseError], str]] = [
         ({"size": 3}, CheckpointError, "not whole"),
@@ -216,17 +253,18 @@ def test_what_ollama_keeps_may_be_damaged(store: Store, tmp_path: Path) -> None:
             resolve_model(f"ollama:{name}")
 
 
-def test_without_ollama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ollama(tmp_path, monkeypatch):
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "none"))
     with pytest.raises(ModelNotFoundError, match="no models on this machine"):
         resolve_model("ollama:m")
 
 
-# The hub's safetensors ----------------------------------------------------------------------------------------------
+# The hub's safetensors
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def hub_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], list[str]]:
+def hub_folder(tmp_path, monkeypatch) -> Callable[[Path], list[str]]:
     """A stand-in for huggingface_hub that serves a folder; returns the names of what was fetched, in order."""
 
     def install(folder: Path) -> list[str]:
@@ -239,7 +277,9 @@ def hub_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Pat
             target.write_bytes((folder / file).read_bytes())
             return str(target)
 
-        files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        files = sorted(
+            path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+        )
         module = types.ModuleType("huggingface_hub")
         module.HfApi = type("HfApi", (), {"list_repo_files": lambda self, repo: files})  # type: ignore[attr-defined]
         module.hf_hub_download = download  # type: ignore[attr-defined]
@@ -253,12 +293,18 @@ def hub_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Pat
     return install
 
 
-def test_a_repository_of_safetensors(tmp_path: Path, cache: Path, hub_folder: Callable[[Path], list[str]]) -> None:
+def test_a_repository_of_safetensors(tmp_path, cache, hub_folder):
     source = tmp_path / "source"
     source.mkdir()
     (a, first), *rest = layer().items()
     write_shards(source, {a: first}, dict(rest))
-    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "pytorch_model.bin", "README.md"):
+    for name in (
+        "tokenizer.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "pytorch_model.bin",
+        "README.md",
+    ):
         (source / name).write_text("{}")
     (source / "consolidated.safetensors").write_bytes(b"not by the index")
     fetched = hub_folder(source)
@@ -266,7 +312,12 @@ def test_a_repository_of_safetensors(tmp_path: Path, cache: Path, hub_folder: Ca
     assert target == cache / "models" / "hf" / "org" / "repo"
     weights = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert fetched[-3:] == ["model.safetensors.index.json", *weights]
-    assert set(fetched[:-3]) == {"config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"}
+    assert set(fetched[:-3]) == {
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    }
     assert resolve_model("hf:org/repo") == target and len(fetched) == 7
     (listed,) = list_models()
     assert (listed.name, listed.quantization, listed.path) == ("hf:org/repo", "F32", target)
@@ -275,7 +326,7 @@ def test_a_repository_of_safetensors(tmp_path: Path, cache: Path, hub_folder: Ca
     assert fetched[-1] == weights[1]
 
 
-def test_repositories_without_safe_weights(tmp_path: Path, hub_folder: Callable[[Path], list[str]]) -> None:
+def test_repositories_without_safe_weights(tmp_path, hub_folder):
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text("{}")

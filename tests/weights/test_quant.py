@@ -21,25 +21,31 @@ def raw_and_expected(type: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("type", FORMATS)
-def test_dequantize_equals_gguf_exactly(type: str) -> None:
+def test_dequantize_equals_gguf_exactly(type):
     raw, expected = raw_and_expected(type)
     actual = dequantize(raw.reshape(-1), SHAPE, type)
     assert actual.dtype == np.float32
     np.testing.assert_array_equal(actual, expected)
-    np.testing.assert_array_equal(dequantize(raw[5:7].reshape(-1), (2, SHAPE[1]), type), expected[5:7])  # rows alone
+    np.testing.assert_array_equal(
+        dequantize(raw[5:7].reshape(-1), (2, SHAPE[1]), type), expected[5:7]
+    )  # rows alone
     assert tensor_nbytes(SHAPE, type) == raw.nbytes
     experts = np.concatenate([raw, raw[::-1]]).reshape(-1)  # a stack of matrices
     assert tensor_nbytes((2, *SHAPE), type) == experts.nbytes
-    np.testing.assert_array_equal(dequantize(experts, (2, *SHAPE), type), np.stack([expected, expected[::-1]]))
+    np.testing.assert_array_equal(
+        dequantize(experts, (2, *SHAPE), type), np.stack([expected, expected[::-1]])
+    )
 
 
 @pytest.mark.parametrize("type", QUANTIZED)
-def test_random_bytes_dequantize_as_gguf(type: str) -> None:
+def test_random_bytes_dequantize_as_gguf(type):
     # Every bit pattern of the integers and the packed scales, with finite float16 parameters.
     fmt = FORMATS[type]
     rng = np.random.default_rng(7)
     blocks = rng.integers(0, 256, (64, fmt.block_bytes), dtype=np.uint8)
-    halves = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208], "MXFP4": []}.get(type, [0, 2] if fmt.has_minimum else [0])
+    halves = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208], "MXFP4": []}.get(
+        type, [0, 2] if fmt.has_minimum else [0]
+    )
     for start in halves:
         parameter = rng.standard_normal((64, 1)).astype(np.float16)
         blocks[:, start : start + 2] = parameter.view(np.uint8)
@@ -49,9 +55,10 @@ def test_random_bytes_dequantize_as_gguf(type: str) -> None:
 
 
 @pytest.mark.parametrize("type", QUANTIZED)
-def test_unpack_is_affine_and_within_its_bits(type: str) -> None:
+def test_unpack_is_affine_and_within_its_bits(type):
     raw, expected = raw_and_expected(type, seed=3)
-    tensor, fmt = unpack(raw.reshape(-1), SHAPE, type), FORMATS[type]
+    tensor = unpack(raw.reshape(-1), SHAPE, type)
+    fmt = FORMATS[type]
     groups = SHAPE[1] // fmt.group_size
     assert tensor.q.shape == SHAPE
     assert tensor.scale.shape == (SHAPE[0], groups)
@@ -65,7 +72,7 @@ def test_unpack_is_affine_and_within_its_bits(type: str) -> None:
     np.testing.assert_array_equal(values, expected)
 
 
-def test_vectors_and_stacks_keep_their_shape() -> None:
+def test_vectors_and_stacks_keep_their_shape():
     values = np.arange(64, dtype=np.float32)
     raw = values.view(np.uint8)
     np.testing.assert_array_equal(dequantize(raw, (64,), "F32"), values)
@@ -73,7 +80,7 @@ def test_vectors_and_stacks_keep_their_shape() -> None:
     assert dequantize(raw, (64,), "F32").flags.writeable
 
 
-def test_wrong_sizes_and_types_are_named() -> None:
+def test_wrong_sizes_and_types_are_named():
     with pytest.raises(CheckpointError, match="33 values.*Q4_0"):
         tensor_nbytes((2, 33), "Q4_0")
     with pytest.raises(CheckpointError, match="18 bytes, here are 17"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import gguf
 import numpy as np
 import pytest
@@ -35,30 +33,32 @@ def error(x: np.ndarray, type: str) -> float:
 
 
 @pytest.mark.parametrize("kind", ["normal", "outliers", "positive"])
-def test_q4_k_is_better_than_q4_0_at_the_same_size(kind: str) -> None:
+def test_q4_k_is_better_than_q4_0_at_the_same_size(kind):
     x = weights(kind)
     assert quantize(x, "Q4_K").shape == quantize(x, "Q4_0").shape
     assert error(x, "Q4_K") < 0.9 * error(x, "Q4_0")
 
 
-def test_llama_cpp_s_own_q4_k_is_hardly_better() -> None:
+def test_llama_cpp_s_own_q4_k_is_hardly_better():
     # Of ggml_quantize_chunk (ggml 0.25.3) on these very numbers.
     for kind, of_llama_cpp in (("normal", 0.07147), ("outliers", 0.09334), ("positive", 0.02207)):
         assert error(weights(kind), "Q4_K") < 1.02 * of_llama_cpp
 
 
 @pytest.mark.parametrize("type", ["Q4_K", "Q4_0", "Q8_0"])
-def test_constant_and_empty_blocks(type: str) -> None:
+def test_constant_and_empty_blocks(type):
     x = np.zeros((4, 256), np.float32)
-    x[1], x[2], x[3, ::2] = 1, -1, 1e-30
+    x[1] = 1
+    x[2] = -1
+    x[3, ::2] = 1e-30
     back = gguf.quants.dequantize(quantize(x, type), gguf.GGMLQuantizationType[type])
     np.testing.assert_allclose(back, x, atol=0.01)
 
 
-@pytest.mark.parametrize(("quantization", "type"), [("q8_0", "Q8_0"), ("q4_0", "Q4_0"), ("q4_k", "Q4_K")])
-def test_matrices_are_quantized_and_kept(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, quantization: str, type: str
-) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "type"), [("q8_0", "Q8_0"), ("q4_0", "Q4_0"), ("q4_k", "Q4_K")]
+)
+def test_matrices_are_quantized_and_kept(folder, cache, monkeypatch, quantization, type):
     monkeypatch.setattr(made, "_SMALL_BYTES", 0)
     layer = "model.layers.0."
     tensors = {
@@ -76,9 +76,14 @@ def test_matrices_are_quantized_and_kept(
     reports: list[int] = []
     for _ in range(2):
         checkpoint = open_safetensors(
-            folder, "qwen3moe", quantization=quantization, progress=lambda what, done, total: reports.append(done)
+            folder,
+            "qwen3moe",
+            quantization=quantization,
+            progress=lambda what, done, total: reports.append(done),
         )
-        assert {name.removeprefix("blk.0."): info.type for name, info in checkpoint.tensors.items()} == {
+        assert {
+            name.removeprefix("blk.0."): info.type for name, info in checkpoint.tensors.items()
+        } == {
             "token_embd.weight": "Q8_0",
             "output.weight": "Q8_0",
             "attn_q.weight": type,
@@ -91,14 +96,21 @@ def test_matrices_are_quantized_and_kept(
         experts = np.stack([tensors[f"{layer}mlp.experts.{i}.up_proj.weight"] for i in (0, 1)])
         bound = 0.01 if type == "Q8_0" else 0.1
         assert np.abs(values(checkpoint, "blk.0.ffn_up_exps.weight") - experts).mean() < bound
-        assert np.abs(values(checkpoint, "token_embd.weight") - tensors["model.embed_tokens.weight"]).mean() < 0.01
+        assert (
+            np.abs(
+                values(checkpoint, "token_embd.weight") - tensors["model.embed_tokens.weight"]
+            ).mean()
+            < 0.01
+        )
     assert len(reports) == 6  # five tensors and the end, once
     assert [path.name for path in cache.rglob("tensors*")] == [f"tensors-{quantization}.gguf"]
     plain = open_safetensors(folder, "qwen3moe")
     assert plain.fingerprint != checkpoint.fingerprint
-    assert quantization_name(checkpoint) == ("Q8_0" if type == "Q8_0" else quantization_name(checkpoint))
+    assert quantization_name(checkpoint) == (
+        "Q8_0" if type == "Q8_0" else quantization_name(checkpoint)
+    )
 
 
-def test_an_unknown_name_is_refused(folder: Path) -> None:
+def test_an_unknown_name_is_refused(folder):
     with pytest.raises(InvalidRequestError, match="quantization is 'q3'.*q4_k"):
         open_safetensors(write(folder, {}), "llama", quantization="q3")

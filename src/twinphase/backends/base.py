@@ -1,7 +1,8 @@
 """The `Backend` protocol: the operations a model is written in, and the plain inputs of one step.
 
-Arrays that operations take and return are opaque to models; each backend has its own kind (NumPy arrays in
-`reference`, handles of captured buffers in `cpu`). Not for scheduling: a backend computes the step it is given.
+Arrays that operations take and return are opaque to models; each backend has its own kind (NumPy
+arrays in `reference`, handles of captured buffers in `cpu`). Not for scheduling: a backend computes
+the step it is given.
 """
 
 from __future__ import annotations
@@ -17,22 +18,10 @@ from twinphase.backends.group import Group
 from twinphase.blueprint import Blueprint, Experts, Rope, Span
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = [
-    "Array",
-    "Backend",
-    "Drawer",
-    "Drawn",
-    "Draws",
-    "Edits",
-    "EncoderBackend",
-    "Forward",
-    "KVCacheSpec",
-    "StepInputs",
-    "Units",
-]
-
 Array = Any  # opaque to models
-Edits = tuple[NDArray[np.int64], NDArray[np.float32]]  # places in the flattened logits, and what happens there
+Edits = tuple[
+    NDArray[np.int64], NDArray[np.float32]
+]  # places in the flattened logits, and what happens there
 
 
 @dataclass(frozen=True)
@@ -46,7 +35,10 @@ class Units:
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """Shape of the paged KV cache. A block holds `block_size` tokens of every layer, keys and values."""
+    """Shape of the paged KV cache.
+
+    A block holds `block_size` tokens of every layer, keys and values.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -65,9 +57,10 @@ class StepInputs:
         slot_mapping: int64 [num_tokens], block_id * block_size + offset where the row's KV goes.
         query_start: int32 [num_seqs + 1], first row of each sequence.
         block_tables: int32 [num_seqs, max_blocks], block ids of each sequence, padded with 0.
-        num_decodes: sequences that decode; they come first. A decode has one row, or 1 + k rows where k drafts are
-            verified: rows `query_start[s]` .. `query_start[s + 1] - 1` belong together, at consecutive positions of one
-            sequence, and share its row of `block_tables`. Row i attends to `context_lens[s] - k + i` tokens.
+        num_decodes: sequences that decode; they come first. A decode has one row, or 1 + k rows
+            where k drafts are verified: rows `query_start[s]` .. `query_start[s + 1] - 1` belong
+            together, at consecutive positions of one sequence, and share its row of `block_tables`.
+            Row i attends to `context_lens[s] - k + i` tokens.
         logit_rows: int32 [num_logits], rows whose logits are wanted.
     """
 
@@ -95,14 +88,17 @@ class Draws:
     """What to draw from a step's logits [rows, vocab_size], and of what to tell log probabilities.
 
     Attributes:
-        edits: three lists of places, each once in a list. The values of the first are added to the logits; by those of
-            the second a positive logit is divided and another multiplied; those of the third are subtracted.
-        masks: int64 [masked rows], and uint8 [masked rows, ceil(vocab_size / 8)]: a bit for each token that may be
-            drawn, the lowest first. It has the last word.
+        edits: three lists of places, each once in a list. The values of the first are added to the
+            logits; by those of the second a positive logit is divided and another multiplied; those
+            of the third are subtracted.
+        masks: int64 [masked rows], and uint8 [masked rows, ceil(vocab_size / 8)]: a bit for each
+            token that may be drawn, the lowest first. It has the last word.
         temperature: float32 [rows]; 0 takes the largest logit, the lowest id of equal ones.
-        min_p, top_p, uniform: float64 [rows]; without effect are 0 and 1, and `uniform` in [0, 1) decides a draw.
+        min_p, top_p, uniform: float64 [rows]; without effect are 0 and 1, and `uniform` in [0, 1)
+            decides a draw.
         top_k: int64 [rows]; 0 is no limit.
-        scored: int64 [rows], the token whose log probability is wanted; -1 is the drawn one, -2 none.
+        scored: int64 [rows], the token whose log probability is wanted; -1 is the drawn one, -2
+            none.
         num_top: how many of the most likely tokens rows with `scored` tell as well.
     """
 
@@ -122,9 +118,12 @@ class Drawn:
     """What came of `Draws`, of each row.
 
     Attributes:
-        token_ids: int64 [rows]; -1 where the largest logit was not finite, before or after the edits.
-        logprobs, ranks: float64 and int64 [rows], of the scored tokens: natural log, and how many are as likely.
-        top_ids, top_logprobs: int64 and float64 [rows, num_top], by falling likelihood, equal ones by rising id.
+        token_ids: int64 [rows]; -1 where the largest logit was not finite, before or after the
+            edits.
+        logprobs, ranks: float64 and int64 [rows], of the scored tokens: natural log, and how many
+            are as likely.
+        top_ids, top_logprobs: int64 and float64 [rows, num_top], by falling likelihood, equal ones
+            by rising id.
         forward_seconds, draw_seconds: what the device took for the step before, and for this.
     """
 
@@ -141,7 +140,11 @@ class Drawer(Protocol):
     """Computes a step and draws its tokens where the logits are: only those come to the host."""
 
     def capture(
-        self, forward: Forward, max_num_seqs: int, max_model_len: int, progress: Callable[[int, int, str], None] | None
+        self,
+        forward: Forward,
+        max_num_seqs: int,
+        max_model_len: int,
+        progress: Callable[[int, int, str], None] | None,
     ) -> None:
         """Make decode steps ready to be replayed, where that is possible; `progress` is told (done, total, what).
 
@@ -165,8 +168,8 @@ class Forward(Protocol):
 class Backend(Protocol):
     """How the operations are computed on one device. Row counts are those of the current step.
 
-    A backend may call `forward` once, record the operations, and replay the record for every later step; so a model
-    calls the same operations whatever the step, and looks at no value.
+    A backend may call `forward` once, record the operations, and replay the record for every later
+    step; so a model calls the same operations whatever the step, and looks at no value.
     """
 
     name: str
@@ -231,7 +234,8 @@ class Backend(Protocol):
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
         """Whether a frame of this fingerprint and length holds no NaN and no infinity; from any thread.
 
-        Either would outlive its block: attention multiplies what lies behind a sequence's end in its last block by 0.
+        Either would outlive its block: attention multiplies what lies behind a sequence's end in
+        its last block by 0.
         """
 
     # One step.
@@ -252,7 +256,13 @@ class Backend(Protocol):
         """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019), same shape."""
 
     def linear(
-        self, x: Array, weight: Array, *, residual: Array | None = None, first: int = 0, bias: Array | None = None
+        self,
+        x: Array,
+        weight: Array,
+        *,
+        residual: Array | None = None,
+        first: int = 0,
+        bias: Array | None = None,
     ) -> Array:
         """x @ weight.T, plus columns of `residual` from `first` on, or `bias`, when given; [rows, outputs]."""
 
@@ -266,19 +276,28 @@ class Backend(Protocol):
         """x + scale * rms_norm(h, weight), the norm behind a half of a layer; may overwrite x."""
 
     def rope_kv_write(
-        self, qkv: Array, rope: Array | None, layer: int, q_norm: Array | None = None, k_norm: Array | None = None
+        self,
+        qkv: Array,
+        rope: Array | None,
+        layer: int,
+        q_norm: Array | None = None,
+        k_norm: Array | None = None,
     ) -> Array:
         """Normalize and rotate queries and keys, write keys and values to the cache; returns the queries.
 
-        `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], however its matrices were stored. The norms'
-        weights are as the blueprint's `qk_norm` says; without a `rope` nothing is rotated.
+        `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], however its matrices were
+        stored. The norms' weights are as the blueprint's `qk_norm` says; without a `rope` nothing
+        is rotated.
         """
 
-    def attention(self, q: Array, layer: int, window: int | None = None, sinks: Array | None = None) -> Array:
+    def attention(
+        self, q: Array, layer: int, window: int | None = None, sinks: Array | None = None
+    ) -> Array:
         """Causal attention of the step's rows over the cache, [num_tokens, num_heads * head_dim].
 
-        A row at position p attends to the positions from p - window + 1 on. `sinks` are logits [num_heads] that take
-        part in the softmax (Xiao et al., 2023). Scale and softcap are the blueprint's.
+        A row at position p attends to the positions from p - window + 1 on. `sinks` are logits
+        [num_heads] that take part in the softmax (Xiao et al., 2023). Scale and softcap are the
+        blueprint's.
         """
 
     def gate_mul(self, gate_up: Array) -> Array:
@@ -298,7 +317,8 @@ class Backend(Protocol):
     ) -> Array:
         """The weighted sum of each row's chosen experts, added in the order of their rank; same shape as x.
 
-        The `experts.used` largest of the router's logits are chosen, the smaller number of two equal ones.
+        The `experts.used` largest of the router's logits are chosen, the smaller number of two
+        equal ones.
         """
 
     def logit_rows(self, x: Array) -> Array:

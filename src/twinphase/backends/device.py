@@ -10,15 +10,14 @@ from typing import Protocol
 from twinphase.backends.base import Units
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["Device", "MeasuredRates", "open_device", "require_torch"]
-
 
 @dataclass(frozen=True)
 class MeasuredRates:
     """Best rates seen, operations and bytes per second; None where the processor has no such unit.
 
-    A multiplication and an addition are two operations. `bandwidth` is ((working set in bytes, bytes/s), ...).
-    `provisional` means that others took the cores meanwhile, or that the rounds did not agree: a rate may be too low.
+    A multiplication and an addition are two operations. `bandwidth` is ((working set in bytes,
+    bytes/s), ...). `provisional` means that others took the cores meanwhile, or that the rounds did
+    not agree: a rate may be too low.
     """
 
     bandwidth: tuple[tuple[int, float], ...]
@@ -37,7 +36,8 @@ class Device(Protocol):
         threads: compute threads.
         isa: instruction-set path that runs; "" where there is no choice of any.
         best_isa: the one that would run if none were forced; None where there is no choice.
-        ceilings: what its ceilings are kept as; "" where they cannot be measured, and MFU and MBU are unknown.
+        ceilings: what its ceilings are kept as; "" where they cannot be measured, and MFU and MBU
+            are unknown.
     """
 
     name: str
@@ -89,5 +89,6 @@ def require_torch() -> None:
     """Raises InvalidRequestError, which names the extra, where torch is not installed."""
     if find_spec("torch") is None:
         raise InvalidRequestError(
-            "The torch backend needs torch, which is not installed.", "Run `pip install 'twinphase[torch]'`."
+            "The torch backend needs torch, which is not installed.",
+            "Run `pip install 'twinphase[torch]'`.",
         )

@@ -1,8 +1,8 @@
 """The operations of encoders in NumPy float32, whichever backend was asked for.
 
-One text is computed at a time, never padded and never packed with others, so that its bits cannot depend on them:
-equal calls of one BLAS give equal bits, while the rows of a larger product need not be those of a smaller one. Why not
-in kernels of our own: docs/design/0011-embeddings.md.
+One text is computed at a time, never padded and never packed with others, so that its bits cannot
+depend on them: equal calls of one BLAS give equal bits, while the rows of a larger product need not
+be those of a smaller one. Why not in kernels of our own: docs/design/0011-embeddings.md.
 """
 
 from __future__ import annotations
@@ -16,16 +16,27 @@ from numpy.typing import NDArray
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
-__all__ = ["NumpyEncoder", "erf", "pooled"]
-
 F32 = NDArray[np.float32]
 
-# erf(x) = x P(x^2) / Q(x^2) on [-4, 4], where float32 has reached 1; lowest power first. The coefficients are those of
-# Eigen's `generic_fast_erf_float` (MPL 2.0 code; the numbers are a minimax fit); largest error 4.2e-7.
-P = (-1.60960333262415e-02, -2.95459980854025e-03, -7.34990630326855e-04, -5.69250639462346e-05,
-     -2.10102402082508e-06, 2.77068142495902e-08, -2.72614225801306e-10)  # fmt: skip
-Q = (-1.42647390514189e-02, -7.37332916720468e-03, -1.68282697438203e-03, -2.13374055278905e-04,
-     -1.45660718464996e-05)  # fmt: skip
+# erf(x) = x P(x^2) / Q(x^2) on [-4, 4], where float32 has reached 1; lowest power first. The
+# coefficients are those of Eigen's `generic_fast_erf_float` (MPL 2.0 code; the numbers are a
+# minimax fit); largest error 4.2e-7.
+P = (
+    -1.60960333262415e-02,
+    -2.95459980854025e-03,
+    -7.34990630326855e-04,
+    -5.69250639462346e-05,
+    -2.10102402082508e-06,
+    2.77068142495902e-08,
+    -2.72614225801306e-10,
+)
+Q = (
+    -1.42647390514189e-02,
+    -7.37332916720468e-03,
+    -1.68282697438203e-03,
+    -2.13374055278905e-04,
+    -1.45660718464996e-05,
+)
 
 
 def erf(x: F32) -> F32:
@@ -49,7 +60,9 @@ def _polynomial(coefficients: Sequence[float], x: F32) -> F32:
 def pooled(x: F32, pooling: str) -> F32:
     """One row of x [rows, width], float32 [width] of length 1; `pooling` is "mean", "cls" (the first) or "last"."""
     row: F32 = (
-        x.mean(axis=0, dtype=np.float64).astype(np.float32) if pooling == "mean" else x[0 if pooling == "cls" else -1]
+        x.mean(axis=0, dtype=np.float64).astype(np.float32)
+        if pooling == "mean"
+        else x[0 if pooling == "cls" else -1]
     )
     length = np.sqrt(np.sum(np.square(row, dtype=np.float64)))
     vector: F32 = (row / max(length, 1e-12)).astype(np.float32)

@@ -1,6 +1,7 @@
 """The ranks of one model on one machine: memory that they share, and where they meet in it.
 
-Not for what they say to each other between steps, nor for who starts them (`engine/ranks.py`).
+Not for what they say to each other between steps, nor for who starts them
+(`engine/ranks/ranks.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from numpy.typing import NDArray
 from twinphase.blueprint import Blueprint
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["WORD_BYTES", "Group", "shared_bytes", "shared_file"]
-
 WORD_BYTES = 64  # a word that others look at, a cache line each
 PAGE = 4096
 SPINS = 200  # looks of `meet` before it sleeps between two
@@ -27,7 +26,9 @@ SLEEP_SECONDS = 50e-6
 def shared_bytes(blueprint: Blueprint, rows: int) -> int:
     """More than the ranks of a model will share, for steps of up to `rows` rows; pages are taken when written."""
     b = blueprint
-    width = b.hidden_size + b.num_heads * b.head_dim + b.ffn_size * (b.experts.used if b.experts else 1)
+    width = (
+        b.hidden_size + b.num_heads * b.head_dim + b.ffn_size * (b.experts.used if b.experts else 1)
+    )
     return 4 * (rows + 8) * (8 * (width + 256) + 2 * (b.vocab_size + 256)) + (1 << 20)
 
 
@@ -38,7 +39,9 @@ def shared_file(nbytes: int) -> int:
         InvalidRequestError: the system has no such memory.
     """
     if not hasattr(os, "memfd_create"):
-        raise InvalidRequestError("tensor_parallel_size needs Linux.", "Leave --tensor-parallel-size out.")
+        raise InvalidRequestError(
+            "tensor_parallel_size needs Linux.", "Leave --tensor-parallel-size out."
+        )
     descriptor = os.memfd_create("twinphase-ranks")
     os.truncate(descriptor, -(-nbytes // PAGE) * PAGE)
     return descriptor
@@ -47,18 +50,21 @@ def shared_file(nbytes: int) -> int:
 class Group:
     """One rank's view of the memory. All ranks take the same arrays in the same order.
 
-    The first word is not 0 once a step has to end; the next count how often each rank has come to a meeting, and the
-    words behind those the nanoseconds that it has waited there.
+    The first word is not 0 once a step has to end; the next count how often each rank has come to a
+    meeting, and the words behind those the nanoseconds that it has waited there.
     """
 
     def __init__(self, rank: int, ranks: int, descriptor: int, meeting_place: Path) -> None:
         """Map the file of `descriptor`, zeros at first; the path is free for a file by which libraries meet."""
-        self.rank, self.ranks, self.meeting_place = rank, ranks, meeting_place
+        self.rank = rank
+        self.ranks = ranks
+        self.meeting_place = meeting_place
         self._map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)  # shared is mmap's default
         self._memory = np.frombuffer(self._map, np.uint8)
         self._taken = PAGE
         lines = self._memory[: (1 + ranks) * WORD_BYTES].view(np.int64).reshape(-1, WORD_BYTES // 8)
-        self._words, self._waits = lines[:, 0], lines[1:, 1]
+        self._words = lines[:, 0]
+        self._waits = lines[1:, 1]
 
     @property
     def address(self) -> int:
@@ -95,7 +101,8 @@ class Group:
         """Wait until all ranks have come, or it is over."""
         mine = self._words[1 + self.rank] + 1
         self._words[1 + self.rank] = mine
-        looks, start = 0, time.perf_counter_ns()
+        looks = 0
+        start = time.perf_counter_ns()
         while not self.is_over and (self._words[1:] < mine).any():
             looks += 1
             if looks > SPINS:

@@ -1,6 +1,7 @@
 """KV blocks in a portable form: a frame is what the bits of a block depend on besides its tokens, then the bits.
 
-Not for which tokens a block holds, nor for damage on the way: whoever carries frames names and checks them.
+Not for which tokens a block holds, nor for damage on the way: whoever carries frames names and
+checks them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from twinphase.blueprint import Blueprint
 from twinphase.errors import KVFrameError
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["is_finite", "kv_fingerprint", "pack_frames", "unpack_frames"]
-
-EXPONENTS = {  # bits that are all ones in an infinity and in what is no number (IEEE 754; bfloat16: half of a float32)
+# bits that are all ones in an infinity and in what is no number (IEEE 754; bfloat16: half of a
+# float32)
+EXPONENTS = {
     "float32": (np.uint32, 0x7F800000),
     "bfloat16": (np.uint16, 0x7F80),
     "float16": (np.uint16, 0x7C00),
@@ -26,11 +27,13 @@ EXPONENTS = {  # bits that are all ones in an infinity and in what is no number 
 LENGTH_BYTES = 4  # of the fingerprint, little endian, in front of it
 
 
-def kv_fingerprint(checkpoint: Checkpoint, blueprint: Blueprint, spec: KVCacheSpec, **facts: str) -> str:
+def kv_fingerprint(
+    checkpoint: Checkpoint, blueprint: Blueprint, spec: KVCacheSpec, **facts: str
+) -> str:
     """What the bits of a KV block depend on besides its tokens, as "name=value" joined by ";".
 
-    The blueprint is part of it: LongRoPE's factors are chosen by the engine's longest sequence, not by the file.
-    `facts` are the backend's own.
+    The blueprint is part of it: LongRoPE's factors are chosen by the engine's longest sequence, not
+    by the file. `facts` are the backend's own.
     """
     known = {
         "model": checkpoint.fingerprint,
@@ -48,11 +51,14 @@ def pack_frames(fingerprint: str, blocks: NDArray[np.uint8]) -> list[bytes]:
     return [head + block.tobytes() for block in blocks]
 
 
-def unpack_frames(fingerprint: str, frames: Sequence[bytes | memoryview], nbytes: int) -> NDArray[np.uint8]:
+def unpack_frames(
+    fingerprint: str, frames: Sequence[bytes | memoryview], nbytes: int
+) -> NDArray[np.uint8]:
     """The rows that `pack_frames` was given, uint8 [frames, nbytes].
 
     Raises:
-        KVFrameError: a frame of another fingerprint (the message says what differs) or of another length.
+        KVFrameError: a frame of another fingerprint (the message says what differs) or of another
+            length.
     """
     blocks = np.empty((len(frames), nbytes), np.uint8)
     for block, frame in zip(blocks, frames, strict=True):
@@ -61,16 +67,22 @@ def unpack_frames(fingerprint: str, frames: Sequence[bytes | memoryview], nbytes
         found = bytes(view[LENGTH_BYTES:start]).decode(errors="replace")
         if found != fingerprint:
             raise KVFrameError(
-                f"A KV block from elsewhere cannot be used here: {_difference(found, fingerprint)}.",
-                "Run the same model, version and --isa on both sides, with the same settings of the KV cache.",
+                "A KV block from elsewhere cannot be used here: "
+                f"{_difference(found, fingerprint)}.",
+                "Run the same model, version and --isa on both sides, with the same settings of "
+                "the KV cache.",
             )
         if len(view) - start != nbytes:
-            raise KVFrameError(f"A KV block has {len(view) - start} bytes, not {nbytes}.", "Send it again.")
+            raise KVFrameError(
+                f"A KV block has {len(view) - start} bytes, not {nbytes}.", "Send it again."
+            )
         block[:] = view[start:]
     return blocks
 
 
-def is_finite(frame: bytes | bytearray | memoryview, dtype: str, first: int = 0, nbytes: int | None = None) -> bool:
+def is_finite(
+    frame: bytes | bytearray | memoryview, dtype: str, first: int = 0, nbytes: int | None = None
+) -> bool:
     """Whether `nbytes` of a frame's bits from the byte `first` on, all of them by default, are finite numbers.
 
     Args:
@@ -79,7 +91,8 @@ def is_finite(frame: bytes | bytearray | memoryview, dtype: str, first: int = 0,
         first: byte behind the fingerprint.
         nbytes: up to the frame's end if it is None.
     """
-    (kind, exponent), start = EXPONENTS[dtype], LENGTH_BYTES + int.from_bytes(frame[:LENGTH_BYTES], "little")
+    (kind, exponent) = EXPONENTS[dtype]
+    start = LENGTH_BYTES + int.from_bytes(frame[:LENGTH_BYTES], "little")
     view = memoryview(frame)[start + first :]
     bits = np.frombuffer(view if nbytes is None else view[:nbytes], kind) & kind(exponent)
     return not (bits == exponent).any()
@@ -90,4 +103,8 @@ def _difference(found: str, fingerprint: str) -> str:
     here = dict(fact.split("=", 1) for fact in fingerprint.split(";"))
     if there.keys() != here.keys():
         return "it does not begin with the fingerprint of this backend"
-    return ", ".join(f"its {name} is {there[name]}, not {here[name]}" for name in here if there[name] != here[name])
+    return ", ".join(
+        f"its {name} is {there[name]}, not {here[name]}"
+        for name in here
+        if there[name] != here[name]
+    )

@@ -1,7 +1,7 @@
 """Slow, plain NumPy float32: the oracle of the tests. Reads like the papers; nothing here is tuned.
 
-Weights are dequantized to float32 and the KV cache is float32 too, so that nothing but summation order stands
-between it and a textbook implementation.
+Weights are dequantized to float32 and the KV cache is float32 too, so that nothing but summation
+order stands between it and a textbook implementation.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from twinphase.blueprint import Blueprint, Experts, Rope, Span
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
-__all__ = ["ReferenceBackend", "ReferenceDevice"]
-
 F32 = NDArray[np.float32]
 
 
@@ -34,12 +32,15 @@ class ReferenceBackend:
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     drawer = None
     group: Group | None = None  # of ranks, where there are several
-    in_blocks = False  # whether one rank multiplies as several do, which takes several times as long
+    in_blocks = (
+        False  # whether one rank multiplies as several do, which takes several times as long
+    )
     _shared: F32 | None = None
 
     def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
         """Nothing but to remember what the model is made of."""
-        self.blueprint, self._checkpoint = blueprint, checkpoint
+        self.blueprint = blueprint
+        self._checkpoint = checkpoint
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> F32:
         """Dequantized weights, float32 [outputs, inputs]."""
@@ -51,7 +52,9 @@ class ReferenceBackend:
 
     def vector(self, checkpoint: Checkpoint, names: Sequence[str], plus: float = 0.0) -> F32:
         """Dequantized tensors side by side, float32 of their shape."""
-        return np.concatenate([self._tensor(checkpoint, name) for name in names], axis=-1) + np.float32(plus)
+        return np.concatenate(
+            [self._tensor(checkpoint, name) for name in names], axis=-1
+        ) + np.float32(plus)
 
     def _tensor(self, checkpoint: Checkpoint, name: str) -> F32:
         info = checkpoint.tensors[name]
@@ -67,9 +70,15 @@ class ReferenceBackend:
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
         """Float32 [layers, slots, kv_heads, head_dim], keys and values apart."""
-        shape = (spec.num_layers, spec.num_blocks * spec.block_size, spec.num_kv_heads, spec.head_dim)
+        shape = (
+            spec.num_layers,
+            spec.num_blocks * spec.block_size,
+            spec.num_kv_heads,
+            spec.head_dim,
+        )
         self.kv_spec = spec
-        self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        self.keys = np.zeros(shape, np.float32)
+        self.values = np.zeros(shape, np.float32)
         self.kv_memory = [self.keys, self.values]
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
@@ -85,7 +94,9 @@ class ReferenceBackend:
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
         """Keys and values, float32 [2, layers, block_size, kv_heads, head_dim] each."""
         both = np.stack([self._blocks(array)[:, list(block_ids)] for array in self.kv_memory])
-        return pack_frames(self.kv_fingerprint, np.moveaxis(both, 2, 0).reshape(len(block_ids), -1).view(np.uint8))
+        return pack_frames(
+            self.kv_fingerprint, np.moveaxis(both, 2, 0).reshape(len(block_ids), -1).view(np.uint8)
+        )
 
     def write_blocks(self, block_ids: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
         """See `Backend`."""
@@ -93,7 +104,9 @@ class ReferenceBackend:
         blocks = unpack_frames(self.kv_fingerprint, frames, nbytes).view(np.float32)
         for array, part in zip(self.kv_memory, np.split(blocks, 2, axis=1), strict=True):
             view = self._blocks(array)
-            view[:, list(block_ids)] = np.moveaxis(part.reshape(-1, len(view), *view.shape[2:]), 0, 1)
+            view[:, list(block_ids)] = np.moveaxis(
+                part.reshape(-1, len(view), *view.shape[2:]), 0, 1
+            )
 
     def frame_parts(self) -> list[tuple[int, int]]:
         """See `Backend`."""
@@ -110,7 +123,8 @@ class ReferenceBackend:
 
     def execute(self, forward: Forward, inputs: StepInputs) -> F32:
         """Run the forward pass operation by operation."""
-        self.inputs, self._kept = inputs, list[F32]()
+        self.inputs = inputs
+        self._kept = list[F32]()
         logits: F32 = forward(self)
         return logits
 
@@ -133,7 +147,13 @@ class ReferenceBackend:
         return x / root * weight
 
     def linear(
-        self, x: F32, weight: F32, *, residual: F32 | None = None, first: int = 0, bias: F32 | None = None
+        self,
+        x: F32,
+        weight: F32,
+        *,
+        residual: F32 | None = None,
+        first: int = 0,
+        bias: F32 | None = None,
     ) -> F32:
         """x @ weight.T + residual + bias."""
         out: F32 = _product_in_blocks(x, weight) if self.in_blocks or self.group else x @ weight.T
@@ -170,22 +190,31 @@ class ReferenceBackend:
         k_norm: F32 | None = None,
     ) -> F32:
         """Normalize, rotate, write the cache, return queries [num_tokens, num_heads, head_dim]."""
-        b, inputs, rows = self.blueprint, self.inputs, len(qkv)
+        b = self.blueprint
+        inputs = self.inputs
+        rows = len(qkv)
         ends = [b.num_heads * b.head_dim, (b.num_heads + b.num_kv_heads) * b.head_dim]
         q, k, v = (part.reshape(rows, -1, b.head_dim) for part in np.split(qkv, ends, axis=1))
         if q_norm is not None and k_norm is not None:
             q, k = map(self._normalize, (q, k), (q_norm, k_norm), b.norm_spans)
         if rope is not None:
-            q, k = self._rotate(q, rope), self._rotate(k, rope)
+            q = self._rotate(q, rope)
+            k = self._rotate(k, rope)
         self.keys[layer, inputs.slot_mapping] = k
         self.values[layer, inputs.slot_mapping] = v
         return q
 
     def _normalize(self, x: F32, weight: F32, span: Span | None) -> F32:
         """RMSNorm of each head of x [rows, heads, head_dim], or of rows as wide as the weight: a rank has the span."""
-        rows = x.reshape(len(x), -1, len(weight)) if span is None else self.gather(x.reshape(len(x), -1), span)
+        rows = (
+            x.reshape(len(x), -1, len(weight))
+            if span is None
+            else self.gather(x.reshape(len(x), -1), span)
+        )
         out = self.rms_norm(rows, weight, self.blueprint.norm_eps)
-        return (out if span is None else out[:, span.first : span.first + span.size]).reshape(x.shape)
+        return (out if span is None else out[:, span.first : span.first + span.size]).reshape(
+            x.shape
+        )
 
     def _rotate(self, x: F32, rope: tuple[F32, F32, bool]) -> F32:
         cos_table, sin_table, interleaved = rope
@@ -198,15 +227,24 @@ class ReferenceBackend:
         out[..., second] = x[..., first] * sin + x[..., second] * cos
         return out
 
-    def attention(self, q: F32, layer: int, window: int | None = None, sinks: F32 | None = None) -> F32:
+    def attention(
+        self, q: F32, layer: int, window: int | None = None, sinks: F32 | None = None
+    ) -> F32:
         """softmax(scale * q k^T) v, causal and within the window, sequence by sequence."""
-        spec, inputs, b = self.kv_spec, self.inputs, self.blueprint
+        spec = self.kv_spec
+        inputs = self.inputs
+        b = self.blueprint
         out = np.empty_like(q)
         for i, context_len in enumerate(inputs.context_lens):
             rows = slice(inputs.query_start[i], inputs.query_start[i + 1])
             at = np.arange(context_len)
-            slots = inputs.block_tables[i][at // spec.block_size] * spec.block_size + at % spec.block_size
-            k, v = self.keys[layer, slots], self.values[layer, slots]  # [context, kv_heads, head_dim]
+            slots = (
+                inputs.block_tables[i][at // spec.block_size] * spec.block_size
+                + at % spec.block_size
+            )
+            # [context, kv_heads, head_dim]
+            k = self.keys[layer, slots]
+            v = self.values[layer, slots]
             position = inputs.positions[rows][:, None]
             hidden = at[None, :] > position  # the causal mask
             if window is not None:
@@ -216,22 +254,31 @@ class ReferenceBackend:
                 if b.attention_softcap is not None:
                     scores = _softcap(scores, b.attention_softcap)
                 scores[hidden] = -np.inf
-                sink = np.full((len(scores), 1), -np.inf if sinks is None else sinks[head], np.float32)
+                sink = np.full(
+                    (len(scores), 1), -np.inf if sinks is None else sinks[head], np.float32
+                )
                 top = np.maximum(scores.max(axis=1, keepdims=True), sink)
                 p = np.exp(scores - top)
-                out[rows, head] = (p / (p.sum(axis=1, keepdims=True) + np.exp(sink - top))) @ v[:, head // b.group]
+                out[rows, head] = (p / (p.sum(axis=1, keepdims=True) + np.exp(sink - top))) @ v[
+                    :, head // b.group
+                ]
         return out.reshape(len(out), -1)
 
     def gate_mul(self, gate_up: F32) -> F32:
         """activation(gate) * up."""
         out: F32
         gate, up = np.split(gate_up, 2, axis=1)
-        if self.blueprint.activation == "gelu":  # by tanh (Hendrycks and Gimpel, 2016, arXiv:1606.08415)
+        if (
+            self.blueprint.activation == "gelu"
+        ):  # by tanh (Hendrycks and Gimpel, 2016, arXiv:1606.08415)
             inner = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate**3)
             out = np.float32(0.5) * gate * (1 + np.tanh(inner)) * up
             return out
-        if self.blueprint.activation == "swiglu_oai":  # clamped, alpha 1.702 (gpt-oss's published code)
-            gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
+        if (
+            self.blueprint.activation == "swiglu_oai"
+        ):  # clamped, alpha 1.702 (gpt-oss's published code)
+            gate = np.minimum(gate, np.float32(7))
+            up = np.clip(up, np.float32(-7), np.float32(7))
             out = gate / (1 + np.exp(np.float32(-1.702) * gate)) * (up + 1)
             return out
         out = gate / (1 + np.exp(-gate)) * up
@@ -295,7 +342,10 @@ def _softcap(x: F32, cap: float) -> F32:
 class ReferenceDevice:
     """See `Device`: all in float32, on however many threads NumPy takes, and without ceilings."""
 
-    name, isa, threads, ceilings = "reference", "", 1, ""
+    name = "reference"
+    isa = ""
+    threads = 1
+    ceilings = ""
     best_isa: str | None = None
 
     def units(self, weights: Set[tuple[str, int]]) -> Units:

@@ -1,7 +1,9 @@
-"""The KV cache's blocks: free, held by requests, or cached. Ints only: what memory a block is, the backend knows.
+"""The KV cache's blocks: free, held by requests, or cached.
 
-A *held* block has one owner or several (requests that share a prefix). A *cached* block has none, but its content may
-be wanted again; it is given out, oldest use first, when no free block is left.
+Ints only: what memory a block is, the backend knows.
+
+A *held* block has one owner or several (requests that share a prefix). A *cached* block has none,
+but its content may be wanted again; it is given out, oldest use first, when no free block is left.
 """
 
 from __future__ import annotations
@@ -11,14 +13,16 @@ from collections.abc import Callable, Collection, Iterable
 
 from twinphase.errors import CacheFullError
 
-__all__ = ["BlockPool"]
-
 
 class BlockPool:
     """Block ids 0 .. num_blocks - 1 and who has them."""
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] = lambda block_id: None) -> None:
-        """All blocks are free. The lowest id is handed out first, so that a lone request's blocks are contiguous.
+    def __init__(
+        self, num_blocks: int, on_evict: Callable[[int], None] = lambda block_id: None
+    ) -> None:
+        """All blocks are free.
+
+        The lowest id is handed out first, so that a lone request's blocks are contiguous.
 
         Args:
             num_blocks: size of the pool.
@@ -26,7 +30,9 @@ class BlockPool:
         """
         self.num_blocks = num_blocks
         self._on_evict = on_evict
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: blocks freed last are the warmest in cache
+        self._free = list(
+            range(num_blocks - 1, -1, -1)
+        )  # a stack: blocks freed last are the warmest in cache
         self._cached: dict[int, None] = {}  # in order of last use
         self._owners = [0] * num_blocks
 
@@ -67,7 +73,8 @@ class BlockPool:
         """
         if num_blocks > self.num_available:
             raise CacheFullError(
-                f"The KV cache has {self.num_available} of {self.num_blocks} blocks to give; {num_blocks} are needed.",
+                f"The KV cache has {self.num_available} of {self.num_blocks} blocks to give; "
+                f"{num_blocks} are needed.",
                 "Raise num_kv_blocks, or run fewer or shorter requests.",
             )
         split = max(0, len(self._free) - num_blocks)
@@ -91,7 +98,9 @@ class BlockPool:
                 del self._cached[block_id]
             self._owners[block_id] += 1
 
-    def release(self, block_ids: Collection[int], cached: Callable[[int], bool] = lambda block_id: False) -> None:
+    def release(
+        self, block_ids: Collection[int], cached: Callable[[int], bool] = lambda block_id: False
+    ) -> None:
         """Take one owner from each block; the last ones first, so that the end of a prefix is evicted before it.
 
         Args:
@@ -132,6 +141,7 @@ class BlockPool:
             places = (free[block_id], int(block_id in self._cached), int(owners[block_id] > 0))
             if sum(places) != 1 or owners[block_id] != self._owners[block_id]:
                 raise AssertionError(
-                    f"block {block_id} is {places[0]} times free, {places[1]} times cached, has {owners[block_id]} "
+                    f"block {block_id} is {places[0]} times free, {places[1]} times cached, has "
+                    f"{owners[block_id]} "
                     f"owners and counts {self._owners[block_id]}"
                 )

@@ -11,9 +11,8 @@ from itertools import takewhile
 from twinphase.cache.block_pool import BlockPool
 from twinphase.cache.prefix_cache import Acceptance, CachedBlock, PrefixCache
 from twinphase.errors import CacheFullError
-from twinphase.request import MissReason, PrefixMiss, Request
-
-__all__ = ["KVCacheManager"]
+from twinphase.outcome import MissReason, PrefixMiss
+from twinphase.request import Request
 
 
 class KVCacheManager:
@@ -28,7 +27,12 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, fingerprint: bytes = b""
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        fingerprint: bytes = b"",
     ) -> None:
         """Manage `num_blocks` blocks of `block_size` tokens; `fingerprint` is of the model and the KV's format."""
         self.block_size = block_size
@@ -69,8 +73,8 @@ class KVCacheManager:
     def _following(self, request: Request, computed: int) -> Iterator[bytes]:
         """Hashes of the full blocks behind the first `computed` tokens that could be shared, one by one.
 
-        None off a block boundary, nor where the prompt's log probabilities are wanted, which no block has; the last
-        known token is never shared.
+        None off a block boundary, nor where the prompt's log probabilities are wanted, which no
+        block has; the last known token is never shared.
         """
         index, rest = divmod(computed, self.block_size)
         if self.enable_prefix_caching and not rest and not request.scores_prompt:
@@ -79,7 +83,9 @@ class KVCacheManager:
 
     def free_blocks_needed(self, request: Request, num_tokens: int, prefix: list[int]) -> int:
         """Available blocks that it takes to hold `num_tokens` tokens of `request`, which is to share `prefix`."""
-        own = self.blocks_for(num_tokens) - self.blocks_for(request.num_computed_tokens) - len(prefix)
+        own = (
+            self.blocks_for(num_tokens) - self.blocks_for(request.num_computed_tokens) - len(prefix)
+        )
         return own + sum(not self.pool.is_held(block_id) for block_id in prefix)
 
     def start(self, request: Request, prefix: list[int]) -> None:
@@ -91,7 +97,8 @@ class KVCacheManager:
         needed = self.free_blocks_needed(request, request.num_tokens, prefix)
         if needed > self.pool.num_available:
             raise CacheFullError(
-                f"Request {request.request_id} needs {needed} more KV cache blocks for its {request.num_tokens} "
+                f"Request {request.request_id} needs {needed} more KV cache blocks for its "
+                f"{request.num_tokens} "
                 f"tokens; {self.pool.num_available} of {self.pool.num_blocks} are available.",
                 "Raise num_kv_blocks, or run fewer or shorter requests.",
             )
@@ -135,18 +142,25 @@ class KVCacheManager:
     def keep_computed(self, request: Request, before: int) -> None:
         """Make the blocks findable that became full since `before` tokens were computed."""
         if self.enable_prefix_caching:
-            for index in range(before // self.block_size, request.num_computed_tokens // self.block_size):
+            for index in range(
+                before // self.block_size, request.num_computed_tokens // self.block_size
+            ):
                 self.prefix_cache.insert(request, index)
 
-    def accept(self, blocks: Sequence[CachedBlock], write: Callable[[list[int], list[int]], None]) -> list[Acceptance]:
-        """Make blocks that were computed elsewhere findable here. Nobody owns them: they may be evicted at once.
+    def accept(
+        self, blocks: Sequence[CachedBlock], write: Callable[[list[int], list[int]], None]
+    ) -> list[Acceptance]:
+        """Make blocks that were computed elsewhere findable here.
 
-        They take free blocks, then cached ones, oldest use first; never one that a request holds, and never one of
-        their own beginnings.
+        Nobody owns them: they may be evicted at once.
+
+        They take free blocks, then cached ones, oldest use first; never one that a request holds,
+        and never one of their own beginnings.
 
         Args:
             blocks: a parent before its children.
-            write: told block ids, and which of `blocks` go there; what it raises leaves everything as it was.
+            write: told block ids, and which of `blocks` go there; what it raises leaves everything
+                as it was.
 
         Returns:
             What became of each block.
@@ -203,7 +217,9 @@ class KVCacheManager:
     def _skip(self, request: Request, num_blocks: int) -> None:
         before = request.num_computed_tokens
         request.num_computed_tokens += num_blocks * self.block_size
-        if request.num_preemptions == 0:  # what is cached of an output that the request came with is not its prompt
+        if (
+            request.num_preemptions == 0
+        ):  # what is cached of an output that the request came with is not its prompt
             prompt = len(request.prompt_token_ids)
             hits = min(request.num_computed_tokens, prompt) - min(before, prompt)
             request.num_cached_tokens += hits

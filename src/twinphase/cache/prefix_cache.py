@@ -1,7 +1,8 @@
 """Which blocks hold which tokens, by hash, so that equal beginnings of prompts are computed once; and why one missed.
 
-A block's hash covers everything before it: SHA-256 over the parent's hash and the block's tokens, starting from the
-model's fingerprint and the request's salt. Only full blocks have one. Ints and bytes only; not for who owns a block.
+A block's hash covers everything before it: SHA-256 over the parent's hash and the block's tokens,
+starting from the model's fingerprint and the request's salt. Only full blocks have one. Ints and
+bytes only; not for who owns a block.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 
-from twinphase.request import MissReason, PrefixMiss, Request
-
-__all__ = ["Acceptance", "BlockChanges", "CachedBlock", "PrefixCache"]
+from twinphase.outcome import MissReason, PrefixMiss
+from twinphase.request import Request
 
 MOST_EVICTED = 1 << 16  # hashes of evicted blocks to remember, at most
 MOST_SIBLINGS = 64  # cached blocks to compare with, where a prompt leaves the cached ones
@@ -68,7 +68,9 @@ class BlockChanges:
 
     def take(self) -> tuple[int, list[bytes], list[bytes]]:
         """The event's number, the hashes stored and those evicted, none in both; without any, the number is kept."""
-        number, stored, evicted = self.next_id, list(self._stored), list(self._evicted)
+        number = self.next_id
+        stored = list(self._stored)
+        evicted = list(self._evicted)
         self.next_id += bool(stored or evicted)
         self._stored.clear()
         self._evicted.clear()
@@ -109,11 +111,14 @@ class PrefixCache:
     def root(self, salt: str | None) -> bytes:
         """The parent of a first block."""
         salted = b"" if salt is None else salt.encode(errors="surrogatepass")
-        return hashlib.sha256(b"twinphase %d %d " % (self.block_size, len(salted)) + salted + self.fingerprint).digest()
+        return hashlib.sha256(
+            b"twinphase %d %d " % (self.block_size, len(salted)) + salted + self.fingerprint
+        ).digest()
 
     def block_hash(self, request: Request, index: int) -> bytes:
         """Hash of the request's block number `index`, which must be full; kept with the request."""
-        known, size = request.block_hashes, self.block_size
+        known = request.block_hashes
+        size = self.block_size
         while len(known) <= index:
             parent = known[-1] if known else self.root(request.cache_salt)
             start = len(known) * size
@@ -122,9 +127,12 @@ class PrefixCache:
 
     def block(self, request: Request, index: int) -> CachedBlock:
         """The request's block number `index`, which must be full, as it is known everywhere."""
-        block_hash, start = self.block_hash(request, index), index * self.block_size
+        block_hash = self.block_hash(request, index)
+        start = index * self.block_size
         parent = request.block_hashes[index - 1] if index else self.root(request.cache_salt)
-        return CachedBlock(block_hash, parent, tuple(request.token_ids(start, start + self.block_size)), index)
+        return CachedBlock(
+            block_hash, parent, tuple(request.token_ids(start, start + self.block_size)), index
+        )
 
     def watch(self) -> tuple[int, list[bytes]]:
         """Keep `changes` from now on: the number of the next event, and the hashes that can be found now."""
@@ -171,7 +179,11 @@ class PrefixCache:
             before = self._content[block_id].index
         if before is None and block.index:
             return Acceptance.ORPHAN
-        return Acceptance.STORED if block.index == (0 if before is None else before + 1) else Acceptance.WRONG
+        return (
+            Acceptance.STORED
+            if block.index == (0 if before is None else before + 1)
+            else Acceptance.WRONG
+        )
 
     def beginnings(self, blocks: Collection[CachedBlock]) -> list[int]:
         """Ids of the cached blocks that come before these in their sequences, a parent before its children."""
@@ -185,7 +197,8 @@ class PrefixCache:
 
     def branch(self, block_hash: bytes) -> list[int]:
         """Ids of the cached block of that hash and of all that continue it, parents first."""
-        found, hashes = list[int](), [block_hash]
+        found = list[int]()
+        hashes = [block_hash]
         for one in hashes:
             if (block_id := self.find(one)) is not None:
                 found.append(block_id)
@@ -211,7 +224,8 @@ class PrefixCache:
 
         The last known token is always computed, since its logits are wanted, so it is not missed.
         """
-        size, known = self.block_size, request.num_tokens - 1
+        size = self.block_size
+        known = request.num_tokens - 1
         start = num_hits * size
         if known - start < size:
             return PrefixMiss(MissReason.BLOCK_GRANULARITY, start) if known > start else None
@@ -236,11 +250,15 @@ class PrefixCache:
 
     def _common(self, tokens: list[int], block_hash: bytes) -> int:
         other = self._content[self._block_of[block_hash]].token_ids
-        return next((i for i, (a, b) in enumerate(zip(tokens, other, strict=True)) if a != b), len(tokens))
+        return next(
+            (i for i, (a, b) in enumerate(zip(tokens, other, strict=True)) if a != b), len(tokens)
+        )
 
     def check_integrity(self) -> None:
         """Prove that the indices agree (AssertionError otherwise)."""
-        if {content.block_hash: block for block, content in self._content.items()} != self._block_of:
+        if {
+            content.block_hash: block for block, content in self._content.items()
+        } != self._block_of:
             raise AssertionError("the prefix cache's two indices differ")
         children = {h for hashes in self._children.values() for h in hashes}
         if children != set(self._block_of) or not all(self._children.values()):

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from twinphase.errors import InvalidRequestError, StorageError
 
-__all__ = ["KEY_VARIABLE", "connect", "listen", "read_key"]
-
 KEY_VARIABLE = "TWINPHASE_CLUSTER_KEY"
 LEAST_KEY_BYTES = 16
 CONNECT_SECONDS = 5.0
@@ -26,13 +24,16 @@ def read_key(file: str | None = None) -> bytes:
         try:
             key = Path(file).read_bytes().strip()
         except OSError as error:
-            raise StorageError(f"Cannot read the key in {file}: {error.strerror}.", "Give another file.") from None
+            raise StorageError(
+                f"Cannot read the key in {file}: {error.strerror}.", "Give another file."
+            ) from None
     else:
         key = os.environ.get(KEY_VARIABLE, "").encode(errors="surrogateescape").strip()
     if len(key) < LEAST_KEY_BYTES:
         raise InvalidRequestError(
             f"The workers' key has {len(key)} characters." if key else "The workers have no key.",
-            f"Set {KEY_VARIABLE}, or give --cluster-key-file, with {LEAST_KEY_BYTES} characters or more; "
+            f"Set {KEY_VARIABLE}, or give --cluster-key-file, with {LEAST_KEY_BYTES} characters "
+            "or more; "
             "`openssl rand -hex 32` makes one.",
         )
     return key
@@ -95,6 +96,8 @@ def _parse(address: str) -> tuple[int, str | tuple[str, int]]:
         return socket.AF_UNIX, address.removeprefix("unix:")
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise InvalidRequestError(f"{address!r} is not the address of a worker.", "Use HOST:PORT or unix:PATH.")
+        raise InvalidRequestError(
+            f"{address!r} is not the address of a worker.", "Use HOST:PORT or unix:PATH."
+        )
     name = host.strip("[]")
     return (socket.AF_INET6 if ":" in name else socket.AF_INET), (name, int(port))

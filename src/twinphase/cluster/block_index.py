@@ -1,7 +1,7 @@
 """Which worker's prefix cache holds which blocks, as far as its events tell.
 
-Hashes are those of `cache/prefix_cache.py`: a chain, so that a worker that holds a block but not the one before it has
-no use of it. Not for where a block lies on its worker.
+Hashes are those of `cache/prefix_cache.py`: a chain, so that a worker that holds a block but not
+the one before it has no use of it. Not for where a block lies on its worker.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
 
-__all__ = ["BlockIndex"]
-
 
 class BlockIndex:
     """Block hash to the workers that hold it.
 
-    Each worker numbers its events from 0 (`BlockChanges`). After a gap nothing of that worker's can be trusted: `apply`
-    says so, and its whole list is asked for (`replace`).
+    Each worker numbers its events from 0 (`BlockChanges`). After a gap nothing of that worker's can
+    be trusted: `apply` says so, and its whole list is asked for (`replace`).
     """
 
     def __init__(self) -> None:
@@ -24,9 +22,13 @@ class BlockIndex:
         self._names: list[str] = []  # whose bit it is, the lowest first; "" for those that are free
         self._next_event: dict[str, int] = {}
         self._held: dict[bytes, int] = {}
-        self._coming: dict[bytes, int] = {}  # being computed there, for a request that was sent there
+        self._coming: dict[
+            bytes, int
+        ] = {}  # being computed there, for a request that was sent there
 
-    def apply(self, worker: str, number: int, stored: Collection[bytes], evicted: Collection[bytes]) -> bool:
+    def apply(
+        self, worker: str, number: int, stored: Collection[bytes], evicted: Collection[bytes]
+    ) -> bool:
         """Take a worker's event; False if the one before it is missing, and nothing is taken.
 
         One that was taken before is passed over.
@@ -34,7 +36,9 @@ class BlockIndex:
         expected = self._next_event.get(worker, 0)
         if number != expected:
             return number < expected
-        self._next_event[worker] = number + bool(stored or evicted)  # as `BlockChanges.take` numbers them
+        self._next_event[worker] = number + bool(
+            stored or evicted
+        )  # as `BlockChanges.take` numbers them
         bit = self._bit(worker)
         for block in evicted:
             _remove(self._held, block, bit)
@@ -75,8 +79,10 @@ class BlockIndex:
 
     def hits(self, chain: Sequence[bytes]) -> dict[str, int]:
         """How many blocks of a chain, from its beginning, each worker holds or will; without those that hold none."""
-        held, coming = self._held, self._coming
-        mask, ends = -1, list[tuple[int, int]]()
+        held = self._held
+        coming = self._coming
+        mask = -1
+        ends = list[tuple[int, int]]()
         for depth, block in enumerate(chain):
             still = mask & (held.get(block, 0) | coming.get(block, 0))
             if still != mask:
@@ -89,7 +95,9 @@ class BlockIndex:
             ends.append((mask, len(chain)))
         found = dict[str, int]()
         for workers, depth in ends:
-            found.update(dict.fromkeys(compress(self._names, map(int, f"{workers:b}"[::-1])), depth))
+            found.update(
+                dict.fromkeys(compress(self._names, map(int, f"{workers:b}"[::-1])), depth)
+            )
         return found
 
     def num_held(self, worker: str) -> int:
@@ -105,7 +113,8 @@ class BlockIndex:
             if "" not in self._names:
                 self._names.append("")
             place = self._names.index("")
-            self._names[place], self._bits[worker] = worker, 1 << place
+            self._names[place] = worker
+            self._bits[worker] = 1 << place
         return self._bits[worker]
 
 

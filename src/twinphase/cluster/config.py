@@ -11,15 +11,14 @@ from twinphase.config import EngineConfig, available_cores
 from twinphase.errors import InvalidRequestError
 from twinphase.settings import check_settings, setting
 
-__all__ = ["ClusterConfig"]
-
 
 @dataclass(frozen=True)
 class ClusterConfig:
     """The workers of one server.
 
     Raises:
-        InvalidRequestError: a value that its declaration does not allow, or workers elsewhere and no key.
+        InvalidRequestError: a value that its declaration does not allow, or workers elsewhere and
+            no key.
     """
 
     replicas: int | None = setting(
@@ -39,29 +38,43 @@ class ClusterConfig:
         maximum=128,
     )
     workers: tuple[str, ...] = setting(
-        (), "Address of an engine that `twinphase worker` runs, HOST:PORT or unix:PATH; repeatable.", option="worker"
+        (),
+        "Address of an engine that `twinphase worker` runs, HOST:PORT or unix:PATH; repeatable.",
+        option="worker",
     )
     cluster_listen: str | None = setting(
         None,
-        "Address where `twinphase worker --join` asks to be let in while the server runs, HOST:PORT.",
+        "Address where `twinphase worker --join` asks to be let in while the server runs, "
+        "HOST:PORT.",
         default_text="nobody joins",
     )
     cluster_key_file: str | None = setting(
-        None, "File with the key that this server and its workers share.", default_text=f"the key in {KEY_VARIABLE}"
+        None,
+        "File with the key that this server and its workers share.",
+        default_text=f"the key in {KEY_VARIABLE}",
     )
     threads_per_worker: int | None = setting(
-        None, "Compute threads of each engine.", minimum=1, default_text="all cores, divided by the engines"
+        None,
+        "Compute threads of each engine.",
+        minimum=1,
+        default_text="all cores, divided by the engines",
     )
     ray_address: str | None = setting(
         None,
-        "Have Ray start the engines: the address of a Ray cluster, auto, or local to start Ray here.",
+        "Have Ray start the engines: the address of a Ray cluster, auto, or local to start Ray "
+        "here.",
         default_text="without Ray",
     )
     elastic_roles: bool = setting(
-        False, "Move workers between the prefill and decode pools when one queue is long and the other short."
+        False,
+        "Move workers between the prefill and decode pools when one queue is long and the other "
+        "short.",
     )
     worker_silence: float = setting(
-        1.5, "Seconds without a sign of life after which a worker counts as dead.", above=0, maximum=3600
+        1.5,
+        "Seconds without a sign of life after which a worker counts as dead.",
+        above=0,
+        maximum=3600,
     )
 
     def __post_init__(self) -> None:
@@ -70,10 +83,13 @@ class ClusterConfig:
             raise InvalidRequestError(
                 "--prefill-workers needs --decode-workers, and the other way round.", "Give both."
             )
-        if self.prefill_workers and (self.replicas or self.workers or (self.cluster_listen and not self.ray_address)):
+        if self.prefill_workers and (
+            self.replicas or self.workers or (self.cluster_listen and not self.ray_address)
+        ):
             raise InvalidRequestError(
                 "--prefill-workers and --decode-workers are given together with other workers.",
-                "Drop --replicas; beside --worker or --cluster-listen, start each as `twinphase worker --role ...`.",
+                "Drop --replicas; beside --worker or --cluster-listen, start each as `twinphase "
+                "worker --role ...`.",
             )
 
         if self.elastic_roles and not (self.prefill_workers or self.workers or self.cluster_listen):
@@ -87,8 +103,13 @@ class ClusterConfig:
         """The engines that are started for this server, by name."""
         if not self.prefill_workers or not self.decode_workers:
             return {f"worker-{number}": "both" for number in range(self.num_here)}
-        readers: dict[str, Role] = {f"prefill-{number}": "prefill" for number in range(self.prefill_workers)}
-        return {**readers, **{f"decode-{number}": "decode" for number in range(self.decode_workers)}}
+        readers: dict[str, Role] = {
+            f"prefill-{number}": "prefill" for number in range(self.prefill_workers)
+        }
+        return {
+            **readers,
+            **{f"decode-{number}": "decode" for number in range(self.decode_workers)},
+        }
 
     @property
     def num_here(self) -> int:
@@ -99,20 +120,30 @@ class ClusterConfig:
 
     @property
     def is_cluster(self) -> bool:
-        return self.num_here != 1 or bool(self.workers or self.cluster_listen) or self.ray_address is not None
+        return (
+            self.num_here != 1
+            or bool(self.workers or self.cluster_listen)
+            or self.ray_address is not None
+        )
 
     def of_each(self, engine: EngineConfig) -> int | None:
         """Compute threads of each engine here, with a warning where there are not enough cores for all."""
         if self.threads_per_worker is not None and engine.threads is not None:
             raise InvalidRequestError(
-                "Both --threads and --threads-per-worker are given.", "With several engines use --threads-per-worker."
+                "Both --threads and --threads-per-worker are given.",
+                "With several engines use --threads-per-worker.",
             )
-        threads, cores = self.threads_per_worker or engine.threads, available_cores()
+        threads = self.threads_per_worker or engine.threads
+        cores = available_cores()
         if threads is None:
             return max(1, cores // self.num_here) if self.num_here > 1 else None
         if threads * self.num_here > cores and self.ray_address is None:
             logging.getLogger("twinphase.cluster").warning(
-                "%d engines with %d threads each are more than the %d cores here: they will wait for each other. "
-                "Lower --threads-per-worker, or have fewer engines.", self.num_here, threads, cores,
-            )  # fmt: skip
+                "%d engines with %d threads each are more than the %d cores here: they will wait "
+                "for each other. "
+                "Lower --threads-per-worker, or have fewer engines.",
+                self.num_here,
+                threads,
+                cores,
+            )
         return threads

@@ -2,10 +2,12 @@
 
     from ray import serve
     from twinphase.cluster.deploy import build_openai_app
-    serve.run(build_openai_app({"llm_configs": [{"model_loading_config": {"model_id": "smollm2"}}]}))
+    serve.run(build_openai_app({"llm_configs": [{"model_loading_config": {"model_id":
+    "smollm2"}}]}))
 
-Serve's proxies carry HTTP to the replicas, and its controller starts them, watches them and decides how many there are,
-by seconds of work that wait. Not for pools of this project's own server (`pools.py`).
+Serve's proxies carry HTTP to the replicas, and its controller starts them, watches them and decides
+how many there are, by seconds of work that wait. Not for pools of this project's own server
+(`pools.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from twinphase.engine.checks import engine_config
-from twinphase.engine.host import Host, ProcessHost
+from twinphase.engine.frontends.checks import engine_config
+from twinphase.engine.process.host import Host, ProcessHost
 from twinphase.errors import EngineUnavailableError, InvalidRequestError
 from twinphase.server.app import make_app
 from twinphase.server.config import ServerConfig
@@ -27,8 +29,6 @@ from twinphase.server.service import Service
 if TYPE_CHECKING:
     from ray.serve import Application
     from ray.serve.config import AutoscalingContext
-
-__all__ = ["LLMConfig", "OpenAIServer", "build_openai_app", "build_pd_openai_app", "by_queue_seconds"]
 
 TARGET_SECONDS = 2.0  # of work that may wait for a replica
 IDLE = 0.5  # of its seats that a replica may have taken if another is to be spared
@@ -45,7 +45,8 @@ class LLMConfig(msgspec.Struct, forbid_unknown_fields=True):
     """One model, with Ray's names.
 
     Attributes:
-        deployment_config: options of a Serve deployment, such as `num_replicas` or `autoscaling_config`.
+        deployment_config: options of a Serve deployment, such as `num_replicas` or
+            `autoscaling_config`.
         engine_kwargs: fields of `EngineConfig`.
         server_kwargs: fields of `ServerConfig`; Ray's own has none of these.
     """
@@ -97,7 +98,10 @@ class OpenAIServer:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `by_queue_seconds` decides by: seconds of work that wait, and the share of the seats that is taken."""
         admission = self._service.admission
-        return {"queue_seconds": admission.queue_seconds, "busy": admission.num_requests / admission.num_seats}
+        return {
+            "queue_seconds": admission.queue_seconds,
+            "busy": admission.num_requests / admission.num_seats,
+        }
 
 
 def build_openai_app(llm_serving_args: Mapping[str, Any]) -> Application:
@@ -115,7 +119,8 @@ def build_openai_app(llm_serving_args: Mapping[str, Any]) -> Application:
     args: ServingArgs = _read(llm_serving_args, ServingArgs)
     if len(args.llm_configs) != 1:
         raise InvalidRequestError(
-            f"llm_configs has {len(args.llm_configs)} models.", "Build an application for each, with its own route."
+            f"llm_configs has {len(args.llm_configs)} models.",
+            "Build an application for each, with its own route.",
         )
     (config,) = args.llm_configs
     deployment: Any = serve.deployment(serve.ingress()(OpenAIServer), **_options(config))
@@ -127,10 +132,12 @@ def build_pd_openai_app(pd_serving_args: Mapping[str, Any]) -> Application:
     """A Serve application with OpenAI's API whose replicas either read prompts or answer; see `prefill_decode.py`.
 
     Args:
-        pd_serving_args: `{"prefill_config": ..., "decode_config": ...}`, each as `LLMConfig` describes.
+        pd_serving_args: `{"prefill_config": ..., "decode_config": ...}`, each as `LLMConfig`
+            describes.
 
     Raises:
-        InvalidRequestError: a field that is not known, a value that is not allowed, or two that do not go together.
+        InvalidRequestError: a field that is not known, a value that is not allowed, or two that do
+            not go together.
         ImportError: Ray Serve is not installed.
     """
     from ray import serve
@@ -140,18 +147,28 @@ def build_pd_openai_app(pd_serving_args: Mapping[str, Any]) -> Application:
     args: PDServingArgs = _read(pd_serving_args, PDServingArgs)
     configs = args.prefill_config, args.decode_config
     if configs[0].model_loading_config != configs[1].model_loading_config:
-        raise InvalidRequestError("prefill_config and decode_config have different models.", "Give both the same.")
+        raise InvalidRequestError(
+            "prefill_config and decode_config have different models.", "Give both the same."
+        )
     for name in ("block_size", "kv_cache_dtype"):
         if len({getattr(engine_config(config.engine_kwargs), name) for config in configs}) > 1:
-            raise InvalidRequestError(f"prefill_config and decode_config differ in {name}.", "Give both the same.")
+            raise InvalidRequestError(
+                f"prefill_config and decode_config differ in {name}.", "Give both the same."
+            )
     if configs[0].server_kwargs:
-        raise InvalidRequestError("prefill_config has server_kwargs.", "There is one server: give decode_config's.")
+        raise InvalidRequestError(
+            "prefill_config has server_kwargs.", "There is one server: give decode_config's."
+        )
     key = secrets.token_hex(32)
     pools = []
     for role, config in zip(("prefill", "decode"), configs, strict=True):
-        pool: Any = serve.deployment(PDWorker, name=f"{role.capitalize()}Worker", **_options(config))
+        pool: Any = serve.deployment(
+            PDWorker, name=f"{role.capitalize()}Worker", **_options(config)
+        )
         pools.append(pool.bind(config, role, key))
-    server: Any = serve.deployment(serve.ingress()(PDServer), name="PDServer", ray_actor_options={"num_cpus": 0})
+    server: Any = serve.deployment(
+        serve.ingress()(PDServer), name="PDServer", ray_actor_options={"num_cpus": 0}
+    )
     application: Application = server.bind(args.decode_config, key, pools)
     return application
 
@@ -169,8 +186,8 @@ def _options(config: LLMConfig) -> dict[str, Any]:
 def by_queue_seconds(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """How many replicas there should be: Serve calls this.
 
-    More, at most twice as many, while a replica has work for over two seconds waiting; one less while nothing waits and
-    the others could take its requests with seats to spare.
+    More, at most twice as many, while a replica has work for over two seconds waiting; one less
+    while nothing waits and the others could take its requests with seats to spare.
     """
     count = context.current_num_replicas
     metrics = context.aggregated_metrics or {}
@@ -181,7 +198,8 @@ def by_queue_seconds(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         wanted = count - 1
     else:
         wanted = count
-    low, high = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
+    low = context.capacity_adjusted_min_replicas
+    high = context.capacity_adjusted_max_replicas
     return max(low, min(high, wanted)), {}
 
 
@@ -193,4 +211,6 @@ def _read(values: Mapping[str, Any], kind: type[Any]) -> Any:
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"The configuration cannot be used: {error}.", "See docs/cluster.md.") from None
+        raise InvalidRequestError(
+            f"The configuration cannot be used: {error}.", "See docs/cluster.md."
+        ) from None

@@ -1,7 +1,7 @@
 """Workers that leave, or go over to the other pool, while requests run.
 
-Each takes nothing new, finishes what it has, hands over its prefix cache, and then ends or has its other role. Which
-one goes over, and when, `Balance` says.
+Each takes nothing new, finishes what it has, hands over its prefix cache, and then ends or has its
+other role. Which one goes over, and when, `Balance` says.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from twinphase.cluster.block_index import BlockIndex
 from twinphase.cluster.fleet import Fleet
 from twinphase.cluster.routing import WorkerLoad
 from twinphase.cluster.worker_view import WorkerView
-from twinphase.engine.messages import HandOver, Pushed, PushTo, Stop
-
-__all__ = ["Balance", "Drains", "Half"]
+from twinphase.engine.process.messages import HandOver, Pushed, PushTo, Stop
 
 LOG = logging.getLogger("twinphase.cluster")
 LEASE_SECONDS = 10.0  # for the blocks of a whole prefix cache
@@ -33,12 +31,14 @@ Half = Literal["prefill", "decode"]
 class Balance:
     """Finds that one pool's queue has been long for some time, while the other's was short.
 
-    After a worker has gone over, and while any is about to, the time begins anew: so roles do not flutter.
+    After a worker has gone over, and while any is about to, the time begins anew: so roles do not
+    flutter.
     """
 
     def __init__(self, *, long_queue: float = LONG_QUEUE, patience: float = PATIENCE) -> None:
         """Both in seconds: a queue that is long, and for how long it has to be."""
-        self._long_queue, self._patience = long_queue, patience
+        self._long_queue = long_queue
+        self._patience = patience
         self._wanting: Half | None = None
         self._since = self._looked = 0.0
 
@@ -55,20 +55,37 @@ class Balance:
         if now - self._looked < min(LOOK_SECONDS, self._patience):
             return None
         self._looked = now
-        pools = {half: [load for load in loads if load.role == half] for half in ("prefill", "decode")}
-        means = {half: sum(queues[load.name] for load in pool) / (len(pool) or 1) for half, pool in pools.items()}
+        pools = {
+            half: [load for load in loads if load.role == half] for half in ("prefill", "decode")
+        }
+        means = {
+            half: sum(queues[load.name] for load in pool) / (len(pool) or 1)
+            for half, pool in pools.items()
+        }
         short, long = sorted(means, key=means.__getitem__)
-        if len(pools[short]) < 2 or means[long] < self._long_queue or means[long] < LONGER * means[short]:
+        if (
+            len(pools[short]) < 2
+            or means[long] < self._long_queue
+            or means[long] < LONGER * means[short]
+        ):
             self._wanting = None
             return None
         wanting: Half = "prefill" if long == "prefill" else "decode"
         if self._wanting != wanting:
-            self._wanting, self._since = wanting, now
+            self._wanting = wanting
+            self._since = now
         if now - self._since < self._patience:
             return None
         self._wanting = None
-        why = f"{means[long]:.2g} s of work wait for each {long} worker, {means[short]:.2g} s for each {short} worker"
-        return min(pools[short], key=lambda load: (load.num_decodes, load.prefill_seconds)), wanting, why
+        why = (
+            f"{means[long]:.2g} s of work wait for each {long} worker, {means[short]:.2g} s "
+            f"for each {short} worker"
+        )
+        return (
+            min(pools[short], key=lambda load: (load.num_decodes, load.prefill_seconds)),
+            wanting,
+            why,
+        )
 
 
 @dataclass
@@ -84,10 +101,15 @@ class Drains:
     """The workers that want to end, or to have the other role; a worker's `state` says how far it has come."""
 
     def __init__(
-        self, views: Mapping[str, WorkerView], changed: Callable[[], None], balance: Balance | None = None
+        self,
+        views: Mapping[str, WorkerView],
+        changed: Callable[[], None],
+        balance: Balance | None = None,
     ) -> None:
         """`views` are a router's, which changes them; `changed` is called when a worker has another role."""
-        self._views, self._changed, self._balance = views, changed, balance
+        self._views = views
+        self._changed = changed
+        self._balance = balance
         self._drains: dict[str, _Drain] = {}
 
     def __bool__(self) -> bool:
@@ -100,14 +122,22 @@ class Drains:
         view.state = f"moving to {role}" if role else "draining"
         fleet.workers[view.name].accepts = False
         self._drains[view.name] = _Drain(view, role)
-        LOG.info("%s is %s: it takes nothing new, and finishes %d requests.", view.name, view.state, len(view.requests))
+        LOG.info(
+            "%s is %s: it takes nothing new, and finishes %d requests.",
+            view.name,
+            view.state,
+            len(view.requests),
+        )
 
     def look(self, fleet: Fleet | None, now: float) -> None:
         """Have a worker go over to the other pool where the queues say so, one at a time."""
         if self._balance is None or self._drains or fleet is None:
             return
         loads = [load for load in fleet.workers.values() if load.accepts]
-        queues = {load.name: _queue_seconds(load, self._views[load.name], fleet.usual_output) for load in loads}
+        queues = {
+            load.name: _queue_seconds(load, self._views[load.name], fleet.usual_output)
+            for load in loads
+        }
         found = self._balance.choose(loads, queues, now)
         if found is not None:
             load, role, why = found
@@ -119,8 +149,8 @@ class Drains:
     def go_on(self, owing: Collection[str], promised: Collection[str], fleet: Fleet) -> None:
         """Those that have finished hand over what they have cached.
 
-        Not who is `owing` the answer to a question, nor who is to end while a request is `promised` to it that another
-        worker reads: in its other role it takes that one all the same.
+        Not who is `owing` the answer to a question, nor who is to end while a request is `promised`
+        to it that another worker reads: in its other role it takes that one all the same.
         """
         for drain in list(self._drains.values()):
             view = drain.view
@@ -140,9 +170,17 @@ class Drains:
     def handed_over(self, view: WorkerView, told: Pushed, fleet: Fleet | None) -> None:
         """Its blocks are where they should be, or no more will come."""
         problem = f": {told.problem}" if told.problem else ""
-        LOG.info("%s has handed over %d of %d blocks%s.", view.name, told.num_stored, told.num_blocks, problem)
+        LOG.info(
+            "%s has handed over %d of %d blocks%s.",
+            view.name,
+            told.num_stored,
+            told.num_blocks,
+            problem,
+        )
         drain = self._drains.get(view.name)
-        if drain is not None and drain.hands_over and fleet is not None:  # else it has gone over meanwhile
+        if (
+            drain is not None and drain.hands_over and fleet is not None
+        ):  # else it has gone over meanwhile
             self._end(drain, fleet)
 
     def gone(self, view: WorkerView) -> bool:
@@ -158,21 +196,29 @@ class Drains:
     def keep_pools(self, fleet: Fleet | None) -> None:
         """A worker has died, or has come: no pool is to be without one that another could do without.
 
-        Who was about to go over stays where there is nobody else. Where roles are elastic, a prefill worker answers
-        when nobody else does, and a second decode worker reads when nobody else does: at once, whatever it has to do.
+        Who was about to go over stays where there is nobody else. Where roles are elastic, a
+        prefill worker answers when nobody else does, and a second decode worker reads when nobody
+        else does: at once, whatever it has to do.
         """
         if fleet is None or not all(view.is_settled for view in self._views.values()):
             return
 
         def pool(half: str) -> list[WorkerLoad]:
-            return [load for load in fleet.workers.values() if load.accepts and load.role in (half, "both")]
+            return [
+                load
+                for load in fleet.workers.values()
+                if load.accepts and load.role in (half, "both")
+            ]
 
         for name, drain in list(self._drains.items()):
             if drain.role is not None and not pool(drain.view.role):
                 del self._drains[name]
                 drain.view.role_reason = ""
                 self._give(drain.view, fleet, "prefill" if drain.role == "decode" else "decode")
-        spare: tuple[tuple[Half, Half, int], ...] = (("decode", "prefill", 1), ("prefill", "decode", 2))
+        spare: tuple[tuple[Half, Half, int], ...] = (
+            ("decode", "prefill", 1),
+            ("prefill", "decode", 2),
+        )
         for half, other, least in spare if self._balance is not None else ():
             others = pool(other)
             if not pool(half) and len(others) >= least:
@@ -186,9 +232,17 @@ class Drains:
         if view.facts is None or not view.facts.kv_addresses:
             return None
         kind = view.facts.kv_fingerprint
-        heirs = [one for one in self._views.values() if one.state == "ready" and one.facts is not None
-                 and one.facts.kv_addresses and one.facts.kv_fingerprint == kind]  # fmt: skip
-        return min(heirs, key=lambda one: (one.role != view.role, index.num_held(one.name)), default=None)
+        heirs = [
+            one
+            for one in self._views.values()
+            if one.state == "ready"
+            and one.facts is not None
+            and one.facts.kv_addresses
+            and one.facts.kv_fingerprint == kind
+        ]
+        return min(
+            heirs, key=lambda one: (one.role != view.role, index.num_held(one.name)), default=None
+        )
 
     def _end(self, drain: _Drain, fleet: Fleet) -> None:
         view = drain.view
@@ -201,7 +255,9 @@ class Drains:
 
     def _give(self, view: WorkerView, fleet: Fleet, role: Half) -> None:
         load = fleet.workers[view.name]
-        load.role, load.accepts, view.state = role, True, "ready"
+        load.role = role
+        load.accepts = True
+        view.state = "ready"
         view.take_role(role)
         LOG.info("%s is in the %s pool.", view.name, role)
         self._changed()
@@ -217,5 +273,7 @@ def _queue_seconds(load: WorkerLoad, view: WorkerView, usual_output: float) -> f
     running, waiting = view.seats
     if not waiting:
         return 0.0
-    step = load.times.seconds(StepWork.of_decodes(max(1, running), load.decode_tokens / max(1, load.num_decodes)))
+    step = load.times.seconds(
+        StepWork.of_decodes(max(1, running), load.decode_tokens / max(1, load.num_decodes))
+    )
     return waiting * usual_output * step / max(1, running)

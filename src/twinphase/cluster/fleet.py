@@ -1,6 +1,7 @@
 """The workers and requests as a router keeps them: what was sent where, and what is left of it.
 
-No thread, no I/O, no clock; the live router (`router.py`) and the simulation both tell it what happens.
+No thread, no I/O, no clock; the live router (`router.py`) and the simulation both tell it what
+happens.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from itertools import islice
 from twinphase.cluster.block_index import BlockIndex
 from twinphase.cluster.routing import Decision, Role, Routing, WorkerLoad
 from twinphase.scheduler.chunk import StepTimes
-
-__all__ = ["Fleet"]
 
 USUAL_OUTPUT = 128.0  # tokens of an answer, before any has ended
 OUTPUT_FADE = 0.02  # of the difference to each answer that ends
@@ -54,14 +53,24 @@ class Fleet:
         """A worker has died or left: the requests that it was reading or to decode, which are on no worker now."""
         self.workers.pop(name, None)
         self.index.forget(name)
-        lost = [request_id for request_id, sent in self._sent.items()
-                if sent.decision.worker == name or (sent.decision.prefill_worker == name and sent.unread)]  # fmt: skip
+        lost = [
+            request_id
+            for request_id, sent in self._sent.items()
+            if sent.decision.worker == name
+            or (sent.decision.prefill_worker == name and sent.unread)
+        ]
         for request_id in lost:
             self._take_back(request_id)
         return lost
 
     def send(
-        self, request_id: str, num_tokens: int, chain: Sequence[bytes], *, num_done: int = 0, most: int | None = None
+        self,
+        request_id: str,
+        num_tokens: int,
+        chain: Sequence[bytes],
+        *,
+        num_done: int = 0,
+        most: int | None = None,
     ) -> Decision:
         """Choose a worker for a request, and remember that it is there.
 
@@ -81,7 +90,8 @@ class Fleet:
         hits = self.index.hits(chain)
         decision = self._routing.choose(num_tokens, left, hits, self.workers.values())
         self._sent[request_id] = _Sent(decision, chain, num_done, decision.read_seconds)
-        worker, reader = self.workers[decision.worker], self._reader(decision)
+        worker = self.workers[decision.worker]
+        reader = self._reader(decision)
         worker.num_decodes += 1
         worker.decode_tokens += num_tokens
         if reader is not None:
@@ -101,7 +111,9 @@ class Fleet:
         if sent is None or not sent.unread:
             return
         decision = sent.decision
-        rest = max(0, decision.num_tokens - num_prefilled) / max(1, decision.num_tokens - decision.num_cached)
+        rest = max(0, decision.num_tokens - num_prefilled) / max(
+            1, decision.num_tokens - decision.num_cached
+        )
         unread = min(sent.unread, rest * decision.read_seconds)
         if (reader := self._reader(decision)) is not None:
             reader.prefill_seconds = max(0.0, reader.prefill_seconds - (sent.unread - unread))
@@ -122,7 +134,10 @@ class Fleet:
         if (worker := self.workers.get(decision.worker)) is not None:
             worker.num_decodes -= 1
             worker.decode_tokens -= decision.num_tokens
-        for name in {decision.worker, decision.prefill_worker or decision.worker} & self.workers.keys():
+        for name in {
+            decision.worker,
+            decision.prefill_worker or decision.worker,
+        } & self.workers.keys():
             self.index.give_up(name, sent.chain)
         return True
 

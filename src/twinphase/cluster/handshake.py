@@ -1,8 +1,8 @@
 """Who may speak to a worker: both ends of a connection prove that they have the same key, and neither says it.
 
-Each end answers the other's random challenge with an HMAC (RFC 2104, SHA-256). The role is part of what is signed, so
-that a challenge sent back to its sender proves nothing. Not encryption: what follows can be read, and changed, by
-whoever sits on the way.
+Each end answers the other's random challenge with an HMAC (RFC 2104, SHA-256). The role is part of
+what is signed, so that a challenge sent back to its sender proves nothing. Not encryption: what
+follows can be read, and changed, by whoever sits on the way.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import os
 import socket
 
 from twinphase.errors import TwinphaseError
-
-__all__ = ["HANDSHAKE_SECONDS", "WrongKeyError", "authenticate", "receive_exactly"]
 
 HANDSHAKE_SECONDS = 5.0
 GREETING = b"twinphase worker 1\n"
@@ -31,16 +29,24 @@ def authenticate(link: socket.socket, key: bytes, *, listening: bool) -> None:
         WrongKeyError: the other end has not, or speaks something else.
         OSError: it said nothing in time, or is gone.
     """
-    own, roles = os.urandom(NONCE_BYTES), (b"listens", b"connects") if listening else (b"connects", b"listens")
+    own = os.urandom(NONCE_BYTES)
+    roles = (b"listens", b"connects") if listening else (b"connects", b"listens")
     link.settimeout(HANDSHAKE_SECONDS)
     try:
         link.sendall(GREETING + own)
         if receive_exactly(link, len(GREETING)) != GREETING:
-            raise WrongKeyError("What answers there is not a twinphase worker.", "Check the address and the version.")
+            raise WrongKeyError(
+                "What answers there is not a twinphase worker.",
+                "Check the address and the version.",
+            )
         other = bytes(receive_exactly(link, NONCE_BYTES))
         link.sendall(_proof(key, roles[0], own, other))
-        if not hmac.compare_digest(receive_exactly(link, DIGEST_BYTES), _proof(key, roles[1], other, own)):
-            raise WrongKeyError("The other worker has another key.", "Start all workers with the same key.")
+        if not hmac.compare_digest(
+            receive_exactly(link, DIGEST_BYTES), _proof(key, roles[1], other, own)
+        ):
+            raise WrongKeyError(
+                "The other worker has another key.", "Start all workers with the same key."
+            )
     finally:
         link.settimeout(None)
 

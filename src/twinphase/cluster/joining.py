@@ -17,10 +17,8 @@ from twinphase.cluster.address import connect, listen
 from twinphase.cluster.handshake import HANDSHAKE_SECONDS, authenticate, receive_exactly
 from twinphase.cluster.remote import CalledHost
 from twinphase.cluster.worker_view import WorkerView
-from twinphase.engine.wire import encode
+from twinphase.engine.process.wire import encode
 from twinphase.errors import InvalidRequestError, TwinphaseError
-
-__all__ = ["Door", "ask_to_join"]
 
 LOG = logging.getLogger("twinphase.cluster")
 MOST_BYTES = 1 << 12
@@ -49,7 +47,8 @@ class Door:
             TwinphaseError: nobody can listen there.
         """
         self._listener, self.address = listen(address)
-        self._key, self.make = key, make
+        self._key = key
+        self.make = make
         self._is_closed = False
 
     def open(self, views: dict[str, WorkerView], start: Callable[[WorkerView], None]) -> None:
@@ -88,7 +87,10 @@ class Door:
                     authenticate(link, self._key, listening=True)
                     asked = _receive(link)
                     if asked.version != __version__:
-                        asked.problem = f"The worker is twinphase {asked.version}, and the server {__version__}."
+                        asked.problem = (
+                            f"The worker is twinphase {asked.version}, and the "
+                            f"server {__version__}."
+                        )
                     link.sendall(encode(asked))
                     if not asked.problem:
                         loop.call_soon_threadsafe(call, asked.address)
@@ -125,7 +127,8 @@ def _reachable(address: str, link: socket.socket) -> str:
             return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
         if listens.is_loopback and not ipaddress.ip_address(own).is_loopback:
             raise InvalidRequestError(
-                f"The server cannot reach a worker that listens on {address}.", f"Use --listen {own}:PORT."
+                f"The server cannot reach a worker that listens on {address}.",
+                f"Use --listen {own}:PORT.",
             )
     return address
 

@@ -15,10 +15,8 @@ from twinphase.cluster.pools import RayPool
 from twinphase.cluster.ported import PortedHost
 from twinphase.cluster.remote import CalledHost, RemoteHost
 from twinphase.cluster.router import Router
-from twinphase.engine.checks import engine_config
-from twinphase.engine.host import Host, LinkHost, ProcessHost
-
-__all__ = ["make_host"]
+from twinphase.engine.frontends.checks import engine_config
+from twinphase.engine.process.host import Host, LinkHost, ProcessHost
 
 
 def make_host(model: str, engine: dict[str, Any], cluster: ClusterConfig, *, stall: float) -> Host:
@@ -31,14 +29,20 @@ def make_host(model: str, engine: dict[str, Any], cluster: ClusterConfig, *, sta
         stall: seconds without a step, while there is work, until one of several engines is ended.
 
     Raises:
-        TwinphaseError: the model cannot be found or read, a configuration is wrong, or there is no key.
+        TwinphaseError: the model cannot be found or read, a configuration is wrong, or there is no
+            key.
     """
     threads = cluster.of_each(engine_config(engine))
     engine = {**engine, "threads": threads} if threads is not None else engine
     if not cluster.is_cluster:
         return ProcessHost(model, engine)
-    roles, hosts = cluster.roles, dict[str, LinkHost]()
-    pool = RayPool(roles, threads or 1, cluster.ray_address) if cluster.ray_address is not None else None
+    roles = cluster.roles
+    hosts = dict[str, LinkHost]()
+    pool = (
+        RayPool(roles, threads or 1, cluster.ray_address)
+        if cluster.ray_address is not None
+        else None
+    )
     key = pool.key if pool is not None else b""
     if cluster.workers or (cluster.cluster_listen and pool is None):
         key = read_key(cluster.cluster_key_file)
@@ -47,9 +51,13 @@ def make_host(model: str, engine: dict[str, Any], cluster: ClusterConfig, *, sta
     for name, role in roles.items():
         own = _own(engine, name)
         if pool is not None:
-            hosts[name] = RemoteHost(partial(pool.address, name), pool.key, model, own, cluster.worker_silence)
+            hosts[name] = RemoteHost(
+                partial(pool.address, name), pool.key, model, own, cluster.worker_silence
+            )
         else:
-            hosts[name] = (ProcessHost if role == "both" else PortedHost)(model, own, cluster.worker_silence)
+            hosts[name] = (ProcessHost if role == "both" else PortedHost)(
+                model, own, cluster.worker_silence
+            )
     for number, address in enumerate(cluster.workers, len(roles)):
         own = _own(engine, name := f"worker-{number}")
         hosts[name] = RemoteHost(address, key, model, own, cluster.worker_silence)
@@ -60,7 +68,8 @@ def make_host(model: str, engine: dict[str, Any], cluster: ClusterConfig, *, sta
     door = Door(cluster.cluster_listen, key, newcomer) if cluster.cluster_listen else None
     if pool is not None:
         pool.start()
-    closed, balance = pool.close if pool else lambda: None, Balance() if cluster.elastic_roles else None
+    closed = pool.close if pool else lambda: None
+    balance = Balance() if cluster.elastic_roles else None
     return Router(hosts, roles=roles, stall=stall, door=door, balance=balance, closed=closed)
 
 

@@ -1,8 +1,11 @@
-"""Workers on a Ray cluster: an actor for each, which starts it and starts it again. No token goes through Ray.
+"""Workers on a Ray cluster: an actor for each, which starts it and starts it again.
 
-Ray lives in a process of its own, `python -m twinphase.cluster.pools`, which tells the server where the workers are, a
-JSON object a line. So the server outlives Ray: what the workers compute goes on while it is away, and when it is back,
-the workers are asked for again. Not for what workers do (`worker.py`), nor for Ray Serve (`deploy.py`).
+No token goes through Ray.
+
+Ray lives in a process of its own, `python -m twinphase.cluster.pools`, which tells the server where
+the workers are, a JSON object a line. So the server outlives Ray: what the workers compute goes on
+while it is away, and when it is back, the workers are asked for again. Not for what workers do
+(`worker.py`), nor for Ray Serve (`deploy.py`).
 """
 
 from __future__ import annotations
@@ -24,14 +27,14 @@ from twinphase.cluster.routing import Role
 from twinphase.config import module_command
 from twinphase.errors import InvalidRequestError, TwinphaseError
 
-__all__ = ["RayPool", "WorkerKeeper", "main"]
-
 LOG = logging.getLogger("twinphase.cluster")
 LOCAL = "local"  # instead of an address: Ray is started here, and ends with the server
 LOST_SECONDS = 10.0  # in which no actor answers, after which Ray is tried anew
 LOOK_SECONDS = 0.5  # between two looks at the actors
 REPLY_SECONDS = 5.0
-FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0  # seconds before Ray is tried again
+# seconds before Ray is tried again
+FIRST_DELAY = 1.0
+LONGEST_DELAY = 30.0
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes: nothing is put there
 
 
@@ -50,7 +53,9 @@ class WorkerKeeper:
 
             own_address: Any = ray.util.get_node_ip_address  # which has no types
             listen = own_address()
-        self._listen, self._role, self._address = listen, role, ""
+        self._listen = listen
+        self._role = role
+        self._address = ""
         self._process: subprocess.Popen[str] | None = None
         self._key_id = key_id(read_key())
 
@@ -70,7 +75,9 @@ class RayPool:
     """The server's view of its workers on Ray."""
 
     def __init__(self, roles: Mapping[str, Role], threads: int, ray_address: str) -> None:
-        """Nothing is started yet; `roles` is by the workers' names. A local Ray's key is made here if there is none.
+        """Nothing is started yet; `roles` is by the workers' names.
+
+        A local Ray's key is made here if there is none.
 
         Raises:
             InvalidRequestError: Ray is not installed, or there is no key.
@@ -82,7 +89,12 @@ class RayPool:
         if ray_address == LOCAL:
             os.environ.setdefault(KEY_VARIABLE, os.urandom(32).hex())
         self.key = read_key()
-        self._command = [*module_command("twinphase.cluster.pools"), json.dumps(dict(roles)), str(threads), ray_address]
+        self._command = [
+            *module_command("twinphase.cluster.pools"),
+            json.dumps(dict(roles)),
+            str(threads),
+            ray_address,
+        ]
         self._known: dict[str, str] = {}
         self._error: TwinphaseError | None = None
         self._process: subprocess.Popen[str] | None = None
@@ -121,7 +133,9 @@ class RayPool:
         delay = FIRST_DELAY
         while not self._closing.is_set():
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            self._process = process = subprocess.Popen(self._command, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
+            self._process = process = subprocess.Popen(
+                self._command, text=True, start_new_session=True, **pipes
+            )  # type: ignore[call-overload]
             assert process.stdin is not None and process.stdout is not None
             with process.stdout:
                 for line in process.stdout:
@@ -143,7 +157,8 @@ class RayPool:
             self._error = InvalidRequestError(told["error"], told["fix"])
         elif told["key"] != key_id(self.key):
             self._error = InvalidRequestError(
-                f"The machine of {told['worker']} has another key.", f"Set {KEY_VARIABLE} alike on all of them."
+                f"The machine of {told['worker']} has another key.",
+                f"Set {KEY_VARIABLE} alike on all of them.",
             )
         else:
             self._known[told["worker"]] = told["address"]
@@ -161,17 +176,28 @@ def main(roles: Mapping[str, Role], threads: int, ray_address: str) -> int:
 
     threading.Thread(target=wait_for_the_end, daemon=True).start()
     local = ray_address == LOCAL
-    own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES} if local else {}
+    own: dict[str, Any] = (
+        {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES} if local else {}
+    )
     try:
-        ray.init("local" if local else ray_address, log_to_driver=False, logging_level=logging.ERROR, **own)
+        ray.init(
+            "local" if local else ray_address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **own,
+        )
     except (ConnectionError, RuntimeError, ValueError) as error:
         words = " ".join(str(error).split())[:200]
-        return _refuse(f"No Ray cluster answers at {ray_address}: {words}.", "Check --ray-address, and `ray status`.")
+        return _refuse(
+            f"No Ray cluster answers at {ray_address}: {words}.",
+            "Check --ray-address, and `ray status`.",
+        )
     resources: Any = ray.cluster_resources  # which has no types
     cores = resources().get("CPU", 0)
     if len(roles) * threads > cores:
         return _refuse(
-            f"{len(roles)} workers with {threads} threads each need more than the Ray cluster's {cores:.0f} cores.",
+            f"{len(roles)} workers with {threads} threads each need more than the Ray cluster's "
+            f"{cores:.0f} cores.",
             "Have fewer, or lower --threads-per-worker.",
         )
     actors = _start(roles, threads, "127.0.0.1" if local else None)
@@ -191,7 +217,10 @@ def main(roles: Mapping[str, Role], threads: int, ray_address: str) -> int:
             answered = time.monotonic()
             if known.get(asked[reference]) != found:
                 known[asked[reference]] = found
-                print(json.dumps({"worker": asked[reference], "address": found[0], "key": found[1]}), flush=True)
+                print(
+                    json.dumps({"worker": asked[reference], "address": found[0], "key": found[1]}),
+                    flush=True,
+                )
     ray.shutdown()
     return 0
 
@@ -208,7 +237,11 @@ def _start(roles: Mapping[str, Role], threads: int, listen: str | None) -> dict[
     for number, (name, role) in enumerate(roles.items()):
         place = PlacementGroupSchedulingStrategy(group, number)
         keeper = ray.remote(WorkerKeeper).options(
-            name=name, num_cpus=threads, max_restarts=-1, max_task_retries=0, scheduling_strategy=place
+            name=name,
+            num_cpus=threads,
+            max_restarts=-1,
+            max_task_retries=0,
+            scheduling_strategy=place,
         )
         actors[name] = keeper.remote(listen, role)
     return actors

@@ -1,6 +1,6 @@
 """An engine's own process with a port for KV blocks: `python -m twinphase.cluster.ported FD`, started by `PortedHost`.
 
-As `engine/child.py`, whose process has none. The key comes in the environment.
+As `engine/process/child.py`, whose process has none. The key comes in the environment.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ import sys
 
 from twinphase.cluster.address import read_key
 from twinphase.cluster.kv.port import opened_port
-from twinphase.engine import child
-from twinphase.engine.host import ProcessHost
-
-__all__ = ["PortedHost"]
+from twinphase.engine.process import child
+from twinphase.engine.process.host import ProcessHost
 
 
 class PortedHost(ProcessHost):

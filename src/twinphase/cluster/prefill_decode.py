@@ -1,7 +1,8 @@
 """The two halves as deployments of Ray Serve: a server with a router, and replicas that join it as workers.
 
-A replica starts a worker's process with its role, which says to the server where it is (`joining.py`), and which is
-drained when Serve stops the replica. Only the key, addresses and loads go through Ray.
+A replica starts a worker's process with its role, which says to the server where it is
+(`joining.py`), and which is drained when Serve stops the replica. Only the key, addresses and loads
+go through Ray.
 """
 
 from __future__ import annotations
@@ -20,10 +21,8 @@ from twinphase.cluster.remote import CalledHost
 from twinphase.cluster.router import Router
 from twinphase.cluster.routing import Role
 from twinphase.config import module_command
-from twinphase.engine.host import Host
+from twinphase.engine.process.host import Host
 from twinphase.server.config import ServerConfig
-
-__all__ = ["PDServer", "PDWorker"]
 
 LOOK_SECONDS = 0.2
 DRAIN_SECONDS = 15.0  # less than Serve gives a replica to end
@@ -59,7 +58,10 @@ class PDServer(OpenAIServer):
         if view is None or view.facts is None or fleet is None:
             return None
         seats = view.facts.config.max_num_seqs or 1
-        return {"queue_seconds": fleet.workers[view.name].prefill_seconds, "busy": len(view.requests) / seats}
+        return {
+            "queue_seconds": fleet.workers[view.name].prefill_seconds,
+            "busy": len(view.requests) / seats,
+        }
 
 
 class PDWorker:
@@ -72,8 +74,20 @@ class PDWorker:
         from ray import serve
 
         self._server = serve.get_deployment_handle("PDServer", serve.get_replica_context().app_name)
-        command = [*module_command("twinphase.cluster.worker"), "--listen", f"{_own_address()}:0", "--role", role]
-        self._command = [*command, "--engine", json.dumps(config.engine_kwargs), "--ends-with-stdin", "--join"]
+        command = [
+            *module_command("twinphase.cluster.worker"),
+            "--listen",
+            f"{_own_address()}:0",
+            "--role",
+            role,
+        ]
+        self._command = [
+            *command,
+            "--engine",
+            json.dumps(config.engine_kwargs),
+            "--ends-with-stdin",
+            "--join",
+        ]
         self._environment = {**os.environ, KEY_VARIABLE: key}
         self._door = self._address = ""
         await self.check_health()
@@ -86,9 +100,12 @@ class PDWorker:
         door = await self._server.where.remote()
         if self._process is None or self._process.poll() is not None or door != self._door:
             self._end(0.0)
-            self._door, pipe = door, subprocess.PIPE
+            self._door = door
+            pipe = subprocess.PIPE
             command = [*self._command, door]
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=self._environment)
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, text=True, env=self._environment
+            )
             assert self._process.stdout is not None
             line = await asyncio.to_thread(self._process.stdout.readline)
             self._address = line.rpartition(" ")[2].strip()
@@ -103,7 +120,8 @@ class PDWorker:
         self._end(DRAIN_SECONDS)
 
     def _end(self, seconds: float) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         process.terminate()

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from twinphase.cluster.worker_view import WorkerView
-from twinphase.engine.messages import Embed, LookAt
+from twinphase.engine.process.messages import Embed, LookAt
 from twinphase.errors import EngineDeadError
-
-__all__ = ["Questions"]
 
 
 class Questions:
@@ -25,7 +23,9 @@ class Questions:
         """Names of the workers that owe answers, each as often as it does."""
         return [view.name for view, _ in self._open.values()]
 
-    def ask(self, message: LookAt | Embed, views: Collection[WorkerView], holder: WorkerView | None) -> None:
+    def ask(
+        self, message: LookAt | Embed, views: Collection[WorkerView], holder: WorkerView | None
+    ) -> None:
         """Of a request that a worker has, that worker, its `holder`; of anything else, the one with the least to do.
 
         Raises:
@@ -33,7 +33,9 @@ class Questions:
         """
         running = [view for view in views if view.state == "ready"]
         if not running:
-            raise EngineDeadError("The engine is being started.", "Send the request again in a moment.")
+            raise EngineDeadError(
+                "The engine is being started.", "Send the request again in a moment."
+            )
         view = holder or min(running, key=lambda one: self.owing.count(one.name))
         self._open[message.number] = view, message
         view.host.put(message)

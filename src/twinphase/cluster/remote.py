@@ -17,11 +17,19 @@ from twinphase import __version__
 from twinphase.cluster.address import connect
 from twinphase.cluster.handshake import authenticate
 from twinphase.cluster.timelines import shifted
-from twinphase.engine.host import LinkHost
-from twinphase.engine.messages import Finished, FromEngine, Load, LookAt, News, Pong, Seen, StepNews, ToEngine
-from twinphase.engine.wire import SEND_BUFFER
-
-__all__ = ["CalledHost", "RemoteHost"]
+from twinphase.engine.process.host import LinkHost
+from twinphase.engine.process.messages import (
+    Finished,
+    FromEngine,
+    Load,
+    LookAt,
+    News,
+    Pong,
+    Seen,
+    StepNews,
+    ToEngine,
+)
+from twinphase.engine.process.wire import SEND_BUFFER
 
 CLOSE_SECONDS = 2.0  # that a worker has to finish its step when the server leaves
 
@@ -29,8 +37,9 @@ CLOSE_SECONDS = 2.0  # that a worker has to finish its step when the server leav
 class RemoteHost(LinkHost):
     """An engine at an address, connected to again whenever the connection breaks.
 
-    Its clock is another one. Messages are put on ours by an offset that is taken from the shortest round trip so far,
-    and that half of that trip may be wrong; durations stay as they were measured.
+    Its clock is another one. Messages are put on ours by an offset that is taken from the shortest
+    round trip so far, and that half of that trip may be wrong; durations stay as they were
+    measured.
     """
 
     def __init__(
@@ -43,10 +52,13 @@ class RemoteHost(LinkHost):
     ) -> None:
         """`address` is asked for again at each connection if it is a function; arguments and errors as `LinkHost`."""
         super().__init__(model, config, silence)
-        self._address, self._key = address, key
+        self._address = address
+        self._key = key
         self.where = address if isinstance(address, str) else "elsewhere"
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._offset, self._shortest = 0.0, float("inf")  # the other clock - ours; seconds
+        # the other clock - ours; seconds
+        self._offset = 0.0
+        self._shortest = float("inf")
 
     def put(self, message: ToEngine) -> None:
         if isinstance(message, LookAt) and message.timeline is not None:
@@ -57,7 +69,8 @@ class RemoteHost(LinkHost):
         if isinstance(message, Pong):
             now = perf_counter()
             if now - message.sent <= self._shortest:
-                self._shortest, self._offset = now - message.sent, message.clock - (now + message.sent) / 2
+                self._shortest = now - message.sent
+                self._offset = message.clock - (now + message.sent) / 2
         super().take(self._on_our_clock(message))
 
     def _on_our_clock(self, message: FromEngine) -> FromEngine:
@@ -74,14 +87,17 @@ class RemoteHost(LinkHost):
     def close(self) -> None:
         """Have the worker give up what it computes for us, and leave; it waits for the next server then."""
         super().close()
-        writer, loop = self._writer, self._loop
+        writer = self._writer
+        loop = self._loop
         if writer is None or loop is None or loop.is_closed():
             return
         if loop is _running_loop():
             writer.close()
             return
         deadline = time.monotonic() + CLOSE_SECONDS
-        while self._writer is not None and time.monotonic() < deadline:  # until the worker has closed it
+        while (
+            self._writer is not None and time.monotonic() < deadline
+        ):  # until the worker has closed it
             time.sleep(0.01)
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(writer.abort)

@@ -1,8 +1,9 @@
 """One host for several engines: sends each request where it costs least, and goes on elsewhere when an engine dies.
 
-The front end speaks to it as to any `Host`. What is where, and where the next one goes, `fleet.py` knows; here are the
-messages. An answer is the same whichever engine computes it, so that a request that lost its engine is sent on with the
-tokens it has, and its reader sees a pause and nothing else. Not for how engines are started (`launch.py`, `pools.py`).
+The front end speaks to it as to any `Host`. What is where, and where the next one goes, `fleet.py`
+knows; here are the messages. An answer is the same whichever engine computes it, so that a request
+that lost its engine is sent on with the tokens it has, and its reader sees a pause and nothing
+else. Not for how engines are started (`launch.py`, `pools.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from twinphase.cluster.questions import Questions
 from twinphase.cluster.routing import Role, Routing
 from twinphase.cluster.sent import Sent, chain_of
 from twinphase.cluster.worker_view import WorkerView, as_one, can_answer, failure_of
-from twinphase.engine.host import Died, LinkHost, Receive
-from twinphase.engine.messages import (
+from twinphase.engine.frontends.text import ModelText
+from twinphase.engine.process.host import Died, LinkHost, Receive
+from twinphase.engine.process.messages import (
     Accepted,
     Add,
     BlocksChanged,
@@ -43,12 +45,9 @@ from twinphase.engine.messages import (
     StepNews,
     ToEngine,
 )
-from twinphase.engine.text import ModelText
-from twinphase.engine.worker_status import WorkerStatus
+from twinphase.engine.process.status import WorkerStatus
 from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseError
-from twinphase.request import FinishReason
-
-__all__ = ["Router"]
+from twinphase.outcome import FinishReason
 
 LOG = logging.getLogger("twinphase.cluster")
 STALL_LOOKS = 1.0  # seconds between two looks at who makes no steps
@@ -78,12 +77,17 @@ class Router:
     ) -> None:
         """`hosts` by name, all of the same model, none of them started; there may be none where there is a `door`.
 
-        One that has work and makes no step for `stall` seconds is ended, though it may answer pings. `closed` is
-        called when all hosts are closed. Workers that come to the `door` are added. Roles change as `balance` says.
+        One that has work and makes no step for `stall` seconds is ended, though it may answer
+        pings. `closed` is called when all hosts are closed. Workers that come to the `door` are
+        added. Roles change as `balance` says.
         """
-        self._stall, self._looked, self._closed, self._door = stall, 0.0, closed, door
+        self._stall = stall
+        self._looked = 0.0
+        self._closed = closed
+        self._door = door
         self.workers_by_name = {
-            name: WorkerView(name, (roles or {}).get(name, "both"), host) for name, host in hosts.items()
+            name: WorkerView(name, (roles or {}).get(name, "both"), host)
+            for name, host in hosts.items()
         }
         first = next(iter(hosts.values())) if hosts or door is None else door.make("", "")
         self.text: ModelText = first.text
@@ -116,14 +120,17 @@ class Router:
         return failure_of(self.workers_by_name.values(), more_may_come=self._door is not None)
 
     def start(self, receive: Receive, died: Died) -> None:
-        self._receive, self._died = receive, died
+        self._receive = receive
+        self._died = died
         for view in self.workers_by_name.values():
             self._start(view)
         if self._door is not None:
             self._door.open(self.workers_by_name, self._start)
 
     def _start(self, view: WorkerView) -> None:
-        view.host.start(lambda message: self._take(view, message), lambda error: self._lose(view, error))
+        view.host.start(
+            lambda message: self._take(view, message), lambda error: self._lose(view, error)
+        )
 
     def put(self, message: ToEngine) -> None:
         with self._lock:
@@ -150,9 +157,14 @@ class Router:
 
     def workers(self) -> list[WorkerStatus]:
         with self._lock:
-            index, views = self.fleet.index if self.fleet else None, self.workers_by_name.values()
+            index = self.fleet.index if self.fleet else None
+            views = self.workers_by_name.values()
             moving = Counter(sent.worker for sent in self._sent.values() if sent.then)
-            return [view.status(index, perf_counter(), moving[view.name]) for view in views if view.state != "gone"]
+            return [
+                view.status(index, perf_counter(), moving[view.name])
+                for view in views
+                if view.state != "gone"
+            ]
 
     def _add(self, add: Add) -> None:
         if add.request_id in self._sent:
@@ -164,20 +176,33 @@ class Router:
     def _send(self, sent: Sent) -> None:
         """Choose a worker and hand the request over, with the tokens that it has."""
         if self.fleet is None or self._facts is None:
-            raise EngineDeadError("The engine is being started.", "Send the request again in a moment.")
-        add, done = sent.add, sent.token_ids
+            raise EngineDeadError(
+                "The engine is being started.", "Send the request again in a moment."
+            )
+        add = sent.add
+        done = sent.token_ids
         tokens = add.prompt_token_ids + done
         chain = chain_of(self._hashes, tokens, add.cache_salt)
         most = add.sampling_params.max_tokens
-        decision = self.fleet.send(add.request_id, len(tokens), chain, num_done=len(done), most=most)
+        decision = self.fleet.send(
+            add.request_id, len(tokens), chain, num_done=len(done), most=most
+        )
         view = self.workers_by_name[decision.worker]
-        sent.worker, sent.reason = view.name, decision.reason
-        now, sent.num_when_sent = sent.route_until_now(decision.reason), len(done)
+        sent.worker = view.name
+        sent.reason = decision.reason
+        now = sent.route_until_now(decision.reason)
+        sent.num_when_sent = len(done)
         try:
             message = sent.message(now)
             reader = self.workers_by_name.get(decision.prefill_worker or "")
-            if reader and (here := reader.facts) and (there := view.facts) and sent.goes_on(here, there):
-                sent.worker, message = reader.name, sent.first_token(message, view.name, there)
+            if (
+                reader
+                and (here := reader.facts)
+                and (there := view.facts)
+                and sent.goes_on(here, there)
+            ):
+                sent.worker = reader.name
+                message = sent.first_token(message, view.name, there)
                 view = reader
             self._hand(view, message)
         except TwinphaseError:
@@ -238,7 +263,9 @@ class Router:
                 if not self.is_running:
                     self._receive(message)
             if self._drains and self.fleet is not None:
-                self._drains.go_on(self._asked.owing, {sent.then for sent in self._sent.values()}, self.fleet)
+                self._drains.go_on(
+                    self._asked.owing, {sent.then for sent in self._sent.values()}, self.fleet
+                )
 
     def _join(self, view: WorkerView, facts: EngineFacts) -> None:
         view.join(facts)
@@ -252,11 +279,18 @@ class Router:
         self._drains.keep_pools(self.fleet)
 
     def _tell_facts(self) -> None:
-        """Those that answer, together, as one engine: their seats are what is let in. Or why there will be none."""
+        """Those that answer, together, as one engine: their seats are what is let in.
+
+        Or why there will be none.
+        """
         if (failure := self.failure) is not None:
             self._receive(failure)
         views = self.workers_by_name.values()
-        up = [view.facts for view in views if view.facts is not None and view.is_up and view.role != "prefill"]
+        up = [
+            view.facts
+            for view in views
+            if view.facts is not None and view.is_up and view.role != "prefill"
+        ]
         if not up or not self.is_running:
             return
         self._facts = as_one(up)
@@ -289,10 +323,16 @@ class Router:
 
     def _news(self, view: WorkerView, message: StepNews) -> None:
         view.requests -= {news.request_id for news in message.news if news.finished is not None}
-        passed = [self._passed_on(sent, news) for news in message.news
-                  if (sent := self._of(view, news.request_id)) is not None and self._is_right(sent, news)]  # fmt: skip
-        stats, view.heard = message.stats, perf_counter()
-        if view.heard - self._looked > STALL_LOOKS:  # while others work; where none does, the server notices
+        passed = [
+            self._passed_on(sent, news)
+            for news in message.news
+            if (sent := self._of(view, news.request_id)) is not None and self._is_right(sent, news)
+        ]
+        stats = message.stats
+        view.heard = perf_counter()
+        if (
+            view.heard - self._looked > STALL_LOOKS
+        ):  # while others work; where none does, the server notices
             self._looked = view.heard
             for one in self.workers_by_name.values():
                 one.end_stalled(view.heard, self._stall)
@@ -311,15 +351,20 @@ class Router:
             del self._sent[news.request_id]
             done = finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
             self._forget(news.request_id, finished.counts.num_output_tokens if done else None)
-            (views := self.workers_by_name)[sent.worker].learn(finished.prices, views.values(), self.fleet.workers)
+            (views := self.workers_by_name)[sent.worker].learn(
+                finished.prices, views.values(), self.fleet.workers
+            )
         return found
 
     def _is_right(self, sent: Sent, news: News) -> bool:
         """Or a worker computed another first token than was told: its blocks are bad, or what was told is wrong."""
-        digits = self._facts is None or self._facts.config.backend != "torch"  # whose last ones depend on the batch
+        digits = (
+            self._facts is None or self._facts.config.backend != "torch"
+        )  # whose last ones depend on the batch
         if (said := sent.is_doubted_by(news, digits=digits)) is None:
             return True
-        name, view = news.request_id, self.workers_by_name[sent.worker]
+        name = news.request_id
+        view = self.workers_by_name[sent.worker]
         what = f"{view.name} computed another first token than {said.worker}"
         if news.finished is None:
             view.host.put(End(name, FinishReason.ABORT))
@@ -330,7 +375,14 @@ class Router:
         else:
             LOG.error("%s, by itself too: the answer ends.", what)
             self._drop(name)
-            self._receive(Refused(name, "EngineUnavailableError", f"{what}, which is told already.", "Send it again."))
+            self._receive(
+                Refused(
+                    name,
+                    "EngineUnavailableError",
+                    f"{what}, which is told already.",
+                    "Send it again.",
+                )
+            )
         return False
 
     def _go_on(self, sent: Sent, how: str) -> None:
@@ -339,7 +391,8 @@ class Router:
         now = sent.moved(how)
         if not view.is_up:
             return self._continue(sent, view.name)
-        sent.worker, sent.num_when_sent = view.name, len(sent.token_ids)
+        sent.worker = view.name
+        sent.num_when_sent = len(sent.token_ids)
         self._hand(view, sent.message(now))
 
     def _lose(self, view: WorkerView, error: EngineDeadError) -> None:
@@ -349,7 +402,9 @@ class Router:
             view.leave()
             if self._closing:
                 return
-            self.last_death = EngineDeadError(f"{view.name}: {'It has left.' if left else error.cause}", error.fix)
+            self.last_death = EngineDeadError(
+                f"{view.name}: {'It has left.' if left else error.cause}", error.fix
+            )
             if self.fleet is not None:
                 self.fleet.leave(view.name)
             self._drains.keep_pools(self.fleet)
@@ -363,7 +418,9 @@ class Router:
                 self._asked.clear()
                 self._died(self.last_death)
                 return
-            self.last_death = EngineDeadError(self.last_death.cause, "" if left else "It is being started again.")
+            self.last_death = EngineDeadError(
+                self.last_death.cause, "" if left else "It is being started again."
+            )
             if not left:
                 LOG.warning("%s: what it had goes on elsewhere, %d requests.", view.name, len(lost))
             for sent in lost:

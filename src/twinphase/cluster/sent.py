@@ -12,12 +12,11 @@ from msgspec.structs import replace
 from twinphase.batch import TokenLogprobs
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.cluster.timelines import joined
-from twinphase.engine.messages import Add, EngineFacts, Finished, News, PushTo
+from twinphase.engine.process.messages import Add, EngineFacts, Finished, News, PushTo
 from twinphase.errors import TwinphaseError
+from twinphase.outcome import FinishReason
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
-from twinphase.request import FinishReason, Request, RequestCounts, SamplingParams
-
-__all__ = ["Sent", "chain_of"]
+from twinphase.request import Request, RequestCounts, SamplingParams
 
 MOST_VAIN = 3  # workers that may die in a row before they give a request a token
 
@@ -43,7 +42,8 @@ class Sent:
         accepted: its reader knows that it is queued.
         ending: why the front end wants it to end, if it does.
         num_when_sent: tokens of its answer when it was sent to this worker.
-        then: worker that goes on with it behind the first token, which has the KV blocks by then; "" if none does.
+        then: worker that goes on with it behind the first token, which has the KV blocks by then;
+            "" if none does.
         waits: its first token is there, and its blocks are on their way.
         said: that token, until the worker that goes on has computed it too.
         differs: that worker computed another one, or other digits; it gives the request up.
@@ -85,7 +85,9 @@ class Sent:
     def _fits(self, there: EngineFacts) -> bool:
         config = there.config
         length = len(self.add.prompt_token_ids) + (self.add.sampling_params.max_tokens or 1)
-        room = (config.num_kv_blocks or length) * config.block_size  # the last token is never computed
+        room = (
+            config.num_kv_blocks or length
+        ) * config.block_size  # the last token is never computed
         return length <= (config.max_model_len or length) and length - 1 <= room
 
     def _only_one(self, there: EngineFacts) -> bool:
@@ -95,21 +97,31 @@ class Sent:
 
     def message(self, now: float) -> Add:
         """For a worker: go on behind the tokens there are; with the first one, where only a reader has said it."""
-        done, params = list(self.token_ids), self.add.sampling_params
+        done = list(self.token_ids)
+        params = self.add.sampling_params
         if (
             self.said is not None
         ):  # and the prompt's log probabilities, which no block has: they would be computed again
-            done, params = [], replace_params(params, prompt_logprobs=None)
+            done = []
+            params = replace_params(params, prompt_logprobs=None)
         return replace(
-            self.add, arrival=now, tokenized=now, sampling_params=params, output_token_ids=done, fresh=self.fresh
+            self.add,
+            arrival=now,
+            tokenized=now,
+            sampling_params=params,
+            output_token_ids=done,
+            fresh=self.fresh,
         )
 
     def first_token(self, message: Add, then: str, there: EngineFacts) -> Add:
         """What its reader is to do: one token; if more are to come, the KV blocks go to the worker `then`."""
         if self._only_one(there):
             return message
-        self.then, params = then, message.sampling_params
-        only = replace_params(params, max_tokens=len(self.token_ids) + 1, min_tokens=min(params.min_tokens, 1))
+        self.then = then
+        params = message.sampling_params
+        only = replace_params(
+            params, max_tokens=len(self.token_ids) + 1, min_tokens=min(params.min_tokens, 1)
+        )
         return replace(message, sampling_params=only, push_to=PushTo(there.kv_addresses))
 
     def route_until_now(self, reason: str, kind: IntervalKind = IntervalKind.ROUTE) -> float:
@@ -121,12 +133,16 @@ class Sent:
     def moved(self, how: str) -> float:
         """Its blocks are where it goes on, or no more will come; now, seconds."""
         now = self.route_until_now(f"{self.then}: {how}", IntervalKind.TRANSFER)
-        self.waits, self.then = False, ""
+        self.waits = False
+        self.then = ""
         return now
 
     def lost(self, worker: str) -> None:
         """Its worker has died."""
-        self.then, self.waits, self.differs, self.fresh = "", False, False, False
+        self.then = ""
+        self.waits = False
+        self.differs = False
+        self.fresh = False
         self.route_until_now(f"{worker}, which died with {len(self.token_ids)} tokens")
         self.num_vain = 0 if len(self.token_ids) > self.num_when_sent else self.num_vain + 1
 
@@ -149,19 +165,27 @@ class Sent:
             return None
         if news.token_ids and not self.differs:
             logprobs = news.logprobs[:1] if digits else self.said.logprobs
-            self.differs = (news.token_ids[:1], logprobs) != (self.said.token_ids, self.said.logprobs)
-        elif news.finished is not None and news.finished.reason is FinishReason.ERROR:  # by what came, or by itself
+            self.differs = (news.token_ids[:1], logprobs) != (
+                self.said.token_ids,
+                self.said.logprobs,
+            )
+        elif (
+            news.finished is not None and news.finished.reason is FinishReason.ERROR
+        ):  # by what came, or by itself
             self.differs = self.differs or not self.fresh
         return self.said if self.differs and self.ending is None else None
 
     def anew(self, what: str) -> Add:
         """For the worker that differs, which has given the request up: to compute it without the blocks that came."""
-        self.fresh, self.differs = True, False
+        self.fresh = True
+        self.differs = False
         return self.message(self.route_until_now(what))
 
     def take(self, news: News) -> News:
         """News of its worker, as if one engine had had the request from the first on."""
-        if self.said is not None and not self.waits and news.token_ids:  # the first one its reader was told
+        if (
+            self.said is not None and not self.waits and news.token_ids
+        ):  # the first one its reader was told
             self.said = None
             news = replace(news, token_ids=news.token_ids[1:], logprobs=news.logprobs[1:])
         if self.then and self.ending is None and news.finished is not None:
@@ -172,25 +196,38 @@ class Sent:
         finished = news.finished
         if finished is not None:
             finished = replace(finished, timeline=self.whole(finished.timeline))
-        return replace(news, num_prefilled=self.num_prefilled, num_cached=self.num_cached, finished=finished)
+        return replace(
+            news, num_prefilled=self.num_prefilled, num_cached=self.num_cached, finished=finished
+        )
 
     def _read(self, news: News) -> News:
         """Its reader has finished: what it said is told, but for an end, which another worker is to find as well."""
         finished = news.finished
         if finished is None or finished.reason not in (FinishReason.LENGTH, FinishReason.STOP):
             return news
-        self.timeline, self.waits = self.whole(finished.timeline), True
+        self.timeline = self.whole(finished.timeline)
+        self.waits = True
         if finished.reason is FinishReason.STOP or not news.token_ids:
             return replace(news, token_ids=[], logprobs=[], finished=None)
         self.said = Said(self.worker, news.token_ids[:1], news.logprobs[:1])
-        return replace(news, token_ids=self.said.token_ids, logprobs=self.said.logprobs, finished=None)
+        return replace(
+            news, token_ids=self.said.token_ids, logprobs=self.said.logprobs, finished=None
+        )
 
     def ended(self, reason: FinishReason, error: str | None = None) -> News:
         """The end of a request that no worker has."""
         self.route_until_now(self.reason)
-        name, prompt = self.add.request_id, len(self.add.prompt_token_ids)
+        name = self.add.request_id
+        prompt = len(self.add.prompt_token_ids)
         counts = RequestCounts(name, prompt, len(self.token_ids), self.num_cached, error=error)
-        return News(name, [], self.num_prefilled, self.num_cached, [], Finished(reason, counts, self.timeline))
+        return News(
+            name,
+            [],
+            self.num_prefilled,
+            self.num_cached,
+            [],
+            Finished(reason, counts, self.timeline),
+        )
 
 
 def chain_of(hashes: PrefixCache | None, token_ids: list[int], salt: str | None) -> list[bytes]:

@@ -1,7 +1,8 @@
 """A fleet of any size on one machine: real schedulers, KV bookkeeping and routing; made-up tokens, predicted times.
 
-Each simulated worker takes the steps that its scheduler decides, and a step lasts as long as the cost model says. No
-time passes otherwise, so that an hour of 128 workers takes minutes. Not for what a step computes.
+Each simulated worker takes the steps that its scheduler decides, and a step lasts as long as the
+cost model says. No time passes otherwise, so that an hour of 128 workers takes minutes. Not for
+what a step computes.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ from twinphase.engine.executor import Executor
 from twinphase.request import Request, SamplingParams
 from twinphase.scheduler.chunk import StepTimes
 from twinphase.scheduler.scheduler import Scheduler
-
-__all__ = ["FleetSpec", "Outcome", "Simulation", "TraceRequest"]
 
 TOKEN = 7  # that everybody's answer consists of
 
@@ -57,7 +56,9 @@ class FleetSpec:
     def names(self) -> list[str]:
         """A name for each worker, by its role: `prefill-0`, `decode-0`, `worker-0`."""
         numbers: dict[Role, count[int]] = {"both": count(), "prefill": count(), "decode": count()}
-        return [f"{'worker' if role == 'both' else role}-{next(numbers[role])}" for role in self.roles]
+        return [
+            f"{'worker' if role == 'both' else role}-{next(numbers[role])}" for role in self.roles
+        ]
 
 
 @dataclass(frozen=True)
@@ -191,9 +192,13 @@ class Simulation:
         num_blocks = request.num_tokens // self.spec.block_size
         chain = self._chain(request, num_blocks)
         began = thread_time()
-        decision = self.fleet.send(request.request_id, request.num_tokens, chain, most=asked.num_outputs)
+        decision = self.fleet.send(
+            request.request_id, request.num_tokens, chain, most=asked.num_outputs
+        )
         self.routing_seconds.append(thread_time() - began)
-        outcome = Outcome(asked.arrival, request.num_tokens, read_apart=decision.prefill_worker is not None)
+        outcome = Outcome(
+            asked.arrival, request.num_tokens, read_apart=decision.prefill_worker is not None
+        )
         self.outcomes.append(outcome)
         self._live[request.request_id] = _Live(asked, decision, outcome)
         if decision.prefill_worker is None:
@@ -203,12 +208,18 @@ class Simulation:
             reading.block_hashes = chain
             self._add(decision.prefill_worker, reading)
 
-    def _request(self, name: str, asked: TraceRequest, prompt: list[int], max_tokens: int) -> Request:
-        return Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens), asked.arrival)
+    def _request(
+        self, name: str, asked: TraceRequest, prompt: list[int], max_tokens: int
+    ) -> Request:
+        return Request(
+            name, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens), asked.arrival
+        )
 
     def chain_of(self, prompt: list[int]) -> list[bytes]:
         """Hashes of a prompt's full blocks."""
-        return self._chain(Request("", prompt, SamplingParams()), len(prompt) // self.spec.block_size)
+        return self._chain(
+            Request("", prompt, SamplingParams()), len(prompt) // self.spec.block_size
+        )
 
     def _chain(self, request: Request, num_blocks: int) -> list[bytes]:
         """Hashes of a request's first blocks: the same on every worker."""
@@ -238,7 +249,8 @@ class Simulation:
         for share in batch.prefills:
             self.fleet.read(share.request_id, share.num_prefilled)
             live = self._live[share.request_id]
-            live.last_chunk, outcome = share.num_scheduled_tokens, live.outcome
+            live.last_chunk = share.num_scheduled_tokens
+            outcome = live.outcome
             if share.samples and not outcome.token_times:
                 outcome.num_cached = share.num_cached_tokens
         for share in batch.scheduled:
@@ -257,11 +269,17 @@ class Simulation:
 
     def _hand_over(self, reader: _Worker, request: Request, live: _Live) -> None:
         """The blocks of the last chunk are still to come; the others came while it was read."""
-        worker, asked = self._workers[live.decision.worker], live.asked
-        decoding = self._request(request.request_id, asked, request.prompt_token_ids, asked.num_outputs)
-        decoding.block_hashes, live.compares = request.block_hashes, True
+        worker = self._workers[live.decision.worker]
+        asked = live.asked
+        decoding = self._request(
+            request.request_id, asked, request.prompt_token_ids, asked.num_outputs
+        )
+        decoding.block_hashes = request.block_hashes
+        live.compares = True
         chain = self._chain(request, len(request.prompt_token_ids) // self.spec.block_size)
-        lacking = [index for index, block in enumerate(chain) if worker.prefix_cache.find(block) is None]
+        lacking = [
+            index for index, block in enumerate(chain) if worker.prefix_cache.find(block) is None
+        ]
         blocks = [reader.prefix_cache.block(request, index) for index in lacking]
 
         def arrive() -> None:
@@ -270,7 +288,10 @@ class Simulation:
 
         before = (len(request.prompt_token_ids) - live.last_chunk) // self.spec.block_size
         left = min(len(blocks), len(chain) - before)
-        self._at(self.now + left * (FRAME_SECONDS + self.spec.block_bytes / self.spec.bytes_per_second), arrive)
+        self._at(
+            self.now + left * (FRAME_SECONDS + self.spec.block_bytes / self.spec.bytes_per_second),
+            arrive,
+        )
 
     def _finish(self, request: Request) -> None:
         del self._live[request.request_id]

@@ -7,26 +7,31 @@ from typing import Any
 
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 
-__all__ = ["joined", "shifted"]
-
 
 def shifted(timeline: RequestTimeline, seconds: float) -> RequestTimeline:
     """The same life on a clock that is `seconds` ahead; durations are kept."""
     if not seconds:
         return timeline
-    intervals = [replace(one, start=one.start + seconds, end=one.end + seconds) for one in timeline.intervals]
+    intervals = [
+        replace(one, start=one.start + seconds, end=one.end + seconds) for one in timeline.intervals
+    ]
     times = [moment + seconds for moment in timeline.token_times]
-    return RequestTimeline(timeline.arrival + seconds, intervals, timeline.prefill, timeline.decode, times)
+    return RequestTimeline(
+        timeline.arrival + seconds, intervals, timeline.prefill, timeline.decode, times
+    )
 
 
-def joined(before: RequestTimeline, worker: RequestTimeline, now: float, reason: str) -> RequestTimeline:
+def joined(
+    before: RequestTimeline, worker: RequestTimeline, now: float, reason: str
+) -> RequestTimeline:
     """The whole life of a request: `before` it was sent to a worker, and what the worker tells of it.
 
-    The worker's part lies where its own clock says, if that is after `before` and not after `now`; else it is moved
-    there, as little as is needed. What is between both is the way there.
+    The worker's part lies where its own clock says, if that is after `before` and not after `now`;
+    else it is moved there, as little as is needed. What is between both is the way there.
     """
     start = worker.arrival
-    late, early = worker.end - now, before.end - start
+    late = worker.end - now
+    early = before.end - start
     move = early if early > 0 else -min(late, -early) if late > 0 else 0.0
     part = shifted(worker, move)
     whole = RequestTimeline(
@@ -49,5 +54,9 @@ def joined(before: RequestTimeline, worker: RequestTimeline, now: float, reason:
 
 def _together(one: Any, other: Any) -> Any:
     """Sums of two workers' steps, field by field."""
-    both = {field.name: (getattr(one, field.name), getattr(other, field.name)) for field in fields(one)}
-    return type(one)(**{name: _together(*two) if name == "unmixed" else sum(two) for name, two in both.items()})
+    both = {
+        field.name: (getattr(one, field.name), getattr(other, field.name)) for field in fields(one)
+    }
+    return type(one)(
+        **{name: _together(*two) if name == "unmixed" else sum(two) for name, two in both.items()}
+    )

@@ -1,7 +1,8 @@
 """An engine for a server elsewhere: `twinphase worker`, or `python -m twinphase.cluster.worker --listen HOST:PORT`.
 
-Listens for one server at a time, which proves that it has the key, names the model, and then speaks as to any engine.
-When the connection breaks, its requests are given up; model and prefix cache stay for whoever connects next.
+Listens for one server at a time, which proves that it has the key, names the model, and then speaks
+as to any engine. When the connection breaks, its requests are given up; model and prefix cache stay
+for whoever connects next.
 """
 
 from __future__ import annotations
@@ -26,17 +27,23 @@ from twinphase.cluster.handshake import authenticate
 from twinphase.cluster.joining import ask_to_join
 from twinphase.cluster.kv.port import opened_port
 from twinphase.cluster.routing import Role
-from twinphase.engine.child import Link, load, serve
-from twinphase.engine.embedding import LoadedEmbedder
-from twinphase.engine.loading import LoadedEngine
-from twinphase.engine.loop import refusal
-from twinphase.engine.messages import Add, EngineFacts, FromEngine, Leaving, Load, Loading, ToEngine
-from twinphase.engine.text import ModelText
-from twinphase.engine.wire import SEND_BUFFER
+from twinphase.engine.embedding.embedder import LoadedEmbedder
+from twinphase.engine.frontends.text import ModelText
+from twinphase.engine.loading.loading import LoadedEngine
+from twinphase.engine.process.child import Link, load, serve
+from twinphase.engine.process.loop import refusal
+from twinphase.engine.process.messages import (
+    Add,
+    EngineFacts,
+    FromEngine,
+    Leaving,
+    Load,
+    Loading,
+    ToEngine,
+)
+from twinphase.engine.process.wire import SEND_BUFFER
 from twinphase.errors import InvalidRequestError, StorageError, TwinphaseError
-from twinphase.request import FinishReason
-
-__all__ = ["main", "run_worker"]
+from twinphase.outcome import FinishReason
 
 DRAIN_SECONDS = 60.0
 JOIN_SECONDS = 1.0  # between two attempts
@@ -73,12 +80,21 @@ class _ServerLink(Link):
 class Worker:
     """The model that there is, for one connection after the other."""
 
-    def __init__(self, key: bytes, role: Role = "both", own: Mapping[str, Any] | None = None, kv_port: int = 0) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        role: Role = "both",
+        own: Mapping[str, Any] | None = None,
+        kv_port: int = 0,
+    ) -> None:
         """With `key`, other workers send KV blocks to `kv_port`, 0 is any; the server is told the `role`.
 
         `own` are fields of `EngineConfig` that hold here, whatever the server says.
         """
-        self._key, self._role, self._own, self._kv_port = key, role, dict(own or {}), kv_port
+        self._key = key
+        self._role = role
+        self._own = dict(own or {})
+        self._kv_port = kv_port
         self.link: _ServerLink | None = None
         self.refusal: TwinphaseError | None = None  # of a model, by this worker
         self._wanted: Load | None = None
@@ -118,18 +134,21 @@ class Worker:
     def _load(self, wanted: Load, link: Link) -> LoadedEngine | LoadedEmbedder:
         if wanted.version != __version__:
             raise InvalidRequestError(
-                f"The worker is twinphase {__version__}, and the server {wanted.version or 'unknown'}.",
+                f"The worker is twinphase {__version__}, and the server "
+                f"{wanted.version or 'unknown'}.",
                 "Install the same version on both.",
             )
         if ModelText.of_model(wanted.model).checkpoint.fingerprint != wanted.fingerprint:
             raise InvalidRequestError(
-                f"The worker's {wanted.model} is another model than the server's.", "Give both the same files."
+                f"The worker's {wanted.model} is another model than the server's.",
+                "Give both the same files.",
             )
         wanted = replace(wanted, config={**wanted.config, **self._own})
         if self._loaded is None or self._wanted != wanted:
             self._loaded = None  # before the next one takes as much memory
             link.send(Loading("importing"))
-            self._loaded, self._wanted = load(wanted, link.send), wanted
+            self._loaded = load(wanted, link.send)
+            self._wanted = wanted
         return self._loaded
 
 
@@ -144,19 +163,26 @@ def run_worker(
     kv_port: int = 0,
     ends_with_stdin: bool = False,
 ) -> None:
-    """Listen, and serve whoever has the key; prints the address first. With `ends_with_stdin`, until stdin closes.
+    """Listen, and serve whoever has the key; prints the address first.
 
-    `own` fields of `EngineConfig` hold for this worker alone. Other workers send KV blocks to `kv_port`, 0 is any. The
-    server at `join` is told of it, and told again whenever no server is connected.
+    With `ends_with_stdin`, until stdin closes.
 
-    SIGTERM has the server drain this worker, which ends when that is done, at the latest after `drain_timeout` seconds;
-    a second one ends it at once. Whatever it still computes then goes on elsewhere.
+    `own` fields of `EngineConfig` hold for this worker alone. Other workers send KV blocks to
+    `kv_port`, 0 is any. The server at `join` is told of it, and told again whenever no server is
+    connected.
+
+    SIGTERM has the server drain this worker, which ends when that is done, at the latest after
+    `drain_timeout` seconds; a second one ends it at once. Whatever it still computes then goes on
+    elsewhere.
 
     Raises:
-        TwinphaseError: nobody can listen there, there is no such role, or the server to join wants another model.
+        TwinphaseError: nobody can listen there, there is no such role, or the server to join wants
+            another model.
     """
     if role not in get_args(Role):
-        raise InvalidRequestError(f"A worker's role is not {role!r}.", f"Use one of: {', '.join(get_args(Role))}.")
+        raise InvalidRequestError(
+            f"A worker's role is not {role!r}.", f"Use one of: {', '.join(get_args(Role))}."
+        )
     listener, address = listen(address)
     print(f"listening on {address}", flush=True)
     if ends_with_stdin:
@@ -174,7 +200,8 @@ def run_worker(
         timer.start()
 
     if join is not None:
-        name, arguments = "twinphase-join", (worker, join, address, key)
+        name = "twinphase-join"
+        arguments = (worker, join, address, key)
         threading.Thread(target=_keep_joining, args=arguments, name=name, daemon=True).start()
     before = signal.signal(signal.SIGTERM, leave)
     try:
@@ -204,7 +231,11 @@ def _keep_joining(worker: Worker, server: str, address: str, key: bytes) -> None
             except OSError as error:
                 if not is_told:
                     why = error.strerror or error
-                    print(f"Cannot reach {server}: {why}. It is tried again.", file=sys.stderr, flush=True)
+                    print(
+                        f"Cannot reach {server}: {why}. It is tried again.",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 is_told = True
             except TwinphaseError as error:
                 print(error, file=sys.stderr, flush=True)
@@ -223,19 +254,35 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="twinphase.cluster.worker")
     parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT or unix:PATH")
     parser.add_argument("--cluster-key-file", help="file with the key; the environment's otherwise")
-    parser.add_argument("--engine", default="{}", help="fields of EngineConfig as a JSON object, for this worker alone")
+    parser.add_argument(
+        "--engine",
+        default="{}",
+        help="fields of EngineConfig as a JSON object, for this worker alone",
+    )
     parser.add_argument("--join", help="HOST:PORT of a server's --cluster-listen")
-    parser.add_argument("--kv-port", type=int, default=0, help="where other workers send KV blocks; 0 is any free port")
+    parser.add_argument(
+        "--kv-port",
+        type=int,
+        default=0,
+        help="where other workers send KV blocks; 0 is any free port",
+    )
     parser.add_argument("--role", default="both", help="both, prefill or decode")
-    parser.add_argument("--ends-with-stdin", action="store_true", help="end when standard input closes")
+    parser.add_argument(
+        "--ends-with-stdin", action="store_true", help="end when standard input closes"
+    )
     asked = parser.parse_args(arguments)
     try:
         key = read_key(asked.cluster_key_file)
         own = json.loads(asked.engine)
         run_worker(
-            asked.listen, key, asked.role, own,
-            join=asked.join, kv_port=asked.kv_port, ends_with_stdin=asked.ends_with_stdin,
-        )  # fmt: skip
+            asked.listen,
+            key,
+            asked.role,
+            own,
+            join=asked.join,
+            kv_port=asked.kv_port,
+            ends_with_stdin=asked.ends_with_stdin,
+        )
     except TwinphaseError as error:
         print(error, file=sys.stderr)
         return error.exit_code

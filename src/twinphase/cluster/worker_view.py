@@ -11,17 +11,25 @@ from msgspec.structs import replace
 
 from twinphase.cluster.block_index import BlockIndex
 from twinphase.cluster.routing import Role, WorkerLoad
-from twinphase.engine.host import LinkHost
-from twinphase.engine.messages import BlocksChanged, EngineFacts, Pushed, ReadAtMost, Refused, StepStats, WatchBlocks
-from twinphase.engine.worker_status import WorkerStatus
+from twinphase.engine.process.host import LinkHost
+from twinphase.engine.process.messages import (
+    BlocksChanged,
+    EngineFacts,
+    Pushed,
+    ReadAtMost,
+    Refused,
+    StepStats,
+    WatchBlocks,
+)
+from twinphase.engine.process.status import WorkerStatus
 from twinphase.phases.cost import FEATURES, CostModel
-
-__all__ = ["DECODE_CHUNK", "WorkerView", "as_one", "can_answer", "failure_of"]
 
 LOG = logging.getLogger("twinphase.cluster")
 NO_PRICES = (0.0,) * len(FEATURES)
 SHARE_SECONDS = 10.0  # that the shares of time are told of
-DECODE_CHUNK = 128  # prompt tokens of a decode worker's step: an answer that comes meanwhile waits for its end
+DECODE_CHUNK = (
+    128  # prompt tokens of a decode worker's step: an answer that comes meanwhile waits for its end
+)
 TOTALS = ("prefix_queries", "prefix_hits", "num_preemptions")
 
 
@@ -37,19 +45,25 @@ class WorkerView:
         prices: of its cost model, which it told last.
         requests: that it has, by id.
         role_reason: to which pool it went over last, and why; "" if it never did.
-        num_mismatches: answers that it began, and whose first token another worker computed otherwise.
+        num_mismatches: answers that it began, and whose first token another worker computed
+            otherwise.
         heard: when a step of it was told last, or its first request was sent, seconds.
     """
 
     def __init__(self, name: str, role: Role, host: LinkHost) -> None:
-        self.name, self.role, self.host = name, role, host
+        self.name = name
+        self.role = role
+        self.host = host
         self.is_up = self.is_absent = False
         self.facts: EngineFacts | None = None
         self.prices = NO_PRICES
-        self.state, self.heard = "starting", 0.0
+        self.state = "starting"
+        self.heard = 0.0
         self.requests: set[str] = set()
-        self.num_mismatches, self.role_reason = 0, ""
-        self._sent, self._received = Counter[str](), Counter[str]()
+        self.num_mismatches = 0
+        self.role_reason = ""
+        self._received = Counter[str]()
+        self._sent = Counter[str]()
         self._stats: StepStats | None = None
         self._before = dict.fromkeys(TOTALS, 0)  # of those that lived before this one
         self._seconds = [0.0, 0.0]  # prefill, decode
@@ -70,7 +84,9 @@ class WorkerView:
         return self.host.pid or (self.facts.pid if self.facts is not None and self.is_up else None)
 
     def join(self, facts: EngineFacts) -> None:
-        self.facts, self.is_up, self.state = facts, True, "ready"
+        self.facts = facts
+        self.is_up = True
+        self.state = "ready"
         self.prices = facts.prices or NO_PRICES
         self.role_reason = "" if facts.role else self.role_reason
         self.take_role(facts.role or self.role)
@@ -83,16 +99,21 @@ class WorkerView:
 
     def load(self, stage: str) -> bool:
         """It is being started; whether it now turns out that nobody is there yet."""
-        self.state, absent = stage, bool(self.host.waits_for) and not self.is_settled
+        absent = bool(self.host.waits_for) and not self.is_settled
+        self.state = stage
         if absent:
-            LOG.warning("%s is not there yet: %s. It is tried again.", self.name, self.host.waits_for)
+            LOG.warning(
+                "%s is not there yet: %s. It is tried again.", self.name, self.host.waits_for
+            )
             self.is_absent = True
         return absent
 
     def leave(self) -> None:
         """It has died; what it counted is kept."""
         self.requests.clear()
-        self.is_up, self.is_absent, self.state = False, True, "starting" if self.host.is_sought else "gone"
+        self.is_up = False
+        self.is_absent = True
+        self.state = "starting" if self.host.is_sought else "gone"
         for name in TOTALS:
             self._before[name] += getattr(self._stats, name, 0)
         self._received.update(self._stats.blocks_received if self._stats else {})
@@ -122,7 +143,12 @@ class WorkerView:
         elif not index.apply(self.name, message.number, message.stored, message.evicted):
             self.watch_blocks()
 
-    def learn(self, prices: tuple[float, ...], views: Collection[WorkerView], loads: Mapping[str, WorkerLoad]) -> None:
+    def learn(
+        self,
+        prices: tuple[float, ...],
+        views: Collection[WorkerView],
+        loads: Mapping[str, WorkerLoad],
+    ) -> None:
         """Its cost model has other prices: those of its machine's workers, among `views`, change."""
         if not prices:
             return
@@ -156,7 +182,10 @@ class WorkerView:
         Apart, the noise between them would count for more than what one of them has cached.
         """
         shape = next((view.facts.shape for view in views if view.facts), None)
-        prices = [sum(column) / len(views) for column in zip(*(view.prices for view in views), strict=True)]
+        prices = [
+            sum(column) / len(views)
+            for column in zip(*(view.prices for view in views), strict=True)
+        ]
         return CostModel(prices, shape.windowed_share if shape else 0.0)
 
     @staticmethod
@@ -179,18 +208,35 @@ class WorkerView:
         recent = [one for one in self._recent if one[0] >= now - SHARE_SECONDS]
         prefill, decode = (sum(one[part] for one in recent) / SHARE_SECONDS for part in (1, 2))
         return WorkerStatus(
-            self.name, self.role, self.host.where, self.pid, self.state,
-            *self.seats, stats.kv_cache_usage if stats else 0.0, index.num_held(self.name) if index else 0,
-            round(min(1.0, prefill), 4), round(min(1.0, decode), 4), self._seconds[0], self._seconds[1],
-            self.host.num_restarts, self.num_mismatches, transfers, self._sent["blocks"], self._sent["bytes"],
-            dict(received), self.role_reason, self.facts.ranks if self.facts else [],
-        )  # fmt: skip
+            self.name,
+            self.role,
+            self.host.where,
+            self.pid,
+            self.state,
+            *self.seats,
+            stats.kv_cache_usage if stats else 0.0,
+            index.num_held(self.name) if index else 0,
+            round(min(1.0, prefill), 4),
+            round(min(1.0, decode), 4),
+            self._seconds[0],
+            self._seconds[1],
+            self.host.num_restarts,
+            self.num_mismatches,
+            transfers,
+            self._sent["blocks"],
+            self._sent["bytes"],
+            dict(received),
+            self.role_reason,
+            self.facts.ranks if self.facts else [],
+        )
 
 
 def as_one(all_facts: Sequence[EngineFacts]) -> EngineFacts:
     """What several engines are together: the first, with the seats and blocks of all."""
-    seats, blocks = (sum(getattr(facts.config, name) or 0 for facts in all_facts) for name in
-                     ("max_num_seqs", "num_kv_blocks"))  # fmt: skip
+    seats, blocks = (
+        sum(getattr(facts.config, name) or 0 for facts in all_facts)
+        for name in ("max_num_seqs", "num_kv_blocks")
+    )
     config = replaced(all_facts[0].config, max_num_seqs=seats, num_kv_blocks=blocks or None)
     return replace(all_facts[0], config=config)
 
@@ -205,7 +251,15 @@ def failure_of(views: Collection[WorkerView], *, more_may_come: bool) -> Refused
     failures = [view.host.failure for view in views]
     if failures and all(failures):
         return failures[0]
-    if more_may_come or can_answer(views) or not all(view.is_up or view.host.failure for view in views):
+    if (
+        more_may_come
+        or can_answer(views)
+        or not all(view.is_up or view.host.failure for view in views)
+    ):
         return None
-    return Refused(None, "InvalidRequestError", "All workers have the role prefill, so that none would answer.",
-                   "Start one with --role decode, or both.")  # fmt: skip
+    return Refused(
+        None,
+        "InvalidRequestError",
+        "All workers have the role prefill, so that none would answer.",
+        "Start one with --role decode, or both.",
+    )

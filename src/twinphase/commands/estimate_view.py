@@ -24,8 +24,6 @@ from twinphase.estimate.known_models import KNOWN_MODELS, read_shape
 from twinphase.estimate.shapes import DecoderShape
 from twinphase.terminal import answers
 
-__all__ = ["print_json", "scaled", "show_estimate", "show_hardware", "show_models", "time_text"]
-
 STYLES = {"compute": "yellow", "memory": "cyan", "unknown": "dim"}
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
@@ -64,10 +62,15 @@ def _requests(number: int) -> str:
 def _part_time(part: PartEstimate) -> Text:
     if part.bound == "unknown":
         known = part.memory_seconds
-        return Text("unknown" + (f"; memory alone {time_text(known)}" if known is not None else ""), STYLES["unknown"])
+        return Text(
+            "unknown" + (f"; memory alone {time_text(known)}" if known is not None else ""),
+            STYLES["unknown"],
+        )
     compute_bound = part.bound == "compute"
     other = (
-        f"memory {time_text(part.memory_seconds)}" if compute_bound else f"compute {time_text(part.compute_seconds)}"
+        f"memory {time_text(part.memory_seconds)}"
+        if compute_bound
+        else f"compute {time_text(part.compute_seconds)}"
     )
     return Text(f"{time_text(part.seconds)}, {part.bound}-bound ({other})", STYLES[part.bound])
 
@@ -76,14 +79,19 @@ def _phase_time(phase: PhaseEstimate) -> Text:
     if phase.seconds is not None:
         return Text(time_text(phase.seconds), "bold")
     known = phase.memory_seconds
-    return Text("unknown" if known is None else f"unknown; at least {time_text(known)} by memory alone", "dim")
+    return Text(
+        "unknown" if known is None else f"unknown; at least {time_text(known)} by memory alone",
+        "dim",
+    )
 
 
 def _model_line(result: Estimate) -> str:
-    shape, b = result.shape, result.shape.blueprint
+    shape = result.shape
+    b = result.shape.blueprint
     active = f", {shape.active_parameters / 1e9:.3g} B active" if b.experts else ""
     return (
-        f"{shape.name}: {shape.total_parameters / 1e9:.4g} B parameters{active}, {b.num_layers} layers, "
+        f"{shape.name}: {shape.total_parameters / 1e9:.4g} B parameters{active}, {b.num_layers} "
+        "layers, "
         f"{b.num_heads} heads, {b.num_kv_heads} KV heads of {b.head_dim}; "
         f"{result.scenario.dtype or shape.dtype}, {scaled(result.weights.total, 'B')}"
     )
@@ -91,10 +99,15 @@ def _model_line(result: Estimate) -> str:
 
 def _hardware_line(result: Estimate) -> str:
     hardware = result.hardware
-    peaks = ", ".join(f"{scaled(hardware.peak(unit), 'FLOP/s')} {unit}" for unit in result.scenario.precisions)
+    peaks = ", ".join(
+        f"{scaled(hardware.peak(unit), 'FLOP/s')} {unit}" for unit in result.scenario.precisions
+    )
     bandwidth = scaled(hardware.read_bandwidth(result.decode.bytes), "B/s")
     many = f"{hardware.devices} x " if hardware.devices > 1 else ""
-    return f"{many}{hardware.name}: {peaks}, {bandwidth}, {scaled(hardware.capacity, 'B')}  ({hardware.kind})"
+    return (
+        f"{many}{hardware.name}: {peaks}, {bandwidth}, {scaled(hardware.capacity, 'B')}  "
+        f"({hardware.kind})"
+    )
 
 
 def show_estimate(result: Estimate, explain: bool) -> None:
@@ -118,12 +131,16 @@ def show_estimate(result: Estimate, explain: bool) -> None:
 
 
 def _phase_table(result: Estimate) -> Table:
-    scenario, prefill, decode = result.scenario, result.prefill, result.decode
+    scenario = result.scenario
+    prefill = result.prefill
+    decode = result.decode
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     table.add_column(f"prefill\n{scenario.prompt_tokens:,} tokens of one prompt", overflow="fold")
     steps = max(result.decode_steps, 1)
-    table.add_column(f"decode\na step of batch {scenario.batch_size:,}, mean of {steps:,}", overflow="fold")
+    table.add_column(
+        f"decode\na step of batch {scenario.batch_size:,}, mean of {steps:,}", overflow="fold"
+    )
     for title, parts in (
         ("linear layers", (prefill.linear, decode.linear)),
         ("attention", (prefill.attention, decode.attention)),
@@ -136,16 +153,24 @@ def _phase_table(result: Estimate) -> Table:
     table.add_row("  is", "TTFT without a queue", "time per output token (TPOT)")
     table.add_row("rate", _rate(scenario.prompt_tokens, prefill.seconds), _decode_rate(result))
     share = result.prefill_share
-    shares = ("unknown", "unknown") if share is None else (f"{100 * share:.1f} %", f"{100 * (1 - share):.1f} %")
+    shares = (
+        ("unknown", "unknown")
+        if share is None
+        else (f"{100 * share:.1f} %", f"{100 * (1 - share):.1f} %")
+    )
     table.add_row("share of a request", *shares)
     if scenario.price_per_hour is not None:
         costs = (result.prefill_cost, result.decode_cost)
-        table.add_row("price per 1 M tokens", *("unknown" if cost is None else f"{cost:.3g}" for cost in costs))
+        table.add_row(
+            "price per 1 M tokens",
+            *("unknown" if cost is None else f"{cost:.3g}" for cost in costs),
+        )
     return table
 
 
 def _decode_rate(result: Estimate) -> str:
-    batch, seconds = result.scenario.batch_size, result.decode.seconds
+    batch = result.scenario.batch_size
+    seconds = result.decode.seconds
     if seconds is None:  # memory alone still says what no peak could beat
         most = result.decode.memory_seconds
         return "unknown" if most is None else f"unknown; at most {_rate(1, most)} per request"
@@ -154,18 +179,26 @@ def _decode_rate(result: Estimate) -> str:
 
 
 def _consequences(result: Estimate) -> Iterator[tuple[str, str]]:
-    scenario, n = result.scenario, result.scenario.prompt_tokens
+    scenario = result.scenario
+    n = result.scenario.prompt_tokens
     last = n + max(result.decode_steps, 1) - 1
-    first_rate, last_rate = _rate(1, result.decode_first.seconds), _rate(1, result.decode_last.seconds)
+    first_rate = _rate(1, result.decode_first.seconds)
+    last_rate = _rate(1, result.decode_last.seconds)
     yield "decode by position", f"{first_rate} at {n:,}, {last_rate} at {last:,}"
-    token, request = scaled(result.kv_token_bytes, "B"), scaled(result.sequence_bytes, "B")
+    token = scaled(result.kv_token_bytes, "B")
+    request = scaled(result.sequence_bytes, "B")
     read = ""
     if any(result.shape.blueprint.windows):
         last_step = scaled(result.decode_last.attention.bytes / scenario.batch_size, "B")
         read = f" held; its last step reads {last_step}"
     yield "KV cache", f"{token} per token, {request} per request{read}"
-    most, length = result.max_batch, n + scenario.output_tokens
-    fits = "unknown: give --memory" if most is None else f"{_requests(most)} of {length:,} tokens beside the weights"
+    most = result.max_batch
+    length = n + scenario.output_tokens
+    fits = (
+        "unknown: give --memory"
+        if most is None
+        else f"{_requests(most)} of {length:,} tokens beside the weights"
+    )
     yield "largest batch", fits
     balance = "unknown" if result.balance is None else f"{result.balance:,.1f} FLOP per byte"
     yield "balance point", f"{balance} ({scenario.units.linear})"
@@ -175,19 +208,30 @@ def _consequences(result: Estimate) -> Iterator[tuple[str, str]]:
     else:
         short = most is not None and 0 < most < even
         beyond = f", but only {most:,} fit{'s' if most == 1 else ''}" if short else ""
-        yield "break-even batch", f"decode's linear layers are compute-bound from {_requests(even)} on{beyond}"
+        yield (
+            "break-even batch",
+            f"decode's linear layers are compute-bound from {_requests(even)} on{beyond}",
+        )
     if result.speculation is not None:
         yield "speculation", _speculation(result, result.speculation)
 
 
 def _speculation(result: Estimate, with_drafts: SpeculationEstimate) -> str:
-    drafting, rate, plain = with_drafts.drafting, with_drafts.tokens_per_second, result.decode.seconds
-    drafts = f"{drafting.num_tokens} draft{'s' if drafting.num_tokens > 1 else ''}, acceptance {drafting.acceptance:g}"
+    drafting = with_drafts.drafting
+    rate = with_drafts.tokens_per_second
+    plain = result.decode.seconds
+    drafts = (
+        f"{drafting.num_tokens} draft{'s' if drafting.num_tokens > 1 else ''}, acceptance "
+        f"{drafting.acceptance:g}"
+    )
     step = f"{drafting.tokens_per_step:.2f} tokens per step of {time_text(with_drafts.seconds)}"
     if rate is None or plain is None:
         return f"{drafts}: {step}"
     writing = f" ({time_text(drafting.seconds)} of it for drafting)" if drafting.seconds else ""
-    return f"{drafts}: {step}{writing}, {_number(rate, ' tok/s')} per request, {rate * plain:.2f} times as fast"
+    return (
+        f"{drafts}: {step}{writing}, {_number(rate, ' tok/s')} per request, "
+        f"{rate * plain:.2f} times as fast"
+    )
 
 
 def _grid(rows: Iterator[tuple[str, str]]) -> Table:
@@ -199,22 +243,42 @@ def _grid(rows: Iterator[tuple[str, str]]) -> Table:
 
 def _formulas(result: Estimate) -> Iterator[tuple[str, str]]:
     """Each formula with this estimate's numbers."""
-    b, scenario, prefill, decode = result.shape.blueprint, result.scenario, result.prefill, result.decode
-    n, batch, layers = scenario.prompt_tokens, scenario.batch_size, b.num_layers
-    p, head = result.shape.linear_parameters, result.shape.parameters.head
+    b = result.shape.blueprint
+    scenario = result.scenario
+    prefill = result.prefill
+    decode = result.decode
+    n = scenario.prompt_tokens
+    batch = scenario.batch_size
+    layers = b.num_layers
+    p = result.shape.linear_parameters
+    head = result.shape.parameters.head
     peak = scaled(result.hardware.peak(scenario.units.linear), "FLOP/s")
     bandwidth = scaled(result.hardware.read_bandwidth(decode.bytes), "B/s")
-    yield "P", f"{p:,} weights of the layers that one token uses; V h = {head:,} weights of the output head"
-    yield "linear FLOP", f"prefill 2 P n + 2 V h = 2 x {p:,} x {n:,} + 2 x {head:,} = {prefill.linear.flops:,}"
+    yield (
+        "P",
+        f"{p:,} weights of the layers that one token uses; V h = {head:,} weights of the output "
+        "head",
+    )
+    yield (
+        "linear FLOP",
+        f"prefill 2 P n + 2 V h = 2 x {p:,} x {n:,} + 2 x {head:,} = {prefill.linear.flops:,}",
+    )
     yield "", f"decode  2 (P + V h) B = 2 x {p + head:,} x {batch:,} = {decode.linear.flops:,}"
-    attention = f"4 H d L n (n + 1) / 2 = 4 x {b.num_heads} x {b.head_dim} x {layers} x {n:,} x {n + 1:,} / 2"
+    attention = (
+        f"4 H d L n (n + 1) / 2 = 4 x {b.num_heads} x {b.head_dim} x {layers} x {n:,} x "
+        f"{n + 1:,} / 2"
+    )
     if any(window is not None for window in b.windows):
         attention = "4 H d min(p + 1, window), summed over rows and layers"
     yield "attention FLOP", f"prefill {attention} = {prefill.attention.flops:,}"
     yield "", f"decode  4 H d per layer and token attended to = {decode.attention.flops:,.0f}"
     experts = " + experts reached" if b.experts else ""
-    yield "linear bytes", f"layers{experts} + head, once per step = {decode.linear.bytes:,.0f} (decode)"
-    each, heads = layers * b.num_kv_heads * scenario.kv_head_bytes, f"{layers} x {b.num_kv_heads}"
+    yield (
+        "linear bytes",
+        f"layers{experts} + head, once per step = {decode.linear.bytes:,.0f} (decode)",
+    )
+    each = layers * b.num_kv_heads * scenario.kv_head_bytes
+    heads = f"{layers} x {b.num_kv_heads}"
     key_value = f"{heads} x {scenario.kv_head_bytes:g} = {each:,.0f}"
     yield "KV bytes", f"per token L H_kv x bytes of one head's key and value = {key_value}"
     yield "", f"decode reads those of every token attended to = {decode.attention.bytes:,.0f}"
@@ -224,10 +288,16 @@ def _formulas(result: Estimate) -> Iterator[tuple[str, str]]:
     steps = f"{result.decode_steps:,} decode steps"
     yield "share", f"prefill / (prefill + {steps}); the first output token comes out of prefill"
     yield "largest batch", "floor((memory - weights) / KV of a request at its end)"
-    yield "break-even", "smallest B with 2 (P + V h) B / (MFU peak) >= linear bytes / (MBU bandwidth)"
+    yield (
+        "break-even",
+        "smallest B with 2 (P + V h) B / (MFU peak) >= linear bytes / (MBU bandwidth)",
+    )
     yield "balance point", "peak / bandwidth"
     if scenario.price_per_hour is not None:
-        yield "price per 1 M", "price per hour / 3600 x 1,000,000 x prefill / n, or x decode step / B"
+        yield (
+            "price per 1 M",
+            "price per hour / 3600 x 1,000,000 x prefill / n, or x decode step / B",
+        )
 
 
 def _with_properties(one: Any, *names: str) -> dict[str, Any]:
@@ -236,7 +306,10 @@ def _with_properties(one: Any, *names: str) -> dict[str, Any]:
 
 def _phase_json(phase: PhaseEstimate) -> dict[str, Any]:
     parts = {"linear": phase.linear, "attention": phase.attention}
-    found = {name: _with_properties(part, "intensity", "seconds", "bound") for name, part in parts.items()}
+    found = {
+        name: _with_properties(part, "intensity", "seconds", "bound")
+        for name, part in parts.items()
+    }
     return _with_properties(phase, "flops", "bytes", "seconds", "memory_seconds", "bound") | found
 
 
@@ -246,15 +319,23 @@ def shape_json(shape: DecoderShape) -> dict[str, Any]:
     given = {name: getattr(shape, name) for name in ("name", "source", "dtype")}
     counts = ("linear_parameters", "total_parameters", "active_parameters")
     parameters = asdict(shape.parameters)
-    return given | described | {name: getattr(shape, name) for name in counts} | {"parameters": parameters}
+    return (
+        given
+        | described
+        | {name: getattr(shape, name) for name in counts}
+        | {"parameters": parameters}
+    )
 
 
 def print_json(result: Estimate) -> None:
     """Everything as one JSON object; null is unknown."""
-    hardware, scenario = result.hardware, result.scenario
-    decode, prefill = result.decode.seconds, result.prefill.seconds
+    hardware = result.hardware
+    scenario = result.scenario
+    decode = result.decode.seconds
+    prefill = result.prefill.seconds
     data = {
-        "model": shape_json(result.shape) | {"weight_bytes": _with_properties(result.weights, "total")},
+        "model": shape_json(result.shape)
+        | {"weight_bytes": _with_properties(result.weights, "total")},
         "hardware": {
             **{name: getattr(hardware, name) for name in ("name", "kind", "devices")},
             "peaks": {unit: hardware.peak(unit) for unit in scenario.precisions},
@@ -262,7 +343,10 @@ def print_json(result: Estimate) -> None:
             "memory": hardware.capacity,
         },
         "scenario": asdict(scenario),
-        **{name: _phase_json(getattr(result, name)) for name in ("prefill", "decode", "decode_first", "decode_last")},
+        **{
+            name: _phase_json(getattr(result, name))
+            for name in ("prefill", "decode", "decode_first", "decode_last")
+        },
         "decode_steps": result.decode_steps,
         "ttft_seconds": prefill,
         "prefill_tokens_per_second": scenario.prompt_tokens / prefill if prefill else None,
@@ -298,17 +382,35 @@ def show_hardware(as_json: bool) -> None:
         print(json.dumps([asdict(sheet) for sheet in DATASHEETS.values()], indent=1))
         return
     console = answers()
-    table = Table("name", "product", "bandwidth", "memory", "peak FLOP/s, dense", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        "name",
+        "product",
+        "bandwidth",
+        "memory",
+        "peak FLOP/s, dense",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
     for sheet in DATASHEETS.values():
         rates = (f"{precision} {scaled(peak, '')}" for precision, peak in sheet.peaks.items())
-        peaks = ", ".join(rate.replace(" ", "\u00a0") for rate in rates) or "unknown"  # a figure stays on its line
-        table.add_row(sheet.name, sheet.title, scaled(sheet.bandwidth, "B/s"), scaled(sheet.memory, "B"), peaks)
+        peaks = (
+            ", ".join(rate.replace(" ", "\u00a0") for rate in rates) or "unknown"
+        )  # a figure stays on its line
+        table.add_row(
+            sheet.name,
+            sheet.title,
+            scaled(sheet.bandwidth, "B/s"),
+            scaled(sheet.memory, "B"),
+            peaks,
+        )
     console.print(table)
     for sheet in DATASHEETS.values():
         console.print(Text(sheet.name, "bold"))
         for source in sheet.sources:
             console.print(Text(f"  {', '.join(source.figures)}: {source.title}"))
-            console.print(Text(f"    {source.address}", "dim"), soft_wrap=True)  # whole, to be copied
+            console.print(
+                Text(f"    {source.address}", "dim"), soft_wrap=True
+            )  # whole, to be copied
         for figure, formula in sheet.computed.items():
             console.print(Text(f"  {figure} is computed: {formula}"))
         if sheet.note:
@@ -324,10 +426,20 @@ def show_models(as_json: bool) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for head in ("name", "parameters", "active", "context"):
         table.add_column(head, no_wrap=True)
-    table.add_column("repository", overflow="fold")  # whole, to be copied, on two lines where one is too narrow
+    table.add_column(
+        "repository", overflow="fold"
+    )  # whole, to be copied, on two lines where one is too narrow
     for shape in shapes:
         active = f"{shape.active_parameters:,}" if shape.blueprint.experts else ""
         context = f"{shape.blueprint.context_length:,}"
-        table.add_row(shape.name, f"{shape.total_parameters:,}", active, context, KNOWN_MODELS[shape.name].repo)
+        table.add_row(
+            shape.name,
+            f"{shape.total_parameters:,}",
+            active,
+            context,
+            KNOWN_MODELS[shape.name].repo,
+        )
     answers().print(table)
-    answers().print(Text("Shapes are those of each repository's config.json on https://huggingface.co.", "dim"))
+    answers().print(
+        Text("Shapes are those of each repository's config.json on https://huggingface.co.", "dim")
+    )

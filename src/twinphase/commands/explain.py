@@ -8,23 +8,28 @@ import typer
 
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["explain"]
-
 
 def explain(
     what: str = typer.Argument(
         None,
-        help="Id of a server's request, or a JSON file: a saved ledger, an answer, or a load's result.json.",
+        help="Id of a server's request, or a JSON file: a saved ledger, an answer, or a load's "
+        "result.json.",
     ),
     url: str = typer.Option("http://127.0.0.1:8000", help="The server that has the request."),
-    api_key: str = typer.Option(None, envvar="TWINPHASE_API_KEY", help="API key that the request was sent with."),
-    last: bool = typer.Option(False, "--last", help="Explain the last request that the server finished."),
+    api_key: str = typer.Option(
+        None, envvar="TWINPHASE_API_KEY", help="API key that the request was sent with."
+    ),
+    last: bool = typer.Option(
+        False, "--last", help="Explain the last request that the server finished."
+    ),
     json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     out: Path = typer.Option(None, help="Write a report with plots into this folder."),
 ) -> None:
     """Explain one request: a waterfall of its time, what bound each phase, the causes, and what to change."""
     if (what is None) is not last:
-        raise InvalidRequestError("explain needs one thing to explain.", "Give a request's id, a JSON file, or --last.")
+        raise InvalidRequestError(
+            "explain needs one thing to explain.", "Give a request's id, a JSON file, or --last."
+        )
     from twinphase.commands import explain_source as source
     from twinphase.commands import explain_view as view
 
@@ -37,8 +42,8 @@ def explain(
     else:
         print("\n".join(view.lines(found)))
     if out is not None:
-        from twinphase.bench.report.explanation import explain_report
-        from twinphase.bench.report.render import write_report
         from twinphase.terminal import note
+        from twinphase_bench.report.explanation import explain_report
+        from twinphase_bench.report.render import write_report
 
         note(str(write_report(explain_report(found), out).html))

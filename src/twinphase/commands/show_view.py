@@ -13,15 +13,15 @@ from twinphase.commands.estimate_view import scaled, time_text
 from twinphase.commands.show import NOT_MEASURED
 from twinphase.terminal import answers
 
-__all__ = ["show_facts"]
-
 KINDS = {"byte-level": "byte-level BPE", "sentencepiece": "SentencePiece", "wordpiece": "WordPiece"}
 
 
 def show_facts(facts: dict[str, Any]) -> None:
     """Print what `model_facts` found."""
     console = answers()
-    console.print(Text(f"{facts['name']}: {facts['architecture']}, {facts['quantization']}", "bold"))
+    console.print(
+        Text(f"{facts['name']}: {facts['architecture']}, {facts['quantization']}", "bold")
+    )
     console.print(Text(f"  {facts['path']}", "dim"), soft_wrap=True)
     grid = Table.grid(padding=(0, 2))
     for name, value in _encoder_lines(facts) if "embeds" in facts else _lines(facts):
@@ -36,27 +36,46 @@ def show_facts(facts: dict[str, Any]) -> None:
     here = facts["here"]
     for line in here["warnings"] if here else ():
         console.print(Text(f"! {line}", "bold yellow"))
-    for line in (f"A bound: {here['hardware']}; `twinphase bench` measures.", *here["notes"]) if here else ():
+    for line in (
+        (f"A bound: {here['hardware']}; `twinphase bench` measures.", *here["notes"])
+        if here
+        else ()
+    ):
         console.print(Text(f"- {line}", "dim"))
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    layers, parameters = facts["layers"], facts["parameters"]
+    layers = facts["layers"]
+    parameters = facts["parameters"]
     active = f", {parameters['active']:,} active per token" if layers["experts"] else ""
     yield "parameters", f"{parameters['total']:,}{active}; {scaled(facts['bytes'], 'B')}"
     yield "context", f"{facts['context_length']:,} tokens"
-    yield "layers", f"{layers['num_layers']}, {layers['hidden_size']:,} wide; feed-forward {layers['ffn_size']:,}"
+    yield (
+        "layers",
+        f"{layers['num_layers']}, {layers['hidden_size']:,} wide; feed-forward "
+        f"{layers['ffn_size']:,}",
+    )
     if layers["experts"]:
-        yield "experts", f"{layers['experts']['count']} in each layer, {layers['experts']['used']} per token"
+        yield (
+            "experts",
+            f"{layers['experts']['count']} in each layer, {layers['experts']['used']} per token",
+        )
     yield (
         "heads",
-        f"{layers['num_heads']} for queries, {layers['num_kv_heads']} for keys and values, of {layers['head_dim']}",
+        f"{layers['num_heads']} for queries, {layers['num_kv_heads']} for keys and values, of "
+        f"{layers['head_dim']}",
     )
     near = layers["windowed_layers"]
-    which = "every layer attends" if near == layers["num_layers"] else f"{near} of {layers['num_layers']} layers attend"
+    which = (
+        "every layer attends"
+        if near == layers["num_layers"]
+        else f"{near} of {layers['num_layers']} layers attend"
+    )
     yield (
         "window",
-        f"{which} to {layers['window']:,} tokens at most" if near else "none: every layer attends to the whole context",
+        f"{which} to {layers['window']:,} tokens at most"
+        if near
+        else "none: every layer attends to the whole context",
     )
     tied = "is the embedding" if layers["tied"] else "has weights of its own"
     yield "head", f"{layers['vocab_size']:,} logits; it {tied}"
@@ -69,12 +88,20 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _encoder_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    layers, embeds = facts["layers"], facts["embeds"]
+    layers = facts["layers"]
+    embeds = facts["embeds"]
     yield "parameters", f"{facts['parameters']['total']:,}; {scaled(facts['bytes'], 'B')}"
     yield "texts", f"up to {facts['context_length']:,} tokens"
-    yield "layers", f"{layers['num_layers']}, {layers['hidden_size']:,} wide; feed-forward {layers['ffn_size']:,}"
+    yield (
+        "layers",
+        f"{layers['num_layers']}, {layers['hidden_size']:,} wide; feed-forward "
+        f"{layers['ffn_size']:,}",
+    )
     yield "heads", f"{layers['num_heads']}, and every token attends to every other"
-    yield "embeds", f"to {embeds['dimensions']:,} dimensions, {embeds['pooling']} pooling; it writes no text"
+    yield (
+        "embeds",
+        f"to {embeds['dimensions']:,} dimensions, {embeds['pooling']} pooling; it writes no text",
+    )
     yield from _tokenizer(facts)
 
 
@@ -82,7 +109,9 @@ def _tokenizer(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     tokenizer = facts["tokenizer"]
     yield (
         "tokenizer",
-        f"{KINDS[tokenizer['kind']]}, {tokenizer['vocab_size']:,} tokens" if tokenizer else "cannot be used",
+        f"{KINDS[tokenizer['kind']]}, {tokenizer['vocab_size']:,} tokens"
+        if tokenizer
+        else "cannot be used",
     )
     if "problem" in facts:
         yield "", facts["problem"]
@@ -95,11 +124,13 @@ def _here(here: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     prompt = f"{here['prompt_tokens']:,}"
     yield (
         "prefill here",
-        f"TTFT of {prompt} tokens at least {time_text(here['ttft_seconds'])}, {here['ttft_bound']}-bound",
+        f"TTFT of {prompt} tokens at least {time_text(here['ttft_seconds'])}, "
+        f"{here['ttft_bound']}-bound",
     )
     yield (
         "decode here",
-        f"TPOT behind {prompt} tokens at least {time_text(here['tpot_seconds'])}, {here['tpot_bound']}-bound",
+        f"TPOT behind {prompt} tokens at least {time_text(here['tpot_seconds'])}, "
+        f"{here['tpot_bound']}-bound",
     )
 
 
@@ -114,22 +145,32 @@ def _formats(facts: dict[str, Any]) -> Table:
     table = _table("format", "tensors", "bytes", "share")
     for one in facts["formats"]:
         table.add_row(
-            one["type"], f"{one['tensors']:,}", f"{one['bytes']:,}", f"{100 * one['bytes'] / facts['bytes']:.1f} %"
+            one["type"],
+            f"{one['tensors']:,}",
+            f"{one['bytes']:,}",
+            f"{100 * one['bytes'] / facts['bytes']:.1f} %",
         )
     return table
 
 
 def _kv_cache(facts: dict[str, Any]) -> Table:
     table = _table(
-        "KV cache", "per token", f"held for {facts['context_length']:,} tokens", "read by a decode step there"
+        "KV cache",
+        "per token",
+        f"held for {facts['context_length']:,} tokens",
+        "read by a decode step there",
     )
     for dtype, sizes in facts["kv_cache"].items():
-        table.add_row(dtype, f"{sizes['token']:,} B", scaled(sizes["held"], "B"), scaled(sizes["read"], "B"))
+        table.add_row(
+            dtype, f"{sizes['token']:,} B", scaled(sizes["held"], "B"), scaled(sizes["read"], "B")
+        )
     return table
 
 
 def _ranks(facts: dict[str, Any]) -> Table:
-    table = _table("rank", "weights", "KV heads", *(f"KV per token, {dtype}" for dtype in facts["kv_cache"]))
+    table = _table(
+        "rank", "weights", "KV heads", *(f"KV per token, {dtype}" for dtype in facts["kv_cache"])
+    )
     for number, rank in enumerate(facts["ranks"]):
         sizes = (f"{nbytes:,} B" for nbytes in rank["kv_token"].values())
         table.add_row(str(number), scaled(rank["weights"], "B"), str(rank["kv_heads"]), *sizes)

@@ -9,16 +9,30 @@ import typer
 
 from twinphase.errors import TwinphaseError
 
-__all__ = ["status"]
-
-COLUMNS = ("id", "role", "host", "pid", "state", "running", "waiting", "prefill", "decode", "KV cache", "blocks",
-           "transfers", "sent", "restarts")  # fmt: skip
+COLUMNS = (
+    "id",
+    "role",
+    "host",
+    "pid",
+    "state",
+    "running",
+    "waiting",
+    "prefill",
+    "decode",
+    "KV cache",
+    "blocks",
+    "transfers",
+    "sent",
+    "restarts",
+)
 COUNTS = ("cached_blocks", "transfers", "blocks_sent", "restarts")
 
 
 def status(
     url: str = typer.Argument("http://127.0.0.1:8000", help="The server."),
-    api_key: str = typer.Option(None, envvar="TWINPHASE_API_KEY", help="API key, if the server asks for one."),
+    api_key: str = typer.Option(
+        None, envvar="TWINPHASE_API_KEY", help="API key, if the server asks for one."
+    ),
     json: bool = typer.Option(False, "--json", help="Print the server's JSON."),
 ) -> None:
     """Show a server's engines: where they are, what they have, and the share of time that each phase takes."""
@@ -32,7 +46,9 @@ def status(
         return
     workers = found.get("workers")
     if not isinstance(workers, list) or not all(isinstance(one, Mapping) for one in workers):
-        raise TwinphaseError(f"What answers at {url} has no list of workers.", "Is it a twinphase server?")
+        raise TwinphaseError(
+            f"What answers at {url} has no list of workers.", "Is it a twinphase server?"
+        )
     print("\n".join(table([COLUMNS, *map(_row, workers)])))
 
 
@@ -40,8 +56,10 @@ def _row(worker: Mapping[str, Any]) -> Sequence[str]:
     def percent(name: str) -> str:
         return f"{100 * float(worker.get(name) or 0):.0f} %"
 
-    words = [str(worker.get(name) if worker.get(name) is not None else "-")
-             for name in ("id", "role", "host", "pid", "state", "running", "waiting")]  # fmt: skip
+    words = [
+        str(worker.get(name) if worker.get(name) is not None else "-")
+        for name in ("id", "role", "host", "pid", "state", "running", "waiting")
+    ]
     shares = [percent(name) for name in ("prefill_share", "decode_share", "kv_cache_usage")]
     return [*words, *shares, *(str(worker.get(name, 0)) for name in COUNTS)]
 
@@ -50,6 +68,8 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Lines of columns of equal width; numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [cell.ljust(width) if index < 5 else cell.rjust(width)
-                 for index, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
+        cells = [
+            cell.ljust(width) if index < 5 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         yield "  ".join(cells).rstrip()

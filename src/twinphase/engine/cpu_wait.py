@@ -7,8 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 
-__all__ = ["CpuWait", "thread_cpu_wait"]
-
 NANOSECOND = 1e-9
 THREAD_PREFIX = "twinphase-"  # of the names of a backend's threads
 
@@ -16,8 +14,9 @@ THREAD_PREFIX = "twinphase-"  # of the names of a backend's threads
 class CpuWait:
     """Counts for the calling thread and those that compute for it.
 
-    While one of a step's threads has no processor, the others spin or sleep until it is done: a step loses what the
-    thread that waited longest has waited. Each reading adds the longest wait since the last one.
+    While one of a step's threads has no processor, the others spin or sleep until it is done: a
+    step loses what the thread that waited longest has waited. Each reading adds the longest wait
+    since the last one.
     """
 
     def __init__(self, read: Callable[[Iterable[int]], dict[int, float]]) -> None:
@@ -31,7 +30,10 @@ class CpuWait:
         """Seconds since an arbitrary moment: only differences mean something."""
         now = self._read({self._own, *_pool()})
         # A thread that was not there at the last reading has not waited for this step.
-        self._total += max((now[thread] - self._last[thread] for thread in now if thread in self._last), default=0.0)
+        self._total += max(
+            (now[thread] - self._last[thread] for thread in now if thread in self._last),
+            default=0.0,
+        )
         self._last = now
         return self._total
 
@@ -39,7 +41,8 @@ class CpuWait:
 def _pool() -> set[int]:
     """Native ids of the backends' threads.
 
-    Without the collector: it might take a thread pool whose threads cannot end while the list of threads is locked.
+    Without the collector: it might take a thread pool whose threads cannot end while the list of
+    threads is locked.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -48,7 +51,9 @@ def _pool() -> set[int]:
     finally:
         if collects:
             gc.enable()
-    return {t.native_id for t in threads if t.name.startswith(THREAD_PREFIX) and t.native_id is not None}
+    return {
+        t.native_id for t in threads if t.name.startswith(THREAD_PREFIX) and t.native_id is not None
+    }
 
 
 class _Schedstat:
@@ -66,7 +71,9 @@ class _Schedstat:
         for thread in wanted:
             try:
                 if thread not in self._files:
-                    self._files[thread] = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+                    self._files[thread] = os.open(
+                        f"/proc/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC
+                    )
                 found[thread] = int(os.pread(self._files[thread], 96, 0).split()[1]) * NANOSECOND
             except (OSError, ValueError, IndexError):
                 continue
@@ -83,9 +90,9 @@ _OWN = threading.local()
 def thread_cpu_wait() -> float:
     """Seconds that the calling thread and a backend's threads have waited in the system's run queue.
 
-    Field 2 of Linux's /proc/self/task/ID/schedstat (Documentation/scheduler/sched-stats.rst); always 0 where there is
-    none. Time that a hypervisor took from the whole machine is not in it; where several engines compute in one process,
-    the threads of all of them are counted.
+    Field 2 of Linux's /proc/self/task/ID/schedstat (Documentation/scheduler/sched-stats.rst);
+    always 0 where there is none. Time that a hypervisor took from the whole machine is not in it;
+    where several engines compute in one process, the threads of all of them are counted.
     """
     wait: CpuWait | None = getattr(_OWN, "wait", None)
     if wait is None:

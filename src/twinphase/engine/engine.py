@@ -1,4 +1,6 @@
-"""The engine: a step is schedule, execute, commit. It sees token ids only and owns all state of its requests.
+"""The engine: a step is schedule, execute, commit.
+
+It sees token ids only and owns all state of its requests.
 
 Single-threaded: every method is called from one thread, between steps.
 """
@@ -11,22 +13,21 @@ from itertools import takewhile
 
 from twinphase.batch import Batch, Phase, StepOutput
 from twinphase.cache.prefix_cache import Acceptance, CachedBlock
-from twinphase.engine.checks import check_id, unknown_request
 from twinphase.engine.executor import Executor
+from twinphase.engine.frontends.checks import check_id, unknown_request
 from twinphase.engine.recorder import StepRecorder
 from twinphase.errors import ContextLengthError, EngineDeadError, InvalidRequestError
+from twinphase.outcome import FinishReason
 from twinphase.phases.cost import CostModel
 from twinphase.phases.ledger import Ledger
 from twinphase.phases.timeline import RequestTimeline, StepRecord
 from twinphase.phases.work import ModelShape
-from twinphase.request import FinishReason, Request
+from twinphase.request import Request
 from twinphase.sampling.rng import derive_seed
 from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.phase import phase_of
 from twinphase.scheduler.scheduler import Scheduler
 from twinphase.speculation.drafter import Drafter
-
-__all__ = ["Engine", "StepResult"]
 
 
 @dataclass(frozen=True)
@@ -82,20 +83,23 @@ class Engine:
     def timelines(self) -> dict[str, RequestTimeline]:
         return self.ledger.timelines
 
-    def add_request(self, request: Request, *, timeline: RequestTimeline | None = None) -> RequestTimeline:
+    def add_request(
+        self, request: Request, *, timeline: RequestTimeline | None = None
+    ) -> RequestTimeline:
         """Validate and queue a request.
 
         Args:
-            request: new, or with output tokens of an answer that another engine began: it goes on as that one would
-                have. A seed is chosen for it if it needs one and has none.
+            request: new, or with output tokens of an answer that another engine began: it goes on
+                as that one would have. A seed is chosen for it if it needs one and has none.
             timeline: what happened to the request before, such as tokenizing; a new one if None.
 
         Returns:
             The request's timeline, which grows with its steps.
 
         Raises:
-            InvalidRequestError: empty prompt, id in use, token id out of the vocabulary, a priority where the policy
-                has none, output that has ended already, or a value that is not supported.
+            InvalidRequestError: empty prompt, id in use, token id out of the vocabulary, a priority
+                where the policy has none, output that has ended already, or a value that is not
+                supported.
             ContextLengthError: prompt and `max_tokens` do not fit `max_model_len`.
             CacheCapacityError: the KV cache is too small for it, even when empty.
         """
@@ -103,7 +107,9 @@ class Engine:
         params = request.sampling_params
         seedless = params.seed is None and not params.greedy
         if seedless:
-            request.sampling_params = replace(params, seed=derive_seed(self.seed, self._num_seedless))
+            request.sampling_params = replace(
+                params, seed=derive_seed(self.seed, self._num_seedless)
+            )
         self.scheduler.add(request)
         self._num_seedless += seedless
         timeline = timeline or RequestTimeline(request.arrival_time)
@@ -121,7 +127,8 @@ class Engine:
         finished = self.scheduler.commit(batch, output)
         for request in finished:
             self._forget(request)
-        work, running = self.scheduler.step_work, bool(self.scheduler.running)
+        work = self.scheduler.step_work
+        running = bool(self.scheduler.running)
         record = self.recorder.step_ends(batch, output, finished, work, running=running)
         return StepResult(batch, output, finished, record)
 
@@ -139,7 +146,9 @@ class Engine:
         if self.recorder.trace:
             self.recorder.trace.read_at_most(num_tokens)
 
-    def accept(self, blocks: Sequence[CachedBlock], write: Callable[[list[int], list[int]], None]) -> list[Acceptance]:
+    def accept(
+        self, blocks: Sequence[CachedBlock], write: Callable[[list[int], list[int]], None]
+    ) -> list[Acceptance]:
         """Between steps, make blocks that another engine computed findable; see `KVCacheManager.accept`."""
         verdicts = self.scheduler.kv_cache.accept(blocks, write)
         if self.recorder.trace:
@@ -167,10 +176,14 @@ class Engine:
     def _draft(self) -> dict[str, list[int]]:
         """The drafter's guesses for the requests that decode next, up to the first that is no token."""
         assert self.drafter is not None
-        decoding = [request for request in self.scheduler.running if phase_of(request) is Phase.DECODE]
+        decoding = [
+            request for request in self.scheduler.running if phase_of(request) is Phase.DECODE
+        ]
         drafts = self.drafter.draft(decoding) if decoding else {}
         tokens = range(self.vocab_size)
-        found = {name: list(takewhile(tokens.__contains__, draft)) for name, draft in drafts.items()}
+        found = {
+            name: list(takewhile(tokens.__contains__, draft)) for name, draft in drafts.items()
+        }
         self.recorder.drafted()
         return found
 
@@ -181,8 +194,8 @@ class Engine:
     def _execute(self, batch: Batch) -> StepOutput:
         """Compute a batch; if that fails, its shares one by one, so that the one at fault fails alone.
 
-        Those that fail alone end with `FinishReason.ERROR`. The others' results are the same: a request's bits do not
-        depend on who is computed with it.
+        Those that fail alone end with `FinishReason.ERROR`. The others' results are the same: a
+        request's bits do not depend on who is computed with it.
         """
         try:
             return self.executor.execute(batch)
@@ -190,9 +203,13 @@ class Engine:
             raise  # nothing can be computed any more
         except Exception as error:
             if len(batch.scheduled) == 1:
-                return StepOutput(errors={batch.scheduled[0].request_id: _one_line(error)}, computed_singly=True)
+                return StepOutput(
+                    errors={batch.scheduled[0].request_id: _one_line(error)}, computed_singly=True
+                )
         output = StepOutput(computed_singly=True)
-        parts = [Batch([share], []) for share in batch.decodes] + [Batch([], [share]) for share in batch.prefills]
+        parts = [Batch([share], []) for share in batch.decodes] + [
+            Batch([], [share]) for share in batch.prefills
+        ]
         for part in map(self._execute, parts):
             output.token_ids |= part.token_ids
             output.logprobs |= part.logprobs
@@ -201,37 +218,49 @@ class Engine:
         return output
 
     def _validate(self, request: Request) -> None:
-        params, prompt = request.sampling_params, request.prompt_token_ids
+        params = request.sampling_params
+        prompt = request.prompt_token_ids
         check_id(request.request_id)
         if not prompt:
             raise InvalidRequestError("The prompt is empty.", "Give at least one token.")
         if params.n != 1:
-            raise InvalidRequestError(f"n is {params.n}, but only 1 is supported.", "Send the prompt n times.")
+            raise InvalidRequestError(
+                f"n is {params.n}, but only 1 is supported.", "Send the prompt n times."
+            )
         limit = self.scheduler.max_model_len
         if len(prompt) >= limit:
             raise ContextLengthError(
-                f"The prompt has {len(prompt)} tokens; the context holds {limit}, the answer's first token included.",
+                f"The prompt has {len(prompt)} tokens; the context holds {limit}, the answer's "
+                "first token included.",
                 f"Shorten the prompt by {len(prompt) - limit + 1} tokens or more.",
             )
         if params.max_tokens is not None and len(prompt) + params.max_tokens > limit:
             raise ContextLengthError(
-                f"The prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}, together "
+                f"The prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}, "
+                "together "
                 f"{len(prompt) + params.max_tokens}; the context holds {limit}.",
                 f"Lower max_tokens to {limit - len(prompt)}, or shorten the prompt.",
             )
         self._check_ids("prompt", prompt)
-        output, scheduler = request.output_token_ids, self.scheduler
+        output = request.output_token_ids
+        scheduler = self.scheduler
         self._check_ids("output", output)
         whole = request.num_tokens >= scheduler.max_tokens_total(request)
         if output and (whole or params.ends_at(output[-1], len(output), scheduler.eos_token_ids)):
-            raise InvalidRequestError("The answer has ended with the tokens it has.", "There is nothing to continue.")
+            raise InvalidRequestError(
+                "The answer has ended with the tokens it has.", "There is nothing to continue."
+            )
         self._check_ids("stop_token_ids", params.stop_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
+            if (
+                isinstance(token_id, bool)
+                or not isinstance(token_id, int)
+                or not 0 <= token_id < self.vocab_size
+            ):
                 raise InvalidRequestError(
                     f"Token id {token_id!r} in {name} is not in the vocabulary.",
                     f"Use integers from 0 to {self.vocab_size - 1}.",

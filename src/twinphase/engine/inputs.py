@@ -1,4 +1,7 @@
-"""Flattens a `Batch` into the arrays of a step. Decodes first, so that attention can split by phase."""
+"""Flattens a `Batch` into the arrays of a step.
+
+Decodes first, so that attention can split by phase.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,36 @@ import numpy as np
 from twinphase.backends.base import StepInputs
 from twinphase.batch import Batch
 
-__all__ = ["build"]
-
 
 def build(batch: Batch, block_size: int) -> StepInputs:
     """The inputs of one step; `batch` must not be empty.
 
-    The requests' blocks already have room for the tokens to compute. Plain Python integers until the end: a decode step
-    has few rows, and each small NumPy call costs a microsecond.
+    The requests' blocks already have room for the tokens to compute. Plain Python integers until
+    the end: a decode step has few rows, and each small NumPy call costs a microsecond.
     """
     shares = batch.scheduled
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    query_start, logit_rows = [0], list[int]()
+    query_start = [0]
+    logit_rows = list[int]()
     for share in shares:
         token_ids += share.token_ids
-        here = range(share.num_computed_tokens, share.num_computed_tokens + share.num_scheduled_tokens)
+        here = range(
+            share.num_computed_tokens, share.num_computed_tokens + share.num_scheduled_tokens
+        )
         positions += here
         slots += [share.block_ids[p // block_size] * block_size + p % block_size for p in here]
-        logit_rows += [query_start[-1] + position - share.num_computed_tokens for position in share.scored]
+        logit_rows += [
+            query_start[-1] + position - share.num_computed_tokens for position in share.scored
+        ]
         if share.samples:
             logit_rows += range(len(token_ids) - 1 - share.num_drafts, len(token_ids))
         query_start.append(len(token_ids))
 
-    used = [positions[end - 1] // block_size + 1 for end in query_start[1:]]  # blocks up to the last computed token
+    used = [
+        positions[end - 1] // block_size + 1 for end in query_start[1:]
+    ]  # blocks up to the last computed token
     block_tables = np.zeros((len(shares), max(used)), np.int32)
     for table, share, count in zip(block_tables, shares, used, strict=True):
         table[:count] = share.block_ids[:count]

@@ -1,6 +1,7 @@
 """Measures steps from outside: the clock, who waited for a processor, the ledger, the cost model, the step log.
 
-The engine decides and computes the same without it. Not for how a step's time divides (`phases/ledger.py`).
+The engine decides and computes the same without it. Not for how a step's time divides
+(`phases/ledger.py`).
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from twinphase.batch import Batch, StepOutput
 from twinphase.engine.cpu_wait import thread_cpu_wait
 from twinphase.engine.trace import TraceWriter
+from twinphase.outcome import FinishReason
 from twinphase.phases.cost import CostModel
 from twinphase.phases.ledger import Ledger
 from twinphase.phases.timeline import RequestTimeline, StepRecord
 from twinphase.phases.work import ModelShape
-from twinphase.request import FinishReason, Request
+from twinphase.request import Request
 
-__all__ = ["StepRecorder"]
-
-LONGEST_GAP = 0.1  # seconds between steps that count as the front end's work on a token; more is idleness
+LONGEST_GAP = (
+    0.1  # seconds between steps that count as the front end's work on a token; more is idleness
+)
 
 
 class StepRecorder:
@@ -43,7 +45,9 @@ class StepRecorder:
         self.cpu_wait: Callable[[], float] = thread_cpu_wait
         self.trace = trace
         self._start = self._executed = self._waited = self._drafting = 0.0
-        self._last_end: float | None = None  # of the last step, while requests were running after it
+        self._last_end: float | None = (
+            None  # of the last step, while requests were running after it
+        )
 
     def request_added(self, request: Request, timeline: RequestTimeline) -> None:
         if self.trace:
@@ -57,20 +61,25 @@ class StepRecorder:
         self.ledger.close(request_id, self.clock())
 
     def step_begins(self) -> None:
-        self._start, self._drafting = self.clock(), 0.0
+        self._start = self.clock()
+        self._drafting = 0.0
 
     def drafted(self) -> None:
         """The time since the step began went to guessing tokens."""
         self._drafting = self.clock() - self._start
 
     def execute(
-        self, compute: Callable[[Batch], StepOutput], batch: Batch, drafts: Mapping[str, Sequence[int]]
+        self,
+        compute: Callable[[Batch], StepOutput],
+        batch: Batch,
+        drafts: Mapping[str, Sequence[int]],
     ) -> StepOutput:
         """What `compute` makes of the batch; logged now, since the batch's lists change with the commit.
 
         `drafts` are those that the batch was scheduled with.
         """
-        start, waited = self.clock(), self.cpu_wait()
+        start = self.clock()
+        waited = self.cpu_wait()
         output = compute(batch)
         self._waited = self.cpu_wait() - waited
         self._executed = self.clock() - start
@@ -79,10 +88,17 @@ class StepRecorder:
         return output
 
     def step_ends(
-        self, batch: Batch, output: StepOutput, finished: list[Request], work: Mapping[str, float], *, running: bool
+        self,
+        batch: Batch,
+        output: StepOutput,
+        finished: list[Request],
+        work: Mapping[str, float],
+        *,
+        running: bool,
     ) -> StepRecord:
         """The step is committed: `work` by tenant, predicted; `running` says whether requests go on after it."""
-        start, end = self._start, self.clock()
+        start = self._start
+        end = self.clock()
         inside = self._executed, output.sampling_seconds, self._waited
         record = self.ledger.add_step(batch, start, end, *inside, work, self._drafting, output)
         gap = start - self._last_end if self._last_end is not None else 0.0

@@ -13,13 +13,13 @@ from twinphase.sampling.drawn_rows import DrawnRows
 from twinphase.speculation.drafter import HiddenReader
 from twinphase.speculation.verify import sample
 
-__all__ = ["Runner"]
-
 
 class Runner:
     """A model on a backend whose KV cache is allocated."""
 
-    def __init__(self, model: Decoder, backend: Backend, *, block_size: int, eos_token_ids: Collection[int]) -> None:
+    def __init__(
+        self, model: Decoder, backend: Backend, *, block_size: int, eos_token_ids: Collection[int]
+    ) -> None:
         self.model = model
         self.backend = backend
         self.block_size = block_size
@@ -28,10 +28,12 @@ class Runner:
 
     def show_hidden(self, reader: HiddenReader) -> None:
         """Show `reader` the hidden states of every step from the first on; call it before that."""
-        self.reader, self.model.kept = reader, reader.layers
+        self.reader = reader
+        self.model.kept = reader.layers
 
     def execute(self, batch: Batch) -> StepOutput:
-        inputs, drawer = build(batch, self.block_size), getattr(self.backend, "drawer", None)
+        inputs = build(batch, self.block_size)
+        drawer = getattr(self.backend, "drawer", None)
         start = perf_counter()
         if drawer is None:
             logits = self.backend.execute(self.model.forward, inputs)

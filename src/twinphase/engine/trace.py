@@ -1,11 +1,12 @@
 """The log of everything that decides a step, one JSON object a line, and its replay through a fresh scheduler.
 
-The scheduler and the cost model are pure: given the same requests, tokens and times they decide the same. A log thus
-shows why a step was as it was, on any machine and without the model; a replay that differs shows that the code has
-changed its mind.
+The scheduler and the cost model are pure: given the same requests, tokens and times they decide the
+same. A log thus shows why a step was as it was, on any machine and without the model; a replay that
+differs shows that the code has changed its mind.
 
     header    the scheduler's settings and the prices the cost model started from
-    add       a request: prompt, sampling values, priority, salt, tenant and its weight; output that it came with
+    add       a request: prompt, sampling values, priority, salt, tenant and its weight; output that
+        it came with
     accept    KV blocks that came from another engine, and what became of them
     finish    an abort, or a stop string that the front end found
     step      the drafts there were, the decision (`decision`) and the tokens that came of it
@@ -30,11 +31,10 @@ from twinphase.batch import Batch, StepOutput, StepWork
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.cache.prefix_cache import Acceptance, CachedBlock
 from twinphase.errors import InvalidRequestError, TwinphaseError
+from twinphase.outcome import FinishReason
 from twinphase.phases.cost import CostModel
-from twinphase.request import FinishReason, Request, SamplingParams
+from twinphase.request import Request, SamplingParams
 from twinphase.scheduler.scheduler import Scheduler
-
-__all__ = ["Replay", "TraceWriter", "decision", "replay", "trace_header"]
 
 VERSION = 4
 Drafts = Mapping[str, Sequence[int]]
@@ -43,19 +43,33 @@ Drafts = Mapping[str, Sequence[int]]
 def decision(batch: Batch) -> dict[str, Any]:
     """Everything the scheduler decided in a step, as plain values."""
     return {
-        "decodes": [[s.request_id, s.num_computed_tokens, s.num_drafts, s.block_ids[:]] for s in batch.decodes],
-        "prefills": [[s.request_id, s.num_computed_tokens, len(s.token_ids), s.block_ids[:]] for s in batch.prefills],
+        "decodes": [
+            [s.request_id, s.num_computed_tokens, s.num_drafts, s.block_ids[:]]
+            for s in batch.decodes
+        ],
+        "prefills": [
+            [s.request_id, s.num_computed_tokens, len(s.token_ids), s.block_ids[:]]
+            for s in batch.prefills
+        ],
         "preempted": list(batch.preempted),
         "held_back": batch.held_back,
     }
 
 
 def _step(drafts: Drafts, batch: Batch, output: StepOutput) -> dict[str, Any]:
-    return {"drafts": drafts, **decision(batch), "token_ids": output.token_ids, "errors": output.errors}
+    return {
+        "drafts": drafts,
+        **decision(batch),
+        "token_ids": output.token_ids,
+        "errors": output.errors,
+    }
 
 
 def _acceptance(blocks: Sequence[CachedBlock], verdicts: Sequence[Acceptance]) -> dict[str, Any]:
-    rows = [[block.block_hash.hex(), block.parent.hex(), block.token_ids, block.index] for block in blocks]
+    rows = [
+        [block.block_hash.hex(), block.parent.hex(), block.token_ids, block.index]
+        for block in blocks
+    ]
     return {"blocks": rows, "verdicts": list(verdicts)}
 
 
@@ -97,7 +111,15 @@ class TraceWriter:
 
     def add(self, request: Request) -> None:
         """A request was accepted; its seed is known."""
-        names = ["request_id", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "tenant", "weight"]
+        names = [
+            "request_id",
+            "prompt_token_ids",
+            "sampling_params",
+            "priority",
+            "cache_salt",
+            "tenant",
+            "weight",
+        ]
         names += [name for name in ("output_token_ids", "fresh") if getattr(request, name)]
         values = {name: getattr(request, name) for name in names}
         self._write("add", {**values, "sampling_params": asdict(request.sampling_params)})
@@ -130,7 +152,9 @@ class TraceWriter:
                 self._file.flush()
         except OSError as error:  # a full disk ends the log, not the engine
             self.error = error
-            logging.getLogger("twinphase").warning("The step log ends here, it could not be written: %s", error)
+            logging.getLogger("twinphase").warning(
+                "The step log ends here, it could not be written: %s", error
+            )
 
 
 @dataclass(frozen=True)
@@ -139,8 +163,8 @@ class Replay:
 
     Attributes:
         num_steps: steps decided again.
-        difference: the first line of the log that would be different now, the logged one, and the new one; None when
-            all were the same byte for byte.
+        difference: the first line of the log that would be different now, the logged one, and the
+            new one; None when all were the same byte for byte.
     """
 
     num_steps: int
@@ -151,7 +175,8 @@ def replay(path: Path) -> Replay:
     """Run a log's requests, tokens and times through a fresh scheduler and compare the decisions byte for byte.
 
     Raises:
-        InvalidRequestError: the file is not such a log, or not a whole one; the message names the line.
+        InvalidRequestError: the file is not such a log, or not a whole one; the message names the
+            line.
     """
     replaying: _Replaying | None = None
     for number, line, event in _events(path):
@@ -160,8 +185,19 @@ def replay(path: Path) -> Replay:
                 replaying = _Replaying(event)
                 continue
             new = replaying.take(event)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TwinphaseError) as error:
-            why = error.cause if isinstance(error, TwinphaseError) else f"{type(error).__name__}: {error}."
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+            TwinphaseError,
+        ) as error:
+            why = (
+                error.cause
+                if isinstance(error, TwinphaseError)
+                else f"{type(error).__name__}: {error}."
+            )
             cause = f"Line {number} of {path} cannot be replayed. {why}"
             raise InvalidRequestError(cause, "Is it a step log, whole and unchanged?") from None
         if new is not None and new != line:
@@ -184,29 +220,36 @@ class _Replaying:
 
     def take(self, event: dict[str, Any]) -> str | None:
         """Do what the event says; for a step, the line that would be logged now."""
-        kind, scheduler = event.pop("event", None), self._scheduler
+        kind = event.pop("event", None)
+        scheduler = self._scheduler
         if kind == "add":
             params = SamplingParams(**_int_keys(event.pop("sampling_params")))
             scheduler.add(Request(sampling_params=params, arrival_time=0.0, **event))
         elif kind == "finish":
             scheduler.finish(event["request_id"], FinishReason(event["reason"]))
         elif kind == "pace":
-            scheduler.slo_seconds, scheduler.prefill_room = event["slo_seconds"], event["prefill_room"]
+            scheduler.slo_seconds = event["slo_seconds"]
+            scheduler.prefill_room = event["prefill_room"]
         elif kind == "bound":
             scheduler.most_prefill_tokens = event["num_tokens"]
         elif kind == "observe":
             self._cost_model.observe(self._work, event["seconds"], event["gap"])
         elif kind == "step":
-            drafts, output = event["drafts"], StepOutput(token_ids=event["token_ids"], errors=event["errors"])
+            drafts = event["drafts"]
+            output = StepOutput(token_ids=event["token_ids"], errors=event["errors"])
             batch = scheduler.schedule(drafts)
-            line = _line({"event": "step", **_step(drafts, batch, output)})  # the commit changes the batch's lists
+            line = _line(
+                {"event": "step", **_step(drafts, batch, output)}
+            )  # the commit changes the batch's lists
             self._work = batch.work
             scheduler.commit(batch, output)
             self.num_steps += 1
             return line
         elif kind == "accept":
             blocks = [
-                CachedBlock(bytes.fromhex(block_hash), bytes.fromhex(parent), tuple(token_ids), index)
+                CachedBlock(
+                    bytes.fromhex(block_hash), bytes.fromhex(parent), tuple(token_ids), index
+                )
                 for block_hash, parent, token_ids, index in event["blocks"]
             ]
             verdicts = scheduler.kv_cache.accept(blocks, lambda block_ids, which: None)
@@ -223,8 +266,16 @@ def _scheduler(header: dict[str, Any], cost_model: CostModel) -> Scheduler:
         enable_prefix_caching=header["enable_prefix_caching"],
         fingerprint=header["fingerprint"].encode(),
     )
-    names = ("max_model_len", "eos_token_ids", "max_num_batched_tokens", "max_num_seqs", "policy", "itl_slo_ms",
-             "usual_output", "window")  # fmt: skip
+    names = (
+        "max_model_len",
+        "eos_token_ids",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "policy",
+        "itl_slo_ms",
+        "usual_output",
+        "window",
+    )
     return Scheduler(kv_cache, times=cost_model, **{name: header[name] for name in names})
 
 
@@ -233,7 +284,9 @@ def _events(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     try:
         file = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115  what is no text is no JSON either
     except OSError as error:
-        raise InvalidRequestError(f"Cannot read {path}: {error.strerror}.", "Give a step log.") from None
+        raise InvalidRequestError(
+            f"Cannot read {path}: {error.strerror}.", "Give a step log."
+        ) from None
     with file:
         for number, line in enumerate(file, start=1):
             try:
@@ -241,14 +294,20 @@ def _events(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
             except ValueError:
                 event = None
             if not isinstance(event, dict):
-                raise InvalidRequestError(f"Line {number} of {path} is not a JSON object.", "Is it a step log?")
+                raise InvalidRequestError(
+                    f"Line {number} of {path} is not a JSON object.", "Is it a step log?"
+                )
             yield number, line, event
 
 
 def _int_keys(params: dict[str, Any]) -> dict[str, Any]:
     """JSON's keys are texts; token ids are not."""
     bias = params.get("logit_bias")
-    return params if bias is None else {**params, "logit_bias": {int(key): value for key, value in bias.items()}}
+    return (
+        params
+        if bias is None
+        else {**params, "logit_bias": {int(key): value for key, value in bias.items()}}
+    )
 
 
 def _line(event: dict[str, Any]) -> str:

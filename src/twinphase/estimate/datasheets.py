@@ -1,4 +1,7 @@
-"""Published peaks of hardware that is not here, read from `datasheets.toml`. Not for measured ceilings."""
+"""Published peaks of hardware that is not here, read from `datasheets.toml`.
+
+Not for measured ceilings.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,6 @@ from pathlib import Path
 import msgspec
 
 from twinphase.errors import InvalidRequestError
-
-__all__ = ["DATASHEETS", "PRECISIONS", "Datasheet", "Source", "find_datasheet"]
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 FILE = Path(__file__).with_name("datasheets.toml")
@@ -31,8 +32,10 @@ class Datasheet:
     """One product's published peaks.
 
     Attributes:
-        memory: bytes; the largest configuration where there are several; None where it is whatever is fitted.
-        peaks: dense operations per second by precision of `PRECISIONS`; a missing one is unpublished.
+        memory: bytes; the largest configuration where there are several; None where it is whatever
+            is fitted.
+        peaks: dense operations per second by precision of `PRECISIONS`; a missing one is
+            unpublished.
         computed: for a figure that no document states, the formula over published parts.
     """
 
@@ -48,14 +51,19 @@ class Datasheet:
     def figures(self) -> dict[str, float]:
         """Every known figure by name."""
         memory = {"bandwidth": self.bandwidth, "memory": self.memory}
-        return {name: value for name, value in memory.items() if value is not None} | dict(self.peaks)
+        return {name: value for name, value in memory.items() if value is not None} | dict(
+            self.peaks
+        )
 
 
 def _read() -> dict[str, Datasheet]:
     data = tomllib.loads(FILE.read_text(encoding="utf-8"))
     sheets = {}
     for name, fields in data["hardware"].items():
-        sources = [data["documents"][key] | {"figures": figures} for key, figures in fields["sources"].items()]
+        sources = [
+            data["documents"][key] | {"figures": figures}
+            for key, figures in fields["sources"].items()
+        ]
         sheets[name] = msgspec.convert({**fields, "name": name, "sources": sources}, Datasheet)
     return sheets
 
@@ -81,8 +89,10 @@ def find_datasheet(name: str, instead: str = "") -> Datasheet:
         return DATASHEETS[found[0]]
     if found:
         raise InvalidRequestError(
-            f"--hardware {name!r} matches {len(found)} products: {', '.join(found)}.", "Name one of them."
+            f"--hardware {name!r} matches {len(found)} products: {', '.join(found)}.",
+            "Name one of them.",
         )
     raise InvalidRequestError(
-        f"There is no datasheet of {name[:100]!r}.", f"{instead or 'Use'} one of: {', '.join(DATASHEETS)}."
+        f"There is no datasheet of {name[:100]!r}.",
+        f"{instead or 'Use'} one of: {', '.join(DATASHEETS)}.",
     )

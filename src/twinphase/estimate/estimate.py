@@ -1,20 +1,22 @@
 """The arithmetic of both phases from first principles: what a model must compute and move, and how long that takes.
 
-Formulas (n prompt tokens, position p, batch B, h hidden size, V vocabulary; the rest as in `phases/work.py`, which
-counts FLOP and bytes; here all of the last layer is in P):
+Formulas (n prompt tokens, position p, batch B, h hidden size, V vocabulary; the rest as in
+`phases/work.py`, which counts FLOP and bytes; here all of the last layer is in P):
 
     linear FLOP     prefill 2 P n + 2 V h (logits of one position); decode, per step, 2 (P + V h) B
-    attention FLOP  4 H d per token that a row attends to, in each layer; a prompt has 4 L H d n (n + 1) / 2
-    linear bytes    the weights, once per step: layers, the experts that B rows reach, the head
-    KV bytes        per token 2 L H_kv d b; a prompt writes n of them, a decode step reads those of B sequences; a layer
+    attention FLOP  4 H d per token that a row attends to, in each layer; a prompt has 4 L H d n (n
+    + 1) / 2 linear bytes    the weights, once per step: layers, the experts that B rows reach, the
+    head KV bytes        per token 2 L H_kv d b; a prompt writes n of them, a decode step reads
+    those of B sequences; a layer
                     with a window reads those within it, and holds all
-    time            of the linear layers, and of attention: max(FLOP / (MFU peak), bytes / (MBU bandwidth)); a phase is
-                    the sum of both, which run one after the other
+    time            of the linear layers, and of attention: max(FLOP / (MFU peak), bytes / (MBU
+                    bandwidth)); a phase is the sum of both, which run one after the other
     speculation     k drafts make a step of B (k + 1) rows, which reads each sequence's KV once
-    experts         E (1 - (1 - k / E)^rows) of E are reached, k per row, if rows choose evenly and independently
+    experts         E (1 - (1 - k / E)^rows) of E are reached, k per row, if rows choose evenly and
+    independently
 
-With efficiencies of 1 this is a bound that nothing beats. Activations, norms, sampling, launches and networks are left
-out. What is not known stays None. Not for learned times (`phases/cost.py`).
+With efficiencies of 1 this is a bound that nothing beats. Activations, norms, sampling, launches
+and networks are left out. What is not known stays None. Not for learned times (`phases/cost.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +29,6 @@ from twinphase.estimate.inputs import Drafting, Hardware, Scenario, weight_bytes
 from twinphase.estimate.shapes import DecoderShape
 from twinphase.models.size import Size
 from twinphase.phases.work import ModelShape, make_shape, step_cost, weight_bytes_read
-
-__all__ = ["Estimate", "PartEstimate", "PhaseEstimate", "assumptions", "estimate", "warnings"]
 
 LARGEST_BATCH = 1 << 24  # sequences; a break-even beyond this is reported as "never"
 
@@ -86,7 +86,11 @@ class PhaseEstimate:
     def bound(self) -> str:
         if self.linear.seconds is None or self.attention.seconds is None:
             return "unknown"
-        return self.linear.bound if self.linear.seconds >= self.attention.seconds else self.attention.bound
+        return (
+            self.linear.bound
+            if self.linear.seconds >= self.attention.seconds
+            else self.attention.bound
+        )
 
 
 def _sum(one: float | None, other: float | None) -> float | None:
@@ -114,7 +118,8 @@ class Estimate:
     """Everything that follows from a model, a machine and a request; None is unknown.
 
     Attributes:
-        decode: the mean step of the batch over the whole request; `decode_first` and `decode_last` are its ends.
+        decode: the mean step of the batch over the whole request; `decode_first` and `decode_last`
+            are its ends.
     """
 
     shape: DecoderShape
@@ -122,15 +127,20 @@ class Estimate:
     scenario: Scenario
     weights: Size
     kv_token_bytes: float  # KV of one token in all layers
-    prefill: PhaseEstimate  # of one prompt; its seconds are the TTFT with no queue and nothing else running
+    # of one prompt; its seconds are the TTFT with no queue and nothing else running
+    prefill: PhaseEstimate
     decode: PhaseEstimate
     decode_first: PhaseEstimate
     decode_last: PhaseEstimate
     decode_steps: int  # output tokens - 1
-    balance: float | None  # FLOP per byte at which the linear layers' unit and the memory take equally long
+    balance: (
+        float | None
+    )  # FLOP per byte at which the linear layers' unit and the memory take equally long
     break_even_batch: int | None  # smallest batch at which decode's linear layers are compute-bound
     no_break_even: str  # why there is none, beginning with "unknown" or "never"; "" if there is one
-    max_batch: int | None  # sequences of this length that fit beside the weights; 0 where the weights do not fit
+    max_batch: (
+        int | None
+    )  # sequences of this length that fit beside the weights; 0 where the weights do not fit
     sequence_bytes: float  # KV that one sequence holds at its end, in layers with a window too
     speculation: SpeculationEstimate | None = None
 
@@ -196,12 +206,17 @@ class _Model:
 
     def decode(self, position: int, steps: int, drafts: int = 0) -> PhaseEstimate:
         """The mean of `steps` steps of the batch, the first of them at `position`, with so many drafts per request."""
-        rows = StepWork.of_chunk(position, steps, True, self.costs.window)  # but each row reads its KV for itself
+        rows = StepWork.of_chunk(
+            position, steps, True, self.costs.window
+        )  # but each row reads its KV for itself
         near = rows.windowed_prefill_contexts
-        cost = step_cost(self.costs, rows._replace(kv_tokens=rows.prefill_contexts, windowed_kv_tokens=near))
+        cost = step_cost(
+            self.costs, rows._replace(kv_tokens=rows.prefill_contexts, windowed_kv_tokens=near)
+        )
         batch = self.scenario.batch_size
         count = batch * (1 + drafts)
-        flops, kv = count * cost.attention_flops / steps, batch * cost.bytes / steps
+        flops = count * cost.attention_flops / steps
+        kv = batch * cost.bytes / steps
         moved = self.linear_bytes(count) + kv
         return PhaseEstimate(self.linear(count, count, moved), self.attention(flops, kv, moved))
 
@@ -209,16 +224,20 @@ class _Model:
         """Smallest batch whose linear layers are compute-bound in decode; or None, and why there is none."""
         unit = self.scenario.units.linear
         missing = [] if self.hardware.peak(unit) else [f"peak in {unit}"]
-        missing += [] if self.hardware.read_bandwidth(self.linear_bytes(1)) else ["memory bandwidth"]
+        missing += (
+            [] if self.hardware.read_bandwidth(self.linear_bytes(1)) else ["memory bandwidth"]
+        )
         if missing:
             return None, f"unknown: no {' and no '.join(missing)} is known"
 
         def compute_bound(batch: int) -> bool:
             return self.linear(batch, batch, self.linear_bytes(batch)).bound == "compute"
 
-        low, high = 0, 1
+        low = 0
+        high = 1
         while not compute_bound(high):
-            low, high = high, high * 2
+            low = high
+            high = high * 2
             if high > LARGEST_BATCH:
                 slower = "reading the weights takes longer than the arithmetic"
                 return None, f"never: even with {low:,} requests at once, {slower}"
@@ -228,18 +247,25 @@ class _Model:
         return high, ""
 
 
-def estimate(shape: DecoderShape, hardware: Hardware, scenario: Scenario, drafting: Drafting | None = None) -> Estimate:
+def estimate(
+    shape: DecoderShape, hardware: Hardware, scenario: Scenario, drafting: Drafting | None = None
+) -> Estimate:
     """Estimate both phases of one request, and decode with drafts too.
 
     Raises:
         InvalidRequestError: it is not known how the weights are stored.
     """
-    weights, b = weight_bytes(shape, scenario.dtype), shape.blueprint
+    weights = weight_bytes(shape, scenario.dtype)
+    b = shape.blueprint
     kv_token = round(b.num_layers * b.num_kv_heads * scenario.kv_head_bytes)
-    parameters, nbytes = (replace(size, tail=0, tail_experts=0) for size in (shape.parameters, weights))
+    parameters, nbytes = (
+        replace(size, tail=0, tail_experts=0) for size in (shape.parameters, weights)
+    )
     model = _Model(make_shape(b, parameters, nbytes, kv_token), hardware, scenario)
-    n, steps = scenario.prompt_tokens, scenario.output_tokens - 1
-    peak, bandwidth = hardware.peak(scenario.units.linear), hardware.read_bandwidth(model.linear_bytes(1))
+    n = scenario.prompt_tokens
+    steps = scenario.output_tokens - 1
+    peak = hardware.peak(scenario.units.linear)
+    bandwidth = hardware.read_bandwidth(model.linear_bytes(1))
     sequence = (n + steps) * kv_token
     break_even, why_not = model.break_even()
     free = None if hardware.capacity is None else hardware.capacity - weights.total
@@ -259,7 +285,9 @@ def estimate(shape: DecoderShape, hardware: Hardware, scenario: Scenario, drafti
         no_break_even=why_not,
         max_batch=None if free is None else max(0, int(free // sequence)),
         sequence_bytes=sequence,
-        speculation=SpeculationEstimate(drafting, model.decode(n, max(steps, 1), drafting.num_tokens))
+        speculation=SpeculationEstimate(
+            drafting, model.decode(n, max(steps, 1), drafting.num_tokens)
+        )
         if drafting
         else None,
     )
@@ -267,22 +295,33 @@ def estimate(shape: DecoderShape, hardware: Hardware, scenario: Scenario, drafti
 
 def warnings(result: Estimate) -> list[str]:
     """What does not fit, and what is unknown."""
-    shape, hardware, scenario = result.shape, result.hardware, result.scenario
+    shape = result.shape
+    hardware = result.hardware
+    scenario = result.scenario
     found = []
     if hardware.capacity is not None and result.weights.total > hardware.capacity:
         found.append(
-            f"The weights ({result.weights.total / 1e9:,.1f} GB) do not fit {hardware.capacity / 1e9:,.0f} GB: "
+            f"The weights ({result.weights.total / 1e9:,.1f} GB) do not fit "
+            f"{hardware.capacity / 1e9:,.0f} GB: "
             "use more --devices or a smaller --dtype."
         )
     elif result.max_batch is not None and scenario.batch_size > result.max_batch:
-        found.append(f"A batch of {scenario.batch_size:,} does not fit; the largest that fits is {result.max_batch:,}.")
+        found.append(
+            f"A batch of {scenario.batch_size:,} does not fit; the largest that fits is "
+            f"{result.max_batch:,}."
+        )
     length = scenario.prompt_tokens + scenario.output_tokens
     context = shape.blueprint.context_length
     if length > context:
-        found.append(f"{length:,} tokens are beyond the context of {context:,} that this model was made for.")
+        found.append(
+            f"{length:,} tokens are beyond the context of {context:,} that this model was made for."
+        )
     missing = [precision for precision in scenario.precisions if not hardware.peak(precision)]
     if missing:
-        found.append(f"No {', '.join(missing)} peak is known for {hardware.name}: give --flops, or --compute-dtype.")
+        found.append(
+            f"No {', '.join(missing)} peak is known for {hardware.name}: give --flops, or "
+            "--compute-dtype."
+        )
     if result.balance is None and hardware.read_bandwidth(1) is None:
         found.append(f"The memory bandwidth of {hardware.name} is unknown: give --bandwidth.")
     return found
@@ -290,25 +329,39 @@ def warnings(result: Estimate) -> list[str]:
 
 def assumptions(result: Estimate) -> list[str]:
     """What the numbers assume."""
-    shape, hardware, scenario = result.shape, result.hardware, result.scenario
+    shape = result.shape
+    hardware = result.hardware
+    scenario = result.scenario
     found = []
     if scenario.mfu == scenario.mbu == 1:
-        found.append("This is a bound: the hardware at its peak (MFU and MBU 1). Real engines stay below it.")
+        found.append(
+            "This is a bound: the hardware at its peak (MFU and MBU 1). Real engines stay below it."
+        )
     else:
         found.append(f"Assumed, not measured: MFU {scenario.mfu:g} and MBU {scenario.mbu:g}.")
     if scenario.dtype.lower() == "int4":
-        found.append("int4 is taken as half a byte per weight; real formats add scales (Q4_0 has 4.5 bits per weight).")
+        found.append(
+            "int4 is taken as half a byte per weight; real formats add scales (Q4_0 has 4.5 bits "
+            "per weight)."
+        )
     if shape.blueprint.experts:
-        found.append("Experts are assumed to be chosen evenly and independently; real routers prefer some.")
+        found.append(
+            "Experts are assumed to be chosen evenly and independently; real routers prefer some."
+        )
     if any(shape.blueprint.windows):
-        found.append("Layers with a window read the KV within it, and hold that of every token, as this engine does.")
+        found.append(
+            "Layers with a window read the KV within it, and hold that of every token, as this "
+            "engine does."
+        )
     if hardware.devices > 1:
         found.append(
-            f"{hardware.devices} devices are assumed to share everything evenly, without any cost of communication."
+            f"{hardware.devices} devices are assumed to share everything evenly, without any "
+            "cost of communication."
         )
     if result.speculation is not None:
         found.append(
-            "Speculation: every draft is right with the same chance, given that those before it are; each step drafts "
+            "Speculation: every draft is right with the same chance, given that those before it "
+            "are; each step drafts "
             "as many tokens; looking up text takes no time."
         )
     return [*found, *hardware.notes]

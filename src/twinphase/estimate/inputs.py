@@ -1,4 +1,7 @@
-"""What an estimate is made from: hardware, a request, and how many bytes the weights take. Computes no times."""
+"""What an estimate is made from: hardware, a request, and how many bytes the weights take.
+
+Computes no times.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,14 @@ from twinphase.estimate.shapes import DecoderShape
 from twinphase.models.size import Size
 from twinphase.phases.hardware import Ceilings
 
-__all__ = ["DTYPES", "Hardware", "Scenario", "bytes_per_weight", "datasheet_hardware", "units_for", "weight_bytes"]
-
 # Bytes per value. Real 4-bit formats keep scales too: GGUF's types count them, "int4" does not.
 DTYPES: Mapping[str, float] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
-_MEASURED_UNITS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}  # as Ceilings names them
+_MEASURED_UNITS = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "int8": "int8",
+}  # as Ceilings names them
 
 
 @dataclass(frozen=True)
@@ -26,11 +32,17 @@ class Hardware:
 
     name: str
     kind: str  # "datasheet", "measured here" or "given"
-    peaks: Mapping[str, float]  # operations per second of one device, by precision; a missing one is unknown
-    bandwidth: float | None  # bytes per second of one device; None is unknown, or given by `ceilings`
+    peaks: Mapping[
+        str, float
+    ]  # operations per second of one device, by precision; a missing one is unknown
+    bandwidth: (
+        float | None
+    )  # bytes per second of one device; None is unknown, or given by `ceilings`
     memory: float | None  # bytes of one device; None is unknown
     devices: int = 1  # how many share every layer evenly, without any cost of communication
-    ceilings: Ceilings | None = None  # of this machine, whose bandwidth depends on how much a step reads
+    ceilings: Ceilings | None = (
+        None  # of this machine, whose bandwidth depends on how much a step reads
+    )
     notes: tuple[str, ...] = ()
 
     def peak(self, precision: str) -> float | None:
@@ -63,20 +75,28 @@ class Scenario:
     prompt_tokens: int  # per request, none of them cached
     output_tokens: int  # per request; the first one comes out of prefill
     batch_size: int  # sequences that decode together, all at the same position
-    units: Units  # precision of the arithmetic, of the linear layers and of attention's two products
+    units: (
+        Units  # precision of the arithmetic, of the linear layers and of attention's two products
+    )
     dtype: str  # how weights are stored; "" as in the model's file
-    kv_head_bytes: float  # key and value of one token in one KV head of one layer: 2 d b by the formula
+    kv_head_bytes: (
+        float  # key and value of one token in one KV head of one layer: 2 d b by the formula
+    )
     mfu: float = 1.0
     mbu: float = 1.0
     price_per_hour: float | None = None  # of all devices together
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "output_tokens", "batch_size"):
-            self._check(name, 0 < getattr(self, name) <= 10**9, "Use a number from 1 to 1,000,000,000.")
+            self._check(
+                name, 0 < getattr(self, name) <= 10**9, "Use a number from 1 to 1,000,000,000."
+            )
         for name in ("mfu", "mbu"):
             self._check(name, 0 < getattr(self, name) <= 1, "Use a fraction above 0, up to 1.")
         price = self.price_per_hour
-        self._check("price_per_hour", price is None or 0 < price < math.inf, "Use a number above 0.")
+        self._check(
+            "price_per_hour", price is None or 0 < price < math.inf, "Use a number above 0."
+        )
 
     def _check(self, name: str, valid: bool, fix: str) -> None:
         if not valid:
@@ -104,7 +124,9 @@ class Drafting:
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1:
-            raise InvalidRequestError(f"acceptance is {self.acceptance!r}.", "Use a fraction from 0 to 1.")
+            raise InvalidRequestError(
+                f"acceptance is {self.acceptance!r}.", "Use a fraction from 0 to 1."
+            )
 
     @property
     def tokens_per_step(self) -> float:
@@ -120,14 +142,16 @@ def datasheet_hardware(name: str) -> Hardware:
     notes = [f"Datasheet figures from: {titles}. `--list-hardware` has the addresses."]
     notes += [f"Computed, not published: {'; '.join(computed)}."] if computed else []
     notes += [sheet.note] if sheet.note else []
-    return Hardware(sheet.title, "datasheet", sheet.peaks, sheet.bandwidth, sheet.memory, notes=tuple(notes))
+    return Hardware(
+        sheet.title, "datasheet", sheet.peaks, sheet.bandwidth, sheet.memory, notes=tuple(notes)
+    )
 
 
 def units_for(dtype: str) -> Units:
     """The precision of the arithmetic, by how the weights are stored.
 
-    Weights of 8 bits (with 8-bit activations) and more are multiplied as they are; narrower ones are widened to bf16
-    first. Attention works in 16 bits or more.
+    Weights of 8 bits (with 8-bit activations) and more are multiplied as they are; narrower ones
+    are widened to bf16 first. Attention works in 16 bits or more.
     """
     linear = dtype.lower() if dtype.lower() in ("fp32", "fp16", "bf16", "fp8", "int8") else "bf16"
     linear = {"f32": "fp32", "f16": "fp16"}.get(dtype.lower(), linear)
@@ -147,7 +171,9 @@ def bytes_per_weight(dtype: str) -> float:
 
     block = FORMATS.get(dtype.upper())
     if block is None:
-        raise InvalidRequestError(f"dtype is {dtype!r}.", f"Use one of: {', '.join([*DTYPES, *FORMATS])}.")
+        raise InvalidRequestError(
+            f"dtype is {dtype!r}.", f"Use one of: {', '.join([*DTYPES, *FORMATS])}."
+        )
     return block.block_bytes / block.block_size
 
 
@@ -161,7 +187,8 @@ def weight_bytes(shape: DecoderShape, dtype: str) -> Size:
         return shape.stored
     if not dtype and not shape.dtype:
         raise InvalidRequestError(
-            f"{shape.name} does not say how its weights are stored.", f"Give --dtype, one of: {', '.join(DTYPES)}."
+            f"{shape.name} does not say how its weights are stored.",
+            f"Give --dtype, one of: {', '.join(DTYPES)}.",
         )
     each = bytes_per_weight(dtype or shape.dtype)
     return Size(**{use: round(count * each) for use, count in vars(shape.parameters).items()})

@@ -16,8 +16,6 @@ from twinphase.estimate.shapes import DecoderShape, from_hf_config, from_model, 
 from twinphase.weights.hub import cached_model
 from twinphase.weights.safetensors import is_model_folder
 
-__all__ = ["KNOWN_MODELS", "KnownModel", "read_shape"]
-
 FILE = Path(__file__).with_name("known_models.toml")
 
 
@@ -31,10 +29,14 @@ class KnownModel:
     @property
     def source(self) -> str:
         """Title and address of the document."""
-        return f"config.json of {self.repo}, https://huggingface.co/{self.repo}/blob/main/config.json"
+        return (
+            f"config.json of {self.repo}, https://huggingface.co/{self.repo}/blob/main/config.json"
+        )
 
 
-KNOWN_MODELS = msgspec.convert(tomllib.loads(FILE.read_text(encoding="utf-8")), dict[str, KnownModel])
+KNOWN_MODELS = msgspec.convert(
+    tomllib.loads(FILE.read_text(encoding="utf-8")), dict[str, KnownModel]
+)
 
 
 def read_shape(name: str) -> DecoderShape:
@@ -55,9 +57,17 @@ def read_shape(name: str) -> DecoderShape:
     path = Path(name).expanduser()
     try:
         if name and path.is_dir() and (path / "config.json").is_file():
-            return from_model(path, name) if is_model_folder(path) else read_config(path / "config.json", name)
+            return (
+                from_model(path, name)
+                if is_model_folder(path)
+                else read_config(path / "config.json", name)
+            )
         if name and path.is_file():
-            return read_config(path, name) if path.suffix.lower() == ".json" else from_model(path, name)
+            return (
+                read_config(path, name)
+                if path.suffix.lower() == ".json"
+                else from_model(path, name)
+            )
     except (OSError, ValueError):  # too long for a path, or with a null byte
         pass
     return _from_cache(name)
@@ -70,8 +80,12 @@ def _from_cache(name: str) -> DecoderShape:
         close = difflib.get_close_matches(name.lower(), KNOWN_MODELS, n=4, cutoff=0.5)
         hint = f"Did you mean {' or '.join(close)}? " if close else ""
         raise ModelNotFoundError(
-            error.cause, f"{hint}Give a name of `twinphase estimate --list-models`, a config.json or a .gguf file."
+            error.cause,
+            f"{hint}Give a name of `twinphase estimate --list-models`, a config.json or a .gguf "
+            "file.",
         ) from None
     if path is None:
-        raise ModelNotFoundError(f"{name} is not in the cache.", f"Fetch it with `twinphase pull {name}`.")
+        raise ModelNotFoundError(
+            f"{name} is not in the cache.", f"Fetch it with `twinphase pull {name}`."
+        )
     return from_model(path, name)

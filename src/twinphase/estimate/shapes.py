@@ -1,6 +1,7 @@
 """A decoder as the formulas of `estimate.py` need it, from a Hugging Face configuration or an open checkpoint.
 
-What a configuration means is `models/architectures`' to say, for all formats. Not for names (`known_models.py`).
+What a configuration means is `models/architectures`' to say, for all formats. Not for names
+(`known_models.py`).
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from twinphase.models.size import Size, count_parameters, stored_bytes
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import quantization_name
 
-__all__ = ["DecoderShape", "from_checkpoint", "from_hf_config", "from_model", "read_config"]
-
 CONFIG_FIX = "Give the config.json of a model as it was published."
 HF_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -35,7 +34,8 @@ class DecoderShape:
         name: as the user gave it.
         source: where its numbers come from.
         blueprint: what the model is made of.
-        dtype: how its weights are stored: "fp16", "bf16", "fp32", a GGUF type; "" if nothing says it.
+        dtype: how its weights are stored: "fp16", "bf16", "fp32", a GGUF type; "" if nothing says
+            it.
         stored: bytes of its tensors; None for a configuration without weights.
     """
 
@@ -104,4 +104,6 @@ def from_checkpoint(checkpoint: Checkpoint, name: str) -> DecoderShape:
     """The shape of an open model; raises as `read_blueprint` does."""
     blueprint = read_blueprint(checkpoint)
     source = f"header{'' if checkpoint.config is None else 's'} of {checkpoint.path.name}"
-    return DecoderShape(name, source, blueprint, quantization_name(checkpoint), stored_bytes(checkpoint, blueprint))
+    return DecoderShape(
+        name, source, blueprint, quantization_name(checkpoint), stored_bytes(checkpoint, blueprint)
+    )

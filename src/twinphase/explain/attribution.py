@@ -10,8 +10,6 @@ from twinphase.phases.hardware import NEITHER
 from twinphase.phases.timeline import IntervalKind, PhaseTotals
 from twinphase.phases.work import kv_bytes_per_token, weight_bytes_read
 
-__all__ = ["WORTH_NAMING", "attribute", "nearest_ceiling"]
-
 WORTH_NAMING = 0.1  # smallest share of the time in question that is told
 COLD_STEPS = 4  # a prompt that began in the engine's first steps may have found it cold,
 COLD_FACTOR = 2.0  # and did if it took this many times what it would take now
@@ -24,7 +22,11 @@ EITHER_PHASE = {
     IntervalKind.UNATTRIBUTED: "unattributed",
 }
 KIND_CAUSES = {
-    "prefill": {IntervalKind.TOKENIZE: "tokenize", IntervalKind.PREFILL_WAIT: "prefill_batching", **EITHER_PHASE},
+    "prefill": {
+        IntervalKind.TOKENIZE: "tokenize",
+        IntervalKind.PREFILL_WAIT: "prefill_batching",
+        **EITHER_PHASE,
+    },
     "decode": {
         IntervalKind.BATCHING: "decode_batching",
         IntervalKind.STALL: "stalls",
@@ -46,16 +48,22 @@ def attribute(evidence: Evidence, phase: str) -> Seconds:
 
 def _prefill(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
     """The queue by its reasons; the request's own prefill between contention, coldness, evicted tokens and new ones."""
-    grammar, own = evidence.grammar_seconds, spent[IntervalKind.PREFILL]
+    grammar = evidence.grammar_seconds
+    own = spent[IntervalKind.PREFILL]
     totals = evidence.timeline.prefill
     waited = _own_part(own, totals, totals.cpu_wait)
     for_ranks = min(own - waited, _own_part(own, totals, totals.rank_wait))
-    rest, expected, cold = own - waited - for_ranks, evidence.prefill_alone(), 0.0
-    first_step = min((interval.step for interval in evidence.intervals(IntervalKind.PREFILL)), default=-1)
+    rest = own - waited - for_ranks
+    expected = evidence.prefill_alone()
+    cold = 0.0
+    first_step = min(
+        (interval.step for interval in evidence.intervals(IntervalKind.PREFILL)), default=-1
+    )
     if expected and 0 <= first_step < COLD_STEPS and rest > COLD_FACTOR * expected:
         cold = rest - expected
     evicted = (rest - cold) * evidence.known_part
-    # A shared beginning proves nothing about the rest of a prompt: only evicted tokens were certainly cached once.
+    # A shared beginning proves nothing about the rest of a prompt: only evicted tokens were
+    # certainly cached once.
     listed = None if own >= WORTH_NAMING * sum(spent.values()) > 0 else 0.0
     return {
         "queue": spent[IntervalKind.QUEUE] - grammar,
@@ -70,7 +78,9 @@ def _prefill(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
 
 def _decode(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
     """The request's own decode, divided between what is not the model, and the model by what bound it."""
-    own, totals, bound = spent[IntervalKind.DECODE], evidence.timeline.decode, evidence.efficiency("decode").bound
+    own = spent[IntervalKind.DECODE]
+    totals = evidence.timeline.decode
+    bound = evidence.efficiency("decode").bound
     waited = _own_part(own, totals, totals.cpu_wait)
     for_ranks = min(own - waited, _own_part(own, totals, totals.rank_wait))
     sampled = min(own - waited - for_ranks, _own_part(own, totals, totals.sampling))
@@ -81,12 +91,16 @@ def _decode(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
     found: Seconds = {"contention": waited, "rank_wait": for_ranks, "sampling": sampled}
     # After its first token a request queues only where it was preempted.
     found["cache_pressure"] = spent[IntervalKind.RECOMPUTE] + spent[IntervalKind.QUEUE]
-    machine, idle, unexplained = evidence.machine, evidence.idle_part, 0.0
+    machine = evidence.machine
+    idle = evidence.idle_part
+    unexplained = 0.0
     if machine and machine.config.isa and machine.best_isa not in (None, machine.config.isa):
         found["isa"] = listed  # the other path was not measured
     if bound in NEITHER:  # memory and arithmetic explain no more than the nearest ceiling does
         unexplained = max(0.0, model - own * nearest_ceiling(evidence)[1])
-    if idle:  # only arithmetic divides among more threads: memory gives no more once a few have filled it
+    if (
+        idle
+    ):  # only arithmetic divides among more threads: memory gives no more once a few have filled it
         found["threads"] = model * idle if bound == "compute" else listed
     model -= unexplained + (found.get("threads") or 0.0)
     found["step_overhead"] = scheduled + unexplained
@@ -104,14 +118,19 @@ def _own_part(own: float, totals: PhaseTotals, seconds: float) -> float:
 def nearest_ceiling(evidence: Evidence) -> tuple[str, float]:
     """The ceiling that the decode steps came nearest to, and how near; ("unknown", 0) where neither is known."""
     near = evidence.efficiency("decode")
-    known = [(value, name) for value, name in ((near.mfu, "compute"), (near.mbu, "memory")) if value is not None]
+    known = [
+        (value, name)
+        for value, name in ((near.mfu, "compute"), (near.mbu, "memory"))
+        if value is not None
+    ]
     value, name = max(known, default=(0.0, "unknown"))
     return (near.bound if near.bound in ("memory", "compute") else name), value
 
 
 def _weights_part(evidence: Evidence) -> float:
     """The fraction of the model's decode time that goes to its weights; the rest goes to the context."""
-    machine, totals = evidence.machine, evidence.timeline.decode
+    machine = evidence.machine
+    totals = evidence.timeline.decode
     if machine is None or not totals.steps or not totals.bytes:
         return 1.0
     shape = machine.shape
@@ -120,5 +139,6 @@ def _weights_part(evidence: Evidence) -> float:
         weights = 2.0 * (shape.linear_parameters + shape.head_parameters)
         attended = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * context
     else:  # bytes per token
-        weights, attended = float(weight_bytes_read(shape, 1, 1)), context * kv_bytes_per_token(shape)
+        weights = float(weight_bytes_read(shape, 1, 1))
+        attended = context * kv_bytes_per_token(shape)
     return weights / (weights + attended)

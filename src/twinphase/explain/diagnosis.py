@@ -1,8 +1,8 @@
 """The causes of a bad time to first token and of bad tokens per second.
 
-`attribution.py` gives every second to one cause, so that the shares of one symptom add up to 1 at most; `causes.py` has
-the words. docs/explain.md lists the causes, each with the test that provokes it. Not for what only a client can see
-(`bench/load/diagnosis.py`).
+`attribution.py` gives every second to one cause, so that the shares of one symptom add up to 1 at
+most; `causes.py` has the words. docs/explain.md lists the causes, each with the test that provokes
+it. Not for what only a client can see (`twinphase_bench/load/diagnosis.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from twinphase.explain.attribution import WORTH_NAMING, attribute
 from twinphase.explain.causes import CAUSES
 from twinphase.explain.evidence import Evidence
 from twinphase.explain.levers import Lever
-
-__all__ = ["Diagnosis", "diagnose"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,8 @@ class Diagnosis:
 def diagnose(evidence: Evidence) -> tuple[Diagnosis, ...]:
     """The causes of a bad TTFT, then of bad tokens per second, the largest share first.
 
-    Causes that explain less than a tenth are left out; those without a share come last, if something can be changed.
+    Causes that explain less than a tenth are left out; those without a share come last, if
+    something can be changed.
     """
     found: list[Diagnosis] = []
     for phase, before in (("prefill", sum(evidence.before.values())), ("decode", 0.0)):

@@ -16,11 +16,15 @@ from twinphase.explain.waterfall import until_first_token
 from twinphase.phases.cost import CostError, CostModel
 from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
 from twinphase.phases.report import flops_by_unit
-from twinphase.phases.timeline import Interval, IntervalKind, PhaseTotals, RequestTimeline, StepTotals
+from twinphase.phases.timeline import (
+    Interval,
+    IntervalKind,
+    PhaseTotals,
+    RequestTimeline,
+    StepTotals,
+)
 from twinphase.phases.work import ModelShape
 from twinphase.request import RequestCounts
-
-__all__ = ["Efficiency", "Evidence", "Machine"]
 
 FEW = 0.1  # fraction of a phase's steps, or of the rows of its steps
 
@@ -30,7 +34,8 @@ class Machine:
     """What the request ran on; None is unknown.
 
     Attributes:
-        kv_token_bytes: bytes per token of the KV cache, for each `kv_cache_dtype` that the backend accepts.
+        kv_token_bytes: bytes per token of the KV cache, for each `kv_cache_dtype` that the backend
+            accepts.
     """
 
     config: EngineConfig
@@ -49,7 +54,8 @@ class Efficiency:
     """How near the steps of one phase came to the machine's ceilings.
 
     Attributes:
-        mfu, mbu: fractions of the measured peaks; above 1 a count or a ceiling is wrong. None is unknown.
+        mfu, mbu: fractions of the measured peaks; above 1 a count or a ceiling is wrong. None is
+            unknown.
     """
 
     bound: str  # as `hardware.bound` gives it
@@ -72,7 +78,9 @@ class Evidence:
     before: Mapping[str, float] = field(default_factory=dict)
     known: Mapping[str, Efficiency] = field(default_factory=dict)
     detailed: bool = True  # the timeline has every interval in its place, not just sums
-    names: bool = False  # other requests may be called by their ids, because they belong to whoever asks
+    names: bool = (
+        False  # other requests may be called by their ids, because they belong to whoever asks
+    )
 
     @cached_property
     def first(self) -> dict[IntervalKind, float]:
@@ -125,7 +133,9 @@ class Evidence:
     def grammar_seconds(self) -> float:
         """Seconds before the first output token in which its grammar was being compiled."""
         cut = self.timeline.arrival + sum(self.first.values())
-        queues = (queue for queue in self.intervals(IntervalKind.QUEUE) if queue.reason == "grammar")
+        queues = (
+            queue for queue in self.intervals(IntervalKind.QUEUE) if queue.reason == "grammar"
+        )
         return sum(max(0.0, min(queue.end, cut) - queue.start) for queue in queues)
 
     @property
@@ -140,7 +150,9 @@ class Evidence:
     def cores(self) -> int:
         """The machine's processors, divided by the engine's ranks; 0 where that does not matter."""
         machine = self.machine
-        return machine.cores // machine.config.tensor_parallel_size if machine and machine.cores else 0
+        return (
+            machine.cores // machine.config.tensor_parallel_size if machine and machine.cores else 0
+        )
 
     @property
     def idle_part(self) -> float:
@@ -166,10 +178,14 @@ class Evidence:
         count = self.num_computed if num_tokens is None else num_tokens
         if self.machine is None or count <= 0:
             return None
-        total, chunk, cached = 0.0, self.machine.config.max_num_batched_tokens, self.request.num_cached_tokens
+        total = 0.0
+        chunk = self.machine.config.max_num_batched_tokens
+        cached = self.request.num_cached_tokens
         for start in range(0, count, chunk):
             size = min(chunk, count - start)
-            work = StepWork.of_chunk(cached + start, size, start + size == count, self.machine.shape.window)
+            work = StepWork.of_chunk(
+                cached + start, size, start + size == count, self.machine.shape.window
+            )
             total += self.machine.cost_model.seconds(work)
         return total
 
@@ -178,13 +194,15 @@ class Evidence:
         if self.machine is None:
             return None
         each = self.request.num_tokens if context is None else context
-        return self.machine.cost_model.seconds(StepWork.of_decodes(count, each, self.machine.shape.window))
+        return self.machine.cost_model.seconds(
+            StepWork.of_decodes(count, each, self.machine.shape.window)
+        )
 
     def efficiency(self, phase: str) -> Efficiency:
         """Of "prefill" or "decode", over its steps in which no request was in the other phase.
 
-        A prompt may have had a few decodes beside it. Where too few steps are left, or none, it is unknown: the work
-        of others cannot be taken out of a step.
+        A prompt may have had a few decodes beside it. Where too few steps are left, or none, it is
+        unknown: the work of others cannot be taken out of a step.
         """
         if phase in self.known:
             return self.known[phase]
@@ -193,7 +211,12 @@ class Evidence:
         machine = self.machine
         if phase == "prefill" and whole.decodes <= FEW * whole.tokens:
             totals = whole
-        if not totals.steps or totals.steps < FEW * whole.steps or machine is None or machine.units is None:
+        if (
+            not totals.steps
+            or totals.steps < FEW * whole.steps
+            or machine is None
+            or machine.units is None
+        ):
             return Efficiency("unknown")
         compute = compute_seconds(flops_by_unit(totals, machine.units), machine.ceilings)
         memory = memory_seconds(totals.bytes, totals.bytes / totals.steps, machine.ceilings)

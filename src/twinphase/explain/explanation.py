@@ -1,7 +1,7 @@
 """Why a request took as long as it did: a waterfall, what bound each phase, the causes, and what to change.
 
-Reads a timeline; the cost model says what another setting, or an empty engine, would do. Not for dividing time
-(`phases/ledger.py`), nor for drawing (the terminal does).
+Reads a timeline; the cost model says what another setting, or an empty engine, would do. Not for
+dividing time (`phases/ledger.py`), nor for drawing (the terminal does).
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from twinphase.phases.report import FORMULAS
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import RequestCounts
 
-__all__ = ["Alone", "Explanation", "Lever", "Machine", "explain", "explain_evidence"]
-
 
 @dataclass(frozen=True)
 class Explanation:
@@ -29,14 +27,19 @@ class Explanation:
 
     Attributes:
         bounds: what held prefill and decode back, as `hardware.bound` says it.
-        diagnoses: causes of a bad TTFT, then of bad tokens per second, each the largest share first.
+        diagnoses: causes of a bad TTFT, then of bad tokens per second, each the largest share
+            first.
     """
 
     dominant: IntervalKind  # the kind of interval with the most time
     bounds: dict[str, str]
     sentences: tuple[str, ...]  # for a reader, most important first
-    levers: tuple[Lever, ...]  # what to change, the most predicted gain first, then by the time that they address
-    waterfall: Waterfall | None = None  # the wall time in parts that add up to it; None where nothing has happened yet
+    levers: tuple[
+        Lever, ...
+    ]  # what to change, the most predicted gain first, then by the time that they address
+    waterfall: Waterfall | None = (
+        None  # the wall time in parts that add up to it; None where nothing has happened yet
+    )
     diagnoses: tuple[Diagnosis, ...] = ()
     efficiency: dict[str, Efficiency] | None = None
     alone: Alone | None = None  # None without a cost model
@@ -45,14 +48,18 @@ class Explanation:
     tpot: float | None = None
 
     def __str__(self) -> str:
-        return "\n".join([*self.sentences, *(f"To change it: {lever.advice}" for lever in self.levers)])
+        return "\n".join(
+            [*self.sentences, *(f"To change it: {lever.advice}" for lever in self.levers)]
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON, in seconds, with the formulas."""
         return {**asdict(self), "dominant": self.dominant.value, "formulas": FORMULAS}
 
 
-def explain(request: RequestCounts, timeline: RequestTimeline, machine: Machine, *, names: bool = False) -> Explanation:
+def explain(
+    request: RequestCounts, timeline: RequestTimeline, machine: Machine, *, names: bool = False
+) -> Explanation:
     """Explain a request that has finished, or has come as far as its timeline tells.
 
     With `names` other requests are called by their ids; only for someone who may know of them.
@@ -71,7 +78,8 @@ def explain_evidence(evidence: Evidence) -> Explanation:
     if timeline.end <= timeline.arrival or not any(totals.values()):
         return Explanation(IntervalKind.QUEUE, {}, ("Nothing has happened yet.",), ())
     near = {phase: evidence.efficiency(phase) for phase in ("prefill", "decode")}
-    falls, diagnoses = waterfall(timeline, evidence.before), diagnose(evidence)
+    falls = waterfall(timeline, evidence.before)
+    diagnoses = diagnose(evidence)
     return Explanation(
         dominant=max(totals, key=lambda kind: totals[kind]),
         bounds={phase: found.bound for phase, found in near.items()},
@@ -94,17 +102,25 @@ def _sentences(evidence: Evidence, falls: Waterfall, diagnoses: tuple[Diagnosis,
     lines = [f"{duration(falls.wall_seconds)} from its arrival to its end: {named}."]
     lines += [one.evidence for one in sorted(diagnoses, key=lambda one: -(one.seconds or 0.0))]
     for phase in ("prefill", "decode"):
-        totals, bound = getattr(evidence.timeline, phase), evidence.efficiency(phase).bound
+        totals = getattr(evidence.timeline, phase)
+        bound = evidence.efficiency(phase).bound
         if totals.steps:
             steps = "1 step" if totals.steps == 1 else f"{totals.steps} steps"
             lines.append(
-                f"{phase.title()}: {totals.tokens} of its tokens in {steps}, which took {duration(totals.seconds)} "
+                f"{phase.title()}: {totals.tokens} of its tokens in {steps}, which took "
+                f"{duration(totals.seconds)} "
                 f"with everybody in them{'' if bound == 'unknown' else f', bound by {bound}'}."
             )
-    routes = dict.fromkeys(one.reason for one in evidence.intervals(IntervalKind.ROUTE) if one.reason)
+    routes = dict.fromkeys(
+        one.reason for one in evidence.intervals(IntervalKind.ROUTE) if one.reason
+    )
     if routes:
         lines.append(f"Routed to {'; then '.join(routes)}.")
-    lines += [f"Went on at {one.reason}." for one in evidence.intervals(IntervalKind.TRANSFER) if one.reason]
+    lines += [
+        f"Went on at {one.reason}."
+        for one in evidence.intervals(IntervalKind.TRANSFER)
+        if one.reason
+    ]
     if (guesses := speculation_sentence(evidence)) is not None:
         lines.append(guesses)
     if all(one.cause != "missed_prefix" for one in diagnoses):
@@ -112,7 +128,8 @@ def _sentences(evidence: Evidence, falls: Waterfall, diagnoses: tuple[Diagnosis,
     error = evidence.model_error
     if error is not None and error.median is not None and error.p95 is not None:
         lines.append(
-            f"Shares and estimates come from the cost model, whose last {error.steps} predictions had a median error "
+            f"Shares and estimates come from the cost model, whose last {error.steps} "
+            "predictions had a median error "
             f"of {percent(error.median)}, and {percent(error.p95)} at the 95th percentile."
         )
     return lines

@@ -1,11 +1,12 @@
-"""What a user can change, ranked by what it would save. Not for finding out what took the time (`diagnosis.py`)."""
+"""What a user can change, ranked by what it would save.
+
+Not for finding out what took the time (`diagnosis.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-__all__ = ["Lever", "duration", "percent", "rank"]
 
 
 @dataclass(frozen=True)
@@ -13,13 +14,16 @@ class Lever:
     """Something to change.
 
     Attributes:
-        saved_seconds: what it would save of this request's wall time; None where that cannot be predicted.
+        saved_seconds: what it would save of this request's wall time; None where that cannot be
+            predicted.
     """
 
     flag: str  # of the command line, or "prompt", "model", ...
     advice: str  # one sentence or two
     saved_seconds: float | None = None
-    addressed_seconds: float | None = None  # the time that it works on, which is the most it can save; None is unknown
+    addressed_seconds: float | None = (
+        None  # the time that it works on, which is the most it can save; None is unknown
+    )
 
 
 def rank(levers: Iterable[Lever]) -> tuple[Lever, ...]:
@@ -29,7 +33,11 @@ def rank(levers: Iterable[Lever]) -> tuple[Lever, ...]:
     """
     ordered = sorted(
         levers,
-        key=lambda one: (one.saved_seconds is None, -(one.saved_seconds or 0.0), -(one.addressed_seconds or 0.0)),
+        key=lambda one: (
+            one.saved_seconds is None,
+            -(one.saved_seconds or 0.0),
+            -(one.addressed_seconds or 0.0),
+        ),
     )
     by_flag: dict[str, Lever] = {}
     for lever in ordered:

@@ -1,6 +1,7 @@
 """What each part of a prompt cost: tokens, cached or computed, its share of the prefill, and its bytes in the KV cache.
 
-Parts are whatever the caller names them by. Not for finding them (`tokenizer/prompt_parts.py`), nor for reading clocks.
+Parts are whatever the caller names them by. Not for finding them (`tokenizer/prompt_parts.py`), nor
+for reading clocks.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from typing import Generic, TypeVar
 from twinphase.batch import StepWork
 from twinphase.phases.cost import FEATURES, CostModel
 from twinphase.phases.work import ModelShape, kv_bytes_per_token
-
-__all__ = ["PartReport", "divide", "part_at"]
 
 PREFILL_CONTEXTS = FEATURES.index("prefill_contexts")
 P = TypeVar("P", bound=Hashable)
@@ -45,14 +44,14 @@ def divide(
 ) -> list[PartReport[P]]:
     """Divides a prompt's prefill among its parts, as the cost model would price each token.
 
-    The token at position p attends to p + 1 tokens, or to a window of them, at the model's price for that. All else
-    that the model expects of the prefill is the same for each computed token. The shares add up to 1, or to 0 if
-    nothing was computed.
+    The token at position p attends to p + 1 tokens, or to a window of them, at the model's price
+    for that. All else that the model expects of the prefill is the same for each computed token.
+    The shares add up to 1, or to 0 if nothing was computed.
 
     Args:
         runs: (part, first token, the one behind its last), in order and without gaps from 0.
-        num_cached_tokens: tokens at the prompt's beginning that were in the prefix cache. What others computed while
-            the prompt was being read is counted as if it stood there.
+        num_cached_tokens: tokens at the prompt's beginning that were in the prefix cache. What
+            others computed while the prompt was being read is counted as if it stood there.
         prefill_seconds: what is to be divided.
         cost_model: has the prices.
         shape: of the model.
@@ -62,7 +61,9 @@ def divide(
     def attention(work: StepWork) -> float:
         return cost_model.prices[PREFILL_CONTEXTS] * cost_model.features(work)[PREFILL_CONTEXTS]
 
-    whole = StepWork.of_chunk(num_cached_tokens, max(0, num_tokens - num_cached_tokens), True, shape.window)
+    whole = StepWork.of_chunk(
+        num_cached_tokens, max(0, num_tokens - num_cached_tokens), True, shape.window
+    )
     row = max(0.0, cost_model.seconds(whole) - attention(whole)) / max(1, whole.rows)
     tokens: dict[P, int] = {}
     computed: dict[P, int] = {}
@@ -73,10 +74,18 @@ def divide(
         tokens[part] = tokens.get(part, 0) + stop - first
         computed[part] = computed.get(part, 0) + work.rows
         seconds[part] = seconds.get(part, 0.0) + row * work.rows + attention(work)
-    total, token_bytes = sum(seconds.values()), kv_bytes_per_token(shape)
+    total = sum(seconds.values())
+    token_bytes = kv_bytes_per_token(shape)
     shares = {part: own / total if total else 0.0 for part, own in seconds.items()}
     return [
-        PartReport(part, n, n - computed[part], shares[part], shares[part] * prefill_seconds, n * token_bytes)
+        PartReport(
+            part,
+            n,
+            n - computed[part],
+            shares[part],
+            shares[part] * prefill_seconds,
+            n * token_bytes,
+        )
         for part, n in tokens.items()
     ]
 

@@ -1,4 +1,7 @@
-"""Where a request's wall time went, as bars that add up to all of it. Not for drawing, which is the terminal's."""
+"""Where a request's wall time went, as bars that add up to all of it.
+
+Not for drawing, which is the terminal's.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,6 @@ from dataclasses import dataclass
 
 from twinphase.errors import TwinphaseError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
-
-__all__ = ["ROUNDING", "TOLERANCE", "Waterfall", "WaterfallBar", "WaterfallError", "check_sum", "until_first_token",
-           "waterfall"]  # fmt: skip
 
 TOLERANCE = 1e-4  # fraction of the wall time
 ROUNDING = 2e-5  # seconds that a ledger written in thousandths of a millisecond may lose
@@ -30,7 +30,9 @@ class WaterfallBar:
     name: str  # of an `IntervalKind`, or of what came before the request arrived ("load", ...)
     seconds: float  # all of it
     share: float  # of the wall time
-    before_first_token: float  # the seconds of it that passed before the first output token was handed over
+    before_first_token: (
+        float  # the seconds of it that passed before the first output token was handed over
+    )
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,14 @@ class Waterfall:
     """Bars that partition a wall time, in the order in which a request lives through them.
 
     Raises:
-        WaterfallError: there is no wall time, a bar is not part of it, or the bars do not add up to it; nothing is
-            scaled to make them fit.
+        WaterfallError: there is no wall time, a bar is not part of it, or the bars do not add up to
+            it; nothing is scaled to make them fit.
     """
 
     wall_seconds: float  # all of it
-    first_token: float | None  # seconds from the beginning to the first output token; None if there was none
+    first_token: (
+        float | None
+    )  # seconds from the beginning to the first output token; None if there was none
     bars: tuple[WaterfallBar, ...]  # only those that took time
 
     def __post_init__(self) -> None:
@@ -64,7 +68,9 @@ def check_sum(found: float, whole: float, roundings: int = 1) -> None:
     """Refuse parts of `found` seconds, of which `roundings` were rounded, that do not make up the `whole`."""
     if not abs(found - whole) <= max(roundings * ROUNDING, TOLERANCE * whole):
         raise WaterfallError(
-            f"The parts of the ledger add up to {1e3 * found:.3f} ms, but {1e3 * whole:.3f} ms passed.", DAMAGED
+            f"The parts of the ledger add up to {1e3 * found:.3f} ms, but {1e3 * whole:.3f} ms "
+            "passed.",
+            DAMAGED,
         )
 
 
@@ -72,12 +78,21 @@ def waterfall(timeline: RequestTimeline, before: Mapping[str, float] | None = No
     """The bars of a timeline, after those of `before` (seconds by name of what came before the request)."""
     earlier = {name: seconds for name, seconds in (before or {}).items() if seconds > 0}
     lead = sum(earlier.values())
-    first, totals = until_first_token(timeline), timeline.totals()
+    first = until_first_token(timeline)
+    totals = timeline.totals()
     wall = lead + timeline.end - timeline.arrival
     bars = [(name, seconds, seconds) for name, seconds in earlier.items()]
-    bars += [(kind.value, totals[kind.value], first[kind]) for kind in IntervalKind if totals[kind.value] > 0]
+    bars += [
+        (kind.value, totals[kind.value], first[kind])
+        for kind in IntervalKind
+        if totals[kind.value] > 0
+    ]
     ttft = None if timeline.ttft is None else lead + timeline.ttft
-    return Waterfall(wall, ttft, tuple(WaterfallBar(name, spent, spent / wall, early) for name, spent, early in bars))
+    return Waterfall(
+        wall,
+        ttft,
+        tuple(WaterfallBar(name, spent, spent / wall, early) for name, spent, early in bars),
+    )
 
 
 def until_first_token(timeline: RequestTimeline) -> dict[IntervalKind, float]:

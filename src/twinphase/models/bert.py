@@ -1,8 +1,8 @@
 """BERT, the encoder behind most small embedding models: every token sees every other, and nothing is generated.
 
-Learned positions and token types are added to the words; each half of a layer is followed by LayerNorm (Devlin et al.,
-2018). The last layer's rows are pooled to one vector of length 1. Not for decoders, whose embeddings are their last
-hidden state (`decoder.py`).
+Learned positions and token types are added to the words; each half of a layer is followed by
+LayerNorm (Devlin et al., 2018). The last layer's rows are pooled to one vector of length 1. Not for
+decoders, whose embeddings are their last hidden state (`decoder.py`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from twinphase.models.tensors import check_tensors
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.safetensors_header import strict_json
 
-__all__ = ["HF", "Bert", "BertShape", "is_encoder", "read_bert_shape"]
-
 HF = {"bert": "bert"}  # the model type of config.json, and GGUF's name
 GELU = ("gelu", "gelu_python")
 # llama.cpp's enum llama_pooling_type, and sentence-transformers' flags in 1_Pooling/config.json.
-GGUF_POOLING = {0: "mean", 1: "mean", 2: "cls", 3: "last"}  # 0 is none: the model leaves it to who uses it
-FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
+GGUF_POOLING = {
+    0: "mean",
+    1: "mean",
+    2: "cls",
+    3: "last",
+}  # 0 is none: the model leaves it to who uses it
+FLAGS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,8 @@ def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
     """What the model is made of, once its tensors are known to be right.
 
     Raises:
-        UnsupportedModelError: a feature that is not implemented, or a tensor that would be ignored; it is named.
+        UnsupportedModelError: a feature that is not implemented, or a tensor that would be ignored;
+            it is named.
         CheckpointError: a hyper-parameter or tensor is missing or wrong; it is named.
     """
     config = Config.of(checkpoint)
@@ -64,10 +72,13 @@ def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
     for field, known in (("hidden_act", GELU), ("position_embedding_type", ("absolute",))):
         if fields.get(field, known[0]) not in known:
             raise UnsupportedModelError(
-                f"{config.name} has {field} {str(fields[field])[:80]!r}.", f"Use a model with {known[0]}."
+                f"{config.name} has {field} {str(fields[field])[:80]!r}.",
+                f"Use a model with {known[0]}.",
             )
     if fields.get("is_decoder") or checkpoint.metadata.get("bert.attention.causal"):
-        raise UnsupportedModelError(f"{config.name} is a BERT that was made a decoder.", "Use an encoder.")
+        raise UnsupportedModelError(
+            f"{config.name} is a BERT that was made a decoder.", "Use an encoder."
+        )
     types = checkpoint.tensors.get("token_types.weight")
     shape = BertShape(
         hidden_size=config.integer("hidden_size"),
@@ -81,7 +92,9 @@ def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
         pooling=_pooling(checkpoint, config),
     )
     if shape.hidden_size % shape.num_heads:
-        raise CheckpointError(f"{config.name}: {shape.hidden_size} does not divide by {shape.num_heads} heads.", FIX)
+        raise CheckpointError(
+            f"{config.name}: {shape.hidden_size} does not divide by {shape.num_heads} heads.", FIX
+        )
     check_tensors(checkpoint, dict(_tensors(shape)))
     return shape
 
@@ -91,13 +104,17 @@ def _pooling(checkpoint: Checkpoint, config: Config) -> str:
     if checkpoint.config is None:
         number = config.fields.get("pooling_type", 1)
         if number not in GGUF_POOLING:
-            raise UnsupportedModelError(f"{config.name} has pooling_type {number!r}.", "Use mean, cls or last pooling.")
+            raise UnsupportedModelError(
+                f"{config.name} has pooling_type {number!r}.", "Use mean, cls or last pooling."
+            )
         return GGUF_POOLING[number]
     path = checkpoint.path / "1_Pooling" / "config.json"
     if not path.is_file():
         return "mean"
     said = strict_json(path.read_bytes(), str(path), FIX)
-    flags = [name for name, value in said.items() if name.startswith("pooling_mode_") and value is True]
+    flags = [
+        name for name, value in said.items() if name.startswith("pooling_mode_") and value is True
+    ]
     if len(flags) != 1 or flags[0] not in FLAGS:
         raise UnsupportedModelError(
             f"{config.name} pools by {', '.join(flags)[:200] or 'nothing'}.",
@@ -108,7 +125,8 @@ def _pooling(checkpoint: Checkpoint, config: Config) -> str:
 
 def _tensors(shape: BertShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(GGUF's name, row-major shape) of every tensor."""
-    hidden, ffn = shape.hidden_size, shape.ffn_size
+    hidden = shape.hidden_size
+    ffn = shape.ffn_size
     yield "token_embd.weight", (shape.vocab_size, hidden)
     yield "position_embd.weight", (shape.max_positions, hidden)
     yield "token_types.weight", (shape.token_types, hidden)
@@ -129,15 +147,22 @@ class Bert:
 
     def __init__(self, checkpoint: Checkpoint, shape: BertShape, backend: EncoderBackend) -> None:
         """Load every tensor; `shape` is that of `read_bert_shape`."""
-        self.shape, self._backend = shape, backend
+        self.shape = shape
+        self._backend = backend
         self._weights: dict[str, Array] = {
-            name: backend.matrix(checkpoint, name) if len(size) == 2 else backend.vector(checkpoint, name)
+            name: backend.matrix(checkpoint, name)
+            if len(size) == 2
+            else backend.vector(checkpoint, name)
             for name, size in _tensors(shape)
         }
 
     def embed(self, token_ids: Sequence[int], pooling: str) -> Array:
-        """The vector of one text, float32 [hidden_size], of length 1. At least one token, at most `max_positions`."""
-        backend, weights = self._backend, self._weights
+        """The vector of one text, float32 [hidden_size], of length 1.
+
+        At least one token, at most `max_positions`.
+        """
+        backend = self._backend
+        weights = self._weights
         x = backend.rows(weights["token_embd.weight"], token_ids)  # [num_tokens, hidden_size]
         x = backend.add(x, backend.rows(weights["token_types.weight"], [0]))
         x = backend.add(x, backend.rows(weights["position_embd.weight"], range(len(token_ids))))
@@ -156,8 +181,11 @@ class Bert:
         return self._norm(backend.add(h, x), f"{prefix}layer_output_norm")
 
     def _linear(self, x: Array, name: str) -> Array:
-        return self._backend.linear(x, self._weights[f"{name}.weight"], self._weights[f"{name}.bias"])
+        return self._backend.linear(
+            x, self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
+        )
 
     def _norm(self, x: Array, name: str) -> Array:
-        weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
+        weight = self._weights[f"{name}.weight"]
+        bias = self._weights[f"{name}.bias"]
         return self._backend.layer_norm(x, weight, bias, self.shape.norm_eps)

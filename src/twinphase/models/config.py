@@ -12,9 +12,9 @@ from twinphase.errors import CheckpointError
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
-__all__ = ["Config"]
-
-LARGEST = 1 << 24  # no model comes near in any field but rope_theta, so a larger number is a damaged file
+LARGEST = (
+    1 << 24
+)  # no model comes near in any field but rope_theta, so a larger number is a damaged file
 MOST_LAYERS = 10_000
 FIX = "Convert or fetch the model again."
 # GGUF's keys behind the architecture's prefix (gguf.constants), and the field each stands for.
@@ -52,8 +52,10 @@ class Config:
     Attributes:
         architecture: by GGUF's name.
         name: of the model in messages.
-        is_gguf: whether the checkpoint is a GGUF file, for the few things that its converter changes.
-        tensors: values of small tensors that carry hyper-parameters (RoPE factors in GGUF), by name.
+        is_gguf: whether the checkpoint is a GGUF file, for the few things that its converter
+            changes.
+        tensors: values of small tensors that carry hyper-parameters (RoPE factors in GGUF), by
+            name.
         max_positions: tokens of the longest sequence of this engine; None is the model's own limit.
     """
 
@@ -67,8 +69,12 @@ class Config:
         tensors: Mapping[str, tuple[float, ...]] | None = None,
         max_positions: int | None = None,
     ) -> None:
-        self.fields, self.architecture, self.name, self.is_gguf = fields, architecture, name, is_gguf
-        self.tensors, self.max_positions = tensors or {}, max_positions
+        self.fields = fields
+        self.architecture = architecture
+        self.name = name
+        self.is_gguf = is_gguf
+        self.tensors = tensors or {}
+        self.max_positions = max_positions
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, max_positions: int | None = None) -> Config:
@@ -81,16 +87,20 @@ class Config:
         embedding = shapes.get("token_embd.weight", ())
         if len(embedding) != 2:
             raise CheckpointError(f"{checkpoint.path.name} has no token_embd.weight matrix.", FIX)
-        arch, name = checkpoint.architecture, checkpoint.path.name
+        arch = checkpoint.architecture
+        name = checkpoint.path.name
         if checkpoint.config is not None:
             fields = dict(checkpoint.config)
-            # A folder whose weights have no head of their own is tied, whatever the default of its class.
+            # A folder whose weights have no head of their own is tied, whatever the default of its
+            # class.
             fields.setdefault("tie_word_embeddings", "output.weight" not in shapes)
             return cls(fields, arch, name, max_positions=max_positions)
         fields = _gguf_fields(checkpoint)
         fields |= {"vocab_size": embedding[0], "tie_word_embeddings": "output.weight" not in shapes}
         fields["qkv_bias"] = "blk.0.attn_q.bias" in shapes  # GGUF says it by the tensors alone
-        tensors = {key: _values(checkpoint, key) for key in checkpoint.tensors if key.startswith("rope_")}
+        tensors = {
+            key: _values(checkpoint, key) for key in checkpoint.tensors if key.startswith("rope_")
+        }
         return cls(fields, arch, name, is_gguf=True, tensors=tensors, max_positions=max_positions)
 
     def integer(self, field: str, default: int | None = None, least: int = 1) -> int:
@@ -141,7 +151,9 @@ class Config:
 
     def _wrong(self, field: str, value: object) -> CheckpointError:
         what = "has no" if value is None else f"has {str(value)[:80]!r} as"
-        return CheckpointError(f"The configuration of {self.name} {what} {self.called(field)}.", FIX)
+        return CheckpointError(
+            f"The configuration of {self.name} {what} {self.called(field)}.", FIX
+        )
 
 
 def _values(checkpoint: Checkpoint, name: str) -> tuple[float, ...]:
@@ -154,9 +166,13 @@ def _values(checkpoint: Checkpoint, name: str) -> tuple[float, ...]:
 
 def _gguf_fields(checkpoint: Checkpoint) -> dict[str, Any]:
     prefix = f"{checkpoint.architecture}."
-    given = {k.removeprefix(prefix): v for k, v in checkpoint.metadata.items() if k.startswith(prefix)}
+    given = {
+        k.removeprefix(prefix): v for k, v in checkpoint.metadata.items() if k.startswith(prefix)
+    }
     fields = {GGUF_FIELDS[key]: value for key, value in given.items() if key in GGUF_FIELDS}
-    if isinstance(fields.get("sliding_window_pattern"), list):  # for each layer, whether it has the window
+    if isinstance(
+        fields.get("sliding_window_pattern"), list
+    ):  # for each layer, whether it has the window
         has = fields.pop("sliding_window_pattern")
         fields["layer_types"] = ["sliding_attention" if here else "full_attention" for here in has]
     return fields | {"rope_scaling": _gguf_rope_scaling(given)}
@@ -164,7 +180,8 @@ def _gguf_fields(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _gguf_rope_scaling(given: Mapping[str, Any]) -> dict[str, Any] | None:
     """Hugging Face's `rope_scaling` from GGUF's keys."""
-    kind, factor = given.get("rope.scaling.type"), given.get("rope.scaling.factor", given.get("rope.scale_linear"))
+    kind = given.get("rope.scaling.type")
+    factor = given.get("rope.scaling.factor", given.get("rope.scale_linear"))
     original = given.get("rope.scaling.original_context_length")
     scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
     scaling["attention_factor"] = given.get("rope.scaling.attn_factor")

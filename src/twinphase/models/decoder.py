@@ -1,7 +1,7 @@
 """The forward pass of every decoder, written once over the `Backend` protocol and directed by a `Blueprint`.
 
-A layer is two halves, attention and feed-forward, each added to what came in. Read it as Llama first: a norm before
-each half, nothing else that a blueprint may ask for.
+A layer is two halves, attention and feed-forward, each added to what came in. Read it as Llama
+first: a norm before each half, nothing else that a blueprint may ask for.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from twinphase.backends.base import Array, Backend
 from twinphase.blueprint import Blueprint
 from twinphase.models.tensors import GATE_UP, QKV, ffn_norm_name, layer_tensors
 from twinphase.weights.checkpoint import Checkpoint
-
-__all__ = ["Decoder"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,8 @@ class Decoder:
     """Weights on one backend, and the forward pass of a step.
 
     Attributes:
-        kept: whose inputs the backend keeps for readers outside (`Backend.kept`), ascending: layers by their index, and
-            `num_layers` for what the head reads. Set before the first step.
+        kept: whose inputs the backend keeps for readers outside (`Backend.kept`), ascending: layers
+            by their index, and `num_layers` for what the head reads. Set before the first step.
     """
 
     kept: tuple[int, ...] = ()
@@ -58,10 +56,17 @@ class Decoder:
         max_positions: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Load every tensor onto `backend`; positions stay below `max_positions`. `progress` counts layers."""
+        """Load every tensor onto `backend`; positions stay below `max_positions`.
+
+        `progress` counts layers.
+        """
         self.blueprint = blueprint
         backend.prepare(checkpoint, blueprint)
-        tables = {rope: backend.rope(rope, max_positions) for rope in dict.fromkeys(blueprint.ropes) if rope}
+        tables = {
+            rope: backend.rope(rope, max_positions)
+            for rope in dict.fromkeys(blueprint.ropes)
+            if rope
+        }
         self.ropes = [tables[rope] if rope else None for rope in blueprint.ropes]
         self.embedding = backend.embedding(checkpoint, "token_embd.weight")
         self.layers: list[Layer] = []
@@ -69,12 +74,16 @@ class Decoder:
             progress(i, blueprint.num_layers)
             self.layers.append(_load_layer(checkpoint, blueprint, backend, f"blk.{i}."))
         self.norm = backend.vector(checkpoint, ["output_norm.weight"], blueprint.norm_offset)
-        self.head = backend.matrix(checkpoint, ["token_embd.weight" if blueprint.tied else "output.weight"])
+        self.head = backend.matrix(
+            checkpoint, ["token_embd.weight" if blueprint.tied else "output.weight"]
+        )
 
     def forward(self, backend: Backend) -> Array:
         """Logits [num_logits, vocab_size] of the backend's current step."""
         blueprint = self.blueprint
-        logits = backend.linear(self.hidden(backend), self.head)  # of a rank, its share of the vocabulary
+        logits = backend.linear(
+            self.hidden(backend), self.head
+        )  # of a rank, its share of the vocabulary
         if blueprint.logit_scale != 1.0 or blueprint.logit_softcap:
             logits = backend.cap_logits(logits, blueprint.logit_scale, blueprint.logit_softcap)
         return logits if blueprint.share is None else backend.gather(logits, blueprint.share.vocab)
@@ -89,8 +98,10 @@ class Decoder:
             h = self._attention(backend, x, index, layer)
             h = h if blueprint.share is None else backend.gather(h, blueprint.share.heads)
             if index == blueprint.num_layers - 1:
-                # Behind the last attention no row looks at another: only those whose logits are wanted go on.
-                h, x = backend.logit_rows(h), backend.logit_rows(x)
+                # Behind the last attention no row looks at another: only those whose logits are
+                # wanted go on.
+                h = backend.logit_rows(h)
+                x = backend.logit_rows(x)
             x = self._add(backend, x, h, layer.output, layer.output_bias, layer.attn_post_norm)
             x = self._feed_forward(backend, x, layer)
         x = backend.rms_norm(x, self.norm, blueprint.norm_eps)
@@ -99,7 +110,11 @@ class Decoder:
         return x
 
     def _attention(self, backend: Backend, x: Array, index: int, layer: Layer) -> Array:
-        h = backend.rms_norm(x, layer.attn_norm, self.blueprint.norm_eps) if layer.attn_norm is not None else x
+        h = (
+            backend.rms_norm(x, layer.attn_norm, self.blueprint.norm_eps)
+            if layer.attn_norm is not None
+            else x
+        )
         qkv = backend.linear(h, layer.qkv, bias=layer.qkv_bias)
         q = backend.rope_kv_write(qkv, self.ropes[index], index, layer.q_norm, layer.k_norm)
         return backend.attention(q, index, self.blueprint.windows[index], layer.sinks)
@@ -107,7 +122,11 @@ class Decoder:
     def _feed_forward(self, backend: Backend, x: Array, layer: Layer) -> Array:
         """x plus the second half of a layer."""
         blueprint = self.blueprint
-        h = backend.rms_norm(x, layer.ffn_norm, blueprint.norm_eps) if layer.ffn_norm is not None else x
+        h = (
+            backend.rms_norm(x, layer.ffn_norm, blueprint.norm_eps)
+            if layer.ffn_norm is not None
+            else x
+        )
         if blueprint.experts is None:
             h = backend.gate_mul(backend.linear(h, layer.gate_up, bias=layer.gate_up_bias))
             h = h if blueprint.share is None else backend.gather(h, blueprint.share.ffn)
@@ -125,10 +144,17 @@ class Decoder:
         return backend.add(x, self._hidden(backend, h), blueprint.residual_scale)
 
     def _add(
-        self, backend: Backend, x: Array, h: Array, weight: Array, bias: Array | None, post_norm: Array | None
+        self,
+        backend: Backend,
+        x: Array,
+        h: Array,
+        weight: Array,
+        bias: Array | None,
+        post_norm: Array | None,
     ) -> Array:
         """x plus the last linear layer of a half; in one operation where nothing is between them."""
-        scale, share = self.blueprint.residual_scale, self.blueprint.share
+        scale = self.blueprint.residual_scale
+        share = self.blueprint.share
         if post_norm is None and bias is None and scale == 1.0:
             first = 0 if share is None else share.hidden.first
             return self._hidden(backend, backend.linear(h, weight, residual=x, first=first))
@@ -143,7 +169,9 @@ class Decoder:
         return h if share is None else backend.gather(h, share.hidden)
 
 
-def _load_layer(checkpoint: Checkpoint, blueprint: Blueprint, backend: Backend, prefix: str) -> Layer:
+def _load_layer(
+    checkpoint: Checkpoint, blueprint: Blueprint, backend: Backend, prefix: str
+) -> Layer:
     expected = layer_tensors(blueprint)
 
     def vector(*names: str, plus: float = 0.0) -> Array | None:

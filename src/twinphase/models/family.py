@@ -10,10 +10,9 @@ from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX, Config
 from twinphase.models.rope import make_rope
 
-__all__ = ["experts", "llama_like", "windows"]
-
 LAYER_TYPES = ("full_attention", "sliding_attention")
-# Model types whose configuration class takes num_key_value_heads for num_attention_heads where it is missing.
+# Model types whose configuration class takes num_key_value_heads for num_attention_heads where it
+# is missing.
 KV_HEADS_LIKE_HEADS = ("llama", "phi3", "olmo2", "olmoe", "granite")
 
 
@@ -31,10 +30,12 @@ def llama_like(
 
     Args:
         config: of the model.
-        head_dim: the default of the family's configuration class; None is hidden_size / num_attention_heads.
+        head_dim: the default of the family's configuration class; None is hidden_size /
+            num_attention_heads.
         tied: the default of `tie_word_embeddings`.
         permuted_in_gguf: see `make_rope`.
-        windowed: which layers have the window, where the configuration does not say it by `layer_types`.
+        windowed: which layers have the window, where the configuration does not say it by
+            `layer_types`.
         window: the default of the family's configuration class for `sliding_window`.
         differences: fields of `Blueprint`.
 
@@ -42,22 +43,29 @@ def llama_like(
         CheckpointError: a field that is missing or absurd; the message names it.
         UnsupportedModelError: a feature that is not known; the message names it.
     """
-    hidden, layers = config.integer("hidden_size"), config.integer("num_hidden_layers")
+    hidden = config.integer("hidden_size")
+    layers = config.integer("num_hidden_layers")
     heads = config.integer("num_attention_heads")
     counted = config.is_gguf or config.fields.get("model_type") in KV_HEADS_LIKE_HEADS
     kv_heads = config.integer("num_key_value_heads", heads if counted else None)
     size = config.integer("head_dim", head_dim or hidden // heads)
     if heads % kv_heads:
         field = config.called("num_key_value_heads")
-        raise CheckpointError(f"{config.name}: {heads} heads do not divide by {kv_heads} KV heads ({field}).", FIX)
+        raise CheckpointError(
+            f"{config.name}: {heads} heads do not divide by {kv_heads} KV heads ({field}).", FIX
+        )
     if "ropes" not in differences:
-        differences["ropes"] = (make_rope(config, size, permuted_in_gguf=permuted_in_gguf),) * layers
+        differences["ropes"] = (
+            make_rope(config, size, permuted_in_gguf=permuted_in_gguf),
+        ) * layers
     usual: dict[str, Any] = {"windows": windows(config, windowed, window)}
     usual["norm_eps"] = config.real("rms_norm_eps", 1e-5)
     _check_activation(config, differences.get("activation", "silu"))
     mixture = differences.get("experts")
     if mixture is None and config.integer("num_experts", 0, least=0):
-        raise UnsupportedModelError(f"{config.name} has experts, which {config.architecture} has not.", FIX)
+        raise UnsupportedModelError(
+            f"{config.name} has experts, which {config.architecture} has not.", FIX
+        )
     return Blueprint(
         architecture=config.architecture,
         hidden_size=hidden,
@@ -80,14 +88,18 @@ def _check_activation(config: Config, activation: str) -> None:
     known = ("gelu", "gelu_pytorch_tanh", "gelu_new") if activation == "gelu" else ("silu", "swish")
     if named is not None and named not in known:
         raise UnsupportedModelError(
-            f"{config.name} has the activation {str(named)[:40]!r}.", f"With {config.architecture} use {known[0]}."
+            f"{config.name} has the activation {str(named)[:40]!r}.",
+            f"With {config.architecture} use {known[0]}.",
         )
 
 
-def windows(config: Config, windowed: Callable[[int], bool], default: int | None = None) -> tuple[int | None, ...]:
+def windows(
+    config: Config, windowed: Callable[[int], bool], default: int | None = None
+) -> tuple[int | None, ...]:
     """Each layer's window: by `layer_types` where they are given, else by the family's rule.
 
-    `default` is that of the family's configuration class for a `sliding_window` that is not given; null and 0 are none.
+    `default` is that of the family's configuration class for a `sliding_window` that is not given;
+    null and 0 are none.
 
     Raises:
         UnsupportedModelError: a type of layer that is not known.
@@ -97,13 +109,18 @@ def windows(config: Config, windowed: Callable[[int], bool], default: int | None
     unknown = next((str(kind)[:80] for kind in types or () if kind not in LAYER_TYPES), None)
     if unknown is not None:
         raise UnsupportedModelError(
-            f"{config.name} has layers of type {unknown} (layer_types).", f"Known are: {', '.join(LAYER_TYPES)}."
+            f"{config.name} has layers of type {unknown} (layer_types).",
+            f"Known are: {', '.join(LAYER_TYPES)}.",
         )
     given = config.fields.get("sliding_window", default)
     if given is None or given == 0:
         return (None,) * layers
     window = config.integer("sliding_window", default)
-    has = [kind == "sliding_attention" for kind in types] if types else [windowed(i) for i in range(layers)]
+    has = (
+        [kind == "sliding_attention" for kind in types]
+        if types
+        else [windowed(i) for i in range(layers)]
+    )
     return tuple(window if here else None for here in has)
 
 
@@ -115,21 +132,26 @@ def experts(config: Config, size: str, *, renormalize: bool, bias: bool = False)
     """
     if config.integer("decoder_sparse_step", 1) != 1 or config.fields.get("mlp_only_layers"):
         raise UnsupportedModelError(
-            f"{config.name} has experts in only some layers (decoder_sparse_step, mlp_only_layers).",
+            f"{config.name} has experts in only some layers (decoder_sparse_step, "
+            "mlp_only_layers).",
             "Use a model with experts in every layer.",
         )
-    # transformers has both names for the count, and has changed which of them a family is saved with.
+    # transformers has both names for the count, and has changed which of them a family is saved
+    # with.
     counted = "num_experts" if config.fields.get("num_experts") is not None else "num_local_experts"
     mixture = Experts(
         count=config.integer(counted),
         used=config.integer("num_experts_per_tok"),
-        ffn_size=config.integer(size, config.integer("intermediate_size") if config.is_gguf else None),
+        ffn_size=config.integer(
+            size, config.integer("intermediate_size") if config.is_gguf else None
+        ),
         renormalize=renormalize,
         bias=bias,
     )
     if mixture.used > mixture.count:
         raise CheckpointError(
-            f"{config.name} uses {mixture.used} of {mixture.count} experts ({config.called('num_experts_per_tok')}).",
+            f"{config.name} uses {mixture.used} of {mixture.count} experts "
+            f"({config.called('num_experts_per_tok')}).",
             FIX,
         )
     return mixture

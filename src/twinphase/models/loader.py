@@ -18,8 +18,6 @@ from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import open_gguf
 from twinphase.weights.safetensors import open_safetensors, read_folder_config
 
-__all__ = ["load_model", "open_model", "read_blueprint"]
-
 
 def open_model(path: Path, *, quantization: str = "none", header_only: bool = False) -> Checkpoint:
     """Open a GGUF file or a Hugging Face folder.
@@ -27,7 +25,8 @@ def open_model(path: Path, *, quantization: str = "none", header_only: bool = Fa
     Args:
         path: of the file or the folder.
         quantization: of a folder's matrices, one of `config.QUANTIZATIONS`.
-        header_only: no tensor will be read: those of a folder that have to be made are not, and no use is remembered.
+        header_only: no tensor will be read: those of a folder that have to be made are not, and no
+            use is remembered.
 
     Raises:
         InvalidRequestError: a GGUF file, or an encoder, is to be quantized.
@@ -38,11 +37,16 @@ def open_model(path: Path, *, quantization: str = "none", header_only: bool = Fa
         encoder = ENCODERS.get(str(model_type))
         if encoder is not None and quantization != "none":
             raise InvalidRequestError(
-                f"{path.name} is an encoder, which is computed in float32.", "Leave quantization out."
+                f"{path.name} is an encoder, which is computed in float32.",
+                "Leave quantization out.",
             )
         architecture = encoder or gguf_architecture(model_type, path.name)
         return open_safetensors(
-            path, architecture, quantization=quantization, header_only=header_only, mark_used=not header_only
+            path,
+            architecture,
+            quantization=quantization,
+            header_only=header_only,
+            mark_used=not header_only,
         )
     if quantization != "none":
         raise InvalidRequestError(
@@ -55,10 +59,12 @@ def open_model(path: Path, *, quantization: str = "none", header_only: bool = Fa
 def read_blueprint(checkpoint: Checkpoint, max_positions: int | None = None) -> Blueprint:
     """What the model is made of, once its architecture and tensors are known to be right.
 
-    `max_positions` is the longest sequence it will see, which chooses between LongRoPE's two sets of factors.
+    `max_positions` is the longest sequence it will see, which chooses between LongRoPE's two sets
+    of factors.
 
     Raises:
-        UnsupportedModelError: an encoder, or the architecture or a feature is not implemented; the message names it.
+        UnsupportedModelError: an encoder, or the architecture or a feature is not implemented; the
+            message names it.
         CheckpointError: a hyper-parameter or tensor is missing or wrong; the message names it.
     """
     if is_encoder(checkpoint):
@@ -80,10 +86,13 @@ def load_model(
 ) -> Decoder:
     """Load `checkpoint` onto `backend`, for sequences of up to `max_positions` tokens (None: the model's context).
 
-    `progress` is called with (done, total) layers; `blueprint` is what `read_blueprint` gave for these positions.
+    `progress` is called with (done, total) layers; `blueprint` is what `read_blueprint` gave for
+    these positions.
 
     Raises:
         TwinphaseError: as `read_blueprint`, or what the backend cannot compute.
     """
     blueprint = blueprint or read_blueprint(checkpoint, max_positions)
-    return Decoder(checkpoint, blueprint, backend, max_positions or blueprint.context_length, progress)
+    return Decoder(
+        checkpoint, blueprint, backend, max_positions or blueprint.context_length, progress
+    )

@@ -1,7 +1,7 @@
 """What one rank of several has of a model: rows of its tensors, and the blueprint of its share.
 
-Every linear layer is divided by its outputs and reads whole rows, so that each output is the sum that one rank alone
-would compute, in the same order: the bits do not depend on the number of ranks.
+Every linear layer is divided by its outputs and reads whole rows, so that each output is the sum
+that one rank alone would compute, in the same order: the bits do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from twinphase.blueprint import Blueprint, Share, Span
 from twinphase.errors import InvalidRequestError
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 
-__all__ = ["kv_heads_of", "rank_sizes", "share_of"]
-
 Rows = tuple[str, int, int]  # a tensor's name without its ending, the first row, how many
 
 
@@ -24,7 +22,8 @@ class _SharedCheckpoint(Checkpoint):
     """A checkpoint of which some tensors are rows of the original's.
 
     Attributes:
-        rows: of tensors that are rows of every expert: the original's name, and the first row. They are copied.
+        rows: of tensors that are rows of every expert: the original's name, and the first row. They
+            are copied.
     """
 
     rows: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -47,7 +46,9 @@ class _SharedCheckpoint(Checkpoint):
         return self.original.release(self.rows[name][0])
 
 
-def share_of(checkpoint: Checkpoint, blueprint: Blueprint, rank: int, ranks: int) -> tuple[Checkpoint, Blueprint]:
+def share_of(
+    checkpoint: Checkpoint, blueprint: Blueprint, rank: int, ranks: int
+) -> tuple[Checkpoint, Blueprint]:
     """The part of a model that rank `rank` of `ranks` computes; with one rank, the model itself.
 
     Raises:
@@ -55,11 +56,13 @@ def share_of(checkpoint: Checkpoint, blueprint: Blueprint, rank: int, ranks: int
     """
     if ranks == 1:
         return checkpoint, blueprint
-    b, name = blueprint, checkpoint.path.name
+    b = blueprint
+    name = checkpoint.path.name
     most = min(b.num_heads, b.ffn_size)
     if ranks > most:
         raise InvalidRequestError(
-            f"tensor_parallel_size is {ranks}, but {name} has {b.num_heads} attention heads.", f"Use at most {most}."
+            f"tensor_parallel_size is {ranks}, but {name} has {b.num_heads} attention heads.",
+            f"Use at most {most}.",
         )
     spans = [_heads(b, other, ranks) for other in range(ranks)]
     share = Share(
@@ -74,13 +77,17 @@ def share_of(checkpoint: Checkpoint, blueprint: Blueprint, rank: int, ranks: int
         vocab=_span(b.vocab_size, rank, ranks, ((32, ranks), (1, 0))),
     )
     local = replace(b, num_heads=spans[rank][0].size, num_kv_heads=share.kv_heads.size, share=share)
-    return _shared(checkpoint, b, share), replace(local, tied=False, fused_qkv=False, fused_gate_up=False)
+    return _shared(checkpoint, b, share), replace(
+        local, tied=False, fused_qkv=False, fused_gate_up=False
+    )
 
 
 def rank_sizes(checkpoint: Checkpoint, blueprint: Blueprint, ranks: int) -> list[tuple[int, int]]:
     """What each rank holds: bytes of tensors as they are stored, and KV heads per layer; raises as `share_of` does."""
     shares = [share_of(checkpoint, blueprint, rank, ranks) for rank in range(ranks)]
-    return [(sum(one.nbytes for one in mine.tensors.values()), b.num_kv_heads) for mine, b in shares]
+    return [
+        (sum(one.nbytes for one in mine.tensors.values()), b.num_kv_heads) for mine, b in shares
+    ]
 
 
 def kv_heads_of(blueprint: Blueprint, rank: int, ranks: int) -> Span:
@@ -89,7 +96,10 @@ def kv_heads_of(blueprint: Blueprint, rank: int, ranks: int) -> Span:
 
 
 def _heads(b: Blueprint, rank: int, ranks: int) -> tuple[Span, Span]:
-    """Query heads and KV heads of a rank. Where there are fewer KV heads than ranks, several have the same one."""
+    """Query heads and KV heads of a rank.
+
+    Where there are fewer KV heads than ranks, several have the same one.
+    """
     count = b.num_kv_heads
     if ranks <= count:
         kv = _span(count, rank, ranks, ((1, 0),))
@@ -97,48 +107,71 @@ def _heads(b: Blueprint, rank: int, ranks: int) -> tuple[Span, Span]:
     head = rank * count // ranks
     sharing = [other for other in range(ranks) if other * count // ranks == head]
     part = _span(b.group, sharing.index(rank), len(sharing), ((1, 0),))
-    return Span(head * b.group + part.first, part.size, b.num_heads, 1, ()), Span(head, 1, count, 1, ())
+    return Span(head * b.group + part.first, part.size, b.num_heads, 1, ()), Span(
+        head, 1, count, 1, ()
+    )
 
 
 def _columns(b: Blueprint, heads: list[Span], rank: int) -> Span:
     """The columns of a rank's heads, of which `heads` are all ranks'."""
-    dim, mine = b.head_dim, heads[rank]
-    return Span(dim * mine.first, dim * mine.size, dim * mine.total, dim, tuple(dim * one.first for one in heads))
+    dim = b.head_dim
+    mine = heads[rank]
+    return Span(
+        dim * mine.first,
+        dim * mine.size,
+        dim * mine.total,
+        dim,
+        tuple(dim * one.first for one in heads),
+    )
 
 
 def _span(total: int, rank: int, ranks: int, multiples: tuple[tuple[int, int], ...]) -> Span:
     """A rank's share of `total` columns in units of the first of `multiples` that gives as many as it says."""
-    multiple, units = next((one, -(-total // one)) for one, least in multiples if -(-total // one) >= least)
+    multiple, units = next(
+        (one, -(-total // one)) for one, least in multiples if -(-total // one) >= least
+    )
     firsts = [min(total, i * units // ranks * multiple) for i in range(ranks + 1)]
     return Span(firsts[rank], firsts[rank + 1] - firsts[rank], total, multiple, tuple(firsts[:-1]))
 
 
 def _layer_rows(b: Blueprint, share: Share) -> Iterator[tuple[str, Rows]]:
     """(name, rows) of each tensor of a layer that is divided, names without their endings."""
-    queries, keys, size = b.num_heads * b.head_dim, b.num_kv_heads * b.head_dim, b.ffn_size
+    queries = b.num_heads * b.head_dim
+    keys = b.num_kv_heads * b.head_dim
+    size = b.ffn_size
     q = share.heads.first, share.heads.size
     kv = share.kv_heads.first * b.head_dim, share.kv_heads.size * b.head_dim
     starts = {"attn_q": 0, "attn_k": queries, "attn_v": queries + keys}
     for name, (first, count) in (("attn_q", q), ("attn_k", kv), ("attn_v", kv)):
-        yield name, ("attn_qkv", starts[name] + first, count) if b.fused_qkv else (name, first, count)
+        yield (
+            name,
+            ("attn_qkv", starts[name] + first, count) if b.fused_qkv else (name, first, count),
+        )
     yield "attn_sinks", ("attn_sinks", q[0] // b.head_dim, q[1] // b.head_dim)
     yield "attn_output", ("attn_output", share.hidden.first, share.hidden.size)
     experts = "_exps" if b.experts else ""
     ffn = share.ffn
     for name, start in (("ffn_gate", 0), ("ffn_up", size)):
-        rows = ("ffn_up", start + ffn.first, ffn.size) if b.fused_gate_up else (name + experts, ffn.first, ffn.size)
+        rows = (
+            ("ffn_up", start + ffn.first, ffn.size)
+            if b.fused_gate_up
+            else (name + experts, ffn.first, ffn.size)
+        )
         yield name + experts, rows
     yield "ffn_down" + experts, ("ffn_down" + experts, share.hidden.first, share.hidden.size)
 
 
 def _shared(checkpoint: Checkpoint, b: Blueprint, share: Share) -> Checkpoint:
     """The checkpoint's tensors of one rank; the embedding is whole, the head always a tensor of its own."""
-    tensors, copied = dict(checkpoint.tensors), dict[str, tuple[str, int]]()
+    tensors = dict(checkpoint.tensors)
+    copied = dict[str, tuple[str, int]]()
     head: Rows = ("token_embd" if b.tied else "output", share.vocab.first, share.vocab.size)
     divided = [("output", head)]
     for i in range(b.num_layers):
         rows = _layer_rows(b, share)
-        divided += [(f"blk.{i}.{to}", (f"blk.{i}.{name}", first, size)) for to, (name, first, size) in rows]
+        divided += [
+            (f"blk.{i}.{to}", (f"blk.{i}.{name}", first, size)) for to, (name, first, size) in rows
+        ]
     for name in {rows[0] for _, rows in divided} - {"token_embd"}:
         for ending in (".weight", ".bias"):
             tensors.pop(name + ending, None)
@@ -157,8 +190,15 @@ def _shared(checkpoint: Checkpoint, b: Blueprint, share: Share) -> Checkpoint:
 
 def _rows_of(info: TensorInfo, name: str, first: int, size: int, by_expert: bool) -> TensorInfo:
     """Rows of a tensor, or of that of every expert, whose offset then means nothing."""
-    shape, rows = info.shape, info.shape[1 if by_expert else 0]
+    shape = info.shape
+    rows = info.shape[1 if by_expert else 0]
     nbytes = info.nbytes // rows
     if by_expert:
         return replace(info, name=name, shape=(shape[0], size, *shape[2:]), nbytes=nbytes * size)
-    return replace(info, name=name, shape=(size, *shape[1:]), offset=info.offset + first * nbytes, nbytes=nbytes * size)
+    return replace(
+        info,
+        name=name,
+        shape=(size, *shape[1:]),
+        offset=info.offset + first * nbytes,
+        nbytes=nbytes * size,
+    )

@@ -14,8 +14,6 @@ from twinphase.blueprint import Blueprint, Experts
 from twinphase.models.tensors import model_tensors
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["Size", "count_parameters", "of_one_row", "stored_bytes"]
-
 
 @dataclass(frozen=True)
 class Size:
@@ -27,8 +25,8 @@ class Size:
         head: the output head; the embedding where they are tied.
         embedding: of which a row reads one line; 0 where it is the head.
         other: norms, biases, sinks, and RoPE's factors where a file has them.
-        tail, tail_experts: those of `layers` and `experts` that stand behind the last layer's attention: only rows
-            whose logits are wanted go through them.
+        tail, tail_experts: those of `layers` and `experts` that stand behind the last layer's
+            attention: only rows whose logits are wanted go through them.
         expert_biases: those of `other` that belong to experts.
     """
 
@@ -62,7 +60,9 @@ def of_one_row(amount: int, experts: Experts | None) -> int:
 
 def count_parameters(blueprint: Blueprint) -> Size:
     """Parameters of a model."""
-    return _add_up(blueprint, ((name, shape, math.prod(shape)) for name, shape in model_tensors(blueprint)))
+    return _add_up(
+        blueprint, ((name, shape, math.prod(shape)) for name, shape in model_tensors(blueprint))
+    )
 
 
 def stored_bytes(checkpoint: Checkpoint, blueprint: Blueprint) -> Size:
@@ -73,7 +73,9 @@ def stored_bytes(checkpoint: Checkpoint, blueprint: Blueprint) -> Size:
 
 def _add_up(blueprint: Blueprint, tensors: Iterable[tuple[str, tuple[int, ...], int]]) -> Size:
     """The `Size` of (name, shape, amount) of each tensor."""
-    behind_attention = tuple(f"blk.{blueprint.num_layers - 1}.{part}" for part in ("attn_output", "ffn_"))
+    behind_attention = tuple(
+        f"blk.{blueprint.num_layers - 1}.{part}" for part in ("attn_output", "ffn_")
+    )
     sums: Counter[str] = Counter()
     for name, shape, amount in tensors:
         use = _use(name, shape, blueprint.tied)

@@ -9,8 +9,6 @@ from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["GATE_UP", "QKV", "ROPE_TENSORS", "check_tensors", "ffn_norm_name", "layer_tensors", "model_tensors"]
-
 Shape = tuple[int, ...]
 # By whether the checkpoint stores them as one matrix.
 QKV = {False: ("attn_q", "attn_k", "attn_v"), True: ("attn_qkv",)}
@@ -27,7 +25,9 @@ def ffn_norm_name(blueprint: Blueprint) -> str:
 def layer_tensors(blueprint: Blueprint) -> dict[str, Shape]:
     """Row-major shape of each tensor of a layer, by its name behind `blk.N.`."""
     b = blueprint
-    hidden, queries, keys = b.hidden_size, b.num_heads * b.head_dim, b.num_kv_heads * b.head_dim
+    hidden = b.hidden_size
+    queries = b.num_heads * b.head_dim
+    keys = b.num_kv_heads * b.head_dim
     widths = {"attn_q": queries, "attn_k": keys, "attn_v": keys, "attn_qkv": queries + 2 * keys}
     shapes: dict[str, Shape] = {}
     for name in QKV[b.fused_qkv]:
@@ -59,8 +59,13 @@ def _dense_tensors(b: Blueprint) -> dict[str, Shape]:
 
 def _expert_tensors(b: Blueprint) -> dict[str, Shape]:
     assert b.experts is not None
-    count, size, hidden = b.experts.count, b.experts.ffn_size, b.hidden_size
-    shapes: dict[str, Shape] = {"ffn_gate_inp": (count, hidden), "ffn_down_exps": (count, hidden, size)}
+    count = b.experts.count
+    size = b.experts.ffn_size
+    hidden = b.hidden_size
+    shapes: dict[str, Shape] = {
+        "ffn_gate_inp": (count, hidden),
+        "ffn_down_exps": (count, hidden, size),
+    }
     shapes |= {"ffn_gate_exps": (count, size, hidden), "ffn_up_exps": (count, size, hidden)}
     tensors: dict[str, Shape] = {f"{name}.weight": shape for name, shape in shapes.items()}
     if b.experts.bias:
@@ -79,7 +84,9 @@ def model_tensors(blueprint: Blueprint) -> Iterator[tuple[str, Shape]]:
         yield "output.weight", (blueprint.vocab_size, blueprint.hidden_size)
 
 
-def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Shape], passed_over: Collection[str] = ()) -> None:
+def check_tensors(
+    checkpoint: Checkpoint, expected: Mapping[str, Shape], passed_over: Collection[str] = ()
+) -> None:
     """Check names and row-major shapes before anything is allocated; what is `passed_over` may be there or not.
 
     Raises:
@@ -89,7 +96,8 @@ def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Shape], passed_
     for name in checkpoint.tensors:
         if name not in expected and name not in passed_over:
             raise UnsupportedModelError(
-                f"{checkpoint.path.name} has a tensor {name}, which {checkpoint.architecture} does not use here.",
+                f"{checkpoint.path.name} has a tensor {name}, which {checkpoint.architecture} "
+                "does not use here.",
                 "Use a model without it: ignoring it would change the answers.",
             )
     for name, shape in expected.items():

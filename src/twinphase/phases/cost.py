@@ -1,13 +1,15 @@
 """The cost model: how long a step of any mix of prefill and decode takes on this machine, learned while it runs.
 
-A step's time is a sum of non-negative prices times counts (`FEATURES`). Prices start from the machine's measured peaks
-and the model's shape, and are fitted to the steps that were run: least squares of the relative error, by coordinate
-descent, so that no price becomes negative. Steps are kept in classes by size and mix, each with a fading memory of its
-own, so that thousands of decode steps do not make the model forget what prefill costs. A pace multiplies all prices: it
-follows a machine that becomes slower or faster as a whole. Every prediction is checked against its step before the
-step is learned from; `error` says how far off they were.
+A step's time is a sum of non-negative prices times counts (`FEATURES`). Prices start from the
+machine's measured peaks and the model's shape, and are fitted to the steps that were run: least
+squares of the relative error, by coordinate descent, so that no price becomes negative. Steps are
+kept in classes by size and mix, each with a fading memory of its own, so that thousands of decode
+steps do not make the model forget what prefill costs. A pace multiplies all prices: it follows a
+machine that becomes slower or faster as a whole. Every prediction is checked against its step
+before the step is learned from; `error` says how far off they were.
 
-Plain floats in a fixed order: the same observations give the same prices, so that a log of steps replays exactly.
+Plain floats in a fixed order: the same observations give the same prices, so that a log of steps
+replays exactly.
 """
 
 from __future__ import annotations
@@ -21,16 +23,24 @@ from twinphase.batch import StepWork
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.work import ModelShape, kv_bytes_per_token, weight_bytes_read
 
-__all__ = ["FEATURES", "CostError", "CostModel", "features", "starting_prices"]
-
-FEATURES = ("step", "few_rows", "many_rows", "logits", "prefill_contexts", "decode_contexts", "sequences",
-            "draft_contexts", "several_rows")  # fmt: skip
-# A single row takes a path of its own, so that the second costs more than the third: `several_rows` is what leaving it
-# costs.
+FEATURES = (
+    "step",
+    "few_rows",
+    "many_rows",
+    "logits",
+    "prefill_contexts",
+    "decode_contexts",
+    "sequences",
+    "draft_contexts",
+    "several_rows",
+)
+# A single row takes a path of its own, so that the second costs more than the third: `several_rows`
+# is what leaving it costs.
 FEW_ROWS = 8  # up to here rows mostly wait for the weights; beyond, each costs its arithmetic
 FADE = 0.98  # weight of a class's memory after one more step of it
 DOUBT = 0.02  # weight of the starting price, in steps whose time it were all of
-OUTLIER = 0.5  # error, as a logarithm, from which a step counts less: a shared machine stalls now and then
+# error, as a logarithm, from which a step counts less: a shared machine stalls now and then
+OUTLIER = 0.5
 PACE = 0.05  # of a step's error, as a logarithm, that the pace takes over
 PACE_FADE = 0.999  # a pace that lasts becomes prices
 SHORTEST = 1e-9  # seconds
@@ -56,18 +66,31 @@ def features(work: StepWork, windowed_share: float = 0.0) -> tuple[float, ...]:
     Contexts are the mean of the layers, of which `windowed_share` attend to a window only.
     """
     few = min(work.rows, FEW_ROWS)
-    prefill = work.prefill_contexts - windowed_share * (work.prefill_contexts - work.windowed_prefill_contexts)
-    decode = work.decode_contexts - windowed_share * (work.decode_contexts - work.windowed_decode_contexts)
+    prefill = work.prefill_contexts - windowed_share * (
+        work.prefill_contexts - work.windowed_prefill_contexts
+    )
+    decode = work.decode_contexts - windowed_share * (
+        work.decode_contexts - work.windowed_decode_contexts
+    )
     drafted = decode * work.draft_contexts / work.decode_contexts if work.draft_contexts else 0.0
-    return (1.0, few, work.rows - few, work.logits, prefill, decode - drafted, work.sequences, drafted,
-            float(work.rows > 1))  # fmt: skip
+    return (
+        1.0,
+        few,
+        work.rows - few,
+        work.logits,
+        prefill,
+        decode - drafted,
+        work.sequences,
+        drafted,
+        float(work.rows > 1),
+    )
 
 
 def starting_prices(shape: ModelShape, ceilings: Ceilings | None) -> tuple[float, ...]:
     """Seconds for one of each feature, before anything was run.
 
-    Weights and KV at the measured bandwidth, operations at half of the measured peaks; where nothing was measured, at
-    rates of a small machine. They need be right within a few times only.
+    Weights and KV at the measured bandwidth, operations at half of the measured peaks; where
+    nothing was measured, at rates of a small machine. They need be right within a few times only.
     """
     bandwidth = (ceilings.read_bandwidth(shape.weight_bytes) if ceilings else None) or 20e9
     int8 = (ceilings.int8_ops if ceilings else None) or 200e9
@@ -76,7 +99,17 @@ def starting_prices(shape: ModelShape, ceilings: Ceilings | None) -> tuple[float
     attended = 4 * shape.num_layers * shape.num_heads * shape.head_dim / (0.5 * floats)
     step = weight_bytes_read(shape, 1, 0) / bandwidth + 3e-4
     logits = 2 * shape.head_parameters / (0.5 * int8) + 1e-5
-    return (step, 0.3 * row, row, logits, attended, kv_bytes_per_token(shape) / bandwidth, 2e-5, attended, row)
+    return (
+        step,
+        0.3 * row,
+        row,
+        logits,
+        attended,
+        kv_bytes_per_token(shape) / bandwidth,
+        2e-5,
+        attended,
+        row,
+    )
 
 
 class CostModel:
@@ -91,7 +124,9 @@ class CostModel:
         self._classes: dict[tuple[bool, int], tuple[list[list[float]], list[float]]] = {}
         self._since_fit = 0
         self._ratios: deque[float] = deque(maxlen=RECENT)  # measured / predicted
-        self._mixed_ratios: deque[float] = deque(maxlen=RECENT // 4)  # of steps with prefill and decode
+        self._mixed_ratios: deque[float] = deque(
+            maxlen=RECENT // 4
+        )  # of steps with prefill and decode
         self._margin = 1.25
         self._gap = 0.0
 
@@ -106,8 +141,8 @@ class CostModel:
     def step_limit(self, slo_seconds: float) -> float:
         """Predicted time at which a step still meets the SLO.
 
-        What passes between steps is deducted, and the rest divided by the factor that 95 % of the recent mixed steps
-        stayed within.
+        What passes between steps is deducted, and the rest divided by the factor that 95 % of the
+        recent mixed steps stayed within.
         """
         return max(0.0, slo_seconds - self._gap) / self._margin
 
@@ -121,7 +156,8 @@ class CostModel:
         Args:
             work: what it computed; nothing is learned from an empty step.
             seconds: what it took.
-            gap: time between the step before and this one that the front end used, if anything was running.
+            gap: time between the step before and this one that the front end used, if anything was
+                running.
         """
         if not work.rows or seconds <= 0:
             return
@@ -131,7 +167,9 @@ class CostModel:
         if work.prefill_contexts and work.decode_contexts:
             self._mixed_ratios.append(ratio)
         error = math.log(ratio)
-        usual = seconds / math.exp(self._pace)  # what it would have taken at the pace that the base prices are of
+        usual = seconds / math.exp(
+            self._pace
+        )  # what it would have taken at the pace that the base prices are of
         self._learn(work, usual, min(1.0, OUTLIER / abs(error)) if error else 1.0)
         self._pace = PACE_FADE * self._pace + PACE * max(-OUTLIER, min(OUTLIER, error))
         self._since_fit += 1
@@ -160,13 +198,15 @@ class CostModel:
             size = len(FEATURES)
             self._classes[kind] = [[0.0] * size for _ in range(size)], [0.0] * size
         matrix, vector = self._classes[kind]
-        # Divided by the longer of both times, so that an error counts in proportion, and no step that was over at once
-        # outweighs the others.
+        # Divided by the longer of both times, so that an error counts in proportion, and no step
+        # that was over at once outweighs the others.
         counts = self.features(work)
         whole = max(seconds, sum(map(float.__mul__, self._base, map(float, counts))))
-        x, y = [count / whole for count in counts], seconds / whole
+        x = [count / whole for count in counts]
+        y = seconds / whole
         for i, xi in enumerate(x):
-            row, scaled = matrix[i], weight * xi
+            row = matrix[i]
+            scaled = weight * xi
             for j, xj in enumerate(x):
                 row[j] = FADE * row[j] + scaled * xj
             vector[i] = FADE * vector[i] + scaled * y
@@ -174,16 +214,20 @@ class CostModel:
     def _fit(self) -> None:
         """Minimize the relative errors' squares plus a little of the prices' distance from where they started."""
         size = len(FEATURES)
-        matrix, vector = [[0.0] * size for _ in range(size)], [0.0] * size
+        matrix = [[0.0] * size for _ in range(size)]
+        vector = [0.0] * size
         for part, sums in self._classes.values():
             for i in range(size):
                 vector[i] += sums[i]
                 row = matrix[i]
                 for j, value in enumerate(part[i]):
                     row[j] += value
-        # A start that was many times too low would never let the prices go: it is doubted at the size that fits best.
+        # A start that was many times too low would never let the prices go: it is doubted at the
+        # size that fits best.
         expected = [sum(map(float.__mul__, row, self._start)) for row in matrix]
-        fitting = sum(map(float.__mul__, vector, self._start)) / sum(map(float.__mul__, expected, self._start))
+        fitting = sum(map(float.__mul__, vector, self._start)) / sum(
+            map(float.__mul__, expected, self._start)
+        )
         for i, start in enumerate(self._start):
             weight = DOUBT / (start * max(1.0, fitting)) ** 2
             matrix[i][i] += weight

@@ -1,7 +1,7 @@
 """This machine's ceilings: kept between runs, and how close a phase came to them (MFU, MBU, what bound it).
 
-Not for measuring: a backend does that, and the command line joins the two. Reading the kept numbers needs nothing but
-the standard library, so that it may happen at any time.
+Not for measuring: a backend does that, and the command line joins the two. Reading the kept numbers
+needs nothing but the standard library, so that it may happen at any time.
 """
 
 from __future__ import annotations
@@ -20,23 +20,13 @@ from pathlib import Path
 from twinphase.numa import cpu_list
 from twinphase.weights.storage import cache_root, write_atomically
 
-__all__ = [
-    "NEITHER",
-    "Ceilings",
-    "bound",
-    "cache_levels",
-    "compute_seconds",
-    "efficiency",
-    "load_ceilings",
-    "memory_seconds",
-    "must_measure",
-    "processor_name",
-    "save_ceilings",
-]
-
 VERSION = 4  # of what is measured and how; another version is another file
 MOST_MEASUREMENTS = 5  # of provisional ceilings, before they are left as they are
-NEITHER = ("overhead", "contention", "ranks")  # of what `bound` gives: no ceiling explains half of the time
+NEITHER = (
+    "overhead",
+    "contention",
+    "ranks",
+)  # of what `bound` gives: no ceiling explains half of the time
 EXPLAINED = 0.5  # a ceiling that accounts for less of the time than this did not bind
 
 
@@ -48,8 +38,10 @@ class Ceilings:
         processor: its name, as `processor_name` gives it.
         bandwidth: ((working set in bytes, bytes read per second), ...), by rising working set.
         int8_ops: operations per second of int8 dot products; None is unknown.
-        float32_flops, bfloat16_flops, float16_flops: the same of multiply-adds and of products; None as well.
-        provisional: too low perhaps, because the machine was busy or a step beat them: a later run measures again.
+        float32_flops, bfloat16_flops, float16_flops: the same of multiply-adds and of products;
+            None as well.
+        provisional: too low perhaps, because the machine was busy or a step beat them: a later run
+            measures again.
         measurements: how many these are the best of.
     """
 
@@ -67,8 +59,8 @@ class Ceilings:
     def read_bandwidth(self, working_set: float) -> float | None:
         """Bytes per second when each step goes through `working_set` bytes; None if unknown.
 
-        Between measured sizes the time per byte changes linearly with the logarithm of the size; outside them the
-        nearest measurement holds.
+        Between measured sizes the time per byte changes linearly with the logarithm of the size;
+        outside them the nearest measurement holds.
         """
         if not self.bandwidth or working_set <= 0:
             return None
@@ -83,11 +75,18 @@ class Ceilings:
 
     def peak(self, unit: str) -> float | None:
         """Operations per second of "int8", "float32", "bfloat16" or "float16"; None if unknown."""
-        floats = {"float32": self.float32_flops, "bfloat16": self.bfloat16_flops, "float16": self.float16_flops}
+        floats = {
+            "float32": self.float32_flops,
+            "bfloat16": self.bfloat16_flops,
+            "float16": self.float16_flops,
+        }
         return {"int8": self.int8_ops, **floats}.get(unit)
 
     def merged(self, other: Ceilings) -> Ceilings:
-        """The higher of each rate: a measurement can only be too low. One on a quiet machine makes them final."""
+        """The higher of each rate: a measurement can only be too low.
+
+        One on a quiet machine makes them final.
+        """
         rates = dict(self.bandwidth)
         for size, rate in other.bandwidth:
             rates[size] = max(rate, rates.get(size, 0.0))
@@ -140,13 +139,18 @@ def efficiency(ideal: float | None, seconds: float) -> float | None:
 
 
 def bound(
-    compute: float | None, memory: float | None, seconds: float, cpu_wait: float = 0.0, rank_wait: float = 0.0
+    compute: float | None,
+    memory: float | None,
+    seconds: float,
+    cpu_wait: float = 0.0,
+    rank_wait: float = 0.0,
 ) -> str:
     """What held a phase back: "compute", "memory", "contention", "ranks", "overhead" or "unknown".
 
-    Neither ceiling may explain half of the time. If waiting for a processor (`cpu_wait`, seconds) is at least half of
-    what they leave unexplained, other processes held the phase back (contention); if it is waiting for other ranks
-    (`rank_wait`), these did; otherwise it was overhead.
+    Neither ceiling may explain half of the time. If waiting for a processor (`cpu_wait`, seconds)
+    is at least half of what they leave unexplained, other processes held the phase back
+    (contention); if it is waiting for other ranks (`rank_wait`), these did; otherwise it was
+    overhead.
     """
     if compute is None or memory is None or seconds <= 0:
         return "unknown"
@@ -162,14 +166,19 @@ def bound(
 def processor_name() -> str:
     """Name, family, model and number of this machine's processors; virtual machines often hide the marketing name."""
     facts: dict[str, str] = {}
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file,
+    ):
         for line in file:
             key, _, value = line.partition(":")
             facts.setdefault(key.strip(), value.strip())
             if not line.strip():
                 break
     name = facts.get("model name") or platform.processor() or platform.machine()
-    numbers = ", ".join(f"{key} {facts[key]}" for key in ("cpu family", "model", "stepping") if key in facts)
+    numbers = ", ".join(
+        f"{key} {facts[key]}" for key in ("cpu family", "model", "stepping") if key in facts
+    )
     return f"{name} ({numbers})" if numbers else name
 
 
@@ -203,7 +212,8 @@ def cache_levels(threads: int) -> tuple[tuple[str, int], ...]:
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
             kind, level, size, sharers = (
-                (folder / name).read_text().strip() for name in ("type", "level", "size", "shared_cpu_list")
+                (folder / name).read_text().strip()
+                for name in ("type", "level", "size", "shared_cpu_list")
             )
             if kind != "Instruction" and int(level) > 1:
                 one = int(size[:-1]) * {"K": 1 << 10, "M": 1 << 20}[size[-1]]

@@ -1,15 +1,14 @@
 """TTFT, TPOT, ITL and E2E: the formulas, once, for the engine's own clock and for a client's.
 
-All times are seconds on one monotonic clock. The definitions are those of vLLM's benchmarks: TTFT counts from the
-arrival (or the intended send), TPOT leaves the first token out, and ITL is never divided by the tokens in a piece.
+All times are seconds on one monotonic clock. The definitions are those of vLLM's benchmarks: TTFT
+counts from the arrival (or the intended send), TPOT leaves the first token out, and ITL is never
+divided by the tokens in a piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-
-__all__ = ["e2e", "itl", "tpot", "ttft"]
 
 
 def ttft(arrival: float, first_token: float) -> float:

@@ -1,16 +1,18 @@
 """Divides each step's time among the requests that lived through it, by the cost model.
 
-A step that took T and of which the model expected P is divided as the model would divide P, scaled by T / P:
+A step that took T and of which the model expected P is divided as the model would divide P, scaled
+by T / P:
 
     drafting      its part of the time that guessing the next tokens took
     decode        what the step would have taken with this request alone
     rejected      what its wrong guesses add to that
     batching      what the other decodes add to that
     stall         what the prefill chunks add to all decodes
-    prefill       what the step would have taken with this chunk alone; the rest of it is `prefill_wait`
+    prefill       what the step would have taken with this chunk alone; the rest of it is
+    `prefill_wait`
 
-A request that is alone in its step bears all of it. Not for reading clocks (the engine does), nor for sentences
-(`explain.py`).
+A request that is alone in its step bears all of it. Not for reading clocks (the engine does), nor
+for sentences (`explain.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +25,6 @@ from twinphase.batch import Batch, ScheduledRequest, StepOutput, StepWork
 from twinphase.phases.cost import CostModel
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 from twinphase.phases.work import Cost, ModelShape, step_cost, weight_bytes_read
-
-__all__ = ["Ledger"]
 
 KEPT_RECORDS = 4096
 
@@ -56,8 +56,8 @@ class Ledger:
         self._cost_model = cost_model
         self._settled = 0.0
         self._running: dict[str, RequestTimeline] = {}
-        # However many wait, a step costs nothing for them: seconds by what held the first in line back, and what
-        # they were when each request began to wait.
+        # However many wait, a step costs nothing for them: seconds by what held the first in line
+        # back, and what they were when each request began to wait.
         self._held_back: dict[str, float] = {}
         self._work: defaultdict[str, float] = defaultdict(float)  # seconds of steps by tenant
         self._tenants: dict[str, str] = {}  # of unfinished requests
@@ -65,7 +65,8 @@ class Ledger:
 
     def open(self, request_id: str, timeline: RequestTimeline, tenant: str = "") -> None:
         """A request came, and queues."""
-        self.timelines[request_id], self._tenants[request_id] = timeline, tenant
+        self.timelines[request_id] = timeline
+        self._tenants[request_id] = tenant
         self._begins_to_wait(request_id)
 
     def close(self, request_id: str, now: float) -> None:
@@ -93,8 +94,8 @@ class Ledger:
     ) -> StepRecord:
         """Write a step into the timelines of all who run.
 
-        The times are those of `StepRecord`, seconds; `work` is how the step divides among tenants, in any unit. The
-        `output` tells which drafts were right.
+        The times are those of `StepRecord`, seconds; `work` is how the step divides among tenants,
+        in any unit. The `output` tells which drafts were right.
         """
         settled = min(self._settled, start)
         for timeline in self._running.values():
@@ -109,7 +110,9 @@ class Ledger:
         self.records.append(record)
         self.num_steps += 1
         if batch.held_back:
-            self._held_back[batch.held_back] = self._held_back.get(batch.held_back, 0.0) + record.seconds
+            self._held_back[batch.held_back] = (
+                self._held_back.get(batch.held_back, 0.0) + record.seconds
+            )
         self._let_in(batch, record)
         whole = sum((work or {}).values()) or 1.0
         for tenant, part in (work or {}).items():
@@ -127,8 +130,8 @@ class Ledger:
     def begin_text(self, timeline: RequestTimeline, now: float, alone: bool) -> None:
         """The front end begins with a request's text.
 
-        What passed since its step was bookkeeping, which belongs to the step, and then others' text, unless the
-        request was `alone` in the step.
+        What passed since its step was bookkeeping, which belongs to the step, and then others'
+        text, unless the request was `alone` in the step.
         """
         timeline.settle(min(self._settled, now))
         if not alone:
@@ -146,7 +149,9 @@ class Ledger:
         for share in batch.scheduled:
             timeline = self.timelines.get(share.request_id)
             if timeline is not None and share.request_id not in self._running:
-                timeline.queue_until(max(record.start, timeline.end), *self._waited_for(share.request_id))
+                timeline.queue_until(
+                    max(record.start, timeline.end), *self._waited_for(share.request_id)
+                )
                 self._running[share.request_id] = timeline
 
     def _begins_to_wait(self, request_id: str) -> None:
@@ -161,39 +166,56 @@ class Ledger:
         wait = self._waits.pop(request_id, None)
         if wait is None:
             return "", 0.0
-        waited = {reason: seconds - wait.held_back.get(reason, 0.0) for reason, seconds in self._held_back.items()}
+        waited = {
+            reason: seconds - wait.held_back.get(reason, 0.0)
+            for reason, seconds in self._held_back.items()
+        }
         reason = max(waited, key=lambda name: waited[name], default="")
         own = self._work[self._tenants[request_id]] - wait.own_work
-        return reason if waited.get(reason, 0.0) > 0 else "", sum(self._work.values()) - wait.work - own
+        return reason if waited.get(reason, 0.0) > 0 else "", sum(
+            self._work.values()
+        ) - wait.work - own
 
     def _divide(self, batch: Batch, record: StepRecord, output: StepOutput) -> None:
-        seconds, alone_in_step = record.seconds, len(batch.decodes) + len(batch.prefills) == 1
-        predict, window = self._cost_model.seconds, self.shape.window
+        seconds = record.seconds
+        alone_in_step = len(batch.decodes) + len(batch.prefills) == 1
+        predict = self._cost_model.seconds
+        window = self.shape.window
         scale = (seconds - record.drafting) / record.predicted if record.predicted > 0 else 0.0
         decodes = seconds
         if batch.prefills:
             decodes = min(seconds, record.drafting + predict(batch.decode_work) * scale)
         none = predict(StepWork.of_decodes(1, 0)) * scale  # a lone decode with no context ...
-        attended = predict(StepWork.of_decodes(1, 1, window)) * scale - none  # ... and what each token of it adds
+        attended = (
+            predict(StepWork.of_decodes(1, 1, window)) * scale - none
+        )  # ... and what each token of it adds
         rows: Counter[str] = Counter()
         for share in batch.prefills:
             rows[share.tenant] += len(share.token_ids)
         drafting = record.drafting / max(1, len(batch.decodes))
         for share in batch.decodes:
             context = self.shape.mean_attended(share.num_computed_tokens + 1)
-            own, wrong, rejected = drafting + none + context * attended, 0, 0.0
+            own = drafting + none + context * attended
+            wrong = 0
+            rejected = 0.0
             if share.num_drafts:
                 accepted = max(0, len(output.token_ids.get(share.request_id, [])) - 1)
                 wrong = share.num_drafts - min(share.num_drafts, accepted)
-                whole, right = (predict(self._rows_of(share, count)) * scale for count in (0, wrong))
-                own, rejected = drafting + whole, max(0.0, whole - right)
+                whole, right = (
+                    predict(self._rows_of(share, count)) * scale for count in (0, wrong)
+                )
+                own = drafting + whole
+                rejected = max(0.0, whole - right)
             if alone_in_step or own > decodes:
                 known = seconds if alone_in_step else decodes
-                own, rejected = known, rejected * known / own if own > 0 else 0.0
+                rejected = rejected * known / own if own > 0 else 0.0
+                own = known
             timeline = self.timelines.get(share.request_id)
             if timeline is not None:
                 others = 1 - rows[share.tenant] / rows.total() if rows else 0.0
-                timeline.add_decode(record, len(share.token_ids) - wrong, own, decodes, others, drafting, rejected)
+                timeline.add_decode(
+                    record, len(share.token_ids) - wrong, own, decodes, others, drafting, rejected
+                )
         for share in batch.prefills:
             timeline = self.timelines.get(share.request_id)
             if timeline is None:
@@ -212,13 +234,23 @@ class Ledger:
     def _record(self, batch: Batch, start: float, end: float, *inside: float) -> StepRecord:
         work = batch.work
         weights = Cost(bytes=weight_bytes_read(self.shape, work.rows, work.logits))
-        prefill, decode = (step_cost(self.shape, part) for part in (batch.prefill_work, batch.decode_work))
+        prefill, decode = (
+            step_cost(self.shape, part) for part in (batch.prefill_work, batch.decode_work)
+        )
         if batch.decodes:
             decode += weights
         else:
             prefill += weights
         return StepRecord(
-            self.num_steps, start, end, batch.prefill_work.rows, batch.decode_work.rows, prefill, decode,
-            tuple(share.request_id for share in batch.prefills), len(batch.decodes),
-            self._cost_model.seconds(work), *inside,
-        )  # fmt: skip
+            self.num_steps,
+            start,
+            end,
+            batch.prefill_work.rows,
+            batch.decode_work.rows,
+            prefill,
+            decode,
+            tuple(share.request_id for share in batch.prefills),
+            len(batch.decodes),
+            self._cost_model.seconds(work),
+            *inside,
+        )

@@ -1,6 +1,7 @@
 """What a user reads at the end of an answer, as data: one row per phase, and rows for the rest of the wall time.
 
-The shares of all rows sum to 1 by construction: the last row is unattributed time. Drawing is the terminal's.
+The shares of all rows sum to 1 by construction: the last row is unattributed time. Drawing is the
+terminal's.
 """
 
 from __future__ import annotations
@@ -13,17 +14,22 @@ from twinphase.backends.base import Units
 from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
 from twinphase.phases.timeline import IntervalKind, PhaseTotals, RequestTimeline, StepTotals
 
-__all__ = ["FORMULAS", "PhaseReport", "PhaseRow", "RestRow", "flops_by_unit", "phase_report"]
-
 FORMULAS = {
     "MFU": "sum over units of FLOP / measured peak, divided by the time",
-    "MBU": "weights once per step + KV read and written, over the time x bandwidth measured for that working set",
+    "MBU": "weights once per step + KV read and written, over the time x bandwidth measured for "
+    "that working set",
 }
 
-# A phase's row is the wall time of its steps, whoever they were shared with; `ledger.py` divides them.
+# A phase's row is the wall time of its steps, whoever they were shared with; `ledger.py` divides
+# them.
 PREFILL_KINDS = (IntervalKind.PREFILL, IntervalKind.RECOMPUTE, IntervalKind.PREFILL_WAIT)
-DECODE_KINDS = (IntervalKind.DRAFTING, IntervalKind.DECODE, IntervalKind.REJECTED, IntervalKind.BATCHING,
-                IntervalKind.STALL)  # fmt: skip
+DECODE_KINDS = (
+    IntervalKind.DRAFTING,
+    IntervalKind.DECODE,
+    IntervalKind.REJECTED,
+    IntervalKind.BATCHING,
+    IntervalKind.STALL,
+)
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,10 @@ class PhaseRow:
         other_efficiency: the value of the other metric.
         working_set: bytes that a step goes through; decides which bandwidth counts.
         bound: as `hardware.bound` gives it.
-        host_share: of the steps' time, that in which a device with a clock of its own had nothing to compute, or waited
-            for Python; None where there is no such device.
-        rank_share: of the steps' time, that in which the first of several ranks waited for others; None where none did.
+        host_share: of the steps' time, that in which a device with a clock of its own had nothing
+            to compute, or waited for Python; None where there is no such device.
+        rank_share: of the steps' time, that in which the first of several ranks waited for others;
+            None where none did.
     """
 
     name: str
@@ -91,8 +98,13 @@ class PhaseReport:
 
 def flops_by_unit(totals: StepTotals, units: Units) -> Mapping[str, int]:
     """The phase's FLOP divided between the units of the linear layers and of attention's two products."""
-    linear, attention = totals.linear_flops, totals.attention_flops
-    parts = ((units.linear, linear), (units.scores, attention // 2), (units.values, attention - attention // 2))
+    linear = totals.linear_flops
+    attention = totals.attention_flops
+    parts = (
+        (units.linear, linear),
+        (units.scores, attention // 2),
+        (units.values, attention - attention // 2),
+    )
     flops: dict[str, int] = {}
     for unit, count in parts:
         flops[unit] = flops.get(unit, 0) + count
@@ -100,12 +112,19 @@ def flops_by_unit(totals: StepTotals, units: Units) -> Mapping[str, int]:
 
 
 def _phase_row(
-    name: str, totals: PhaseTotals, seconds: float, wall: float, units: Units, ceilings: Ceilings | None, cached: int
+    name: str,
+    totals: PhaseTotals,
+    seconds: float,
+    wall: float,
+    units: Units,
+    ceilings: Ceilings | None,
+    cached: int,
 ) -> PhaseRow:
     working_set = totals.bytes // totals.steps if totals.steps else 0
     compute = compute_seconds(flops_by_unit(totals, units), ceilings) if totals.steps else None
     memory = memory_seconds(totals.bytes, working_set, ceilings)
-    mfu, mbu = efficiency(compute, seconds), efficiency(memory, seconds)
+    mfu = efficiency(compute, seconds)
+    mbu = efficiency(memory, seconds)
     metric, value, other = ("MFU", mfu, mbu) if name == "prefill" else ("MBU", mbu, mfu)
     return PhaseRow(
         name=name,
@@ -119,8 +138,12 @@ def _phase_row(
         other_efficiency=other,
         working_set=working_set,
         bound=bound(compute, memory, seconds, totals.cpu_wait, totals.rank_wait),
-        host_share=max(0.0, 1 - totals.device / totals.seconds) if totals.device and totals.seconds else None,
-        rank_share=totals.rank_wait / totals.seconds if totals.rank_wait and totals.seconds else None,
+        host_share=max(0.0, 1 - totals.device / totals.seconds)
+        if totals.device and totals.seconds
+        else None,
+        rank_share=totals.rank_wait / totals.seconds
+        if totals.rank_wait and totals.seconds
+        else None,
     )
 
 
@@ -135,8 +158,8 @@ def phase_report(
 ) -> PhaseReport:
     """Divide the wall time of a request: all of it, the timeline and what came `before` included.
 
-    `before` has seconds by name, such as for starting Python and loading the model. Of the prompt, `num_cached_tokens`
-    needed no prefill.
+    `before` has seconds by name, such as for starting Python and loading the model. Of the prompt,
+    `num_cached_tokens` needed no prefill.
     """
     own = {*PREFILL_KINDS, *DECODE_KINDS, IntervalKind.UNATTRIBUTED}
     prefill_seconds = sum(timeline.seconds(kind) for kind in PREFILL_KINDS)
@@ -144,10 +167,23 @@ def phase_report(
     named = list((before or {}).items())
     named += [(kind.value, timeline.seconds(kind)) for kind in IntervalKind if kind not in own]
     rest = [(name, seconds) for name, seconds in named if seconds > 0]
-    rest.append(("unattributed", wall_seconds - prefill_seconds - decode_seconds - sum(s for _, s in rest)))
+    rest.append(
+        ("unattributed", wall_seconds - prefill_seconds - decode_seconds - sum(s for _, s in rest))
+    )
     phases = (
-        _phase_row("prefill", timeline.prefill, prefill_seconds, wall_seconds, units, ceilings, num_cached_tokens),
+        _phase_row(
+            "prefill",
+            timeline.prefill,
+            prefill_seconds,
+            wall_seconds,
+            units,
+            ceilings,
+            num_cached_tokens,
+        ),
         _phase_row("decode", timeline.decode, decode_seconds, wall_seconds, units, ceilings, 0),
     )
-    rows = tuple(RestRow(name, seconds, seconds / wall_seconds if wall_seconds > 0 else 0.0) for name, seconds in rest)
+    rows = tuple(
+        RestRow(name, seconds, seconds / wall_seconds if wall_seconds > 0 else 0.0)
+        for name, seconds in rest
+    )
     return PhaseReport(wall_seconds, phases, rows, timeline.ttft, timeline.tpot)

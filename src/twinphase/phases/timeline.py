@@ -1,7 +1,8 @@
 """Where the time went: one record a step, and per request intervals that partition its life.
 
-All times are seconds on one monotonic clock (`time.perf_counter`). Nothing here reads a clock: whoever knows what just
-ended says when. What nobody names is `unattributed`, so that it shows. How a shared step divides is `ledger.py`'s.
+All times are seconds on one monotonic clock (`time.perf_counter`). Nothing here reads a clock:
+whoever knows what just ended says when. What nobody names is `unattributed`, so that it shows. How
+a shared step divides is `ledger.py`'s.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from dataclasses import dataclass, field, replace
 from twinphase.phases import latency
 from twinphase.phases.work import Cost
 
-__all__ = ["Interval", "IntervalKind", "PhaseTotals", "RequestTimeline", "StepRecord", "StepTotals"]
-
 
 class IntervalKind(enum.StrEnum):
     """What a request's time was spent on (the ledger's words)."""
 
     TOKENIZE = "tokenize"
-    ROUTE = "route"  # the choice of a worker, the way there and back, and what a worker did that then died
-    TRANSFER = "transfer"  # its KV blocks' way from who read the prompt to who goes on, as far as no chunk hid it
+    # the choice of a worker, the way there and back, and what a worker did that then died
+    ROUTE = "route"
+    # its KV blocks' way from who read the prompt to who goes on, as far as no chunk hid it
+    TRANSFER = "transfer"
     QUEUE = "queue"  # not running: before the first step, and after each preemption
     PREFILL = "prefill"  # its own share of the steps that computed its prompt
     PREFILL_WAIT = "prefill_wait"  # the rest of those steps, and the steps between its chunks
@@ -37,8 +38,15 @@ class IntervalKind(enum.StrEnum):
 
 
 # What every decode step brings.
-ALTERNATING = {IntervalKind.DRAFTING, IntervalKind.DECODE, IntervalKind.REJECTED, IntervalKind.BATCHING,
-               IntervalKind.DETOKENIZE, IntervalKind.SEND, IntervalKind.UNATTRIBUTED}  # fmt: skip
+ALTERNATING = {
+    IntervalKind.DRAFTING,
+    IntervalKind.DECODE,
+    IntervalKind.REJECTED,
+    IntervalKind.BATCHING,
+    IntervalKind.DETOKENIZE,
+    IntervalKind.SEND,
+    IntervalKind.UNATTRIBUTED,
+}
 
 
 @dataclass(frozen=True)
@@ -49,13 +57,15 @@ class StepRecord:
         start: when scheduling began, seconds.
         end: when the new tokens were committed, seconds; sampling is part of the step.
         prefill_tokens, decode_tokens: computed in each phase.
-        prefill, decode: work by phase. The weights, read once per step, count as decode when any request decodes.
+        prefill, decode: work by phase. The weights, read once per step, count as decode when any
+            request decodes.
         prefill_ids: requests with a prefill chunk.
         predicted: what the cost model expected, seconds.
         executed: seconds of it that the executor took; the rest is scheduling and bookkeeping.
         sampling: seconds of `executed` that choosing tokens took.
         drafting: seconds of it that guessing the next tokens took.
-        cpu_wait: seconds of it in which a thread of the engine's could run and had no processor; 0 where not known.
+        cpu_wait: seconds of it in which a thread of the engine's could run and had no processor; 0
+            where not known.
         device: seconds of it that a device with a clock of its own computed; 0 where there is none.
         rank_wait: seconds of it that the first of several ranks waited for others.
     """
@@ -91,7 +101,8 @@ class Interval:
         step: index of the step it belongs to; -1 for none, or several.
         prefill_tokens: of a stall, the others' prompt tokens in that step.
         caused_by: of a stall, the requests those belong to.
-        reason: of queue, what kept the first in line from being let in (`Batch.held_back`); of route, why that worker.
+        reason: of queue, what kept the first in line from being let in (`Batch.held_back`); of
+            route, why that worker.
         other_tenants: of queue and stall, seconds of it that went to other tenants' work.
     """
 
@@ -107,7 +118,10 @@ class Interval:
 
 @dataclass
 class StepTotals:
-    """Sums over steps; the work is that of all requests in them. Times are seconds, as in `StepRecord`."""
+    """Sums over steps; the work is that of all requests in them.
+
+    Times are seconds, as in `StepRecord`.
+    """
 
     steps: int = 0
     decodes: int = 0  # requests that decoded in them
@@ -145,7 +159,9 @@ class PhaseTotals(StepTotals):
     """Sums over the steps that a request spent in one phase."""
 
     tokens: int = 0  # of this request
-    unmixed: StepTotals = field(default_factory=StepTotals)  # of the steps in which no request was in the other phase
+    unmixed: StepTotals = field(
+        default_factory=StepTotals
+    )  # of the steps in which no request was in the other phase
 
 
 @dataclass
@@ -207,17 +223,22 @@ class RequestTimeline:
         if alone:
             self.mark(IntervalKind.SEND, until)
         else:
-            self.mark(IntervalKind.BATCHING if self.decode.steps else IntervalKind.PREFILL_WAIT, until)
+            self.mark(
+                IntervalKind.BATCHING if self.decode.steps else IntervalKind.PREFILL_WAIT, until
+            )
 
     def reach_step(self, start: float) -> None:
         """A step begins; what went before was nobody's named work."""
         if start > self.end:
             self.extend(IntervalKind.UNATTRIBUTED, start)
 
-    def add_prefill(self, record: StepRecord, num_tokens: int, own: float, again: float = 0.0) -> None:
+    def add_prefill(
+        self, record: StepRecord, num_tokens: int, own: float, again: float = 0.0
+    ) -> None:
         """A step computed a chunk of `num_tokens`.
 
-        The request's share of the step is `own` seconds, `again` of them for tokens computed before a preemption.
+        The request's share of the step is `own` seconds, `again` of them for tokens computed before
+        a preemption.
         """
         self._begin(record, self.prefill, num_tokens)
         for kind, share in ((IntervalKind.RECOMPUTE, again), (IntervalKind.PREFILL, own)):
@@ -236,9 +257,9 @@ class RequestTimeline:
     ) -> None:
         """A step computed `num_tokens` of this request in its decode phase, to which `own` seconds of it went.
 
-        Of these, `drafting` seconds went to guesses, and `rejected` ones to computing those that were wrong. Without
-        the prefill chunks in it the step would have taken `decodes` seconds; the fraction `others` of their tokens is
-        other tenants'.
+        Of these, `drafting` seconds went to guesses, and `rejected` ones to computing those that
+        were wrong. Without the prefill chunks in it the step would have taken `decodes` seconds;
+        the fraction `others` of their tokens is other tenants'.
         """
         self._begin(record, self.decode, num_tokens)
         for kind, seconds in (
@@ -249,8 +270,15 @@ class RequestTimeline:
         ):
             self.mark(kind, min(record.end, max(self.end, record.start + seconds)), record.index)
         if record.end > self.end:
-            stall = Interval(IntervalKind.STALL, self.end, record.end, record.index, record.prefill_tokens,
-                             record.prefill_ids, other_tenants=others * (record.end - self.end))  # fmt: skip
+            stall = Interval(
+                IntervalKind.STALL,
+                self.end,
+                record.end,
+                record.index,
+                record.prefill_tokens,
+                record.prefill_ids,
+                other_tenants=others * (record.end - self.end),
+            )
             self.intervals.append(stall)
             self.end = record.end
 
@@ -269,14 +297,19 @@ class RequestTimeline:
         """The same life so far, which goes on by itself; of a timeline that another thread may be growing."""
         intervals = [replace(interval) for interval in self.intervals[:]]
         return RequestTimeline(
-            self.arrival, intervals, deepcopy(self.prefill), deepcopy(self.decode), list(self.token_times)
+            self.arrival,
+            intervals,
+            deepcopy(self.prefill),
+            deepcopy(self.decode),
+            list(self.token_times),
         )
 
     def compact(self) -> None:
         """Join what an answer alternates between, so that a long one's timeline is short.
 
-        The order of `decode` and `batching` within a step is notional anyway. Between stalls, and other intervals that
-        stand for themselves, each kind becomes one interval, in the order in which the kinds came; the sums stay.
+        The order of `decode` and `batching` within a step is notional anyway. Between stalls, and
+        other intervals that stand for themselves, each kind becomes one interval, in the order in
+        which the kinds came; the sums stay.
         """
         joined: list[Interval] = []
         run: dict[IntervalKind, float] = {}

@@ -1,7 +1,7 @@
 """What a step must do by the algorithm: floating-point operations and bytes, from a model's shape.
 
-These are the numerators of MFU and MBU. Activations are left out, and so is whatever an implementation does on top.
-Not for measured rates, ceilings or times.
+These are the numerators of MFU and MBU. Activations are left out, and so is whatever an
+implementation does on top. Not for measured rates, ceilings or times.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from twinphase.blueprint import Blueprint
 from twinphase.models.size import Size, count_parameters, of_one_row, stored_bytes
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["Cost", "ModelShape", "kv_bytes_per_token", "make_shape", "model_shape", "rows_cost", "step_cost",
-           "weight_bytes_read"]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class ModelShape:
     """The plain numbers that the formulas need.
 
     Attributes:
-        linear_parameters: weights of the matrices that every row goes through, P; not the embedding. Of experts, those
-            that a row is sent to.
-        head_parameters: weights that only rows with logits go through: the output head, and the last layer's matrices
-            behind its attention.
+        linear_parameters: weights of the matrices that every row goes through, P; not the
+            embedding. Of experts, those that a row is sent to.
+        head_parameters: weights that only rows with logits go through: the output head, and the
+            last layer's matrices behind its attention.
         linear_bytes, head_bytes: both as stored, experts left out.
         num_layers, num_heads, num_kv_heads, head_dim: L, H (query heads), H_kv and d.
-        kv_token_bytes: of one token in the KV cache as the backend stores it; 0 for the formula with float16.
-        window: tokens that a row attends to at most in `windowed_layers` of the layers; None where none has a window.
+        kv_token_bytes: of one token in the KV cache as the backend stores it; 0 for the formula
+            with float16.
+        window: tokens that a row attends to at most in `windowed_layers` of the layers; None where
+            none has a window.
         num_experts, experts_per_row: E and k of every layer; 0 in a dense model.
         expert_bytes, head_expert_bytes: of all experts; the latter are those of the last layer.
     """
@@ -72,9 +71,12 @@ def model_shape(checkpoint: Checkpoint, blueprint: Blueprint) -> ModelShape:
     return make_shape(blueprint, count_parameters(blueprint), stored_bytes(checkpoint, blueprint))
 
 
-def make_shape(blueprint: Blueprint, parameters: Size, nbytes: Size, kv_token_bytes: int = 0) -> ModelShape:
+def make_shape(
+    blueprint: Blueprint, parameters: Size, nbytes: Size, kv_token_bytes: int = 0
+) -> ModelShape:
     """The numbers of the cost formulas for a model of so many parameters and bytes."""
-    b, experts = blueprint, blueprint.experts
+    b = blueprint
+    experts = blueprint.experts
     windowed = [window for window in b.windows if window is not None]
     tail = parameters.tail + of_one_row(parameters.tail_experts, experts)
     return ModelShape(
@@ -130,8 +132,9 @@ def kv_bytes_per_token(shape: ModelShape) -> int:
 def weight_bytes_read(shape: ModelShape, rows: int, num_logits: int) -> int:
     """Weights that a step of `rows` rows reads, each once; those behind logits if any row wants them.
 
-    Of E experts, k per row, n rows reach E (1 - (1 - k / E)^n) if they choose evenly and independently: so much of the
-    experts' bytes is counted. In the last layer only the rows with logits choose.
+    Of E experts, k per row, n rows reach E (1 - (1 - k / E)^n) if they choose evenly and
+    independently: so much of the experts' bytes is counted. In the last layer only the rows with
+    logits choose.
     """
     dense = shape.linear_bytes + (shape.head_bytes if num_logits else 0)
     if not shape.num_experts:
@@ -144,13 +147,14 @@ def weight_bytes_read(shape: ModelShape, rows: int, num_logits: int) -> int:
 def step_cost(shape: ModelShape, work: StepWork) -> Cost:
     """Cost of a step, or of a part of one, without reading the weights.
 
-        flops = 2 P n + 2 head_parameters logits + 4 H d contexts, the contexts summed over rows and layers
-        bytes = KV read and written, of the tokens that the rows of each layer attend to
+        flops = 2 P n + 2 head_parameters logits + 4 H d contexts, the contexts summed over rows and
+        layers bytes = KV read and written, of the tokens that the rows of each layer attend to
 
     `work` has been counted with the window of `shape`, if it has one.
     """
     linear = 2 * shape.linear_parameters * work.rows + 2 * shape.head_parameters * work.logits
-    near, whole = shape.windowed_layers, shape.num_layers - shape.windowed_layers
+    near = shape.windowed_layers
+    whole = shape.num_layers - shape.windowed_layers
     contexts = whole * (work.prefill_contexts + work.decode_contexts)
     contexts += near * (work.windowed_prefill_contexts + work.windowed_decode_contexts)
     kv_tokens = whole * work.kv_tokens + near * work.windowed_kv_tokens  # of one layer each
@@ -159,10 +163,12 @@ def step_cost(shape: ModelShape, work: StepWork) -> Cost:
 
 
 def rows_cost(shape: ModelShape, start: int, num_rows: int, num_logits: int) -> Cost:
-    """Cost of the rows at positions `start` .. `start + num_rows - 1` of one sequence, weights not read here.
+    """Cost of the rows at positions `start` ..
 
-    The row at position p attends to p + 1 tokens, or to its layer's window if that is less. Without windows the sum of
-    contexts over a whole prompt is n (n + 1) / 2.
+    `start + num_rows - 1` of one sequence, weights not read here.
+
+    The row at position p attends to p + 1 tokens, or to its layer's window if that is less. Without
+    windows the sum of contexts over a whole prompt is n (n + 1) / 2.
     """
     chunk = StepWork.of_chunk(start, num_rows, num_logits=0, window=shape.window)
     return step_cost(shape, chunk._replace(logits=num_logits))

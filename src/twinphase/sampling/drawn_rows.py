@@ -1,7 +1,8 @@
 """Rows whose tokens a backend draws where their logits are: what it is told before, and what it told afterwards.
 
-A row behind drafts is told as if they were right: if they were not, nobody asks for its token. What the tokens are is
-`sampler.py`'s; the device's arithmetic is the backend's (`backends/torch/sampling.py`).
+A row behind drafts is told as if they were right: if they were not, nobody asks for its token. What
+the tokens are is `sampler.py`'s; the device's arithmetic is the backend's
+(`backends/torch/sampling.py`).
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from twinphase.sampling.sampler import (
     random_of,
 )
 
-__all__ = ["DrawnRows"]
-
-NOT_SCORED, DRAWN = -2, -1
+NOT_SCORED = -2
+DRAWN = -1
 
 
 class DrawnRows(Rows):
     """The rows of one step, drawn at once."""
 
-    def __init__(self, drawer: Drawer, batch: Batch, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    def __init__(
+        self, drawer: Drawer, batch: Batch, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> None:
         """Draw from the step that `drawer` launched last."""
-        self._size, self._eos_token_ids = vocab_size, eos_token_ids
+        self._size = vocab_size
+        self._eos_token_ids = eos_token_ids
         self._count = sum(share.num_logits for share in batch.scheduled)
         self._errors: dict[int, BaseException] = {}
         self._edits: tuple[_Edits, _Edits, _Edits] = ([], []), ([], []), ([], [])
@@ -46,7 +49,9 @@ class DrawnRows(Rows):
             self._plan(share, range(row, row + share.num_logits))
             row += share.num_logits
         temperature, min_p, top_k, top_p, uniforms = self._values
-        bits = np.array(list(self._masks.values()), np.uint8).reshape(len(self._masks), -(-vocab_size // 8))
+        bits = np.array(list(self._masks.values()), np.uint8).reshape(
+            len(self._masks), -(-vocab_size // 8)
+        )
         self.drawn = drawer.draw(
             Draws(
                 (_joined(self._edits[0]), _joined(self._edits[1]), _joined(self._edits[2])),
@@ -75,7 +80,11 @@ class DrawnRows(Rows):
         """See `Rows`; of the token that the row gave, or of the prompt's next."""
         self._check_finite(row)
         drawn = self.drawn
-        top = zip(drawn.top_ids[row, :num_top].tolist(), drawn.top_logprobs[row, :num_top].tolist(), strict=True)
+        top = zip(
+            drawn.top_ids[row, :num_top].tolist(),
+            drawn.top_logprobs[row, :num_top].tolist(),
+            strict=True,
+        )
         return TokenLogprobs(token_id, float(drawn.logprobs[row]), int(drawn.ranks[row]), list(top))
 
     def _check_finite(self, row: int) -> None:
@@ -84,9 +93,12 @@ class DrawnRows(Rows):
 
     def _plan(self, share: ScheduledRequest, rows: range) -> None:
         """What is to be done with the rows of one request."""
-        params, scored = share.sampling_params, share.scored
+        params = share.sampling_params
+        scored = share.scored
         if scored:
-            self._scored[rows[: len(scored)]] = [share.prompt_token_ids[position + 1] for position in scored]
+            self._scored[rows[: len(scored)]] = [
+                share.prompt_token_ids[position + 1] for position in scored
+            ]
             self._num_top = max(self._num_top, params.prompt_logprobs or 0)
         if not share.samples:
             return
@@ -100,17 +112,27 @@ class DrawnRows(Rows):
                 self._edit(row, share, output)
                 if params.temperature >= GREEDY_BELOW:
                     at = position_of(share, number)
-                    own = params.temperature, params.min_p, max(params.top_k, 0), params.top_p, random_of(params, at)
+                    own = (
+                        params.temperature,
+                        params.min_p,
+                        max(params.top_k, 0),
+                        params.top_p,
+                        random_of(params, at),
+                    )
                     self._values[:, row] = own
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:  # of this request alone, if its row is asked for
                 self._errors[row] = error
                 return
-            if number < len(drafts) and not self._goes_on(row, share, drafts[number], len(output) + 1):
+            if number < len(drafts) and not self._goes_on(
+                row, share, drafts[number], len(output) + 1
+            ):
                 return
 
-    def _goes_on(self, row: int, share: ScheduledRequest, draft: int, num_output_tokens: int) -> bool:
+    def _goes_on(
+        self, row: int, share: ScheduledRequest, draft: int, num_output_tokens: int
+    ) -> bool:
         """Whether the row behind this one can be asked for: the draft is allowed, and does not end the output."""
         mask = self._masks.get(row)
         if mask is not None and not mask[draft // 8] >> draft % 8 & 1:
@@ -119,7 +141,8 @@ class DrawnRows(Rows):
 
     def _edit(self, row: int, share: ScheduledRequest, output: Sequence[int]) -> None:
         """What `logit_filters.process` and the request's constraint do to the row."""
-        params, added = share.sampling_params, dict(share.sampling_params.logit_bias or {})
+        params = share.sampling_params
+        added = dict(share.sampling_params.logit_bias or {})
         if len(output) < params.min_tokens:
             added |= dict.fromkeys([*self._eos_token_ids, *(params.stop_token_ids or ())], -np.inf)
         if share.constraint is not None:
@@ -129,9 +152,12 @@ class DrawnRows(Rows):
             restricted = share.constraint.restrict(free, output)
             if restricted is not free:
                 self._masks[row] = np.packbits(restricted > -np.inf, bitorder="little")
-                for token_id in held_back:  # the mask says so; a thinking budget that is spent lifts it
+                for (
+                    token_id
+                ) in held_back:  # the mask says so; a thinking budget that is spent lifts it
                     del added[token_id]
-        ids, values = np.array(list(added), np.int64), np.array(list(added.values()), np.float32)
+        ids = np.array(list(added), np.int64)
+        values = np.array(list(added.values()), np.float32)
         self._put(0, row, ids, values)
         if params.repetition_penalty != 1.0:
             ids = np.unique(np.array([*share.prompt_token_ids, *output], np.int64))
@@ -139,7 +165,9 @@ class DrawnRows(Rows):
         if params.frequency_penalty or params.presence_penalty:
             self._put(2, row, *subtracted(params, output))
 
-    def _put(self, which: int, row: int, ids: NDArray[np.signedinteger], values: NDArray[np.float32]) -> None:
+    def _put(
+        self, which: int, row: int, ids: NDArray[np.signedinteger], values: NDArray[np.float32]
+    ) -> None:
         if len(ids):
             self._edits[which][0].append(ids + row * self._size)
             self._edits[which][1].append(values)
@@ -151,4 +179,8 @@ _Edits = tuple[list[NDArray[np.int64]], list[NDArray[np.float32]]]
 def _joined(edits: _Edits) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Those of all rows."""
     at, values = edits
-    return (np.concatenate(at), np.concatenate(values)) if at else (np.zeros(0, np.int64), np.zeros(0, np.float32))
+    return (
+        (np.concatenate(at), np.concatenate(values))
+        if at
+        else (np.zeros(0, np.int64), np.zeros(0, np.float32))
+    )

@@ -1,7 +1,7 @@
 """A request's structured output as one Lark grammar in llguidance's dialect, and what is refused before compiling.
 
-llguidance limits what a grammar may cost, but a single step of a few constructs has no limit: those are counted here.
-Not for running a grammar (structured.py).
+llguidance limits what a grammar may cost, but a single step of a few constructs has no limit: those
+are counted here. Not for running a grammar (structured.py).
 """
 
 from __future__ import annotations
@@ -17,29 +17,48 @@ from typing import Any, NoReturn
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from twinphase.constraint import StructuredOutputsParams, plain_json
 from twinphase.errors import InvalidRequestError
-from twinphase.request import StructuredOutputsParams, plain_json
 
-__all__ = ["to_lark"]
-
-# The model chooses how to cut forced text into tokens, as it does with other text: forcing tokens instead would call
-# the tokenizer in every step, for all of a text of any length.
+# The model chooses how to cut forced text into tokens, as it does with other text: forcing tokens
+# instead would call the tokenizer in every step, for all of a text of any length.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# As much as JSON of some depth needs for its indentation; without a bound, a small model may never stop to indent.
+# As much as JSON of some depth needs for its indentation; without a bound, a small model may never
+# stop to indent.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
 MAX_GBNF_RULES = 300  # conversion takes time with the square
-MAX_COMBINED_PATTERNS = 10  # each of the patterns that one text must match doubles the work of a step
+MAX_COMBINED_PATTERNS = (
+    10  # each of the patterns that one text must match doubles the work of a step
+)
 MAX_COMMON_MULTIPLE = 10_000  # states needed for divisibility
-# A step takes time and memory with the square of one regular expression: 60 ms and 12 MB at worst for this many bytes.
+# A step takes time and memory with the square of one regular expression: 60 ms and 12 MB at worst
+# for this many bytes.
 MAX_REGEX = 4096
 MAX_PROPERTIES = 1000  # of one object; a step takes time with the square
-# llguidance goes from rule to rule by recursion. Some three times as many fill a stack of 8 MB, which ends the process.
-MAX_RULES, MAX_REFS = 1000, 500
+# llguidance goes from rule to rule by recursion. Some three times as many fill a stack of 8 MB,
+# which ends the process.
+MAX_RULES = 1000
+MAX_REFS = 500
 LOWEST_NUMBER = -9e18  # at the lowest integer of 64 bits its recursion has no end
 
-_ANNOTATIONS = {"$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description",
-                "discriminator", "examples", "id", "readOnly", "title", "writeOnly"}  # fmt: skip
+_ANNOTATIONS = {
+    "$anchor",
+    "$comment",
+    "$defs",
+    "$id",
+    "$schema",
+    "default",
+    "definitions",
+    "deprecated",
+    "description",
+    "discriminator",
+    "examples",
+    "id",
+    "readOnly",
+    "title",
+    "writeOnly",
+}
 _COMBINING = ("$ref", "anyOf", "oneOf")
 # One that has no end matches all the same, so that no text is searched twice.
 _LARK_TOKEN = re.compile(
@@ -64,13 +83,23 @@ def to_lark(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) 
         return _to_lark(params, special_tokens)
     except InvalidRequestError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        _refuse(params.kind, f"cannot be used: {' '.join(str(error).split())[:200]}.", "Correct it.")
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        _refuse(
+            params.kind, f"cannot be used: {' '.join(str(error).split())[:200]}.", "Correct it."
+        )
 
 
 def _to_lark(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
     if params.regex is not None:
-        # Classes are those of ASCII, as in JSON Schema: who asks for digits wants 0 to 9, not hundreds of others.
+        # Classes are those of ASCII, as in JSON Schema: who asks for digits wants 0 to 9, not
+        # hundreds of others.
         regex = regex_to_lark(params.regex, "dws")
         _check_size("regex", "a regular expression", regex)
         body = f"start: /{regex}/\n"
@@ -82,14 +111,22 @@ def _to_lark(params: StructuredOutputsParams, special_tokens: Mapping[str, int])
     elif params.structural_tag is not None:
         body = _structural_tag(params, special_tokens)
     else:
-        schema = {"type": "object"} if params.json is None else plain_json("structured_outputs.json", params.json)
+        schema = (
+            {"type": "object"}
+            if params.json is None
+            else plain_json("structured_outputs.json", params.json)
+        )
         body = f"start: {_schema(schema, params)}\n"
     return f"{body}\n{_OPTIONS}"  # last, for the line numbers in messages
 
 
 def _schema(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
     if "x-guidance" in schema:
-        _refuse(params.kind, "has the key x-guidance.", "Use whitespace_pattern or disable_any_whitespace.")
+        _refuse(
+            params.kind,
+            "has the key x-guidance.",
+            "Use whitespace_pattern or disable_any_whitespace.",
+        )
     _check_schema(params.kind, schema)
     _check_size(params.kind, "a whitespace_pattern", params.whitespace_pattern or "")
     options: dict[str, object] = {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
@@ -104,35 +141,49 @@ def _structural_tag(params: StructuredOutputsParams, special_tokens: Mapping[str
     The trigger's lexeme is lazy: it ends the text at once, so the text cannot go on over a trigger.
     """
     tag = plain_json("structured_outputs.structural_tag", params.structural_tag or "")
-    structures, triggers = tag.get("structures") or [], tag.get("triggers") or []
+    structures = tag.get("structures") or []
+    triggers = tag.get("triggers") or []
     if tag.get("type") != "structural_tag" or not _all(dict, structures) or not _all(str, triggers):
         _refuse(
             params.kind,
             "is not of the form that is supported.",
-            'Give {"type": "structural_tag", "structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}.',
+            'Give {"type": "structural_tag", "structures": [{"begin", "schema", "end"}, ...], '
+            '"triggers": [...]}.',
         )
     rules = []
     for number, structure in enumerate(structures):
         begin, schema, end = (structure.get(name) for name in ("begin", "schema", "end"))
         if not isinstance(begin, str) or not isinstance(schema, dict) or not isinstance(end, str):
-            _refuse(params.kind, f"has structure {number} without begin, schema or end.", "Give all three.")
+            _refuse(
+                params.kind,
+                f"has structure {number} without begin, schema or end.",
+                "Give all three.",
+            )
         trigger = next((t for t in triggers if t and begin.startswith(t)), None)
         if trigger is None:
-            _refuse(params.kind, f"has no trigger that {begin!r} begins with.", "Add one to triggers.")
+            _refuse(
+                params.kind, f"has no trigger that {begin!r} begins with.", "Add one to triggers."
+            )
         if trigger in special_tokens:
             head = f"TEXT <[{special_tokens[trigger]}]>"
         else:
             head = f"head_{number}"
             rules.append(f"{head}[lazy]: TEXT {_literal(trigger)}")
         after = _texts(begin.removeprefix(trigger), special_tokens)
-        rules.append(f"tag_{number}: {head} {after} {_schema(schema, params)} {_texts(end, special_tokens)}")
+        rules.append(
+            f"tag_{number}: {head} {after} {_schema(schema, params)} {_texts(end, special_tokens)}"
+        )
     tags = " | ".join(f"tag_{number}" for number in range(len(structures)))
     return "\n".join([f"start: ({tags})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/", *rules, ""])
 
 
 def _all(kind: type, values: object) -> bool:
     """Whether `values` is a list of that kind, and not empty."""
-    return isinstance(values, list) and bool(values) and all(isinstance(value, kind) for value in values)
+    return (
+        isinstance(values, list)
+        and bool(values)
+        and all(isinstance(value, kind) for value in values)
+    )
 
 
 def _literal(text: str) -> str:
@@ -143,7 +194,9 @@ def _texts(text: str, special_tokens: Mapping[str, int]) -> str:
     """Literals for a text in which the names of control tokens stand for those tokens."""
     names = sorted((name for name in special_tokens if name in text), key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
-    return " ".join(f"<[{special_tokens[part]}]>" if part in names else _literal(part) for part in parts if part)
+    return " ".join(
+        f"<[{special_tokens[part]}]>" if part in names else _literal(part) for part in parts if part
+    )
 
 
 def _from_gbnf(text: str) -> str:
@@ -152,7 +205,11 @@ def _from_gbnf(text: str) -> str:
     try:
         return gbnf_to_lark(_GBNF_ESCAPE.sub(_gbnf_character, text))
     except Exception as error:  # the converter raises bare exceptions
-        _refuse("grammar", f"is not GBNF: {' '.join(str(error).split())[:200]}.", "It needs a rule named root.")
+        _refuse(
+            "grammar",
+            f"is not GBNF: {' '.join(str(error).split())[:200]}.",
+            "It needs a rule named root.",
+        )
 
 
 def _gbnf_character(match: re.Match[str]) -> str:
@@ -172,7 +229,11 @@ def _check_lark(text: str) -> None:
         outline.append(text[at : found.start()])
         at = found.end()
         if found["no_end"] is not None or found["open"] is not None:
-            _refuse("grammar", f"has no end for {found[0][:40]!r}.", "Write the closing character on the same line.")
+            _refuse(
+                "grammar",
+                f"has no end for {found[0][:40]!r}.",
+                "Write the closing character on the same line.",
+            )
         if found["and"]:
             _refuse("grammar", "uses the operator &.", "Write the terminal without it.")
         if found["string"]:
@@ -198,26 +259,38 @@ def _check_terminals(outline: str) -> None:
     bodies: dict[str, str] = {}
     ends = [head.start() for head in heads[1:]] + [len(outline)]
     for head, end in zip(heads, ends, strict=True):
-        name = head[1].strip() if "[" in head[1] else head[1].split(".")[0].strip()  # attributes make a rule a terminal
+        name = (
+            head[1].strip() if "[" in head[1] else head[1].split(".")[0].strip()
+        )  # attributes make a rule a terminal
         bodies[name] = bodies.get(name, "") + outline[head.end() : end]
     sizes: dict[str, int] = {}
 
     def size(name: str) -> int:
         if name not in sizes:
             sizes[name] = 1  # for a circle, which llguidance refuses
-            inner = [inner for inner in _LARK_TERMINAL.findall(bodies.get(name, "")) if inner in bodies]
+            inner = [
+                inner for inner in _LARK_TERMINAL.findall(bodies.get(name, "")) if inner in bodies
+            ]
             own = len("".join(bodies[name].split())) - sum(map(len, inner))
             sizes[name] = own + sum(map(size, inner))
         return sizes[name]
 
     for name in bodies:
         if ("[" in name or _LARK_TERMINAL.match(name)) and size(name) > MAX_REGEX:
-            _refuse("grammar", f"has the terminal {name[:40]}, which is too large.", "Make rules of its parts.")
+            _refuse(
+                "grammar",
+                f"has the terminal {name[:40]}, which is too large.",
+                "Make rules of its parts.",
+            )
 
 
 def _check_size(kind: str, what: str, regex: str) -> None:
     if len(regex.encode("utf-8", "replace")) > MAX_REGEX:
-        _refuse(kind, f"has {what} of more than {MAX_REGEX} bytes: {regex[:40]!r}...", "Use a shorter one.")
+        _refuse(
+            kind,
+            f"has {what} of more than {MAX_REGEX} bytes: {regex[:40]!r}...",
+            "Use a shorter one.",
+        )
 
 
 def _check_schema(kind: str, schema: dict[str, Any]) -> None:
@@ -245,7 +318,9 @@ def _check_schema(kind: str, schema: dict[str, Any]) -> None:
         for text in texts:
             _check_size(kind, "a pattern", text)
         if isinstance(named := node.get("properties"), dict) and len(named) > MAX_PROPERTIES:
-            _refuse(kind, f"has an object of {len(named)} properties.", f"Use {MAX_PROPERTIES} at most.")
+            _refuse(
+                kind, f"has an object of {len(named)} properties.", f"Use {MAX_PROPERTIES} at most."
+            )
         if isinstance(target := node.get("$ref"), str):
             targets.add(target)
         if isinstance(value := node.get("multipleOf"), bool):
@@ -253,21 +328,34 @@ def _check_schema(kind: str, schema: dict[str, Any]) -> None:
         if isinstance(value, (int, float)) and value:
             multiples.add(abs(Fraction(repr(value))))
         parts = node.get("allOf")
-        others = any(key not in _ANNOTATIONS and key not in _COMBINING and key != "allOf" for key in node)
-        combined = sum(key in node for key in _COMBINING) + (len(parts) if isinstance(parts, list) else 0)
+        others = any(
+            key not in _ANNOTATIONS and key not in _COMBINING and key != "allOf" for key in node
+        )
+        combined = sum(key in node for key in _COMBINING) + (
+            len(parts) if isinstance(parts, list) else 0
+        )
         combines |= combined > 0 and combined + others > 1
     if len(targets) > MAX_REFS:
         _refuse(kind, f"refers to {len(targets)} subschemas.", f"Use {MAX_REFS} at most.")
     if combines and len(patterns) > MAX_COMBINED_PATTERNS:
-        _refuse(kind, f"combines subschemas and has {len(patterns)} different patterns and formats.", "Use fewer.")
+        _refuse(
+            kind,
+            f"combines subschemas and has {len(patterns)} different patterns and formats.",
+            "Use fewer.",
+        )
     if multiples and _common_multiple(multiples) > MAX_COMMON_MULTIPLE:
-        _refuse(kind, "has values of multipleOf whose common multiple is too large.", "Use rounder ones.")
+        _refuse(
+            kind,
+            "has values of multipleOf whose common multiple is too large.",
+            "Use rounder ones.",
+        )
 
 
 def _common_multiple(values: Iterable[Fraction]) -> int:
     """The least common multiple in units of the finest fraction; a large one stands for a larger."""
     first, *others = values
-    unit, multiple = first.denominator, first.numerator
+    unit = first.denominator
+    multiple = first.numerator
     for value in others:
         finer = math.lcm(unit, value.denominator)
         multiple = math.lcm(multiple * (finer // unit), int(value * finer))

@@ -1,7 +1,8 @@
 """Chooses the next token of a request from one row of logits.
 
-Works on host logits and holds no state: what a request draws depends on its own row, its own tokens, its constraint,
-its seed and the position, never on the batch. Not for drafts (`speculation/verify.py`), stopping (scheduler) nor text.
+Works on host logits and holds no state: what a request draws depends on its own row, its own
+tokens, its constraint, its seed and the position, never on the batch. Not for drafts
+(`speculation/verify.py`), stopping (scheduler) nor text.
 """
 
 from __future__ import annotations
@@ -17,22 +18,11 @@ from twinphase.request import SamplingParams
 from twinphase.sampling.logit_filters import candidates, log_normalizer, process, threshold
 from twinphase.sampling.rng import uniform
 
-__all__ = [
-    "GREEDY_BELOW",
-    "NON_FINITE_LOGITS",
-    "ConstraintError",
-    "NonFiniteLogitsError",
-    "Rows",
-    "draw",
-    "position_of",
-    "random_of",
-    "sample_row",
-    "token_logprobs",
-]
-
 F32 = NDArray[np.float32]
 
-NON_FINITE_LOGITS = "The model's logits were not finite (NaN or infinite), so no token could be chosen."
+NON_FINITE_LOGITS = (
+    "The model's logits were not finite (NaN or infinite), so no token could be chosen."
+)
 GREEDY_BELOW = 1e-5  # as vLLM: colder than this is greedy, and the division below stays in range
 _DRAW_BLOCK = 256
 
@@ -49,7 +39,8 @@ class Rows:
     """A step's rows of logits, by number: the token that each gives, and log probabilities in it."""
 
     def __init__(self, logits: F32, eos_token_ids: Collection[int]) -> None:
-        self._logits, self._eos_token_ids = logits, eos_token_ids
+        self._logits = logits
+        self._eos_token_ids = eos_token_ids
 
     def __len__(self) -> int:
         return len(self._logits)
@@ -64,7 +55,10 @@ class Rows:
 
 
 def sample_row(
-    logits: F32, share: ScheduledRequest, eos_token_ids: Collection[int], accepted: Sequence[int] = ()
+    logits: F32,
+    share: ScheduledRequest,
+    eos_token_ids: Collection[int],
+    accepted: Sequence[int] = (),
 ) -> int:
     """The next token of one request; ties of the greedy choice go to the lowest id.
 
@@ -112,7 +106,8 @@ def random_of(params: SamplingParams, position: int) -> float:
 def token_logprobs(logits: F32, token_id: int, num_top: int) -> TokenLogprobs:
     """Log probabilities of raw logits: the sampled token's with its rank, and the `num_top` most likely tokens'.
 
-    The rank counts the tokens at least as likely, as vLLM does. Ties among the top are in order of id.
+    The rank counts the tokens at least as likely, as vLLM does. Ties among the top are in order of
+    id.
 
     Raises:
         NonFiniteLogitsError: the largest logit is NaN or infinite.
@@ -127,7 +122,9 @@ def token_logprobs(logits: F32, token_id: int, num_top: int) -> TokenLogprobs:
         ids = np.flatnonzero(nats >= np.float32(threshold(nats, None, num_top)))
         ids = ids[np.lexsort((ids, -logits[ids]))][:num_top]
         top = [(int(i), float(logits[i]) - normalizer) for i in ids]
-    return TokenLogprobs(token_id, float(value) - normalizer, int(np.count_nonzero(logits >= value)), top)
+    return TokenLogprobs(
+        token_id, float(value) - normalizer, int(np.count_nonzero(logits >= value)), top
+    )
 
 
 def _argmax(logits: F32) -> int:
@@ -151,6 +148,8 @@ def _invert(weights: F32, u: float) -> int:
     if block:
         target -= edges[block - 1]
     index = begin + int(np.searchsorted(within, target, side="right"))
-    if index >= min(begin + _DRAW_BLOCK, len(weights)):  # rounding put the target on the block's end
+    if index >= min(
+        begin + _DRAW_BLOCK, len(weights)
+    ):  # rounding put the target on the block's end
         index = int(np.flatnonzero(weights[: begin + _DRAW_BLOCK])[-1])
     return index

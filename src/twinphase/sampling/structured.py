@@ -1,7 +1,8 @@
 """Structured output: grammars compiled for a model's vocabulary, and which tokens they allow next.
 
-llguidance does the parsing; here is what it is given, what it may cost, and how its state follows a request's tokens.
-Not for the form that a grammar is written in (lark.py) nor for thinking before the answer (thinking.py).
+llguidance does the parsing; here is what it is given, what it may cost, and how its state follows a
+request's tokens. Not for the form that a grammar is written in (lark.py) nor for thinking before
+the answer (thinking.py).
 """
 
 from __future__ import annotations
@@ -17,20 +18,18 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
+from twinphase.constraint import CONSTRAINT_FAILURE, StructuredOutputsParams
 from twinphase.errors import InvalidRequestError
-from twinphase.request import CONSTRAINT_FAILURE, StructuredOutputsParams
 from twinphase.sampling.lark import to_lark
 from twinphase.sampling.sampler import ConstraintError
-
-__all__ = ["ConstraintError", "GrammarCompiler", "GrammarConstraint", "num_in_common"]
 
 F32 = NDArray[np.float32]
 
 MAX_COMPILED = 16  # grammars kept; a usual one takes some 100 KB, one made to be large 50 MB
 
 
-# Bounds of what was measured for grammars made to be slow: 0.5 s to compile, 15 ms per token (50 where tables grow),
-# and 50 MB for a request. A usual one takes 2 ms, 0.01 ms and 20 KB.
+# Bounds of what was measured for grammars made to be slow: 0.5 s to compile, 15 ms per token (50
+# where tables grow), and 50 MB for a request. A usual one takes 2 ms, 0.01 ms and 20 KB.
 def _limits(items_in_row: int, step_items: int) -> LLParserLimits:
     return LLParserLimits(
         max_items_in_row=items_in_row,
@@ -43,11 +42,16 @@ def _limits(items_in_row: int, step_items: int) -> LLParserLimits:
     )
 
 
-# A step takes time with the square of the items; a schema needs four for each property that may be left out.
-_SCHEMA_LIMITS, _GRAMMAR_LIMITS = _limits(10_000, 50_000), _limits(1_000, 5_000)
-# By a byte of a mask: what its eight tokens' logits are bounded by. A look-up costs half of unpacking the bits.
+# A step takes time with the square of the items; a schema needs four for each property that may be
+# left out.
+_SCHEMA_LIMITS = _limits(10_000, 50_000)
+_GRAMMAR_LIMITS = _limits(1_000, 5_000)
+# By a byte of a mask: what its eight tokens' logits are bounded by. A look-up costs half of
+# unpacking the bits.
 _BOUNDS = np.where(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.bool_),
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(
+        np.bool_
+    ),
     np.float32(np.inf),
     np.float32(-np.inf),
 )
@@ -56,23 +60,35 @@ _SPECIAL_TOKEN = b"\xff"  # llguidance's mark of what is not text: no UTF-8 has 
 
 
 class GrammarCompiler:
-    """Compiles constraints for one vocabulary. Safe to use from several threads; compiling lets the others run.
+    """Compiles constraints for one vocabulary.
+
+    Safe to use from several threads; compiling lets the others run.
 
     Attributes:
         token_bytes: the exact bytes of each token; control tokens have their names.
-        special_ids: the control tokens, which no text can bring about, those that end a sequence included.
-        eos_token_ids: tokens that end a sequence: allowed where a grammar may end, and only they once it must.
+        special_ids: the control tokens, which no text can bring about, those that end a sequence
+            included.
+        eos_token_ids: tokens that end a sequence: allowed where a grammar may end, and only they
+            once it must.
     """
 
     def __init__(
-        self, token_bytes: Sequence[bytes], special_ids: Iterable[int], eos_token_ids: Iterable[int], num_logits: int
+        self,
+        token_bytes: Sequence[bytes],
+        special_ids: Iterable[int],
+        eos_token_ids: Iterable[int],
+        num_logits: int,
     ) -> None:
         """`num_logits`: columns of the model's logits, which may be more than tokens."""
         self.token_bytes = token_bytes
         self.eos_token_ids = sorted(eos_token_ids)
         self.special_ids = frozenset(special_ids) | frozenset(self.eos_token_ids)
         self._num_logits = num_logits
-        self._names = {token_bytes[i].decode("utf-8", "replace"): i for i in sorted(self.special_ids) if token_bytes[i]}
+        self._names = {
+            token_bytes[i].decode("utf-8", "replace"): i
+            for i in sorted(self.special_ids)
+            if token_bytes[i]
+        }
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -81,7 +97,8 @@ class GrammarCompiler:
         """The constraint of one request.
 
         Raises:
-            InvalidRequestError: what llguidance or `to_lark` refuses, in one line, with the field's name.
+            InvalidRequestError: what llguidance or `to_lark` refuses, in one line, with the field's
+                name.
         """
         lark = to_lark(params, self._names)
         with self._lock:
@@ -103,7 +120,9 @@ class GrammarCompiler:
 
     def _compile(self, lark: str, kind: str) -> LLMatcher:
         if not self.eos_token_ids:
-            raise InvalidRequestError("The model has no token that ends a text.", "Leave structured_outputs out.")
+            raise InvalidRequestError(
+                "The model has no token that ends a text.", "Leave structured_outputs out."
+            )
         grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
         limits = _SCHEMA_LIMITS if kind in ("json", "json_object") else _GRAMMAR_LIMITS
         compiled = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
@@ -112,20 +131,28 @@ class GrammarCompiler:
             trial.compute_bitmask()  # shows a grammar that allows no token at all
         reason = _one_line(trial) or "; ".join(compiled.get_grammar_warnings())
         if reason:
-            raise InvalidRequestError(f"structured_outputs.{kind} is refused: {reason}.", "Change it, or leave it out.")
+            raise InvalidRequestError(
+                f"structured_outputs.{kind} is refused: {reason}.", "Change it, or leave it out."
+            )
         return compiled
 
     def _vocabulary(self) -> LLTokenizer:
         with self._lock:
             if self._tokenizer is None:
-                wrapper = TokenizerWrapper(_Vocabulary(self._marked_tokens(), self.eos_token_ids[0]))
+                wrapper = TokenizerWrapper(
+                    _Vocabulary(self._marked_tokens(), self.eos_token_ids[0])
+                )
                 self._tokenizer = LLTokenizer(wrapper, eos_token=self.eos_token_ids)
             return self._tokenizer
 
     def _marked_tokens(self) -> list[bytes]:
         """The tokens as llguidance wants them: one per column of the logits, empty where a token is never allowed."""
         tokens = [
-            _SPECIAL_TOKEN + text if i in self.special_ids else b"" if text.startswith(_SPECIAL_TOKEN) else text
+            _SPECIAL_TOKEN + text
+            if i in self.special_ids
+            else b""
+            if text.startswith(_SPECIAL_TOKEN)
+            else text
             for i, text in enumerate(self.token_bytes[: self._num_logits])
         ]
         return tokens + [b""] * (self._num_logits - len(tokens))
@@ -137,7 +164,8 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, tokens: list[bytes], eos_token_id: int) -> None:
-        self.tokens, self.eos_token_id = tokens, eos_token_id
+        self.tokens = tokens
+        self.eos_token_id = eos_token_id
 
     def __call__(self, text: bytes | str) -> list[int]:
         raise NotImplementedError
@@ -146,10 +174,13 @@ class _Vocabulary:
 class GrammarConstraint:
     """One request's place in a grammar: a `Constraint`.
 
-    The matcher is a cache of what the grammar makes of the tokens seen; it follows when tokens come or are taken back.
+    The matcher is a cache of what the grammar makes of the tokens seen; it follows when tokens come
+    or are taken back.
     """
 
-    def __init__(self, compiled: LLMatcher, forget: Callable[[], None], ends: Collection[int] = ()) -> None:
+    def __init__(
+        self, compiled: LLMatcher, forget: Callable[[], None], ends: Collection[int] = ()
+    ) -> None:
         """Begin at the start of a compiled grammar, which is not changed; `forget` is called if it fails.
 
         `ends` are the tokens that end a sequence.
@@ -167,7 +198,9 @@ class GrammarConstraint:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             if self._matcher.is_error():
                 reason = _one_line(self._matcher)
-                raise ConstraintError(f"{CONSTRAINT_FAILURE} after {len(self._seen)} tokens: {reason}.")
+                raise ConstraintError(
+                    f"{CONSTRAINT_FAILURE} after {len(self._seen)} tokens: {reason}."
+                )
         except BaseException:
             self._forget()
             raise
@@ -199,7 +232,8 @@ class GrammarConstraint:
         too_many = len(self._seen) - kept
         # A matcher that has stopped did not count what came after; one that failed cannot go back.
         if too_many and (self._matcher.is_stopped() or not self._matcher.rollback(too_many)):
-            self._matcher, kept = self._compiled.deep_copy(), 0
+            self._matcher = self._compiled.deep_copy()
+            kept = 0
         new = list(token_ids[kept:])
         self._seen[kept:] = new
         if new and not self._matcher.is_stopped():  # after the end, only ends follow
@@ -211,13 +245,17 @@ def num_in_common(seen: list[int], token_ids: Sequence[int]) -> int:
     if token_ids[: len(seen)] == seen:
         return len(seen)
     pairs = zip(seen, token_ids, strict=False)
-    return next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(seen), len(token_ids)))
+    return next(
+        (i for i, (old, new) in enumerate(pairs) if old != new), min(len(seen), len(token_ids))
+    )
 
 
 def _one_line(matcher: LLMatcher) -> str:
     """The error of a matcher without its view of the source; empty if there is none."""
     lines = matcher.get_error().removesuffix("<non-verbose/>").splitlines()
-    message = " ".join(" ".join(itertools.takewhile(lambda line: not _SOURCE_LINE.match(line), lines)).split())
+    message = " ".join(
+        " ".join(itertools.takewhile(lambda line: not _SOURCE_LINE.match(line), lines)).split()
+    )
     if message == "NoExtensionBias":
         message = "no token can follow"
     message = message.removesuffix(".")

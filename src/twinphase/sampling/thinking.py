@@ -1,6 +1,7 @@
 """Thinking before the answer: where it ends, how long it may take, and a grammar that holds for the answer only.
 
-`make_constraint` is the entry point for whoever makes requests. Not for splitting thoughts from the answer's text.
+`make_constraint` is the entry point for whoever makes requests. Not for splitting thoughts from the
+answer's text.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from twinphase.constraint import Constraint
 from twinphase.errors import InvalidRequestError
-from twinphase.request import Constraint, SamplingParams
+from twinphase.request import SamplingParams
 from twinphase.sampling.structured import GrammarCompiler, num_in_common
-
-__all__ = ["ThinkingConstraint", "ThinkingTags", "make_constraint"]
 
 F32 = NDArray[np.float32]
 
@@ -29,12 +29,16 @@ class ThinkingTags:
 
 
 def make_constraint(
-    params: SamplingParams, prompt_token_ids: Sequence[int], compiler: GrammarCompiler, tags: ThinkingTags | None = None
+    params: SamplingParams,
+    prompt_token_ids: Sequence[int],
+    compiler: GrammarCompiler,
+    tags: ThinkingTags | None = None,
 ) -> Constraint | None:
     """What the output of a new request must obey, for `Request.constraint`; None when it is free.
 
-    A grammar holds from the first token, thinking excluded then, unless the prompt left thinking open: in that case it
-    holds after the end of thinking. Without a grammar, thinking is what follows a start tag at the output's beginning.
+    A grammar holds from the first token, thinking excluded then, unless the prompt left thinking
+    open: in that case it holds after the end of thinking. Without a grammar, thinking is what
+    follows a start tag at the output's beginning.
 
     `tags` is None for a model that does not think.
 
@@ -42,22 +46,34 @@ def make_constraint(
         InvalidRequestError: a grammar that is refused, or a budget for a model that does not think.
     """
     if params.thinking_token_budget is not None and tags is None:
-        raise InvalidRequestError("thinking_token_budget is given, but the model does not think.", "Leave it out.")
-    grammar = compiler.compile(params.structured_outputs) if params.structured_outputs is not None else None
+        raise InvalidRequestError(
+            "thinking_token_budget is given, but the model does not think.", "Leave it out."
+        )
+    grammar = (
+        compiler.compile(params.structured_outputs)
+        if params.structured_outputs is not None
+        else None
+    )
     if tags is None or (grammar is None and params.thinking_token_budget is None):
         return grammar
     opened = _leaves_open(prompt_token_ids, tags, compiler)
     if grammar is not None and not opened:
         return grammar
     return ThinkingConstraint(
-        tags, compiler.token_bytes, opened, params.thinking_token_budget, grammar, compiler.eos_token_ids
+        tags,
+        compiler.token_bytes,
+        opened,
+        params.thinking_token_budget,
+        grammar,
+        compiler.eos_token_ids,
     )
 
 
 class ThinkingConstraint:
     """A `Constraint` that leaves thinking free, ends it when its budget is spent, and hands over to the answer's.
 
-    The end is found in the text, since a tag may come in other tokens than its own, such as with a newline at its end.
+    The end is found in the text, since a tag may come in other tokens than its own, such as with a
+    newline at its end.
     """
 
     def __init__(
@@ -71,8 +87,9 @@ class ThinkingConstraint:
     ) -> None:
         """Begin before the first token of an output.
 
-        `opened` says whether the output begins within thinking. After `budget` tokens of thinking in the output, the
-        end tag is forced. The tokens after it obey `answer`, if given; the output then cannot end before them.
+        `opened` says whether the output begins within thinking. After `budget` tokens of thinking
+        in the output, the end tag is forced. The tokens after it obey `answer`, if given; the
+        output then cannot end before them.
         """
         self._tags = tags
         self._token_bytes = token_bytes
@@ -80,7 +97,8 @@ class ThinkingConstraint:
         self._budget = budget
         self._answer = answer
         self._eos = list(eos_token_ids)
-        self._start_text, self._end_text = self._text(tags.start), self._text(tags.end)
+        self._start_text = self._text(tags.start)
+        self._end_text = self._text(tags.end)
         self._seen: list[int] = []
         self._end: int | None = None  # tokens seen up to the end of the end tag
 
@@ -91,7 +109,11 @@ class ThinkingConstraint:
             return logits
         end = self._find_end(output_token_ids)
         if end is not None:
-            return logits if self._answer is None else self._answer.restrict(logits, output_token_ids[end:])
+            return (
+                logits
+                if self._answer is None
+                else self._answer.restrict(logits, output_token_ids[end:])
+            )
         if self._budget is not None and len(output_token_ids) - start >= self._budget:
             forced = np.full_like(logits, -np.inf)
             forced[self._next_of_end(output_token_ids[start:])] = 0.0
@@ -107,7 +129,8 @@ class ThinkingConstraint:
         start = 0 if self._opened else self._find_start(output_token_ids)
         if start is None:
             return []
-        output, forced = list(output_token_ids), list[int]()
+        output = list(output_token_ids)
+        forced = list[int]()
         while (end := self._find_end(output)) is None and len(forced) < limit:
             if self._budget is None or len(output) - start < self._budget:
                 return forced
@@ -155,12 +178,20 @@ class ThinkingConstraint:
     def _next_of_end(self, thoughts: Sequence[int]) -> int:
         """The token of the end tag that is next, where the thoughts' last tokens may be its first ones."""
         tag = list(self._tags.end)
-        begun = (n for n in range(min(len(tag) - 1, len(thoughts)), 0, -1) if list(thoughts[-n:]) == tag[:n])
+        begun = (
+            n
+            for n in range(min(len(tag) - 1, len(thoughts)), 0, -1)
+            if list(thoughts[-n:]) == tag[:n]
+        )
         return tag[next(begun, 0)]
 
 
-def _leaves_open(prompt_token_ids: Sequence[int], tags: ThinkingTags, compiler: GrammarCompiler) -> bool:
-    """Whether a prompt ends within thinking. Only the text after its last control token counts, as that is the turn.
+def _leaves_open(
+    prompt_token_ids: Sequence[int], tags: ThinkingTags, compiler: GrammarCompiler
+) -> bool:
+    """Whether a prompt ends within thinking.
+
+    Only the text after its last control token counts, as that is the turn.
 
     So a question about "<think>" opens nothing.
     """

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.request import CONSTRAINT_FAILURE, Constraint, SamplingParams
+from twinphase.constraint import CONSTRAINT_FAILURE, Constraint
+from twinphase.request import SamplingParams
 from twinphase.sampling.sampler import ConstraintError
-
-__all__ = ["TokenFilter", "filtered"]
 
 F32 = NDArray[np.float32]
 
@@ -34,7 +33,8 @@ def _spellings(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> 
     """
     found: list[list[int]] = []
     for word in words:
-        plain, spaced = list(encode(word.lstrip())), list(encode(" " + word.lstrip()))
+        plain = list(encode(word.lstrip()))
+        spaced = list(encode(" " + word.lstrip()))
         found.append(plain)
         if plain and spaced[:1] != plain[:1] and len(spaced) == len(plain):
             found.append(spaced)
@@ -44,9 +44,12 @@ def _spellings(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> 
 class TokenFilter:
     """A `Constraint`: what the request's form allows, of what is listed, without the last token of a bad word."""
 
-    def __init__(self, form: Constraint | None, allowed: Sequence[int] | None, bad: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, form: Constraint | None, allowed: Sequence[int] | None, bad: Sequence[Sequence[int]]
+    ) -> None:
         """`bad` are sequences of tokens, none of them empty."""
-        self._form, self._bad = form, [list(word) for word in bad]
+        self._form = form
+        self._bad = [list(word) for word in bad]
         self._allowed = np.unique(np.array(allowed, np.intp)) if allowed else None
         self._listed = frozenset(allowed or ())
 
@@ -64,7 +67,9 @@ class TokenFilter:
         after[forbidden] = -np.inf
         if after.max() == -np.inf:
             after_tokens = f"after {len(output_token_ids)} tokens"
-            raise ConstraintError(f"{CONSTRAINT_FAILURE} {after_tokens}: bad_words and allowed_token_ids leave none.")
+            raise ConstraintError(
+                f"{CONSTRAINT_FAILURE} {after_tokens}: bad_words and allowed_token_ids leave none."
+            )
         return after
 
     def forced(self, output_token_ids: Sequence[int], limit: int) -> list[int]:
@@ -80,7 +85,9 @@ class TokenFilter:
     def _passes(self, output_token_ids: Sequence[int], draft: Sequence[int]) -> int:
         output = list(output_token_ids)
         for count, token_id in enumerate(draft):
-            if (self._listed and token_id not in self._listed) or token_id in self._forbidden(output):
+            if (self._listed and token_id not in self._listed) or token_id in self._forbidden(
+                output
+            ):
                 return count
             output.append(token_id)
         return len(draft)
@@ -88,5 +95,7 @@ class TokenFilter:
     def _forbidden(self, output: Sequence[int]) -> list[int]:
         """The tokens that would complete a bad word."""
         return [
-            word[-1] for word in self._bad if len(word) == 1 or list(output[len(output) - len(word) + 1 :]) == word[:-1]
+            word[-1]
+            for word in self._bad
+            if len(word) == 1 or list(output[len(output) - len(word) + 1 :]) == word[:-1]
         ]

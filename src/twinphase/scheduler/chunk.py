@@ -6,8 +6,6 @@ from typing import Protocol
 
 from twinphase.batch import StepWork
 
-__all__ = ["ChunkBudget", "StepTimes"]
-
 MOST_SCORED = 128  # rows of logits of one request in a step: 78 MB of a vocabulary of 151,936
 
 
@@ -43,13 +41,18 @@ class ChunkBudget:
             num_tokens: what they left of the token budget.
             decodes: their work.
             times: predicts step times.
-            slo_seconds: longest gap between tokens, or None. It limits a step only when something decodes in it.
-            block_size: chunks end on block boundaries where they can, so that others can share the blocks.
+            slo_seconds: longest gap between tokens, or None. It limits a step only when something
+                decodes in it.
+            block_size: chunks end on block boundaries where they can, so that others can share the
+                blocks.
             window: of the model's layers that have one.
             room: seconds that prefill may add to the step whatever the SLO.
         """
-        self.num_tokens, self._window = num_tokens, window
-        self._work, self._times, self._block_size = decodes, times, block_size
+        self.num_tokens = num_tokens
+        self._window = window
+        self._work = decodes
+        self._times = times
+        self._block_size = block_size
         self._limit = None
         if slo_seconds is not None and decodes.rows:
             self._limit = max(times.step_limit(slo_seconds), times.seconds(decodes) + room)
@@ -58,17 +61,19 @@ class ChunkBudget:
     def take(self, start: int, remaining: int, *, scored: bool = False) -> int:
         """Tokens of the next chunk, of a request that has computed `start` tokens and needs `remaining` more.
 
-        Where the prompt is `scored`, each of them may want its logits, which are many bytes: then they are few.
+        Where the prompt is `scored`, each of them may want its logits, which are many bytes: then
+        they are few.
 
-        The first chunk of a step has a block's worth of tokens even where the SLO has no room: a request that waits
-        for ever is no better than a late token.
+        The first chunk of a step has a block's worth of tokens even where the SLO has no room: a
+        request that waits for ever is no better than a late token.
         """
         most = min(self.num_tokens, remaining, MOST_SCORED if scored else remaining)
         if self._limit is not None:
             most = self._fitting(start, most, remaining, scored)
         if most < remaining:
             aligned = max(0, most - (start + most) % self._block_size)
-            # Less than a block is not worth beginning: off a boundary, the request could share nothing until the next.
+            # Less than a block is not worth beginning: off a boundary, the request could share
+            # nothing until the next.
             most = aligned if aligned or self._given else most
         if most > 0:
             self._work = self._work.plus(self._chunk(start, most, remaining, scored))
@@ -77,7 +82,9 @@ class ChunkBudget:
         return most
 
     def _chunk(self, start: int, count: int, remaining: int, scored: bool) -> StepWork:
-        return StepWork.of_chunk(start, count, count if scored else count == remaining, self._window)
+        return StepWork.of_chunk(
+            start, count, count if scored else count == remaining, self._window
+        )
 
     def _fitting(self, start: int, most: int, remaining: int, scored: bool) -> int:
         """The largest chunk up to `most` whose step is predicted to stay within the limit."""
@@ -85,11 +92,16 @@ class ChunkBudget:
         assert limit is not None
 
         def fits(count: int) -> bool:
-            return self._times.seconds(self._work.plus(self._chunk(start, count, remaining, scored))) <= limit
+            return (
+                self._times.seconds(self._work.plus(self._chunk(start, count, remaining, scored)))
+                <= limit
+            )
 
         if fits(most):
             return most
-        low, high = 0, most  # `low` fits, or is nothing; `high` does not
+        # `low` fits, or is nothing; `high` does not
+        low = 0
+        high = most
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)

@@ -1,9 +1,11 @@
 """The decode half of a step: every running request that decodes gets its one token, and room for guesses behind it.
 
-Where blocks run out, the last in the policy's order gives up its own, as often as it takes. The first in order always
-gets through, since no request is accepted that the whole cache could not hold; so there is progress in every step.
+Where blocks run out, the last in the policy's order gives up its own, as often as it takes. The
+first in order always gets through, since no request is accepted that the whole cache could not
+hold; so there is progress in every step.
 
-Drafts are guests: they take what nobody else wants of a step's rows and blocks, and get shorter where that is little.
+Drafts are guests: they take what nobody else wants of a step's rows and blocks, and get shorter
+where that is little.
 """
 
 from __future__ import annotations
@@ -15,8 +17,6 @@ from twinphase.batch import Phase, ScheduledRequest
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.request import Request
 from twinphase.scheduler.phase import give_tokens, phase_of
-
-__all__ = ["fit_drafts", "schedule_decodes", "with_drafts"]
 
 
 def schedule_decodes(
@@ -54,18 +54,25 @@ def with_drafts(
     Args:
         decodes: without drafts.
         drafts: token ids by request.
-        num_rows: of the step, that all drafts together may take; the first in order take theirs first.
+        num_rows: of the step, that all drafts together may take; the first in order take theirs
+            first.
         longest: drafted tokens that a request could still use.
     """
     drafted = []
     for share in decodes:
         draft = list(drafts.get(share.request_id, ()))[: max(0, min(num_rows, longest(share)))]
         num_rows -= len(draft)
-        drafted.append(replace(share, token_ids=share.token_ids + draft, num_drafts=len(draft)) if draft else share)
+        drafted.append(
+            replace(share, token_ids=share.token_ids + draft, num_drafts=len(draft))
+            if draft
+            else share
+        )
     return drafted
 
 
-def fit_drafts(decodes: list[ScheduledRequest], get: Callable[[str], Request | None], kv_cache: KVCacheManager) -> None:
+def fit_drafts(
+    decodes: list[ScheduledRequest], get: Callable[[str], Request | None], kv_cache: KVCacheManager
+) -> None:
     """Take free blocks for the drafts in `decodes`, and shorten those that find none; nothing cached is given up.
 
     Call it when everybody else has the blocks of this step. `get` finds a request by its id.
@@ -74,7 +81,9 @@ def fit_drafts(decodes: list[ScheduledRequest], get: Callable[[str], Request | N
         request = get(share.request_id) if share.num_drafts else None
         if request is None:
             continue
-        room = (len(share.block_ids) + kv_cache.pool.num_free) * kv_cache.block_size - share.num_computed_tokens
+        room = (
+            len(share.block_ids) + kv_cache.pool.num_free
+        ) * kv_cache.block_size - share.num_computed_tokens
         count = min(len(share.token_ids), room)
         kv_cache.grow(request, share.num_computed_tokens + count)
         if count < len(share.token_ids):

@@ -1,12 +1,13 @@
 """Which tenant is served next: start-time fair queueing by seconds of work, and within a tenant the policy's order.
 
-Each tenant has a virtual time: the seconds of work that were done for it, divided by its weight. The smallest goes
-first. A tenant that has wanted nothing for a while begins at the system's virtual time, which is the smallest of those
-who want something: what it left unused is no credit, and what it used while nobody else wanted it is no debt.
+Each tenant has a virtual time: the seconds of work that were done for it, divided by its weight.
+The smallest goes first. A tenant that has wanted nothing for a while begins at the system's virtual
+time, which is the smallest of those who want something: what it left unused is no credit, and what
+it used while nobody else wanted it is no debt.
 
-Goyal, Vin and Cheng, "Start-time Fair Queuing" (SIGCOMM 1996). Sheng et al., "Fairness in Serving Large Language
-Models" (OSDI 2024) count tokens in the same way; here it is the cost model's seconds, prefill and decode both.
-Not for how much of a step each gets (`scheduler.py`).
+Goyal, Vin and Cheng, "Start-time Fair Queuing" (SIGCOMM 1996). Sheng et al., "Fairness in Serving
+Large Language Models" (OSDI 2024) count tokens in the same way; here it is the cost model's
+seconds, prefill and decode both. Not for how much of a step each gets (`scheduler.py`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,8 @@ from twinphase.scheduler.chunk import StepTimes
 from twinphase.scheduler.phase import phase_of
 from twinphase.scheduler.policy import Key
 
-__all__ = ["FairQueue", "work_by_tenant"]
-
-
-LEAD = 0.1  # seconds of virtual time that a tenant may be ahead and still take the next seat, if it has none
+# seconds of virtual time that a tenant may be ahead and still take the next seat, if it has none
+LEAD = 0.1
 
 
 class FairQueue:
@@ -42,7 +41,9 @@ class FairQueue:
         self.now = 0.0
         self.seats: Counter[str] = Counter()
         self._policy_key = key
-        self._times: dict[str, float] = {}  # virtual; of tenants that have requests, or had more than others of late
+        self._times: dict[
+            str, float
+        ] = {}  # virtual; of tenants that have requests, or had more than others of late
         self._weights: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -89,10 +90,14 @@ class FairQueue:
         if len(times) < 2:
             self.now = max(times.values(), default=self.now)
             return
-        wanting = self.lines.keys() | {one.tenant for one in running if phase_of(one) is Phase.PREFILL}
+        wanting = self.lines.keys() | {
+            one.tenant for one in running if phase_of(one) is Phase.PREFILL
+        }
         least = min(times[tenant] for tenant in wanting) if wanting else max(times.values())
         self.now = max(self.now, least)
-        for tenant in [one for one, time in times.items() if time <= self.now and not self._is_here(one)]:
+        for tenant in [
+            one for one, time in times.items() if time <= self.now and not self._is_here(one)
+        ]:
             del times[tenant], self._weights[tenant]
 
     def charge(self, tenant: str, seconds: float) -> None:
@@ -120,10 +125,13 @@ def work_by_tenant(batch: Batch, times: StepTimes) -> dict[str, float]:
 
     Tokens that are computed again after a preemption are on nobody's account.
     """
-    seconds, tenants = times.seconds(batch.work), sorted({share.tenant for share in batch.scheduled})
-    empty, again = times.seconds(StepWork()), dict.fromkeys(tenants, 0.0)
+    seconds = times.seconds(batch.work)
+    tenants = sorted({share.tenant for share in batch.scheduled})
+    empty = times.seconds(StepWork())
+    again = dict.fromkeys(tenants, 0.0)
     for share in batch.prefills:
-        start, lost = share.num_computed_tokens, share.most_computed_tokens - share.num_computed_tokens
+        start = share.num_computed_tokens
+        lost = share.most_computed_tokens - share.num_computed_tokens
         if lost > 0:
             work = StepWork.of_chunk(start, min(lost, len(share.token_ids)), False, batch.window)
             again[share.tenant] += times.seconds(work) - empty

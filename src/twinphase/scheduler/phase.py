@@ -5,13 +5,15 @@ from __future__ import annotations
 from twinphase.batch import Phase, ScheduledRequest
 from twinphase.request import Request
 
-__all__ = ["give_tokens", "phase_of"]
-
 
 def phase_of(request: Request) -> Phase:
     """DECODE when the uncomputed tail is one sampled token; else PREFILL, recomputed output included."""
     tail_is_sampled = bool(request.output_token_ids)
-    return Phase.DECODE if tail_is_sampled and request.num_computed_tokens == request.num_tokens - 1 else Phase.PREFILL
+    return (
+        Phase.DECODE
+        if tail_is_sampled and request.num_computed_tokens == request.num_tokens - 1
+        else Phase.PREFILL
+    )
 
 
 def give_tokens(request: Request, num_tokens: int) -> ScheduledRequest:
@@ -19,7 +21,8 @@ def give_tokens(request: Request, num_tokens: int) -> ScheduledRequest:
 
     The request's lists are lent, not copied: the share is valid until the next commit.
     """
-    start, stop = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+    start = request.num_computed_tokens
+    stop = request.num_computed_tokens + num_tokens
     return ScheduledRequest(
         request_id=request.request_id,
         phase=phase_of(request),

@@ -1,4 +1,7 @@
-"""Who goes first: the order of requests, under each policy. One key for admission, for chunks and for preemption."""
+"""Who goes first: the order of requests, under each policy.
+
+One key for admission, for chunks and for preemption.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,15 @@ from collections.abc import Callable
 
 from twinphase.request import Request
 
-__all__ = ["policy_key"]
-
 Key = Callable[[Request], tuple[int, int]]
 
 
 def policy_key(policy: str) -> Key:
     """The sort key of "fcfs" (arrival) or "priority" (lower priority first, then arrival).
 
-    Admission and chunks go from the smallest key, preemption from the largest: the lowest priority and the youngest.
-    A preempted request keeps its place in the line, so that it is the first to come back.
+    Admission and chunks go from the smallest key, preemption from the largest: the lowest priority
+    and the youngest. A preempted request keeps its place in the line, so that it is the first to
+    come back.
     """
     if policy == "fcfs":
         return lambda request: (0, request.order)

@@ -10,12 +10,12 @@ from twinphase.request import Request
 from twinphase.scheduler.chunk import ChunkBudget
 from twinphase.scheduler.phase import give_tokens, phase_of
 
-__all__ = ["schedule_prefills", "worth_waiting_for"]
-
 LEAST_SHARED = 64  # tokens
 
 
-def worth_waiting_for(request: Request, computed: int, kv_cache: KVCacheManager, computing: set[bytes]) -> bool:
+def worth_waiting_for(
+    request: Request, computed: int, kv_cache: KVCacheManager, computing: set[bytes]
+) -> bool:
     """Whether this step computes so much of what `request` needs next that it had better come a step later.
 
     That is half of what it still needs, and enough to be worth a step.

@@ -1,7 +1,7 @@
 """Which tokens the next step computes, and what follows from the tokens it produced.
 
-A pure function of its state, the cost model and the calls it got: no thread, no I/O, no clock, no arrays. So a log of
-the calls replays to the same decisions (`engine/trace.py`).
+A pure function of its state, the cost model and the calls it got: no thread, no I/O, no clock, no
+arrays. So a log of the calls replays to the same decisions (`engine/trace.py`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from types import MappingProxyType
 from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput, StepWork
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.errors import CacheCapacityError, InvalidRequestError
-from twinphase.request import FinishReason, Request, RequestStatus
+from twinphase.outcome import FinishReason, RequestStatus
+from twinphase.request import Request
 from twinphase.scheduler.chunk import ChunkBudget, StepTimes
 from twinphase.scheduler.decode import fit_drafts, schedule_decodes, with_drafts
 from twinphase.scheduler.fairness import FairQueue, work_by_tenant
 from twinphase.scheduler.phase import give_tokens
 from twinphase.scheduler.policy import policy_key
 from twinphase.scheduler.prefill import schedule_prefills, worth_waiting_for
-
-__all__ = ["Scheduler"]
 
 USUAL_OUTPUT = 128.0  # tokens of an answer, before any has finished
 LOSS = 0.03  # of the time at most may go to computing again what was lost when tenants took seats
@@ -63,9 +62,10 @@ class Scheduler:
     ) -> None:
         """Start without requests; the settings are those of `EngineConfig`.
 
-        The blocks of `kv_cache` are this scheduler's from now on. `times` predicts step times, for the SLO.
-        `usual_output` is how many tokens an answer is expected to have until some have finished. `window` is that of
-        the model's layers that have one: it counts in a step's work, and decides nothing about blocks.
+        The blocks of `kv_cache` are this scheduler's from now on. `times` predicts step times, for
+        the SLO. `usual_output` is how many tokens an answer is expected to have until some have
+        finished. `window` is that of the model's layers that have one: it counts in a step's work,
+        and decides nothing about blocks.
         """
         self.kv_cache = kv_cache
         self.max_model_len = max_model_len
@@ -79,14 +79,17 @@ class Scheduler:
         self.fair = FairQueue(policy_key(policy))
         self.running: list[Request] = []
         self.num_preemptions = self.num_recomputed_tokens = 0
-        self.seconds, self.step_work = 0.0, dict[str, float]()
-        self._times, self._key = times, self.fair.key
+        self.seconds = 0.0
+        self.step_work = dict[str, float]()
+        self._times = times
+        self._key = self.fair.key
         self._seat_wanted_since: float | None = None
         self._wanted = ""  # "seats" or "blocks"
         self._next_seat_taken = 0.0  # not before, by `seconds`
         self._requests: dict[str, Request] = {}
         self._num_added = 0
-        self.usual_output, self.window = usual_output, window
+        self.usual_output = usual_output
+        self.window = window
 
     @property
     def has_work(self) -> bool:
@@ -105,23 +108,29 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise InvalidRequestError(
-                f"Request id {request.request_id!r} is in use.", "Use another, or wait until that request has finished."
+                f"Request id {request.request_id!r} is in use.",
+                "Use another, or wait until that request has finished.",
             )
         if request.priority and self.policy != "priority":
             raise InvalidRequestError(
-                f"Request {request.request_id} has priority {request.priority}, but scheduling_policy is "
+                f"Request {request.request_id} has priority {request.priority}, but "
+                "scheduling_policy is "
                 f"{self.policy!r}.",
                 "Start the engine with scheduling_policy='priority', or leave the priority at 0.",
             )
         # The last sampled token is never computed, so it needs no room.
-        needed, blocks = self.kv_cache.blocks_for(self.max_tokens_total(request) - 1), self.kv_cache.pool.num_blocks
+        needed = self.kv_cache.blocks_for(self.max_tokens_total(request) - 1)
+        blocks = self.kv_cache.pool.num_blocks
         if needed > blocks or self.kv_cache.blocks_for(len(request.prompt_token_ids)) > blocks:
             raise CacheCapacityError(
-                f"Request {request.request_id} needs up to {max(needed, self.kv_cache.blocks_for(request.num_tokens))} "
-                f"KV cache blocks of {self.kv_cache.block_size} tokens; the whole cache has {blocks}.",
+                f"Request {request.request_id} needs up to "
+                f"{max(needed, self.kv_cache.blocks_for(request.num_tokens))} "
+                f"KV cache blocks of {self.kv_cache.block_size} tokens; the whole cache has "
+                f"{blocks}.",
                 "Raise num_kv_blocks, shorten the prompt, or lower max_tokens.",
             )
-        request.order, self._num_added = self._num_added, self._num_added + 1
+        request.order = self._num_added
+        self._num_added = self._num_added + 1
         self._requests[request.request_id] = request
         self.fair.add(request)
         if request.fresh:  # whoever computes with what is given up computes it again as well
@@ -132,8 +141,9 @@ class Scheduler:
     def schedule(self, drafts: Mapping[str, Sequence[int]] = MappingProxyType({})) -> Batch:
         """The next step's work: decodes first, then prefill chunks of running requests and of those that are let in.
 
-        `drafts` are guesses at what follows the last known tokens, by request. A request that does not decode in this
-        step gets none of its own verified; for the others see `scheduler/decode.py`.
+        `drafts` are guesses at what follows the last known tokens, by request. A request that does
+        not decode in this step gets none of its own verified; for the others see
+        `scheduler/decode.py`.
         """
         preempted: list[str] = []
 
@@ -175,13 +185,16 @@ class Scheduler:
         let_in()
         fit_drafts(decodes, self.get, self.kv_cache)
         self._note_wait(held_back)
-        return Batch(decodes, prefills, tuple(preempted), held_back if self.fair.lines else None, self.window)
+        return Batch(
+            decodes, prefills, tuple(preempted), held_back if self.fair.lines else None, self.window
+        )
 
     def commit(self, batch: Batch, output: StepOutput) -> list[Request]:
         """Advance the batch's requests by what was computed; returns those that finished.
 
-        A request that should have sampled but has no tokens in `output` could not be sampled; it finishes with
-        `FinishReason.ERROR`. Requests that were aborted since `schedule` are passed over.
+        A request that should have sampled but has no tokens in `output` could not be sampled; it
+        finishes with `FinishReason.ERROR`. Requests that were aborted since `schedule` are passed
+        over.
         """
         finished = []
         self._charge(batch)
@@ -189,8 +202,13 @@ class Scheduler:
             request = self._requests.get(share.request_id)
             if request is None:
                 continue
-            before, known = request.num_computed_tokens, request.num_tokens
-            reason = self._append(request, output.token_ids.get(share.request_id, [])) if share.samples else None
+            before = request.num_computed_tokens
+            known = request.num_tokens
+            reason = (
+                self._append(request, output.token_ids.get(share.request_id, []))
+                if share.samples
+                else None
+            )
             # Behind the first draft that was wrong, other tokens than the request's were computed.
             wrong = share.num_drafts - min(share.num_drafts, max(0, request.num_tokens - known - 1))
             request.num_computed_tokens += len(share.token_ids) - wrong
@@ -199,15 +217,20 @@ class Scheduler:
                 request.num_accepted_draft_tokens += share.num_drafts - wrong
                 request.draft_steps.append((share.num_drafts, share.num_drafts - wrong))
             if request.num_preemptions:
-                again = max(0, min(request.num_computed_tokens, request.most_computed_tokens) - before)
+                again = max(
+                    0, min(request.num_computed_tokens, request.most_computed_tokens) - before
+                )
                 request.num_recomputed_tokens += again
                 self.num_recomputed_tokens += again
-            if share.request_id not in output.errors:  # what failed may never have been computed: nobody may find it
+            if (
+                share.request_id not in output.errors
+            ):  # what failed may never have been computed: nobody may find it
                 self.kv_cache.keep_computed(request, before)
             if wrong:
                 self.kv_cache.give_back(request)
             if share.request_id in output.errors:
-                reason, request.error = FinishReason.ERROR, output.errors[share.request_id]
+                reason = FinishReason.ERROR
+                request.error = output.errors[share.request_id]
             if reason is not None:
                 self._finish(request, reason)
                 finished.append(request)
@@ -284,20 +307,25 @@ class Scheduler:
     def _growth(self, request: Request) -> int:
         """Blocks that `request` and those running are expected to take before they finish.
 
-        Answers are taken to be as long as they were of late, and to go on by a block at least. Who is let in without
-        room to grow only pushes another out, or is the first to go again.
+        Answers are taken to be as long as they were of late, and to go on by a block at least. Who
+        is let in without room to grow only pushes another out, or is the first to go again.
         """
         total = 0
         for grower in (*self.running, request):
             expected = round(self.usual_output) - len(grower.output_token_ids)
-            more = min(max(expected, self.kv_cache.block_size), self.max_tokens_total(grower) - grower.num_tokens)
+            more = min(
+                max(expected, self.kv_cache.block_size),
+                self.max_tokens_total(grower) - grower.num_tokens,
+            )
             held = len(grower.block_ids) or self.kv_cache.blocks_for(grower.num_tokens)
             total += max(0, self.kv_cache.blocks_for(grower.num_tokens + more) - held)
         return total
 
     def _preempt(self, request: Request) -> None:
         """Take a running request's blocks; it waits at its old place in the line and computes again what is lost."""
-        request.most_computed_tokens = max(request.most_computed_tokens, request.num_computed_tokens)
+        request.most_computed_tokens = max(
+            request.most_computed_tokens, request.num_computed_tokens
+        )
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.running.remove(request)
@@ -308,7 +336,9 @@ class Scheduler:
 
     def _note_wait(self, held_back: str) -> None:
         """Remember since when a tenant without a running request has been waiting for seats or blocks."""
-        first = self.fair.first() if self.fair.is_shared and held_back in ("seats", "blocks") else None
+        first = (
+            self.fair.first() if self.fair.is_shared and held_back in ("seats", "blocks") else None
+        )
         self._wanted = held_back
         if first is None or self.fair.seats[first.tenant]:
             self._seat_wanted_since = None
@@ -318,13 +348,18 @@ class Scheduler:
     def _make_room(self, preempt: Callable[[Request], None]) -> None:
         """Where a tenant has waited too long for a first seat, take one from the tenant that holds most.
 
-        It goes to the tenant's newest request, if the tenant holds more than its share and keeps one. So seldom that
-        computing the lost tokens again takes little of the whole.
+        It goes to the tenant's newest request, if the tenant holds more than its share and keeps
+        one. So seldom that computing the lost tokens again takes little of the whole.
         """
         since = self._seat_wanted_since
-        if since is None or self.seconds < max(since + (self.slo_seconds or PATIENCE), self._next_seat_taken):
+        if since is None or self.seconds < max(
+            since + (self.slo_seconds or PATIENCE), self._next_seat_taken
+        ):
             return
-        excess = {request.tenant: self.fair.excess(request.tenant, len(self.running)) for request in self.running}
+        excess = {
+            request.tenant: self.fair.excess(request.tenant, len(self.running))
+            for request in self.running
+        }
         most = max(excess, key=lambda tenant: excess[tenant], default="")
         if excess.get(most, 0.0) > 0:
             victim = [request for request in self.running if request.tenant == most][-1]
@@ -347,7 +382,9 @@ class Scheduler:
             return FinishReason.ERROR
         for token_id in token_ids:
             request.output_token_ids.append(token_id)
-            if request.sampling_params.ends_at(token_id, len(request.output_token_ids), self.eos_token_ids):
+            if request.sampling_params.ends_at(
+                token_id, len(request.output_token_ids), self.eos_token_ids
+            ):
                 return FinishReason.STOP
             if request.num_tokens >= self.max_tokens_total(request):
                 return FinishReason.LENGTH
@@ -360,7 +397,8 @@ class Scheduler:
         else:
             self.fair.remove(request)
         del self._requests[request.request_id]
-        request.status, request.finish_reason = RequestStatus.FINISHED, reason
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.usual_output += OUTPUT_FADE * (len(request.output_token_ids) - self.usual_output)
         self.kv_cache.free(request)

@@ -9,10 +9,13 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from twinphase.errors import EngineUnavailableError, InvalidRequestError, OverloadedError, TwinphaseError
+from twinphase.errors import (
+    EngineUnavailableError,
+    InvalidRequestError,
+    OverloadedError,
+    TwinphaseError,
+)
 from twinphase.server.config import ServerConfig
-
-__all__ = ["Access", "Admission", "AuthenticationError", "Tenant", "Ticket", "salted", "shutting_down"]
 
 RECENT = 0.1  # weight of the latest request in the fading mean of their work
 SHARE_SECONDS = 10.0  # of steps, that shares are told of
@@ -30,12 +33,15 @@ class Access:
 
     def __init__(self, keys: Mapping[str, str]) -> None:
         """`keys`: the tenant of each key."""
-        self._tenants = [(hashlib.sha256(key.encode()).digest(), tenant) for key, tenant in keys.items()]
+        self._tenants = [
+            (hashlib.sha256(key.encode()).digest(), tenant) for key, tenant in keys.items()
+        ]
 
     def tenant(self, authorization: str | None) -> str:
         """The tenant of an Authorization header, "" when no keys are asked for.
 
-        Every key is compared, each in constant time, so that the delay tells nothing about a near miss.
+        Every key is compared, each in constant time, so that the delay tells nothing about a near
+        miss.
         """
         if not self._tenants:
             return ""
@@ -44,7 +50,9 @@ class Access:
         known = [tenant for own, tenant in self._tenants if hmac.compare_digest(digest, own)]
         if scheme.lower() != "bearer" or not known:
             what = "The API key is not known." if key else "No API key was given."
-            raise AuthenticationError(what, "Send the header `Authorization: Bearer KEY`, or `x-api-key: KEY`.")
+            raise AuthenticationError(
+                what, "Send the header `Authorization: Bearer KEY`, or `x-api-key: KEY`."
+            )
         return known[0]
 
 
@@ -54,7 +62,9 @@ def salted(tenant: str, cache_salt: str | None) -> str | None:
 
 
 def shutting_down() -> EngineUnavailableError:
-    return EngineUnavailableError("The server is shutting down.", "Send the request to another, or later.")
+    return EngineUnavailableError(
+        "The server is shutting down.", "Send the request to another, or later."
+    )
 
 
 @dataclass
@@ -81,12 +91,14 @@ class Ticket:
 
     def leave(self, seconds: float | None = None) -> None:
         """The request is over; `seconds` is how long it took, if it was served."""
-        tenant, count = self.tenant, self.num_requests
+        tenant = self.tenant
+        count = self.num_requests
         self.begun(self.num_tokens)
         tenant.num_requests -= count
         self.num_requests = 0
         if seconds is not None:
-            usual, now = tenant.usual_work, tenant.work / max(1, count)
+            usual = tenant.usual_work
+            now = tenant.work / max(1, count)
             tenant.usual_work = usual + RECENT * (now - usual) if usual else now
             tenant.work = 0.0
 
@@ -124,7 +136,9 @@ class Admission:
         self.tenants = {name: Tenant(config.weights.get(name, 1.0)) for name in sorted(names)}
         self.num_seats = 1
         self.draining = False
-        self._recent: deque[tuple[float, dict[str, float]]] = deque()  # ends of steps, and their work by tenant
+        self._recent: deque[tuple[float, dict[str, float]]] = (
+            deque()
+        )  # ends of steps, and their work by tenant
 
     @property
     def num_requests(self) -> int:
@@ -140,10 +154,12 @@ class Admission:
         """
         if self.draining:
             raise shutting_down()
-        tenant, most = self.tenants[name], self.num_seats + self.config.max_queued_requests
+        tenant = self.tenants[name]
+        most = self.num_seats + self.config.max_queued_requests
         if num_requests > most:
             raise InvalidRequestError(
-                f"The request asks for {num_requests} answers at once; {most} are allowed.", "Split it."
+                f"The request asks for {num_requests} answers at once; {most} are allowed.",
+                "Split it.",
             )
         if tenant.num_requests + num_requests > most:
             raise self.overloaded(tenant, f"{tenant.num_requests} requests run or wait")
@@ -163,7 +179,10 @@ class Admission:
         """The part of the last seconds' work that a tenant had, and the part due to it beside those who are here."""
         had = sum(work.get(name, 0.0) for _, work in self._recent)
         whole = sum(sum(work.values()) for _, work in self._recent)
-        return {"had": round(had / whole, 4) if whole else None, "due": round(self._due(self.tenants[name]), 4)}
+        return {
+            "had": round(had / whole, 4) if whole else None,
+            "due": round(self._due(self.tenants[name]), 4),
+        }
 
     def overloaded(self, tenant: Tenant | None, why: str) -> OverloadedError:
         """The refusal, with the time after which to try again: that of the tenant's queue at its share."""
@@ -171,7 +190,9 @@ class Admission:
         if tenant is not None:
             seconds = max(1, self._waiting(tenant)) * tenant.usual_work / self._due(tenant)
         retry_after = min(LONGEST_RETRY, max(1, math.ceil(seconds)))
-        error = OverloadedError(f"The server is overloaded: {why}.", f"Try again in {retry_after} s.")
+        error = OverloadedError(
+            f"The server is overloaded: {why}.", f"Try again in {retry_after} s."
+        )
         error.retry_after = retry_after
         return error
 

@@ -1,6 +1,7 @@
 """Runs a job: submits its requests to the engine and divides each answer's text into what a reply is made of.
 
-Streamed and whole replies are made of the same deltas, so they cannot differ. Not for JSON (`replies.py`).
+Streamed and whole replies are made of the same deltas, so they cannot differ. Not for JSON
+(`replies.py`).
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from twinphase.batch import Phase, TokenLogprobs
-from twinphase.engine.async_engine import AsyncEngine
-from twinphase.engine.outputs import StreamUpdate, plain_logprobs
-from twinphase.engine.stream import RequestStream
+from twinphase.constraint import CONSTRAINT_FAILURE
+from twinphase.engine.frontends.async_engine import AsyncEngine
+from twinphase.engine.frontends.outputs import StreamUpdate, plain_logprobs
+from twinphase.engine.frontends.stream import RequestStream
 from twinphase.errors import EngineUnavailableError, InvalidRequestError, TwinphaseError
-from twinphase.request import CONSTRAINT_FAILURE, FinishReason
+from twinphase.outcome import FinishReason
 from twinphase.server.jobs import Job
 from twinphase.server.tool_calls import ToolCall, ToolCallDelta, join_deltas
 from twinphase.tokenizer.detokenizer import Detokenizer
-
-__all__ = ["Choice", "ContentTokens", "Delta", "run_job", "submit_all"]
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,14 @@ class Choice:
     """
 
     def __init__(self, job: Job, index: int, stream: RequestStream) -> None:
-        self.job, self.index, self.stream = job, index, stream
+        self.job = job
+        self.index = index
+        self.stream = stream
         self.content = self.reasoning = ""
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
-        self._splitter, self._tools = job.reader.splitter(), job.reader.tool_parser()
+        self._splitter = job.reader.splitter()
+        self._tools = job.reader.tool_parser()
         self._calls: list[ToolCallDelta] = []
         self._begun = self._echoed = False
 
@@ -98,14 +101,26 @@ class Choice:
             update = replace(update, text="", token_ids=[], logprobs=[])
         reasoning, content, calls = self._divide(update.text, update.finished)
         if self.job.echo and not self._echoed:
-            content, self._echoed = self._prompt_text() + content, True
-        self.content, self.reasoning = self.content + content, self.reasoning + reasoning
+            content = self._prompt_text() + content
+            self._echoed = True
+        self.content = self.content + content
+        self.reasoning = self.reasoning + reasoning
         self._calls += calls
         if update.finished:
             self._finish()
         shown = reasoning if self.job.reader.keep_reasoning else ""
         first = not self._begun
-        delta = Delta(self, content, shown, calls, update.token_ids, update.logprobs, None, first, update.finished)
+        delta = Delta(
+            self,
+            content,
+            shown,
+            calls,
+            update.token_ids,
+            update.logprobs,
+            None,
+            first,
+            update.finished,
+        )
         self._begun = self._begun or not delta.is_empty
         return delta
 
@@ -113,27 +128,34 @@ class Choice:
         reasoning, content = self._splitter.feed(text) if self._splitter else ("", text)
         if self._splitter and finished:
             last = self._splitter.flush()
-            reasoning, content = reasoning + last[0], content + last[1]
+            reasoning = reasoning + last[0]
+            content = content + last[1]
         if self._tools is None:
             return reasoning, content, []
         content, calls = self._tools.feed(content)
         if finished:
             rest, more = self._tools.flush()
-            content, calls = content + rest, calls + more
+            content = content + rest
+            calls = calls + more
         return reasoning, content, calls
 
     def _finish(self) -> None:
         transcript = self.stream.transcript
-        reason, error = transcript.finish_reason, str(transcript.counts().error)
+        reason = transcript.finish_reason
+        error = str(transcript.counts().error)
         if reason == "error" and error.startswith(CONSTRAINT_FAILURE):
             raise InvalidRequestError(f"{error}.".replace("..", "."), "Use a simpler form.")
         if reason == "error":
-            raise TwinphaseError(f"The request failed: {error.rstrip('.')}.", "Other requests are not affected.")
+            raise TwinphaseError(
+                f"The request failed: {error.rstrip('.')}.", "Other requests are not affected."
+            )
         if reason == "abort":
             raise EngineUnavailableError("The request was ended by the server.", "Send it again.")
         if self.job.prompt_only:
             reason = FinishReason.LENGTH
-        self.finish_reason = "tool_calls" if self._calls and reason == "stop" else reason and reason.value
+        self.finish_reason = (
+            "tool_calls" if self._calls and reason == "stop" else reason and reason.value
+        )
         if self.reasoning:
             self.num_reasoning_tokens = self._count_reasoning()
 
@@ -141,7 +163,9 @@ class Choice:
         """Tokens up to the end of the thinking part, tags included."""
         splitter = self.job.reader.splitter()
         assert splitter is not None, "there is reasoning"
-        detokenizer = Detokenizer(self.stream.transcript.tokenizer, keep_special=self.job.reader.markers)
+        detokenizer = Detokenizer(
+            self.stream.transcript.tokenizer, keep_special=self.job.reader.markers
+        )
         thought = self.job.reader.thinking
         for index, token_id in enumerate(self.token_ids):
             splitter.feed(detokenizer.append(token_id))
@@ -152,7 +176,11 @@ class Choice:
 
     def _prompt_text(self) -> str:
         prompt = self.job.prompt_of(self.index)
-        return prompt.text if prompt.text is not None else self.stream.transcript.tokenizer.decode(prompt.token_ids)
+        return (
+            prompt.text
+            if prompt.text is not None
+            else self.stream.transcript.tokenizer.decode(prompt.token_ids)
+        )
 
 
 class ContentTokens:
@@ -160,8 +188,11 @@ class ContentTokens:
 
     def __init__(self, choice: Choice) -> None:
         reader = choice.job.reader
-        self._splitter, self._tools = reader.splitter(), reader.tool_parser()
-        self._detokenizer = Detokenizer(choice.stream.transcript.tokenizer, keep_special=reader.markers)
+        self._splitter = reader.splitter()
+        self._tools = reader.tool_parser()
+        self._detokenizer = Detokenizer(
+            choice.stream.transcript.tokenizer, keep_special=reader.markers
+        )
         self._held: list[TokenLogprobs] = []  # which way their text goes is not certain yet
 
     def take(self, tokens: Sequence[TokenLogprobs], finished: bool) -> list[TokenLogprobs]:
@@ -174,7 +205,8 @@ class ContentTokens:
         found: list[TokenLogprobs] = []
         for token in tokens:
             self._held.append(token)
-            text, thought = self._detokenizer.append(token.token_id), self._is_thinking
+            text = self._detokenizer.append(token.token_id)
+            thought = self._is_thinking
             _, content = self._splitter.feed(text) if self._splitter else ("", text)
             calls: list[ToolCallDelta] = []
             if self._tools:
@@ -233,7 +265,9 @@ async def submit_all(
 async def run_job(
     choices: list[Choice], on_update: Callable[[Choice, StreamUpdate], None]
 ) -> AsyncGenerator[Delta, None]:
-    """Deltas of all answers as they come. Leaving the iteration, or an answer that fails, aborts the others.
+    """Deltas of all answers as they come.
+
+    Leaving the iteration, or an answer that fails, aborts the others.
 
     `on_update` is told of each update before its delta is given.
     """
@@ -253,10 +287,13 @@ async def run_job(
 
 
 async def _merged(choices: list[Choice]) -> AsyncGenerator[tuple[Choice, StreamUpdate], None]:
-    queue: asyncio.Queue[tuple[Choice, StreamUpdate, asyncio.Event] | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[Choice, StreamUpdate, asyncio.Event] | Exception | None] = (
+        asyncio.Queue()
+    )
 
     async def read(choice: Choice) -> None:
-        # Asking a stream for more says that what it gave has been handed over; meanwhile it gathers text.
+        # Asking a stream for more says that what it gave has been handed over; meanwhile it gathers
+        # text.
         handed_over = asyncio.Event()
         try:
             async for update in choice.stream:

@@ -40,19 +40,31 @@ from twinphase.server.replies import ChatReplies, CompletionReplies
 from twinphase.server.service import Service
 from twinphase.server.text_routes import ANSWER, ERRORS, OBJECT, Documented, add_text
 
-__all__ = ["make_app"]
-
 LOG = logging.getLogger("twinphase.server")
-OPEN_PATHS = re.compile(r"/(health(/live|/ready)?|metrics|version|docs|openapi\.json)?")  # no API key is asked for
+OPEN_PATHS = re.compile(
+    r"/(health(/live|/ready)?|metrics|version|docs|openapi\.json)?"
+)  # no API key is asked for
 # All bodies that are being received may together have this many times the limit of one.
 TOTAL_BODY_LIMITS = 32
-# A body of up to this many times the limit is read and thrown away, so that its client gets to see the error.
+# A body of up to this many times the limit is read and thrown away, so that its client gets to see
+# the error.
 DISCARDED_BODY_LIMITS = 8
-UNREADABLE = "The body is not JSON that can be read. Send UTF-8, not so deeply nested, without numbers that long."
+UNREADABLE = (
+    "The body is not JSON that can be read. Send UTF-8, not so deeply nested, without "
+    "numbers that long."
+)
 EMBEDDINGS: Documented = {200: {"content": OBJECT}, **ERRORS}
 HEALTH: Documented = {503: {"content": OBJECT, "description": "Not now"}, **ERRORS}
-EXPOSED = ["x-request-id", "x-ignored-fields", "server-timing", "retry-after"]  # headers that a browser page may read
-METRICS: Documented = {200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}, **ERRORS}
+EXPOSED = [
+    "x-request-id",
+    "x-ignored-fields",
+    "server-timing",
+    "retry-after",
+]  # headers that a browser page may read
+METRICS: Documented = {
+    200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}},
+    **ERRORS,
+}
 
 
 def make_app(service: Service, *, when_ready: bool = False) -> Gate:
@@ -174,10 +186,16 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 def _add_problems(app: FastAPI, service: Service) -> None:
     def refuse(
-        request: Request, error: TwinphaseError | Problem, status: int, reason: str, headers: Any = None
+        request: Request,
+        error: TwinphaseError | Problem,
+        status: int,
+        reason: str,
+        headers: Any = None,
     ) -> Response:
         service.metrics.refused(status, reason)
-        return Response(problems.body(error, request.state.shape), status, headers, "application/json")
+        return Response(
+            problems.body(error, request.state.shape), status, headers, "application/json"
+        )
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -191,30 +209,43 @@ def _add_problems(app: FastAPI, service: Service) -> None:
     @app.exception_handler(HTTPException)
     async def http_problem(request: Request, error: HTTPException) -> Response:
         status = error.status_code
-        message = UNREADABLE if error.detail == "There was an error parsing the body" else str(error.detail)
+        message = (
+            UNREADABLE
+            if error.detail == "There was an error parsing the body"
+            else str(error.detail)
+        )
         if status == 404:
             message = problems.not_found(request.method, request.url.path)
         headers = error.headers
         if status == 405:
             routes = [route for route in app.routes if isinstance(route, APIRoute)]
-            known = [route.methods or set() for route in routes if route.path_regex.match(request.url.path)]
+            known = [
+                route.methods or set()
+                for route in routes
+                if route.path_regex.match(request.url.path)
+            ]
             headers = {"Allow": ", ".join(sorted(set().union(*known)))}
         return refuse(request, Problem(message, status), status, "HTTPException", headers)
 
     @app.exception_handler(TwinphaseError)
     async def refused(request: Request, error: TwinphaseError) -> Response:
-        return refuse(request, error, error.http_status, type(error).__name__, problems.headers(error))
+        return refuse(
+            request, error, error.http_status, type(error).__name__, problems.headers(error)
+        )
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return refuse(request, FAILED, FAILED.http_status, "Exception")  # the gate logs what happened
+        return refuse(
+            request, FAILED, FAILED.http_status, "Exception"
+        )  # the gate logs what happened
 
 
 class Gate:
     """What every request passes first: it is timed, who sends it is checked, and its body is read within limits."""
 
     def __init__(self, app: FastAPI, service: Service) -> None:
-        self.app, self._service = app, service
+        self.app = app
+        self._service = service
         self._num_bytes = 0  # of bodies that are still coming
         self._serve: Any = self._check
         origins = service.config.allowed_origins
@@ -225,7 +256,9 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        scope.setdefault("state", {}).update(tenant="", abort=_abort(send), shape=shape_of(scope["path"]))
+        scope.setdefault("state", {}).update(
+            tenant="", abort=_abort(send), shape=shape_of(scope["path"])
+        )
         await self._serve(scope, receive, send)
 
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -236,16 +269,25 @@ class Gate:
             started = True
             await send(message)
 
-        headers, state, path = dict(scope["headers"]), scope["state"], scope["path"]
-        get = {"method": "GET"} if scope["method"] == "HEAD" else {}  # uvicorn keeps the body from its client
+        headers = dict(scope["headers"])
+        state = scope["state"]
+        path = scope["path"]
+        get = (
+            {"method": "GET"} if scope["method"] == "HEAD" else {}
+        )  # uvicorn keeps the body from its client
         state["send"] = watched
         try:
             _check_heads(scope)
             if OPEN_PATHS.fullmatch(path) is None and scope["method"] != "OPTIONS":
-                authorization = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
+                authorization = headers.get(b"authorization") or b"Bearer " + headers.get(
+                    b"x-api-key", b""
+                )
                 state["tenant"] = self._service.access.tenant(authorization.decode("latin-1"))
-            # Clients leave the type out, and curl's default is that of a form; a page may send so without being asked.
-            if (path.startswith("/api/") or b"content-type" not in headers) and b"origin" not in headers:
+            # Clients leave the type out, and curl's default is that of a form; a page may send so
+            # without being asked.
+            if (
+                path.startswith("/api/") or b"content-type" not in headers
+            ) and b"origin" not in headers:
                 kept = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
                 scope["headers"] = [*kept, (b"content-type", b"application/json")]
             body = await self._read(headers, receive)
@@ -261,9 +303,14 @@ class Gate:
                 await _send_problem(send, FAILED, state["shape"])
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """The body; None if the client left. A body that is too long or comes too slowly is refused."""
+        """The body; None if the client left.
+
+        A body that is too long or comes too slowly is refused.
+        """
         limit = self._service.config.max_body_bytes
-        error = TooLargeError(f"The body is longer than {limit} bytes.", "Send less in one request.")
+        error = TooLargeError(
+            f"The body is longer than {limit} bytes.", "Send less in one request."
+        )
         length = headers.get(b"content-length", b"")
         # A client that asks first has sent none yet.
         longest = limit if b"expect" in headers else DISCARDED_BODY_LIMITS * limit
@@ -280,7 +327,9 @@ class Gate:
                 piece = message.get("body", b"")
                 size += len(piece)
                 if self._num_bytes > TOTAL_BODY_LIMITS * limit:
-                    raise self._service.admission.overloaded(None, "too many requests are being sent at once")
+                    raise self._service.admission.overloaded(
+                        None, "too many requests are being sent at once"
+                    )
                 if size <= limit:
                     body.extend(piece)
                     self._num_bytes += len(piece)
@@ -292,7 +341,9 @@ class Gate:
         try:
             return await asyncio.wait_for(read(), self._service.config.body_timeout)
         except TimeoutError:
-            raise SlowBodyError("The body came too slowly.", "Send it again, or raise --body-timeout.") from None
+            raise SlowBodyError(
+                "The body came too slowly.", "Send it again, or raise --body-timeout."
+            ) from None
         finally:
             self._num_bytes -= len(body)
 
@@ -301,7 +352,9 @@ def _check_heads(scope: Scope) -> None:
     """Refuse what proxies before this server might read otherwise than it does."""
     names = [name for name, _ in scope["headers"]]
     if scope["http_version"] == "1.1" and names.count(b"host") != 1:
-        raise InvalidRequestError(f"The request has {names.count(b'host')} `Host` headers.", "Send one.")
+        raise InvalidRequestError(
+            f"The request has {names.count(b'host')} `Host` headers.", "Send one."
+        )
     if names.count(b"authorization") > 1:
         raise InvalidRequestError("The request has several `Authorization` headers.", "Send one.")
 

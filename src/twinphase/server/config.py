@@ -13,8 +13,6 @@ from twinphase.errors import InvalidRequestError
 from twinphase.request import SamplingParams, check_tenant
 from twinphase.settings import check_settings, setting
 
-__all__ = ["ServerConfig"]
-
 TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
@@ -27,23 +25,30 @@ class ServerConfig:
         InvalidRequestError: a value that its declaration does not allow.
     """
 
-    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 listens on every network interface.")
+    host: str = setting(
+        "127.0.0.1", "Address to listen on; 0.0.0.0 listens on every network interface."
+    )
     port: int = setting(8000, "Port to listen on; 0 takes any free one.", minimum=0, maximum=65535)
     served_model_name: tuple[str, ...] = setting(
         (), "Name of the model in the API; repeatable.", default_text="the name it is loaded by"
     )
     api_keys: tuple[str, ...] = setting(
         (),
-        "Key that clients must send; repeatable. Each is a tenant, key1, key2, ... in this order: tenants share the "
+        "Key that clients must send; repeatable. Each is a tenant, key1, key2, ... in this "
+        "order: tenants share the "
         "engine's time by their weights, and no cached prefixes.",
         option="api-key",
         environment="TWINPHASE_API_KEY",
     )
     named_keys: tuple[str, ...] = setting(
-        (), "Key of a tenant by name, as NAME=KEY; repeatable, also for several keys of one tenant.", option="tenant"
+        (),
+        "Key of a tenant by name, as NAME=KEY; repeatable, also for several keys of one tenant.",
+        option="tenant",
     )
     tenant_weights: tuple[str, ...] = setting(
-        (), "Share of a tenant beside others, as NAME=WEIGHT; repeatable. Those without have 1.", option="tenant-weight"
+        (),
+        "Share of a tenant beside others, as NAME=WEIGHT; repeatable. Those without have 1.",
+        option="tenant-weight",
     )
     allowed_origins: tuple[str, ...] = setting(
         (), "Origin of browser pages that may call the server (CORS); repeatable."
@@ -52,50 +57,70 @@ class ServerConfig:
     max_n: int = setting(16, "Maximum answers per prompt.", minimum=1)
     max_prompts: int = setting(256, "Maximum prompts per request.", minimum=1)
     max_queued_requests: int = setting(
-        256, "Maximum requests of a tenant that wait beside those that run; beyond that, 429.", minimum=1
+        256,
+        "Maximum requests of a tenant that wait beside those that run; beyond that, 429.",
+        minimum=1,
     )
     max_queued_tokens: int = setting(
         262_144,
-        "Maximum prompt tokens of a tenant that wait; beyond that, 429. One request is always let in.",
+        "Maximum prompt tokens of a tenant that wait; beyond that, 429. One request is always "
+        "let in.",
         minimum=1,
     )
-    request_timeout: float = setting(600.0, "Seconds from a request's arrival to its last byte.", above=0)
+    request_timeout: float = setting(
+        600.0, "Seconds from a request's arrival to its last byte.", above=0
+    )
     slow_reader_timeout: float = setting(
-        30.0, "Seconds that a client may leave its answer unread once the buffers are full.", above=0
+        30.0,
+        "Seconds that a client may leave its answer unread once the buffers are full.",
+        above=0,
     )
     body_timeout: float = setting(30.0, "Seconds that a client has to send its request.", above=0)
     stall_timeout: float = setting(
         60.0, "Seconds without a step, while there is work, until the engine is restarted.", above=0
     )
-    drain_timeout: float = setting(60.0, "Seconds that running requests have to finish after SIGTERM.", above=0)
+    drain_timeout: float = setting(
+        60.0, "Seconds that running requests have to finish after SIGTERM.", above=0
+    )
     kept_timelines: int = setting(
         1024, "Finished requests whose timelines are kept, for `twinphase explain`.", minimum=1
     )
     kept_responses: int = setting(
-        1024, "Responses of /v1/responses that are kept in memory, 64 MiB of them at most; 0 for none.", minimum=0
+        1024,
+        "Responses of /v1/responses that are kept in memory, 64 MiB of them at most; 0 for none.",
+        minimum=0,
     )
     per_request_spec_decode_metrics: str = setting(
         "none",
-        "What an answer tells of its drafted tokens under `metrics.speculative_decoding`: none, summary or detailed.",
+        "What an answer tells of its drafted tokens under `metrics.speculative_decoding`: none, "
+        "summary or detailed.",
         choices=("none", "summary", "detailed"),
     )
     tool_prompt: bool = setting(
-        True, "Describe tools in a system message if the model's chat template has no place for them."
+        True,
+        "Describe tools in a system message if the model's chat template has no place for them.",
     )
     override_generation_config: dict[str, Any] | None = setting(
         None,
-        "Sampling values for requests that give none, as a JSON object; OpenAI's otherwise: temperature 1, top_p 1.",
+        "Sampling values for requests that give none, as a JSON object; OpenAI's otherwise: "
+        "temperature 1, top_p 1.",
     )
     log_stats: bool = setting(True, "Log a line of statistics every ten seconds of work.")
     vllm_metrics: bool = setting(False, "Expose the metrics under vLLM's names too.")
     otlp_endpoint: str | None = setting(
-        None, "URL of an OpenTelemetry collector to send traces and metrics to.", default_text="none"
+        None,
+        "URL of an OpenTelemetry collector to send traces and metrics to.",
+        default_text="none",
     )
 
     def __post_init__(self) -> None:
         check_settings(self)
         for name, value in (self.override_generation_config or {}).items():
-            if name not in SAMPLING_DEFAULTS or isinstance(value, bool) or not isinstance(value, (int, float)):
+            if (
+                name not in SAMPLING_DEFAULTS
+                or isinstance(value, bool)
+                or not isinstance(value, (int, float))
+            ):
                 raise InvalidRequestError(
                     f"override_generation_config has {name}: {value!r}.",
                     f"Use numbers for {', '.join(SAMPLING_DEFAULTS)}.",
@@ -103,12 +128,20 @@ class ServerConfig:
         SamplingParams(**(self.override_generation_config or {}))  # refuses what is out of range
         for key in self.keys:
             if not key or not key.isascii() or not key.isprintable() or key != key.strip():
-                raise InvalidRequestError("An API key is empty or not plain ASCII.", "Use letters, digits and - _ .")
+                raise InvalidRequestError(
+                    "An API key is empty or not plain ASCII.", "Use letters, digits and - _ ."
+                )
         names = sorted(set(self.keys.values()))
         for name in self.weights:
             if name not in names:
-                known = f"Use one of: {', '.join(names)}." if names else "Give keys with --api-key or --tenant."
-                raise InvalidRequestError(f"--tenant-weight names {name!r}, which is no tenant here.", known)
+                known = (
+                    f"Use one of: {', '.join(names)}."
+                    if names
+                    else "Give keys with --api-key or --tenant."
+                )
+                raise InvalidRequestError(
+                    f"--tenant-weight names {name!r}, which is no tenant here.", known
+                )
 
     @property
     def keys(self) -> dict[str, str]:
@@ -124,10 +157,13 @@ class ServerConfig:
             if not TENANT_NAME.fullmatch(name) or not key or name in numbered:
                 raise InvalidRequestError(
                     "A --tenant is not of the form NAME=KEY, or has the name of an --api-key.",
-                    "Use letters, digits and - _ . for the name; key1, key2, ... are those of --api-key.",
+                    "Use letters, digits and - _ . for the name; key1, key2, ... are those of "
+                    "--api-key.",
                 )
             if found.setdefault(key, name) != name:
-                raise InvalidRequestError(f"{found[key]} and {name} have the same API key.", "Give each its own.")
+                raise InvalidRequestError(
+                    f"{found[key]} and {name} have the same API key.", "Give each its own."
+                )
         return found
 
     @property
@@ -145,6 +181,7 @@ class ServerConfig:
                 check_tenant(name, found[name])
             except (ValueError, InvalidRequestError):
                 raise InvalidRequestError(
-                    f"--tenant-weight is {text!r}.", "Use NAME=WEIGHT with a weight from 0.001 to 1,000."
+                    f"--tenant-weight is {text!r}.",
+                    "Use NAME=WEIGHT with a weight from 0.001 to 1,000.",
                 ) from None
         return found

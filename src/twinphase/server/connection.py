@@ -1,7 +1,8 @@
 """uvicorn's connection, with a bound on time and size of a request's head; the body's are the gate's business.
 
-What a client sends before its answer is over (a second request, garbage) is not read: uvicorn would no longer see that
-the client leaves, and would write the error into the answer. The connection is closed behind the answer.
+What a client sends before its answer is over (a second request, garbage) is not read: uvicorn would
+no longer see that the client leaves, and would write the error into the answer. The connection is
+closed behind the answer.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 import asyncio
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-__all__ = ["Connection"]
 
 HEAD_SECONDS = 30.0
 HEAD_BYTES = 64 << 10

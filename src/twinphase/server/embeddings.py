@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from twinphase.engine.async_engine import EncodedPrompt
+from twinphase.engine.frontends.text import EncodedPrompt
 from twinphase.errors import ContextLengthError, InvalidRequestError
 from twinphase.server.access import Ticket
 from twinphase.server.exchange import Exchange
@@ -20,19 +20,23 @@ from twinphase.server.replies import ignored
 from twinphase.server.service import Service
 from twinphase.server.strict import unread_fields
 
-__all__ = ["Embeddings", "embedding_inputs"]
-
 Inputs = Sequence[str | list[int]]
 
 
 def embedding_inputs(body: EmbeddingRequest, limit: int) -> Inputs:
     """The texts, or lists of token ids, of a request: at least 1 and at most `limit`."""
     given: Any = body.input
-    inputs = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+    inputs = (
+        [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+    )
     if not 0 < len(inputs) <= limit:
-        raise InvalidRequestError(f"`input` has {len(inputs)} texts.", f"Use 1 to {limit} in a request.")
+        raise InvalidRequestError(
+            f"`input` has {len(inputs)} texts.", f"Use 1 to {limit} in a request."
+        )
     if not all(inputs):
-        raise InvalidRequestError(f"Text {inputs.index(type(inputs[0])())} of `input` is empty.", "Leave it out.")
+        raise InvalidRequestError(
+            f"Text {inputs.index(type(inputs[0])())} of `input` is empty.", "Leave it out."
+        )
     return inputs
 
 
@@ -42,15 +46,18 @@ class Embeddings(Exchange):
     def __init__(self, service: Service, inputs: Inputs, body: EmbeddingRequest) -> None:
         """`inputs` are those of `embedding_inputs`."""
         super().__init__(service, 1)  # its texts are computed one after the other
-        self._inputs, self._body = inputs, body
+        self._inputs = inputs
+        self._body = body
 
     async def _answer(self, ticket: Ticket) -> None:
         service = self._service
-        engine, facts = service.require_engine(), service.facts
+        engine = service.require_engine()
+        facts = service.facts
         assert facts is not None, "the engine is running"
         if self._body.dimensions not in (None, facts.embedding_size):
             raise InvalidRequestError(
-                f"dimensions is {self._body.dimensions}, but this model's vectors have {facts.embedding_size} numbers.",
+                f"dimensions is {self._body.dimensions}, but this model's vectors have "
+                f"{facts.embedding_size} numbers.",
                 "Leave it out: a vector that is cut would mean something else.",
             )
         prompts = []
@@ -65,7 +72,9 @@ class Embeddings(Exchange):
             vectors.append((await engine.embed(prompt)).outputs.embedding)
             ticket.begun(len(prompt.token_ids))
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        body = await asyncio.to_thread(lambda: msgspec.json.encode(self._reply(vectors, num_tokens)))
+        body = await asyncio.to_thread(
+            lambda: msgspec.json.encode(self._reply(vectors, num_tokens))
+        )
         names = ignored(unread_fields(self._body))
         await self._send_body(200, body, [(b"content-type", b"application/json"), *names])
         service.metrics.embedded(len(prompts), num_tokens, perf_counter() - self._arrival)
@@ -82,7 +91,8 @@ class Embeddings(Exchange):
     def _reply(self, vectors: Sequence[Sequence[float]], num_tokens: int) -> dict[str, Any]:
         encode = _base64 if self._body.encoding_format == "base64" else list
         data = [
-            {"object": "embedding", "index": index, "embedding": encode(vector)} for index, vector in enumerate(vectors)
+            {"object": "embedding", "index": index, "embedding": encode(vector)}
+            for index, vector in enumerate(vectors)
         ]
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         return {

@@ -1,7 +1,8 @@
 """One request over HTTP that the engine works on, from its validated body to the last byte, whatever the answer is.
 
-It ends early when the client leaves, reads too slowly, or takes more time than is allowed; the engine then lets go of
-the request within a step. What the answer is, its kinds say: `generation.py`, `embeddings.py`.
+It ends early when the client leaves, reads too slowly, or takes more time than is allowed; the
+engine then lets go of the request within a step. What the answer is, its kinds say:
+`generation.py`, `embeddings.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from twinphase.server.access import Ticket
 from twinphase.server.problems import FAILED, RequestTimeoutError
 from twinphase.server.service import Service
 
-__all__ = ["Exchange", "Receive", "Scope", "Send"]
-
 LOG = logging.getLogger("twinphase.server")
-PIECE_BYTES = 64 << 10  # of an answer: the next piece waits until the client has taken of the ones before
+PIECE_BYTES = (
+    64 << 10
+)  # of an answer: the next piece waits until the client has taken of the ones before
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -40,11 +41,15 @@ class Exchange(Response):
 
     def __init__(self, service: Service, num_requests: int) -> None:
         """`num_requests`: what it becomes for the engine."""
-        self.status_code, self.background = 200, None
+        self.status_code = 200
+        self.background = None
         self.sending_since: float | None = None
-        self._service, self._num_requests = service, num_requests
+        self._service = service
+        self._num_requests = num_requests
         self._started = False
-        self._failure: TwinphaseError | None = None  # why the work was cancelled, if the client may know
+        self._failure: TwinphaseError | None = (
+            None  # why the work was cancelled, if the client may know
+        )
         self._work: asyncio.Task[None] | None = None
 
     @abstractmethod
@@ -79,7 +84,11 @@ class Exchange(Response):
             self.expire(RequestTimeoutError("The client did not read."))
         elif now - self._arrival > config.request_timeout:
             cause = f"The request took longer than {config.request_timeout:g} s."
-            self.expire(RequestTimeoutError(cause, "Lower max_tokens, or serve with a longer --request-timeout."))
+            self.expire(
+                RequestTimeoutError(
+                    cause, "Lower max_tokens, or serve with a longer --request-timeout."
+                )
+            )
 
     def expire(self, error: TwinphaseError) -> None:
         """End it now; the client gets the error, or loses the connection if it has not taken what came before."""
@@ -118,12 +127,16 @@ class Exchange(Response):
             return
         if isinstance(error, EngineUnavailableError):
             LOG.info("%d: %s", status, error)
-        await self._send_body(status, problems.body(error, self._shape), problems.raw_headers(error))
+        await self._send_body(
+            status, problems.body(error, self._shape), problems.raw_headers(error)
+        )
 
     async def _end_with(self, error: TwinphaseError) -> None:
         """The end of an answer that has begun; a body that is not streamed has no place for an error."""
 
-    async def _send_body(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    async def _send_body(
+        self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]
+    ) -> None:
         await self._start(status, [*headers, (b"content-length", str(len(body)).encode())])
         await self._send(body, more=False)
 
@@ -135,7 +148,11 @@ class Exchange(Response):
         for start in range(0, max(1, len(data)), PIECE_BYTES):
             end = start + PIECE_BYTES
             self.sending_since = perf_counter()
-            message = {"type": "http.response.body", "body": data[start:end], "more_body": more or end < len(data)}
+            message = {
+                "type": "http.response.body",
+                "body": data[start:end],
+                "more_body": more or end < len(data),
+            }
             await self._asgi_send(message)
         self.sending_since = None
 

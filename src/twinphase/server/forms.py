@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from twinphase.constraint import StructuredOutputsParams, plain_json
 from twinphase.errors import InvalidRequestError
-from twinphase.request import StructuredOutputsParams, plain_json
 from twinphase.server.openai_types import GenerationRequest
 
-__all__ = ["OPEN", "closed", "one_constraint"]
-
-OPEN = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties"}  # may declare more
-# Keys of a schema: of schemas by name; and of what is no schema, or has to stay open for what stands beside it.
+OPEN = {
+    "$ref",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "patternProperties",
+    "unevaluatedProperties",
+}  # may declare more
+# Keys of a schema: of schemas by name; and of what is no schema, or has to stay open for what
+# stands beside it.
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _AS_IT_IS = {"const", "enum", "default", "examples", "allOf", "not", "if", "then", "else"}
 
@@ -41,17 +47,24 @@ def one_constraint(
         elif wanted.type == "json_object":
             found["response_format"] = StructuredOutputsParams(json_object=True)
         else:
-            tag = {"type": wanted.type, "structures": wanted.structures, "triggers": wanted.triggers}
+            tag = {
+                "type": wanted.type,
+                "structures": wanted.structures,
+                "triggers": wanted.triggers,
+            }
             found["response_format"] = StructuredOutputsParams(structural_tag=tag)
     if len(found) > 1:
-        raise InvalidRequestError(f"{' and '.join(found)} both say what form the answer must have.", "Give one.")
+        raise InvalidRequestError(
+            f"{' and '.join(found)} both say what form the answer must have.", "Give one."
+        )
     return next(iter(found.values()), None)
 
 
 def closed(schema: Any) -> Any:
     """A schema whose objects have the properties that it names and no others, as OpenAI's `strict` means it.
 
-    It has to have passed `plain_json`. What says something of further properties itself stays as it is.
+    It has to have passed `plain_json`. What says something of further properties itself stays as it
+    is.
     """
     if isinstance(schema, list):
         return [closed(each) for each in schema]

@@ -1,7 +1,8 @@
 """A generating request over HTTP: the answer as events or as one body.
 
-Every dialect's requests become OpenAI's (`openai_types.py`), which are the server's own words for what is asked, and
-are answered here; a dialect brings what its bodies mean and `Replies` that write deltas in its lines (`dialects/`).
+Every dialect's requests become OpenAI's (`openai_types.py`), which are the server's own words for
+what is asked, and are answered here; a dialect brings what its bodies mean and `Replies` that write
+deltas in its lines (`dialects/`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from time import perf_counter
 
 import msgspec
 
-from twinphase.engine.async_engine import AsyncEngine
-from twinphase.engine.outputs import StreamUpdate
+from twinphase.engine.frontends.async_engine import AsyncEngine
+from twinphase.engine.frontends.outputs import StreamUpdate
 from twinphase.errors import TwinphaseError
 from twinphase.phases import latency
 from twinphase.server import problems
@@ -26,8 +27,6 @@ from twinphase.server.observe import server_timing
 from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest
 from twinphase.server.replies import Replies
 from twinphase.server.service import Service
-
-__all__ = ["Generation", "answer"]
 
 STREAMED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
@@ -46,7 +45,9 @@ class Generation(Exchange):
     ) -> None:
         """`make_job` encodes the prompts, given engine and time of arrival; `num_requests`: answers to ask for."""
         super().__init__(service, num_requests)
-        self._make_job, self._make_replies, self._stream = make_job, make_replies, stream
+        self._make_job = make_job
+        self._make_replies = make_replies
+        self._stream = stream
         self.replies: Replies | None = None  # once the prompts are queued
         self._last_token: dict[int, float] = {}  # by choice, when its last token was handed over
 
@@ -78,7 +79,11 @@ class Generation(Exchange):
                     async for delta in deltas:
                         self._handed_over(delta)
                 spent = server_timing(choices[0].stream.transcript.timeline)
-                headers = [(b"content-type", b"application/json"), (b"server-timing", spent.encode()), *replies.names()]
+                headers = [
+                    (b"content-type", b"application/json"),
+                    (b"server-timing", spent.encode()),
+                    *replies.names(),
+                ]
                 # Long lists of log probabilities take a while: others' answers go on.
                 body = await asyncio.to_thread(lambda: msgspec.json.encode(replies.body()))
                 await self._send_body(200, body, headers)
@@ -93,7 +98,9 @@ class Generation(Exchange):
         replies: Replies,
         on_update: Callable[[Choice, StreamUpdate], None],
     ) -> None:
-        await self._start(200, [(b"content-type", replies.stream_type), *STREAMED, *replies.names()])
+        await self._start(
+            200, [(b"content-type", replies.stream_type), *STREAMED, *replies.names()]
+        )
         async with aclosing(run_job(choices, on_update)) as deltas:
             async for delta in deltas:
                 data = replies.chunk(delta)
@@ -105,7 +112,9 @@ class Generation(Exchange):
     def _handed_over(self, delta: Delta) -> None:
         if not delta.token_ids:
             return
-        now, metrics, choice = perf_counter(), self._service.metrics, delta.choice
+        now = perf_counter()
+        metrics = self._service.metrics
+        choice = delta.choice
         last = self._last_token.get(choice.index)
         if last is None:
             metrics.first_token(latency.ttft(self._arrival, now))
@@ -135,12 +144,19 @@ def answer(
     num_requests = body.n or 1
     if isinstance(body, CompletionRequest):
         service.check_n(body.best_of, "best_of")
-        num_requests = count_prompts(body, service.config.max_prompts) * (body.best_of or num_requests)
+        num_requests = count_prompts(body, service.config.max_prompts) * (
+            body.best_of or num_requests
+        )
 
     async def make_job(engine: AsyncEngine, arrival: float) -> Job:
-        own, name = with_defaults(body, service.config.override_generation_config), body.model or service.model_names[0]
+        own = with_defaults(body, service.config.override_generation_config)
+        name = body.model or service.model_names[0]
         if isinstance(own, CompletionRequest):
             return adjust(await completion_job(engine, own, name, arrival))
-        return adjust(await chat_job(engine, own, name, arrival, tool_prompt=service.config.tool_prompt))
+        return adjust(
+            await chat_job(engine, own, name, arrival, tool_prompt=service.config.tool_prompt)
+        )
 
-    return Generation(service, make_job, make_replies, num_requests=num_requests, stream=bool(body.stream))
+    return Generation(
+        service, make_job, make_replies, num_requests=num_requests, stream=bool(body.stream)
+    )

@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from twinphase import __version__
-from twinphase.engine.async_engine import ENCODED_AT_ONCE, AsyncEngine, EncodedPrompt
-from twinphase.engine.text import ModelText
+from twinphase.constraint import StructuredOutputsParams, plain_json
+from twinphase.engine.frontends.async_engine import ENCODED_AT_ONCE, AsyncEngine
+from twinphase.engine.frontends.text import EncodedPrompt, ModelText
 from twinphase.errors import ContextLengthError, InvalidRequestError
-from twinphase.request import SamplingParams, StructuredOutputsParams, plain_json
+from twinphase.request import SamplingParams
 from twinphase.server.forms import one_constraint
 from twinphase.server.openai_types import (
     ChatCompletionRequest,
@@ -39,14 +40,15 @@ from twinphase.tokenizer.tokenizer import Tokenizer
 
 Body = TypeVar("Body", bound=GenerationRequest)
 
-__all__ = ["Job", "Reader", "chat_job", "completion_job", "count_prompts", "template_inputs", "within_context"]
-
-READ_AT_ONCE = 64  # messages and their parts; more are read by a thread, so that others' answers go on
+READ_AT_ONCE = (
+    64  # messages and their parts; more are read by a thread, so that others' answers go on
+)
 ENDING = 64  # tokens that hold a tag and the white space behind it
 NUM_SEEDS = 2**64  # that the engine's draws tell apart
 # Messages, tools and variables, as `AsyncEngine.encode_chat` takes them.
 TemplateInputs = tuple[list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any]]
-# Variables of a template that are not the client's: they have fields of their own, or rendering takes these names.
+# Variables of a template that are not the client's: they have fields of their own, or rendering
+# takes these names.
 RESERVED = frozenset(
     ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token"]
     + ["self", "template", "tokenizer", "text", "control", "max_tokens", "continue_final_message"]
@@ -135,10 +137,16 @@ class Job:
 
 
 async def chat_job(
-    engine: AsyncEngine, body: ChatCompletionRequest, model: str, arrival: float, *, tool_prompt: bool = True
+    engine: AsyncEngine,
+    body: ChatCompletionRequest,
+    model: str,
+    arrival: float,
+    *,
+    tool_prompt: bool = True,
 ) -> Job:
     """A conversation to answer. `tool_prompt`: describe tools in the prompt if the template has no place for them."""
-    template, tokenizer = engine.text.chat_template, engine.text.tokenizer
+    template = engine.text.chat_template
+    tokenizer = engine.text.tokenizer
     choice: Any = body.tool_choice
     if isinstance(choice, NamedToolChoice):
         choice = choice.model_dump()
@@ -150,7 +158,9 @@ async def chat_job(
         return tools, template_inputs(engine.text, body, tool_prompt)
 
     tools, inputs = read() if _is_short(body) else await asyncio.to_thread(read)
-    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    limit = (
+        body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    )
     kept = _num_kept(engine, body, limit)
     prompt = await engine.encode_chat(*inputs, arrival, last=kept)
     if body.continue_final_message:  # the answer goes on in its text
@@ -160,17 +170,23 @@ async def chat_job(
     source = template.tool_source if tools else template.source
     format = tool_format(source) if tools else None
     tags = think_tags(source)
-    text = prompt.text or tokenizer.decode(prompt.token_ids[-ENDING:], skip_special_tokens=False)  # if truncated
+    text = prompt.text or tokenizer.decode(
+        prompt.token_ids[-ENDING:], skip_special_tokens=False
+    )  # if truncated
     thinking = bool(tags and opens_thinking(text, tags))
     grammar = None
     if format is not None and choice != "none":
-        grammar = tool_grammar(tools, choice, body.parallel_tool_calls, format, _control_tokens(tokenizer))
+        grammar = tool_grammar(
+            tools, choice, body.parallel_tool_calls, format, _control_tokens(tokenizer)
+        )
     else:
         format = None
     output = one_constraint(body, grammar)
     effort = effort_variables(source, body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = _params(body, limit, logprobs, output, thinking_token_budget=body.thinking_token_budget)
+    params = _params(
+        body, limit, logprobs, output, thinking_token_budget=body.thinking_token_budget
+    )
     return Job(
         f"chatcmpl-{secrets.token_hex(16)}",
         "chat",
@@ -182,7 +198,9 @@ async def chat_job(
         body.priority,
         body.cache_salt,
         Reader(tags, thinking, format, body.include_reasoning, _markers(tokenizer, tags, format)),
-        **_extras(engine, body, {*effort, *(["reasoning_effort"] if "enable_thinking" in effort else [])}),
+        **_extras(
+            engine, body, {*effort, *(["reasoning_effort"] if "enable_thinking" in effort else [])}
+        ),
     )
 
 
@@ -190,7 +208,9 @@ def count_prompts(body: CompletionRequest, limit: int) -> int:
     """Number of prompts in a request, which has to be at least 1 and at most `limit`."""
     count = len(_prompt_list(body.prompt))
     if not 0 < count <= limit:
-        raise InvalidRequestError(f"`prompt` has {count} prompts.", f"Use 1 to {limit} in a request.")
+        raise InvalidRequestError(
+            f"`prompt` has {count} prompts.", f"Use 1 to {limit} in a request."
+        )
     return count
 
 
@@ -201,13 +221,17 @@ def template_inputs(
     tools = _plain_tools(body)
     own_place = supports_tools(text.chat_template)
     if tools and not own_place and not tool_prompt:
-        raise InvalidRequestError("The model's chat template has no place for tools.", "Leave out `tools`.")
+        raise InvalidRequestError(
+            "The model's chat template has no place for tools.", "Leave out `tools`."
+        )
     messages: Any = _template_messages(body.messages or ())
     messages = with_argument_objects(messages) if own_place else with_tool_prompt(messages, tools)
     variables = plain_json("chat_template_kwargs", body.chat_template_kwargs or {})
     reserved = sorted(RESERVED & set(variables))
     if reserved:
-        raise InvalidRequestError(f"chat_template_kwargs has the key {reserved[0]!r}.", "Use another name for it.")
+        raise InvalidRequestError(
+            f"chat_template_kwargs has the key {reserved[0]!r}.", "Use another name for it."
+        )
     source = text.chat_template.tool_source if tools else text.chat_template.source
     variables = effort_variables(source, body) | variables
     if body.continue_final_message:
@@ -222,20 +246,28 @@ def effort_variables(source: str, body: ChatCompletionRequest | TokenizeRequest)
     if not isinstance(body, ChatCompletionRequest):
         return {}
     given = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
-    told: dict[str, Any] = {name: value for name, value in given.items() if value is not None and name in source}
+    told: dict[str, Any] = {
+        name: value for name, value in given.items() if value is not None and name in source
+    }
     if body.reasoning_effort == "none" and "enable_thinking" in source:
         told["enable_thinking"] = False
     return told
 
 
-async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: str, arrival: float) -> Job:
-    prompts, limit = _prompt_list(body.prompt), engine.max_model_len
+async def completion_job(
+    engine: AsyncEngine, body: CompletionRequest, model: str, arrival: float
+) -> Job:
+    prompts = _prompt_list(body.prompt)
+    limit = engine.max_model_len
     max_tokens = 16 if body.max_tokens is None else max(1, body.max_tokens)
     kept = _num_kept(engine, body, max_tokens)
     longest = max((len(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
-    if limit is not None and kept is None and longest > limit:  # before anything is done with that many
+    if (
+        limit is not None and kept is None and longest > limit
+    ):  # before anything is done with that many
         raise ContextLengthError(
-            f"The prompt has {longest} tokens; the context holds {limit}, the answer's first token included.",
+            f"The prompt has {longest} tokens; the context holds {limit}, the answer's first "
+            "token included.",
             f"Shorten the prompt by {longest - limit + 1} tokens or more.",
         )
     encoded = []
@@ -245,7 +277,8 @@ async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: st
         else:
             encoded.append(await _infill(engine, prompt, body.suffix, arrival))
         await asyncio.sleep(0)  # others' answers go on
-    n, shown = max(body.n or 1, body.best_of or 1), body.n or 1
+    n = max(body.n or 1, body.best_of or 1)
+    shown = body.n or 1
     params = _params(body, max_tokens, body.logprobs, one_constraint(body))
     if n > shown and params.logprobs is None:
         params = replace(params, logprobs=0)
@@ -275,23 +308,30 @@ async def completion_job(engine: AsyncEngine, body: CompletionRequest, model: st
 async def _infill(engine: AsyncEngine, prompt: Any, suffix: str, arrival: float) -> EncodedPrompt:
     """The prompt for what stands between two texts."""
     if not isinstance(prompt, str):
-        raise InvalidRequestError("`suffix` is given with a prompt of token ids.", "Send the prompt as text.")
+        raise InvalidRequestError(
+            "`suffix` is given with a prompt of token ids.", "Send the prompt as text."
+        )
     limit = engine.max_model_len
     text = engine.text
     make = partial(infill_prompt, text.tokenizer, text.checkpoint.metadata, prompt, suffix, limit)
-    token_ids = make() if len(prompt) + len(suffix) <= ENCODED_AT_ONCE else await asyncio.to_thread(make)
+    token_ids = (
+        make() if len(prompt) + len(suffix) <= ENCODED_AT_ONCE else await asyncio.to_thread(make)
+    )
     return EncodedPrompt(None, token_ids, arrival, engine.clock(), True)
 
 
 def _num_kept(engine: AsyncEngine, body: GenerationRequest, max_tokens: int | None) -> int | None:
     """How many of a prompt's last tokens are read; None for all."""
-    kept, limit = body.truncate_prompt_tokens, engine.max_model_len
+    kept = body.truncate_prompt_tokens
+    limit = engine.max_model_len
     return max(1, (limit or 0) - (max_tokens or 1)) if kept == -1 else kept
 
 
 def with_defaults(body: Body, defaults: Mapping[str, float] | None) -> Body:
     """The request with the server's sampling values where it gives none."""
-    missing = {name: value for name, value in (defaults or {}).items() if getattr(body, name) is None}
+    missing = {
+        name: value for name, value in (defaults or {}).items() if getattr(body, name) is None
+    }
     if getattr(body, "max_completion_tokens", None) is not None:
         missing.pop("max_tokens", None)
     return body.model_copy(update=missing) if missing else body
@@ -299,7 +339,8 @@ def with_defaults(body: Body, defaults: Mapping[str, float] | None) -> Body:
 
 def within_context(job: Job, limit: int | None) -> Job:
     """The job with answers that may go on to the context's end, where they may be longer than that."""
-    asked, longest = job.params.max_tokens, max(len(prompt.token_ids) for prompt in job.prompts)
+    asked = job.params.max_tokens
+    longest = max(len(prompt.token_ids) for prompt in job.prompts)
     if asked is None or limit is None or longest + asked <= limit:
         return job
     return replace(job, params=replace(job.params, max_tokens=None))
@@ -330,20 +371,29 @@ async def _with_prediction(engine: AsyncEngine, prompt: EncodedPrompt, text: str
     """The prompt, and as much of the expected answer as the context could hold."""
     encode = partial(engine.text.tokenizer.encode, text, add_special_tokens=False)
     token_ids = encode() if len(text) <= ENCODED_AT_ONCE else await asyncio.to_thread(encode)
-    return replace(prompt, prediction_token_ids=token_ids[: engine.max_model_len], tokenized=engine.clock())
+    return replace(
+        prompt, prediction_token_ids=token_ids[: engine.max_model_len], tokenized=engine.clock()
+    )
 
 
 def _is_short(body: ChatCompletionRequest) -> bool:
-    parts = sum(len(message.content) for message in body.messages if isinstance(message.content, list))
+    parts = sum(
+        len(message.content) for message in body.messages if isinstance(message.content, list)
+    )
     return not body.tools and len(body.messages) + parts <= READ_AT_ONCE
 
 
-def _extras(engine: AsyncEngine, body: GenerationRequest, read: Collection[str] = ()) -> dict[str, Any]:
-    options, decides = body.stream_options, f"{__version__};{engine.facts.kv_fingerprint}" if engine.facts else ""
+def _extras(
+    engine: AsyncEngine, body: GenerationRequest, read: Collection[str] = ()
+) -> dict[str, Any]:
+    options = body.stream_options
+    decides = f"{__version__};{engine.facts.kv_fingerprint}" if engine.facts else ""
     return {
         "fingerprint": f"fp_{hashlib.sha256(decides.encode()).hexdigest()[:10]}",
         "include_usage": options is not None and options.include_usage,
-        "continuous_usage": options is not None and options.include_usage and options.continuous_usage_stats,
+        "continuous_usage": options is not None
+        and options.include_usage
+        and options.continuous_usage_stats,
         "return_progress": body.return_progress,
         "return_token_ids": body.return_token_ids,
         "return_tokens_as_token_ids": body.return_tokens_as_token_ids,
@@ -359,23 +409,47 @@ def _params(
     **others: Any,
 ) -> SamplingParams:
     names = (
-        "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
-        "stop", "stop_token_ids", "logit_bias", "min_tokens", "ignore_eos", "prompt_logprobs",
-        "bad_words", "allowed_token_ids", "include_stop_str_in_output",
-    )  # fmt: skip
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "stop",
+        "stop_token_ids",
+        "logit_bias",
+        "min_tokens",
+        "ignore_eos",
+        "prompt_logprobs",
+        "bad_words",
+        "allowed_token_ids",
+        "include_stop_str_in_output",
+    )
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     seed = None if body.seed is None else body.seed % NUM_SEEDS
     return SamplingParams(
-        **given, seed=seed, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=structured_outputs, **others
+        **given,
+        seed=seed,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        structured_outputs=structured_outputs,
+        **others,
     )
 
 
-def _markers(tokenizer: Tokenizer, tags: ThinkTags | None, format: ToolFormat | None) -> frozenset[int]:
+def _markers(
+    tokenizer: Tokenizer, tags: ThinkTags | None, format: ToolFormat | None
+) -> frozenset[int]:
     """The control tokens in what divides an answer, which stay in its text until it is divided."""
     texts = [tags.start, tags.end, tags.without] if tags else []
     texts += [format.begin.strip(), format.close.strip()] if format else []
     found = {(i, text) for text in texts for i in tokenizer.encode(text, add_special_tokens=False)}
-    return frozenset(i for i, text in found if tokenizer.is_special(i) and tokenizer.token_bytes(i).decode() in text)
+    return frozenset(
+        i
+        for i, text in found
+        if tokenizer.is_special(i) and tokenizer.token_bytes(i).decode() in text
+    )
 
 
 def _control_tokens(tokenizer: Tokenizer) -> Callable[[str], int | None]:

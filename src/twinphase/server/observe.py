@@ -24,23 +24,26 @@ from twinphase.request import RequestCounts
 from twinphase.server.answers import Choice
 from twinphase.tokenizer.prompt_parts import PromptPart
 
-__all__ = ["Timelines", "server_timing", "spec_decode_metrics", "timeline_json", "timings"]
-
 LISTED = 100  # finished requests
 
 
 def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
     """Where the time of one answer went, up to this moment; `shape` is the model's.
 
-    `ledger_ms` adds up to `e2e_ms`. The others are llama.cpp's (`cache_n` and what follows it) or our formulas:
-    `ttft_ms` first token handed over - arrival; `ttfo_ms` the same for the first token behind the thinking part;
-    `tpot_ms` (last token - first token) / (output tokens - 1).
+    `ledger_ms` adds up to `e2e_ms`. The others are llama.cpp's (`cache_n` and what follows it) or
+    our formulas: `ttft_ms` first token handed over - arrival; `ttfo_ms` the same for the first
+    token behind the thinking part; `tpot_ms` (last token - first token) / (output tokens - 1).
     """
-    job, transcript = choice.job, choice.stream.transcript
-    timeline, request = transcript.timeline, transcript.counts()
-    num_prompt, num_output = request.num_prompt_tokens, request.num_output_tokens
+    job = choice.job
+    transcript = choice.stream.transcript
+    timeline = transcript.timeline
+    request = transcript.counts()
+    num_prompt = request.num_prompt_tokens
+    num_output = request.num_output_tokens
     totals = timeline.totals()
-    prefill, decode = (sum(totals[kind] for kind in kinds) for kinds in (PREFILL_KINDS, DECODE_KINDS))
+    prefill, decode = (
+        sum(totals[kind] for kind in kinds) for kinds in (PREFILL_KINDS, DECODE_KINDS)
+    )
     computed = num_prompt - request.num_cached_tokens
     found: dict[str, Any] = {
         "cache_n": request.num_cached_tokens,
@@ -50,10 +53,15 @@ def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
         "prompt_per_second": round(computed / prefill, 3) if prefill else None,
         "predicted_n": num_output,
         "predicted_ms": _ms(decode),
-        "predicted_per_token_ms": _ms(decode / timeline.decode.tokens) if timeline.decode.tokens else None,
+        "predicted_per_token_ms": _ms(decode / timeline.decode.tokens)
+        if timeline.decode.tokens
+        else None,
         "predicted_per_second": round(timeline.decode.tokens / decode, 3) if decode else None,
         **(
-            {"draft_n": request.num_draft_tokens, "draft_n_accepted": request.num_accepted_draft_tokens}
+            {
+                "draft_n": request.num_draft_tokens,
+                "draft_n_accepted": request.num_accepted_draft_tokens,
+            }
             if request.num_draft_tokens
             else {}
         ),
@@ -65,7 +73,8 @@ def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
     if job.reader.tags is not None:
         answer = timeline.token_times[choice.num_reasoning_tokens :]
         found["ttfo_ms"] = _ms(answer[0] - timeline.arrival) if answer else None
-    runs, miss = job.prompt_of(choice.index).runs, request.prefix_miss
+    runs = job.prompt_of(choice.index).runs
+    miss = request.prefix_miss
     if miss is not None:
         part = part_at(runs, miss.token_index) if runs else None
         found["prefix_miss"] = {"reason": miss.reason.value, "token_index": miss.token_index}
@@ -93,7 +102,8 @@ def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
 def spec_decode_metrics(request: RequestCounts, level: str) -> dict[str, Any]:
     """What became of one answer's drafted tokens, under vLLM's names; empty at the level "none".
 
-    Histograms count steps: the n-th number is that of steps in which n drafted tokens were accepted.
+    Histograms count steps: the n-th number is that of steps in which n drafted tokens were
+    accepted.
     """
     if level == "none":
         return {}
@@ -105,14 +115,17 @@ def spec_decode_metrics(request: RequestCounts, level: str) -> dict[str, Any]:
         "draft_acceptance_rate": accepted / drafted if drafted else None,
         "acceptance_histogram": _histogram([right for _, right in steps]),
         "acceptance_histogram_by_draft_length": {
-            str(length): _histogram([right for count, right in steps if count == length]) for length in lengths
+            str(length): _histogram([right for count, right in steps if count == length])
+            for length in lengths
         },
         "num_spec_steps": len(steps),
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": drafted,
     }
     if level == "detailed":
-        found["per_step_drafted"], found["per_step_accepted"] = ([step[part] for step in steps] for part in (0, 1))
+        found["per_step_drafted"], found["per_step_accepted"] = (
+            [step[part] for step in steps] for part in (0, 1)
+        )
     return {"metrics": {"speculative_decoding": found}}
 
 
@@ -125,7 +138,9 @@ def _histogram(counts: Sequence[int]) -> list[int]:
 
 def server_timing(timeline: RequestTimeline) -> str:
     """The header of that name (https://www.w3.org/TR/server-timing): the intervals that took time."""
-    return ", ".join(f"{kind};dur={_ms(seconds)}" for kind, seconds in timeline.totals().items() if seconds > 0)
+    return ", ".join(
+        f"{kind};dur={_ms(seconds)}" for kind, seconds in timeline.totals().items() if seconds > 0
+    )
 
 
 @dataclass(frozen=True)
@@ -172,7 +187,8 @@ class Timelines:
         transcript = choice.stream.transcript
         if not transcript.finished:
             return
-        timeline, counts = transcript.timeline, transcript.counts()
+        timeline = transcript.timeline
+        counts = transcript.counts()
         miss = counts.prefix_miss
         part = part_at(runs, miss.token_index) if miss is not None and runs else None
         if miss is not None and part is not None:
@@ -185,7 +201,9 @@ class Timelines:
     def newest(self, tenant: str) -> list[dict[str, Any]]:
         """That tenant's requests in short, the running ones and then the last finished ones, newest first."""
         running = [
-            {"id": name, "finished": False} for name, (owner, _) in reversed(self._running.items()) if owner == tenant
+            {"id": name, "finished": False}
+            for name, (owner, _) in reversed(self._running.items())
+            if owner == tenant
         ]
         own = (kept.summary for kept in reversed(self._finished.values()) if kept.tenant == tenant)
         return [*running, *islice(own, LISTED)]
@@ -197,17 +215,21 @@ class Timelines:
             RequestNotFoundError: it is not known, or another's, which is the same to who asks.
         """
         for name in (request_id, f"{request_id}-0"):  # a reply of several answers: the first
-            kept, running = self._finished.get(name), self._running.get(name)
+            kept = self._finished.get(name)
+            running = self._running.get(name)
             if kept is not None and kept.tenant == tenant:
                 return kept.counts, kept.timeline()
             if running is not None and running[0] == tenant:
                 return running[1].stream.transcript.counts(), None
         raise RequestNotFoundError(
-            f"No request {request_id[:80]!r} is known.", f"The last {self._limit} finished ones are kept."
+            f"No request {request_id[:80]!r} is known.",
+            f"The last {self._limit} finished ones are kept.",
         )
 
 
-def timeline_json(request: RequestCounts, timeline: RequestTimeline, finished: bool) -> dict[str, Any]:
+def timeline_json(
+    request: RequestCounts, timeline: RequestTimeline, finished: bool
+) -> dict[str, Any]:
     """A timeline as plain values; times in milliseconds from the request's arrival."""
 
     def since(moment: float) -> float:

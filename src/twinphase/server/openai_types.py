@@ -1,10 +1,13 @@
-"""What clients may send, as OpenAI and vLLM name it. A field that is not here is refused by name; null is its default.
+"""What clients may send, as OpenAI and vLLM name it.
 
-What clients always send and nothing here could mean anything by (`Unread`) is taken, and named in the reply's header.
+A field that is not here is refused by name; null is its default.
 
-Ranges that `SamplingParams` checks are checked there; here is what keeps a request small before anything is done. Lists
-are left at their first error and objects of too many keys are not looked into: a million errors would take seconds, in
-which nobody else is served.
+What clients always send and nothing here could mean anything by (`Unread`) is taken, and named in
+the reply's header.
+
+Ranges that `SamplingParams` checks are checked there; here is what keeps a request small before
+anything is done. Lists are left at their first error and objects of too many keys are not looked
+into: a million errors would take seconds, in which nobody else is served.
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from twinphase.server.strict import MAX_PARTS, UNREAD, Strict, Unread
 
-MAX_MESSAGES, MAX_TOOLS, MAX_STOPS, MAX_BIASES = 4096, 128, 16, 1024
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+MAX_STOPS = 16
+MAX_BIASES = 1024
 MAX_PREDICTION = 1 << 20  # characters
 MAX_TEXTS = 65536
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -33,7 +39,9 @@ def _check_biases(given: Any) -> Any:
     return given
 
 
-LogitBias = Annotated[dict[TokenKey, float], Field(max_length=MAX_BIASES), BeforeValidator(_check_biases)]
+LogitBias = Annotated[
+    dict[TokenKey, float], Field(max_length=MAX_BIASES), BeforeValidator(_check_biases)
+]
 
 
 class TextPart(Strict):
@@ -66,9 +74,13 @@ class Message(Strict):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = (
+        None
+    )
     name: Name | None = None
-    tool_calls: Annotated[list[PastToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_calls: (
+        Annotated[list[PastToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None
+    ) = None
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
     audio: None = None
@@ -138,7 +150,9 @@ class ResponseFormat(Strict):
     def _complete(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("`json_schema` goes with the type json_schema")
-        if (self.type == "structural_tag") != (self.structures is not None and self.triggers is not None):
+        if (self.type == "structural_tag") != (
+            self.structures is not None and self.triggers is not None
+        ):
             raise ValueError("`structures` and `triggers` go with the type structural_tag")
         return self
 
@@ -161,7 +175,9 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool | None = None  # OpenAI pads its chunks against eavesdroppers; there is nothing to pad
+    include_obfuscation: bool | None = (
+        None  # OpenAI pads its chunks against eavesdroppers; there is nothing to pad
+    )
 
 
 class Prediction(Strict):
@@ -181,7 +197,11 @@ class Prediction(Strict):
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
 
 
 class AnyGeneration(Strict):
@@ -201,10 +221,14 @@ class AnyGeneration(Strict):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     # For the client's own books; prefixes are found by what they are.
     user: Annotated[str | None, UNREAD] = None
-    service_tier: Annotated[Literal["auto", "default", "flex", "scale", "priority"] | None, UNREAD] = None
+    service_tier: Annotated[
+        Literal["auto", "default", "flex", "scale", "priority"] | None, UNREAD
+    ] = None
     safety_identifier: Annotated[str | None, UNREAD] = None
     prompt_cache_key: Annotated[str | None, UNREAD] = None
-    prompt_cache_retention: Annotated[Literal["in_memory", "in-memory", "24h"] | None, UNREAD] = None
+    prompt_cache_retention: Annotated[Literal["in_memory", "in-memory", "24h"] | None, UNREAD] = (
+        None
+    )
 
 
 class GenerationRequest(AnyGeneration):
@@ -231,7 +255,9 @@ class GenerationRequest(AnyGeneration):
     bad_words: Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_BIASES)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TEXTS)] | None = None
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] | None = None  # -1: to the context
+    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] | None = (
+        None  # -1: to the context
+    )
     # For the client's own books; answers are not stored.
     metadata: Annotated[dict[str, Any] | None, UNREAD] = None
     store: Annotated[bool | None, UNREAD] = None
@@ -260,7 +286,9 @@ class _Templated(Strict):
     def _one_end(self) -> _Templated:
         asked = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
         if asked and self.continue_final_message:
-            raise ValueError("`continue_final_message` does not go with `add_generation_prompt`: true")
+            raise ValueError(
+                "`continue_final_message` does not go with `add_generation_prompt`: true"
+            )
         return self
 
 
@@ -278,7 +306,9 @@ class ChatCompletionRequest(_Templated, GenerationRequest):
     include_reasoning: bool = True
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     # Read where the model's template has them.
-    reasoning_effort: Annotated[Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None, UNREAD] = None
+    reasoning_effort: Annotated[
+        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None, UNREAD
+    ] = None
     verbosity: Annotated[Literal["low", "medium", "high"] | None, UNREAD] = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     prediction: Prediction | None = None
@@ -303,8 +333,15 @@ class ChatCompletionRequest(_Templated, GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_TEXTS)]
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None  # 0 with `echo`: the prompt's log probabilities
+    prompt: (
+        str
+        | TokenIds
+        | Texts
+        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_TEXTS)]
+    )
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = (
+        None  # 0 with `echo`: the prompt's log probabilities
+    )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = False
     best_of: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -318,7 +355,9 @@ class CompletionRequest(GenerationRequest):
         if self.suffix is not None and self.echo:
             raise ValueError("`suffix` does not go with `echo`: true")
         if self.suffix is not None and self.truncate_prompt_tokens is not None:
-            raise ValueError("`suffix` does not go with `truncate_prompt_tokens`: shorten `prompt` and `suffix`")
+            raise ValueError(
+                "`suffix` does not go with `truncate_prompt_tokens`: shorten `prompt` and `suffix`"
+            )
         n = self.n or 1
         if self.best_of is not None and self.best_of < n:
             raise ValueError(f"`best_of` is {self.best_of}: it has to be `n` ({n}) or more")
@@ -331,7 +370,12 @@ class EmbeddingRequest(Strict):
     """POST /v1/embeddings."""
 
     model: Annotated[str, Field(max_length=1024)] | None = None
-    input: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_TEXTS)]
+    input: (
+        str
+        | TokenIds
+        | Texts
+        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_TEXTS)]
+    )
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     user: Annotated[str | None, UNREAD] = None
@@ -342,7 +386,10 @@ class TokenizeRequest(_Templated):
 
     model: Annotated[str, Field(max_length=1024)] | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: (
+        Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+        | None
+    ) = None
     add_special_tokens: bool | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

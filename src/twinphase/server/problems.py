@@ -17,19 +17,38 @@ from twinphase.errors import EngineUnavailableError, TwinphaseError
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
 # Types in pydantic's paths; no field is so named.
-TRIED = re.compile(r"(str|int|float|bool|none|constrained-.*|[A-Z][A-Za-z]*|[\w-]*\[.*)$", re.DOTALL)
+TRIED = re.compile(
+    r"(str|int|float|bool|none|constrained-.*|[A-Z][A-Za-z]*|[\w-]*\[.*)$", re.DOTALL
+)
 LONGEST_PATH = 100  # characters of a field's name, which is the client's
 # What users of other engines and of other routes write, and what it may be called here.
 LONGEST_ANSWER = ("max_tokens", "max_output_tokens")
-ALIASES = {"repeat_penalty": ("repetition_penalty",), "num_predict": LONGEST_ANSWER, "n_predict": LONGEST_ANSWER,
-           "max_tokens": LONGEST_ANSWER, "max_completion_tokens": LONGEST_ANSWER, "max_output_tokens": LONGEST_ANSWER,
-           "messages": ("input",), "input": ("messages", "prompt"), "reasoning_effort": ("reasoning.effort",),
-           "regex": ("structured_outputs.regex",), "grammar": ("structured_outputs.grammar",),
-           "json_schema": ("response_format", "text.format"), "response_format": ("text.format",),
-           "guided_decoding": ("structured_outputs",)}  # fmt: skip
-# OpenAI's word for a status; the other 4xx are "invalid_request_error", the other 5xx "internal_server_error".
-TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error",
-         503: "service_unavailable_error", 504: "timeout_error"}  # fmt: skip
+ALIASES = {
+    "repeat_penalty": ("repetition_penalty",),
+    "num_predict": LONGEST_ANSWER,
+    "n_predict": LONGEST_ANSWER,
+    "max_tokens": LONGEST_ANSWER,
+    "max_completion_tokens": LONGEST_ANSWER,
+    "max_output_tokens": LONGEST_ANSWER,
+    "messages": ("input",),
+    "input": ("messages", "prompt"),
+    "reasoning_effort": ("reasoning.effort",),
+    "regex": ("structured_outputs.regex",),
+    "grammar": ("structured_outputs.grammar",),
+    "json_schema": ("response_format", "text.format"),
+    "response_format": ("text.format",),
+    "guided_decoding": ("structured_outputs",),
+}
+# OpenAI's word for a status; the other 4xx are "invalid_request_error", the other 5xx
+# "internal_server_error".
+TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
 CODES = {401: "invalid_api_key", 408: "request_timeout", 503: "unavailable", 504: "request_timeout"}
 # What a client is told of a failure that the log describes.
 FAILED = TwinphaseError("The server failed on this request.", "Other requests are not affected.")
@@ -67,15 +86,26 @@ Shape = Callable[[Problem], dict[str, Any]]  # the whole body of an error in a d
 
 
 def openai_shape(problem: Problem) -> dict[str, Any]:
-    kind = TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "internal_server_error")
-    return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
+    kind = TYPES.get(
+        problem.status, "invalid_request_error" if problem.status < 500 else "internal_server_error"
+    )
+    return {
+        "error": {
+            "message": problem.message,
+            "type": kind,
+            "param": problem.param,
+            "code": problem.code,
+        }
+    }
 
 
 def body(error: TwinphaseError | Problem, shape: Shape = openai_shape) -> bytes:
     """The whole body, in ASCII: a message may quote what no UTF-8 can carry."""
     if isinstance(error, TwinphaseError):
         status = error.http_status
-        error = Problem(str(error), status, getattr(error, "param", None), error.code or CODES.get(status))
+        error = Problem(
+            str(error), status, getattr(error, "param", None), error.code or CODES.get(status)
+        )
     return json.dumps(shape(error)).encode("ascii")
 
 
@@ -84,7 +114,9 @@ def validated(kind: type[RequestT], fields: Mapping[str, Any]) -> RequestT:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise RequestValidationError([{**found, "loc": ("body", *found["loc"])} for found in error.errors()]) from None
+        raise RequestValidationError(
+            [{**found, "loc": ("body", *found["loc"])} for found in error.errors()]
+        ) from None
 
 
 def raw_headers(error: TwinphaseError) -> list[tuple[bytes, bytes]]:
@@ -96,7 +128,9 @@ def raw_headers(error: TwinphaseError) -> list[tuple[bytes, bytes]]:
 def headers(error: TwinphaseError) -> dict[str, str]:
     if isinstance(error, EngineUnavailableError):
         return {"Retry-After": str(getattr(error, "retry_after", 1))}
-    if isinstance(error, RequestTimeoutError) or error.http_status == 409:  # OpenAI's clients would send it again
+    if (
+        isinstance(error, RequestTimeoutError) or error.http_status == 409
+    ):  # OpenAI's clients would send it again
         return {"X-Should-Retry": "false"}
     if isinstance(error, (SlowBodyError, TooLargeError)):  # more of the body may come
         return {"Connection": "close"}
@@ -105,21 +139,31 @@ def headers(error: TwinphaseError) -> dict[str, str]:
 
 def invalid_fields(errors: Sequence[Any], given: Any, known: Set[str]) -> Problem:
     """What pydantic found in `given`, as one sentence for the first few fields; hints name `known` fields."""
-    sentences, first = [], None
+    sentences = []
+    first = None
     for error in errors[:3]:
-        kind, message = error["type"], error["msg"].removeprefix("Value error, ")
+        kind = error["type"]
+        message = error["msg"].removeprefix("Value error, ")
         path = _path(error, given)
         where = ".".join(path)[:LONGEST_PATH]
         if kind == "json_invalid":  # its path is a position
-            sentences.append(f"The body is not valid JSON: {error.get('ctx', {}).get('error', message)}.")
+            sentences.append(
+                f"The body is not valid JSON: {error.get('ctx', {}).get('error', message)}."
+            )
             continue
         first = first or (path[0][:LONGEST_PATH] if path else None)
         if kind in ("extra_forbidden", "none_required"):
-            sentences.append(f"The field `{where}` is not supported. {_instead(path[-1] if path else '', known)}")
+            sentences.append(
+                f"The field `{where}` is not supported. {_instead(path[-1] if path else '', known)}"
+            )
         elif kind == "literal_error":
-            sentences.append(f"`{where}`: {message.replace('Input should be', 'only this is supported:')}.")
+            sentences.append(
+                f"`{where}`: {message.replace('Input should be', 'only this is supported:')}."
+            )
         elif not path and kind != "value_error":
-            sentences.append("The body is not a JSON object. Send one, with `Content-Type: application/json`.")
+            sentences.append(
+                "The body is not a JSON object. Send one, with `Content-Type: application/json`."
+            )
         else:
             sentences.append(f"`{where}`: {message}." if where else f"{message}.")
     return Problem(" ".join(sentences), 400, first)
@@ -136,21 +180,31 @@ def _path(error: Any, given: Any) -> list[str]:
                 isinstance(given, list) and isinstance(part, int) and part < len(given)
             )
             given = given[part] if inside else None
-    unknown, sent = error["type"] == "extra_forbidden", not isinstance(given, dict) or last in given
+    unknown = error["type"] == "extra_forbidden"
+    sent = not isinstance(given, dict) or last in given
     known = not TRIED.match(str(last)) and (sent or error["type"] == "missing")
-    return path + [str(last)] * bool(last != "" and (unknown or known))  # unknown: whatever the client calls it
+    return path + [str(last)] * bool(
+        last != "" and (unknown or known)
+    )  # unknown: whatever the client calls it
 
 
 def not_found(method: str, path: str) -> str:
     """The message for a route that does not exist."""
     if path.startswith("/api/"):
-        return f"There is no {method} {path[:LONGEST_PATH]} here: the model is chosen when the server is started."
+        return (
+            f"There is no {method} {path[:LONGEST_PATH]} here: the model is chosen when the "
+            "server is started."
+        )
     if path in ("/chat/completions", "/completions", "/embeddings", "/models"):
         return f"There is no {path} here. Give clients a base_url that ends in /v1."
-    return f"There is no {method} {path[:LONGEST_PATH]} here. GET /openapi.json lists what there is."
+    return (
+        f"There is no {method} {path[:LONGEST_PATH]} here. GET /openapi.json lists what there is."
+    )
 
 
 def _instead(name: str, known: Set[str]) -> str:
     meant = [other for other in ALIASES.get(name, ()) if other.partition(".")[0] in known]
-    meant = meant or get_close_matches(name, known - {name}, 1, 0.8)  # a nested field may be so named
+    meant = meant or get_close_matches(
+        name, known - {name}, 1, 0.8
+    )  # a nested field may be so named
     return f"Did you mean `{meant[0]}`?" if meant else "Leave it out."

@@ -1,7 +1,7 @@
 """The thinking part of an answer, kept apart from the answer itself while both stream.
 
-Models that think write it first, between two tags. Not for counting tokens: whoever feeds a token at a time asks
-`ReasoningSplitter.reasoning` after each.
+Models that think write it first, between two tags. Not for counting tokens: whoever feeds a token
+at a time asks `ReasoningSplitter.reasoning` after each.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from __future__ import annotations
 from twinphase.tokenizer.detokenizer import overlap
 from twinphase.tokenizer.think_tags import ThinkTags
 
-__all__ = ["ReasoningSplitter"]
-
 
 class ReasoningSplitter:
     """Divides the text of one answer, as it comes, into reasoning and content.
 
-    The tags and the newlines beside them belong to neither. What comes out, joined, does not depend on how the text was
-    cut into pieces.
+    The tags and the newlines beside them belong to neither. What comes out, joined, does not depend
+    on how the text was cut into pieces.
     """
 
     def __init__(self, tags: ThinkTags, opened: bool) -> None:
@@ -41,18 +39,22 @@ class ReasoningSplitter:
         if self._thinking:
             return reasoning, ""
         self._drop_newlines()
-        content, self._held = self._held, ""
+        content = self._held
+        self._held = ""
         return reasoning, content
 
     def flush(self) -> tuple[str, str]:
         """Ends the answer and returns what was held back, as reasoning and content."""
         self._drop_newlines()
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return (held, "") if self._thinking else ("", held)
 
     def _begin(self) -> bool:
         """Takes the tag away that an answer begins with, if there is one; False while that cannot be told."""
-        text, start, without = self._held.lstrip(), self._tags.start, self._tags.without
+        text = self._held.lstrip()
+        start = self._tags.start
+        without = self._tags.without
         if text.startswith(start):
             self._held = text[len(start) :]
             self._thinking = self._beside_tag = True

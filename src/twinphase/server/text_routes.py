@@ -13,16 +13,21 @@ from pydantic import BaseModel
 
 from twinphase.errors import InvalidRequestError
 from twinphase.server.jobs import template_inputs
-from twinphase.server.openai_types import ChatCompletionRequest, DetokenizeRequest, ErrorResponse, TokenizeRequest
+from twinphase.server.openai_types import (
+    ChatCompletionRequest,
+    DetokenizeRequest,
+    ErrorResponse,
+    TokenizeRequest,
+)
 from twinphase.server.service import Service
-
-__all__ = ["ANSWER", "ERRORS", "OBJECT", "Documented", "add_text", "documented"]
 
 Documented = dict[int | str, dict[str, Any]]
 OBJECT = {"application/json": {"schema": {"type": "object"}}}
 
 
-def documented(error: type[BaseModel], stream_type: str = "text/event-stream") -> tuple[Documented, Documented]:
+def documented(
+    error: type[BaseModel], stream_type: str = "text/event-stream"
+) -> tuple[Documented, Documented]:
     """What a dialect's routes may answer, for /openapi.json: errors only, and with them bodies and streams."""
     errors: Documented = {"4XX": {"model": error}, "5XX": {"model": error}}
     return errors, {200: {"content": {**OBJECT, stream_type: {}}}, **errors}
@@ -50,7 +55,12 @@ def _add_models(api: APIRouter, service: Service) -> None:
 
     def describe(name: str) -> dict[str, Any]:
         facts = {"id": name, "object": "model", "created": started, "owned_by": "twinphase"}
-        return {**facts, "root": service.model, "parent": None, "max_model_len": service.max_model_len}
+        return {
+            **facts,
+            "root": service.model,
+            "parent": None,
+            "max_model_len": service.max_model_len,
+        }
 
     started = int(time())
 
@@ -59,7 +69,11 @@ def _add_models(api: APIRouter, service: Service) -> None:
         """Special tokens by name, the chat template and the context, as vLLM tells them."""
         text = service.host.text
         names = text.tokenizer.special_names
-        return {**names, "chat_template": text.chat_template.source, "model_max_length": service.max_model_len}
+        return {
+            **names,
+            "chat_template": text.chat_template.source,
+            "model_max_length": service.max_model_len,
+        }
 
 
 def _add_tokens(api: APIRouter, service: Service) -> None:
@@ -67,7 +81,8 @@ def _add_tokens(api: APIRouter, service: Service) -> None:
     async def tokenize(body: TokenizeRequest) -> Response:
         """Token ids of a text, or of a conversation as the chat template writes it."""
         service.check_model(body.model)
-        text, limit = service.host.text, service.max_model_len
+        text = service.host.text
+        limit = service.max_model_len
 
         def read() -> dict[str, Any]:
             if body.messages is not None:
@@ -75,14 +90,23 @@ def _add_tokens(api: APIRouter, service: Service) -> None:
                 token_ids = text.encode_chat(*inputs, limit).token_ids
             else:
                 special = body.add_special_tokens is not False
-                token_ids = text.tokenizer.encode(body.prompt or "", add_special_tokens=special, max_tokens=limit)
-            found: dict[str, Any] = {"count": len(token_ids), "max_model_len": limit, "tokens": token_ids}
+                token_ids = text.tokenizer.encode(
+                    body.prompt or "", add_special_tokens=special, max_tokens=limit
+                )
+            found: dict[str, Any] = {
+                "count": len(token_ids),
+                "max_model_len": limit,
+                "tokens": token_ids,
+            }
             found["token_strs"] = None
             if body.return_token_strs:
                 found["token_strs"] = [text.tokenizer.name(i) for i in token_ids]
             return found
 
-        return Response(await asyncio.to_thread(lambda: msgspec.json.encode(read())), media_type="application/json")
+        return Response(
+            await asyncio.to_thread(lambda: msgspec.json.encode(read())),
+            media_type="application/json",
+        )
 
     @api.post("/apply-template", responses=ERRORS)
     async def apply_template(body: ChatCompletionRequest) -> dict[str, str]:
@@ -106,6 +130,11 @@ def _add_tokens(api: APIRouter, service: Service) -> None:
         unknown = next((i for i in body.tokens if i >= tokenizer.vocab_size), None)
         if unknown is not None:
             raise InvalidRequestError(
-                f"Token id {unknown} is not in the vocabulary.", f"Use 0 to {tokenizer.vocab_size - 1}."
+                f"Token id {unknown} is not in the vocabulary.",
+                f"Use 0 to {tokenizer.vocab_size - 1}.",
             )
-        return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)}
+        return {
+            "prompt": await asyncio.to_thread(
+                tokenizer.decode, body.tokens, skip_special_tokens=False
+            )
+        }

@@ -1,7 +1,7 @@
 """Tool calls out of a model's text, as the text comes.
 
-For what a model writes with and without a grammar: what is not a call stays content, and nothing here fails. Not for
-the HTTP form of what is found.
+For what a model writes with and without a grammar: what is not a call stays content, and nothing
+here fails. Not for the HTTP form of what is found.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pydantic_core import from_json
 from twinphase.server.tools import AROUND_CALLS, MISTRAL, TOOL_NAME, ToolFormat
 from twinphase.tokenizer.detokenizer import overlap
 
-__all__ = ["ToolCall", "ToolCallDelta", "ToolCallParser", "join_deltas"]
-
 # A call up to its arguments, in the order in which models write it.
-_HEAD = re.compile(rf'\{{\s*"name"\s*:\s*"({TOOL_NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
+_HEAD = re.compile(
+    rf'\{{\s*"name"\s*:\s*"({TOOL_NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+)
 # The beginning of an object that is not a call.
 _OTHER_OBJECT = re.compile(r'\{\s*(?:[^\s"]|"(?!(?:name|arguments|parameters|type|id)")[^"]*")')
 _REST_OF_CALL = re.compile(r"^[^{}<]+")
@@ -68,7 +68,8 @@ def join_deltas(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
 class ToolCallParser:
     """Divides the text of one answer into content and calls.
 
-    What comes out, joined, does not depend on how the text was cut into pieces. Whitespace beside calls is dropped.
+    What comes out, joined, does not depend on how the text was cut into pieces. Whitespace beside
+    calls is dropped.
     """
 
     def __init__(self, format: ToolFormat, new_id: Callable[[], str] | None = None) -> None:
@@ -76,12 +77,17 @@ class ToolCallParser:
         self._format = format
         self._end = format.close.strip()
         # Mistral's templates take ids of nine letters and digits only.
-        self._new_id = new_id or (lambda: secrets.token_hex(5)[:9] if format == MISTRAL else _random_id())
+        self._new_id = new_id or (
+            lambda: secrets.token_hex(5)[:9] if format == MISTRAL else _random_id()
+        )
         self._text = ""  # not taken in yet
         # Takes in what it can of the text; says whether there is more to do.
         self._next: Callable[[], bool] = self._expect_call if format.bare else self._take_content
-        self._before_call: str | None = ""  # taken in since content ended; None once a call has come
-        self._brackets, self._scanned = _Brackets(), 0
+        self._before_call: str | None = (
+            ""  # taken in since content ended; None once a call has come
+        )
+        self._brackets = _Brackets()
+        self._scanned = 0
         self._num_calls = 0
         self._space = ""  # content if more content comes
         self._beside_call = False
@@ -106,7 +112,8 @@ class ToolCallParser:
         Behind a whole call it is nothing: the answer was cut off where the next one began.
         """
         if self._num_calls and self._next != self._take_content:
-            self._text, self._before_call = "", None
+            self._text = ""
+            self._before_call = None
         if self._beside_call and self._format.begin.startswith(self._text.strip()):
             self._text = ""
         if self._next in (self._expect_call, self._take_call):
@@ -118,7 +125,8 @@ class ToolCallParser:
 
     def _news(self) -> tuple[str, list[ToolCallDelta]]:
         news = self._content, self._deltas
-        self._content, self._deltas = "", []
+        self._content = ""
+        self._deltas = []
         return news
 
     def _take_content(self) -> bool:
@@ -145,7 +153,8 @@ class ToolCallParser:
             self._before_call += self._text[: len(self._text) - len(rest)]
         self._text = rest
         if not ended and rest.startswith("{"):
-            self._brackets, self._scanned = _Brackets(), 0
+            self._brackets = _Brackets()
+            self._scanned = 0
             self._next = self._take_call
         elif not ended and self._end.startswith(rest):
             return False
@@ -168,10 +177,12 @@ class ToolCallParser:
         if _OTHER_OBJECT.match(self._text):
             self._stop_expecting()
             return True
-        end, self._scanned = self._brackets.end(self._text, self._scanned), len(self._text)
+        end = self._brackets.end(self._text, self._scanned)
+        self._scanned = len(self._text)
         if end is None:
             return False
-        whole, self._text = self._text[:end], self._text[end:]
+        whole = self._text[:end]
+        self._text = self._text[end:]
         if call := _read_call(whole):
             self._begin_call(call[0])
             self._add_arguments(call[1])
@@ -197,14 +208,18 @@ class ToolCallParser:
         return bool(self._text)
 
     def _begin_call(self, name: str) -> None:
-        self._space, self._beside_call, self._before_call = "", True, None
+        self._space = ""
+        self._beside_call = True
+        self._before_call = None
         self._deltas.append(ToolCallDelta(self._num_calls, self._new_id(), name, ""))
         self._num_calls += 1
 
     def _add_arguments(self, text: str) -> None:
         index = self._num_calls - 1
         if self._deltas and self._deltas[-1].index == index:
-            self._deltas[-1] = replace(self._deltas[-1], arguments=self._deltas[-1].arguments + text)
+            self._deltas[-1] = replace(
+                self._deltas[-1], arguments=self._deltas[-1].arguments + text
+            )
         elif text:
             self._deltas.append(ToolCallDelta(index, None, None, text))
 
@@ -227,7 +242,10 @@ class _Brackets:
         self._escaped = False
 
     def end(self, text: str, start: int = 0) -> int | None:
-        """The index in `text` behind the object; None if it goes on. `text` before `start` was seen already."""
+        """The index in `text` behind the object; None if it goes on.
+
+        `text` before `start` was seen already.
+        """
         for at in range(start, len(text)):
             character = text[at]
             if self._escaped:
@@ -252,8 +270,13 @@ def _read_call(text: str) -> tuple[str, str] | None:
         call = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
-    if not isinstance(name, str) or not re.fullmatch(TOOL_NAME, name) or not isinstance(arguments, dict):
+    name = call.get("name")
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if (
+        not isinstance(name, str)
+        or not re.fullmatch(TOOL_NAME, name)
+        or not isinstance(arguments, dict)
+    ):
         return None
     return name, json.dumps(arguments)
 

@@ -1,7 +1,7 @@
 """Messages with tools, made into messages that a model's chat template can render.
 
-Not for rendering them. Texts are added as entries of contents, which rendering joins by newlines, so that the entries
-of the client stay what they are.
+Not for rendering them. Texts are added as entries of contents, which rendering joins by newlines,
+so that the entries of the client stay what they are.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Any
 from twinphase.errors import InvalidRequestError
 from twinphase.server.tools import Tool
 
-__all__ = ["with_argument_objects", "with_tool_prompt"]
-
 Message = Mapping[str, Any]
 
-# The tags are those of Hermes' format, the one that `tool_format` gives for a template without tools.
+# The tags are those of Hermes' format, the one that `tool_format` gives for a template without
+# tools.
 _PROMPT = """\
 You can call functions. These are their signatures, within <tools></tools>:
 <tools>
@@ -36,7 +35,9 @@ def with_argument_objects(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [
         {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
-        else {key: value for key, value in message.items() if key != "tool_calls"}  # templates ask if it is there
+        else {
+            key: value for key, value in message.items() if key != "tool_calls"
+        }  # templates ask if it is there
         for message in messages
     ]
 
@@ -44,7 +45,8 @@ def with_argument_objects(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def with_tool_prompt(messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """For templates that do not: tools, earlier calls and their results as text, in Hermes' format.
 
-    The tools go to the end of the system message; results that follow each other make one message of the user.
+    The tools go to the end of the system message; results that follow each other make one message
+    of the user.
     """
     written: list[dict[str, Any]] = []
     results: list[Message] | None = None  # the content of the message before, if it holds results
@@ -90,7 +92,8 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
         arguments = None
     if not isinstance(arguments, Mapping):
         raise InvalidRequestError(
-            f"The arguments of a call of {function['name']!r} are not a JSON object.", "Send back what the model wrote."
+            f"The arguments of a call of {function['name']!r} are not a JSON object.",
+            "Send back what the model wrote.",
         )
     return {**call, "function": {"name": function["name"], "arguments": arguments}}
 

@@ -1,7 +1,7 @@
 """What a request says about tools, how a model family writes calls of them, and the grammar that holds it to that.
 
-Not for the prompt (tool_prompt.py), nor for reading what the model wrote (tool_calls.py). Whether the JSON of a request
-has the right types is checked before it comes here.
+Not for the prompt (tool_prompt.py), nor for reading what the model wrote (tool_calls.py). Whether
+the JSON of a request has the right types is checked before it comes here.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from twinphase.constraint import StructuredOutputsParams, plain_json
 from twinphase.errors import InvalidRequestError
-from twinphase.request import StructuredOutputsParams, plain_json
 from twinphase.server.forms import OPEN, closed
 
-Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters", "strict"}}
+Tool = Mapping[
+    str, Any
+]  # {"type": "function", "function": {"name", "description", "parameters", "strict"}}
 ToolChoice = str | Mapping[str, Any] | None  # None: "auto"
 # The id of a text that is one control token of the vocabulary; None for ordinary text.
 SpecialToken = Callable[[str], int | None]
@@ -27,7 +29,8 @@ _MARKERS = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")  # what may be a control tok
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _HEAD = '{"name": "'  # of every call
 _ANY = "(?s:.*)"
-AROUND_CALLS = " \t\r\n,;[]}"  # what separates calls in any format, and the brace that small models write twice
+# what separates calls in any format, and the brace that small models write twice
+AROUND_CALLS = " \t\r\n,;[]}"
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,20 @@ def check_tools(tools: Sequence[Tool], tool_choice: ToolChoice) -> None:
         if name in names:
             raise InvalidRequestError(f"Two tools are named {name!r}.", "Give each its own name.")
         names.add(name)
-        parameters = plain_json(f"The parameters of tool {name!r}", tool["function"].get("parameters") or {})
+        parameters = plain_json(
+            f"The parameters of tool {name!r}", tool["function"].get("parameters") or {}
+        )
         if parameters.get("type", "object") != "object":
-            raise InvalidRequestError(f"The parameters of tool {name!r} are not an object.", 'Use "type": "object".')
-    if isinstance(tool_choice, Mapping) and (chosen := tool_choice["function"]["name"]) not in names:
-        raise InvalidRequestError(f"tool_choice names {chosen!r}, which is not in tools.", "Name one of the tools.")
+            raise InvalidRequestError(
+                f"The parameters of tool {name!r} are not an object.", 'Use "type": "object".'
+            )
+    if (
+        isinstance(tool_choice, Mapping)
+        and (chosen := tool_choice["function"]["name"]) not in names
+    ):
+        raise InvalidRequestError(
+            f"tool_choice names {chosen!r}, which is not in tools.", "Name one of the tools."
+        )
 
 
 def tool_grammar(
@@ -91,9 +103,11 @@ def tool_grammar(
     Args:
         tools: passed `check_tools`, as did `tool_choice`.
         tool_choice: None for "auto".
-        parallel_tool_calls: whether an answer may have several calls; None for yes. A named tool is called once.
+        parallel_tool_calls: whether an answer may have several calls; None for yes. A named tool is
+            called once.
         format: of the model.
-        special_token: which texts are control tokens of the model, for a grammar does not see those as text.
+        special_token: which texts are control tokens of the model, for a grammar does not see those
+            as text.
 
     Returns:
         None when no call is asked for: no tools, or "none".
@@ -101,7 +115,9 @@ def tool_grammar(
     if not tools or tool_choice == "none":
         return None
     if isinstance(tool_choice, Mapping):
-        tools = [tool for tool in tools if tool["function"]["name"] == tool_choice["function"]["name"]]
+        tools = [
+            tool for tool in tools if tool["function"]["name"] == tool_choice["function"]["name"]
+        ]
 
     def lark(text: str) -> str:
         return _lark(text, special_token)
@@ -112,7 +128,8 @@ def tool_grammar(
     rules = [f"call_{i}: {_call(tool['function'], format)}" for i, tool in enumerate(tools)]
     rules += ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     rules += [
-        f"calls: {lark(format.open)} call {f'({lark(format.between)} call)*' if several else ''} {lark(format.close)}"
+        f"calls: {lark(format.open)} call {f'({lark(format.between)} call)*' if several else ''} "
+        f"{lark(format.close)}"
     ]
     if forced:
         rules += [f"start: {'' if format.bare else lark(format.begin)} calls"]
@@ -120,20 +137,26 @@ def tool_grammar(
         rules += [f"start: OTHER | {lark(format.begin) + '?' if special_begin else ''} calls"]
         rules += [f"OTHER: /{_other_than(_HEAD)}/"]
     else:
-        # A lazy lexeme ends the text where a call is announced first; a control token is in no text anyway.
-        rules += ["start: TEXT | begin calls", f"begin{'' if special_begin else '[lazy]'}: TEXT {lark(format.begin)}"]
+        # A lazy lexeme ends the text where a call is announced first; a control token is in no text
+        # anyway.
+        rules += [
+            "start: TEXT | begin calls",
+            f"begin{'' if special_begin else '[lazy]'}: TEXT {lark(format.begin)}",
+        ]
         rules += [f"TEXT: /{_ANY}/"]
     return StructuredOutputsParams(grammar="\n".join(rules))
 
 
 def _call(function: Mapping[str, Any], format: ToolFormat) -> str:
-    # The parameters are a schema of their own, not part of one for the call: their "$ref"s count from their root.
+    # The parameters are a schema of their own, not part of one for the call: their "$ref"s count
+    # from their root.
     parameters = _without_prose(function.get("parameters") or {"properties": {}})
     if function.get("strict"):
         parameters = closed(parameters)
     schema = {"type": "object", **parameters, "x-guidance": _JSON_STYLE}
     if "properties" in schema and not schema.keys() & OPEN:
-        # What is not declared is closed off unless it is said to be welcome: a small model would go on inventing.
+        # What is not declared is closed off unless it is said to be welcome: a small model would go
+        # on inventing.
         schema.setdefault("additionalProperties", False)
     head = f'{_HEAD}{function["name"]}", "{format.arguments}": '
     return f'{json.dumps(head)} %json {json.dumps(schema)} "}}"'

@@ -1,7 +1,8 @@
 """A finished request as an OpenTelemetry trace: one span from arrival to the last byte, with one per phase in it.
 
-Attribute names are those of the GenAI semantic conventions, whose status is Development; ours begin with `twinphase.`.
-OpenTelemetry is an extra, imported only when asked for. Prompts and answers are not for traces.
+Attribute names are those of the GenAI semantic conventions, whose status is Development; ours begin
+with `twinphase.`. OpenTelemetry is an extra, imported only when asked for. Prompts and answers are
+not for traces.
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from twinphase.errors import InvalidRequestError
+from twinphase.outcome import FinishReason
 from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
 from twinphase.phases.timeline import Interval, IntervalKind, RequestTimeline
-from twinphase.request import FinishReason, RequestCounts
+from twinphase.request import RequestCounts
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Histogram
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.trace import TracerProvider
-
-__all__ = ["PhaseSpan", "RequestFacts", "RequestTracer", "make_tracer", "phase_spans"]
 
 SPAN_NAMES = {
     IntervalKind.TOKENIZE: "tokenize",
@@ -34,8 +34,39 @@ SPAN_NAMES = {
 # The conventions' histograms of what follows `gen_ai.server.`, and their boundaries in seconds.
 BUCKETS = {
     "request.duration": [0.01 * 2**power for power in range(14)],
-    "time_to_first_token": [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0],
-    "time_per_output_token": [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5],
+    "time_to_first_token": [
+        0.001,
+        0.005,
+        0.01,
+        0.02,
+        0.04,
+        0.06,
+        0.08,
+        0.1,
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+        2.5,
+        5.0,
+        7.5,
+        10.0,
+    ],
+    "time_per_output_token": [
+        0.01,
+        0.025,
+        0.05,
+        0.075,
+        0.1,
+        0.15,
+        0.2,
+        0.3,
+        0.4,
+        0.5,
+        0.75,
+        1.0,
+        2.5,
+    ],
 }
 
 
@@ -63,8 +94,9 @@ class PhaseSpan:
 def phase_spans(timeline: RequestTimeline) -> list[PhaseSpan]:
     """The phases that a request went through, in order of time; a preempted one goes through some again.
 
-    Text and sending belong to the decode before or after them, as in a compact timeline their places within it are
-    notional; to a span of their own where there is no decode. Time that nothing names is a gap between two spans.
+    Text and sending belong to the decode before or after them, as in a compact timeline their
+    places within it are notional; to a span of their own where there is no decode. Time that
+    nothing names is a gap between two spans.
     """
     spans: list[PhaseSpan] = []
     between: list[Interval] = []  # since the last span
@@ -126,16 +158,24 @@ class RequestFacts:
 
 
 class RequestTracer:
-    """Hands finished requests to OpenTelemetry; from any thread. Sending is for the providers' own threads."""
+    """Hands finished requests to OpenTelemetry; from any thread.
 
-    def __init__(self, tracer_provider: TracerProvider, meter_provider: MeterProvider | None = None) -> None:
-        self._tracer_provider, self._meter_provider = tracer_provider, meter_provider
+    Sending is for the providers' own threads.
+    """
+
+    def __init__(
+        self, tracer_provider: TracerProvider, meter_provider: MeterProvider | None = None
+    ) -> None:
+        self._tracer_provider = tracer_provider
+        self._meter_provider = meter_provider
         self._tracer = tracer_provider.get_tracer("twinphase")
         self._histograms: list[Histogram] = []
         if meter_provider is not None:
             meter = meter_provider.get_meter("twinphase")
             self._histograms = [
-                meter.create_histogram(f"gen_ai.server.{name}", "s", explicit_bucket_boundaries_advisory=buckets)
+                meter.create_histogram(
+                    f"gen_ai.server.{name}", "s", explicit_bucket_boundaries_advisory=buckets
+                )
                 for name, buckets in BUCKETS.items()
             ]
 
@@ -150,8 +190,8 @@ class RequestTracer:
     ) -> None:
         """Make the trace of a request that has ended.
 
-        `wall_clock_offset` is the time of day minus the timeline's clock, in seconds. `traceparent` and `tracestate`
-        are the request's headers; a broken one is ignored.
+        `wall_clock_offset` is the time of day minus the timeline's clock, in seconds. `traceparent`
+        and `tracestate` are the request's headers; a broken one is ignored.
         """
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -164,8 +204,11 @@ class RequestTracer:
         parent = TraceContextTextMapPropagator().extract(
             {"traceparent": traceparent or "", "tracestate": tracestate or ""}
         )
-        name, attributes = f"{facts.operation} {facts.model}", {**facts.attributes(), **_seconds(timeline.intervals)}
-        root = self._tracer.start_span(name, parent, trace.SpanKind.SERVER, attributes, start_time=ns(timeline.arrival))
+        name = f"{facts.operation} {facts.model}"
+        attributes = {**facts.attributes(), **_seconds(timeline.intervals)}
+        root = self._tracer.start_span(
+            name, parent, trace.SpanKind.SERVER, attributes, start_time=ns(timeline.arrival)
+        )
         if facts.counts.error is not None:
             root.set_status(trace.Status(trace.StatusCode.ERROR, facts.counts.error))
         if timeline.token_times:
@@ -205,7 +248,9 @@ def _seconds(intervals: Iterable[Interval]) -> dict[str, Any]:
 
 
 def _phase_attributes(phase: PhaseSpan) -> dict[str, Any]:
-    reasons = list(dict.fromkeys(interval.reason for interval in phase.intervals if interval.reason))
+    reasons = list(
+        dict.fromkeys(interval.reason for interval in phase.intervals if interval.reason)
+    )
     return {**_seconds(phase.intervals), **({"twinphase.held_back_by": reasons} if reasons else {})}
 
 
@@ -228,7 +273,8 @@ def make_tracer(endpoint: str | None) -> RequestTracer | None:
         return None
     if not endpoint.startswith(("http://", "https://")):
         raise InvalidRequestError(
-            f"The OTLP endpoint {endpoint!r} is not a URL.", "Use http:// or https://, as in http://localhost:4318."
+            f"The OTLP endpoint {endpoint!r} is not a URL.",
+            "Use http:// or https://, as in http://localhost:4318.",
         )
     try:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter

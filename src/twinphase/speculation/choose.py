@@ -1,11 +1,13 @@
 """How many tokens to draft: as long as the next one brings more tokens per second than the step has without it.
 
-A step of n decodes that takes T seconds makes n / T tokens per second. One more drafted row costs dT, by the cost model
-for the step's real mix, and brings a token with the probability that it and all before it are right. The surest row of
-any request comes first; when that one does not pay, none does.
+A step of n decodes that takes T seconds makes n / T tokens per second. One more drafted row costs
+dT, by the cost model for the step's real mix, and brings a token with the probability that it and
+all before it are right. The surest row of any request comes first; when that one does not pay, none
+does.
 
-How often guesses were right is learned from every guess, also from those that were not computed: what the request said
-shows it. Learned is by source and by how many tokens spoke for the guess, those drafted before it included.
+How often guesses were right is learned from every guess, also from those that were not computed:
+what the request said shows it. Learned is by source and by how many tokens spoke for the guess,
+those drafted before it included.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from collections.abc import Callable, Mapping
 from twinphase.batch import StepWork
 from twinphase.speculation.proposer import Draft
 
-__all__ = ["PAYS", "ROW_SECONDS", "Acceptance", "choose_lengths", "drafted_row"]
-
-PAYS = 1.2  # of what a row costs: it has to bring more than that, since both are estimates; in doubt, no draft
+# of what a row costs: it has to bring more than that, since both are estimates; in doubt, no draft
+PAYS = 1.2
 ROW_SECONDS = 3e-5  # beside the model: what drafting, and drawing a token, take for a row
-FADE, OWN_FADE = 0.99, 0.9  # of a count, by one more observation
+# of a count, by one more observation
+FADE = 0.99
+OWN_FADE = 0.9
 OWN_WEIGHT = 3.0  # observations of the request itself that outweigh half of what all taught
 PRIOR = (0.5, 1.0)  # guesses right and wrong, before anything was seen
 PRIORS = {"prediction": (4.0, 1.0)}  # a user who predicts an answer knows something
@@ -30,7 +33,9 @@ LONG_MATCH = 8
 
 def _bucket(match: int) -> int:
     """Matches that are about as long: 0, 1, 2, 3, 4 to 5, 6 to 7, 8 to 11, 12 to 15 and so on."""
-    return match if match < 4 else 2 * match.bit_length() + (match >> match.bit_length() - 2 & 1) - 2
+    return (
+        match if match < 4 else 2 * match.bit_length() + (match >> match.bit_length() - 2 & 1) - 2
+    )
 
 
 class Acceptance:
@@ -59,12 +64,15 @@ class Acceptance:
         right, seen = self._all.get((draft.source, _bucket(match)), (0.0, 0.0))
         prior = PRIORS.get(draft.source, PRIOR)
         usual = (right + prior[0]) / (seen + sum(prior))
-        own_right, own_seen = self._own.get(request_id, {}).get((draft.source, match >= LONG_MATCH), (0.0, 0.0))
+        own_right, own_seen = self._own.get(request_id, {}).get(
+            (draft.source, match >= LONG_MATCH), (0.0, 0.0)
+        )
         return (own_right + OWN_WEIGHT * usual) / (own_seen + OWN_WEIGHT)
 
     def expected(self, request_id: str, draft: Draft, length: int) -> float:
         """Tokens that the first `length` of the draft are expected to bring."""
-        total, survives = 0.0, 1.0
+        total = 0.0
+        survives = 1.0
         for position in range(length):
             survives *= self.probability(request_id, draft, position)
             total += survives
@@ -103,22 +111,34 @@ def choose_lengths(
         window: of the model's layers that have one.
         limit: predicted seconds that no step may exceed for drafts; None is no limit.
     """
-    work, predicted = decodes, seconds(decodes)
+    work = decodes
+    predicted = seconds(decodes)
     now = predicted
-    tokens, lengths = float(decodes.sequences), dict[str, int]()
+    tokens = float(decodes.sequences)
+    lengths = dict[str, int]()
     # The surest row of each request, as a heap: (-chance that it brings a token, request).
-    surest = [(-acceptance.probability(name, draft, 0), name) for name, draft in drafts.items() if draft.token_ids]
+    surest = [
+        (-acceptance.probability(name, draft, 0), name)
+        for name, draft in drafts.items()
+        if draft.token_ids
+    ]
     heapq.heapify(surest)
     while surest:
         chance, name = heapq.heappop(surest)
-        chance, length = -chance, lengths.get(name, 0)
+        chance = -chance
+        length = lengths.get(name, 0)
         grown = work.plus(drafted_row(contexts[name] + length, window))
         longer = seconds(grown)
         then = now + longer - predicted + ROW_SECONDS
         if chance * now <= PAYS * (then - now) * tokens or (limit is not None and then > limit):
             break
-        work, predicted, now, tokens = grown, longer, then, tokens + chance
+        work = grown
+        predicted = longer
+        now = then
+        tokens = tokens + chance
         lengths[name] = length = length + 1
         if length < len(drafts[name].token_ids):
-            heapq.heappush(surest, (-chance * acceptance.probability(name, drafts[name], length), name))
+            heapq.heappush(
+                surest, (-chance * acceptance.probability(name, drafts[name], length), name)
+            )
     return lengths

@@ -1,9 +1,10 @@
 """The proposer `draft_model`: a smaller model of the same vocabulary writes ahead, one step per token of all requests.
 
-It follows each request as a `Request` of its own, whose output ends with the drafts: so the engine's bookkeeping of
-blocks and prefixes serves it as it is, on blocks of its own. What it computed behind a wrong draft lies beyond
-`num_computed_tokens`. It draws with the request's own random numbers of the same positions, so that it agrees more
-often than a greedy draft would. Not for loading the model (`engine/drafting.py`).
+It follows each request as a `Request` of its own, whose output ends with the drafts: so the
+engine's bookkeeping of blocks and prefixes serves it as it is, on blocks of its own. What it
+computed behind a wrong draft lies beyond `num_computed_tokens`. It draws with the request's own
+random numbers of the same positions, so that it agrees more often than a greedy draft would. Not
+for loading the model (`engine/loading/drafting.py`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from twinphase.request import Request
 from twinphase.scheduler.chunk import ChunkBudget
 from twinphase.scheduler.phase import give_tokens
 
-__all__ = ["DraftModel"]
-
-LATE = 8  # tokens to catch up with, for each that the output may still have, from which drafts come too late to pay
-FEW_ROWS = 4  # of a sequence, up to which attention takes them as decode's; more are a chunk of prefill
+# tokens to catch up with, for each that the output may still have, from which drafts come too late
+# to pay
+LATE = 8
+FEW_ROWS = (
+    4  # of a sequence, up to which attention takes them as decode's; more are a chunk of prefill
+)
 
 
 @dataclass(eq=False)
@@ -81,13 +84,18 @@ class DraftModel:
             max_model_len: positions that it was loaded for.
             max_num_batched_tokens: most rows of a step.
             eos_token_ids: tokens that end an output, by the target.
-            slo_seconds: longest gap between two tokens as it is now; half of it may go to catching up.
+            slo_seconds: longest gap between two tokens as it is now; half of it may go to catching
+                up.
             clock: seconds.
         """
-        self.kv_cache, self.times = kv_cache, times
+        self.kv_cache = kv_cache
+        self.times = times
         self.num_speculative_tokens = num_speculative_tokens
-        self._execute, self._clock = execute, clock
-        self._vocab_size, self._max_model_len, self._max_rows = vocab_size, max_model_len, max_num_batched_tokens
+        self._execute = execute
+        self._clock = clock
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._max_rows = max_num_batched_tokens
         self._eos_token_ids = frozenset(eos_token_ids)
         self._slo_seconds = slo_seconds
         self._sequences: dict[str, _Sequence] = {}
@@ -97,7 +105,8 @@ class DraftModel:
     ) -> Mapping[str, Sequence[int]]:
         """See `Drafter`; `limits` are the most drafts of a request, where that is less than usual.
 
-        A request of which much is not computed yet, such as its prompt, is caught up with first, in chunks.
+        A request of which much is not computed yet, such as its prompt, is caught up with first, in
+        chunks.
         """
         following = [self._follow(request, limits.get(request.request_id)) for request in requests]
         sequences = {one.own.request_id: one for one in following if one is not None}
@@ -106,7 +115,11 @@ class DraftModel:
             start = self._clock()
             output = self._execute(batch)
             self.times.observe(batch.work, self._clock() - start)
-            going = [sequences[share.request_id] for share in batch.scheduled if self._take(sequences, share, output)]
+            going = [
+                sequences[share.request_id]
+                for share in batch.scheduled
+                if self._take(sequences, share, output)
+            ]
             batch = Batch([give_tokens(sequence.own, 1) for sequence in going], [])
         return {name: sequence.drafts for name, sequence in sequences.items() if sequence.drafts}
 
@@ -122,7 +135,9 @@ class DraftModel:
     def behind(self, request: Request) -> int:
         """Tokens to compute before it can draft for the request, but for those that the prefix cache may have."""
         sequence = self._sequences.get(request.request_id)
-        return request.num_tokens - (min(sequence.own.num_computed_tokens, sequence.kept) if sequence else 0)
+        return request.num_tokens - (
+            min(sequence.own.num_computed_tokens, sequence.kept) if sequence else 0
+        )
 
     def check_integrity(self) -> None:
         """Prove that no block leaked (AssertionError if one did)."""
@@ -131,17 +146,27 @@ class DraftModel:
     def _follow(self, request: Request, limit: int | None) -> _Sequence | None:
         """The request's sequence with its new tokens in and wrong drafts out; None if no draft is to be made."""
         wanted = self._wanted(request, limit)
-        sequence = self._sequences.get(request.request_id) or (self._begin(request) if wanted > 0 else None)
+        sequence = self._sequences.get(request.request_id) or (
+            self._begin(request) if wanted > 0 else None
+        )
         if sequence is None or wanted <= 0:
             return None
-        own, known = sequence.own, sequence.known
+        own = sequence.own
+        known = sequence.known
         new = request.output_token_ids[known:]
-        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(sequence.drafts, new, strict=False)))
+        right = sum(
+            1
+            for _ in takewhile(
+                lambda pair: pair[0] == pair[1], zip(sequence.drafts, new, strict=False)
+            )
+        )
         computed = len(own.prompt_token_ids) + known + right
         own.num_computed_tokens = min(own.num_computed_tokens, computed, request.num_tokens - 1)
         own.output_token_ids[known:] = new
         self.kv_cache.keep_computed(own, sequence.kept)
-        sequence.known, sequence.kept, sequence.wanted = known + len(new), own.num_computed_tokens, wanted
+        sequence.known = known + len(new)
+        sequence.kept = own.num_computed_tokens
+        sequence.wanted = wanted
         # The last draft is not computed.
         if not self._knows(new) or not self.kv_cache.grow(own, own.num_tokens + wanted - 1):
             self._release(request.request_id)
@@ -166,7 +191,9 @@ class DraftModel:
             left = params.max_tokens - len(own.output_token_ids)
             if own.num_tokens - len(prefix) * self.kv_cache.block_size > LATE * left:
                 return None
-        if needed > self.kv_cache.pool.num_available or not self._knows(own.token_ids(0, own.num_tokens)):
+        if needed > self.kv_cache.pool.num_available or not self._knows(
+            own.token_ids(0, own.num_tokens)
+        ):
             return None
         self.kv_cache.start(own, prefix)
         sequence = _Sequence(own, known=len(own.output_token_ids), kept=own.num_computed_tokens)
@@ -178,7 +205,11 @@ class DraftModel:
 
     def _wanted(self, request: Request, limit: int | None) -> int:
         """Drafts that the request can use: behind the last of them it samples one more."""
-        wanted = self.num_speculative_tokens if limit is None else min(limit, self.num_speculative_tokens)
+        wanted = (
+            self.num_speculative_tokens
+            if limit is None
+            else min(limit, self.num_speculative_tokens)
+        )
         most = request.sampling_params.max_tokens
         if most is not None:
             wanted = min(wanted, most - len(request.output_token_ids) - 1)
@@ -190,22 +221,30 @@ class DraftModel:
         prefills: list[ScheduledRequest] = []
         rows = self._max_rows
         context = sum(sequence.own.num_tokens for sequence in sequences) / max(1, len(sequences))
-        work = StepWork.of_decodes(len(sequences), context)  # they decode in the same step of the engine
-        slo, budget = self._slo_seconds(), None
+        work = StepWork.of_decodes(
+            len(sequences), context
+        )  # they decode in the same step of the engine
+        slo = self._slo_seconds()
+        budget = None
         for sequence in sorted(sequences, key=lambda one: one.missing):
-            own, count = sequence.own, sequence.missing
+            own = sequence.own
+            count = sequence.missing
             if count <= FEW_ROWS:
                 if count <= rows:
                     decodes.append(give_tokens(own, count))
                     rows -= count
                 continue
-            budget = budget or ChunkBudget(rows, work, self.times, slo and slo / 2, self.kv_cache.block_size)
+            budget = budget or ChunkBudget(
+                rows, work, self.times, slo and slo / 2, self.kv_cache.block_size
+            )
             chunk = budget.take(own.num_computed_tokens, count)
             if chunk:
                 prefills.append(give_tokens(own, chunk))
         return Batch(decodes, prefills)
 
-    def _take(self, sequences: Mapping[str, _Sequence], share: ScheduledRequest, output: StepOutput) -> bool:
+    def _take(
+        self, sequences: Mapping[str, _Sequence], share: ScheduledRequest, output: StepOutput
+    ) -> bool:
         """Put what a step made behind the sequence; whether it goes on."""
         sequence = sequences[share.request_id]
         own = sequence.own
@@ -214,7 +253,9 @@ class DraftModel:
         own.output_token_ids += token_ids
         if not token_ids or len(sequence.drafts) >= sequence.wanted:
             return False
-        return not own.sampling_params.ends_at(token_ids[-1], len(own.output_token_ids), self._eos_token_ids)
+        return not own.sampling_params.ends_at(
+            token_ids[-1], len(own.output_token_ids), self._eos_token_ids
+        )
 
     def _release(self, name: str) -> None:
         sequence = self._sequences.pop(name, None)

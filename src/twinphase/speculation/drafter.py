@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from twinphase.batch import Batch, StepOutput
 from twinphase.request import Request
 
-__all__ = ["Drafter", "HiddenReader"]
-
 
 class Drafter(Protocol):
     """Asked once a step, before it is scheduled. A wrong guess costs time; it changes no answer."""
@@ -34,17 +32,21 @@ class HiddenReader(Protocol):
     """Who guesses from the target's hidden states.
 
     Attributes:
-        layers: those whose inputs it reads, ascending; the number of layers stands for what the head reads.
+        layers: those whose inputs it reads, ascending; the number of layers stands for what the
+            head reads.
     """
 
     layers: tuple[int, ...]
 
     def read(self, batch: Batch, output: StepOutput, hidden: Sequence[NDArray[np.float32]]) -> None:
-        """A batch was computed; it may be a part of a step. Raises nothing: the tokens of `output` are good.
+        """A batch was computed; it may be a part of a step.
+
+        Raises nothing: the tokens of `output` are good.
 
         Args:
             batch: as scheduled.
-            output: what became of it; drafts that were wrong are still rows of `batch` and of `hidden`.
-            hidden: for each of `layers`, float32 [num_tokens, hidden_size], or [num_logits, hidden_size] of what the
-                head reads; lent until this returns.
+            output: what became of it; drafts that were wrong are still rows of `batch` and of
+                `hidden`.
+            hidden: for each of `layers`, float32 [num_tokens, hidden_size], or [num_logits,
+                hidden_size] of what the head reads; lent until this returns.
         """

@@ -1,9 +1,10 @@
 """EAGLE-3 (Li et al., 2025, arXiv:2503.01840): one decoder layer that goes on from the target's hidden states.
 
-The hidden states of a low, a middle and a high layer at position p become one (`fc`); with the embedding of the token
-at p + 1 beside it, the layer says what comes at p + 2. Further tokens follow from the layer's own output in the place
-of the target's. It has keys and values of its own, of the tokens that the target computed while it was watched: behind
-a prefix hit it sees less. Not for loading it (`heads.py`).
+The hidden states of a low, a middle and a high layer at position p become one (`fc`); with the
+embedding of the token at p + 1 beside it, the layer says what comes at p + 2. Further tokens follow
+from the layer's own output in the place of the target's. It has keys and values of its own, of the
+tokens that the target computed while it was watched: behind a prefix hit it sees less. Not for
+loading it (`heads.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from numpy.typing import NDArray
 
 from twinphase.batch import Batch, ScheduledRequest, StepOutput
 from twinphase.speculation.hidden import HiddenProposer, silu
-
-__all__ = ["Eagle3", "Eagle3Shape", "Eagle3Weights"]
 
 F32 = NDArray[np.float32]
 FIRST_ROOM = 256  # tokens that a request's keys and values begin with
@@ -85,8 +84,11 @@ class Eagle3(HiddenProposer):
     ) -> None:
         """Draft `num_tokens` tokens from the inputs of the target's `layers`; `embed` gives rows for token ids."""
         super().__init__()
-        self.layers, self.num_tokens = tuple(layers), num_tokens
-        self._weights, self._shape, self._embed = weights, shape, embed
+        self.layers = tuple(layers)
+        self.num_tokens = num_tokens
+        self._weights = weights
+        self._shape = shape
+        self._embed = embed
         self._seen: dict[str, _Seen] = {}
         half = shape.head_dim // 2
         self._frequencies = shape.rope_theta ** (-np.arange(half) / half)
@@ -103,20 +105,27 @@ class Eagle3(HiddenProposer):
             row += len(share.token_ids)
 
     def _extend(self, share: ScheduledRequest, new: Sequence[int], fused: F32) -> None:
-        count, start = len(fused), share.num_computed_tokens
+        count = len(fused)
+        start = share.num_computed_tokens
         token_ids = _tokens(share, new, start + 1, start + 1 + count)
         positions = np.arange(start, start + count)
         _, keys, values = self._qkv(self._pairs(token_ids, fused)[0], positions)
-        seen = self._seen.get(share.request_id) or self._seen.setdefault(share.request_id, self._room(FIRST_ROOM))
-        seen.count = int(np.searchsorted(seen.positions[: seen.count], start))  # what lay behind is computed again
+        seen = self._seen.get(share.request_id) or self._seen.setdefault(
+            share.request_id, self._room(FIRST_ROOM)
+        )
+        seen.count = int(
+            np.searchsorted(seen.positions[: seen.count], start)
+        )  # what lay behind is computed again
         self._put(seen, seen.count, positions, keys, values)
         seen.count += count
-        seen.token_id, seen.hidden = token_ids[-1], fused[-1]
+        seen.token_id = token_ids[-1]
+        seen.hidden = fused[-1]
 
     def guess(self, names: Sequence[str]) -> list[list[int]]:
         """See `HiddenProposer`."""
         seen = [self._seen[name] for name in names]
-        token_ids, hidden = [each.token_id for each in seen], np.stack([each.hidden for each in seen])
+        token_ids = [each.token_id for each in seen]
+        hidden = np.stack([each.hidden for each in seen])
         positions = np.array([each.positions[each.count - 1] for each in seen])
         drafts = []
         for ahead in range(self.num_tokens):
@@ -131,13 +140,20 @@ class Eagle3(HiddenProposer):
 
     # The layer.
     def _forward(
-        self, seen: Sequence[_Seen], token_ids: Sequence[int], hidden: F32, positions: NDArray[np.int64], ahead: int
+        self,
+        seen: Sequence[_Seen],
+        token_ids: Sequence[int],
+        hidden: F32,
+        positions: NDArray[np.int64],
+        ahead: int,
     ) -> tuple[F32, F32]:
         """Logits [requests, draft_vocab_size], and the layer's output, for a pair of each request.
 
-        `ahead` of them lie between this pair and the last of the target's, which has its keys and values already.
+        `ahead` of them lie between this pair and the last of the target's, which has its keys and
+        values already.
         """
-        weights, shape = self._weights, self._shape
+        weights = self._weights
+        shape = self._shape
         pairs, residual = self._pairs(token_ids, hidden)
         queries, keys, values = self._qkv(pairs, positions)
         mixed = np.empty((len(seen), shape.num_heads * shape.head_dim), np.float32)
@@ -148,7 +164,9 @@ class Eagle3(HiddenProposer):
                 self._put(each, end - 1, positions[row], keys[row], values[row])
             mixed[index] = self._attend(queries[index], each.keys[:end], each.values[:end])
         x = residual + mixed @ weights.o_proj.T
-        gate, up = np.split(self._norm(x, weights.post_attention_layernorm) @ weights.gate_up.T, 2, axis=1)
+        gate, up = np.split(
+            self._norm(x, weights.post_attention_layernorm) @ weights.gate_up.T, 2, axis=1
+        )
         x = x + (silu(gate) * up) @ weights.down_proj.T
         return self._norm(x, weights.norm) @ weights.lm_head.T, x
 
@@ -156,7 +174,9 @@ class Eagle3(HiddenProposer):
         """Embeddings and hidden states, normalized, side by side; and what is added back."""
         normed = self._norm(hidden, self._weights.hidden_norm)
         embedded = self._norm(self._embed(token_ids), self._weights.input_layernorm)
-        return np.concatenate([embedded, normed], axis=1), normed if self._shape.norm_before_residual else hidden
+        return np.concatenate(
+            [embedded, normed], axis=1
+        ), normed if self._shape.norm_before_residual else hidden
 
     def _norm(self, x: F32, weight: F32) -> F32:
         mean = np.mean(np.square(x), axis=1, keepdims=True, dtype=np.float32)
@@ -169,7 +189,8 @@ class Eagle3(HiddenProposer):
         heads = (pairs @ self._weights.qkv.T).reshape(len(pairs), -1, shape.head_dim)
         turned = shape.num_heads + shape.num_kv_heads
         angles = positions[:, None, None] * self._frequencies
-        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        cos = np.cos(angles).astype(np.float32)
+        sin = np.sin(angles).astype(np.float32)
         first, second = np.split(heads[:, :turned], 2, axis=2)
         rotated = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=2)
         return rotated[:, : shape.num_heads], rotated[:, shape.num_heads :], heads[:, turned:]
@@ -186,9 +207,13 @@ class Eagle3(HiddenProposer):
     # Its memory.
     def _room(self, num_tokens: int) -> _Seen:
         size = num_tokens, self._shape.num_kv_heads, self._shape.head_dim
-        return _Seen(np.empty(size, np.float32), np.empty(size, np.float32), np.empty(num_tokens, np.int64))
+        return _Seen(
+            np.empty(size, np.float32), np.empty(size, np.float32), np.empty(num_tokens, np.int64)
+        )
 
-    def _put(self, seen: _Seen, start: int, positions: NDArray[np.int64], keys: F32, values: F32) -> None:
+    def _put(
+        self, seen: _Seen, start: int, positions: NDArray[np.int64], keys: F32, values: F32
+    ) -> None:
         """Write rows behind the first `start`; they count when `seen.count` is raised."""
         end = start + len(keys)
         if end > len(seen.positions):
@@ -196,7 +221,9 @@ class Eagle3(HiddenProposer):
             for name in ("keys", "values", "positions"):
                 getattr(room, name)[:start] = getattr(seen, name)[:start]
                 setattr(seen, name, getattr(room, name))
-        seen.keys[start:end], seen.values[start:end], seen.positions[start:end] = keys, values, positions
+        seen.keys[start:end] = keys
+        seen.values[start:end] = values
+        seen.positions[start:end] = positions
 
 
 def _tokens(share: ScheduledRequest, new: Sequence[int], start: int, end: int) -> list[int]:
@@ -204,5 +231,6 @@ def _tokens(share: ScheduledRequest, new: Sequence[int], start: int, end: int) -
     found: list[int] = []
     for part in (share.prompt_token_ids, share.output_token_ids, new):
         found += part[max(0, start) : max(0, end)]
-        start, end = start - len(part), end - len(part)
+        start = start - len(part)
+        end = end - len(part)
     return found

@@ -5,8 +5,6 @@ from __future__ import annotations
 from twinphase.request import Request
 from twinphase.speculation.proposer import Draft
 
-__all__ = ["ForcedProposer"]
-
 
 class ForcedProposer:
     """Asks the request's constraint, if it can tell; such a draft is always right."""

@@ -1,8 +1,8 @@
 """Opens heads that guess from the target's hidden states: a folder with config.json and model.safetensors.
 
-Names of tensors and settings are those of the published files: vLLM's and the paper's for Medusa, vLLM's and the
-paper's for EAGLE-3. A tensor that has no place is refused, since the heads were then trained for something else. Not
-for what they compute (`medusa.py`, `eagle3.py`).
+Names of tensors and settings are those of the published files: vLLM's and the paper's for Medusa,
+vLLM's and the paper's for EAGLE-3. A tensor that has no place is refused, since the heads were then
+trained for something else. Not for what they compute (`medusa.py`, `eagle3.py`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 from twinphase.weights.safetensors import read_arrays, read_folder_config
 
-__all__ = ["open_heads"]
-
 F32 = NDArray[np.float32]
 _RETRAIN = "Use heads that were trained for this model."
 
 
-def open_heads(folder: Path, method: str, target: Checkpoint, num_layers: int, num_tokens: int) -> Medusa | Eagle3:
+def open_heads(
+    folder: Path, method: str, target: Checkpoint, num_layers: int, num_tokens: int
+) -> Medusa | Eagle3:
     """Heads for `target`, a model of `num_layers` layers.
 
     Args:
@@ -40,7 +40,8 @@ def open_heads(folder: Path, method: str, target: Checkpoint, num_layers: int, n
 
     Raises:
         ModelNotFoundError: no such folder, or it lacks a file.
-        CheckpointError: heads of another shape than the target or than their own config say; a file is damaged.
+        CheckpointError: heads of another shape than the target or than their own config say; a file
+            is damaged.
         UnsupportedModelError: not of the method, or a variant of it that is not read.
     """
     config = read_folder_config(folder)
@@ -53,31 +54,43 @@ def open_heads(folder: Path, method: str, target: Checkpoint, num_layers: int, n
     vocab_size, hidden_size = target.tensors["token_embd.weight"].shape
     files = _Files(folder, config, vocab_size, hidden_size)
     return (
-        _medusa(files, num_layers, num_tokens) if method == "medusa" else _eagle3(files, target, num_layers, num_tokens)
+        _medusa(files, num_layers, num_tokens)
+        if method == "medusa"
+        else _eagle3(files, target, num_layers, num_tokens)
     )
 
 
 class _Files:
     """A heads' folder: its config and tensors, of which each is taken once, with its shape checked."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], vocab_size: int, hidden_size: int) -> None:
-        self.folder, self.config = folder, config
-        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+    def __init__(
+        self, folder: Path, config: dict[str, Any], vocab_size: int, hidden_size: int
+    ) -> None:
+        self.folder = folder
+        self.config = config
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
         for name, own in (
             ("vocab_size", vocab_size),
             ("hidden_size", hidden_size),
             ("target_hidden_size", hidden_size),
         ):
-            if config.get(name, own) != own and (name != "hidden_size" or "target_hidden_size" not in config):
+            if config.get(name, own) != own and (
+                name != "hidden_size" or "target_hidden_size" not in config
+            ):
                 self.fail(f"{name} {config[name]!r}, the model has {own}", _RETRAIN)
         self.arrays = {_plain(name): array for name, array in read_arrays(folder).items()}
 
-    def fail(self, what: str, fix: str = "Check the folder's config.json, or fetch it again.") -> NoReturn:
+    def fail(
+        self, what: str, fix: str = "Check the folder's config.json, or fetch it again."
+    ) -> NoReturn:
         raise CheckpointError(f"The heads in {self.folder} have {what}.", fix)
 
     def count(self, *names: str, default: int | None = None) -> int:
         """The positive number that the config has under one of these names."""
-        value = next((self.config[name] for name in names if self.config.get(name) is not None), default)
+        value = next(
+            (self.config[name] for name in names if self.config.get(name) is not None), default
+        )
         if type(value) is not int or not 0 < value < 1 << 31:
             self.fail(f"{names[0]} {value!r} in their config")
         return value
@@ -87,7 +100,10 @@ class _Files:
         if array is None:
             self.fail(f"no tensor {name}")
         if array.shape != shape or array.dtype != np.float32:
-            self.fail(f"a tensor {name} of shape {list(array.shape)} and type {array.dtype}, not {list(shape)} floats")
+            self.fail(
+                f"a tensor {name} of shape {list(array.shape)} and type {array.dtype}, not "
+                f"{list(shape)} floats"
+            )
         return array
 
     def take_ids(self, name: str, count: int, *, offsets: bool) -> NDArray[np.int64]:
@@ -103,25 +119,33 @@ class _Files:
     def finish(self) -> None:
         if self.arrays:
             raise UnsupportedModelError(
-                f"The heads in {self.folder} have a tensor {min(self.arrays)[:100]!r}, which has no place in them.",
+                f"The heads in {self.folder} have a tensor {min(self.arrays)[:100]!r}, which has "
+                "no place in them.",
                 "Use heads of the published form.",
             )
 
 
 def _plain(name: str) -> str:
     """vLLM's name of a tensor."""
-    name = name.removeprefix("medusa_heads.").removeprefix("model.").replace("midlayer.", "layers.0.")
-    name = re.sub(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$", r"blocks.\1.layers.\2.\3", name)  # as first published
+    name = (
+        name.removeprefix("medusa_heads.").removeprefix("model.").replace("midlayer.", "layers.0.")
+    )
+    name = re.sub(
+        r"^(\d+)\.(\d+)\.linear\.(weight|bias)$", r"blocks.\1.layers.\2.\3", name
+    )  # as first published
     return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
 
 
 def _medusa(files: _Files, num_layers: int, num_tokens: int) -> Medusa:
-    width, config = files.hidden_size, files.config
-    heads, blocks = files.count("num_heads", "medusa_num_heads"), files.count(
-        "num_hidden_layers", "medusa_num_layers", default=1
-    )  # fmt: skip
+    width = files.hidden_size
+    config = files.config
+
+    heads = files.count("num_heads", "medusa_num_heads")
+    blocks = files.count("num_hidden_layers", "medusa_num_layers", default=1)
     size = files.count("truncated_vocab_size", default=files.vocab_size)
-    token_map = files.take_ids("token_map", size, offsets=False) if size != files.vocab_size else None
+    token_map = (
+        files.take_ids("token_map", size, offsets=False) if size != files.vocab_size else None
+    )
     names = [[f"blocks.{head}.layers.{block}" for head in range(heads)] for block in range(blocks)]
     num_lm_heads = 1 if config.get("original_lm_head") else heads
     zeros = np.zeros(width, np.float32)
@@ -130,9 +154,13 @@ def _medusa(files: _Files, num_layers: int, num_tokens: int) -> Medusa:
         return files.take(name, width) if name in files.arrays else zeros
 
     weights = MedusaWeights(
-        blocks=[np.stack([files.take(f"{name}.weight", width, width) for name in row]) for row in names],
+        blocks=[
+            np.stack([files.take(f"{name}.weight", width, width) for name in row]) for row in names
+        ],
         biases=[np.stack([bias(f"{name}.bias") for name in row]) for row in names],
-        lm_heads=np.stack([files.take(f"lm_heads.{head}.weight", size, width) for head in range(num_lm_heads)]),
+        lm_heads=np.stack(
+            [files.take(f"lm_heads.{head}.weight", size, width) for head in range(num_lm_heads)]
+        ),
         token_map=token_map,
     )
     files.finish()
@@ -140,8 +168,11 @@ def _medusa(files: _Files, num_layers: int, num_tokens: int) -> Medusa:
 
 
 def _eagle3(files: _Files, target: Checkpoint, num_layers: int, num_tokens: int) -> Eagle3:
-    config, count, take = files.config, files.count, files.take
-    width, heads = count("hidden_size", default=files.hidden_size), count("num_attention_heads")
+    config = files.config
+    count = files.count
+    take = files.take
+    width = count("hidden_size", default=files.hidden_size)
+    heads = count("num_attention_heads")
     shape = Eagle3Shape(
         num_heads=heads,
         num_kv_heads=count("num_key_value_heads", default=heads),
@@ -154,11 +185,14 @@ def _eagle3(files: _Files, target: Checkpoint, num_layers: int, num_tokens: int)
         files.fail(f"{shape.num_heads} heads of {shape.head_dim} for {shape.num_kv_heads} of keys")
     if count("num_hidden_layers", default=1) != 1 or config.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(
-            f"The heads in {files.folder} have more than one layer, or another activation than silu.",
+            f"The heads in {files.folder} have more than one layer, or another activation than "
+            "silu.",
             "Use EAGLE-3 heads of the published form.",
         )
     embed = _embedding(files, target, width)
-    inner, kv, size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, count("intermediate_size")
+    inner = shape.num_heads * shape.head_dim
+    kv = shape.num_kv_heads * shape.head_dim
+    size = count("intermediate_size")
     draft_size = count("draft_vocab_size", default=files.vocab_size)
     layer = "layers.0."
     mapped = draft_size != files.vocab_size or "d2t" in files.arrays
@@ -174,11 +208,15 @@ def _eagle3(files: _Files, target: Checkpoint, num_layers: int, num_tokens: int)
         ),
         o_proj=take(f"{layer}self_attn.o_proj.weight", width, inner),
         post_attention_layernorm=take(f"{layer}post_attention_layernorm.weight", width),
-        gate_up=np.concatenate([take(f"{layer}mlp.{name}_proj.weight", size, width) for name in ("gate", "up")]),
+        gate_up=np.concatenate(
+            [take(f"{layer}mlp.{name}_proj.weight", size, width) for name in ("gate", "up")]
+        ),
         down_proj=take(f"{layer}mlp.down_proj.weight", width, size),
         norm=take("norm.weight", width),
         lm_head=take("lm_head.weight", draft_size, width),
-        token_ids=files.take_ids("d2t", draft_size, offsets=True) if mapped else np.arange(draft_size),
+        token_ids=files.take_ids("d2t", draft_size, offsets=True)
+        if mapped
+        else np.arange(draft_size),
     )
     files.arrays.pop("t2d", None)  # says of each of the target's tokens whether d2t has it
     files.finish()
@@ -187,7 +225,10 @@ def _eagle3(files: _Files, target: Checkpoint, num_layers: int, num_tokens: int)
 
 def _rope_theta(files: _Files) -> float:
     rope = files.config.get("rope_parameters") or files.config.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
+    if (
+        not isinstance(rope, dict)
+        or rope.get("rope_type", rope.get("type", "default")) != "default"
+    ):
         raise UnsupportedModelError(
             f"The heads in {files.folder} scale their rotations, which is not supported.",
             "Use EAGLE-3 heads with plain RoPE.",
@@ -204,7 +245,12 @@ def _layers(files: _Files, num_layers: int) -> tuple[int, ...]:
     eagle = eagle if isinstance(eagle, dict) else files.config
     layers = eagle.get("eagle_aux_hidden_state_layer_ids", [2, num_layers // 2, num_layers - 3])
     whole = isinstance(layers, list) and all(type(layer) is int for layer in layers)
-    if not whole or len(set(layers)) != 3 or layers != sorted(layers) or not 0 <= layers[0] <= layers[2] < num_layers:
+    if (
+        not whole
+        or len(set(layers)) != 3
+        or layers != sorted(layers)
+        or not 0 <= layers[0] <= layers[2] < num_layers
+    ):
         files.fail(f"layers {layers!r} to read of the model's {num_layers}", _RETRAIN)
     return tuple(layers)
 
@@ -215,7 +261,10 @@ def _embedding(files: _Files, target: Checkpoint, width: int) -> Any:
         table = files.take("embed_tokens.weight", files.vocab_size, width)
         return lambda token_ids: table[list(token_ids)]
     if width != files.hidden_size:
-        files.fail(f"hidden_size {width} and no embedding of their own; the model has {files.hidden_size}", _RETRAIN)
+        files.fail(
+            f"hidden_size {width} and no embedding of their own; the model has {files.hidden_size}",
+            _RETRAIN,
+        )
     info = target.tensors["token_embd.weight"]
     rows = target.raw(info.name).reshape(files.vocab_size, -1)
 

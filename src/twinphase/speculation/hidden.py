@@ -1,7 +1,8 @@
 """What heads have in common that guess from the target's hidden states: whose guesses are made when.
 
-The target's states come with each step (`read`), guesses are asked for one request at a time (`propose`), and are made
-for all who will ask in the same step together, so that the heads' weights are read once.
+The target's states come with each step (`read`), guesses are asked for one request at a time
+(`propose`), and are made for all who will ask in the same step together, so that the heads' weights
+are read once.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from numpy.typing import NDArray
 from twinphase.batch import Batch, StepOutput
 from twinphase.request import Request
 from twinphase.speculation.proposer import Draft
-
-__all__ = ["HiddenProposer", "silu"]
 
 F32 = NDArray[np.float32]
 
@@ -65,7 +64,9 @@ class HiddenProposer(ABC):
         try:
             self.follow(batch, output, hidden)
         except Exception:  # a guess is a favour: the tokens of the step are good
-            logging.getLogger("twinphase").warning("Heads failed; nothing is drafted from this step.", exc_info=True)
+            logging.getLogger("twinphase").warning(
+                "Heads failed; nothing is drafted from this step.", exc_info=True
+            )
             for share in batch.scheduled:
                 self._forget(share.request_id)
             return
@@ -81,13 +82,21 @@ class HiddenProposer(ABC):
             self._asked.pop(name, None)
             return []
         if name in self._due:
-            last = self._asked.get(name, self._num_steps - 1)  # who asked then too is expected to ask now
-            names = [other for other in self._due if other == name or self._asked.get(other, -1) >= last]
+            last = self._asked.get(
+                name, self._num_steps - 1
+            )  # who asked then too is expected to ask now
+            names = [
+                other for other in self._due if other == name or self._asked.get(other, -1) >= last
+            ]
             for other, token_ids in zip(names, self.guess(names), strict=True):
                 self._guessed[other] = self._due.pop(other), token_ids
         self._asked[name] = self._num_steps
         known, token_ids = self._guessed.get(name, (-1, []))
-        return [Draft(self.source, token_ids[:limit])] if known == len(request.output_token_ids) else []
+        return (
+            [Draft(self.source, token_ids[:limit])]
+            if known == len(request.output_token_ids)
+            else []
+        )
 
     def forget(self, request: Request) -> None:
         """See `Proposer`."""

@@ -9,9 +9,9 @@ from twinphase.request import Request
 from twinphase.speculation.proposer import Draft
 from twinphase.speculation.token_index import LONGEST_MATCH, TokenIndex
 
-__all__ = ["NgramProposer", "PredictionProposer", "SuffixProposer"]
-
-INDEXED_AT_ONCE = 2048  # tokens; a long prompt is indexed over several steps, so that none of them takes long
+INDEXED_AT_ONCE = (
+    2048  # tokens; a long prompt is indexed over several steps, so that none of them takes long
+)
 MOST_SHELVES = 64
 SHELF_TOKENS = 1 << 16
 LEAST_ANSWER = 8  # tokens worth keeping
@@ -20,11 +20,14 @@ LEAST_ANSWER = 8  # tokens worth keeping
 class NgramProposer:
     """What followed the last time that the request's text had these tokens ("prompt lookup", Saxena, 2023).
 
-    As vLLM's `ngram`: at least `least` tokens have to agree, and more than `most` count for nothing.
+    As vLLM's `ngram`: at least `least` tokens have to agree, and more than `most` count for
+    nothing.
     """
 
     def __init__(self, least: int = 2, most: int = LONGEST_MATCH, source: str = "ngram") -> None:
-        self._least, self._most, self._source = least, most, source
+        self._least = least
+        self._most = most
+        self._source = source
         self._texts: dict[str, TokenIndex] = {}
 
     def propose(self, request: Request, limit: int) -> list[Draft]:
@@ -37,7 +40,11 @@ class NgramProposer:
             text.extend(request.token_ids(len(text), min(known, len(text) + INDEXED_AT_ONCE)))
         if not limit:
             return []
-        tail = text.token_ids if len(text) == known else request.token_ids(max(0, known - LONGEST_MATCH), known)
+        tail = (
+            text.token_ids
+            if len(text) == known
+            else request.token_ids(max(0, known - LONGEST_MATCH), known)
+        )
         at, match = text.find(tail[-LONGEST_MATCH:])
         if match < self._least:
             return []
@@ -50,13 +57,17 @@ class NgramProposer:
 class SuffixProposer:
     """The same, and what followed in answers to others: of the same tenant only, never across salts.
 
-    After SuffixDecoding (Oliaro et al., 2024, arXiv:2411.04975), with the last answers in place of a tree of all.
+    After SuffixDecoding (Oliaro et al., 2024, arXiv:2411.04975), with the last answers in place of
+    a tree of all.
     """
 
-    def __init__(self, most_answers: int | None = None, most_per_match: float | None = None) -> None:
+    def __init__(
+        self, most_answers: int | None = None, most_per_match: float | None = None
+    ) -> None:
         """Keep `most_answers` of a tenant, draft `most_per_match` tokens per token that agrees; None is no bound."""
         self._own = NgramProposer(source="suffix")
-        self._most_answers, self._most_per_match = most_answers, most_per_match
+        self._most_answers = most_answers
+        self._most_per_match = most_per_match
         self._shelves: OrderedDict[tuple[str | None, ...], TokenIndex] = OrderedDict()
 
     def propose(self, request: Request, limit: int) -> list[Draft]:
@@ -71,7 +82,10 @@ class SuffixProposer:
         if self._most_per_match is None:
             return drafts
         bounds = [max(1, int(self._most_per_match * draft.match)) for draft in drafts]
-        return [replace(draft, token_ids=draft.token_ids[:most]) for draft, most in zip(drafts, bounds, strict=True)]
+        return [
+            replace(draft, token_ids=draft.token_ids[:most])
+            for draft, most in zip(drafts, bounds, strict=True)
+        ]
 
     def forget(self, request: Request) -> None:
         """The answer goes on its owner's shelf."""
@@ -86,7 +100,9 @@ class SuffixProposer:
             kept = shelf.token_ids[since:]
             shelf = self._shelves[_owner(request)] = TokenIndex()
             shelf.extend(kept)
-        shelf.extend([-1, *request.token_ids(max(0, len(request.prompt_token_ids) - 4), request.num_tokens)])
+        shelf.extend(
+            [-1, *request.token_ids(max(0, len(request.prompt_token_ids) - 4), request.num_tokens)]
+        )
 
     def _kept_since(self, token_ids: list[int]) -> int | None:
         """Where the newer half of a full shelf begins; None of one that has room for an answer."""
@@ -120,7 +136,8 @@ class PredictionProposer:
             text.extend(request.prediction_token_ids)
         output = request.output_token_ids
         if output == text.token_ids[: len(output)]:
-            at, match = len(output), len(output) + 1
+            at = len(output)
+            match = len(output) + 1
         else:
             at, match = text.find(output[-LONGEST_MATCH:])
         draft = text.token_ids[at : at + limit] if match else []

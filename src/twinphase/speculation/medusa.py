@@ -1,7 +1,7 @@
 """Medusa (Cai et al., 2024, arXiv:2401.10774): heads that read the target's last hidden state, one for each position.
 
-Each is a few residual blocks, x + SiLU(W x + b), and a matrix to the vocabulary, or to the tokens of a map. A chain of
-the likeliest tokens is guessed; no tree. Not for loading them (`heads.py`).
+Each is a few residual blocks, x + SiLU(W x + b), and a matrix to the vocabulary, or to the tokens
+of a map. A chain of the likeliest tokens is guessed; no tree. Not for loading them (`heads.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from twinphase.batch import Batch, StepOutput
 from twinphase.speculation.hidden import HiddenProposer, silu
 
-__all__ = ["Medusa", "MedusaWeights"]
-
 F32 = NDArray[np.float32]
 
 
@@ -27,7 +25,8 @@ class MedusaWeights:
     Attributes:
         blocks: [heads, hidden_size, hidden_size] for each residual block.
         biases: [heads, hidden_size] for each residual block; zeros where it has none.
-        lm_heads: [heads, tokens, hidden_size], or [1, tokens, hidden_size] where all heads share one.
+        lm_heads: [heads, tokens, hidden_size], or [1, tokens, hidden_size] where all heads share
+            one.
         token_map: int64 [tokens], the target's id of each row; None where a row's number is the id.
     """
 
@@ -52,7 +51,8 @@ class Medusa(HiddenProposer):
 
     def logits(self, hidden: F32) -> F32:
         """For rows [rows, hidden_size] of what the target's head reads, [num_tokens, rows, tokens]."""
-        weights, heads = self._weights, self.num_tokens
+        weights = self._weights
+        heads = self.num_tokens
         x = np.broadcast_to(hidden, (heads, *hidden.shape))
         for block, bias in zip(weights.blocks, weights.biases, strict=True):
             x = x + silu(x @ block[:heads].transpose(0, 2, 1) + bias[:heads, None])
@@ -68,7 +68,9 @@ class Medusa(HiddenProposer):
         for share in batch.scheduled:
             new = output.token_ids.get(share.request_id)
             if new:
-                self._last[share.request_id] = hidden[0][row + len(share.scored) + len(new) - 1].copy()
+                self._last[share.request_id] = hidden[0][
+                    row + len(share.scored) + len(new) - 1
+                ].copy()
             row += share.num_logits
 
     def guess(self, names: Sequence[str]) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """What a guess is, and the seam of those who make them.
 
-A proposer knows one way to guess what a request says next. Whether its guess is worth a step's time is not its
-business (`choose.py`), and whether it was right neither (`verify.py`).
+A proposer knows one way to guess what a request says next. Whether its guess is worth a step's time
+is not its business (`choose.py`), and whether it was right neither (`verify.py`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from twinphase.request import Request
-
-__all__ = ["Draft", "Proposer"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,8 @@ class Proposer(Protocol):
     def propose(self, request: Request, limit: int) -> list[Draft]:
         """Guesses at what follows the last known token, `limit` tokens long at most; none is an answer too.
 
-        Steps may pass in which a request is not asked about. With a `limit` of 0 no guess is wanted.
+        Steps may pass in which a request is not asked about. With a `limit` of 0 no guess is
+        wanted.
 
         Raises:
             Exception: it cannot go on; it is not asked about this request again.

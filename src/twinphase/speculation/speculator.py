@@ -18,10 +18,11 @@ from twinphase.speculation.proposer import Draft, Proposer
 from twinphase.speculation.writing import Writing
 from twinphase.speculative import SpeculativeConfig
 
-__all__ = ["Speculator", "StepTimes", "make_speculator"]
-
-SELDOM = 16  # steps after which a guess is looked for again where none could pay, or where making one takes long
-PATIENCE, RETRY = 8, 4  # times in a row that a request was asked for nothing; steps between times from then on, which
+# steps after which a guess is looked for again where none could pay, or where making one takes long
+SELDOM = 16
+# times in a row that a request was asked for nothing; steps between times from then on, which
+PATIENCE = 8
+RETRY = 4
 # double after as many times again, up to SELDOM
 HOPELESS = 128  # times in a row that anybody was: who comes is asked as seldom from the beginning
 
@@ -59,7 +60,8 @@ class Speculator:
     Attributes:
         proposers: asked in this order.
         acceptance: how often guesses were right.
-        writing: a draft model, asked about requests for which no proposer has a guess; None without one.
+        writing: a draft model, asked about requests for which no proposer has a guess; None without
+            one.
     """
 
     writing: Writing | None = None
@@ -81,28 +83,41 @@ class Speculator:
             proposers: in the order in which they are asked.
             times: predicts the target's steps.
             most: tokens drafted for a request at a time.
-            slo_seconds: the gap between tokens that holds now; drafts make no step longer than that.
+            slo_seconds: the gap between tokens that holds now; drafts make no step longer than
+                that.
             window: of the model's layers that have one.
             always: drafts as many as there are, worth it or not, for comparison.
             retry: steps between guesses for a request where they are not wanted.
         """
         self.acceptance = Acceptance()
         self._num_failures = 0
-        self.proposers, self._times, self._most = tuple(proposers), times, most
-        self._slo_seconds, self._window, self._always, self._retry = slo_seconds, window, always, retry
+        self.proposers = tuple(proposers)
+        self._times = times
+        self._most = most
+        self._slo_seconds = slo_seconds
+        self._window = window
+        self._always = always
+        self._retry = retry
         self._states: dict[str, _State] = {}
         self._guesses: dict[str, Draft] = {}  # of this step
-        self._resting: dict[str, int] = {}  # steps between times for who was asked for nothing too often
+        self._resting: dict[
+            str, int
+        ] = {}  # steps between times for who was asked for nothing too often
         self._num_steps = self._num_requests = self._num_unwanted = 0
         self._least = 0.0  # chance of being right from which a guess pays
-        self._token_seconds = self._row_seconds = 0.0  # what a token costs without drafts; what a drafted row adds
-        self._asking_seconds = 0.0  # what asking about one request takes; most for heads, which compute their guess
+        self._token_seconds = self._row_seconds = (
+            0.0  # what a token costs without drafts; what a drafted row adds
+        )
+        self._asking_seconds = (
+            0.0  # what asking about one request takes; most for heads, which compute their guess
+        )
 
     def draft(self, requests: Sequence[Request]) -> dict[str, list[int]]:
         """See `Drafter`."""
         self._num_steps += 1
         if len(requests) != self._num_requests or not self._num_steps % SELDOM:
-            self._num_requests, self._least = len(requests), self._least_chance(self._decodes(requests))
+            self._least = self._least_chance(self._decodes(requests))
+            self._num_requests = len(requests)
         drafts: dict[str, Draft] = {}
         self._guesses = guesses = {}
         asked = self._asked(requests)
@@ -115,7 +130,9 @@ class Speculator:
                 if self._always or self.acceptance.probability(name, draft, 0) >= self._least:
                     drafts[name] = draft
         if asked:
-            self._asking_seconds += 0.1 * ((time.perf_counter() - start) / len(asked) - self._asking_seconds)
+            self._asking_seconds += 0.1 * (
+                (time.perf_counter() - start) / len(asked) - self._asking_seconds
+            )
         if self.writing is not None:
             others = [request for request in requests if request.request_id not in drafts]
             written = self.writing.drafts(others, self.acceptance, self._always)
@@ -129,14 +146,17 @@ class Speculator:
         """See `Drafter`: what was said shows which guesses were right, those that were not verified too."""
         if self.writing is not None:
             self.writing.observe(batch, output)
-        guesses, self._guesses = self._guesses, {}
+        guesses = self._guesses
+        self._guesses = {}
         for share in batch.decodes if guesses else ():
             draft = guesses.get(share.request_id)
             if draft is None:
                 continue
             new = output.token_ids.get(share.request_id, [])
             if share.num_drafts:
-                counts = self._state(share.request_id).sources.setdefault(draft.source, SourceCounts())
+                counts = self._state(share.request_id).sources.setdefault(
+                    draft.source, SourceCounts()
+                )
                 counts.drafted += share.num_drafts
                 counts.accepted += max(0, len(new) - 1)
             for position, (token_id, guessed) in enumerate(zip(new, draft.token_ids, strict=False)):
@@ -184,25 +204,36 @@ class Speculator:
     def _least_chance(self, decodes: StepWork) -> float:
         """How likely the first drafted row has to be right to be worth its time; 1 or more where none is."""
         row = drafted_row(decodes.decode_contexts // decodes.sequences, self._window)
-        now, then = self._times.seconds(decodes), self._times.seconds(decodes.plus(row))
-        self._token_seconds, self._row_seconds = now / decodes.sequences, then - now + ROW_SECONDS
+        now = self._times.seconds(decodes)
+        then = self._times.seconds(decodes.plus(row))
+        self._token_seconds = now / decodes.sequences
+        self._row_seconds = then - now + ROW_SECONDS
         return PAYS * self._row_seconds / self._token_seconds
 
     def _asked(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Who is asked in this step."""
         if self._always:
             return requests
-        if self._least >= 1:  # no guess could pay; one request in turn, so that what is known stays true
+        if (
+            self._least >= 1
+        ):  # no guess could pay; one request in turn, so that what is known stays true
             place = self._num_steps % max(SELDOM, len(requests))
             return requests[place : place + 1]
-        resting, step = self._resting, self._num_steps
-        return [one for one in requests if not step % resting.get(one.request_id, 1)] if resting else requests
+        resting = self._resting
+        step = self._num_steps
+        return (
+            [one for one in requests if not step % resting.get(one.request_id, 1)]
+            if resting
+            else requests
+        )
 
     def _learn_who_to_ask(
         self, asked: Sequence[Request], drafts: Mapping[str, Draft], lengths: Mapping[str, int]
     ) -> None:
         """Requests whose drafts were not worth asking for rest, ever longer, until one is."""
-        worth = {name for name, length in lengths.items() if self._saves(name, drafts[name], length)}
+        worth = {
+            name for name, length in lengths.items() if self._saves(name, drafts[name], length)
+        }
         self._num_unwanted = 0 if worth else self._num_unwanted + len(asked)
         for name in worth:
             self._state(name).num_unwanted = 0
@@ -225,10 +256,17 @@ class Speculator:
         if self._always:
             return {name: len(draft.token_ids) for name, draft in drafts.items()}
         contexts = {request.request_id: request.num_tokens + 1 for request in requests}
-        slo, decodes = self._slo_seconds(), self._decodes(requests)
+        slo = self._slo_seconds()
+        decodes = self._decodes(requests)
         limit = None if slo is None else self._times.step_limit(slo)
         return choose_lengths(
-            drafts, contexts, decodes, self._times.seconds, self.acceptance, window=self._window, limit=limit
+            drafts,
+            contexts,
+            decodes,
+            self._times.seconds,
+            self.acceptance,
+            window=self._window,
+            limit=limit,
         )
 
     def _best(self, request: Request, state: _State) -> Draft | None:
@@ -237,11 +275,14 @@ class Speculator:
         for proposer in state.proposers[:]:
             try:
                 found += proposer.propose(request, self._most)
-            except Exception:  # a guess is a favour: whoever fails at it is not asked again, and the answer goes on
+            # a guess is a favour: whoever fails at it is not asked again, and the answer goes on
+            except Exception:
                 state.proposers.remove(proposer)
                 self._num_failures += 1
                 logging.getLogger("twinphase").warning(
-                    "A proposer failed and is switched off for request %s.", request.request_id, exc_info=True
+                    "A proposer failed and is switched off for request %s.",
+                    request.request_id,
+                    exc_info=True,
                 )
         if not found:
             return None
@@ -249,7 +290,9 @@ class Speculator:
         best = (
             found[0]
             if len(found) == 1
-            else max(found, key=lambda draft: self.acceptance.expected(name, draft, len(draft.token_ids)))
+            else max(
+                found, key=lambda draft: self.acceptance.expected(name, draft, len(draft.token_ids))
+            )
         )
         best = self._admitted(request, best)
         return best if best.token_ids else None
@@ -261,7 +304,9 @@ class Speculator:
             token_ids = list(takewhile(lambda token_id: token_id >= 0, token_ids))
         if request.constraint is not None and not draft.certain:
             try:
-                token_ids = token_ids[: request.constraint.admits(request.output_token_ids, token_ids)]
+                token_ids = token_ids[
+                    : request.constraint.admits(request.output_token_ids, token_ids)
+                ]
             except Exception:  # it will fail again where it is asked about the answer, and say why
                 token_ids = []
         return draft if token_ids is draft.token_ids else replace(draft, token_ids=token_ids)
@@ -276,7 +321,8 @@ def make_speculator(
 ) -> Speculator | None:
     """What a configuration asks for; None for no speculation. `heads` are those that it names.
 
-    What a user predicts and what a grammar forces is drafted by every method; a draft model is added when it is loaded.
+    What a user predicts and what a grammar forces is drafted by every method; a draft model is
+    added when it is loaded.
     """
     if config.method == "none":
         return None
@@ -287,7 +333,9 @@ def make_speculator(
         proposers.append(heads)
     elif config.method != "draft_model":
         proposers.append(
-            SuffixProposer(config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_spec_factor)
+            SuffixProposer(
+                config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_spec_factor
+            )
         )
     return Speculator(
         proposers,

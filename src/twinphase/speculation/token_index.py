@@ -1,38 +1,47 @@
 """Where in a text the last tokens stood before, and for how many tokens both agree.
 
-The longest match that a suffix automaton would find, as long as it is among the last places of its last four tokens;
-a look-up touches few tokens whatever the length of the text.
+The longest match that a suffix automaton would find, as long as it is among the last places of its
+last four tokens; a look-up touches few tokens whatever the length of the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["LONGEST_MATCH", "TokenIndex"]
-
-LONG, SHORT = 4, 2  # tokens that places are found by
+# tokens that places are found by
+LONG = 4
+SHORT = 2
 PLACES = 4  # of each run of LONG tokens that are looked at, the last ones
 LONGEST_MATCH = 32  # tokens; more are as good
 BITS = 24  # of a token in a run, which is a number: one object for the garbage collector to pass by
-LONG_MASK, SHORT_MASK = (1 << LONG * BITS) - 1, (1 << SHORT * BITS) - 1
+LONG_MASK = (1 << LONG * BITS) - 1
+SHORT_MASK = (1 << SHORT * BITS) - 1
 
 
 class TokenIndex:
-    """A text that grows, and where its runs of tokens end. Tokens are ids, or -1, which no run contains."""
+    """A text that grows, and where its runs of tokens end.
+
+    Tokens are ids, or -1, which no run contains.
+    """
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self._run = 0  # the last LONG tokens
         self._long: dict[int, int] = {}  # by a run, the last place where it was followed by a token
         self._short: dict[int, int] = {}
-        self._before: list[int] = []  # by place, the place before of the same long run; 0 if there is none
+        self._before: list[
+            int
+        ] = []  # by place, the place before of the same long run; 0 if there is none
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append to the text; a run becomes known when a token follows it."""
-        run, long, short, before = self._run, self._long, self._short, self._before
+        run = self._run
+        long = self._long
+        short = self._short
+        before = self._before
         for at, token_id in enumerate(token_ids, len(self.token_ids)):
             before.append(long.get(run, 0))
             long[run] = short[run & SHORT_MASK] = at
@@ -45,19 +54,27 @@ class TokenIndex:
 
         Of the longest matches the last one. At least two tokens have to agree.
         """
-        text, best, longest, run = self.token_ids, 0, 0, 0
+        text = self.token_ids
+        best = 0
+        longest = 0
+        run = 0
         for token_id in context[-LONG:]:
             run = run << BITS | token_id + 1
-        at, places = self._long.get(run, 0) if len(context) >= LONG else 0, PLACES
+        at = self._long.get(run, 0) if len(context) >= LONG else 0
+        places = PLACES
         while at and places:
-            length, most = LONG, min(len(context), at, LONGEST_MATCH)
+            length = LONG
+            most = min(len(context), at, LONGEST_MATCH)
             while length < most and text[at - 1 - length] == context[-1 - length]:
                 length += 1
             if length > longest:
-                best, longest = at, length
-            at, places = self._before[at], places - 1
+                best = at
+                longest = length
+            at = self._before[at]
+            places = places - 1
         if not longest and len(context) >= SHORT and (at := self._short.get(run & SHORT_MASK, 0)):
-            best, longest = at, SHORT
+            best = at
+            longest = SHORT
             if at > SHORT and len(context) > SHORT and text[at - 1 - SHORT] == context[-1 - SHORT]:
                 longest += 1
         return best, longest

@@ -1,7 +1,7 @@
 """When a draft model writes, and how far: as long as its next token brings more than its step and the row cost.
 
-Unlike text that is looked up, a draft that is written costs time before anybody knows whether it is right. So its
-length is decided beforehand, for all requests of a step alike.
+Unlike text that is looked up, a draft that is written costs time before anybody knows whether it is
+right. So its length is decided beforehand, for all requests of a step alike.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from twinphase.speculation.choose import Acceptance, drafted_row
 from twinphase.speculation.draft_model import DraftModel
 from twinphase.speculation.proposer import Draft
 
-__all__ = ["SOURCE", "Writing", "tokens_to_write"]
-
 SOURCE = "draft_model"
 TRIED = 16  # steps in which as much as may be is written, to learn how often it is right
-TRYING = 0.01  # of the time in which nothing seems worth writing, that may go to trying all the same
+TRYING = (
+    0.01  # of the time in which nothing seems worth writing, that may go to trying all the same
+)
 
 
 class Writing:
@@ -40,12 +40,15 @@ class Writing:
         self.model = model
         self._most = model.num_speculative_tokens if most is None else most
         self.num_failures = 0
-        self._seconds, self._window = seconds, window
+        self._seconds = seconds
+        self._window = window
         self._given_up: set[str] = set()
         self._num_steps = self._num_tries = 0
         self._to_spend = 0.0  # seconds, on trying
 
-    def drafts(self, requests: Sequence[Request], acceptance: Acceptance, always: bool = False) -> dict[str, Draft]:
+    def drafts(
+        self, requests: Sequence[Request], acceptance: Acceptance, always: bool = False
+    ) -> dict[str, Draft]:
         """What the model writes for `requests`; always as much as it may, or as much as is worth it."""
         requests = [request for request in requests if request.request_id not in self._given_up]
         if not requests:
@@ -65,7 +68,9 @@ class Writing:
                 self._given_up.add(request.request_id)
                 self.model.forget(request)
             logging.getLogger("twinphase").warning(
-                "The draft model failed and is switched off for %d requests.", len(requests), exc_info=True
+                "The draft model failed and is switched off for %d requests.",
+                len(requests),
+                exc_info=True,
             )
             return {}
         return {name: Draft(SOURCE, list(token_ids)) for name, token_ids in written.items()}
@@ -82,22 +87,31 @@ class Writing:
     def _tried(self, requests: Sequence[Request]) -> dict[str, int]:
         """One draft, now and then, where what it costs is little of the time that passed; requests take turns."""
         context = sum(request.num_tokens for request in requests) // len(requests)
-        self._to_spend += TRYING * self._seconds(StepWork.of_decodes(len(requests), context, self._window))
+        self._to_spend += TRYING * self._seconds(
+            StepWork.of_decodes(len(requests), context, self._window)
+        )
         turn = self._num_tries % len(requests)
         for request in [*requests[turn:], *requests[:turn]]:
             missing = min(self.model.behind(request), request.num_tokens)
-            cost = self.model.times.seconds(StepWork.of_chunk(request.num_tokens - missing, missing, True))
+            cost = self.model.times.seconds(
+                StepWork.of_chunk(request.num_tokens - missing, missing, True)
+            )
             if cost <= self._to_spend:
-                self._num_tries, self._to_spend = self._num_tries + 1, 0.0
+                self._num_tries = self._num_tries + 1
+                self._to_spend = 0.0
                 return {request.request_id: 1}
         return {}
 
     def _worthwhile(self, requests: Sequence[Request], acceptance: Acceptance) -> int:
-        count, context = len(requests), sum(request.num_tokens for request in requests) // len(requests)
+        count = len(requests)
+        context = sum(request.num_tokens for request in requests) // len(requests)
         unknown = Draft(SOURCE, [])
 
         def chances(position: int) -> list[float]:
-            return [acceptance.probability(request.request_id, unknown, position) for request in requests]
+            return [
+                acceptance.probability(request.request_id, unknown, position)
+                for request in requests
+            ]
 
         writing = self.model.times.seconds(StepWork.of_decodes(count, context))
         decodes = StepWork.of_decodes(count, context, self._window)
@@ -123,7 +137,9 @@ def tokens_to_write(
         seconds: predicts the target's steps.
         most: tokens, never more.
     """
-    work, now, tokens = decodes, seconds(decodes), float(decodes.sequences)
+    work = decodes
+    now = seconds(decodes)
+    tokens = float(decodes.sequences)
     survive = [1.0] * decodes.sequences
     for position in range(most):
         survive = [alive * chance for alive, chance in zip(survive, chances(position), strict=True)]
@@ -133,5 +149,7 @@ def tokens_to_write(
         cost = writing + seconds(grown) - seconds(work)
         if sum(survive) * now <= cost * tokens:
             return position
-        work, now, tokens = grown, now + cost, tokens + sum(survive)
+        work = grown
+        now = now + cost
+        tokens = tokens + sum(survive)
     return most

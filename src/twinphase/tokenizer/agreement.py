@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from twinphase.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["first_difference"]
-
 
 def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
     """The lowest token id that means something else in the other vocabulary, in words; None if there is none.
 
     Ids that only the longer one has are no difference: vocabularies are padded.
     """
-    names, other_names = one.names(), other.names()
+    names = one.names()
+    other_names = other.names()
     for token_id in sorted(names.keys() & other_names.keys()):
-        here, there = names[token_id], other_names[token_id]
+        here = names[token_id]
+        there = other_names[token_id]
         if here != there:
             return f"token {token_id} is {here!r} in one and {there!r} in the other"
         if one.is_special(token_id) != other.is_special(token_id):
-            kinds = "a control token and text" if one.is_special(token_id) else "text and a control token"
+            kinds = (
+                "a control token and text"
+                if one.is_special(token_id)
+                else "text and a control token"
+            )
             return f"token {token_id}, {here!r}, is {kinds}"
     common = min(one.vocab_size, other.vocab_size)
     lonely = [i for i in names.keys() ^ other_names.keys() if i < common]

@@ -1,7 +1,8 @@
 """Messages to the one text that a chat model was trained on, by the template that comes with it.
 
-Templates are programs from whoever made the file; they run in `template_sandbox.py`. The conventions are those of
-Hugging Face. Not for encoding the text: that is `prompt_parts.py`, which knows which control tokens are the template's.
+Templates are programs from whoever made the file; they run in `template_sandbox.py`. The
+conventions are those of Hugging Face. Not for encoding the text: that is `prompt_parts.py`, which
+knows which control tokens are the template's.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ if TYPE_CHECKING:
     from twinphase.tokenizer.tokenizer import Tokenizer
     from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["CHATML", "ChatTemplate", "content_texts", "supports_tools"]
-
 # What llama.cpp uses for a file without a template.
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
+    "message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 MAX_PART_NAME = 64  # characters
 # A template that asks whether there is a content, as DeepSeek's do to find calls of tools.
-_ASKS_FOR_NONE = re.compile(r"\bcontent(['\"]\s*\])?\s*(\sis\s+(not\s+)?|[!=]=\s*)none\b", re.IGNORECASE)
+_ASKS_FOR_NONE = re.compile(
+    r"\bcontent(['\"]\s*\])?\s*(\sis\s+(not\s+)?|[!=]=\s*)none\b", re.IGNORECASE
+)
 
 
 class ChatTemplate:
@@ -38,17 +40,21 @@ class ChatTemplate:
 
     Attributes:
         source: the Jinja text.
-        tool_source: the text of the template for requests with tools; most models have one for everything.
+        tool_source: the text of the template for requests with tools; most models have one for
+            everything.
         is_fallback: True when the model had no template and ChatML stands in.
     """
 
-    def __init__(self, source: str | None, *, tool_use: str | None = None, **special_tokens: str) -> None:
+    def __init__(
+        self, source: str | None, *, tool_use: str | None = None, **special_tokens: str
+    ) -> None:
         """Compiles Jinja text, or ChatML for None.
 
         Args:
             source: of the template.
             tool_use: of the one for requests with tools, if there is one.
-            special_tokens: values that templates use by name; `bos_token` and `eos_token` are empty if not given.
+            special_tokens: values that templates use by name; `bos_token` and `eos_token` are empty
+                if not given.
 
         Raises:
             UnsupportedModelError: text that is not a valid template, or uses what is not allowed.
@@ -82,17 +88,20 @@ class ChatTemplate:
         """Writes messages in the model's format.
 
         Args:
-            messages: each with "role" and "content", as in OpenAI's API. Several texts in one content are joined by
-                newlines, as in vLLM; no content is an empty one, unless the template asks for none.
+            messages: each with "role" and "content", as in OpenAI's API. Several texts in one
+                content are joined by newlines, as in vLLM; no content is an empty one, unless the
+                template asks for none.
             add_generation_prompt: end with the beginning of the assistant's turn.
             tools: function descriptions, if the template knows tools (`supports_tools`).
             variables: further names the template may use.
 
         Raises:
-            InvalidRequestError: a content that is not text; or the template refuses the messages, fails on them, or
-                exceeds its budget.
+            InvalidRequestError: a content that is not text; or the template refuses the messages,
+                fails on them, or exceeds its budget.
         """
-        source, template = (self.tool_source, self._tool_template) if tools else (self.source, self._template)
+        source, template = (
+            (self.tool_source, self._tool_template) if tools else (self.source, self._template)
+        )
         asks_for_none = _ASKS_FOR_NONE.search(source) is not None
         messages = [_with_one_text(message, i, asks_for_none) for i, message in enumerate(messages)]
         given = {**self._tokens, **variables, "messages": messages, "tools": tools}
@@ -102,12 +111,22 @@ class ChatTemplate:
                 return _join(template.generate(given), limit)
         except jinja2.TemplateError as error:
             raise InvalidRequestError(
-                f"The chat template rejects the messages: {_one_line(error)}.", "Change the messages."
+                f"The chat template rejects the messages: {_one_line(error)}.",
+                "Change the messages.",
             ) from None
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            # A template is code, and fails like code: on content that is not text, or a role it does not expect.
+        except (
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            # A template is code, and fails like code: on content that is not text, or a role it
+            # does not expect.
             raise InvalidRequestError(
-                f"The chat template fails on the messages: {_one_line(error)}.", "Check roles and contents."
+                f"The chat template fails on the messages: {_one_line(error)}.",
+                "Check roles and contents.",
             ) from None
 
 
@@ -124,8 +143,8 @@ def _names_tools(source: str) -> bool:
 def content_texts(message: Mapping[str, Any], index: int) -> list[tuple[str, str | None]] | None:
     """The texts of a message's content, each with the name its client gave that part of the prompt; None without one.
 
-    A content is a text or a list of {"type": "text", "text": ...}. An entry may have our own field "part": a name under
-    which its tokens are reported, such as that of a retrieved document.
+    A content is a text or a list of {"type": "text", "text": ...}. An entry may have our own field
+    "part": a name under which its tokens are reported, such as that of a retrieved document.
 
     Args:
         message: as in OpenAI's API.
@@ -136,14 +155,18 @@ def content_texts(message: Mapping[str, Any], index: int) -> list[tuple[str, str
     """
     at = f"messages[{index}]"
     if not isinstance(message, Mapping):
-        raise InvalidRequestError(f"{at} is of type {type(message).__name__}.", "Give `role` and `content`.")
+        raise InvalidRequestError(
+            f"{at} is of type {type(message).__name__}.", "Give `role` and `content`."
+        )
     content = message.get("content")
     if content is None:
         return None
     if isinstance(content, str):
         return [(content, None)]
     if not isinstance(content, (list, tuple)):
-        raise InvalidRequestError(f"{at}.content is of type {type(content).__name__}.", "Give a text.")
+        raise InvalidRequestError(
+            f"{at}.content is of type {type(content).__name__}.", "Give a text."
+        )
     return [_text_entry(entry, f"{at}.content[{i}]") for i, entry in enumerate(content)]
 
 
@@ -157,12 +180,17 @@ def _with_one_text(message: Mapping[str, Any], index: int, asks_for_none: bool) 
 def _text_entry(entry: Any, at: str) -> tuple[str, str | None]:
     kind = entry.get("type") if isinstance(entry, Mapping) else type(entry).__name__
     if not isinstance(entry, Mapping) or kind != "text":
-        raise InvalidRequestError(f"{at} is of type {str(kind)[:40]!r}.", "Only entries of type 'text' can be read.")
-    text, part = entry.get("text"), entry.get("part")
+        raise InvalidRequestError(
+            f"{at} is of type {str(kind)[:40]!r}.", "Only entries of type 'text' can be read."
+        )
+    text = entry.get("text")
+    part = entry.get("part")
     if not isinstance(text, str):
         raise InvalidRequestError(f"{at}.text is of type {type(text).__name__}.", "Give a text.")
     if part is not None and not (isinstance(part, str) and 0 < len(part) <= MAX_PART_NAME):
-        raise InvalidRequestError(f"{at}.part is not a valid name.", f"Give a text of 1 to {MAX_PART_NAME} characters.")
+        raise InvalidRequestError(
+            f"{at}.part is not a valid name.", f"Give a text of 1 to {MAX_PART_NAME} characters."
+        )
     return text, part
 
 
@@ -173,12 +201,14 @@ def _compile(source: str) -> jinja2.Template:
             return ENVIRONMENT.from_string(source)
     except (jinja2.TemplateError, RecursionError, MemoryError, ValueError, SyntaxError) as error:
         raise UnsupportedModelError(
-            f"The model's chat template is not valid: {_one_line(error)}.", "Use the model without its template."
+            f"The model's chat template is not valid: {_one_line(error)}.",
+            "Use the model without its template.",
         ) from None
 
 
 def _join(pieces: Any, limit: int) -> str:
-    parts, length = [], 0
+    parts = []
+    length = 0
     for piece in pieces:
         length += len(piece)
         if length > limit:

@@ -10,13 +10,12 @@ from collections.abc import Collection, Sequence
 
 from twinphase.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "overlap"]
-
 
 class Detokenizer:
     """Turns a stream of token ids into a stream of text.
 
-    What `append` and `flush` return, joined, is `Tokenizer.decode` of all ids, cut before the first stop string.
+    What `append` and `flush` return, joined, is `Tokenizer.decode` of all ids, cut before the first
+    stop string.
 
     Attributes:
         stopped: True once a stop string was completed; later tokens have no text.
@@ -35,15 +34,17 @@ class Detokenizer:
     ) -> None:
         """Starts an empty stream; `skip_special_tokens` and `continuation` are as for `Tokenizer.decode`.
 
-        A string of `stop` ends the text and is part of it with `keep_stop` only. The control tokens in `keep_special`
-        always are.
+        A string of `stop` ends the text and is part of it with `keep_stop` only. The control tokens
+        in `keep_special` always are.
         """
         self._tokenizer = tokenizer
         self._stop = tuple(s for s in stop if s)
         self._skip_special_tokens = skip_special_tokens
-        self._keep_special, self._keep_stop = keep_special, keep_stop
+        self._keep_special = keep_special
+        self._keep_stop = keep_stop
         self._strip_space = tokenizer.strips_leading_space and not continuation
-        # Holds back the bytes of an unfinished character and replaces what can be none, as bytes.decode does.
+        # Holds back the bytes of an unfinished character and replaces what can be none, as
+        # bytes.decode does.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # the text that could be the beginning of a stop string
         self.stop_string: str | None = None
@@ -76,7 +77,8 @@ class Detokenizer:
         if self.stopped:
             return ""
         text = self._release(self._decoder.decode(b"", final=True))
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return text + held
 
     def _release(self, text: str) -> str:
@@ -85,9 +87,11 @@ class Detokenizer:
             return text
         text = self._held + text
         self._held = ""
-        # The match that is complete first, and of two that end together the longer: so it does not matter how the
-        # text was cut into tokens.
-        matches = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        # The match that is complete first, and of two that end together the longer: so it does not
+        # matter how the text was cut into tokens.
+        matches = [
+            (at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0
+        ]
         if matches:
             end, at, self.stop_string = min(matches)
             return text[: end if self._keep_stop else at]

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["SPACE", "Spelling", "TokenizerFacts"]
-
 SPACE = "▁"  # what SentencePiece writes for a space
 
 
@@ -26,7 +24,8 @@ class TokenizerFacts:
     Attributes:
         vocab_size: one more than the highest token id.
         spelling: how tokens are spelled.
-        names: the texts of special tokens by the names that chat templates use, such as "bos_token".
+        names: the texts of special tokens by the names that chat templates use, such as
+            "bos_token".
         bos_token_id: the token that begins a text, or None.
         eos_token_id: the token that ends a text, or None.
         end_token_ids: every token that ends generation: end of text, of turn, of message.

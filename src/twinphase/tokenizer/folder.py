@@ -1,8 +1,9 @@
 """The tokenizer of a Hugging Face folder: tokenizer.json as it is, and what the JSON files beside it say.
 
-The rules are those of transformers' AutoTokenizer (5.x, `TokenizersBackend`). Without tokenizer.json, SentencePiece's
-tokenizer.model is read (`sentencepiece.py`), with BOS and without EOS unless the folder says otherwise; with neither,
-the folder is refused. Not for chat templates (`template_files.py`).
+The rules are those of transformers' AutoTokenizer (5.x, `TokenizersBackend`). Without
+tokenizer.json, SentencePiece's tokenizer.model is read (`sentencepiece.py`), with BOS and without
+EOS unless the folder says otherwise; with neither, the folder is refused. Not for chat templates
+(`template_files.py`).
 """
 
 from __future__ import annotations
@@ -21,13 +22,21 @@ from twinphase.tokenizer.facts import SPACE, Spelling, TokenizerFacts
 from twinphase.tokenizer.pipeline import part_steps
 from twinphase.tokenizer.sentencepiece import open_pieces
 
-__all__ = ["open_folder", "read_json"]
-
 _MAX_JSON = 256 * 1024 * 1024  # bytes
 _FETCH = "Fetch the model's folder again."
-_CONVERT = "Write one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
+_CONVERT = (
+    "Write one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
+)
 # Decoders that only say how tokens are spelled.
-_KNOWN_DECODERS = {"ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip", "WordPiece"}
+_KNOWN_DECODERS = {
+    "ByteLevel",
+    "Metaspace",
+    "Replace",
+    "ByteFallback",
+    "Fuse",
+    "Strip",
+    "WordPiece",
+}
 
 
 def open_folder(
@@ -36,11 +45,11 @@ def open_folder(
     """A folder's tokenizer without post-processor, and what the folder says beside it.
 
     Args:
-        folder: with tokenizer.json or tokenizer.model; tokenizer_config.json, special_tokens_map.json and
-            generation_config.json are read if they are there.
+        folder: with tokenizer.json or tokenizer.model; tokenizer_config.json,
+            special_tokens_map.json and generation_config.json are read if they are there.
         config: the folder's config.json.
-        rows: of the model's embedding. Added tokens beyond it are left out, such as Gemma 3's image token in a model
-            without images.
+        rows: of the model's embedding. Added tokens beyond it are left out, such as Gemma 3's image
+            token in a model without images.
 
     Raises:
         UnsupportedModelError: neither of the two, or one that spells its tokens in an unknown way.
@@ -56,7 +65,9 @@ def open_folder(
         suffix = _only(eos if said.get("add_eos_token", False) else None)
     else:
         prefix, suffix = _added_around(backend)
-        backend.post_processor = None  # what it adds is known now, and it would move the places where tokens begin
+        backend.post_processor = (
+            None  # what it adds is known now, and it would move the places where tokens begin
+        )
     size = _num_ids(backend)
     ends = [i for i in _end_ids(folder, config) if 0 <= i < size]
     spelling, strips_leading_space = _spelling(backend)
@@ -87,7 +98,9 @@ def read_json(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} is larger than {_MAX_JSON >> 20} MiB.", _FETCH)
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.", _FETCH) from None
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}.", _FETCH
+        ) from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{path} is not valid JSON.", _FETCH) from None
     if not isinstance(value, dict):
@@ -116,11 +129,15 @@ def _read_tokenizer(path: Path, rows: int | None) -> tokenizers.Tokenizer:
         if rows is None or backend.get_vocab_size(with_added_tokens=True) <= rows:
             return backend
         content = read_json(path)
-        content["added_tokens"] = [token for token in content.get("added_tokens", ()) if token["id"] < rows]
+        content["added_tokens"] = [
+            token for token in content.get("added_tokens", ()) if token["id"] < rows
+        ]
         return tokenizers.Tokenizer.from_str(json.dumps(content))
     except CheckpointError:
         raise
-    except BaseException as error:  # the library raises bare Exception, and its panics are not even that
+    except (
+        BaseException
+    ) as error:  # the library raises bare Exception, and its panics are not even that
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
@@ -154,7 +171,10 @@ def _token_id(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
 
 
 def _add_tokens(
-    backend: tokenizers.Tokenizer, said: Mapping[str, Any], names: Mapping[str, str], rows: int | None
+    backend: tokenizers.Tokenizer,
+    said: Mapping[str, Any],
+    names: Mapping[str, str],
+    rows: int | None,
 ) -> None:
     """Adds tokens that tokenizer_config.json has and tokenizer.json has not; makes those special that have a name."""
     listed = said.get("added_tokens_decoder")
@@ -166,7 +186,9 @@ def _add_tokens(
             backend.add_tokens([_added_token(text, entry)])
     extra = [said.get(key) for key in ("additional_special_tokens", "extra_special_tokens")]
     more = [_content(value) for values in extra if isinstance(values, list) for value in values]
-    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    special = {
+        token.content for token in backend.get_added_tokens_decoder().values() if token.special
+    }
     for text in dict.fromkeys([*names.values(), *more]):
         if text and text not in special and backend.token_to_id(text) is not None:
             backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
@@ -184,15 +206,21 @@ def _only(token_id: int | None) -> tuple[int, ...]:
 
 def _num_ids(backend: tokenizers.Tokenizer) -> int:
     count: int = backend.get_vocab_size(with_added_tokens=True)
-    if all(backend.id_to_token(i) is not None for i in range(count)):  # several times quicker than the whole table
+    if all(
+        backend.id_to_token(i) is not None for i in range(count)
+    ):  # several times quicker than the whole table
         return count
     return max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def _added_around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that the post-processor puts before and behind a text. What the config says of BOS and EOS is older."""
+    """The ids that the post-processor puts before and behind a text.
+
+    What the config says of BOS and EOS is older.
+    """
     encoding = backend.encode("a", add_special_tokens=True)
-    ids, added = encoding.ids, encoding.special_tokens_mask
+    ids = encoding.ids
+    added = encoding.special_tokens_mask
     if 0 not in added:
         return tuple(ids), ()
     return tuple(ids[: added.index(0)]), tuple(ids[len(ids) - added[::-1].index(0) :])
@@ -201,11 +229,17 @@ def _added_around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple
 def _end_ids(folder: Path, config: Mapping[str, Any]) -> list[int]:
     """The ids that generation_config.json says end an answer; without that, config.json."""
     inner = config.get("text_config")
-    for source in (read_json(folder / "generation_config.json"), config, inner if isinstance(inner, dict) else {}):
+    for source in (
+        read_json(folder / "generation_config.json"),
+        config,
+        inner if isinstance(inner, dict) else {},
+    ):
         found = source.get("eos_token_id")
         if found is not None:
             values = found if isinstance(found, list) else [found]
-            return [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
+            return [
+                value for value in values if isinstance(value, int) and not isinstance(value, bool)
+            ]
     return []
 
 
@@ -229,5 +263,7 @@ def _spelling(backend: tokenizers.Tokenizer) -> tuple[Spelling, bool]:
             "The tokenizer does not say how it writes spaces.",
             "Use a model with a byte-level, SentencePiece or WordPiece tokenizer.",
         )
-    strips = any(step.get("start") or step.get("prepend_scheme", "never") != "never" for step in steps)
+    strips = any(
+        step.get("start") or step.get("prepend_scheme", "never") != "never" for step in steps
+    )
     return Spelling.SENTENCEPIECE, strips

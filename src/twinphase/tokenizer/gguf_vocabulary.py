@@ -1,8 +1,8 @@
 """Builds a `tokenizers` tokenizer from the vocabulary of a GGUF file.
 
-Three families: byte-level BPE ("gpt2"), SentencePiece BPE with byte fallback ("llama"), WordPiece ("bert"). Done once
-per file; the result is cached (tokenizer.py). The rules are llama.cpp's, which wrote the format. Not for encoding or
-decoding.
+Three families: byte-level BPE ("gpt2"), SentencePiece BPE with byte fallback ("llama"), WordPiece
+("bert"). Done once per file; the result is cached (tokenizer.py). The rules are llama.cpp's, which
+wrote the format. Not for encoding or decoding.
 """
 
 from __future__ import annotations
@@ -18,15 +18,30 @@ from twinphase.tokenizer.facts import SPACE, Spelling, TokenizerFacts
 from twinphase.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from twinphase.tokenizer.sentencepiece import CONTROL, NORMAL, UNKNOWN, add_tokens, bpe_model
 
-__all__ = ["build_tokenizer", "gguf_facts"]
-
-_SPELLINGS = {"gpt2": Spelling.BYTE_LEVEL, "llama": Spelling.SENTENCEPIECE, "bert": Spelling.WORDPIECE}
+_SPELLINGS = {
+    "gpt2": Spelling.BYTE_LEVEL,
+    "llama": Spelling.SENTENCEPIECE,
+    "bert": Spelling.WORDPIECE,
+}
 _FIX = "The file is damaged or was converted wrongly: fetch it again."
 # Tokens that end a turn in some chat format; a model may define several (llama.cpp's list).
 _END_TOKENS = (
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>",
-    "<end_of_turn>", "<end_of_utterance>", "<EOT>", "[EOT]", "<eos>", "</s>", "<｜end▁of▁sentence｜>",
-)  # fmt: skip
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|eom_id|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|return|>",
+    "<|call|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<EOT>",
+    "[EOT]",
+    "<eos>",
+    "</s>",
+    "<｜end▁of▁sentence｜>",
+)
 # In GPT-OSS's format "<|end|>" ends a message, and more messages may follow.
 _HARMONY = ("<|return|>", "<|call|>", "<|end|>")
 # Special tokens behind which Phi-3 keeps a space; it drops spaces and newlines behind all others.
@@ -34,7 +49,9 @@ _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 _MAX_WORD = 100  # characters; a longer word is unknown, as in BERT's own tokenizer
 
 
-def build_tokenizer(metadata: Mapping[str, Any], vocabulary: Mapping[str, Any]) -> tokenizers.Tokenizer:
+def build_tokenizer(
+    metadata: Mapping[str, Any], vocabulary: Mapping[str, Any]
+) -> tokenizers.Tokenizer:
     """Builds the tokenizer from the file's scalars and strings, and its `tokenizer.ggml.*` arrays.
 
     Raises:
@@ -42,7 +59,8 @@ def build_tokenizer(metadata: Mapping[str, Any], vocabulary: Mapping[str, Any]) 
         CheckpointError: arrays that are missing or contradict each other.
     """
     spelling = _spelling(metadata)
-    # llama.cpp names empty entries so too; they stand for rows of the embedding that no text reaches.
+    # llama.cpp names empty entries so too; they stand for rows of the embedding that no text
+    # reaches.
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(_strings(vocabulary, "tokens"))]
     types = _numbers(vocabulary, "token_type", len(tokens), default=NORMAL)
     if spelling is Spelling.WORDPIECE:
@@ -52,7 +70,9 @@ def build_tokenizer(metadata: Mapping[str, Any], vocabulary: Mapping[str, Any]) 
         raise CheckpointError("The vocabulary has the same token twice.", _FIX)
     try:
         if spelling is Spelling.BYTE_LEVEL:
-            tokenizer = _byte_level_bpe(ids, _strings(vocabulary, "merges"), _pre_tokenizer(metadata))
+            tokenizer = _byte_level_bpe(
+                ids, _strings(vocabulary, "merges"), _pre_tokenizer(metadata)
+            )
         elif spelling is Spelling.SENTENCEPIECE:
             scores = _numbers(vocabulary, "scores", len(tokens))
             tokenizer = _sentencepiece_bpe(ids, types, scores, metadata)
@@ -60,11 +80,20 @@ def build_tokenizer(metadata: Mapping[str, Any], vocabulary: Mapping[str, Any]) 
             tokenizer = _wordpiece(ids, tokens, metadata)
     except (UnsupportedModelError, CheckpointError):
         raise
-    except Exception as error:  # the library raises bare Exception, for a merge of unknown tokens for example
-        raise CheckpointError(f"The vocabulary is inconsistent: {str(error).splitlines()[0]}.", _FIX) from None
+    except (
+        Exception
+    ) as error:  # the library raises bare Exception, for a merge of unknown tokens for example
+        raise CheckpointError(
+            f"The vocabulary is inconsistent: {str(error).splitlines()[0]}.", _FIX
+        ) from None
     phi3 = any(name in str(metadata.get("general.name", "")).lower() for name in ("phi-3", "phi3"))
     swallows = phi3 and spelling is Spelling.SENTENCEPIECE
-    add_tokens(tokenizer, tokens, types, swallowing=set(tokens).difference(_PHI3_KEEPS_SPACE) if swallows else set())
+    add_tokens(
+        tokenizer,
+        tokens,
+        types,
+        swallowing=set(tokens).difference(_PHI3_KEEPS_SPACE) if swallows else set(),
+    )
     return tokenizer
 
 
@@ -78,12 +107,23 @@ def gguf_facts(metadata: Mapping[str, Any], backend: tokenizers.Tokenizer) -> To
     spelling = _spelling(metadata)
     defaults = {"bos": 1, "eos": 2} if spelling is Spelling.SENTENCEPIECE else {}
     size = backend.get_vocab_size()
-    ids = {kind: _special_id(metadata, kind, defaults.get(kind), size) for kind in ("bos", "eos", "eot", "eom")}
-    for kind in ("unknown", "padding", "cls", "seperator"):  # the format spells it so; some files give -1 for none
+    ids = {
+        kind: _special_id(metadata, kind, defaults.get(kind), size)
+        for kind in ("bos", "eos", "eot", "eom")
+    }
+    for kind in (
+        "unknown",
+        "padding",
+        "cls",
+        "seperator",
+    ):  # the format spells it so; some files give -1 for none
         token_id = metadata.get(f"tokenizer.ggml.{kind}_token_id")
         ids[kind] = token_id if isinstance(token_id, int) and 0 <= token_id < size else None
-    bos, eos = ids["bos"], ids["eos"]
-    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    bos = ids["bos"]
+    eos = ids["eos"]
+    special = {
+        token.content for token in backend.get_added_tokens_decoder().values() if token.special
+    }
     # Only control tokens: "<EOT>" may be ordinary text to another model.
     ends = [token for token in _END_TOKENS if token in special]
     if set(_HARMONY) <= set(ends):
@@ -98,11 +138,17 @@ def gguf_facts(metadata: Mapping[str, Any], backend: tokenizers.Tokenizer) -> To
         adds_bos = spelling is Spelling.SENTENCEPIECE or _pre_tokenizer(metadata).add_bos
         prefix = bos if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None
         suffix = eos if metadata.get("tokenizer.ggml.add_eos_token", False) else None
-    space_prefix = spelling is Spelling.SENTENCEPIECE and metadata.get("tokenizer.ggml.add_space_prefix", True)
+    space_prefix = spelling is Spelling.SENTENCEPIECE and metadata.get(
+        "tokenizer.ggml.add_space_prefix", True
+    )
     return TokenizerFacts(
         vocab_size=size,
         spelling=spelling,
-        names={f"{name}_token": backend.id_to_token(i) or "" for name, i in named.items() if i is not None},
+        names={
+            f"{name}_token": backend.id_to_token(i) or ""
+            for name, i in named.items()
+            if i is not None
+        },
         bos_token_id=bos,
         eos_token_id=eos,
         end_token_ids=frozenset(i for i in end_ids if i is not None),
@@ -131,7 +177,9 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def _byte_level_bpe(ids: dict[str, int], merges: Sequence[str], pre: PreTokenizer) -> tokenizers.Tokenizer:
+def _byte_level_bpe(
+    ids: dict[str, int], merges: Sequence[str], pre: PreTokenizer
+) -> tokenizers.Tokenizer:
     pairs = []
     for merge in merges:
         # The left part may itself begin with a space.
@@ -139,7 +187,9 @@ def _byte_level_bpe(ids: dict[str, int], merges: Sequence[str], pre: PreTokenize
         if middle < 0:
             raise CheckpointError(f"The merge {merge[:40]!r} does not name two tokens.", _FIX)
         pairs.append((merge[:middle], merge[middle + 1 :]))
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=pairs, ignore_merges=pre.ignore_merges))
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocab=ids, merges=pairs, ignore_merges=pre.ignore_merges)
+    )
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in pre.patterns]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
@@ -160,7 +210,9 @@ def _sentencepiece_bpe(
     return tokenizer
 
 
-def _wordpiece(ids: dict[str, int], tokens: Sequence[str], metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+def _wordpiece(
+    ids: dict[str, int], tokens: Sequence[str], metadata: Mapping[str, Any]
+) -> tokenizers.Tokenizer:
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", ids.get("[UNK]"))
     if not isinstance(unknown, int) or not 0 <= unknown < len(tokens):
         raise CheckpointError("The vocabulary has no token for unknown words.", _FIX)
@@ -169,7 +221,9 @@ def _wordpiece(ids: dict[str, int], tokens: Sequence[str], metadata: Mapping[str
     )
     lowercase = bool(metadata.get("tokenizer.ggml.normalizer.lowercase", True))
     strip_accents = bool(metadata.get("tokenizer.ggml.normalizer.strip_accents", lowercase))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=strip_accents
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return tokenizer
 
@@ -181,11 +235,14 @@ def _as_bert_writes(token: str, kind: int) -> str:
     return token if kind in (CONTROL, UNKNOWN) else f"##{token}"
 
 
-def _special_id(metadata: Mapping[str, Any], name: str, default: int | None, vocab_size: int) -> int | None:
+def _special_id(
+    metadata: Mapping[str, Any], name: str, default: int | None, vocab_size: int
+) -> int | None:
     token_id = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
     if token_id is not None and not (isinstance(token_id, int) and 0 <= token_id < vocab_size):
         raise CheckpointError(
-            f"{name}_token_id {token_id} is outside the vocabulary of {vocab_size}.", "Convert the model again."
+            f"{name}_token_id {token_id} is outside the vocabulary of {vocab_size}.",
+            "Convert the model again.",
         )
     return token_id
 
@@ -197,11 +254,15 @@ def _strings(vocabulary: Mapping[str, Any], name: str) -> list[str]:
     return values
 
 
-def _numbers(vocabulary: Mapping[str, Any], name: str, count: int, default: int | None = None) -> list[Any]:
+def _numbers(
+    vocabulary: Mapping[str, Any], name: str, count: int, default: int | None = None
+) -> list[Any]:
     values = vocabulary.get(f"tokenizer.ggml.{name}")
     if values is None and default is not None:
         return [default] * count
     if values is None or isinstance(values, list) or len(values) != count:
-        raise CheckpointError(f"tokenizer.ggml.{name} does not have a number for each of {count} tokens.", _FIX)
+        raise CheckpointError(
+            f"tokenizer.ggml.{name} does not have a number for each of {count} tokens.", _FIX
+        )
     numbers: list[Any] = values.tolist()
     return numbers

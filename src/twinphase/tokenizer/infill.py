@@ -1,6 +1,7 @@
 """Filling in the middle: the control tokens that some vocabularies have for it, and the prompt they make.
 
-The order is prefix, suffix, middle ("PSM": Bavarian et al., 2022, arXiv:2207.14255), as in llama.cpp.
+The order is prefix, suffix, middle ("PSM": Bavarian et al., 2022, arXiv:2207.14255), as in
+llama.cpp.
 """
 
 from __future__ import annotations
@@ -11,21 +12,45 @@ from typing import Any
 from twinphase.errors import InvalidRequestError
 from twinphase.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["infill_ends", "infill_prompt"]
-
-# Names in GGUF metadata, today's and older ones; and in vocabularies, of Qwen and StarCoder, DeepSeek, CodeLlama.
+# Names in GGUF metadata, today's and older ones; and in vocabularies, of Qwen and StarCoder,
+# DeepSeek, CodeLlama.
 _METADATA = {"pre": "prefix", "suf": "suffix", "mid": "middle"}
 _NAMES = {
-    "pre": ("<|fim_prefix|>", "<fim_prefix>", "<fim-prefix>", "<｜fim▁begin｜>", "▁<PRE>", "<|code_prefix|>"),
-    "suf": ("<|fim_suffix|>", "<fim_suffix>", "<fim-suffix>", "<｜fim▁hole｜>", "▁<SUF>", "<|code_suffix|>"),
-    "mid": ("<|fim_middle|>", "<fim_middle>", "<fim-middle>", "<｜fim▁end｜>", "▁<MID>", "<|code_middle|>"),
+    "pre": (
+        "<|fim_prefix|>",
+        "<fim_prefix>",
+        "<fim-prefix>",
+        "<｜fim▁begin｜>",
+        "▁<PRE>",
+        "<|code_prefix|>",
+    ),
+    "suf": (
+        "<|fim_suffix|>",
+        "<fim_suffix>",
+        "<fim-suffix>",
+        "<｜fim▁hole｜>",
+        "▁<SUF>",
+        "<|code_suffix|>",
+    ),
+    "mid": (
+        "<|fim_middle|>",
+        "<fim_middle>",
+        "<fim-middle>",
+        "<｜fim▁end｜>",
+        "▁<MID>",
+        "<|code_middle|>",
+    ),
 }
 # What models write where the middle ends, beside the end of text.
 _ENDS = ("<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "<|file_sep|>", "▁<EOT>", "<|endoftext|>")
 
 
 def infill_prompt(
-    tokenizer: Tokenizer, metadata: Mapping[str, Any], prefix: str, suffix: str, max_tokens: int | None = None
+    tokenizer: Tokenizer,
+    metadata: Mapping[str, Any],
+    prefix: str,
+    suffix: str,
+    max_tokens: int | None = None,
 ) -> list[int]:
     """Token ids of a prompt for the text between `prefix` and `suffix`, which hold no control tokens.
 
@@ -47,7 +72,9 @@ def infill_prompt(
         )
 
     def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False, parse_special=False, max_tokens=max_tokens)
+        return tokenizer.encode(
+            text, add_special_tokens=False, parse_special=False, max_tokens=max_tokens
+        )
 
     return [*tokenizer.encode(""), before, *encode(prefix), between, *encode(suffix), behind]
 
@@ -61,4 +88,6 @@ def _find(tokenizer: Tokenizer, metadata: Mapping[str, Any], kind: str) -> int |
     for key in (f"fim_{kind}_token_id", f"{_METADATA[kind]}_token_id"):
         if (token_id := metadata.get(f"tokenizer.ggml.{key}")) is not None:
             return int(token_id)
-    return next((found for name in _NAMES[kind] if (found := tokenizer.token_id(name)) is not None), None)
+    return next(
+        (found for name in _NAMES[kind] if (found := tokenizer.token_id(name)) is not None), None
+    )

@@ -1,6 +1,7 @@
 """The parts of a `tokenizers` tokenizer, read and exchanged: normalizer, pre-tokenizer, decoder.
 
-The library shows a part's settings only as JSON, through the methods that pickle uses. Not for building a tokenizer.
+The library shows a part's settings only as JSON, through the methods that pickle uses. Not for
+building a tokenizer.
 """
 
 from __future__ import annotations
@@ -12,30 +13,34 @@ from typing import Any
 import tokenizers
 from tokenizers import pre_tokenizers
 
-__all__ = ["behind_control", "keeps_length", "part_steps", "without_special"]
-
-# Normalizers that shorten a text to a third at most (composing characters does). Others may drop any part of it.
+# Normalizers that shorten a text to a third at most (composing characters does). Others may drop
+# any part of it.
 _KEEPING_LENGTH = {"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Lowercase"}
 _INNER = ("normalizers", "pretokenizers", "decoders")  # where the JSON of a sequence has its parts
 
 
 def part_steps(part: Any) -> list[dict[str, Any]]:
-    """The settings of a part, those of a sequence one by one; each has a "type". None has no steps."""
+    """The settings of a part, those of a sequence one by one; each has a "type".
+
+    None has no steps.
+    """
     return list(_flat(_settings(part))) if part is not None else []
 
 
 def without_special(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """One that reads control tokens as the characters they are written in, of the same parts.
 
-    A Unigram model still finds them: it has their names among its pieces. No decoder that is supported here has one.
+    A Unigram model still finds them: it has their names among its pieces. No decoder that is
+    supported here has one.
     """
     plain = tokenizers.Tokenizer(backend.model)
     if backend.pre_tokenizer is not None:
         plain.pre_tokenizer = backend.pre_tokenizer
     if backend.normalizer is not None:
         plain.normalizer = backend.normalizer
-    # All are added, the control tokens too, so that a user-defined token that overlaps one is found as by `backend`.
-    # By ascending id, since the library numbers those that its model does not know in the order they come.
+    # All are added, the control tokens too, so that a user-defined token that overlaps one is found
+    # as by `backend`. By ascending id, since the library numbers those that its model does not know
+    # in the order they come.
     plain.add_tokens([token for _, token in sorted(backend.get_added_tokens_decoder().items())])
     plain.encode_special_tokens = True
     return plain
@@ -62,7 +67,9 @@ def keeps_length(normalizer: Any) -> bool:
 
 
 def _step_keeps_length(step: dict[str, Any]) -> bool:
-    if step["type"] == "Replace":  # of a text by one that is not shorter; a regular expression may match anything
+    if (
+        step["type"] == "Replace"
+    ):  # of a text by one that is not shorter; a regular expression may match anything
         return len(step["pattern"].get("String", step["content"] + " ")) <= len(step["content"])
     return step["type"] in _KEEPING_LENGTH
 

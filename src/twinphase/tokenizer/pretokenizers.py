@@ -1,7 +1,8 @@
 r"""How text is split into words before byte-pair merging, by the name a GGUF file gives (`tokenizer.ggml.pre`).
 
-Only the table. A name that is not here is refused, because a wrong split gives plausible, wrong ids. The patterns are
-those of the models' own tokenizers (Oniguruma syntax); patterns of one entry apply one after the other.
+Only the table. A name that is not here is refused, because a wrong split gives plausible, wrong
+ids. The patterns are those of the models' own tokenizers (Oniguruma syntax); patterns of one entry
+apply one after the other.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["PRE_TOKENIZERS", "PreTokenizer"]
-
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 # Words broken where lower case turns into upper case: endings (contractions), then digits.
 _CASED = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|%s"
@@ -28,7 +28,8 @@ class PreTokenizer:
     """One way to split.
 
     Attributes:
-        patterns: each splits what the ones before it left, keeping matches and gaps as words of their own.
+        patterns: each splits what the ones before it left, keeping matches and gaps as words of
+            their own.
         ignore_merges: a word that is a token stays whole, whatever the merges say.
         add_bos: texts begin with the BOS token unless the file says otherwise.
         nfc: text is brought to Unicode's composed form first.
@@ -65,7 +66,9 @@ _DEEPSEEK_LLM = PreTokenizer(
         r"\p{N}+",
     )
 )
-_DEEPSEEK_CODER = PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"))
+_DEEPSEEK_CODER = PreTokenizer(
+    (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+)
 _DEEPSEEK3 = PreTokenizer(
     (
         r"\p{N}{1,3}",

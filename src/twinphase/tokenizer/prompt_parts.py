@@ -1,13 +1,15 @@
 """From messages to token ids, knowing of each token which part of the prompt it belongs to, and who wrote it.
 
-A chat template is a program, so its output alone does not tell. It is run again with marks around what the client
-wrote (`template_marks.py`). If both outputs are the same but for the marks, these tell where everything went. Some
-templates look into contents and then write something else: they get fewer marks.
+A chat template is a program, so its output alone does not tell. It is run again with marks around
+what the client wrote (`template_marks.py`). If both outputs are the same but for the marks, these
+tell where everything went. Some templates look into contents and then write something else: they
+get fewer marks.
 
-The marks keep control tokens apart, too: "<|im_end|>" is one where the template wrote it, and ten characters where it
-stands in a message or in a tool's description, so that nobody can end his turn and begin another's. vLLM, transformers
-and llama.cpp's server (as of 2026) read both alike. Only what the vocabulary calls control tokens is concerned; what it
-calls user-defined, "</think>" and "<tool_call>" in many models, is read wherever it stands.
+The marks keep control tokens apart, too: "<|im_end|>" is one where the template wrote it, and ten
+characters where it stands in a message or in a tool's description, so that nobody can end his turn
+and begin another's. vLLM, transformers and llama.cpp's server (as of 2026) read both alike. Only
+what the vocabulary calls control tokens is concerned; what it calls user-defined, "</think>" and
+"<tool_call>" in many models, is read wherever it stands.
 
 Not for arithmetic on the parts (`explain/prompt_parts.py`).
 """
@@ -21,10 +23,14 @@ from typing import Any
 
 from twinphase.errors import InvalidRequestError
 from twinphase.tokenizer.chat_template import ChatTemplate
-from twinphase.tokenizer.template_marks import Content, Mark, MarkedRequest, all_strings, free_characters
+from twinphase.tokenizer.template_marks import (
+    Content,
+    Mark,
+    MarkedRequest,
+    all_strings,
+    free_characters,
+)
 from twinphase.tokenizer.tokenizer import Tokenizer
-
-__all__ = ["ChatPrompt", "PromptPart", "Run", "chat_prompt", "find_parts", "token_runs"]
 
 
 @dataclass(frozen=True)
@@ -32,10 +38,11 @@ class PromptPart:
     """A part of a prompt.
 
     Attributes:
-        kind: "system", "tools" (what is there only because there are any), "history", "question" (the last user
-            message), "tool_result" (of tools called by the last assistant message), "marked" (by the client) or
-            "template" (whatever the template added).
-        name: for a reader, "turn 2 (assistant)" for example; what the client called it, of a marked one.
+        kind: "system", "tools" (what is there only because there are any), "history", "question"
+            (the last user message), "tool_result" (of tools called by the last assistant message),
+            "marked" (by the client) or "template" (whatever the template added).
+        name: for a reader, "turn 2 (assistant)" for example; what the client called it, of a marked
+            one.
         turn: of history, from 1; each user message begins one.
     """
 
@@ -44,12 +51,17 @@ class PromptPart:
     turn: int | None = None
 
 
-SYSTEM, TOOLS = PromptPart("system", "system"), PromptPart("tools", "tools")
-QUESTION, TOOL_RESULT = PromptPart("question", "question"), PromptPart("tool_result", "tool result")
+SYSTEM = PromptPart("system", "system")
+TOOLS = PromptPart("tools", "tools")
+QUESTION = PromptPart("question", "question")
+TOOL_RESULT = PromptPart("tool_result", "tool result")
 TEMPLATE = PromptPart("template", "template")
-SYSTEM_ROLES, TOOL_ROLES = {"system", "developer"}, {"tool", "function", "ipython"}
+SYSTEM_ROLES = {"system", "developer"}
+TOOL_ROLES = {"tool", "function", "ipython"}
 
-Run = tuple[PromptPart, int, int]  # a part, its first character or token, and the one behind its last
+Run = tuple[
+    PromptPart, int, int
+]  # a part, its first character or token, and the one behind its last
 Range = tuple[int, int]  # the first character, and the one behind the last
 _Found = tuple[Content, int, int]  # as a run
 
@@ -79,10 +91,13 @@ def chat_prompt(
     continue_final_message: bool = False,
     **variables: Any,
 ) -> ChatPrompt:
-    """Renders and encodes a conversation. Without control tokens in the request, the ids are those of the whole text.
+    """Renders and encodes a conversation.
 
-    `messages`, `tools` and `variables` are as for `ChatTemplate.render`, `max_tokens` as for `Tokenizer.encode`. With
-    `continue_final_message` the prompt ends with the last message's content, as in transformers.
+    Without control tokens in the request, the ids are those of the whole text.
+
+    `messages`, `tools` and `variables` are as for `ChatTemplate.render`, `max_tokens` as for
+    `Tokenizer.encode`. With `continue_final_message` the prompt ends with the last message's
+    content, as in transformers.
 
     Raises:
         InvalidRequestError: as for `ChatTemplate.render`, `find_parts` and `Tokenizer.encode`.
@@ -91,11 +106,22 @@ def chat_prompt(
     if continue_final_message:
         variables["add_generation_prompt"] = False
     whole = template.render(messages, tools=tools, **variables)
-    text = whole[: _end_of_last(template, whole, messages, tools, variables)] if continue_final_message else whole
+    text = (
+        whole[: _end_of_last(template, whole, messages, tools, variables)]
+        if continue_final_message
+        else whole
+    )
     token_ids, starts = tokenizer.encode_with_starts(text, max_tokens=max_tokens)
-    names = {i: tokenizer.token_bytes(i).decode() for i in set(token_ids) if tokenizer.is_special(i)}
-    # A character that the vocabulary lacks becomes a control token, too, but was not written as one.
-    control = [(starts[k], i) for k, i in enumerate(token_ids) if i in names and text.startswith(names[i], starts[k])]
+    names = {
+        i: tokenizer.token_bytes(i).decode() for i in set(token_ids) if tokenizer.is_special(i)
+    }
+    # A character that the vocabulary lacks becomes a control token, too, but was not written as
+    # one.
+    control = [
+        (starts[k], i)
+        for k, i in enumerate(token_ids)
+        if i in names and text.startswith(names[i], starts[k])
+    ]
     spans, foreign = find_parts(
         template, whole, messages, tools=tools, control={names[i] for _, i in control}, **variables
     )
@@ -126,7 +152,8 @@ def _end_of_last(
         begin = begin.rstrip()  # the template trims contents
     if not found or not whole.startswith(begin):
         raise InvalidRequestError(
-            "The model's chat template does not let its last message be continued.", "Leave out continue_final_message."
+            "The model's chat template does not let its last message be continued.",
+            "Leave out continue_final_message.",
         )
     return len(begin)
 
@@ -154,22 +181,31 @@ def find_parts(
     control: Collection[str] = (),
     **variables: Any,
 ) -> tuple[list[Run], list[Range]]:
-    """Where the parts of a prompt went in its text. Runs the template once more, and once again if there are tools.
+    """Where the parts of a prompt went in its text.
 
-    `text` is what the template made of messages, tools and variables; `control` are the control tokens in it.
+    Runs the template once more, and once again if there are tools.
+
+    `text` is what the template made of messages, tools and variables; `control` are the control
+    tokens in it.
 
     Returns:
-        Spans of characters by part, in order and without gaps; and ranges of characters, ascending: a control token
-        that overlaps one of them was not written by the template.
+        Spans of characters by part, in order and without gaps; and ranges of characters, ascending:
+        a control token that overlaps one of them was not written by the template.
 
     Raises:
         InvalidRequestError: control tokens in the request where the template itself looks for them.
     """
     request, seen = _find_marks(template, text, messages, tools, control, variables)
     contents = request.contents
-    found, whole = (_by_search(text, contents), []) if request.sides == "none" else _by_marks(text, contents, seen)
+    found, whole = (
+        (_by_search(text, contents), [])
+        if request.sides == "none"
+        else _by_marks(text, contents, seen)
+    )
     parts = list(_parts(messages))
-    spans = [(_marked(c.name) if c.name else parts[c.message], start, end) for c, start, end in found]
+    spans = [
+        (_marked(c.name) if c.name else parts[c.message], start, end) for c, start, end in found
+    ]
     cuts = [(mark.at - 1, mark.at) for mark in seen if mark.kind == "cut"]
     only_with_tools = _only_with_tools(template, text, messages, tools, variables)
     return _without_gaps(text, spans, only_with_tools), _merged(whole + cuts)
@@ -177,7 +213,9 @@ def find_parts(
 
 def _marked(name: str) -> PromptPart:
     """A part by the name it was given; tools and their results are so named where a template has no place for them."""
-    return next((part for part in (TOOLS, TOOL_RESULT) if part.name == name), PromptPart("marked", name))
+    return next(
+        (part for part in (TOOLS, TOOL_RESULT) if part.name == name), PromptPart("marked", name)
+    )
 
 
 def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[PromptPart]:
@@ -213,7 +251,9 @@ def _find_marks(
         request = MarkedRequest(*marks, sides, written)
         try:
             marked = request.messages(messages)
-            rendered = template.render(marked, tools=request.with_cuts(tools), **request.with_cuts(variables))
+            rendered = template.render(
+                marked, tools=request.with_cuts(tools), **request.with_cuts(variables)
+            )
         except (InvalidRequestError, RecursionError):
             continue
         plain, seen = request.read(rendered)
@@ -221,17 +261,20 @@ def _find_marks(
             return request, seen
     if written:
         raise InvalidRequestError(
-            f"The messages contain {written[0]!r}, a control token, where the chat template looks for it.",
+            f"The messages contain {written[0]!r}, a control token, where the chat template "
+            "looks for it.",
             "Take it out of the messages.",
         )
     return request, []
 
 
-def _by_marks(text: str, contents: Sequence[Content], seen: Sequence[Mark]) -> tuple[list[_Found], list[Range]]:
+def _by_marks(
+    text: str, contents: Sequence[Content], seen: Sequence[Mark]
+) -> tuple[list[_Found], list[Range]]:
     """Where contents went, and those ranges of them that have both marks.
 
-    Where a template took a content apart and one mark is lost, the content is followed from the other one for as long
-    as the text agrees with it.
+    Where a template took a content apart and one mark is lost, the content is followed from the
+    other one for as long as the text agrees with it.
     """
     marks = [mark for mark in seen if mark.kind != "cut" and mark.content < len(contents)]
     limits = [*(mark.at for mark in marks[1:]), len(text)]
@@ -240,20 +283,27 @@ def _by_marks(text: str, contents: Sequence[Content], seen: Sequence[Mark]) -> t
     k = done = 0
     while k < len(marks):
         kind, number, start = marks[k]
-        content, end, limit = contents[number], start, limits[k]
+        content = contents[number]
+        end = start
+        limit = limits[k]
         if kind == "begin" and marks[k + 1 : k + 2] and marks[k + 1][:2] == ("end", number):
-            k, end, limit = k + 1, limit, limits[k + 1]
+            end = limit
+            limit = limits[k + 1]
+            k = k + 1
             whole.append((start, end))
         elif kind == "begin":
             end += _shared(content.core, text[start : min(limit, start + len(content.core))])
         else:
-            start -= _shared(content.core[::-1], text[max(done, start - len(content.core)) : start][::-1])
+            start -= _shared(
+                content.core[::-1], text[max(done, start - len(content.core)) : start][::-1]
+            )
         if text.endswith(content.before, done, start):
             start -= len(content.before)
         if text.startswith(content.after, end, limit):
             end += len(content.after)
         found.append((content, start, end))
-        k, done = k + 1, end
+        k = k + 1
+        done = end
     return found, whole
 
 
@@ -313,7 +363,8 @@ def _merged(ranges: Sequence[Range]) -> list[Range]:
     merged: list[Range] = []
     for start, end in sorted(ranges):
         if merged and start <= merged[-1][1]:
-            start, end = merged[-1][0], max(end, merged.pop()[1])
+            start = merged[-1][0]
+            end = max(end, merged.pop()[1])
         merged.append((start, end))
     return merged
 

@@ -1,8 +1,9 @@
 """SentencePiece vocabularies (Kudo and Richardson, 2018) as `tokenizers` tokenizers, and the file they come in.
 
-A GGUF file has copied the pieces, scores and types (gguf_vocabulary.py); a folder may have only the original,
-tokenizer.model. Text is split as by SentencePiece itself, but for one thing: where a model puts a space before a text,
-it is put behind control and user-defined pieces too. That is llama.cpp's rule, so a folder and its GGUF file agree.
+A GGUF file has copied the pieces, scores and types (gguf_vocabulary.py); a folder may have only the
+original, tokenizer.model. Text is split as by SentencePiece itself, but for one thing: where a
+model puts a space before a text, it is put behind control and user-defined pieces too. That is
+llama.cpp's rule, so a folder and its GGUF file agree.
 """
 
 from __future__ import annotations
@@ -19,10 +20,15 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.tokenizer.facts import SPACE
 
-__all__ = ["BYTE", "CONTROL", "NORMAL", "UNKNOWN", "USER_DEFINED", "UNUSED", "add_tokens", "bpe_model", "open_pieces"]
-
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of pieces, as GGUF has them too
-_UNIGRAM, _BPE = 1, 2
+# types of pieces, as GGUF has them too
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
+_UNIGRAM = 1
+_BPE = 2
 _MAX_BYTES = 256 << 20
 _FLOAT = Struct("<f")
 # The spaces that SentencePiece takes away at both ends, and makes one of.
@@ -51,7 +57,8 @@ def open_pieces(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
 
     Raises:
         CheckpointError: the file is not a SentencePiece model, or its pieces contradict each other.
-        UnsupportedModelError: another algorithm than BPE and Unigram, or a setting that would change the ids.
+        UnsupportedModelError: another algorithm than BPE and Unigram, or a setting that would
+            change the ids.
     """
     pieces = _read_pieces(path)
     unsupported = {
@@ -60,12 +67,17 @@ def open_pieces(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
         "spaces that are not pieces": not pieces.space_as_piece,
         "rules for decoded text": pieces.changes_decoded,
         "user-defined pieces with spaces beside a space in front of the text": pieces.space_prefix
-        and any(kind == USER_DEFINED and SPACE in t for t, kind in zip(pieces.tokens, pieces.types, strict=True)),
+        and any(
+            kind == USER_DEFINED and SPACE in t
+            for t, kind in zip(pieces.tokens, pieces.types, strict=True)
+        ),
         "unused pieces of a Unigram model": pieces.algorithm == _UNIGRAM and UNUSED in pieces.types,
     }
     for what, there in unsupported.items():
         if there:
-            raise UnsupportedModelError(f"{path} has {what}, which is not supported.", "Use a tokenizer.json.")
+            raise UnsupportedModelError(
+                f"{path} has {what}, which is not supported.", "Use a tokenizer.json."
+            )
     ids = {token: i for i, token in enumerate(pieces.tokens)}
     unknown = pieces.ids["unk"]
     if len(ids) != len(pieces.tokens) or not 0 <= unknown < len(ids):
@@ -90,7 +102,9 @@ def open_pieces(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     return tokenizer, {name: pieces.tokens[i] for name, i in names.items() if 0 <= i < len(ids)}
 
 
-def bpe_model(ids: Mapping[str, int], types: Sequence[int], scores: Sequence[float], unknown: int) -> models.BPE:
+def bpe_model(
+    ids: Mapping[str, int], types: Sequence[int], scores: Sequence[float], unknown: int
+) -> models.BPE:
     """BPE with bytes for what has no piece."""
     tokens = list(ids)
     return models.BPE(
@@ -127,17 +141,21 @@ def add_tokens(
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=normalized) for t in plain])
 
 
-def _merges_by_score(ids: Mapping[str, int], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _merges_by_score(
+    ids: Mapping[str, int], types: Sequence[int], scores: Sequence[float]
+) -> list[tuple[str, str]]:
     """The merges that SentencePiece's rule implies: of all neighbours that form a token, the best-scored token first.
 
-    A token's score is the same whichever two parts form it; among those, SentencePiece takes the leftmost pair of the
-    text, and a list of merges the first of the list, so the order within one token is a convention (shorter ids first).
+    A token's score is the same whichever two parts form it; among those, SentencePiece takes the
+    leftmost pair of the text, and a list of merges the first of the list, so the order within one
+    token is a convention (shorter ids first).
     """
     mergeable = {token: i for token, i in ids.items() if types[i] in (NORMAL, USER_DEFINED, UNUSED)}
     ranked = []
     for token, i in mergeable.items():
         for middle in range(1, len(token)):
-            left, right = mergeable.get(token[:middle]), mergeable.get(token[middle:])
+            left = mergeable.get(token[:middle])
+            right = mergeable.get(token[middle:])
             if left is not None and right is not None:
                 ranked.append((-scores[i], i, left, right, token[:middle], token[middle:]))
     ranked.sort()
@@ -156,16 +174,21 @@ def _normalizer(pieces: Pieces) -> Any:
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
 
 
-# The file is a protocol buffer. Its wire format is four rules, and a library would want the fields declared as well.
+# The file is a protocol buffer. Its wire format is four rules, and a library would want the fields
+# declared as well.
 
 
 def _read_pieces(path: Path) -> Pieces:
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise CheckpointError(f"{path} is larger than {_MAX_BYTES >> 20} MiB.", "Fetch the model's folder again.")
+            raise CheckpointError(
+                f"{path} is larger than {_MAX_BYTES >> 20} MiB.", "Fetch the model's folder again."
+            )
         data = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.", "Check the file.") from None
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}.", "Check the file."
+        ) from None
     pieces = Pieces()
     try:
         for number, value in _fields(data):
@@ -198,7 +221,9 @@ def _read_trainer(pieces: Pieces, said: Mapping[int, int | bytes]) -> None:
 
 def _read_normalizer(pieces: Pieces, said: Mapping[int, int | bytes]) -> None:
     pieces.charsmap = _bytes(said.get(2, b""))
-    pieces.space_prefix, pieces.one_space, pieces.space_as_piece = (bool(said.get(n, 1)) for n in (3, 4, 5))
+    pieces.space_prefix, pieces.one_space, pieces.space_as_piece = (
+        bool(said.get(n, 1)) for n in (3, 4, 5)
+    )
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -243,4 +268,6 @@ def _int(value: int | bytes) -> int:
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{path} is not a sound SentencePiece model: {reason}.", "Fetch the model's folder again.")
+    return CheckpointError(
+        f"{path} is not a sound SentencePiece model: {reason}.", "Fetch the model's folder again."
+    )

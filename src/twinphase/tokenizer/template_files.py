@@ -10,8 +10,6 @@ from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.tokenizer.folder import read_json
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["template_texts"]
-
 _MAX_TEMPLATE = 4 * 1024 * 1024  # bytes
 _FIX = "Use the model without its template."
 
@@ -19,17 +17,23 @@ _FIX = "Use the model without its template."
 def template_texts(checkpoint: Checkpoint) -> dict[str, str]:
     """The Jinja texts of a model's chat templates by name; a model may have none.
 
-    "default" is the one for everything; "tool_use", which few models have, is for requests with tools. In a folder,
-    chat_template.jinja and additional_chat_templates/NAME.jinja win over tokenizer_config.json, as in transformers.
+    "default" is the one for everything; "tool_use", which few models have, is for requests with
+    tools. In a folder, chat_template.jinja and additional_chat_templates/NAME.jinja win over
+    tokenizer_config.json, as in transformers.
 
     Raises:
         UnsupportedModelError: a template that is not text.
         CheckpointError: a file that cannot be read.
     """
     if checkpoint.config is not None:
-        found = _files(checkpoint.path) or _named(read_json(checkpoint.path / "tokenizer_config.json"))
+        found = _files(checkpoint.path) or _named(
+            read_json(checkpoint.path / "tokenizer_config.json")
+        )
     else:
-        keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+        keys = {
+            "default": "tokenizer.chat_template",
+            "tool_use": "tokenizer.chat_template.tool_use",
+        }
         found = {name: checkpoint.metadata.get(key) for name, key in keys.items()}
     found = {name: text for name, text in found.items() if text is not None and text != ""}
     if not all(isinstance(text, str) for text in found.values()):
@@ -39,7 +43,9 @@ def template_texts(checkpoint: Checkpoint) -> dict[str, str]:
 
 def _files(folder: Path) -> dict[str, Any]:
     paths = {"default": folder / "chat_template.jinja"}
-    paths |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    paths |= {
+        path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    }
     return {name: _read(path) for name, path in paths.items() if path.is_file()}
 
 

@@ -1,7 +1,8 @@
 """Marks in a request to a chat template, by which one sees in its output what the client wrote.
 
-Marks are characters that occur nowhere in the request. A pair with a number stands around each content; one more stands
-inside each control token that the client wrote. Not for what the marks mean (`prompt_parts.py`).
+Marks are characters that occur nowhere in the request. A pair with a number stands around each
+content; one more stands inside each control token that the client wrote. Not for what the marks
+mean (`prompt_parts.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from typing import Any, NamedTuple
 
 from twinphase.errors import InvalidRequestError
 from twinphase.tokenizer.chat_template import content_texts
-
-__all__ = ["Content", "Mark", "MarkedRequest", "all_strings", "free_characters"]
 
 
 class Content(NamedTuple):
@@ -65,7 +64,10 @@ class MarkedRequest:
             texts = content_texts(message, i)
             if texts:
                 last = len(texts) - 1
-                lines = [(text + "\n" if k < last else text, name) for k, (text, name) in enumerate(texts)]
+                lines = [
+                    (text + "\n" if k < last else text, name)
+                    for k, (text, name) in enumerate(texts)
+                ]
                 new["content"] = "".join(self._marked(text, i, name) for text, name in lines)
             if "reasoning_content" in message:
                 new["reasoning_content"] = self._marked_leaves(message["reasoning_content"], i)
@@ -84,14 +86,21 @@ class MarkedRequest:
             return value
         if isinstance(value, Mapping):
             return {self.with_cuts(key): self.with_cuts(inner) for key, inner in value.items()}
-        return [self.with_cuts(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+        return (
+            [self.with_cuts(inner) for inner in value]
+            if isinstance(value, (list, tuple))
+            else value
+        )
 
     def read(self, rendered: str) -> tuple[str, list[Mark]]:
         """The text without marks, and the marks in it."""
         kinds = {self.begin: "begin", self.end: "end", None: "cut"}
-        pieces, marks = [], []
+        pieces = []
+        marks = []
         done = at = 0
-        for match in re.finditer(f"([{self.begin}{self.end}])([0-9]{{1,9}})\\1|{self.cut}", rendered):
+        for match in re.finditer(
+            f"([{self.begin}{self.end}])([0-9]{{1,9}})\\1|{self.cut}", rendered
+        ):
             pieces.append(rendered[done : match.start()])
             at += match.start() - done
             done = match.end()
@@ -103,7 +112,8 @@ class MarkedRequest:
         core = text.strip()
         if not core:
             return text
-        number, at = len(self.contents), text.index(core)
+        number = len(self.contents)
+        at = text.index(core)
         content = Content(message, name, text[:at], core, text[at + len(core) :])
         self.contents.append(content)
         begin = f"{self.begin}{number}{self.begin}" if self.sides != "none" else ""
@@ -122,7 +132,11 @@ class MarkedRequest:
             return self._marked(value, message)
         if isinstance(value, Mapping):
             return {key: self._marked_leaves(inner, message) for key, inner in value.items()}
-        return [self._marked_leaves(inner, message) for inner in value] if isinstance(value, (list, tuple)) else value
+        return (
+            [self._marked_leaves(inner, message) for inner in value]
+            if isinstance(value, (list, tuple))
+            else value
+        )
 
 
 def all_strings(value: Any) -> Iterator[str]:
@@ -148,5 +162,7 @@ def free_characters(text: str) -> tuple[str, str, str]:
     private = chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
     free = list(islice((mark for mark in map(chr, private) if mark not in used), 3))
     if len(free) < 3:
-        raise InvalidRequestError("The messages use every character for private use.", "Leave some of them out.")
+        raise InvalidRequestError(
+            "The messages use every character for private use.", "Leave some of them out."
+        )
     return free[0], free[1], free[2]

@@ -1,9 +1,10 @@
 """The Jinja environment that chat templates run in: immutable, with Hugging Face's helpers, and with a budget.
 
-Jinja's sandbox keeps a template from Python's internals and from single endless ranges. It does not keep it from loops
-inside loops, or from making gigabytes out of a few characters. Here every operation pays, in steps, for what it reads
-and makes, and the few that multiply are checked first. Steps are counted, not timed, so that a busy machine refuses
-nothing. Not for choosing or filling templates.
+Jinja's sandbox keeps a template from Python's internals and from single endless ranges. It does not
+keep it from loops inside loops, or from making gigabytes out of a few characters. Here every
+operation pays, in steps, for what it reads and makes, and the few that multiply are checked first.
+Steps are counted, not timed, so that a busy machine refuses nothing. Not for choosing or filling
+templates.
 """
 
 from __future__ import annotations
@@ -25,28 +26,83 @@ from jinja2.visitor import NodeTransformer
 if TYPE_CHECKING:
     from jinja2.parser import Parser
 
-__all__ = ["ENVIRONMENT", "budget"]
-
-_MAX_STEPS = 1_000_000  # loop iterations, calls, operations, and characters made (64 a step) of one rendering
+# loop iterations, calls, operations, and characters made (64 a step) of one rendering
+_MAX_STEPS = 1_000_000
 _CHARACTERS_PER_STEP = 64
 _STEPS_PER_CALL = 10  # of a function or macro, which takes that much longer than an operation
 _MAX_BITS = 100_000  # of an integer
-_MAX_LENGTH = 4_000_000  # characters or elements of anything a template makes, if its input is not longer
+_MAX_LENGTH = (
+    4_000_000  # characters or elements of anything a template makes, if its input is not longer
+)
 _MAX_EXPONENT = 64
-# A number of four digits, or a width taken from an argument, in a format string: padding without end.
+# A number of four digits, or a width taken from an argument, in a format string: padding without
+# end.
 _WIDE_FORMAT = re.compile(r"\d{4}|\*|\{[^}]*\{")
-_UNBOUNDED_METHODS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs", "translate", "format_map"})
+_UNBOUNDED_METHODS = frozenset(
+    {"ljust", "rjust", "center", "zfill", "expandtabs", "translate", "format_map"}
+)
 # The filters that templates use and that make nothing longer than its input, unless bounded below.
 _FILTERS = frozenset(
-    {"abs", "attr", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "format"}
-    | {"groupby", "indent", "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min", "pprint"}
-    | {"reject", "rejectattr", "replace", "reverse", "round", "safe", "select", "selectattr", "sort", "string"}
+    {
+        "abs",
+        "attr",
+        "capitalize",
+        "count",
+        "d",
+        "default",
+        "dictsort",
+        "e",
+        "escape",
+        "first",
+        "float",
+        "format",
+    }
+    | {
+        "groupby",
+        "indent",
+        "int",
+        "items",
+        "join",
+        "last",
+        "length",
+        "list",
+        "lower",
+        "map",
+        "max",
+        "min",
+        "pprint",
+    }
+    | {
+        "reject",
+        "rejectattr",
+        "replace",
+        "reverse",
+        "round",
+        "safe",
+        "select",
+        "selectattr",
+        "sort",
+        "string",
+    }
     | {"striptags", "sum", "title", "tojson", "trim", "truncate", "unique", "upper", "wordcount"}
 )
-_COMPARING_TESTS = frozenset({"==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", ">=", "ge", "<", "lt"}
-                             | {"lessthan", "<=", "le", "in"})  # fmt: skip
+_COMPARING_TESTS = frozenset(
+    {"==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", ">=", "ge", "<", "lt"}
+    | {"lessthan", "<=", "le", "in"}
+)
 # What reads all that is nested in its arguments.
-_WHOLE = _COMPARING_TESTS | {"e", "escape", "format", "groupby", "join", "max", "min", "pprint", "sort", "string"}
+_WHOLE = _COMPARING_TESTS | {
+    "e",
+    "escape",
+    "format",
+    "groupby",
+    "join",
+    "max",
+    "min",
+    "pprint",
+    "sort",
+    "string",
+}
 _WHOLE |= {"sum", "tojson", "trim", "unique"}
 
 _budget: ContextVar[tuple[list[int], int]] = ContextVar("budget")
@@ -57,7 +113,8 @@ def budget(input_length: int) -> Iterator[int]:
     """Gives what is rendered inside a fresh budget; yields the most characters that anything may have.
 
     Args:
-        input_length: characters of the messages, which may be longer than the limit for what a template makes.
+        input_length: characters of the messages, which may be longer than the limit for what a
+            template makes.
     """
     limit = _MAX_LENGTH + 4 * input_length
     token = _budget.set(([_MAX_STEPS + input_length], limit))
@@ -96,7 +153,8 @@ def _touched(value: Any) -> Any:
 
 def _read(value: Any) -> Any:
     """Passes on what is read with all that is nested in it: written, compared, hashed, sorted."""
-    total, inner = 0, [value]
+    total = 0
+    inner = [value]
     while inner:
         part = inner.pop()
         length = _length(part)
@@ -222,7 +280,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
         _spend(_STEPS_PER_CALL)
-        owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
+        owner = getattr(obj, "__self__", None)
+        name = getattr(obj, "__name__", "")
         whole = obj in (dict, Namespace) or isinstance(owner, (list, tuple, dict))
         for given in (owner, *args, *kwargs.values()):
             (_read if whole else _touched)(given)
@@ -240,7 +299,9 @@ class _Environment(ImmutableSandboxedEnvironment):
                 _check_length(_length(one) * other if isinstance(other, int) else 0)
         if operator == "%" and isinstance(left, str):
             _check_format(left, right)
-        if operator == "**" and not (isinstance(right, (int, float)) and abs(right) <= _MAX_EXPONENT):
+        if operator == "**" and not (
+            isinstance(right, (int, float)) and abs(right) <= _MAX_EXPONENT
+        ):
             raise TemplateRuntimeError(f"an exponent above {_MAX_EXPONENT} is not allowed")
         return _touched(super().call_binop(context, operator, left, right))
 
@@ -272,13 +333,16 @@ def _tojson(
 ) -> str:
     # Jinja's own escapes for HTML, which no model was trained on.
     width = min(indent, 16) if indent is not None else None
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=width, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=width, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _paying(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """A filter or test that pays for what it reads and makes; keeps Jinja's mark of what it wants passed."""
     skipped = 1 if hasattr(original, "jinja_pass_arg") else 0
-    pay, check = (_read if name in _WHOLE else _touched), _CHECKS.get(name)
+    pay = _read if name in _WHOLE else _touched
+    check = _CHECKS.get(name)
 
     def paying(*args: Any, **kwargs: Any) -> Any:
         if name == "join":  # of what may come one by one

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ThinkTags", "opens_thinking", "think_tags"]
-
 
 @dataclass(frozen=True)
 class ThinkTags:
@@ -13,7 +11,8 @@ class ThinkTags:
 
     Attributes:
         start, end: stand before and behind it.
-        without: what an answer begins with that was given without thinking; nothing for most models.
+        without: what an answer begins with that was given without thinking; nothing for most
+            models.
     """
 
     start: str
@@ -36,7 +35,14 @@ _KNOWN_TAGS = (
 
 def think_tags(template_source: str) -> ThinkTags | None:
     """The tags a model thinks between, judged by its chat template; None for a model that does not think."""
-    return next((tags for tags in _KNOWN_TAGS if tags.start in template_source or tags.end in template_source), None)
+    return next(
+        (
+            tags
+            for tags in _KNOWN_TAGS
+            if tags.start in template_source or tags.end in template_source
+        ),
+        None,
+    )
 
 
 def opens_thinking(prompt_text: str, tags: ThinkTags) -> bool:

@@ -1,8 +1,8 @@
 """Text to token ids and back, for one model.
 
-Encoding is the `tokenizers` library's: a folder's tokenizer.json, or built from a GGUF file and cached beside its
-index. Decoding is ours, by the exact bytes of each token, so that streaming (detokenizer.py) and decoding at once
-cannot differ. Not for chat formats.
+Encoding is the `tokenizers` library's: a folder's tokenizer.json, or built from a GGUF file and
+cached beside its index. Decoding is ours, by the exact bytes of each token, so that streaming
+(detokenizer.py) and decoding at once cannot differ. Not for chat formats.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ from pathlib import Path
 
 import tokenizers
 
-from twinphase.errors import CheckpointError, ContextLengthError, InvalidRequestError, UnsupportedModelError
+from twinphase.errors import (
+    CheckpointError,
+    ContextLengthError,
+    InvalidRequestError,
+    UnsupportedModelError,
+)
 from twinphase.tokenizer.facts import SPACE, Spelling, TokenizerFacts
 from twinphase.tokenizer.folder import open_folder
 from twinphase.tokenizer.gguf_vocabulary import build_tokenizer, gguf_facts
 from twinphase.tokenizer.pipeline import behind_control, keeps_length, without_special
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["Tokenizer"]
-
 # Changes whenever build_tokenizer gives something else for the same file.
 _CACHE_NAME = "tokenizer-2.json"
-_LONG_TEXT = 4096  # characters; `encode_batch` lets other threads run meanwhile, `encode` is quicker to begin
+# characters; `encode_batch` lets other threads run meanwhile, `encode` is quicker to begin
+_LONG_TEXT = 4096
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -40,24 +44,28 @@ class Tokenizer:
         eos_token_ids: every token that ends generation: end of text, of turn, of message.
         vocab_size: number of tokens; the model's logits may have more columns.
         spelling: how the vocabulary spells the bytes of a token.
-        special_names: the texts of special tokens by the names that chat templates use, such as "bos_token".
+        special_names: the texts of special tokens by the names that chat templates use, such as
+            "bos_token".
         strips_leading_space: encoding puts a space before the text, which decoding takes away.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, facts: TokenizerFacts) -> None:
         """Use `from_checkpoint`; a `backend` without post-processor, and what else its format says."""
         self._backend = backend
-        # The library keeps "parse special tokens" as state of the object, so there are two; they share the vocabulary.
+        # The library keeps "parse special tokens" as state of the object, so there are two; they
+        # share the vocabulary.
         self._plain = without_special(backend)
         self._behind_control = behind_control(self._plain)
         self.spelling = facts.spelling
         self._added = backend.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in self._added.items() if token.special)
-        self._prefix, self._suffix = facts.prefix, facts.suffix
+        self._prefix = facts.prefix
+        self._suffix = facts.suffix
         self._bytes: dict[int, bytes] = {}
         self._longest_token = 0
         self.vocab_size = facts.vocab_size
-        self.bos_token_id, self.eos_token_id = facts.bos_token_id, facts.eos_token_id
+        self.bos_token_id = facts.bos_token_id
+        self.eos_token_id = facts.eos_token_id
         self.eos_token_ids = facts.end_token_ids
         self.special_names = facts.names
         self.strips_leading_space = facts.strips_leading_space
@@ -67,8 +75,10 @@ class Tokenizer:
         """The tokenizer of a model: a folder's tokenizer.json; of a GGUF file from the cache, or built and then cached.
 
         Raises:
-            UnsupportedModelError: no tokenizer, or a kind of tokenizer or pre-tokenizer that is not supported.
-            CheckpointError: a vocabulary that is missing, inconsistent, or larger than the model's embedding.
+            UnsupportedModelError: no tokenizer, or a kind of tokenizer or pre-tokenizer that is not
+                supported.
+            CheckpointError: a vocabulary that is missing, inconsistent, or larger than the model's
+                embedding.
         """
         embedding = checkpoint.tensors.get("token_embd.weight")
         rows = embedding.shape[0] if embedding is not None else None
@@ -78,7 +88,8 @@ class Tokenizer:
             tokenizer = cls._from_gguf(checkpoint)
         if rows is not None and tokenizer.vocab_size > rows:
             raise CheckpointError(
-                f"The tokenizer has {tokenizer.vocab_size} tokens, the model's embedding only {rows} rows.",
+                f"The tokenizer has {tokenizer.vocab_size} tokens, the model's embedding only "
+                f"{rows} rows.",
                 "Use the tokenizer that belongs to the model.",
             )
         return tokenizer
@@ -87,7 +98,9 @@ class Tokenizer:
     def _from_gguf(cls, checkpoint: Checkpoint) -> Tokenizer:
         metadata = checkpoint.metadata
         if "tokenizer.ggml.model" not in metadata:
-            raise UnsupportedModelError(f"{checkpoint.path} has no tokenizer.", "Use a file with one.")
+            raise UnsupportedModelError(
+                f"{checkpoint.path} has no tokenizer.", "Use a file with one."
+            )
         cached = checkpoint.cache_dir / _CACHE_NAME if checkpoint.cache_dir else None
         if cached is not None and cached.is_file():
             # A damaged file is built anew; the library says so with a bare Exception.
@@ -119,15 +132,17 @@ class Tokenizer:
 
         Args:
             text: any text without lone surrogates.
-            add_special_tokens: add BOS, EOS, [CLS] or [SEP] where the model wants them; False for a rendered chat
-                template.
-            parse_special: read "<|im_end|>" and the like as control tokens, not as the characters they are written in.
-            max_tokens: the model's context. A text that cannot fit is refused before it is encoded, because it has
-                more characters than that many of the longest tokens.
+            add_special_tokens: add BOS, EOS, [CLS] or [SEP] where the model wants them; False for a
+                rendered chat template.
+            parse_special: read "<|im_end|>" and the like as control tokens, not as the characters
+                they are written in.
+            max_tokens: the model's context. A text that cannot fit is refused before it is encoded,
+                because it has more characters than that many of the longest tokens.
 
         Raises:
             InvalidRequestError: text that is not valid Unicode.
-            ContextLengthError: text certain to exceed `max_tokens` (one that passes may still be too long).
+            ContextLengthError: text certain to exceed `max_tokens` (one that passes may still be
+                too long).
         """
         if max_tokens is not None and len(text) > max_tokens:
             self._check_length(text, max_tokens)
@@ -135,19 +150,24 @@ class Tokenizer:
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def encode_with_starts(
-        self, text: str, *, control: Sequence[tuple[int, int]] | None = None, max_tokens: int | None = None
+        self,
+        text: str,
+        *,
+        control: Sequence[tuple[int, int]] | None = None,
+        max_tokens: int | None = None,
     ) -> tuple[list[int], list[int]]:
         """Token ids of a text without BOS or EOS, and where in the text each token begins.
 
         Args:
             text: as for `encode`.
-            control: the control tokens to read as such, ascending (character, token id), each at a place where its
-                name stands in the text; those elsewhere are the characters they are written in. None: all of them.
+            control: the control tokens to read as such, ascending (character, token id), each at a
+                place where its name stands in the text; those elsewhere are the characters they are
+                written in. None: all of them.
             max_tokens: as for `encode`.
 
         Returns:
-            The ids, and for each the index of the character that its first byte belongs to; never descending. The
-            space that SentencePiece puts before a text begins with the text.
+            The ids, and for each the index of the character that its first byte belongs to; never
+            descending. The space that SentencePiece puts before a text begins with the text.
 
         Raises:
             InvalidRequestError: as for `encode`.
@@ -162,8 +182,9 @@ class Tokenizer:
                 if (token := self._added.get(token_id)) is not None and token.lstrip:
                     starts[k] = max(text.find(token.content, starts[k]), starts[k])
             return encoding.ids, starts
-        # The library itself splits a text at its control tokens before all else, so encoding what lies between them
-        # gives the ids that encoding the whole would give, once the spaces that some control tokens swallow are gone.
+        # The library itself splits a text at its control tokens before all else, so encoding what
+        # lies between them gives the ids that encoding the whole would give, once the spaces that
+        # some control tokens swallow are gone.
         ids: list[int] = []
         starts = []
         done = 0
@@ -179,13 +200,16 @@ class Tokenizer:
         self._append(text[done:], done, ids, starts)
         return ids, starts
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True, continuation: bool = False) -> str:
+    def decode(
+        self, ids: Sequence[int], *, skip_special_tokens: bool = True, continuation: bool = False
+    ) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD.
 
         Args:
             ids: token ids; those outside the vocabulary have no text.
             skip_special_tokens: leave control tokens out.
-            continuation: the ids continue earlier text, so a SentencePiece space at their beginning is part of it.
+            continuation: the ids continue earlier text, so a SentencePiece space at their beginning
+                is part of it.
         """
         kept = (i for i in ids if not (skip_special_tokens and i in self._special))
         text = b"".join(map(self.token_bytes, kept))
@@ -215,7 +239,10 @@ class Tokenizer:
 
     def names(self) -> dict[int, str]:
         """Every token as its vocabulary spells it, by its id."""
-        return {token_id: name for name, token_id in self._backend.get_vocab(with_added_tokens=True).items()}
+        return {
+            token_id: name
+            for name, token_id in self._backend.get_vocab(with_added_tokens=True).items()
+        }
 
     def _append(self, text: str, at: int, ids: list[int], starts: list[int]) -> None:
         """Adds the tokens of a part of a text that begins at character `at`, and where they begin."""
@@ -224,13 +251,17 @@ class Tokenizer:
         starts += [at + start for start, _ in encoding.offsets]
 
     def _run(self, text: str, parse_special: bool, *, begins: bool = True) -> tokenizers.Encoding:
-        backend = self._backend if parse_special else self._plain if begins else self._behind_control
+        backend = (
+            self._backend if parse_special else self._plain if begins else self._behind_control
+        )
         try:
             if len(text) > _LONG_TEXT:
                 return backend.encode_batch([text], add_special_tokens=False)[0]
             return backend.encode(text, add_special_tokens=False)
         except (UnicodeEncodeError, TypeError):
-            raise InvalidRequestError("The text is not valid Unicode.", "Send it as UTF-8.") from None
+            raise InvalidRequestError(
+                "The text is not valid Unicode.", "Send it as UTF-8."
+            ) from None
 
     def _make_token_bytes(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
@@ -251,7 +282,9 @@ class Tokenizer:
         if self.spelling is Spelling.WORDPIECE or not keeps_length(self._backend.normalizer):
             return  # a text of spaces has no tokens at all
         if not self._longest_token:
-            self._longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+            self._longest_token = max(
+                map(len, self._backend.get_vocab(with_added_tokens=True)), default=1
+            )
         longest = self._longest_token * (3 if self._backend.normalizer is not None else 1)
         if len(text) > max_tokens * longest:
             raise ContextLengthError(

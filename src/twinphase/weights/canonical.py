@@ -1,7 +1,7 @@
 """A Hugging Face folder's tensors under GGUF's names, by the gguf package's own table.
 
-Values stay the folder's: where llama.cpp's converter changes them (rows of q and k for rotation in pairs, Gemma's norms
-with one added), the model knows. Not for experts (experts.py).
+Values stay the folder's: where llama.cpp's converter changes them (rows of q and k for rotation in
+pairs, Gemma's norms with one added), the model knows. Not for experts (experts.py).
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Mapping
 
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.weights.source import Source
-
-__all__ = ["canonical_tensors"]
 
 # What stands in front where the text model is a part of a larger one.
 _PREFIXES = {
@@ -24,11 +22,16 @@ _PREFIXES = {
 _OTHER_MODALITIES = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
 )
-# Computed from the config, or part of no answer: rotary tables, BERT's position numbers, its pooler and training heads.
-_NOT_WEIGHTS = re.compile(r".*\brotary_emb\.\w+|.*\binv_freq|(.*\.)?position_ids|pooler\..*|cls\..*")
+# Computed from the config, or part of no answer: rotary tables, BERT's position numbers, its pooler
+# and training heads.
+_NOT_WEIGHTS = re.compile(
+    r".*\brotary_emb\.\w+|.*\binv_freq|(.*\.)?position_ids|pooler\..*|cls\..*"
+)
 
 
-def canonical_tensors(sources: Mapping[str, Source], architecture: str, layers: int, tied: bool) -> dict[str, Source]:
+def canonical_tensors(
+    sources: Mapping[str, Source], architecture: str, layers: int, tied: bool
+) -> dict[str, Source]:
     """The tensors of the text model by GGUF's names; one that the table does not know keeps its own.
 
     Args:
@@ -46,7 +49,9 @@ def canonical_tensors(sources: Mapping[str, Source], architecture: str, layers: 
 
     arch = next((arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
     if arch is None:
-        raise UnsupportedModelError(f"Architecture {architecture!r} is not supported.", "Use another model.")
+        raise UnsupportedModelError(
+            f"Architecture {architecture!r} is not supported.", "Use another model."
+        )
     table = get_tensor_name_map(arch, layers)
 
     def translated(name: str) -> str:
@@ -60,11 +65,18 @@ def canonical_tensors(sources: Mapping[str, Source], architecture: str, layers: 
     found: dict[str, Source] = {}
     for name, source in sources.items():
         plain = _without_prefix(name)
-        if _OTHER_MODALITIES.match(name) or _NOT_WEIGHTS.fullmatch(plain) or tied and plain == "lm_head.weight":
+        if (
+            _OTHER_MODALITIES.match(name)
+            or _NOT_WEIGHTS.fullmatch(plain)
+            or tied
+            and plain == "lm_head.weight"
+        ):
             continue
         final = translated(plain)
         if final in found:
-            raise CheckpointError(f"Two tensors mean {final}; one of them is {name}.", "Fetch the model again.")
+            raise CheckpointError(
+                f"Two tensors mean {final}; one of them is {name}.", "Fetch the model again."
+            )
         found[final] = source
     return found
 

@@ -1,7 +1,7 @@
 """A model file opened for reading: metadata, and tensors as raw bytes in the file's own precision.
 
-Format-neutral words only; `gguf.py` and `safetensors.py` fill them, both with GGUF's names of tensors and
-architectures. Not for packing (backends do that).
+Format-neutral words only; `gguf.py` and `safetensors.py` fill them, both with GGUF's names of
+tensors and architectures. Not for packing (backends do that).
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-__all__ = ["Checkpoint", "TensorInfo"]
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,15 @@ class Checkpoint:
     Attributes:
         path: the file (of a split model, the first), or the folder.
         architecture: by GGUF's name, e.g. "llama", "qwen3moe".
-        metadata: hyper-parameters by GGUF key (strings, numbers, short lists; never the vocabulary); a folder has
-            none.
+        metadata: hyper-parameters by GGUF key (strings, numbers, short lists; never the
+            vocabulary); a folder has none.
         tensors: by GGUF's name, whatever the format.
         files: every file with tensors, memory-mapped, uint8 [file size] each.
         fingerprint: hex digest naming this file's content for caches.
-        cache_dir: folder for what is derived from this very file (the built tokenizer); None if none can be written.
-        vocabulary: reads the long arrays that `metadata` leaves out, by GGUF key; slow, so called only to build a
-            tokenizer that is not cached yet.
+        cache_dir: folder for what is derived from this very file (the built tokenizer); None if
+            none can be written.
+        vocabulary: reads the long arrays that `metadata` leaves out, by GGUF key; slow, so called
+            only to build a tokenizer that is not cached yet.
         config: a folder's config.json, its `text_config` in front where it has one; None for GGUF.
     """
 

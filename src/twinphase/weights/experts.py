@@ -1,7 +1,8 @@
 """Expert matrices of a Hugging Face folder, stacked as GGUF has them: gate, up and down, [experts, outputs, inputs].
 
-Folders have them one by one (`experts.3.gate_proj.weight`; Mixtral's `w1`, `w3`, `w2`), or stacked with gate and up in
-one tensor, whose rows GPT-OSS interleaves and whose matrices it transposes. Not for names (canonical.py).
+Folders have them one by one (`experts.3.gate_proj.weight`; Mixtral's `w1`, `w3`, `w2`), or stacked
+with gate and up in one tensor, whose rows GPT-OSS interleaves and whose matrices it transposes. Not
+for names (canonical.py).
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from numpy.typing import NDArray
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.weights.quant import FORMATS
 from twinphase.weights.source import FLOATS, Source, stacked
-
-__all__ = ["stack_experts"]
 
 _Words = NDArray[np.unsignedinteger]
 _SINGLE = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)\.weight")
@@ -37,7 +36,9 @@ def stack_experts(sources: Mapping[str, Source], architecture: str) -> dict[str,
             single.setdefault(f"{match[1]}.{match[3]}.weight", {})[int(match[2])] = source
         elif match := _STACKED.fullmatch(name):
             if source.type not in FLOATS:
-                raise UnsupportedModelError(f"Tensor {name} has type {source.type}.", f"Use {', '.join(FLOATS)}.")
+                raise UnsupportedModelError(
+                    f"Tensor {name} has type {source.type}.", f"Use {', '.join(FLOATS)}."
+                )
             kind = "bias" if match[3] else "weight"
             for part, matrices in _taken_apart(name, source, match[2], architecture == "gpt-oss"):
                 found[f"{match[1]}.{part}_proj.{kind}"] = matrices
@@ -46,19 +47,28 @@ def stack_experts(sources: Mapping[str, Source], architecture: str) -> dict[str,
     for name, parts in single.items():
         absent = next((i for i in range(len(parts)) if i not in parts), None)
         if absent is not None:
-            raise CheckpointError(f"{name} has no expert {absent} of {max(parts) + 1}.", "Fetch the model again.")
+            raise CheckpointError(
+                f"{name} has no expert {absent} of {max(parts) + 1}.", "Fetch the model again."
+            )
         found[name] = stacked(name, [parts[i] for i in range(len(parts))])
     return found
 
 
-def _taken_apart(name: str, source: Source, what: str, gpt_oss: bool) -> Iterator[tuple[str, Source]]:
+def _taken_apart(
+    name: str, source: Source, what: str, gpt_oss: bool
+) -> Iterator[tuple[str, Source]]:
     """(part, tensor) of a stacked tensor: gate and up, or down.
 
-    GPT-OSS: gate_up [E, hidden, 2 * ffn] or its bias [E, 2 * ffn], gate at even indices; down [E, ffn, hidden]. Others:
-    gate_up [E, 2 * ffn, hidden], gate in the first half; down [E, hidden, ffn]. A bias has no inputs to transpose.
+    GPT-OSS: gate_up [E, hidden, 2 * ffn] or its bias [E, 2 * ffn], gate at even indices; down [E,
+    ffn, hidden]. Others: gate_up [E, 2 * ffn, hidden], gate in the first half; down [E, hidden,
+    ffn]. A bias has no inputs to transpose.
     """
     shape = source.shape
-    if len(shape) != (2 if name.endswith("_bias") else 3) or what == "gate_up" and shape[-1 if gpt_oss else 1] % 2:
+    if (
+        len(shape) != (2 if name.endswith("_bias") else 3)
+        or what == "gate_up"
+        and shape[-1 if gpt_oss else 1] % 2
+    ):
         raise CheckpointError(f"Tensor {name} has the shape {shape}.", "Fetch the model again.")
     if what == "down":
         yield "down", _rearranged(source, _transposed) if gpt_oss else source

@@ -1,9 +1,9 @@
 """Opens a GGUF file, or all parts of a split one, as a `Checkpoint`: mapped, checked once, and remembered.
 
-The first open reads the whole header (`gguf_header.py`) and keeps what the engine needs of it, without the vocabulary,
-in a small index in the user's cache. Later opens of the same file (path, size and modification time) read only the
-index, which takes milliseconds. Nothing here writes to the model file, and a cache that cannot be written costs time,
-never the run.
+The first open reads the whole header (`gguf_header.py`) and keeps what the engine needs of it,
+without the vocabulary, in a small index in the user's cache. Later opens of the same file (path,
+size and modification time) read only the index, which takes milliseconds. Nothing here writes to
+the model file, and a cache that cannot be written costs time, never the run.
 """
 
 from __future__ import annotations
@@ -27,18 +27,26 @@ from twinphase.weights.quant import FORMATS
 from twinphase.weights.split import is_later_part, part_names
 from twinphase.weights.storage import model_cache, write_atomically
 
-__all__ = ["last_used", "open_gguf", "quantization_name"]
-
 _INDEX_VERSION = 3
 _INDEX_NAME = "index.msgpack"
 _SAMPLE_BYTES = 1024
 _MIN_BYTES = 24  # magic, version and two counts
 _FETCH_PARTS = "Fetch all parts of one model again, and keep their names."
-# llama.cpp's prefixes of vision, audio and their projection: Ollama has them in the file of the text model.
+# llama.cpp's prefixes of vision, audio and their projection: Ollama has them in the file of the
+# text model.
 _OTHER_MODALITIES = ("v.", "a.", "mm.")
 # general.file_type, for the mixtures whose name says more than their commonest tensor type.
 _FILE_TYPES = {
-    **{10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M"},
+    **{
+        10: "Q2_K",
+        11: "Q3_K_S",
+        12: "Q3_K_M",
+        13: "Q3_K_L",
+        14: "Q4_K_S",
+        15: "Q4_K_M",
+        16: "Q5_K_S",
+        17: "Q5_K_M",
+    },
     21: "Q2_K_S",
 }
 
@@ -61,8 +69,8 @@ def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
 
     Raises:
         ModelNotFoundError: no such file, or a directory.
-        CheckpointError: a file that is not GGUF, is damaged or truncated, or cannot be read; a part that is missing, or
-            that does not belong to the others.
+        CheckpointError: a file that is not GGUF, is damaged or truncated, or cannot be read; a part
+            that is missing, or that does not belong to the others.
         UnsupportedModelError: a tensor type that twinphase does not read, named with the tensor.
     """
     path = Path(path)
@@ -72,7 +80,8 @@ def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
     cache_dir: Path | None = folder
     if index is None:
         headers = [read_header(buffer, name) for name, buffer in buffers.items()]
-        metadata, tensors = headers[0].metadata, _joined_tensors(list(buffers), headers)
+        metadata = headers[0].metadata
+        tensors = _joined_tensors(list(buffers), headers)
         index = _Index(states, _fingerprint(list(buffers.values()), headers), metadata, tensors)
         cache_dir = folder if _store_index(folder, index) else None
     if mark_used:
@@ -118,13 +127,16 @@ def _map_parts(path: Path) -> tuple[dict[str, mmap.mmap], tuple[tuple[int, int],
     """The mapped files by name, in order, and their states."""
     if is_later_part(path.name):
         raise CheckpointError(
-            f"{path} is not the first part of a split model.", "Give the part that ends in -00001-of-..."
+            f"{path} is not the first part of a split model.",
+            "Give the part that ends in -00001-of-...",
         )
     buffers: dict[str, mmap.mmap] = {}
     states: list[tuple[int, int]] = []
     for name in part_names(str(path)):
         if buffers and not os.path.exists(name):
-            raise CheckpointError(f"The model lacks its part {name}.", "Put all parts into one folder.")
+            raise CheckpointError(
+                f"The model lacks its part {name}.", "Put all parts into one folder."
+            )
         buffers[name], stat = _map_file(Path(name))
         states.append((stat.st_size, stat.st_mtime_ns))
     return buffers, tuple(states)
@@ -134,22 +146,26 @@ def _joined_tensors(names: list[str], headers: list[Header]) -> dict[str, Tensor
     """The text model's tensors of all parts, which must agree on how many they are."""
     tensors: dict[str, TensorInfo] = {}
     for number, (name, header) in enumerate(zip(names, headers, strict=True)):
-        count, place = header.metadata.get("split.count", 0), header.metadata.get("split.no", 0)
+        count = header.metadata.get("split.count", 0)
+        place = header.metadata.get("split.no", 0)
         if (max(count, 1) if isinstance(count, int) else count, place) != (len(names), number):
             raise CheckpointError(
-                f"{name} is by its header part {place} (from 0) of {count}, by its name {number} of {len(names)}.",
+                f"{name} is by its header part {place} (from 0) of {count}, by its name {number} "
+                f"of {len(names)}.",
                 _FETCH_PARTS,
             )
         for key, info in header.tensors.items():
             if key in tensors:
                 raise CheckpointError(
-                    f"{name} has a tensor {key!r} that another part has too.", "Fetch the parts again."
+                    f"{name} has a tensor {key!r} that another part has too.",
+                    "Fetch the parts again.",
                 )
             tensors[key] = replace(info, file=number)
     total = headers[0].metadata.get("split.tensors.count", len(tensors))
     if total != len(tensors):
         raise CheckpointError(
-            f"{names[0]} says {total} tensors, its parts have {len(tensors)}.", "Fetch the parts again."
+            f"{names[0]} says {total} tensors, its parts have {len(tensors)}.",
+            "Fetch the parts again.",
         )
     return {key: info for key, info in tensors.items() if not key.startswith(_OTHER_MODALITIES)}
 
@@ -160,24 +176,30 @@ def _map_file(path: Path) -> tuple[mmap.mmap, os.stat_result]:
             stat = os.fstat(file.fileno())
             if stat.st_size < _MIN_BYTES:
                 raise CheckpointError(
-                    f"{path} is too short for a GGUF file ({stat.st_size} bytes).", "Fetch the file again."
+                    f"{path} is too short for a GGUF file ({stat.st_size} bytes).",
+                    "Fetch the file again.",
                 )
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), stat
     except FileNotFoundError:
-        raise ModelNotFoundError(f"There is no file {path}.", "Check the path, or pull the model first.") from None
+        raise ModelNotFoundError(
+            f"There is no file {path}.", "Check the path, or pull the model first."
+        ) from None
     except IsADirectoryError:
         raise ModelNotFoundError(f"{path} is a directory.", "Give the .gguf file in it.") from None
     except (OSError, ValueError) as error:
         # ValueError: a path with a null byte, or something that cannot be mapped.
         reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{path} cannot be read: {reason}.", "Check the file and its rights.") from None
+        raise CheckpointError(
+            f"{path} cannot be read: {reason}.", "Check the file and its rights."
+        ) from None
 
 
 def _fingerprint(buffers: list[mmap.mmap], headers: list[Header]) -> str:
     """SHA-256 over each file's size (8 bytes, little endian), header, and 1 KiB from the middle of every tensor.
 
-    Not over every byte, which takes seconds for a large model: two files can only share a fingerprint if they agree in
-    every hyper-parameter and token, and in the middle of every tensor. Training or quantizing anew changes all of them.
+    Not over every byte, which takes seconds for a large model: two files can only share a
+    fingerprint if they agree in every hyper-parameter and token, and in the middle of every tensor.
+    Training or quantizing anew changes all of them.
     """
     digest = hashlib.sha256()
     for buffer, header in zip(buffers, headers, strict=True):

@@ -1,9 +1,10 @@
 """A bounded reader of the GGUF header: it trusts no count, length or offset until it fits into the file.
 
-The header of a file someone else wrote is input like any other, and its lengths decide how much is read and allocated.
-Not for tensor data, which stays in the mapped file, nor for caching (gguf.py). `gguf.GGUFReader` makes an array object
-of every vocabulary entry, seconds for a usual model, and takes lengths on trust; the `gguf` package therefore serves as
-the oracle of the tests, and here only to name tensor types that we do not read.
+The header of a file someone else wrote is input like any other, and its lengths decide how much is
+read and allocated. Not for tensor data, which stays in the mapped file, nor for caching (gguf.py).
+`gguf.GGUFReader` makes an array object of every vocabulary entry, seconds for a usual model, and
+takes lengths on trust; the `gguf` package therefore serves as the oracle of the tests, and here
+only to name tensor types that we do not read.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.weights.checkpoint import TensorInfo
 from twinphase.weights.quant import FORMATS, tensor_nbytes
 
-__all__ = ["Header", "read_header"]
-
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
@@ -30,7 +29,8 @@ _MAX_DIMENSIONS = 4
 # Arrays beyond this are data, not hyper-parameters: no per-layer list comes near it.
 _MAX_METADATA_ARRAY = 4096
 
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _SCALARS = {
     0: "<u1",
     1: "<i1",
@@ -46,10 +46,25 @@ _SCALARS = {
 }
 _DTYPES = {number: np.dtype(code) for number, code in _SCALARS.items()}
 _TENSOR_TYPES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
-    13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4",
-}  # fmt: skip
-# What the shortest entry takes: an empty name, its type, and one byte of value; or no dimension, type and offset.
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    8: "Q8_0",
+    10: "Q2_K",
+    11: "Q3_K",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+    20: "IQ4_NL",
+    23: "IQ4_XS",
+    30: "BF16",
+    39: "MXFP4",
+}
+# What the shortest entry takes: an empty name, its type, and one byte of value; or no dimension,
+# type and offset.
 _MIN_METADATA_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
 _FIX = "The file is damaged or incomplete: fetch it again."
@@ -73,32 +88,47 @@ class Header:
 
 
 def read_header(buffer: mmap | bytes, name: str) -> Header:
-    """Reads and checks everything before the tensor data. `buffer` is the whole file, `name` its name in errors.
+    """Reads and checks everything before the tensor data.
+
+    `buffer` is the whole file, `name` its name in errors.
 
     Raises:
-        CheckpointError: not a GGUF file, an unsupported version, or a header that does not fit the file.
+        CheckpointError: not a GGUF file, an unsupported version, or a header that does not fit the
+            file.
         UnsupportedModelError: a tensor of a type that twinphase does not read.
     """
     walker = _Walker(buffer, name)
     if bytes(buffer[:4]) != _MAGIC:
-        raise CheckpointError(f"{name} is not a GGUF file (it does not start with 'GGUF').", "Give a .gguf model file.")
+        raise CheckpointError(
+            f"{name} is not a GGUF file (it does not start with 'GGUF').",
+            "Give a .gguf model file.",
+        )
     walker.skip(4, "the magic number")
     version = walker.u32("the version")
     if version & 0xFFFF == 0:
-        raise CheckpointError(f"{name} is a big-endian GGUF file.", "Use the little-endian file of the model.")
+        raise CheckpointError(
+            f"{name} is a big-endian GGUF file.", "Use the little-endian file of the model."
+        )
     if version not in _VERSIONS:
         raise CheckpointError(
-            f"{name} has GGUF version {version}; versions 2 and 3 are read.", "Convert the model again."
+            f"{name} has GGUF version {version}; versions 2 and 3 are read.",
+            "Convert the model again.",
         )
     tensor_count = walker.count("tensors", _MIN_TENSOR_BYTES)
     metadata_count = walker.count("metadata entries", _MIN_METADATA_BYTES)
     metadata, arrays = _read_metadata(walker, metadata_count)
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+    if (
+        not isinstance(alignment, int)
+        or not 0 < alignment <= _MAX_ALIGNMENT
+        or alignment & (alignment - 1)
+    ):
         walker.fail(f"alignment {alignment!r} is not a power of two up to {_MAX_ALIGNMENT}")
     entries = [_read_tensor_entry(walker) for _ in range(tensor_count)]
     data_start = -(-walker.position // alignment) * alignment
-    return Header(metadata, arrays, _place_tensors(walker, entries, data_start, alignment), data_start)
+    return Header(
+        metadata, arrays, _place_tensors(walker, entries, data_start, alignment), data_start
+    )
 
 
 class _Walker:
@@ -148,7 +178,9 @@ class _Walker:
 
     def strings(self, count: int, what: str) -> list[str]:
         """`count` strings. Written for speed: a vocabulary has some hundred thousand of them."""
-        buffer, position, size = self.buffer, self.position, self.size
+        buffer = self.buffer
+        position = self.position
+        size = self.size
         unpack_length = struct.Struct("<Q").unpack_from
         values = []
         try:
@@ -156,7 +188,10 @@ class _Walker:
                 start = position + 8
                 position = start + unpack_length(buffer, position)[0]
                 if position > size:
-                    self.fail(f"{what} has a string of {position - start} bytes at byte {start}, past the file's end")
+                    self.fail(
+                        f"{what} has a string of {position - start} bytes at byte {start}, past "
+                        "the file's end"
+                    )
                 values.append(str(buffer[start:position], "utf-8"))
         except struct.error:
             self.fail(f"{what} ends early, at byte {position}")
@@ -223,7 +258,10 @@ def _read_tensor_entry(walker: _Walker) -> tuple[str, tuple[int, ...], str, int]
 
 
 def _place_tensors(
-    walker: _Walker, entries: list[tuple[str, tuple[int, ...], str, int]], data_start: int, alignment: int
+    walker: _Walker,
+    entries: list[tuple[str, tuple[int, ...], str, int]],
+    data_start: int,
+    alignment: int,
 ) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for name, shape, type_name, offset in entries:
@@ -237,9 +275,14 @@ def _place_tensors(
         except CheckpointError as error:
             walker.fail(f"{what}: {error.cause.rstrip('.')}")
         if offset % alignment:
-            walker.fail(f"{what} starts at byte {offset} of the data, which is not a multiple of {alignment}")
+            walker.fail(
+                f"{what} starts at byte {offset} of the data, which is not a multiple of "
+                f"{alignment}"
+            )
         if data_start + offset + nbytes > walker.size:
-            walker.fail(f"{what} ends at byte {data_start + offset + nbytes}, the file at {walker.size}")
+            walker.fail(
+                f"{what} ends at byte {data_start + offset + nbytes}, the file at {walker.size}"
+            )
         tensors[name] = TensorInfo(name, shape, type_name, data_start + offset, nbytes)
     return tensors
 

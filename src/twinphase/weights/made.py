@@ -1,8 +1,8 @@
 """Tensors that had to be made (stacked, dequantized, quantized) are written down once and mapped from then on.
 
-They are one plain GGUF file in the model's cache folder, there whole or not at all, and made anew when the model's
-files change. Where it cannot be written they stay in memory, and so do small ones. Files whose model is gone are
-removed when another is written. Not for how they are made.
+They are one plain GGUF file in the model's cache folder, there whole or not at all, and made anew
+when the model's files change. Where it cannot be written they stay in memory, and so do small ones.
+Files whose model is gone are removed when another is written. Not for how they are made.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from twinphase.weights.progress import Progress, progress_bar
 from twinphase.weights.source import Source
 from twinphase.weights.storage import abandoned
 
-__all__ = ["MADE", "make_tensors"]
-
 _Bytes = NDArray[np.uint8]
 MADE = "tensors-"  # what the files' names begin with
-_KEY, _MODEL = "twinphase.made_from", "twinphase.made_for"
+_KEY = "twinphase.made_from"
+_MODEL = "twinphase.made_for"
 _SMALL_BYTES = 8 << 20  # made again at each start: milliseconds, against a file to look after
 _Made = tuple[dict[str, TensorInfo], list[_Bytes]]
 
 
 def make_tensors(
-    sources: Mapping[str, Source], path: Path | None, model: Path, key: str, progress: Progress | None
+    sources: Mapping[str, Source],
+    path: Path | None,
+    model: Path,
+    key: str,
+    progress: Progress | None,
 ) -> _Made:
     """Makes the tensors, or maps the file where they already are.
 
@@ -69,7 +72,9 @@ def make_tensors(
     return _kept(sources, path, key) or _in_memory(sources, steps)
 
 
-def _steps(sources: Mapping[str, Source], total: int, report: Progress) -> Callable[[], Iterator[_Bytes]]:
+def _steps(
+    sources: Mapping[str, Source], total: int, report: Progress
+) -> Callable[[], Iterator[_Bytes]]:
     """The tensors' bytes one after the other, with progress; one is in memory at a time."""
 
     def steps() -> Iterator[_Bytes]:
@@ -101,7 +106,10 @@ def _kept(sources: Mapping[str, Source], path: Path, key: str) -> _Made | None:
     except (OSError, ValueError, TwinphaseError):
         return None
     wanted = {name: (source.shape, source.type) for name, source in sources.items()}
-    if header.metadata.get(_KEY) != key or {n: (t.shape, t.type) for n, t in header.tensors.items()} != wanted:
+    if (
+        header.metadata.get(_KEY) != key
+        or {n: (t.shape, t.type) for n, t in header.tensors.items()} != wanted
+    ):
         return None
     return dict(header.tensors), [np.frombuffer(buffer, dtype=np.uint8)]
 
@@ -110,14 +118,21 @@ def _remove_orphans(caches: Path) -> None:
     """Files that were made from folders that are not there any more."""
     for path in caches.glob(f"*/{MADE}*.gguf"):
         with contextlib.suppress(OSError, ValueError, TwinphaseError):
-            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
+            with (
+                open(path, "rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer,
+            ):
                 model = read_header(buffer, str(path)).metadata.get(_MODEL)
             if isinstance(model, str) and not os.path.exists(model):
                 path.unlink()
 
 
 def _write(
-    sources: Mapping[str, Source], path: Path, model: Path, key: str, steps: Callable[[], Iterator[_Bytes]]
+    sources: Mapping[str, Source],
+    path: Path,
+    model: Path,
+    key: str,
+    steps: Callable[[], Iterator[_Bytes]],
 ) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter
 
@@ -132,7 +147,9 @@ def _write(
             writer.add_string(_MODEL, str(model.absolute()))
             for tensor, source in sources.items():
                 type = GGMLQuantizationType[source.type]
-                writer.add_tensor_info(tensor, source.shape, np.dtype(np.float32), source.nbytes, raw_dtype=type)
+                writer.add_tensor_info(
+                    tensor, source.shape, np.dtype(np.float32), source.nbytes, raw_dtype=type
+                )
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()

@@ -1,6 +1,7 @@
 """Finds the model file of a model that Ollama has pulled. Its store is only read.
 
-A manifest, manifests/HOST/NAMESPACE/NAME/TAG, lists layers by digest; the model's is a GGUF file, blobs/sha256-DIGEST.
+A manifest, manifests/HOST/NAMESPACE/NAME/TAG, lists layers by digest; the model's is a GGUF file,
+blobs/sha256-DIGEST.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from typing import Any
 
 from twinphase.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from twinphase.weights.safetensors_header import strict_json
-
-__all__ = ["find_in_ollama"]
 
 _NAME = re.compile(r"(?:(?:([\w.-]+)/)?([\w-][\w.-]*)/)?([\w-][\w.-]*)(?::([\w-][\w.-]*))?")
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
@@ -31,17 +30,23 @@ def find_in_ollama(name: str) -> Path:
     """
     match = _NAME.fullmatch(name)
     if not match or ".." in name.split("/"):
-        raise ModelNotFoundError(f"ollama:{name[:100]} is not the name of a model.", "Write ollama:NAME[:TAG].")
+        raise ModelNotFoundError(
+            f"ollama:{name[:100]} is not the name of a model.", "Write ollama:NAME[:TAG]."
+        )
     host, namespace, model, tag = match.groups()
     place = Path(host or "registry.ollama.ai", namespace or "library", model, tag or "latest")
     stores = [store for store in _stores() if (store / "manifests").is_dir()]
     if not stores:
-        raise ModelNotFoundError("Ollama has no models on this machine.", "Set OLLAMA_MODELS to its folder of models.")
+        raise ModelNotFoundError(
+            "Ollama has no models on this machine.", "Set OLLAMA_MODELS to its folder of models."
+        )
     for store in stores:
         if (store / "manifests" / place).is_file():
             return _model_file(store, store / "manifests" / place, name)
     here = ", ".join(sorted(name for store in stores for name in _names(store))[:20])
-    raise ModelNotFoundError(f"Ollama has no model {name[:100]} here.", f"It has: {here}." if here else _PULL)
+    raise ModelNotFoundError(
+        f"Ollama has no model {name[:100]} here.", f"It has: {here}." if here else _PULL
+    )
 
 
 def _stores() -> list[Path]:
@@ -64,7 +69,9 @@ def _model_file(store: Path, manifest: Path, name: str) -> Path:
     try:
         content = strict_json(manifest.read_bytes(), f"Ollama's manifest of {name}", _PULL)
     except OSError as error:
-        raise CheckpointError(f"{manifest} cannot be read: {error.strerror}.", "Check its rights.") from None
+        raise CheckpointError(
+            f"{manifest} cannot be read: {error.strerror}.", "Check its rights."
+        ) from None
     layers = content.get("layers")
     if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
         raise CheckpointError(f"Ollama's manifest of {name} lists no layers.", _PULL)
@@ -76,11 +83,14 @@ def _model_file(store: Path, manifest: Path, name: str) -> Path:
         raise UnsupportedModelError(f"{name} has an adapter (LoRA).", "Use the model without it.")
     models = of_kind("model")
     if len(models) != 1:
-        raise UnsupportedModelError(f"{name} has {len(models)} model files, not one GGUF file.", "Use another model.")
+        raise UnsupportedModelError(
+            f"{name} has {len(models)} model files, not one GGUF file.", "Use another model."
+        )
     digest = _DIGEST.fullmatch(str(models[0].get("digest")))
     if not digest:
         raise CheckpointError(f"Ollama's manifest of {name} names no file.", _PULL)
-    path, size = store / "blobs" / f"sha256-{digest[1]}", models[0].get("size")
+    path = store / "blobs" / f"sha256-{digest[1]}"
+    size = models[0].get("size")
     if not path.is_file() or path.stat().st_size != size:
         raise CheckpointError(f"Ollama's file of {name} is not whole: {path}.", _PULL)
     return path

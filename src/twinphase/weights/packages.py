@@ -1,6 +1,7 @@
 """Names of packages that hold a model, alone or each a part of its file, and what is known of some.
 
-`A+B+C` are the parts in order, `NAME1..22` those whose names end in 1 to 22. Not for fetching (wheel.py).
+`A+B+C` are the parts in order, `NAME1..22` those whose names end in 1 to 22. Not for fetching
+(wheel.py).
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-__all__ = ["KnownFile", "canonical_packages", "expand_packages", "known_files"]
 
 _PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _RANGE = re.compile(r"(.*\D)(\d{1,4})\.\.(\d{1,4})")

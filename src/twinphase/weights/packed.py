@@ -1,8 +1,8 @@
 """Quantized weights of Hugging Face folders in GGUF's formats: FP8 as BF16, AWQ and GPTQ as Q4_0 or Q4_1, MXFP4.
 
-The 4-bit codes stay as they are. In AWQ and GPTQ a weight is scale * (q - zero) with a float16 scale for each group of
-inputs and each output; Q4_1 has scale * q + m, where only m = -scale * zero is rounded, to float16. Where every zero is
-8, Q4_0 has exactly the same weights.
+The 4-bit codes stay as they are. In AWQ and GPTQ a weight is scale * (q - zero) with a float16
+scale for each group of inputs and each output; Q4_1 has scale * q + m, where only m = -scale * zero
+is rounded, to float16. Where every zero is 8, Q4_0 has exactly the same weights.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ from numpy.typing import NDArray
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.weights.source import FLOATS, Source, made_from_values
 
-__all__ = ["unpacked_tensors"]
-
 _Bytes = NDArray[np.uint8]
 _FIX = "Fetch the model again."
 _USE = "Use the model in FP8, AWQ or GPTQ with 4 bits, or unquantized."
 # Of activations and the KV cache, which are not quantized here by what a folder says.
-_NOT_OF_WEIGHTS = ("input_scale", "activation_scale", "input_zero_point", "k_scale", "v_scale", "q_scale")
+_NOT_OF_WEIGHTS = (
+    "input_scale",
+    "activation_scale",
+    "input_zero_point",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+)
 # Some of GPTQ's writers give these a bias of zeros where the model has none.
 _WITHOUT_BIAS = ("o_proj", "gate_proj", "up_proj", "down_proj")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ's gemm kernel: output of each nibble, lowest first
@@ -45,7 +50,13 @@ def unpacked_tensors(sources: Mapping[str, Source], config: Mapping[str, Any]) -
     if not isinstance(settings, dict):
         raise CheckpointError("quantization_config of config.json is not an object.", _FIX)
     method = str(settings.get("quant_method", ""))[:60].lower()
-    unpack = {"fp8": _fp8, "compressed-tensors": _fp8, "awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4}.get(method)
+    unpack = {
+        "fp8": _fp8,
+        "compressed-tensors": _fp8,
+        "awq": _awq,
+        "gptq": _gptq,
+        "mxfp4": _mxfp4,
+    }.get(method)
     if unpack is None:
         raise UnsupportedModelError(f"Quantization {method!r} is not supported.", _USE)
     _check_settings(method, settings)
@@ -74,17 +85,23 @@ def _check_settings(method: str, settings: Mapping[str, Any]) -> None:
     for key, values in allowed.get(method, {}).items():
         value = settings.get(key)
         if (value.lower() if isinstance(value, str) else value) not in values:
-            raise UnsupportedModelError(f"{method} with {key} {str(value)[:60]!r} is not supported.", _USE)
+            raise UnsupportedModelError(
+                f"{method} with {key} {str(value)[:60]!r} is not supported.", _USE
+            )
 
 
-# FP8 ----------------------------------------------------------------------------------------------------------------
+# FP8
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def _e4m3_values() -> NDArray[np.float32]:
     """Every number of FP8 E4M3 (Micikevicius et al., 2022): 4 bits of exponent (bias 7), 3 of fraction, no infinity."""
     codes = np.arange(256)
-    exponent, fraction = codes >> 3 & 15, codes & 7
-    values = np.where(exponent > 0, np.ldexp(1 + fraction / 8, exponent - 7), np.ldexp(fraction / 8, -6))
+    exponent = codes >> 3 & 15
+    fraction = codes & 7
+    values = np.where(
+        exponent > 0, np.ldexp(1 + fraction / 8, exponent - 7), np.ldexp(fraction / 8, -6)
+    )
     values[codes & 0x7F == 0x7F] = np.nan
     return np.where(codes < 128, values, -values).astype(np.float32)
 
@@ -110,24 +127,30 @@ def _fp8(module: str, parts: dict[str, Source], settings: Mapping[str, Any]) -> 
     ):
         spread = (block[0], block[1])
     else:
-        raise CheckpointError(f"The scales of {module} have shape {scale.shape}, its weights {weight.shape}.", _FIX)
+        raise CheckpointError(
+            f"The scales of {module} have shape {scale.shape}, its weights {weight.shape}.", _FIX
+        )
 
     def values() -> NDArray[np.float32]:
         scales = scale.values().reshape(-(-rows // spread[0]), -(-columns // spread[1]))
-        scales = np.repeat(np.repeat(scales, spread[0], axis=0)[:rows], spread[1], axis=1)[:, :columns]
+        scales = np.repeat(np.repeat(scales, spread[0], axis=0)[:rows], spread[1], axis=1)[
+            :, :columns
+        ]
         return _e4m3_values()[weight.read().reshape(rows, columns)] * scales
 
     return {**parts, "weight": made_from_values((rows, columns), "BF16", values)}
 
 
-# AWQ and GPTQ -------------------------------------------------------------------------------------------------------
+# AWQ and GPTQ
+# -------------------------------------------------------------------------------------------------------
 
 
 def _awq(module: str, parts: dict[str, Source], settings: Mapping[str, Any]) -> dict[str, Source]:
     if "qweight" not in parts:
         return parts
     qweight, qzeros, scales = _four_bit_parts(module, parts)
-    inputs, outputs = qweight.shape[0], qweight.shape[1] * 8
+    inputs = qweight.shape[0]
+    outputs = qweight.shape[1] * 8
     group = _group_size(module, inputs, outputs, qzeros, scales, settings)
 
     def outputs_in_order(source: Source) -> _Bytes:  # int32 [n, outputs / 8] to uint8 [n, outputs]
@@ -137,7 +160,11 @@ def _awq(module: str, parts: dict[str, Source], settings: Mapping[str, Any]) -> 
         return out.reshape(len(out), -1)
 
     matrix = _four_bit_matrix(
-        (outputs, inputs), group, lambda: outputs_in_order(qweight), lambda: outputs_in_order(qzeros), scales
+        (outputs, inputs),
+        group,
+        lambda: outputs_in_order(qweight),
+        lambda: outputs_in_order(qzeros),
+        scales,
     )
     return {**parts, "weight": matrix}
 
@@ -147,10 +174,18 @@ def _gptq(module: str, parts: dict[str, Source], settings: Mapping[str, Any]) ->
         return parts
     order = parts.pop("g_idx", None)
     qweight, qzeros, scales = _four_bit_parts(module, parts)
-    inputs, outputs = qweight.shape[0] * 8, qweight.shape[1]
+    inputs = qweight.shape[0] * 8
+    outputs = qweight.shape[1]
     group = _group_size(module, inputs, outputs, qzeros, scales, settings)
-    if order is None and settings.get("desc_act") or order is not None and not _in_order(order, inputs, group):
-        raise UnsupportedModelError(f"{module} is quantized by GPTQ in activation order (desc_act).", _USE)
+    if (
+        order is None
+        and settings.get("desc_act")
+        or order is not None
+        and not _in_order(order, inputs, group)
+    ):
+        raise UnsupportedModelError(
+            f"{module} is quantized by GPTQ in activation order (desc_act).", _USE
+        )
     # The first version of the format stores each zero less one, in 4 bits.
     less = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
 
@@ -166,7 +201,9 @@ def _gptq(module: str, parts: dict[str, Source], settings: Mapping[str, Any]) ->
 
 
 def _in_order(order: Source, inputs: int, group: int) -> bool:
-    return order.type == "I32" and np.array_equal(order.read().view(np.int32), np.arange(inputs) // group)
+    return order.type == "I32" and np.array_equal(
+        order.read().view(np.int32), np.arange(inputs) // group
+    )
 
 
 def _four_bit_parts(module: str, parts: dict[str, Source]) -> tuple[Source, Source, Source]:
@@ -177,14 +214,21 @@ def _four_bit_parts(module: str, parts: dict[str, Source]) -> tuple[Source, Sour
         raise CheckpointError(f"{module} lacks its qweight, qzeros or scales.", _FIX)
     if (qweight.type, qzeros.type) != ("I32", "I32") or scales.type not in FLOATS:
         types = ", ".join((qweight.type, qzeros.type, scales.type))
-        raise CheckpointError(f"qweight, qzeros and scales of {module} have the types {types}.", _FIX)
+        raise CheckpointError(
+            f"qweight, qzeros and scales of {module} have the types {types}.", _FIX
+        )
     if any(len(part.shape) != 2 for part in (qweight, qzeros, scales)):
         raise CheckpointError(f"qweight, qzeros and scales of {module} are not all matrices.", _FIX)
     return qweight, qzeros, scales
 
 
 def _group_size(
-    module: str, inputs: int, outputs: int, qzeros: Source, scales: Source, settings: Mapping[str, Any]
+    module: str,
+    inputs: int,
+    outputs: int,
+    qzeros: Source,
+    scales: Source,
+    settings: Mapping[str, Any],
 ) -> int:
     """Inputs that share a scale."""
     groups = scales.shape[0]
@@ -193,12 +237,15 @@ def _group_size(
     fits = scales.shape == (groups, outputs) and qzeros.shape == (groups, outputs // 8)
     if not group or said not in (group, -1) or not fits:
         raise CheckpointError(
-            f"{module}: scales {scales.shape} and zeros {qzeros.shape} do not fit {outputs} outputs of {inputs} inputs "
+            f"{module}: scales {scales.shape} and zeros {qzeros.shape} do not fit {outputs} "
+            f"outputs of {inputs} inputs "
             f"in groups of {said!r}.",
             _FIX,
         )
     if group % 32:
-        raise UnsupportedModelError(f"{module} has groups of {group} inputs.", "Use one with groups of 32, 64 or 128.")
+        raise UnsupportedModelError(
+            f"{module} has groups of {group} inputs.", "Use one with groups of 32, 64 or 128."
+        )
     return group
 
 
@@ -209,7 +256,11 @@ def _nibbles_of_words(source: Source) -> _Bytes:
 
 
 def _four_bit_matrix(
-    shape: tuple[int, int], group: int, codes: Callable[[], _Bytes], zeros: Callable[[], _Bytes], scales: Source
+    shape: tuple[int, int],
+    group: int,
+    codes: Callable[[], _Bytes],
+    zeros: Callable[[], _Bytes],
+    scales: Source,
 ) -> Source:
     """A Q4_0 or Q4_1 matrix.
 
@@ -230,14 +281,16 @@ def _four_bit_matrix(
         scale = scales.values().T  # [outputs, groups]
         parameters = [scale] if symmetric else [scale, -scale * zeros().T.astype(np.float32)]
         halves = [
-            np.repeat(values.astype(np.float16), group // 32, axis=1)[..., None].view(np.uint8) for values in parameters
+            np.repeat(values.astype(np.float16), group // 32, axis=1)[..., None].view(np.uint8)
+            for values in parameters
         ]
         return np.concatenate([*halves, packed], axis=-1).reshape(-1)
 
     return Source(shape, "Q4_0" if symmetric else "Q4_1", read)
 
 
-# MXFP4 --------------------------------------------------------------------------------------------------------------
+# MXFP4
+# --------------------------------------------------------------------------------------------------------------
 
 
 _MXFP4_ROWS = {
@@ -250,7 +303,8 @@ def _mxfp4(module: str, parts: dict[str, Source], _: Mapping[str, Any]) -> dict[
     """GPT-OSS's experts: rows of gate and up in turn, stacked in one tensor."""
     found = dict(parts)
     for what, rows in _MXFP4_ROWS.items():
-        blocks, scales = found.pop(f"{what}_blocks", None), found.pop(f"{what}_scales", None)
+        blocks = found.pop(f"{what}_blocks", None)
+        scales = found.pop(f"{what}_scales", None)
         if blocks is None and scales is None:
             continue
         if (
@@ -260,7 +314,9 @@ def _mxfp4(module: str, parts: dict[str, Source], _: Mapping[str, Any]) -> dict[
             or blocks.shape != (*scales.shape, 16)
             or len(scales.shape) != 3
         ):
-            raise CheckpointError(f"{module} lacks {what}_blocks or {what}_scales, or they do not fit.", _FIX)
+            raise CheckpointError(
+                f"{module} lacks {what}_blocks or {what}_scales, or they do not fit.", _FIX
+            )
         for part, chosen in rows.items():
             found[f"{part}_proj.weight"] = _mxfp4_rows(blocks, scales, chosen)
     return found
@@ -269,7 +325,8 @@ def _mxfp4(module: str, parts: dict[str, Source], _: Mapping[str, Any]) -> dict[
 def _mxfp4_rows(blocks: Source, scales: Source, chosen: slice) -> Source:
     """Some rows of every expert as GGUF lays them out.
 
-    A block is an exponent and 16 bytes; values 2j and 2j + 1 are in byte j here, j and j + 16 there.
+    A block is an exponent and 16 bytes; values 2j and 2j + 1 are in byte j here, j and j + 16
+    there.
     """
     experts, rows, count = scales.shape
     shape = (experts, len(range(rows)[chosen]), count * 32)
@@ -278,6 +335,8 @@ def _mxfp4_rows(blocks: Source, scales: Source, chosen: slice) -> Source:
         pairs = blocks.read().reshape(blocks.shape)[:, chosen]
         values = np.stack([pairs & 0x0F, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], 32)
         exponents = scales.read().reshape(scales.shape)[:, chosen, :, None]
-        return np.concatenate([exponents, values[..., :16] | values[..., 16:] << 4], axis=-1).reshape(-1)
+        return np.concatenate(
+            [exponents, values[..., :16] | values[..., 16:] << 4], axis=-1
+        ).reshape(-1)
 
     return Source(shape, "MXFP4", read)

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Progress", "progress_bar"]
-
 # what is being done, bytes done, bytes in all (None while unknown)
 Progress = Callable[[str, int, "int | None"], None]
 
@@ -23,10 +21,21 @@ def progress_bar() -> Iterator[Progress]:
         return
     # Imported here: a model that is already present is resolved without it.
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
     from rich.progress import Progress as Bars
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     with Bars(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bars:
         tasks = {}
 

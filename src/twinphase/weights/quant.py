@@ -1,9 +1,10 @@
 """Block formats of quantized weights, and their lossless unpacking in plain NumPy.
 
-Every quantized format here is an affine code over small groups of a row: `scale * (q - offset) + minimum`; where the
-codes are indices into a table (IQ4, MXFP4), q is the table's integer. `unpack` gives the parts, for backends that pack
-them their own way; `dequantize` gives float32, for the reference backend and for embedding rows. Not for quantizing,
-and not for the layouts that kernels want (backends do that).
+Every quantized format here is an affine code over small groups of a row: `scale * (q - offset) +
+minimum`; where the codes are indices into a table (IQ4, MXFP4), q is the table's integer. `unpack`
+gives the parts, for backends that pack them their own way; `dequantize` gives float32, for the
+reference backend and for embedding rows. Not for quantizing, and not for the layouts that kernels
+want (backends do that).
 
 Bytes of a block, as GGUF stores them (little endian; d, m, dmin are float16):
     Q4_0  d | 16 bytes, low nibbles are values 0-15, high nibbles 16-31
@@ -17,8 +18,9 @@ Bytes of a block, as GGUF stores them (little endian; d, m, dmin are float16):
     Q2_K  16 bytes: scale and minimum, a nibble each | 64 bytes of bit pairs | d dmin
     Q3_K  32 bytes of third bits | 64 bytes of bit pairs | 12 bytes: 16 scales of 6 bits | d
     IQ4_NL  d | 16 bytes of nibbles as Q4_0, indices into a table
-    IQ4_XS  d | 2 bytes: 8 high bit pairs of scales | 4 bytes: their low nibbles | 128 bytes of nibbles as IQ4_NL
-    MXFP4   8 bits of exponent | 16 bytes of nibbles as Q4_0, numbers of 4 bits (OCP Microscaling Formats 1.0)
+    IQ4_XS  d | 2 bytes: 8 high bit pairs of scales | 4 bytes: their low nibbles | 128 bytes of
+    nibbles as IQ4_NL MXFP4   8 bits of exponent | 16 bytes of nibbles as Q4_0, numbers of 4 bits
+    (OCP Microscaling Formats 1.0)
 """
 
 from __future__ import annotations
@@ -32,8 +34,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.errors import CheckpointError, UnsupportedModelError
-
-__all__ = ["FORMATS", "BlockFormat", "QuantizedTensor", "dequantize", "tensor_nbytes", "unpack"]
 
 _Bytes = NDArray[np.uint8]
 _Floats = NDArray[np.float32]
@@ -108,7 +108,8 @@ class QuantizedTensor:
     def values(self) -> _Floats:
         """The matrix in float32 [N, K]."""
         rows, columns = self.q.shape
-        # float32 holds every q - offset exactly, so this costs one rounding for each multiplication and addition.
+        # float32 holds every q - offset exactly, so this costs one rounding for each multiplication
+        # and addition.
         values = self.q.reshape(rows, -1, self.group_size).astype(np.float32)
         if self.offset:
             values -= np.float32(self.offset)
@@ -129,7 +130,8 @@ def tensor_nbytes(shape: Sequence[int], type: str) -> int:
     columns = shape[-1] if shape else 1
     if columns % fmt.block_size:
         raise CheckpointError(
-            f"A row of {columns} values is not a whole number of {type} blocks of {fmt.block_size}.",
+            f"A row of {columns} values is not a whole number of {type} blocks of "
+            f"{fmt.block_size}.",
             "The file is damaged or was written wrongly: fetch or convert it again.",
         )
     return math.prod(shape) // fmt.block_size * fmt.block_bytes
@@ -140,7 +142,8 @@ def dequantize(raw: _Bytes, shape: Sequence[int], type: str) -> _Floats:
 
     Args:
         raw: uint8 [nbytes], as stored.
-        shape: row-major; rows of the file may be taken by slicing `raw` and giving fewer of them here.
+        shape: row-major; rows of the file may be taken by slicing `raw` and giving fewer of them
+            here.
         type: a key of `FORMATS`.
 
     Returns:
@@ -196,7 +199,9 @@ def _unpack(raw: _Bytes, shape: Sequence[int], type: str) -> QuantizedTensor:
 
 def _format(type: str) -> BlockFormat:
     if type not in FORMATS:
-        raise UnsupportedModelError(f"Tensor type {type} is not supported.", f"Use one of {', '.join(FORMATS)}.")
+        raise UnsupportedModelError(
+            f"Tensor type {type} is not supported.", f"Use one of {', '.join(FORMATS)}."
+        )
     return FORMATS[type]
 
 
@@ -204,13 +209,14 @@ def _check_size(raw: _Bytes, shape: Sequence[int], type: str) -> None:
     expected = tensor_nbytes(shape, type)
     if raw.dtype != np.uint8 or raw.size != expected:
         raise CheckpointError(
-            f"A {type} tensor of shape {tuple(shape)} takes {expected} bytes, here are {raw.nbytes}.",
+            f"A {type} tensor of shape {tuple(shape)} takes {expected} bytes, here are "
+            f"{raw.nbytes}.",
             "The file is damaged: fetch it again.",
         )
 
 
-# Each unpacker takes blocks, uint8 [blocks, block_bytes], and returns q [blocks, block_size] and the scale and minimum
-# (or None) of each group, float32 [blocks, groups].
+# Each unpacker takes blocks, uint8 [blocks, block_bytes], and returns q [blocks, block_size] and
+# the scale and minimum (or None) of each group, float32 [blocks, groups].
 _Parts = tuple[_Quants, _Floats, _Floats | None]
 
 
@@ -245,10 +251,13 @@ def _q8_0(blocks: _Bytes, _: BlockFormat) -> _Parts:
 def _k_scales(blocks: _Bytes) -> tuple[_Floats, _Floats]:
     """Scale and minimum of the eight groups of a Q4_K or Q5_K block, float32 [blocks, 8] each.
 
-    Bytes 4-15 hold 8 scales and 8 minima of 6 bits: the first four of each whole in the low bits of bytes 0-3 and 4-7,
-    the last four as nibbles in bytes 8-11 with their upper two bits in the spare top bits of bytes 0-7.
+    Bytes 4-15 hold 8 scales and 8 minima of 6 bits: the first four of each whole in the low bits of
+    bytes 0-3 and 4-7, the last four as nibbles in bytes 8-11 with their upper two bits in the spare
+    top bits of bytes 0-7.
     """
-    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    first = blocks[:, 4:8]
+    second = blocks[:, 8:12]
+    third = blocks[:, 12:16]
     scales = np.concatenate([first & 0x3F, (third & 0x0F) | (first >> 2 & 0x30)], axis=-1)
     minima = np.concatenate([second & 0x3F, (third >> 4) | (second >> 2 & 0x30)], axis=-1)
     scale = _half(blocks, 0) * scales.astype(np.float32)
@@ -272,8 +281,9 @@ def _q5_k(blocks: _Bytes, _: BlockFormat) -> _Parts:
 
 
 def _q6_k(blocks: _Bytes, _: BlockFormat) -> _Parts:
-    # Two halves of 128 values, each of four runs of 32: runs 0 and 1 are the low nibbles of 64 bytes, 2 and 3 the high
-    # ones; bit pair r of byte i of 32 are the upper bits of value i of run r.
+    # Two halves of 128 values, each of four runs of 32: runs 0 and 1 are the low nibbles of 64
+    # bytes, 2 and 3 the high ones; bit pair r of byte i of 32 are the upper bits of value i of run
+    # r.
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3) << 4
@@ -297,13 +307,17 @@ def _q3_k(blocks: _Bytes, _: BlockFormat) -> _Parts:
     # Bit g of byte i is the third bit of value i of run g.
     third = (blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1) << 2
     q = _bit_pairs(np.ascontiguousarray(blocks[:, 32:96])) | third
-    # Low nibbles of the 16 scales in bytes 0-7, low ones first; their upper two bits in the bit pairs of bytes 8-11.
-    low, high = _nibbles(blocks[:, 96:104]), blocks[:, None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    # Low nibbles of the 16 scales in bytes 0-7, low ones first; their upper two bits in the bit
+    # pairs of bytes 8-11.
+    low = _nibbles(blocks[:, 96:104])
+    high = blocks[:, None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
     scales = (low | high.reshape(-1, 16) << 4).astype(np.float32) - 32
     return q.reshape(-1, 256), _half(blocks, 108) * scales, None
 
 
-_IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8)
+_IQ4_VALUES = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8
+)
 # Twice 0, 0.5, 1, 1.5, 2, 3, 4 and 6, so that they are integers; the exponent is one less.
 _MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int8)
 
@@ -313,7 +327,9 @@ def _iq4_nl(blocks: _Bytes, _: BlockFormat) -> _Parts:
 
 
 def _iq4_xs(blocks: _Bytes, _: BlockFormat) -> _Parts:
-    pairs = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    pairs = (
+        np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    )
     low = np.stack([blocks[:, 4:8] & 0x0F, blocks[:, 4:8] >> 4], axis=-1).reshape(-1, 8)
     scales = (low | pairs.astype(np.uint8) << 4).astype(np.float32) - 32
     q = _IQ4_VALUES[_nibbles(blocks[:, 8:].reshape(-1, 8, 16))]

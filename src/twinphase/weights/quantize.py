@@ -1,7 +1,8 @@
 """Quantizes a folder's matrices while they are loaded.
 
-Q8_0, Q5_0 and Q4_0 are the gguf package's own, which are llama.cpp's bit for bit; Q4_K follows llama.cpp's
-`make_qkx2_quants` in NumPy, with fewer trials. Not for reading quantized folders (packed.py).
+Q8_0, Q5_0 and Q4_0 are the gguf package's own, which are llama.cpp's bit for bit; Q4_K follows
+llama.cpp's `make_qkx2_quants` in NumPy, with fewer trials. Not for reading quantized folders
+(packed.py).
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from twinphase.errors import InvalidRequestError
 from twinphase.weights.quant import FORMATS, dequantize, tensor_nbytes
 from twinphase.weights.source import FLOATS, Source
 
-__all__ = ["QUANTIZATIONS", "quantize", "quantized_tensors"]
-
 _Floats = NDArray[np.float32]
-QUANTIZATIONS: Mapping[str, str | None] = {"none": None, "q8_0": "Q8_0", "q4_0": "Q4_0", "q4_k": "Q4_K"}
+QUANTIZATIONS: Mapping[str, str | None] = {
+    "none": None,
+    "q8_0": "Q8_0",
+    "q4_0": "Q4_0",
+    "q4_k": "Q4_K",
+}
 # A token's row and its logit carry more than other weights do, and one matrix is often both.
 _EMBEDDINGS = ("token_embd.weight", "output.weight")
 # Small, and a wrong choice of an expert costs more than its bytes.
@@ -34,26 +38,42 @@ def quantized_tensors(sources: Mapping[str, Source], quantization: str) -> dict[
 
     Args:
         sources: by GGUF's names.
-        quantization: "none", "q8_0", "q4_0" or "q4_k". Embedding and head become Q8_0 with all of them; rows that are
-            not a whole number of Q4_K's blocks become Q5_0, as llama.cpp has it.
+        quantization: "none", "q8_0", "q4_0" or "q4_k". Embedding and head become Q8_0 with all of
+            them; rows that are not a whole number of Q4_K's blocks become Q5_0, as llama.cpp has
+            it.
 
     Raises:
         InvalidRequestError: another name.
     """
     if quantization not in QUANTIZATIONS:
-        raise InvalidRequestError(f"quantization is {quantization!r}.", f"Use one of: {', '.join(QUANTIZATIONS)}.")
+        raise InvalidRequestError(
+            f"quantization is {quantization!r}.", f"Use one of: {', '.join(QUANTIZATIONS)}."
+        )
     wanted = QUANTIZATIONS[quantization]
     if wanted is None:
         return dict(sources)
-    return {name: _quantized(source, _type(name, source, wanted)) for name, source in sources.items()}
+    return {
+        name: _quantized(source, _type(name, source, wanted)) for name, source in sources.items()
+    }
 
 
 def _type(name: str, source: Source, wanted: str) -> str:
     """What a tensor becomes; its own type if it stays."""
-    if source.type not in FLOATS or len(source.shape) < 2 or not name.endswith(".weight") or name.endswith(_KEPT):
+    if (
+        source.type not in FLOATS
+        or len(source.shape) < 2
+        or not name.endswith(".weight")
+        or name.endswith(_KEPT)
+    ):
         return source.type
     columns = source.shape[-1]
-    chosen = "Q8_0" if name in _EMBEDDINGS else "Q5_0" if columns % FORMATS[wanted].block_size else wanted
+    chosen = (
+        "Q8_0"
+        if name in _EMBEDDINGS
+        else "Q5_0"
+        if columns % FORMATS[wanted].block_size
+        else wanted
+    )
     return source.type if columns % FORMATS[chosen].block_size else chosen
 
 
@@ -90,20 +110,29 @@ def quantize(values: _Floats, type: str) -> NDArray[np.uint8]:
             return _q4_k(values)
         from gguf import GGMLQuantizationType, quants
 
-        return np.ascontiguousarray(quants.quantize(values, GGMLQuantizationType[type])).view(np.uint8)
+        return np.ascontiguousarray(quants.quantize(values, GGMLQuantizationType[type])).view(
+            np.uint8
+        )
 
 
 def _q4_k(values: _Floats) -> NDArray[np.uint8]:
     """w = d * scale * code - dmin * minimum, with scale and minimum of 6 bits for each 32 values (quant.py)."""
     x = values.reshape(-1, 8, 32)
     scale, minimum = _group_scales(x)
-    d, dmin = scale.max(axis=1, keepdims=True) / 63, minimum.max(axis=1, keepdims=True) / 63
-    d, dmin = d.astype(np.float16), dmin.astype(np.float16)
+    d = scale.max(axis=1, keepdims=True) / 63
+    dmin = minimum.max(axis=1, keepdims=True) / 63
+    d = d.astype(np.float16)
+    dmin = dmin.astype(np.float16)
 
     def six_bits(numbers: _Floats, unit: NDArray[np.float16]) -> NDArray[np.uint8]:
-        return np.nan_to_num(np.rint(numbers / unit.astype(np.float32)), posinf=0).clip(0, 63).astype(np.uint8)
+        return (
+            np.nan_to_num(np.rint(numbers / unit.astype(np.float32)), posinf=0)
+            .clip(0, 63)
+            .astype(np.uint8)
+        )
 
-    scales, minima = six_bits(scale, d), six_bits(minimum, dmin)
+    scales = six_bits(scale, d)
+    minima = six_bits(minimum, dmin)
     step = (d * scales.astype(np.float32))[..., None]
     codes = np.rint((x + (dmin * minima.astype(np.float32))[..., None]) / step)
     q = np.nan_to_num(codes, posinf=0, neginf=0).clip(0, 15).astype(np.uint8).reshape(-1, 4, 2, 32)
@@ -116,40 +145,52 @@ def _q4_k(values: _Floats) -> NDArray[np.uint8]:
         axis=1,
     )
     nibbles = (q[:, :, 0] | q[:, :, 1] << 4).reshape(-1, 128)
-    return np.concatenate([d.view(np.uint8), dmin.view(np.uint8), packed, nibbles], axis=1).reshape(len(values), -1)
+    return np.concatenate([d.view(np.uint8), dmin.view(np.uint8), packed, nibbles], axis=1).reshape(
+        len(values), -1
+    )
 
 
 def _group_scales(x: _Floats) -> tuple[_Floats, _Floats]:
     """Scale and minimum (subtracted, not negative) of each group: float32 [blocks, 8, 32] to [blocks, 8] each.
 
-    Each trial rounds with another scale and then solves for the scale and minimum with the least weighted squared
-    error; large values weigh more.
+    Each trial rounds with another scale and then solves for the scale and minimum with the least
+    weighted squared error; large values weigh more.
     """
     groups = x.shape[:2]
-    x = np.ascontiguousarray(x.reshape(-1, 32).T)  # sums run along the first axis, over all groups at once
+    x = np.ascontiguousarray(
+        x.reshape(-1, 32).T
+    )  # sums run along the first axis, over all groups at once
     weight = np.sqrt((x * x).mean(axis=0)) + np.abs(x)
     low = np.minimum(x.min(axis=0), 0)
     spread = x.max(axis=0) - low
     inverse = np.where(spread > 0, 1 / spread, 0)
-    weighted_x, shifted = weight * x, x - low
-    sum_w, sum_x = weight.sum(axis=0), weighted_x.sum(axis=0)
-    best_scale, best_minimum = spread / 15, -low
+    weighted_x = weight * x
+    shifted = x - low
+    sum_w = weight.sum(axis=0)
+    sum_x = weighted_x.sum(axis=0)
+    best_scale = spread / 15
+    best_minimum = -low
     best_error = np.full(sum_w.shape, np.inf, np.float32)
     for trial in _TRIALS:
         codes = np.rint(shifted * ((15 + trial) * inverse))
         np.minimum(codes, 15, out=codes)
         weighted = weight * codes
-        sum_l, sum_xl = weighted.sum(axis=0), (weighted_x * codes).sum(axis=0)
+        sum_l = weighted.sum(axis=0)
+        sum_xl = (weighted_x * codes).sum(axis=0)
         sum_l2 = np.multiply(weighted, codes, out=weighted).sum(axis=0)
         determinant = sum_w * sum_l2 - sum_l * sum_l
         scale = (sum_w * sum_xl - sum_x * sum_l) / determinant
         minimum = (sum_l * sum_xl - sum_l2 * sum_x) / determinant
-        # A minimum above zero cannot be stored: without one, the scale alone has the least error so.
+        # A minimum above zero cannot be stored: without one, the scale alone has the least error
+        # so.
         scale = np.where(minimum < 0, sum_xl / sum_l2, scale)
         minimum = np.maximum(minimum, 0)
         # The weighted squared error, less its part that no trial changes.
-        error = scale * (scale * sum_l2 - 2 * (sum_xl + minimum * sum_l)) + minimum * (minimum * sum_w + 2 * sum_x)
+        error = scale * (scale * sum_l2 - 2 * (sum_xl + minimum * sum_l)) + minimum * (
+            minimum * sum_w + 2 * sum_x
+        )
         better = error < best_error  # False where the system has no solution: all values are one
         best_error = np.where(better, error, best_error)
-        best_scale, best_minimum = np.where(better, scale, best_scale), np.where(better, minimum, best_minimum)
+        best_scale = np.where(better, scale, best_scale)
+        best_minimum = np.where(better, minimum, best_minimum)
     return best_scale.reshape(groups), best_minimum.reshape(groups)

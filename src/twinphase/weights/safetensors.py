@@ -1,7 +1,8 @@
 """Opens a Hugging Face folder as a `Checkpoint`: config.json and safetensors files, mapped, under GGUF's tensor names.
 
-What lies in the files as it is needed stays there; what has to be rearranged is made once (`made.py`). Pickles run code
-when they are opened, so they never are. Not for hyper-parameters (the model reads them from the config).
+What lies in the files as it is needed stays there; what has to be rearranged is made once
+(`made.py`). Pickles run code when they are opened, so they never are. Not for hyper-parameters (the
+model reads them from the config).
 """
 
 from __future__ import annotations
@@ -31,20 +32,10 @@ from twinphase.weights.safetensors_header import Entry, read_safetensors_header,
 from twinphase.weights.source import Source
 from twinphase.weights.storage import model_cache, write_atomically
 
-__all__ = [
-    "CONFIG",
-    "INDEX",
-    "SINGLE",
-    "folder_weights",
-    "is_model_folder",
-    "open_safetensors",
-    "read_arrays",
-    "read_folder_config",
-    "read_index",
-]
-
 _RECIPE = "1"  # counted up when what is made from the same files changes
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 64 << 20
 _MAX_LAYERS = 10_000
 _SAMPLE_BYTES = 1024
@@ -74,9 +65,13 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
         CheckpointError: the file cannot be read, is not a JSON object, or is absurdly large.
     """
     if not folder.is_dir():
-        raise ModelNotFoundError(f"There is no folder {folder}.", "Check the path, or pull the model first.")
+        raise ModelNotFoundError(
+            f"There is no folder {folder}.", "Check the path, or pull the model first."
+        )
     if not (folder / CONFIG).exists():
-        raise ModelNotFoundError(f"{folder} has no {CONFIG}.", "Give the folder of a Hugging Face model.")
+        raise ModelNotFoundError(
+            f"{folder} has no {CONFIG}.", "Give the folder of a Hugging Face model."
+        )
     config = _read_json(folder / CONFIG)
     text = config.pop("text_config", None)
     return config | text if isinstance(text, dict) else config
@@ -96,7 +91,8 @@ def open_safetensors(
     Args:
         folder: holds config.json and model.safetensors, or an index and its shards.
         architecture: GGUF's name of it; whoever knows the models reads it from the config.
-        quantization: what float matrices become: "none", "q8_0", "q4_0" or "q4_k" (`quantized_tensors`).
+        quantization: what float matrices become: "none", "q8_0", "q4_0" or "q4_k"
+            (`quantized_tensors`).
         header_only: make no tensors; those that would have to be made can then not be read.
         progress: told when tensors are made; None shows a bar on a terminal.
         mark_used: remember this as a use of the model (`last_used`).
@@ -113,10 +109,14 @@ def open_safetensors(
         raise CheckpointError(f"{folder / CONFIG}: num_hidden_layers is {layers!r}.", _FETCH)
     shards = _open_shards(folder)
     sources = {
-        name: _source(shard, file, entry) for file, shard in enumerate(shards) for name, entry in shard.tensors.items()
+        name: _source(shard, file, entry)
+        for file, shard in enumerate(shards)
+        for name, entry in shard.tensors.items()
     }
     sources = stack_experts(unpacked_tensors(sources, config), architecture)
-    sources = canonical_tensors(sources, architecture, layers, config.get("tie_word_embeddings") is True)
+    sources = canonical_tensors(
+        sources, architecture, layers, config.get("tie_word_embeddings") is True
+    )
     sources = quantized_tensors(sources, quantization)
     _check_types(sources, folder)
     state = "\n".join([_RECIPE, architecture, *(shard.state for shard in shards)])
@@ -126,14 +126,20 @@ def open_safetensors(
     if mark_used:
         with contextlib.suppress(OSError):
             (model_cache(folder) / "used").touch()
-    to_make = {name: source for name, source in sources.items() if source.stored is None and not header_only}
+    to_make = {
+        name: source
+        for name, source in sources.items()
+        if source.stored is None and not header_only
+    }
     made_file = cache_dir / f"{MADE}{quantization}.gguf" if cache_dir else None
     made, arrays = make_tensors(to_make, made_file, folder, f"{quantization} {key}", progress)
     return Checkpoint(
         path=folder,
         architecture=architecture,
         metadata={},
-        tensors={name: _placed(name, source, made, len(shards)) for name, source in sources.items()},
+        tensors={
+            name: _placed(name, source, made, len(shards)) for name, source in sources.items()
+        },
         files=(*(shard.data for shard in shards), *arrays),
         fingerprint=hashlib.sha256(f"{fingerprint} {quantization}".encode()).hexdigest(),
         cache_dir=cache_dir,
@@ -159,7 +165,8 @@ def read_arrays(folder: Path) -> dict[str, NDArray[Any]]:
                 arrays[name] = dequantize(raw, entry.shape, entry.dtype)
             else:
                 raise UnsupportedModelError(
-                    f"Tensor {name[:100]!r} of {folder} has type {entry.dtype}, which is not supported.",
+                    f"Tensor {name[:100]!r} of {folder} has type {entry.dtype}, which is not "
+                    "supported.",
                     "Use F32, F16 or BF16.",
                 )
     return arrays
@@ -174,7 +181,9 @@ def _check_types(sources: Mapping[str, Source], folder: Path) -> None:
             )
 
 
-def _placed(name: str, source: Source, made: Mapping[str, TensorInfo], num_shards: int) -> TensorInfo:
+def _placed(
+    name: str, source: Source, made: Mapping[str, TensorInfo], num_shards: int
+) -> TensorInfo:
     if source.stored is None and name not in made:
         return TensorInfo(name, source.shape, source.type, 0, source.nbytes, num_shards)
     if source.stored is None:
@@ -184,11 +193,16 @@ def _placed(name: str, source: Source, made: Mapping[str, TensorInfo], num_shard
 
 
 def _source(shard: _Shard, file: int, entry: Entry) -> Source:
-    start, end = entry.offset, entry.offset + entry.nbytes
-    # What does not lie on a multiple of its size (the format allows it) is copied: kernels read by address.
+    start = entry.offset
+    end = entry.offset + entry.nbytes
+    # What does not lie on a multiple of its size (the format allows it) is copied: kernels read by
+    # address.
     aligned = entry.dtype in FORMATS and start % FORMATS[entry.dtype].block_bytes == 0
     return Source(
-        entry.shape, entry.dtype, lambda: shard.data[start:end], (file, start) if aligned and entry.nbytes else None
+        entry.shape,
+        entry.dtype,
+        lambda: shard.data[start:end],
+        (file, start) if aligned and entry.nbytes else None,
     )
 
 
@@ -197,13 +211,18 @@ def _open_shards(folder: Path) -> list[_Shard]:
     if (folder / SINGLE).exists():
         return [_open_shard(folder / SINGLE)]
     if not (folder / INDEX).exists():
-        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
+        pickles = sorted(
+            p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+        )
         if pickles:
             raise UnsupportedModelError(
-                f"{folder} has its weights as a pickle ({pickles[0]}), which runs code when it is opened.",
+                f"{folder} has its weights as a pickle ({pickles[0]}), which runs code when it "
+                "is opened.",
                 "It was not opened. Use a model with .safetensors or .gguf files.",
             )
-        raise ModelNotFoundError(f"{folder} has no {SINGLE}.", "Give a folder with safetensors files.")
+        raise ModelNotFoundError(
+            f"{folder} has no {SINGLE}.", "Give a folder with safetensors files."
+        )
     places = read_index(folder / INDEX)
     shards = []
     for file in sorted(set(places.values())):
@@ -213,7 +232,9 @@ def _open_shards(folder: Path) -> list[_Shard]:
         wanted = [name for name, place in places.items() if place == file]
         absent = next((name for name in wanted if name not in shard.tensors), None)
         if absent is not None:
-            raise CheckpointError(f"{folder / file} has no tensor {absent[:100]!r}, which the index names.", _FETCH)
+            raise CheckpointError(
+                f"{folder / file} has no tensor {absent[:100]!r}, which the index names.", _FETCH
+            )
         shards.append(replace(shard, tensors={name: shard.tensors[name] for name in wanted}))
     return shards
 
@@ -225,11 +246,17 @@ def read_index(path: Path) -> dict[str, str]:
         CheckpointError: not such an index, or one that names files elsewhere.
     """
     places = _read_json(path).get("weight_map")
-    if not isinstance(places, dict) or not places or not all(isinstance(place, str) for place in places.values()):
+    if (
+        not isinstance(places, dict)
+        or not places
+        or not all(isinstance(place, str) for place in places.values())
+    ):
         raise CheckpointError(f"{path} has no weight_map.", _FETCH)
     for file in set(places.values()):
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{path} names {file[:100]!r}, which is not a file beside it.", _FETCH)
+            raise CheckpointError(
+                f"{path} names {file[:100]!r}, which is not a file beside it.", _FETCH
+            )
     return places
 
 
@@ -270,28 +297,44 @@ def _open_shard(path: Path) -> _Shard:
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{path} cannot be read: {reason}.", "Check the file and its rights.") from None
-    return _Shard(path.name, np.frombuffer(buffer, dtype=np.uint8), stat, read_safetensors_header(buffer, str(path)))
+        raise CheckpointError(
+            f"{path} cannot be read: {reason}.", "Check the file and its rights."
+        ) from None
+    return _Shard(
+        path.name,
+        np.frombuffer(buffer, dtype=np.uint8),
+        stat,
+        read_safetensors_header(buffer, str(path)),
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, absurd for a JSON file.", _FETCH)
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size} bytes, absurd for a JSON file.", _FETCH
+            )
         text = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.", "Check the file and its rights.") from None
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}.", "Check the file and its rights."
+        ) from None
     return strict_json(text, str(path), _FETCH)
 
 
-def _remembered(folder: Path, shards: list[_Shard], key: str, config: bytes) -> tuple[str, Path | None]:
+def _remembered(
+    folder: Path, shards: list[_Shard], key: str, config: bytes
+) -> tuple[str, Path | None]:
     """The fingerprint, from the cache if the files are as they were, and the cache folder if it can be written.
 
-    The folder's other JSON files count as well as the weights: a tokenizer built from them may be kept there.
+    The folder's other JSON files count as well as the weights: a tokenizer built from them may be
+    kept there.
     """
     cache = model_cache(folder)
     states = []
-    for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".jinja", ".model", ".txt")):
+    for path in sorted(
+        p for p in folder.iterdir() if p.suffix in (".json", ".jinja", ".model", ".txt")
+    ):
         with contextlib.suppress(OSError):  # a broken link
             states.append(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}")
     state = hashlib.sha256("\n".join([key, *states]).encode()).hexdigest()
@@ -316,7 +359,9 @@ def _fingerprint(shards: list[_Shard], config: bytes) -> str:
     digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
     for shard in shards:
         digest.update(f"{shard.name} {shard.stat.st_size}\n".encode())
-        digest.update(shard.data[: min((e.offset for e in shard.tensors.values()), default=0)].tobytes())
+        digest.update(
+            shard.data[: min((e.offset for e in shard.tensors.values()), default=0)].tobytes()
+        )
         for entry in shard.tensors.values():
             start = entry.offset + max(0, entry.nbytes - _SAMPLE_BYTES) // 2
             digest.update(shard.data[start : start + min(_SAMPLE_BYTES, entry.nbytes)].tobytes())

@@ -1,8 +1,9 @@
 """A bounded reader of the safetensors header: it trusts no length, offset or shape until it fits the file.
 
-The rules are the format's own (https://github.com/huggingface/safetensors): eight bytes of length, a JSON object, then
-data without gaps. The `safetensors` package checks them too, but says nothing of offsets, and we want views of the
-mapped file. Not for names nor for what is in a folder (safetensors.py).
+The rules are the format's own (https://github.com/huggingface/safetensors): eight bytes of length,
+a JSON object, then data without gaps. The `safetensors` package checks them too, but says nothing
+of offsets, and we want views of the mapped file. Not for names nor for what is in a folder
+(safetensors.py).
 """
 
 from __future__ import annotations
@@ -17,14 +18,27 @@ from typing import Any, NoReturn
 
 from twinphase.errors import CheckpointError
 
-__all__ = ["Entry", "read_safetensors_header", "strict_json"]
-
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 _MAX_DIMENSIONS = 8
 _ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
-}  # fmt: skip
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+    "C64": 8,
+}
 _FIX = "The file is damaged or incomplete: fetch it again."
 
 
@@ -42,7 +56,8 @@ def read_safetensors_header(buffer: mmap | bytes, name: str) -> Mapping[str, Ent
     """The tensors of a file by name. `buffer` is the whole file, `name` its name in errors.
 
     Raises:
-        CheckpointError: a length, JSON, type, shape or offset that is absurd or does not fit the file.
+        CheckpointError: a length, JSON, type, shape or offset that is absurd or does not fit the
+            file.
     """
 
     def fail(what: str) -> NoReturn:
@@ -56,12 +71,20 @@ def read_safetensors_header(buffer: mmap | bytes, name: str) -> Mapping[str, Ent
         fail(f"a header of {length} bytes does not fit into a file of {size} bytes")
     header = strict_json(bytes(buffer[8 : 8 + length]), f"the header of {name}", _FIX)
     data_start = 8 + length
-    entries = {key: _entry(key, value, data_start, fail) for key, value in header.items() if key != "__metadata__"}
-    end, previous = data_start, "the header"
+    entries = {
+        key: _entry(key, value, data_start, fail)
+        for key, value in header.items()
+        if key != "__metadata__"
+    }
+    end = data_start
+    previous = "the header"
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if entry.offset != end:
-            fail(f"tensor {_shown(key)} starts at byte {entry.offset}, but {previous} ends at {end}")
-        end, previous = end + entry.nbytes, f"tensor {_shown(key)}"
+            fail(
+                f"tensor {_shown(key)} starts at byte {entry.offset}, but {previous} ends at {end}"
+            )
+        end = end + entry.nbytes
+        previous = f"tensor {_shown(key)}"
     if end != size:
         fail(f"the tensors end at byte {end}, the file at {size}")
     return entries
@@ -96,10 +119,16 @@ def _entry(name: str, value: Any, data_start: int, fail: Any) -> Entry:
     what = f"tensor {_shown(name)}"
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
         fail(f"{what} lacks a dtype, a shape or offsets")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    dtype = value["dtype"]
+    shape = value["shape"]
+    offsets = value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
         fail(f"{what} has the unknown dtype {_shown(str(dtype))}")
-    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(map(_is_count, shape)):
+    if (
+        not isinstance(shape, list)
+        or len(shape) > _MAX_DIMENSIONS
+        or not all(map(_is_count, shape))
+    ):
         fail(f"{what} has an absurd shape")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
         fail(f"{what} has absurd offsets")

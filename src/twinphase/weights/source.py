@@ -1,6 +1,7 @@
 """A tensor on its way from a model's files to a `Checkpoint`: lying there ready, or made from others when asked.
 
-What `safetensors.py` reads, `experts.py`, `packed.py` and `requantize.py` rearrange, and `made.py` writes down.
+What `safetensors.py` reads, `experts.py`, `packed.py` and `requantize.py` rearrange, and `made.py`
+writes down.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from numpy.typing import NDArray
 from twinphase.errors import CheckpointError
 from twinphase.weights.quant import dequantize, tensor_nbytes
 
-__all__ = ["FLOATS", "Source", "bfloat16_bytes", "made_from_values", "stacked"]
-
 FLOATS = ("F32", "F16", "BF16")
 
 
@@ -25,9 +24,11 @@ class Source:
 
     Attributes:
         shape: row-major.
-        type: a key of `FORMATS`, or safetensors' name of a type that only a folder has (I32, F8_E4M3).
+        type: a key of `FORMATS`, or safetensors' name of a type that only a folder has (I32,
+            F8_E4M3).
         read: its bytes, uint8 [nbytes], contiguous; slow where they have to be made.
-        stored: where the very same bytes lie in the model's files: (file, offset); None if they have to be made.
+        stored: where the very same bytes lie in the model's files: (file, offset); None if they
+            have to be made.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +45,9 @@ class Source:
         return dequantize(self.read(), self.shape, self.type)
 
 
-def made_from_values(shape: Sequence[int], type: str, values: Callable[[], NDArray[np.float32]]) -> Source:
+def made_from_values(
+    shape: Sequence[int], type: str, values: Callable[[], NDArray[np.float32]]
+) -> Source:
     """A float tensor whose values are computed when asked, rounded to `type` (F32 or BF16)."""
 
     def read() -> NDArray[np.uint8]:
@@ -68,6 +71,8 @@ def stacked(name: str, parts: Sequence[Source]) -> Source:
     """
     first = parts[0]
     if any((part.shape, part.type) != (first.shape, first.type) for part in parts):
-        raise CheckpointError(f"The experts of {name} differ in shape or type.", "Fetch the model again.")
+        raise CheckpointError(
+            f"The experts of {name} differ in shape or type.", "Fetch the model again."
+        )
     shape = (len(parts), *first.shape)
     return Source(shape, first.type, lambda: np.concatenate([part.read() for part in parts]))

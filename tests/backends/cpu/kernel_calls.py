@@ -31,9 +31,16 @@ _RESULT = ctypes.create_string_buffer(64)
 _SCRATCH = aligned(1 << 20, np.uint8)
 # Where a block of each format holds float16 numbers.
 _HALVES = {
-    "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,),
-    "IQ4_XS": (0,), "MXFP4": (),
-}  # fmt: skip
+    "Q4_0": (0,),
+    "Q5_0": (0,),
+    "Q8_0": (0,),
+    "Q6_K": (208,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "MXFP4": (),
+}
 
 
 @cache
@@ -51,7 +58,8 @@ def kernel(isa: str, spec: str) -> int:
 
 def call_kernel(address: int, args: Sequence[int], tiles: int) -> None:
     """Run a kernel's tiles in order."""
-    numbers, place = np.array(args, np.int64), ctypes.addressof(_RESULT)
+    numbers = np.array(args, np.int64)
+    place = ctypes.addressof(_RESULT)
     for tile in range(tiles):
         KERNEL(address)(place, place, numbers.ctypes.data, tile, _SCRATCH.ctypes.data)
 
@@ -74,7 +82,8 @@ def random_blocks(
 def pack(isa: str, name: str, raw: NDArray[np.uint8], inputs: int) -> NDArray[np.uint8]:
     """The matrix in strips, uint8 [strips, bytes of a strip]."""
     outputs, row_bytes = raw.shape
-    strips, strip_bytes = -(-outputs // STRIP), FORMATS[name].strip_bytes(inputs)
+    strips = -(-outputs // STRIP)
+    strip_bytes = FORMATS[name].strip_bytes(inputs)
     packed = aligned(strips * strip_bytes, np.uint8)
     args = [raw.ctypes.data, row_bytes, outputs, inputs // 32, packed.ctypes.data]
     call_kernel(kernel(isa, f"pack:{name}"), args, strips)

@@ -27,8 +27,9 @@ F32 = NDArray[np.float32]
 
 CONTEXTS = (1, 127, 128, 129, 300)
 BLOCKS = 96
-# Relative norm of the attention's output. Queries and keys are int8 with a scale for each token and head, which is
-# what is seen here: an error of up to 1/254 of the largest number in every factor. Measured: up to 0.019, paths alike.
+# Relative norm of the attention's output. Queries and keys are int8 with a scale for each token and
+# head, which is what is seen here: an error of up to 1/254 of the largest number in every factor.
+# Measured: up to 0.019, paths alike.
 TOLERANCE = 0.03
 
 
@@ -45,7 +46,13 @@ class Heads:
         if not path.exists():
             hidden = self.heads * self.head_dim
             write_tiny_gguf(
-                path, hidden=hidden, heads=self.heads, kv_heads=self.kv_heads, layers=1, tensor_type="F32", context=512
+                path,
+                hidden=hidden,
+                heads=self.heads,
+                kv_heads=self.kv_heads,
+                layers=1,
+                tensor_type="F32",
+                context=512,
             )
         return Attention(path, backend, num_blocks=BLOCKS)
 
@@ -54,7 +61,8 @@ class Attention(Steps):
     """The attention of layer 0 alone, between its norm of the embeddings and its output matrix."""
 
     def forward(self, backend: Backend) -> Array:
-        model, layer = self.model, self.model.layers[0]
+        model = self.model
+        layer = self.model.layers[0]
         x = backend.rms_norm(backend.embed(model.embedding), layer.attn_norm, 1e-5)
         q = backend.rope_kv_write(backend.linear(x, layer.qkv), model.ropes[0], 0)
         return backend.linear(backend.attention(q, 0), layer.output)
@@ -64,7 +72,7 @@ class Attention(Steps):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("attention")
     with own_cache(path / "cache"):
         yield path
@@ -72,7 +80,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 SHAPES = (Heads(3, 1, 32), Heads(4, 4, 64), Heads(14, 2, 64), Heads(4, 1, 16), Heads(4, 2, 128))
-per_shape = pytest.mark.parametrize("heads", SHAPES, ids=lambda h: f"d{h.head_dim}-g{h.heads // h.kv_heads}")
+per_shape = pytest.mark.parametrize(
+    "heads", SHAPES, ids=lambda h: f"d{h.head_dim}-g{h.heads // h.kv_heads}"
+)
 
 
 def pair(folder: Path, heads: Heads, isa: str, dtype: str = "auto") -> tuple[Attention, Attention]:
@@ -82,7 +92,9 @@ def pair(folder: Path, heads: Heads, isa: str, dtype: str = "auto") -> tuple[Att
 
 
 def cpu_attention(folder: Path, heads: Heads, isa: str, dtype: str) -> Attention:
-    backend = CpuBackend(threads=2, isa=isa, max_num_batched_tokens=512, max_num_seqs=8, kv_cache_dtype=dtype)
+    backend = CpuBackend(
+        threads=2, isa=isa, max_num_batched_tokens=512, max_num_seqs=8, kv_cache_dtype=dtype
+    )
     return heads.on(backend, folder)
 
 
@@ -90,16 +102,20 @@ def cpu_attention(folder: Path, heads: Heads, isa: str, dtype: str) -> Attention
 def compiled(folder: Path, isa: str) -> None:
     """The kernels of all shapes and caches are there."""
     every = [(heads, dtype) for heads in SHAPES for dtype in KV_CACHE_DTYPES]
-    compile_together(isa, [partial(cpu_attention, folder, heads, isa, dtype) for heads, dtype in every])
+    compile_together(
+        isa, [partial(cpu_attention, folder, heads, isa, dtype) for heads, dtype in every]
+    )
 
 
 def sequences(seed: int) -> list[Piece]:
     """A sequence of every context length, in shuffled blocks that are nobody else's."""
     rng = np.random.default_rng(seed)
-    blocks, pieces = rng.permutation(BLOCKS).astype(np.int32), []
+    blocks = rng.permutation(BLOCKS).astype(np.int32)
+    pieces = []
     for length in CONTEXTS:
         count = -(-length // 16)
-        mine, blocks = blocks[:count], blocks[count:]
+        mine = blocks[:count]
+        blocks = blocks[count:]
         pieces.append(Piece(rng.integers(0, 320, length, dtype=np.int32), 0, mine))
     return pieces
 
@@ -107,13 +123,15 @@ def sequences(seed: int) -> list[Piece]:
 def assert_close(actual: F32, expected: F32) -> None:
     """Row by row, so that one wrong row does not hide among the others."""
     errors = np.linalg.norm(actual - expected, axis=1) / np.linalg.norm(expected, axis=1)
-    assert errors.max() < TOLERANCE, f"row {errors.argmax()}: {errors.max():.4f}, mean {errors.mean():.4f}"
+    assert errors.max() < TOLERANCE, (
+        f"row {errors.argmax()}: {errors.max():.4f}, mean {errors.mean():.4f}"
+    )
 
 
 @pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
 @per_isa
 @per_shape
-def test_prefill_and_decode(folder: Path, heads: Heads, isa: str, dtype: str) -> None:
+def test_prefill_and_decode(folder, heads, isa, dtype):
     cpu, reference = pair(folder, heads, isa, dtype)
     pieces = sequences(0)
     for piece in pieces:  # each prefilled in one chunk but for its last token ...
@@ -128,11 +146,15 @@ def test_prefill_and_decode(folder: Path, heads: Heads, isa: str, dtype: str) ->
 
 
 @per_isa
-def test_both_phases_in_a_step(folder: Path, isa: str) -> None:
+def test_both_phases_in_a_step(folder, isa):
     cpu, reference = pair(folder, SHAPES[0], isa)
     pieces = sequences(1)
     for size, start in ((100, 0), (20, 100), (1, 120)):
-        long = [Piece(p.tokens[start : start + size], start, p.blocks) for p in pieces if len(p.tokens) >= 127]
+        long = [
+            Piece(p.tokens[start : start + size], start, p.blocks)
+            for p in pieces
+            if len(p.tokens) >= 127
+        ]
         inputs = step_inputs(long)
         assert_close(cpu(inputs), reference(inputs))
     decodes = [Piece(p.tokens[121:122], 121, p.blocks) for p in pieces[1:3]]
@@ -145,27 +167,36 @@ def test_both_phases_in_a_step(folder: Path, isa: str) -> None:
 @pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
 @per_isa
 @per_shape
-def test_few_rows_of_a_sequence(folder: Path, heads: Heads, isa: str, dtype: str) -> None:
+def test_few_rows_of_a_sequence(folder, heads, isa, dtype):
     """As verifying drafts has them: beside the reference, which says the same of each row alone."""
     cpu, reference = pair(folder, heads, isa, dtype)
     pieces = [piece for piece in sequences(2) if len(piece.tokens) >= 127]
     for piece in pieces:
         for backend in (cpu, reference):
             backend(step_inputs([piece]))
-    rows = [np.arange(len(p.tokens) - n, len(p.tokens)) for p, n in zip(pieces, (8, 1, 5, 2), strict=True)]
-    inputs = step_inputs([Piece(p.tokens[at], int(at[0]), p.blocks) for p, at in zip(pieces, rows, strict=True)])
-    alone = [[Piece(p.tokens[i : i + 1], i, p.blocks)] for p, at in zip(pieces, rows, strict=True) for i in at.tolist()]
+    rows = [
+        np.arange(len(p.tokens) - n, len(p.tokens))
+        for p, n in zip(pieces, (8, 1, 5, 2), strict=True)
+    ]
+    inputs = step_inputs(
+        [Piece(p.tokens[at], int(at[0]), p.blocks) for p, at in zip(pieces, rows, strict=True)]
+    )
+    alone = [
+        [Piece(p.tokens[i : i + 1], i, p.blocks)]
+        for p, at in zip(pieces, rows, strict=True)
+        for i in at.tolist()
+    ]
     expected = np.concatenate([reference(step_inputs(piece)) for piece in alone])
     assert_close(cpu(inputs), expected)
     np.testing.assert_allclose(reference(inputs), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_bytes_of_a_token(folder: Path) -> None:
+def test_bytes_of_a_token(folder):
     for dtype, expected in (("auto", 32 + 4 + 64), ("int8", 32 + 4 + 32 + 4)):
         cpu, _ = pair(folder, SHAPES[0], "generic", dtype)
         assert cpu.backend.kv_bytes_per_token() == expected
 
 
-def test_unknown_dtype_is_refused() -> None:
+def test_unknown_dtype_is_refused():
     with pytest.raises(InvalidRequestError, match=r"fp4.*auto, int8"):
         CpuBackend(kv_cache_dtype="fp4")

@@ -11,10 +11,19 @@ from numpy.typing import NDArray
 from twinphase.backends.cpu import ceilings, peaks
 from twinphase.backends.cpu.isa import ISAS, available_isas, baseline_cpu, choose_isa
 from twinphase.backends.cpu.peak_loops import peak_loop
-from twinphase.backends.cpu.peaks import MIB, WINDOW_CHUNKS, Ceiling, Crew, bandwidth_ceiling, best_window, settle
+from twinphase.backends.cpu.peaks import (
+    MIB,
+    WINDOW_CHUNKS,
+    Ceiling,
+    Crew,
+    bandwidth_ceiling,
+    best_window,
+    settle,
+)
 from twinphase.errors import InvalidRequestError
 
-# Compiled for one processor each, hence a process a path. Turns beyond OPERAND_STEPS come round to the first operands.
+# Compiled for one processor each, hence a process a path. Turns beyond OPERAND_STEPS come round to
+# the first operands.
 CHECK = """
 import sys
 import numpy as np
@@ -71,16 +80,18 @@ print("right")
 
 
 @pytest.mark.parametrize("name", available_isas())
-def test_loops_compute_what_they_claim(name: str) -> None:
+def test_loops_compute_what_they_claim(name):
     isa = ISAS[name]
     environment = dict(os.environ)
     if isa.cpu or name == "generic":
         environment |= {"NUMBA_CPU_NAME": baseline_cpu(isa), "NUMBA_CPU_FEATURES": ""}
-    done = subprocess.run([sys.executable, "-c", CHECK, name], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, name], capture_output=True, text=True, env=environment
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "right"), done.stderr
 
 
-def test_measure_gives_sane_numbers() -> None:
+def test_measure_gives_sane_numbers():
     found = ceilings.measure(1)
     sizes, rates = zip(*found.bandwidth, strict=True)
     assert list(sizes) == sorted(sizes) and min(rates) > 0
@@ -89,35 +100,48 @@ def test_measure_gives_sane_numbers() -> None:
     assert np.isfinite([*rates, found.int8_ops, found.float32_flops]).all()
 
 
-def test_the_best_window_is_one_in_which_all_threads_had_a_core() -> None:
+def test_the_best_window_is_one_in_which_all_threads_had_a_core():
     steady = np.arange(21) * 0.25
-    late = np.concatenate([np.arange(6) * 0.25, 9 + np.arange(15) * 0.25])  # without a core from 1.25 to 9
+    late = np.concatenate(
+        [np.arange(6) * 0.25, 9 + np.arange(15) * 0.25]
+    )  # without a core from 1.25 to 9
     assert best_window(np.array([steady, steady]), 4) == pytest.approx(8)
     assert best_window(np.array([steady, late]), 4) == pytest.approx(8)
     assert best_window(np.array([steady, late]), 8) < 7
-    assert best_window(np.array([steady, steady + 100]), 4) == pytest.approx(4), "side by side they never ran"
+    assert best_window(np.array([steady, steady + 100]), 4) == pytest.approx(4), (
+        "side by side they never ran"
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_rate_is_what_all_threads_do_per_second(threads: int) -> None:
+def test_a_rate_is_what_all_threads_do_per_second(threads):
     def work(thread: int, repeats: int, readings: NDArray[np.int64]) -> None:
         readings[:, 1] = np.arange(len(readings)) * repeats * 2000  # a unit takes each thread 2 us
 
-    ceiling, crew = Ceiling(work, 100.0), Crew(threads)
+    ceiling = Ceiling(work, 100.0)
+    crew = Crew(threads)
     ceiling.measure(crew)
     crew.close()
     assert ceiling.rates == [pytest.approx(threads * 100 / 2e-6)]
 
 
-def test_peaks_and_bandwidth_count_the_work_of_one_thread() -> None:
-    isa, memory = choose_isa(None), [np.zeros(4 * MIB, np.uint8) for _ in range(2)]
+def test_peaks_and_bandwidth_count_the_work_of_one_thread():
+    isa = choose_isa(None)
+    memory = [np.zeros(4 * MIB, np.uint8) for _ in range(2)]
     loop = peak_loop("int8", isa)
     assert loop is not None
     for threads in (1, 2):
         found = peaks.peak_ceiling("int8", isa, threads)
-        assert found is not None and found.amount % loop.operations == 0 and found.amount <= loop.operations << 10
+        assert (
+            found is not None
+            and found.amount % loop.operations == 0
+            and found.amount <= loop.operations << 10
+        )
         # A window of eight repeats is a pass over a thread's share of the set.
-        assert bandwidth_ceiling(4 * MIB, memory[:threads], isa).amount * WINDOW_CHUNKS == 4 * MIB / threads
+        assert (
+            bandwidth_ceiling(4 * MIB, memory[:threads], isa).amount * WINDOW_CHUNKS
+            == 4 * MIB / threads
+        )
 
 
 class Scripted(Ceiling):
@@ -140,28 +164,36 @@ SLOW_START = (493, 400, 350, 480, 493, 700, 764, 772, 901, 905, 920, 500)
     [((900,), 60.0, 6, False), (SLOW_START, 60.0, 11, False), ((920, 500), 0.0, 1, True)],
 )
 def test_rounds_go_on_until_the_best_of_them_agree(
-    rounds: tuple[float, ...], limit: float, taken: int, provisional: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    rounds,
+    limit,
+    taken,
+    provisional,
+    monkeypatch,
+):
     monkeypatch.setattr(peaks, "LIMIT_SECONDS", limit)
-    one, crew = Scripted(*rounds), Crew(1)
+    one = Scripted(*rounds)
+    crew = Crew(1)
     assert settle([one], crew) == provisional
     assert len(one.rates) == taken and max(one.rates) == max(rounds)
     crew.close()
 
 
 @pytest.mark.parametrize(("waited", "stolen"), [(0.0, 0.0), (0.5, 0.0), (0.0, 0.5)])
-def test_a_machine_where_others_took_the_cores_is_busy(
-    waited: float, stolen: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_where_others_took_the_cores_is_busy(waited, stolen, monkeypatch):
     clock = iter([0.0, stolen])
     monkeypatch.setattr(peaks, "_stolen", lambda: next(clock))
-    one, crew = Scripted(900.0), Crew(1)
-    monkeypatch.setattr(one, "measure", lambda crew: (Scripted.measure(one, crew), setattr(crew, "waited", waited)))
+    one = Scripted(900.0)
+    crew = Crew(1)
+    monkeypatch.setattr(
+        one, "measure", lambda crew: (Scripted.measure(one, crew), setattr(crew, "waited", waited))
+    )
     assert settle([one], crew) == bool(waited or stolen)
     crew.close()
 
 
-def test_a_crew_counts_how_long_its_threads_wait_for_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crew_counts_how_long_its_threads_wait_for_a_core(
+    monkeypatch,
+):
     readings = iter([(1.0, 0.0), (3.0, 0.25)])
     monkeypatch.setattr(peaks, "_scheduled", lambda: next(readings))
     crew = Crew(1)
@@ -170,18 +202,18 @@ def test_a_crew_counts_how_long_its_threads_wait_for_a_core(monkeypatch: pytest.
     assert (crew.ran, crew.waited) == (2.0, 0.25)
 
 
-def test_an_unknown_path_is_refused() -> None:
+def test_an_unknown_path_is_refused():
     with pytest.raises(InvalidRequestError, match="no-such-path"):
         ceilings.measure(1, "no-such-path")
 
 
-def test_a_failing_measurement_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_measurement_is_one_line(monkeypatch):
     monkeypatch.setattr(ceilings.sys, "executable", "/bin/false")
     with pytest.raises(ceilings.CeilingsError, match="failed"):
         ceilings.measure(1)
 
 
-def test_importing_needs_no_compiler() -> None:
+def test_importing_needs_no_compiler():
     code = "import sys, twinphase.backends.cpu.ceilings; print('numba' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -19,16 +18,17 @@ SPECS = ("quantize", "gate_mul:silu:f32")  # small, so that they compile fast
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def compiled(tmp_path_factory) -> dict[str, bytes]:
     """Object files by name, as compiled into an empty folder that does not exist yet."""
-    folder, seen = tmp_path_factory.mktemp("cache") / "new" / "kernels", []
+    folder = tmp_path_factory.mktemp("cache") / "new" / "kernels"
+    seen = []
     compile_kernels(folder, ISA, SPECS, lambda done, total, name: seen.append((done, total, name)))
     assert seen[0][:2] == (0, 2) and seen[-1] == (2, 2, "")
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
-def folder(compiled: dict[str, bytes], tmp_path: Path) -> Path:
+def folder(compiled, tmp_path) -> Path:
     """A folder of sound object files."""
     for name, content in compiled.items():
         (tmp_path / name).write_bytes(content)
@@ -36,7 +36,7 @@ def folder(compiled: dict[str, bytes], tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def started(monkeypatch) -> list[list[str]]:
     """Path and kernel of each compiling process that would have been started; none is."""
     commands: list[list[str]] = []
 
@@ -48,19 +48,19 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
-def test_nothing_but_the_objects_is_left_behind(compiled: dict[str, bytes]) -> None:
+def test_nothing_but_the_objects_is_left_behind(compiled):
     assert len(compiled) == len(SPECS)
     assert all(name.endswith(".o") for name in compiled)
 
 
-def test_the_second_call_compiles_nothing(folder: Path, started: list[list[str]]) -> None:
+def test_the_second_call_compiles_nothing(folder, started):
     compile_kernels(folder, ISA, SPECS)
     assert not started
     addresses, engine = load_kernels(folder, ISA, SPECS)
     assert set(addresses) == set(SPECS) and all(addresses.values()) and engine is not None
 
 
-def test_each_path_has_its_own_objects(folder: Path, started: list[list[str]]) -> None:
+def test_each_path_has_its_own_objects(folder, started):
     others = [isa for isa in ISAS.values() if isa != ISA]
     for isa in others:
         compile_kernels(folder, isa, ["quantize"])
@@ -78,9 +78,7 @@ def test_each_path_has_its_own_objects(folder: Path, started: list[list[str]]) -
     ),
     ids=("empty", "a byte short", "half", "flipped", "text"),
 )
-def test_a_damaged_object_is_not_run_but_compiled_anew(
-    folder: Path, started: list[list[str]], damage: Callable[[bytes], bytes]
-) -> None:
+def test_a_damaged_object_is_not_run_but_compiled_anew(folder, started, damage):
     (path,) = folder.glob("quantize*")
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(KernelCompileError, match="quantize"):
@@ -90,7 +88,7 @@ def test_a_damaged_object_is_not_run_but_compiled_anew(
 
 
 @pytest.mark.slow
-def test_an_object_that_was_damaged_runs_again(folder: Path) -> None:
+def test_an_object_that_was_damaged_runs_again(folder):
     (path,) = folder.glob("quantize*")
     path.write_bytes(path.read_bytes()[:-1])
     compile_kernels(folder, ISA, SPECS)
@@ -100,8 +98,9 @@ def test_an_object_that_was_damaged_runs_again(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("below", ("kernels", "kernels/below", "/proc/twinphase"))
-def test_a_folder_that_cannot_be_made(tmp_path: Path, below: str) -> None:
-    # A file is in the way, or the file system is read-only: these tests may run as root, whom no rights stop.
+def test_a_folder_that_cannot_be_made(tmp_path, below):
+    # A file is in the way, or the file system is read-only: these tests may run as root, whom no
+    # rights stop.
     if below.startswith("/proc") and not Path("/proc/self").exists():
         pytest.skip("needs /proc")
     (tmp_path / "kernels").write_bytes(b"")
@@ -109,6 +108,6 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, below: str) -> None:
         compile_kernels(tmp_path / below, ISA, SPECS)
 
 
-def test_a_kernel_that_does_not_compile(tmp_path: Path) -> None:
+def test_a_kernel_that_does_not_compile(tmp_path):
     with pytest.raises(KernelCompileError, match="Q3_X"):
         compile_kernels(tmp_path, ISA, ["pack:Q3_X"])

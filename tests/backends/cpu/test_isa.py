@@ -25,7 +25,7 @@ AMX = {"avx512bf16", "amx-tile", "amx-int8", "amx-bf16"}
 
 
 @pytest.fixture
-def features(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+def features(monkeypatch) -> Iterator[set[str]]:
     """Features of the processor that is pretended to be here."""
     present: set[str] = set()
     monkeypatch.setattr(isa_module, "_host_features", lambda: frozenset(present))
@@ -47,17 +47,20 @@ def features(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     ),
     ids=("none", "half of avx2", "avx2", "vnni", "bf16", "amx", "amx refused", "arm"),
 )
-def test_best_first(features: set[str], present: set[str], expected: list[str]) -> None:
+def test_best_first(features, present, expected):
     features |= present
     assert available_isas() == expected
     assert choose_isa(None).name == expected[0]
-    assert [choose_isa(name) for name in expected] == [ISAS[name] for name in expected], "a lesser path can be forced"
+    assert [choose_isa(name) for name in expected] == [ISAS[name] for name in expected], (
+        "a lesser path can be forced"
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), (("avx512-bf16", "lacks"), ("AVX2", "is not an instruction-set path"), ("", "is not"))
+    ("name", "why"),
+    (("avx512-bf16", "lacks"), ("AVX2", "is not an instruction-set path"), ("", "is not")),
 )
-def test_what_is_not_here_is_refused(features: set[str], name: str, why: str) -> None:
+def test_what_is_not_here_is_refused(features, name, why):
     features |= AVX2
     with pytest.raises(InvalidRequestError, match=why) as caught:
         CpuBackend(isa=name)
@@ -76,11 +79,14 @@ def _assembly(isa: Isa, triple: str, cpu: str, features: str, write: Callable[..
     llvm.initialize_all_asmprinters()
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
-    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=3)
+    machine = llvm.Target.from_triple(triple).create_target_machine(
+        cpu=cpu, features=features, opt=3
+    )
     return str(machine.emit_assembly(parsed))
 
 
-X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
+X86 = "x86_64-unknown-linux-gnu"
+ARM = "aarch64-unknown-linux-gnu"
 
 
 @pytest.mark.parametrize("signed", (False, True))
@@ -94,10 +100,10 @@ X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
         ("neon-dot", ARM, "generic", "+dotprod", "sdot"),
     ),
 )
-def test_dot_products_are_the_instruction(
-    name: str, triple: str, cpu: str, features: str, instruction: str, signed: bool
-) -> None:
-    lines = _assembly(ISAS[name], triple, cpu, features, partial(Emit.dot, signed=signed)).splitlines()
+def test_dot_products_are_the_instruction(name, triple, cpu, features, instruction, signed):
+    lines = _assembly(
+        ISAS[name], triple, cpu, features, partial(Emit.dot, signed=signed)
+    ).splitlines()
     assert sum(line.split()[:1] == [instruction] for line in lines) == 1
     assert not any(line.split()[:1] in (["bl"], ["callq"]) for line in lines), "a library call"
 
@@ -111,7 +117,7 @@ def test_dot_products_are_the_instruction(
         ("neon-dot", ARM, "generic", "+dotprod", "tbl"),
     ),
 )
-def test_lookups_are_the_instruction(name: str, triple: str, cpu: str, features: str, instruction: str) -> None:
+def test_lookups_are_the_instruction(name, triple, cpu, features, instruction):
     def write(e: Emit, codes: Value, *others: Value) -> Value:
         return e.lookup(codes, [value + 128 for value in IQ4_VALUES])
 
@@ -120,7 +126,7 @@ def test_lookups_are_the_instruction(name: str, triple: str, cpu: str, features:
     assert not any(line.split()[:1] in (["bl"], ["callq"]) for line in lines), "a library call"
 
 
-def test_matrix_tiles_are_the_instructions() -> None:
+def test_matrix_tiles_are_the_instructions():
     def write(e: Emit, *vectors: Value) -> Value:
         place = e.b.ptrtoint(e.b.alloca(ir.ArrayType(I8, 1024)), I64)
         e.shape_tiles(((16, 64), (16, 32), (8, 64)), place)
@@ -134,19 +140,29 @@ def test_matrix_tiles_are_the_instructions() -> None:
 
     lines = _assembly(ISAS["avx512-amx"], X86, "sapphirerapids", "", write).splitlines()
     found = [
-        line.split()[0] for line in lines if line.split() and ("tile" in line.split()[0] or "tdp" in line.split()[0])
+        line.split()[0]
+        for line in lines
+        if line.split() and ("tile" in line.split()[0] or "tdp" in line.split()[0])
     ]
-    want = ["ldtilecfg", "tilezero", "tileloadd", "tileloadd", "tdpbssd", "tilestored", "tilerelease"]
+    want = [
+        "ldtilecfg",
+        "tilezero",
+        "tileloadd",
+        "tileloadd",
+        "tdpbssd",
+        "tilestored",
+        "tilerelease",
+    ]
     assert found == want
 
 
 @pytest.mark.parametrize(("triple", "cpu"), ((X86, "x86-64"), (ARM, "generic")))
-def test_the_generic_path_compiles_for_any_processor(triple: str, cpu: str) -> None:
+def test_the_generic_path_compiles_for_any_processor(triple, cpu):
     text = _assembly(ISAS["generic"], triple, cpu, "", Emit.dot)
     assert "dot" in text and not any(word in text for word in ("vpdp", "sdot", "callq"))
 
 
-def test_paths_are_told_apart_by_name() -> None:
+def test_paths_are_told_apart_by_name():
     assert all(name == isa.name for name, isa in ISAS.items())
     assert len({dataclasses.astuple(isa) for isa in ISAS.values()}) == len(ISAS)
     assert all(baseline_cpu(isa) for isa in ISAS.values())

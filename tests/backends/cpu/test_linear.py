@@ -27,7 +27,8 @@ class Activations:
 
     def __init__(self, isa: str, x: F32) -> None:
         rows, inputs = x.shape
-        self.x, groups = x, inputs // 32
+        self.x = x
+        groups = inputs // 32
         self.data = aligned(rows * inputs, np.int8).reshape(rows, inputs)
         self.scale = aligned(rows * groups, np.float32).reshape(rows, groups)
         self.fsum = aligned(rows * groups, np.float32).reshape(rows, groups)
@@ -44,16 +45,37 @@ class Activations:
         return groups.reshape(self.x.shape)
 
 
-def linear(isa: str, spec: str, weights: int, groups: int, outputs: int, x: Activations, per_tile: int,
-           residual: F32 | None = None) -> F32:  # fmt: skip
+def linear(
+    isa: str,
+    spec: str,
+    weights: int,
+    groups: int,
+    outputs: int,
+    x: Activations,
+    per_tile: int,
+    residual: F32 | None = None,
+) -> F32:
     """Run the kernel over all its tiles; [rows, outputs rounded up to strips]."""
-    rows, strips = len(x.x), -(-outputs // 32)
+    rows = len(x.x)
+    strips = -(-outputs // 32)
     out = aligned(rows * strips * 32, np.float32).reshape(rows, -1)
     out[:] = np.nan  # every output must be written
-    base, stride = (aligned(strips * 32, np.float32), 0) if residual is None else (residual, residual.strides[0])
+    base, stride = (
+        (aligned(strips * 32, np.float32), 0)
+        if residual is None
+        else (residual, residual.strides[0])
+    )
     cells = np.array([rows, per_tile, ROW_CHUNK], np.int64)
     source = x.x if spec.startswith("dense") else x.data
-    args = [weights, groups, strips, source.ctypes.data, source.strides[0], x.scale.ctypes.data, x.fsum.ctypes.data]
+    args = [
+        weights,
+        groups,
+        strips,
+        source.ctypes.data,
+        source.strides[0],
+        x.scale.ctypes.data,
+        x.fsum.ctypes.data,
+    ]
     args += [4 * (x.x.shape[1] // 32), x.isum.ctypes.data, out.ctypes.data, out.strides[0]]
     args += [base.ctypes.data, stride, *(cells.ctypes.data + 8 * i for i in range(3))]
     tiles = -(-strips // per_tile) * -(-rows // ROW_CHUNK)
@@ -75,31 +97,41 @@ def relative(actual: F32, expected: NDArray[np.float64]) -> float:
 
 
 @per_isa
-def test_activations(isa: str) -> None:
+def test_activations(isa):
     x = random_rows(np.random.default_rng(0), 7, 96)
     rows = Activations(isa, x)
     groups = x.reshape(7, 3, 32)
     largest = np.abs(groups).max(axis=2)
     np.testing.assert_allclose(rows.scale, largest / 127, rtol=1e-6)
-    np.testing.assert_array_equal(np.abs(rows.data.reshape(7, 3, 32)).max(axis=2), np.where(largest > 0, 127, 0))
+    np.testing.assert_array_equal(
+        np.abs(rows.data.reshape(7, 3, 32)).max(axis=2), np.where(largest > 0, 127, 0)
+    )
     error = np.abs(rows.values - x).reshape(7, 3, 32)
     assert (error <= 0.5001 * rows.scale[..., None]).all()
-    np.testing.assert_array_equal(rows.isum, rows.data.reshape(7, 3, 2, 16).sum(axis=3, dtype=np.int32))
+    np.testing.assert_array_equal(
+        rows.isum, rows.data.reshape(7, 3, 2, 16).sum(axis=3, dtype=np.int32)
+    )
     np.testing.assert_allclose(rows.fsum, rows.scale * rows.isum.sum(axis=2), rtol=1e-6)
 
 
 @per_isa
 @pytest.mark.parametrize("name", FORMATS)
-def test_quantized(name: str, isa: str) -> None:
+def test_quantized(name, isa):
     rng = np.random.default_rng(2)
     unit = 256 if FORMATS[name].nested else 32
     for outputs, inputs, rows, per_tile in (
-        (32, unit, 1, 1), (70, 3 * unit, 5, 2), (100, 7 * unit, 11, 3), (33, 2 * unit, ROW_CHUNK + 3, 1),
-    ):  # fmt: skip
+        (32, unit, 1, 1),
+        (70, 3 * unit, 5, 2),
+        (100, 7 * unit, 11, 3),
+        (33, 2 * unit, ROW_CHUNK + 3, 1),
+    ):
         raw = random_blocks(rng, outputs, inputs, name)
-        weights, x = pack(isa, name, raw, inputs), Activations(isa, random_rows(rng, rows, inputs))
+        weights = pack(isa, name, raw, inputs)
+        x = Activations(isa, random_rows(rng, rows, inputs))
         matrix = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name]).astype(np.float64)
-        out = linear(isa, f"quantized_linear:{name}", weights.ctypes.data, inputs // 32, outputs, x, per_tile)
+        out = linear(
+            isa, f"quantized_linear:{name}", weights.ctypes.data, inputs // 32, outputs, x, per_tile
+        )
         assert relative(out[:, :outputs], x.values @ matrix.T) < TOLERANCE
         assert not out[:, outputs:].any(), "padding"
 
@@ -107,42 +139,80 @@ def test_quantized(name: str, isa: str) -> None:
 # Rows in matrix tiles, in whole ones and with a rest, and few, beside each row alone.
 @per_isa
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_row_has_the_same_bits_among_any_number(name: str, isa: str) -> None:
-    rng, inputs, outputs = np.random.default_rng(6), 768 if FORMATS[name].nested else 608, 70
-    raw, x = random_blocks(rng, outputs, inputs, name), random_rows(rng, 128, inputs)
-    packed, residual = pack(isa, name, raw, inputs), random_rows(rng, 128, 96)
-    spec, weights, groups = f"quantized_linear:{name}", packed.ctypes.data, inputs // 32
+def test_a_row_has_the_same_bits_among_any_number(name, isa):
+    rng = np.random.default_rng(6)
+    inputs = 768 if FORMATS[name].nested else 608
+    outputs = 70
+    raw = random_blocks(rng, outputs, inputs, name)
+    x = random_rows(rng, 128, inputs)
+    packed = pack(isa, name, raw, inputs)
+    residual = random_rows(rng, 128, 96)
+    spec = f"quantized_linear:{name}"
+    weights = packed.ctypes.data
+    groups = inputs // 32
     alone = [
-        linear(isa, spec, weights, groups, outputs, Activations(isa, x[m : m + 1]), 1, residual[m : m + 1])
+        linear(
+            isa,
+            spec,
+            weights,
+            groups,
+            outputs,
+            Activations(isa, x[m : m + 1]),
+            1,
+            residual[m : m + 1],
+        )
         for m in range(128)
     ]
-    for rows in (*range(2, 20), 31, 48, 64, MATRIX_LEAST - 1, MATRIX_LEAST, MATRIX_LEAST + 1, 111, 112, 113, 128):
-        together = linear(isa, spec, weights, groups, outputs, Activations(isa, x[:rows]), 1, residual[:rows])
+    for rows in (
+        *range(2, 20),
+        31,
+        48,
+        64,
+        MATRIX_LEAST - 1,
+        MATRIX_LEAST,
+        MATRIX_LEAST + 1,
+        111,
+        112,
+        113,
+        128,
+    ):
+        together = linear(
+            isa, spec, weights, groups, outputs, Activations(isa, x[:rows]), 1, residual[:rows]
+        )
         np.testing.assert_array_equal(together, np.concatenate(alone[:rows]), f"{rows} rows")
 
 
 @per_isa
 @pytest.mark.parametrize("name", FORMATS)
-def test_extreme_codes_do_not_overflow(name: str, isa: str) -> None:
-    # All codes at an end of their range, all activations +-127: the largest sums that 16-bit lanes could meet.
-    rng, inputs = np.random.default_rng(3), 256
+def test_extreme_codes_do_not_overflow(name, isa):
+    # All codes at an end of their range, all activations +-127: the largest sums that 16-bit lanes
+    # could meet.
+    rng = np.random.default_rng(3)
+    inputs = 256
     for fill in (0, 255):
         raw = random_blocks(rng, 32, inputs, name, fill)
         x = random_rows(rng, 3, inputs)
-        x[0], x[1], x[2] = 1, -1, np.where(np.arange(inputs) % 2, 1, -1)
-        weights, rows = pack(isa, name, raw, inputs), Activations(isa, x)
+        x[0] = 1
+        x[1] = -1
+        x[2] = np.where(np.arange(inputs) % 2, 1, -1)
+        weights = pack(isa, name, raw, inputs)
+        rows = Activations(isa, x)
         matrix = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name]).astype(np.float64)
-        out = linear(isa, f"quantized_linear:{name}", weights.ctypes.data, inputs // 32, 32, rows, 1)
+        out = linear(
+            isa, f"quantized_linear:{name}", weights.ctypes.data, inputs // 32, 32, rows, 1
+        )
         expected = rows.values @ matrix.T
-        # The alternating row cancels to nearly nothing: compare with what was added, not with what is left.
+        # The alternating row cancels to nearly nothing: compare with what was added, not with what
+        # is left.
         added = np.abs(rows.values) @ np.abs(matrix).T
         assert (np.abs(out - expected) <= TOLERANCE * added).all()
 
 
 @per_isa
-def test_residual(isa: str) -> None:
+def test_residual(isa):
     rng = np.random.default_rng(4)
-    raw, x = random_blocks(rng, 40, 64, "Q4_1"), Activations(isa, random_rows(rng, 9, 64))
+    raw = random_blocks(rng, 40, 64, "Q4_1")
+    x = Activations(isa, random_rows(rng, 9, 64))
     weights = pack(isa, "Q4_1", raw, 64)
     residual = aligned(9 * 64, np.float32).reshape(9, 64)
     residual[:] = rng.standard_normal((9, 64)) * 10
@@ -154,42 +224,66 @@ def test_residual(isa: str) -> None:
 def dense(isa: str, name: str, matrix: F32, x: F32, residual: F32 | None = None) -> F32:
     """x @ matrix.T by the kernel, [rows, outputs rounded up to strips]; the order of strips is the backend's."""
     outputs, inputs = matrix.shape
-    kind, info = gguf.GGMLQuantizationType[name], TensorInfo("a.weight", matrix.shape, name, 0, 0)
-    tiled, memory = choose_isa(isa).takes_bf16(name), aligned(1 << 22, np.uint8)
+    kind = gguf.GGMLQuantizationType[name]
+    info = TensorInfo("a.weight", matrix.shape, name, 0, 0)
+    tiled = choose_isa(isa).takes_bf16(name)
+    memory = aligned(1 << 22, np.uint8)
     order = _pack_tiles if tiled else _pack_dense
     stored = gguf.quants.quantize(matrix, kind).view(np.uint8).reshape(-1)
-    order(stored, info, memory if tiled else memory[: _strip_bytes(info, tiled) * -(-outputs // 32)])
+    order(
+        stored, info, memory if tiled else memory[: _strip_bytes(info, tiled) * -(-outputs // 32)]
+    )
     rows = Activations(isa, x)
     if tiled:
-        given, rows.x = rows.x, aligned(x.size, np.uint16).reshape(x.shape)
-        args = [rows.rows.ctypes.data, given.ctypes.data, given.strides[0], inputs // 32, rows.x.ctypes.data]
+        given = rows.x
+        rows.x = aligned(x.size, np.uint16).reshape(x.shape)
+        args = [
+            rows.rows.ctypes.data,
+            given.ctypes.data,
+            given.strides[0],
+            inputs // 32,
+            rows.x.ctypes.data,
+        ]
         call_kernel(kernel(isa, "round_rows"), args, -(-len(x) // ROWS_PER_TILE))
-    return linear(isa, f"dense_linear:{name}", memory.ctypes.data, inputs, outputs, rows, 2, residual)
+    return linear(
+        isa, f"dense_linear:{name}", memory.ctypes.data, inputs, outputs, rows, 2, residual
+    )
 
 
 @per_isa
 @pytest.mark.parametrize("name", DENSE)
-def test_dense(name: str, isa: str) -> None:
+def test_dense(name, isa):
     rng = np.random.default_rng(5)
-    for outputs, inputs, rows in ((64, 32, 1), (40, 96, 5), (96, 48, 3), (100, 1120, 37), (64, 160, ROW_CHUNK + 17)):
+    for outputs, inputs, rows in (
+        (64, 32, 1),
+        (40, 96, 5),
+        (96, 48, 3),
+        (100, 1120, 37),
+        (64, 160, ROW_CHUNK + 17),
+    ):
         if inputs % 32 and choose_isa(isa).takes_bf16(name):
             continue  # rows come from buffers that are padded
         matrix = (rng.standard_normal((outputs, inputs)) / 8).astype(np.float32)
         kind = gguf.GGMLQuantizationType[name]
-        x, exact = random_rows(rng, rows, inputs), gguf.quants.dequantize(gguf.quants.quantize(matrix, kind), kind)
+        x = random_rows(rng, rows, inputs)
+        exact = gguf.quants.dequantize(gguf.quants.quantize(matrix, kind), kind)
         out = dense(isa, name, matrix, x)
         if choose_isa(isa).takes_bf16(name):  # which takes activations in bfloat16 too
             x = torch.from_numpy(x).bfloat16().float().numpy()
-        assert relative(out[:, :outputs], x.astype(np.float64) @ exact.astype(np.float64).T) < TOLERANCE
+        assert (
+            relative(out[:, :outputs], x.astype(np.float64) @ exact.astype(np.float64).T)
+            < TOLERANCE
+        )
         assert not out[:, outputs:].any(), "padding"
 
 
 @per_isa
 @pytest.mark.parametrize("name", DENSE)
-def test_a_row_of_dense_weights_has_the_same_bits_among_any_number(name: str, isa: str) -> None:
+def test_a_row_of_dense_weights_has_the_same_bits_among_any_number(name, isa):
     rng = np.random.default_rng(7)
     matrix = (rng.standard_normal((70, 1120)) / 8).astype(np.float32)
-    x, residual = random_rows(rng, 80, 1120), random_rows(rng, 80, 96)
+    x = random_rows(rng, 80, 1120)
+    residual = random_rows(rng, 80, 96)
     alone = [dense(isa, name, matrix, x[m : m + 1], residual[m : m + 1]) for m in range(80)]
     for rows in (2, 15, 16, 17, 31, 32, 33, 48, 63, 80):
         together = dense(isa, name, matrix, x[:rows], residual[:rows])

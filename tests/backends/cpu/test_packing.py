@@ -18,8 +18,14 @@ Bytes = NDArray[np.uint8]
 def read_codes(record: Bytes, fmt: PackedFormat) -> NDArray[np.int32]:
     """What the codes of a record stand for, [32 outputs, 32 inputs]."""
     codes = np.zeros((32, 32), np.int32)
-    low = record[: 128 * fmt.low_lines].reshape(fmt.low_lines, 2, 16, 4).swapaxes(0, 1)  # block, line, output, input
-    planes = record[128 * fmt.low_lines : fmt.code_bytes].reshape(fmt.plane_lines, 2, 16, 4).swapaxes(0, 1)
+    low = (
+        record[: 128 * fmt.low_lines].reshape(fmt.low_lines, 2, 16, 4).swapaxes(0, 1)
+    )  # block, line, output, input
+    planes = (
+        record[128 * fmt.low_lines : fmt.code_bytes]
+        .reshape(fmt.plane_lines, 2, 16, 4)
+        .swapaxes(0, 1)
+    )
     high_bits = fmt.bits - 4
     for quad in range(8):
         if fmt.bits == 8:
@@ -37,18 +43,25 @@ def read_codes(record: Bytes, fmt: PackedFormat) -> NDArray[np.int32]:
 def read_group(record: Bytes, header: Bytes, fmt: PackedFormat) -> NDArray[np.float32]:
     """Weights of a record, [32 outputs, 32 inputs]."""
     parts = 32 // fmt.group
-    scales, minima = record[fmt.code_bytes :][: fmt.scale_bytes], record[fmt.code_bytes + fmt.scale_bytes :]
+    scales = record[fmt.code_bytes :][: fmt.scale_bytes]
+    minima = record[fmt.code_bytes + fmt.scale_bytes :]
     if fmt.nested:
         shared = header.view(np.float16).reshape(-1, 32).astype(np.float32)
         small = scales.view(np.int8 if fmt.signed_scales else np.uint8).reshape(parts, 32)
         scale = shared[0] * small.astype(np.float32)
         minimum = shared[1] * minima.reshape(parts, 32).astype(np.float32) if fmt.minimum else None
     elif fmt.exponents:
-        scale = np.where(scales == 0, 0, 2.0 ** (scales.astype(np.float32) - 128)).astype(np.float32).reshape(parts, 32)
+        scale = (
+            np.where(scales == 0, 0, 2.0 ** (scales.astype(np.float32) - 128))
+            .astype(np.float32)
+            .reshape(parts, 32)
+        )
         minimum = None
     else:
         scale = scales.view(np.float16).reshape(parts, 32).astype(np.float32)
-        minimum = minima.view(np.float16).reshape(parts, 32).astype(np.float32) if fmt.minimum else None
+        minimum = (
+            minima.view(np.float16).reshape(parts, 32).astype(np.float32) if fmt.minimum else None
+        )
     spread = np.repeat(scale.T, fmt.group, axis=1)  # [32 outputs, 32 inputs]
     values = spread * read_codes(record, fmt).astype(np.float32)
     return values if minimum is None else values + np.repeat(minimum.T, fmt.group, axis=1)
@@ -56,10 +69,13 @@ def read_group(record: Bytes, header: Bytes, fmt: PackedFormat) -> NDArray[np.fl
 
 def read_strip(strip: Bytes, fmt: PackedFormat, groups: int) -> NDArray[np.float32]:
     """Weights of a strip, [32 outputs, inputs]."""
-    values, at, header = [], 0, strip[:0]
+    values = []
+    at = 0
+    header = strip[:0]
     for group in range(groups):
         if fmt.nested and group % 8 == 0:
-            header, at = strip[at : at + fmt.header_bytes], at + fmt.header_bytes
+            header = strip[at : at + fmt.header_bytes]
+            at = at + fmt.header_bytes
         values.append(read_group(strip[at : at + fmt.record_bytes], header, fmt))
         at += fmt.record_bytes
     assert at == len(strip)
@@ -68,10 +84,17 @@ def read_strip(strip: Bytes, fmt: PackedFormat, groups: int) -> NDArray[np.float
 
 @per_isa
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_weight_comes_back(name: str, isa: str) -> None:
-    rng, fmt = np.random.default_rng(1), FORMATS[name]
+def test_every_weight_comes_back(name, isa):
+    rng = np.random.default_rng(1)
+    fmt = FORMATS[name]
     unit = 256 if fmt.nested else 32
-    for outputs, inputs in ((32, unit), (1, 3 * unit), (33, 2 * unit), (70, 5 * unit), (96, 18 * unit)):
+    for outputs, inputs in (
+        (32, unit),
+        (1, 3 * unit),
+        (33, 2 * unit),
+        (70, 5 * unit),
+        (96, 18 * unit),
+    ):
         raw = random_blocks(rng, outputs, inputs, name)
         packed = pack(isa, name, raw, inputs)
         values = np.concatenate([read_strip(strip, fmt, inputs // 32) for strip in packed])
@@ -82,12 +105,22 @@ def test_every_weight_comes_back(name: str, isa: str) -> None:
 
 @per_isa
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_of_the_embedding(name: str, isa: str) -> None:
-    rng, width = np.random.default_rng(2), 512
+def test_rows_of_the_embedding(name, isa):
+    rng = np.random.default_rng(2)
+    width = 512
     raw = random_blocks(rng, 5, width, name)
-    rows, out = np.array([3, 0, 4], np.int32), aligned(3 * width, np.float32).reshape(3, width)
+    rows = np.array([3, 0, 4], np.int32)
+    out = aligned(3 * width, np.float32).reshape(3, width)
     one = int(np.array(1, np.float32).view(np.int32))
-    args = [rows.ctypes.data, raw.ctypes.data, raw.shape[1], width, out.ctypes.data, out.strides[0], one]
+    args = [
+        rows.ctypes.data,
+        raw.ctypes.data,
+        raw.shape[1],
+        width,
+        out.ctypes.data,
+        out.strides[0],
+        one,
+    ]
     call_kernel(kernel(isa, f"embed:{name}"), args, 3)
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])[rows]
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-7)

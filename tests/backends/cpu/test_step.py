@@ -13,10 +13,24 @@ from twinphase.backends.cpu.step import StepMemory
 from twinphase.blueprint import Blueprint
 
 
-def step_memory(seqs: int, positions: int, kv_heads: int = 3, threads: int = 2, dtype: str = "auto") -> StepMemory:
+def step_memory(
+    seqs: int, positions: int, kv_heads: int = 3, threads: int = 2, dtype: str = "auto"
+) -> StepMemory:
     """For a model of 3 query heads on each KV head."""
     blueprint = Blueprint(
-        "llama", 64, 30, 3 * kv_heads, kv_heads, 64, 64, 320, positions, 1e-5, (None,) * 30, (None,) * 30, tied=True
+        "llama",
+        64,
+        30,
+        3 * kv_heads,
+        kv_heads,
+        64,
+        64,
+        320,
+        positions,
+        1e-5,
+        (None,) * 30,
+        (None,) * 30,
+        tied=True,
     )
     spec = KVCacheSpec(30, kv_heads, 64, num_blocks=seqs * positions // 16)
     return StepMemory(1024, seqs, positions, spec, blueprint, threads, dtype)
@@ -25,13 +39,17 @@ def step_memory(seqs: int, positions: int, kv_heads: int = 3, threads: int = 2, 
 def step_of(contexts: list[int], rows: list[int]) -> StepInputs:
     """The last rows of sequences of these context lengths."""
     starts = np.cumsum([0, *rows], dtype=np.int32)
-    positions = np.concatenate([np.arange(c - n, c, dtype=np.int32) for c, n in zip(contexts, rows, strict=True)])
+    positions = np.concatenate(
+        [np.arange(c - n, c, dtype=np.int32) for c, n in zip(contexts, rows, strict=True)]
+    )
     tables = np.zeros((len(contexts), -(-max(contexts) // 16)), np.int32)
     every = np.arange(starts[-1], dtype=np.int32)
-    return StepInputs(every, positions, positions.astype(np.int64), starts, tables, len(contexts), every)
+    return StepInputs(
+        every, positions, positions.astype(np.int64), starts, tables, len(contexts), every
+    )
 
 
-def test_memory_does_not_grow_with_the_cache() -> None:
+def test_memory_does_not_grow_with_the_cache():
     memory = step_memory(256, 8192)
     arrays = [value for value in vars(memory).values() if isinstance(value, np.ndarray)]
     assert sum(array.nbytes for array in arrays) < 8e6
@@ -40,21 +58,31 @@ def test_memory_does_not_grow_with_the_cache() -> None:
 @pytest.mark.parametrize("dtype", ("auto", "int8"))
 @pytest.mark.parametrize("threads", (1, 2, 16))
 @pytest.mark.parametrize("kv_heads", (1, 3))
-def test_every_tile_is_in_one_unit(threads: int, kv_heads: int, dtype: str) -> None:
+def test_every_tile_is_in_one_unit(threads, kv_heads, dtype):
     rng = np.random.default_rng(0)
     memory = step_memory(64, 8192, kv_heads, threads, dtype)
-    plans = [[1], [8192], [8192] * 64, [8192, *[20] * 63], *(rng.integers(1, 8193, n).tolist() for n in (2, 5, 9, 64))]
+    plans = [
+        [1],
+        [8192],
+        [8192] * 64,
+        [8192, *[20] * 63],
+        *(rng.integers(1, 8193, n).tolist() for n in (2, 5, 9, 64)),
+    ]
     plans += [(1 + 8000 * (rng.random(64) < 0.1)).tolist()]
     cut = 0
     for contexts in plans:
         for most in (1, 4, 21, 150):  # rows of a sequence; three heads on each KV head
             rows = np.minimum(rng.integers(1, most + 1, len(contexts)), contexts).tolist()
             if sum(rows) <= 150:
-                cut += check_plan(memory, memory.fill(step_of(contexts, rows)), contexts, rows, kv_heads)
+                cut += check_plan(
+                    memory, memory.fill(step_of(contexts, rows)), contexts, rows, kv_heads
+                )
     assert cut
 
 
-def check_plan(memory: StepMemory, counts: dict[str, int], contexts: list[int], rows: list[int], kv_heads: int) -> int:
+def check_plan(
+    memory: StepMemory, counts: dict[str, int], contexts: list[int], rows: list[int], kv_heads: int
+) -> int:
     """Each row's tiles are in one unit each, each piece's results in a place of their own, found by the merges."""
     starts = np.cumsum([0, *rows]).tolist()
     seen: set[tuple[int, int, int]] = set()  # row, KV head, tile
@@ -63,11 +91,15 @@ def check_plan(memory: StepMemory, counts: dict[str, int], contexts: list[int], 
     height = {"decode": 3, "prefill": 6}
     for phase, units in memory.units.items():
         assert counts[f"{phase}_units"] < len(units)
-        for sequence, head, row, tokens, position, first, end, base in units[: counts[f"{phase}_units"]].tolist():
+        for sequence, head, row, tokens, position, first, end, base in units[
+            : counts[f"{phase}_units"]
+        ].tolist():
             assert starts[sequence] <= row and row + tokens <= starts[sequence + 1]
             assert position == contexts[sequence] - rows[sequence] + row - starts[sequence]
             assert base or (first == 0 and end == -(-(position + tokens) // TILE))
-            per_tile = -(-3 * tokens // height[phase]) * height[phase]  # the kernel writes whole register tiles
+            per_tile = (
+                -(-3 * tokens // height[phase]) * height[phase]
+            )  # the kernel writes whole register tiles
             cut_rows |= set(range(row, row + tokens)) if base else set()
             for tile in range(first, end):
                 for token in range(tokens):
@@ -80,7 +112,11 @@ def check_plan(memory: StepMemory, counts: dict[str, int], contexts: list[int], 
     for i, (context, n) in enumerate(zip(contexts, rows, strict=True)):
         for token in range(n):
             tiles = -(-(context - n + token + 1) // TILE)
-            assert all((starts[i] + token, head, t) in seen for head in range(kv_heads) for t in range(tiles))
+            assert all(
+                (starts[i] + token, head, t) in seen
+                for head in range(kv_heads)
+                for t in range(tiles)
+            )
     assert max(places, default=-1) < memory.partials.nbytes // (4 * (16 + 64))
     merged = set()
     for row, context, base, per_tile, per_head in memory.merges[: counts["merges"]].tolist():
@@ -95,7 +131,7 @@ def check_plan(memory: StepMemory, counts: dict[str, int], contexts: list[int], 
 
 @pytest.mark.parametrize("tokens", (32, 48, 64, 80, 96, 144))
 @pytest.mark.parametrize(("threads", "kv_heads"), ((1, 1), (2, 1), (2, 3), (3, 2), (4, 3)))
-def test_a_chunk_is_cut_so_that_threads_end_together(threads: int, kv_heads: int, tokens: int) -> None:
+def test_a_chunk_is_cut_so_that_threads_end_together(threads, kv_heads, tokens):
     memory = step_memory(1, 8192, kv_heads, threads)
     counts = memory.fill(step_of([4096], [tokens]))
     check_plan(memory, counts, [4096], [tokens], kv_heads)
@@ -105,14 +141,14 @@ def test_a_chunk_is_cut_so_that_threads_end_together(threads: int, kv_heads: int
     assert max(loads) <= 1.15 * kv_heads * tokens / threads
 
 
-def test_tiles_stay_together_where_partial_results_have_no_room() -> None:
+def test_tiles_stay_together_where_partial_results_have_no_room():
     memory = step_memory(64, 8192)
     counts = memory.fill(step_of([8192] * 5, [21] * 5))
     assert 21 <= counts["merges"] < 5 * 21
     check_plan(memory, counts, [8192] * 5, [21] * 5, 3)
 
 
-def test_a_sequence_without_room_is_refused() -> None:
+def test_a_sequence_without_room_is_refused():
     memory = step_memory(4, 64)
     memory.fill(step_of([64, 3], [1, 1]))
     with pytest.raises(ValueError, match="a sequence has 65 tokens; there is room for 64"):

@@ -24,7 +24,9 @@ from twinphase.backends.cpu.tiling import matrix_scratch_bytes
 
 BEST = available_isas()[0]
 KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3)
-ROWS, INPUTS, OUTPUTS = 64, 64, 96
+ROWS = 64
+INPUTS = 64
+OUTPUTS = 96
 SLEEPY = {"spins": 1, "idle_spins": 1}  # waiting threads go to sleep at once
 per_count = pytest.mark.parametrize("threads", (1, 2, 3, 4))
 
@@ -34,7 +36,11 @@ def make_pool() -> Iterator[Callable[..., ThreadPool]]:
     pools: list[ThreadPool] = []
 
     def make(threads: int, **options: int) -> ThreadPool:
-        pools.append(ThreadPool(kernel(BEST, "run_program"), threads, matrix_scratch_bytes("Q4_1", ROWS), **options))
+        pools.append(
+            ThreadPool(
+                kernel(BEST, "run_program"), threads, matrix_scratch_bytes("Q4_1", ROWS), **options
+            )
+        )
         return pools[-1]
 
     yield make
@@ -48,14 +54,19 @@ class Log:
     def __init__(self, syncs: list[bool], dawdle: float = 0.0) -> None:
         self.tiles = aligned(len(syncs), np.int64)
         self.runs: list[tuple[int, int]] = []  # (command, tile) in the order of their ends
-        self.early: list[tuple[int, int]] = []  # tiles that began before what they depend on was done
-        self._syncs, self._dawdle = syncs, dawdle
+        self.early: list[
+            tuple[int, int]
+        ] = []  # tiles that began before what they depend on was done
+        self._syncs = syncs
+        self._dawdle = dawdle
         self._functions = [KERNEL(self._kernel(index)) for index in range(len(syncs))]
 
     @property
     def commands(self) -> list[Command]:
         """The program."""
-        addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions]
+        addresses = [
+            ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions
+        ]
         first = self.tiles.ctypes.data
         return [Command(a, first + 8 * i, self._syncs[i], ()) for i, a in enumerate(addresses)]
 
@@ -75,7 +86,9 @@ class Log:
 
     def check(self) -> None:
         """Every tile ran once, none too early; starts the next step's log."""
-        assert Counter(self.runs) == Counter((i, t) for i, n in enumerate(self.tiles) for t in range(n))
+        assert Counter(self.runs) == Counter(
+            (i, t) for i, n in enumerate(self.tiles) for t in range(n)
+        )
         assert not self.early
         self.runs.clear()
 
@@ -87,8 +100,12 @@ class Log:
     ids=("spinning", "sleeping", "waiting for slow threads"),
 )
 def test_every_tile_once_and_in_order(
-    make_pool: Callable[..., ThreadPool], threads: int, options: dict[str, int], dawdle: float, steps: int
-) -> None:
+    make_pool,
+    threads,
+    options,
+    dawdle,
+    steps,
+):
     rng = np.random.default_rng(threads)
     log = Log([False, True, False, True, True, False], dawdle)
     pool = make_pool(threads, **options)
@@ -108,22 +125,46 @@ class Chain:
         self.counts = aligned(5, np.int64)
         self.x = aligned(ROWS * INPUTS, np.float32).reshape(ROWS, INPUTS)
         self.x[:] = rng.standard_normal(self.x.shape)
-        self.middle, self.end = (aligned(ROWS * OUTPUTS, np.float32).reshape(ROWS, OUTPUTS) for _ in range(2))
+        self.middle, self.end = (
+            aligned(ROWS * OUTPUTS, np.float32).reshape(ROWS, OUTPUTS) for _ in range(2)
+        )
         self.keep: list[object] = []
-        self.calls: list[tuple[int, list[int], int]] = []  # kernel, arguments, address of the number of tiles
+        self.calls: list[
+            tuple[int, list[int], int]
+        ] = []  # kernel, arguments, address of the number of tiles
         for source, out in ((self.x, self.middle), (self.middle, self.end)):
             self._layer(rng, source, out)
 
     def _layer(self, rng: np.random.Generator, source: np.ndarray, out: np.ndarray) -> None:
-        inputs, rows = source.shape[1], self.counts.ctypes.data
+        inputs = source.shape[1]
+        rows = self.counts.ctypes.data
         groups = inputs // 32
         weights = pack(BEST, "Q4_1", random_blocks(rng, OUTPUTS, inputs, "Q4_1"), inputs)
-        data, zeros = aligned(ROWS * inputs, np.int8), aligned(OUTPUTS, np.float32)
-        scale, fsum, isum = (aligned(ROWS * groups * 2, kind) for kind in (np.float32, np.float32, np.int32))
+        data = aligned(ROWS * inputs, np.int8)
+        zeros = aligned(OUTPUTS, np.float32)
+        scale, fsum, isum = (
+            aligned(ROWS * groups * 2, kind) for kind in (np.float32, np.float32, np.int32)
+        )
         self.keep += [weights, data, scale, fsum, isum, zeros]
         at = [array.ctypes.data for array in (data, scale, fsum, isum)]
-        self.calls.append((kernel(BEST, "quantize"), [rows, source.ctypes.data, 4 * inputs, groups, *at], rows + 16))
-        args = [weights.ctypes.data, groups, OUTPUTS // 32, at[0], inputs, at[1], at[2], 4 * groups, at[3]]
+        self.calls.append(
+            (
+                kernel(BEST, "quantize"),
+                [rows, source.ctypes.data, 4 * inputs, groups, *at],
+                rows + 16,
+            )
+        )
+        args = [
+            weights.ctypes.data,
+            groups,
+            OUTPUTS // 32,
+            at[0],
+            inputs,
+            at[1],
+            at[2],
+            4 * groups,
+            at[3],
+        ]
         args += [out.ctypes.data, out.strides[0], zeros.ctypes.data, 0, rows, rows + 8, rows + 32]
         self.calls.append((kernel(BEST, "quantized_linear:Q4_1"), args, rows + 24))
 
@@ -132,12 +173,19 @@ class Chain:
         self._set_rows(ROWS, 1)
         for fn, args, tiles in self.calls:
             call_kernel(fn, args, int(self.counts[(tiles - self.counts.ctypes.data) // 8]))
-        self.expected, self.pool = self.end.copy(), pool
+        self.expected = self.end.copy()
+        self.pool = pool
         pool.load([Command(fn, tiles, True, args) for fn, args, tiles in self.calls])
 
     def _set_rows(self, rows: int, per_tile: int) -> None:
         """The next step's counts; what it should write is spoilt first."""
-        self.counts[:] = rows, per_tile, -(-rows // 4), -(-OUTPUTS // 32 // per_tile) if rows else 0, ROWS
+        self.counts[:] = (
+            rows,
+            per_tile,
+            -(-rows // 4),
+            -(-OUTPUTS // 32 // per_tile) if rows else 0,
+            ROWS,
+        )
         self.middle[:] = self.end[:] = np.nan
 
     def step(self, rows: int, per_tile: int = 1) -> None:
@@ -150,15 +198,17 @@ class Chain:
 
 @per_count
 @pytest.mark.parametrize("options", ({}, SLEEPY), ids=("spinning", "sleeping"))
-def test_many_tiny_steps(make_pool: Callable[..., ThreadPool], threads: int, options: dict[str, int]) -> None:
-    chain, rng = Chain(0), np.random.default_rng(1)
+def test_many_tiny_steps(make_pool, threads, options):
+    chain = Chain(0)
+    rng = np.random.default_rng(1)
     chain.load(make_pool(threads, **options))
     for _ in range(1500):
         chain.step(int(rng.integers(0, 9)), int(rng.integers(1, 4)))
 
 
-def test_the_epoch_wraps(make_pool: Callable[..., ThreadPool]) -> None:
-    # Days of steps: the epoch must not run into the sign bit of a claim word, where nothing could be claimed.
+def test_the_epoch_wraps(make_pool):
+    # Days of steps: the epoch must not run into the sign bit of a claim word, where nothing could
+    # be claimed.
     chain = Chain(3)
     chain.load(make_pool(2))
     chain.pool._set(CTL_EPOCH, EPOCH_MASK - 5)
@@ -166,11 +216,15 @@ def test_the_epoch_wraps(make_pool: Callable[..., ThreadPool]) -> None:
         chain.step(ROWS)
 
 
-def test_with_a_busy_competitor(make_pool: Callable[..., ThreadPool]) -> None:
-    # More threads than cores, and one that never rests: the pool's are put aside in the middle of steps.
-    chain, stop = Chain(2), threading.Event()
+def test_with_a_busy_competitor(make_pool):
+    # More threads than cores, and one that never rests: the pool's are put aside in the middle of
+    # steps.
+    chain = Chain(2)
+    stop = threading.Event()
     chain.load(make_pool(4))
-    competitor = threading.Thread(target=lambda: [sum(range(50_000)) for _ in iter(stop.is_set, True)])
+    competitor = threading.Thread(
+        target=lambda: [sum(range(50_000)) for _ in iter(stop.is_set, True)]
+    )
     competitor.start()
     try:
         for step in range(300):
@@ -180,20 +234,24 @@ def test_with_a_busy_competitor(make_pool: Callable[..., ThreadPool]) -> None:
         competitor.join()
 
 
-def test_two_pools_at_once(make_pool: Callable[..., ThreadPool]) -> None:
+def test_two_pools_at_once(make_pool):
     chains = [Chain(3), Chain(4)]
     for chain in chains:
         chain.load(make_pool(3))
     with ThreadPoolExecutor() as callers:
-        for work in [callers.submit(lambda c=chain: [c.step(1 + n % 16) for n in range(300)]) for chain in chains]:
+        for work in [
+            callers.submit(lambda c=chain: [c.step(1 + n % 16) for n in range(300)])
+            for chain in chains
+        ]:
             work.result()
 
 
 @pytest.mark.parametrize("steps", (0, 1, 5))
 @pytest.mark.parametrize("closed", (True, False), ids=("closed", "forgotten"))
-def test_a_pool_ends_its_threads(steps: int, closed: bool) -> None:
+def test_a_pool_ends_its_threads(steps, closed):
     before = set(threading.enumerate())
-    pool, log = ThreadPool(kernel(BEST, "run_program"), 3, 64), Log([True])
+    pool = ThreadPool(kernel(BEST, "run_program"), 3, 64)
+    log = Log([True])
     pool.load(log.commands)
     assert len(set(threading.enumerate()) - before) == 2
     log.tiles[0] = 3
@@ -208,8 +266,9 @@ def test_a_pool_ends_its_threads(steps: int, closed: bool) -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_a_pool_runs_one_program(make_pool: Callable[..., ThreadPool]) -> None:
-    pool, log = make_pool(2), Log([False])
+def test_a_pool_runs_one_program(make_pool):
+    pool = make_pool(2)
+    log = Log([False])
     pool.load(log.commands)
     with pytest.raises(RuntimeError, match="one program"):
         pool.load(log.commands)

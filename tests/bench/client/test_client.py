@@ -13,7 +13,8 @@ import pytest
 from bench.attempts import check_errors, moment_errors
 from bench.load.made_load import delta, stream, text, usage
 from bench.stub_server import RunningStub
-from twinphase.bench.client.client import (
+from twinphase.errors import InvalidRequestError
+from twinphase_bench.client.client import (
     LEFT,
     SEND_NOW,
     Address,
@@ -22,18 +23,18 @@ from twinphase.bench.client.client import (
     run,
     without_secrets,
 )
-from twinphase.bench.client.sse import EventReader, failure_kind, observe, read_events
-from twinphase.bench.load.arrivals import Closed
-from twinphase.bench.load.report import load_data, load_sections
-from twinphase.bench.load.run import run_load
-from twinphase.bench.load.workload import Lengths, Sizing, make_workload
-from twinphase.bench.targets.openai import OpenAITarget, TargetFailedError
-from twinphase.bench.targets.target import Prompt
-from twinphase.errors import InvalidRequestError
+from twinphase_bench.client.sse import EventReader, failure_kind, observe, read_events
+from twinphase_bench.load.arrivals import Closed
+from twinphase_bench.load.report import load_data, load_sections
+from twinphase_bench.load.run import run_load
+from twinphase_bench.load.workload import Lengths, Sizing, make_workload
+from twinphase_bench.targets.openai import OpenAITarget, TargetFailedError
+from twinphase_bench.targets.target import Prompt
 
 PROMPT = Prompt("one two three")
 EVENTS = (
-    b'\xef\xbb\xbf: comment\r\ndata: {"a":1}\r\n\r\nevent: x\ndata:two\ndata: lines\nid: 7\n\n:\n\ndata: [DONE]\n\n'
+    b'\xef\xbb\xbf: comment\r\ndata: {"a":1}\r\n\r\nevent: x\ndata:two\ndata: lines\nid: '
+    b"7\n\n:\n\ndata: [DONE]\n\n"
 )
 READ = [b'{"a":1}', b"two\nlines", b"[DONE]"]
 
@@ -64,7 +65,12 @@ def test_events_cut_anywhere(newline):
 
 
 def test_an_event_has_the_time_of_its_last_bytes():
-    pieces = [(1.0, b"data: a"), (2.0, b"\n"), (3.0, b"\ndata: b\n\ndata: c\n\nda"), (4.0, b"ta: never ended\n")]
+    pieces = [
+        (1.0, b"data: a"),
+        (2.0, b"\n"),
+        (3.0, b"\ndata: b\n\ndata: c\n\nda"),
+        (4.0, b"ta: never ended\n"),
+    ]
     assert list(read_events(pieces)) == [(3.0, b"a"), (3.0, b"b"), (3.0, b"c")]
 
 
@@ -105,31 +111,50 @@ def test_every_form_of_stream_is_read(stub, form, endpoint):
 )
 def test_tokens_without_text_are_tokens(events, pieces):
     seen = observe(stream(*events, usage(10)))
-    assert seen.tpot == pytest.approx(0.01, rel=1e-9) and seen.e2e == pytest.approx(0.1) and seen.ttft == 0.01
+    assert (
+        seen.tpot == pytest.approx(0.01, rel=1e-9)
+        and seen.e2e == pytest.approx(0.1)
+        and seen.ttft == 0.01
+    )
     assert len(seen.token_times) == pieces and seen.succeeded
 
 
 def test_tokens_that_a_server_does_not_send_end_with_the_output():
-    words, moments = [text(" a")] * 5, [0.01, 0.02, 0.03, 0.04, 0.05, 0.1, 0.1]
+    words = [text(" a")] * 5
+    moments = [0.01, 0.02, 0.03, 0.04, 0.05, 0.1, 0.1]
     seen = observe(stream(*words, text("", "length"), usage(10), moments=moments))
-    assert seen.tpot == pytest.approx(0.01, rel=1e-9) and seen.e2e == pytest.approx(0.1), "not 4.44 ms"
+    assert seen.tpot == pytest.approx(0.01, rel=1e-9) and seen.e2e == pytest.approx(0.1), (
+        "not 4.44 ms"
+    )
     seen = observe(stream(*words, usage(10), moments=moments[:6]))
-    assert seen.tpot is None and failure_kind(seen.error) == "broken off", "nothing says when it was complete"
+    assert seen.tpot is None and failure_kind(seen.error) == "broken off", (
+        "nothing says when it was complete"
+    )
 
 
 def test_more_pieces_than_tokens_have_no_token_at_their_beginning():
     seen = observe(stream(text(""), text(" a"), text(" b", "length"), usage(2)))
     assert seen.token_times == [0.02, 0.03] and seen.tpot == pytest.approx(0.01)
-    seen = observe(stream(delta(role="assistant", content=""), delta(content=" a"), delta("stop"), usage(1)))
+    seen = observe(
+        stream(delta(role="assistant", content=""), delta(content=" a"), delta("stop"), usage(1))
+    )
     assert seen.token_times == [0.02] and seen.ttft == 0.02
     only = observe(stream(text("", "length"), usage(1)))
     assert only.succeeded and only.ttft == 0.01, "the only token had no text"
 
 
 def test_thinking_is_told_from_the_answer():
-    events = [delta(role="assistant", content=""), *[delta(reasoning_content="hm")] * 3, delta(content="so")]
+    events = [
+        delta(role="assistant", content=""),
+        *[delta(reasoning_content="hm")] * 3,
+        delta(content="so"),
+    ]
     seen = observe(
-        stream(*events, delta("stop", content="."), usage(5, completion_tokens_details={"reasoning_tokens": 3}))
+        stream(
+            *events,
+            delta("stop", content="."),
+            usage(5, completion_tokens_details={"reasoning_tokens": 3}),
+        )
     )
     assert seen.ttft == 0.02 and seen.ttfo == pytest.approx(0.05) and seen.num_reasoning_tokens == 3
     assert seen.tpot == pytest.approx(0.01) and seen.text == "so."
@@ -153,7 +178,9 @@ def test_every_moment_is_right_within_a_millisecond(stub):
         script = scripts[number % len(scripts)]
         (seen,), (log,) = ask(stub, script)
         assert seen.num_output_tokens == sum(script["tokens"]) > len(seen.token_times)
-        assert seen.ttft >= script["queue"] + script["first"], "the stub's delays are no shorter than told"
+        assert seen.ttft >= script["queue"] + script["first"], (
+            "the stub's delays are no shorter than told"
+        )
         return moment_errors(seen, log)
 
     check_errors(errors, stub.process.pid)
@@ -166,7 +193,8 @@ def test_opening_the_connection_is_no_part_of_a_latency(stub):
         return due, await target.send(PROMPT, 4, due)
 
     stub.script({})
-    early = []  # it was open before the request was due, if the machine let the client send it when it was
+    # it was open before the request was due, if the machine let the client send it when it was
+    early = []
     while not any(early) and len(early) < 100:
         due, seen = run(work())
         assert seen.intended == due <= seen.sent
@@ -234,8 +262,11 @@ def test_bytes_that_are_no_http():
 
 def post(stub, **options):
     """A reply of the client itself, without a target in between."""
-    address, body = Address.parse(stub.url), b'{"prompt": "one", "stream": true}'
-    return run(exchange(address, address.head("POST", "/v1/completions", {}, len(body)) + body, **options))
+    address = Address.parse(stub.url)
+    body = b'{"prompt": "one", "stream": true}'
+    return run(
+        exchange(address, address.head("POST", "/v1/completions", {}, len(body)) + body, **options)
+    )
 
 
 def test_a_client_leaves_when_it_wants_to(stub):
@@ -248,7 +279,11 @@ def test_a_client_leaves_when_it_wants_to(stub):
 def test_a_client_that_leaves_after_a_time_has_sent_its_request(stub):
     stub.script({"queue": 5.0})
     reply = post(stub, leave_after=0.0)
-    assert failure_kind(reply.error) == LEFT and not reply.pieces and reply.ended >= reply.sent >= reply.connected
+    assert (
+        failure_kind(reply.error) == LEFT
+        and not reply.pieces
+        and reply.ended >= reply.sent >= reply.connected
+    )
     late = time.perf_counter() + 30
     while not stub.log() and time.perf_counter() < late:
         time.sleep(0.01)
@@ -256,10 +291,16 @@ def test_a_client_that_leaves_after_a_time_has_sent_its_request(stub):
 
 
 def test_a_stream_may_have_to_end_as_http_too(stub):
-    for end, kind in (("done", ""), ("error", "truncated")):  # the stub cuts the second one off after its [DONE]
+    for end, kind in (
+        ("done", ""),
+        ("error", "truncated"),
+    ):  # the stub cuts the second one off after its [DONE]
         stub.script({"end": end})
         reply = post(stub, to_the_end=True)
-        assert (reply.whole, failure_kind(reply.error)) == (not kind, kind) and b"[DONE]" in reply.body
+        assert (reply.whole, failure_kind(reply.error)) == (
+            not kind,
+            kind,
+        ) and b"[DONE]" in reply.body
         assert post(stub).whole
 
 
@@ -276,7 +317,11 @@ def test_fields_that_a_server_refuses_are_left_out_and_told(stub):
     target, body = run(work("ignore_eos", "stream_options"))
     assert "stream_options" not in body and not target.dialect.include_usage
     target, body = run(work("/v1/completions"))
-    assert target.dialect.endpoint == "chat" and "messages" in body and "/v1/chat" in " ".join(target.notes)
+    assert (
+        target.dialect.endpoint == "chat"
+        and "messages" in body
+        and "/v1/chat" in " ".join(target.notes)
+    )
     target, body = run(work("ignore_eos", "max_tokens", endpoint="chat"))
     assert body["max_completion_tokens"] == 4
     with pytest.raises(TargetFailedError, match="unknown prompt"):
@@ -291,9 +336,16 @@ def test_a_stream_without_usage_has_the_count_that_its_end_tells(stub):
 
     target, seen, sizing = run(work())
     assert seen.num_output_tokens == 9 and seen.tpot is not None, "it ended by its length"
-    assert "no `usage`" in " ".join(target.notes) and sizing.counted, "an answer that is not streamed has the count"
+    assert "no `usage`" in " ".join(target.notes) and sizing.counted, (
+        "an answer that is not streamed has the count"
+    )
     _, seen, sizing = run(work(finish="stop", whole_usage=False))
-    assert seen.succeeded and seen.num_output_tokens is None and seen.tpot is None and not sizing.counted
+    assert (
+        seen.succeeded
+        and seen.num_output_tokens is None
+        and seen.tpot is None
+        and not sizing.counted
+    )
 
 
 def test_urls():
@@ -323,27 +375,41 @@ def test_what_may_be_shown_of_a_url(url, shown):
 
 
 def test_no_secret_of_a_url_or_a_key_is_in_a_result(stub):
-    secret, key = "sEcReT", "k-12345678"
+    secret = "sEcReT"
+    key = "k-12345678"
 
     async def work():
         stub.script({})
         url = stub.url.replace("http://", f"http://user:{secret}@") + f"/v1?api_key={secret}"
         target = await OpenAITarget.open(url, api_key=key)
-        stub.script({}, {"status": 401, "message": f"wrong key {key}"}, {"end": "error", "message": f"{key}?"})
+        stub.script(
+            {},
+            {"status": 401, "message": f"wrong key {key}"},
+            {"end": "error", "message": f"{key}?"},
+        )
         workload = make_workload(Lengths((5, 5), (4, 4)), 3, Sizing(), num_warm_up=0)
         return await run_load(target, workload, Closed(1))
 
     result = run(work())
-    assert result.facts.name == f"{stub.url}/v1" and result.failures == {"http 401": 1, "error in stream": 1}
+    assert result.facts.name == f"{stub.url}/v1" and result.failures == {
+        "http 401": 1,
+        "error in stream": 1,
+    }
     told = json.dumps(load_data(result)) + repr(load_sections(result)) + repr(result.facts)
     assert secret not in told and key not in told and "(the API key)" in told
-    for url in (f"ftp://user:{secret}@x", f"http://user:{secret}@[::1", f"http://u:{secret}@127.0.0.1:9?k={secret}"):
+    for url in (
+        f"ftp://user:{secret}@x",
+        f"http://user:{secret}@[::1",
+        f"http://u:{secret}@127.0.0.1:9?k={secret}",
+    ):
         with pytest.raises(InvalidRequestError) as error:
             run(OpenAITarget.open(url))
         assert secret not in str(error.value)
 
 
-@pytest.mark.parametrize(("url", "told"), [("127.0.0.1:9", "Nothing answers"), ("no.such.host.invalid", "No host")])
+@pytest.mark.parametrize(
+    ("url", "told"), [("127.0.0.1:9", "Nothing answers"), ("no.such.host.invalid", "No host")]
+)
 def test_nothing_listens(url, told):
     with pytest.raises(ServerUnreachableError, match=told):
         run(OpenAITarget.open(f"http://{url}"))
@@ -353,19 +419,48 @@ def models(owner, **more):
     return {"v1__models": {"data": [{"id": "m", "owned_by": owner, **more}]}}
 
 
-PROPS = {"default_generation_settings": {"n_ctx": 2048}, "build_info": "b6500-abc", "total_slots": 4}
+PROPS = {
+    "default_generation_settings": {"n_ctx": 2048},
+    "build_info": "b6500-abc",
+    "total_slots": 4,
+}
 API = {"info": {"title": "🦙 llama.cpp Python API", "version": "0.3.16"}}
 
 
 @pytest.mark.parametrize(
     ("kind", "engine", "context", "pages"),
     [
-        ("vllm", "vLLM 0.11.0", 4096, {**models("vllm", max_model_len=4096), "version": {"version": "0.11.0"}}),
-        ("sglang", "SGLang 0.5.3", None, {**models("sglang"), "get_server_info": {"version": "0.5.3"}}),
+        (
+            "vllm",
+            "vLLM 0.11.0",
+            4096,
+            {**models("vllm", max_model_len=4096), "version": {"version": "0.11.0"}},
+        ),
+        (
+            "sglang",
+            "SGLang 0.5.3",
+            None,
+            {**models("sglang"), "get_server_info": {"version": "0.5.3"}},
+        ),
         ("llama.cpp", "llama.cpp b6500-abc", 2048, {**models("llamacpp"), "props": PROPS}),
-        ("ollama", "Ollama 0.12.1", None, {**models("library"), "api__version": {"version": "0.12.1"}}),
-        ("llama-cpp-python", "llama-cpp-python 0.3.16", None, {**models("me"), "openapi.json": API}),
-        ("twinphase", "twinphase 0.1.0", None, {**models("twinphase"), "version": {"version": "0.1.0"}}),
+        (
+            "ollama",
+            "Ollama 0.12.1",
+            None,
+            {**models("library"), "api__version": {"version": "0.12.1"}},
+        ),
+        (
+            "llama-cpp-python",
+            "llama-cpp-python 0.3.16",
+            None,
+            {**models("me"), "openapi.json": API},
+        ),
+        (
+            "twinphase",
+            "twinphase 0.1.0",
+            None,
+            {**models("twinphase"), "version": {"version": "0.1.0"}},
+        ),
         ("vllm", "vLLM", None, {**models("x"), "metrics": "vllm:num_requests_running 0\n"}),
         ("unknown", "unknown", None, models("someone")),
     ],
@@ -373,5 +468,9 @@ API = {"info": {"title": "🦙 llama.cpp Python API", "version": "0.3.16"}}
 def test_servers_are_known_by_what_they_say(stub, kind, engine, context, pages):
     stub.script({}, **pages)
     target = run(OpenAITarget.open(stub.url))
-    assert (target.server.kind, target.facts.engine, target.facts.context_length) == (kind, engine, context)
+    assert (target.server.kind, target.facts.engine, target.facts.context_length) == (
+        kind,
+        engine,
+        context,
+    )
     assert target.facts.precision == "unknown"

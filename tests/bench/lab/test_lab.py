@@ -12,19 +12,19 @@ from rich.console import Console
 
 from tiny_gguf import write_tiny_gguf
 from twinphase import LLM, SamplingParams
-from twinphase.bench.lab.lab import EXPERIMENTS, choose, planned_seconds, run_lab
-from twinphase.bench.lab.report import _title, make_report
-from twinphase.bench.progress import live
-from twinphase.bench.report.render import write_report
-from twinphase.bench.report.report import Status
-from twinphase.bench.report.result import read_result, result_json
-from twinphase.bench.report.terminal import show
-from twinphase.bench.roofline.measure import RooflinePoint
-from twinphase.bench.targets.stepped import Workshop
 from twinphase.cli import run_app
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.errors import OutOfMemoryError
 from twinphase.phases.hardware import Ceilings
+from twinphase.progress import live
+from twinphase_bench.lab.lab import EXPERIMENTS, choose, planned_seconds, run_lab
+from twinphase_bench.lab.report import _title, make_report
+from twinphase_bench.report.render import write_report
+from twinphase_bench.report.report import Status
+from twinphase_bench.report.result import read_result, result_json
+from twinphase_bench.report.terminal import show
+from twinphase_bench.roofline.measure import RooflinePoint
+from twinphase_bench.targets.stepped import Workshop
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,16 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="module", autouse=True)
 def known_ceilings():
     """Measuring the ceilings has tests of its own; nothing is kept on this machine."""
-    ceilings = Ceilings("a processor", 2, "generic", ((2**20, 4e10), (2**30, 4e10)), 1e12, 2e11, None)
+    ceilings = Ceilings(
+        "a processor", 2, "generic", ((2**20, 4e10), (2**30, 4e10)), 1e12, 2e11, None
+    )
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("measured_ceilings", None), ("ceilings_now", ceilings), ("save_ceilings", None)):
-            patch.setattr(f"twinphase.bench.lab.lab.{name}", lambda _, value=value: value)
+        for name, value in (
+            ("measured_ceilings", None),
+            ("ceilings_now", ceilings),
+            ("save_ceilings", None),
+        ):
+            patch.setattr(f"twinphase_bench.lab.lab.{name}", lambda _, value=value: value)
         patch.setenv(KEY_VARIABLE, "put back after these tests")
         yield
 
@@ -64,7 +70,11 @@ def test_every_claim_gets_a_verdict_with_numbers(made):
 def test_what_no_noise_can_change_is_the_same_everywhere(made):
     found = {one.experiment.name: one for one in made[1]}
     assert found["same-tokens"].status is Status.HOLDS
-    judged = {(name, one.rule.name): one for name, conclusion in found.items() for one in conclusion.judged}
+    judged = {
+        (name, one.rule.name): one
+        for name, conclusion in found.items()
+        for one in conclusion.judged
+    }
     assert judged["prompt-cache", "answers that differ"].status is Status.HOLDS
     assert judged["no-kv-cache", "tokens that differ"].status is Status.HOLDS
     visits = found["prompt-cache"].trial.runs
@@ -80,7 +90,9 @@ def test_every_section_states_rule_numbers_plot_and_meaning(made):
     for section, conclusion in zip(report.sections, conclusions, strict=True):
         assert section.plots
         assert section.paragraphs[0].startswith("How it was tried")
-        assert (conclusion.experiment.meaning in section.paragraphs[-1]) is (conclusion.status is Status.HOLDS)
+        assert (conclusion.experiment.meaning in section.paragraphs[-1]) is (
+            conclusion.status is Status.HOLDS
+        )
         rules = section.tables[0].rows
         assert [row[0] for row in rules] == [rule.name for rule in conclusion.experiment.rules]
         assert all(len(row) == len(table.columns) for table in section.tables for row in table.rows)
@@ -93,7 +105,9 @@ def test_the_report_has_its_conditions_and_everything_raw_and_can_be_read_again(
     raw = report.data["experiments"]["prefill-length"]
     assert all(found["prefill, ms"] for found in raw["runs"].values())
     for experiment in report.data["experiments"].values():
-        assert all(bool(rule["reason"]) is (rule["status"] == "unknown") for rule in experiment["rules"])
+        assert all(
+            bool(rule["reason"]) is (rule["status"] == "unknown") for rule in experiment["rules"]
+        )
     assert any("instead of" in line for line in report.noise)  # the tiny model's context is short
     assert all(math.isfinite(value) for metric in report.metrics for value in metric.values)
     path = tmp_path / "result.json"
@@ -146,9 +160,15 @@ def test_progress_is_whole_on_a_narrow_terminal(monkeypatch):
 
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
-    claim = f"claim {len(EXPERIMENTS)} of {len(EXPERIMENTS)}: {max((one.name for one in EXPERIMENTS), key=len)}"
+    claim = (
+        f"claim {len(EXPERIMENTS)} of {len(EXPERIMENTS)}: "
+        f"{max((one.name for one in EXPERIMENTS), key=len)}"
+    )
     point = str(RooflinePoint("decode", 4096, 1))
-    for title, percent, longest in (("twinphase lab", True, claim), ("twinphase roofline", False, point)):
+    for title, percent, longest in (
+        ("twinphase lab", True, claim),
+        ("twinphase roofline", False, point),
+    ):
         stream = Terminal()
         with live(title, stream, percent=percent) as progress:
             progress(longest, 12, 17)
@@ -160,7 +180,9 @@ def test_the_headline_counts_all_three_and_says_when_it_was_not_quiet(others, di
     statuses = [Status.HOLDS] * 3 + [Status.FAILS] * 3 + [Status.UNKNOWN] * 8
     title = _title(statuses, others)
     assert "3 hold, 3 do not, 8 could not be decided" in title
-    assert ("(others used 0.44 of" in title) is ("run it again when it is quiet" in title) is disturbed
+    assert (
+        ("(others used 0.44 of" in title) is ("run it again when it is quiet" in title) is disturbed
+    )
 
 
 def test_the_terminal_shows_every_claim_and_rule(made, capsys):
@@ -199,7 +221,9 @@ def test_all_claims_take_under_three_minutes_and_the_quick_ones_about_one():
 def test_the_command_lists_without_measuring(capsys):
     assert run_app(["lab", "no such model", "--list"]) == 0
     listed = capsys.readouterr().out
-    assert max(map(len, listed.splitlines())) > 80  # no terminal, so no need to break lines at its usual width
+    assert (
+        max(map(len, listed.splitlines())) > 80
+    )  # no terminal, so no need to break lines at its usual width
     assert all(experiment.name in listed for experiment in EXPERIMENTS)
 
 
@@ -234,14 +258,26 @@ def test_an_engine_stepped_by_hand_gives_the_tokens_of_an_llm(tiny):
     workshop = Workshop(tiny, max_num_batched_tokens=128)
     prompt = workshop.prompt(40)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    expected = LLM(tiny).generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0].outputs[0].token_ids
-    for settings in ({}, {"max_num_batched_tokens": 16}, {"enable_prefix_caching": True}, {"max_num_seqs": 1}):
+    expected = (
+        LLM(tiny)
+        .generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
+        .outputs[0]
+        .token_ids
+    )
+    for settings in (
+        {},
+        {"max_num_batched_tokens": 16},
+        {"enable_prefix_caching": True},
+        {"max_num_seqs": 1},
+    ):
         engine = workshop.engine(**settings)
         tickets = [engine.submit(prompt, 8), engine.submit(workshop.prompt(20), 3)]
         records = engine.run()
         assert tickets[0].tokens == list(expected)
         assert sum(record.prefill_tokens for record in records) == 60
-        assert all(wall >= record.seconds for wall, record in zip(engine.walls, records, strict=True))
+        assert all(
+            wall >= record.seconds for wall, record in zip(engine.walls, records, strict=True)
+        )
         assert tickets[0].times == sorted(tickets[0].times)
         assert len(tickets[0].gaps) == 7
         assert 0 < tickets[0].ttft <= tickets[0].e2e

@@ -9,12 +9,16 @@ from types import SimpleNamespace
 import pytest
 
 from tiny_gguf import write_tiny_gguf
-from twinphase.bench.lab.ceilings import ideal_milliseconds
-from twinphase.bench.lab.experiment import Figure, Rule, decide, overall, ratios
-from twinphase.bench.lab.experiments import same_tokens as same_file
-from twinphase.bench.lab.lab import EXPERIMENTS, _choose_size, choose
-from twinphase.bench.lab.presentation import cell, plot, table
-from twinphase.bench.lab.workbench import (
+from twinphase.errors import InvalidRequestError
+from twinphase.phases.hardware import Ceilings
+from twinphase.phases.timeline import StepRecord
+from twinphase.phases.work import Cost
+from twinphase_bench.lab.ceilings import ideal_milliseconds
+from twinphase_bench.lab.experiment import Figure, Rule, decide, overall, ratios
+from twinphase_bench.lab.experiments import same_tokens as same_file
+from twinphase_bench.lab.lab import EXPERIMENTS, _choose_size, choose
+from twinphase_bench.lab.presentation import cell, plot, table
+from twinphase_bench.lab.workbench import (
     DECODE,
     E2E,
     LEDGER,
@@ -29,14 +33,12 @@ from twinphase.bench.lab.workbench import (
     growth,
     serve,
 )
-from twinphase.bench.report.report import Status
-from twinphase.bench.targets.stepped import Workshop
-from twinphase.errors import InvalidRequestError
-from twinphase.phases.hardware import Ceilings
-from twinphase.phases.timeline import StepRecord
-from twinphase.phases.work import Cost
+from twinphase_bench.report.report import Status
+from twinphase_bench.targets.stepped import Workshop
 
-HOLDS, FAILS, UNDECIDED = Status.HOLDS, Status.FAILS, Status.UNKNOWN
+HOLDS = Status.HOLDS
+FAILS = Status.FAILS
+UNDECIDED = Status.UNKNOWN
 STEADY = (0.99, 1.0, 1.0, 1.005, 1.01, 1.0, 0.995, 1.0)  # eight repetitions of a quiet machine
 CEILINGS = Ceilings("a processor", 2, "generic", ((2**20, 1e10), (2**30, 1e10)), 1e12, 2e11, None)
 
@@ -57,7 +59,8 @@ class MadeUp(Workbench):
 
     def of(self, experiment, values):
         """A function of (variant, its number) gives values: by quantity, or of the table's columns in their order."""
-        self.values, self.columns = values, (*experiment.figure.quantities, *experiment.also)
+        self.values = values
+        self.columns = (*experiment.figure.quantities, *experiment.also)
         return self
 
     def interleave(self, variants):
@@ -65,18 +68,27 @@ class MadeUp(Workbench):
         for number, variant in enumerate(variants):
             made = self.values(variant, number)
             made = made if isinstance(made, dict) else dict(zip(self.columns, made, strict=True))
-            runs[variant] = {name: [value * factor for factor in STEADY] for name, value in made.items()}
+            runs[variant] = {
+                name: [value * factor for factor in STEADY] for name, value in made.items()
+            }
         return runs
 
 
 def bench_of(workshop, size=0, ceilings=CEILINGS, kind=MadeUp):
     path = str(workshop.loaded.checkpoint.path)
-    return kind(workshop, ceilings, 100.0, lambda **config: Workshop(path, **{"num_kv_blocks": 256, **config}),
-                size=size)  # fmt: skip
+    return kind(
+        workshop,
+        ceilings,
+        100.0,
+        lambda **config: Workshop(path, **{"num_kv_blocks": 256, **config}),
+        size=size,
+    )
 
 
 def verdict(experiment, trial, size):
-    judged = [decide(rule, one, size) for rule, one in zip(experiment.rules, trial.measured, strict=True)]
+    judged = [
+        decide(rule, one, size) for rule, one in zip(experiment.rules, trial.measured, strict=True)
+    ]
     return overall(judged), judged
 
 
@@ -93,7 +105,9 @@ def first_then(first, other):
 
 
 def interruptions(worst, price):  # longest gap, TTFT, usual gap, steps; the whole prompt comes last
-    return lambda step, _: (worst, 1000, 4, 1) if step.startswith("whole") else (50, 1000 * price, 4, 8)
+    return lambda step, _: (
+        (worst, 1000, 4, 1) if step.startswith("whole") else (50, 1000 * price, 4, 8)
+    )
 
 
 def bursts(ttft, tpot):  # alone, seated, together
@@ -117,7 +131,12 @@ CASES = [  # claim, size, made-up values, verdict; a size that shrank makes no f
     ("prefill-length", 4096, QUADRATIC, HOLDS),
     ("prefill-length", 4096, prefills(lambda n: 0.4 * n), FAILS),  # no quadratic part
     ("prefill-length", 4096, prefills(lambda n: 1e-3 * n * n), FAILS),  # not linear anywhere
-    ("prefill-length", 512, prefills(lambda n: 1 + 0.4 * n + 1e-3 * n * n), UNDECIDED),  # not attention
+    (
+        "prefill-length",
+        512,
+        prefills(lambda n: 1 + 0.4 * n + 1e-3 * n * n),
+        UNDECIDED,
+    ),  # not attention
     ("prefill-length", 2048, prefills(lambda n: 0.4 * n), UNDECIDED),
     ("phase-ratio", 512, request(200, 5), HOLDS),
     ("phase-ratio", 512, request(2000, 5), FAILS),
@@ -125,16 +144,36 @@ CASES = [  # claim, size, made-up values, verdict; a size that shrank makes no f
     ("bounds", 512, first_then((60, 2), (20, 70)), HOLDS),
     ("bounds", 512, first_then((30, 2), (20, 70)), FAILS),
     ("bounds", 512, first_then((60, 2), (20, 40)), FAILS),
-    ("bounds", 512, first_then((60, 80), (20, 70)), FAILS),  # memory is the nearer ceiling of prefill
-    ("bounds", 512, first_then((60, 2), (80, 70)), FAILS),  # arithmetic is the nearer ceiling of decode
+    (
+        "bounds",
+        512,
+        first_then((60, 80), (20, 70)),
+        FAILS,
+    ),  # memory is the nearer ceiling of prefill
+    (
+        "bounds",
+        512,
+        first_then((60, 2), (80, 70)),
+        FAILS,
+    ),  # arithmetic is the nearer ceiling of decode
     ("bounds", 512, first_then((50, 2), (20, 70)), UNDECIDED),
     ("bounds", 128, first_then((30, 40), (20, 70)), UNDECIDED),
-    ("bounds", 512, first_then((120, 2), (20, 70)), UNDECIDED),  # above a ceiling: a count or it is wrong
+    (
+        "bounds",
+        512,
+        first_then((120, 2), (20, 70)),
+        UNDECIDED,
+    ),  # above a ceiling: a count or it is wrong
     ("bounds", 512, first_then((math.nan, 2), (math.nan, 70)), UNDECIDED),
     ("batching", 32, lambda b, _: {DECODE: 3 + 0.3 * b}, HOLDS),
     ("batching", 32, lambda b, _: {DECODE: 3 + 3.0 * b}, FAILS),
     ("batching", 32, lambda b, _: {DECODE: 3 + 0.0 * b}, FAILS),  # each request as fast as before
-    ("batching", 4, lambda b, _: {DECODE: 3 + 0.5 * b}, UNDECIDED),  # 4 cannot be much above 3 times as fast as one
+    (
+        "batching",
+        4,
+        lambda b, _: {DECODE: 3 + 0.5 * b},
+        UNDECIDED,
+    ),  # 4 cannot be much above 3 times as fast as one
     ("prompt-cache", 1024, lambda *_: (1000, 20, 4, 4, 16, 0), HOLDS),
     ("prompt-cache", 1024, lambda *_: (1000, 500, 4, 4, 16, 0), FAILS),
     ("prompt-cache", 1024, lambda *_: (1000, 20, 4, 4, 16, 1), FAILS),
@@ -169,11 +208,14 @@ CASES = [  # claim, size, made-up values, verdict; a size that shrank makes no f
     ("speculation", 64, drafts(400, 110), FAILS),
     ("speculation", 64, drafts(400, 60, other=1), FAILS),
     ("speculation", 32, drafts(150, 60), UNDECIDED),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("name", "size", "values", "expected"), CASES,
-                         ids=[f"{case[0]}-{number}" for number, case in enumerate(CASES)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "size", "values", "expected"),
+    CASES,
+    ids=[f"{case[0]}-{number}" for number, case in enumerate(CASES)],
+)
 def test_the_verdict_on_made_up_measurements(workshop, name, size, values, expected):
     (experiment,) = choose([name])
     trial = experiment.measure(bench_of(workshop, size).of(experiment, values))
@@ -198,13 +240,17 @@ def test_every_claim_can_hold_and_fail_and_is_tried_once():
 def test_what_cannot_be_known_is_undecided_and_says_why(workshop, model):
     bounds, cores = choose(["bounds", "cores"])
     trial = bounds.measure(bench_of(workshop, 512, ceilings=None))
-    assert verdict(bounds, trial, 512)[0] is UNDECIDED and "ceilings are unknown" in trial.measured[0]
+    assert (
+        verdict(bounds, trial, 512)[0] is UNDECIDED and "ceilings are unknown" in trial.measured[0]
+    )
     trial = cores.measure(bench_of(Workshop(model, threads=1, num_kv_blocks=64), 256))
     assert verdict(cores, trial, 256)[0] is UNDECIDED and "one core only" in trial.measured[0]
 
 
 def test_ideal_times_count_what_the_engine_counts(workshop):
-    bench = bench_of(workshop, ceilings=replace(CEILINGS, int8_ops=1e12, float32_flops=1e12, bfloat16_flops=1e12))
+    bench = bench_of(
+        workshop, ceilings=replace(CEILINGS, int8_ops=1e12, float32_flops=1e12, bfloat16_flops=1e12)
+    )
     engine = workshop.engine()
     engine.submit(workshop.prompt(64), 2)
     for record, start, tokens in zip(engine.run(), (0, 64), (64, 1), strict=True):
@@ -221,7 +267,13 @@ def measured(experiment, workshop, size):
 
 @pytest.mark.parametrize(
     ("tokens", "bits", "happened", "expected"),
-    [(0, 0, True, HOLDS), (0, 1, True, FAILS), (1, 1, True, FAILS), (0, 0, False, UNDECIDED), (1, 0, False, FAILS)],
+    [
+        (0, 0, True, HOLDS),
+        (0, 1, True, FAILS),
+        (1, 1, True, FAILS),
+        (0, 0, False, UNDECIDED),
+        (1, 0, False, FAILS),
+    ],
 )
 def test_the_same_answer_is_the_same_bits_in_ways_that_happened(
     workshop, monkeypatch, tokens, bits, happened, expected
@@ -245,11 +297,22 @@ def test_the_same_answer_is_the_same_bits_in_ways_that_happened(
 
 
 def records_of(seconds, prefill=0, decode=0):
-    clock, found = 0.0, []
+    clock = 0.0
+    found = []
     for index, one in enumerate(seconds):
         work = Cost(10**6, 0, 10**6)
-        found.append(StepRecord(index, clock, clock + one, prefill, decode, work if prefill else Cost(),
-                                work if decode else Cost(), num_decodes=decode))  # fmt: skip
+        found.append(
+            StepRecord(
+                index,
+                clock,
+                clock + one,
+                prefill,
+                decode,
+                work if prefill else Cost(),
+                work if decode else Cost(),
+                num_decodes=decode,
+            )
+        )
         clock += one
     return found
 
@@ -259,13 +322,19 @@ def test_a_way_must_have_happened(way):
     asked = SimpleNamespace(request_id="r", num_cached_tokens=0)
     ticket = SimpleNamespace(request=asked, steps=[1, 2])
     alone = replace(records_of([0.1], prefill=8)[0], prefill_ids=("r",))
-    others = [replace(alone, index=i, num_decodes=4, prefill_ids=("x",)) for i in (0, 9)]  # while it was not there
+    others = [
+        replace(alone, index=i, num_decodes=4, prefill_ids=("x",)) for i in (0, 9)
+    ]  # while it was not there
     assert not same_file._happened(way, ticket, [alone, *others])
     if way is same_file.CACHED:
         asked.num_cached_tokens = 16
         assert same_file._happened(way, ticket, [alone])
     else:
-        seen = replace(alone, index=2, num_decodes=2) if way is same_file.BATCHED else replace(alone, index=1)
+        seen = (
+            replace(alone, index=2, num_decodes=2)
+            if way is same_file.BATCHED
+            else replace(alone, index=1)
+        )
         assert same_file._happened(way, ticket, [alone, *others, seen])
 
 
@@ -304,7 +373,11 @@ def test_a_time_measured_beside_other_programs_makes_nothing_fail_and_a_count_do
     rule = Rule("x", at_least=1)
     assert decide(rule, [0.5] * 5, others=0.2).status is FAILS
     busy = decide(rule, [0.5] * 5, others=0.44)
-    assert busy.status is UNDECIDED and "other programs used 0.4 cores" in busy.reason and busy.line == "x 0.5x"
+    assert (
+        busy.status is UNDECIDED
+        and "other programs used 0.4 cores" in busy.reason
+        and busy.line == "x 0.5x"
+    )
     assert decide(rule, [2.0] * 5, others=0.44).status is HOLDS
     assert decide(rule, 0, others=0.44).status is FAILS
 
@@ -328,8 +401,12 @@ def test_ratios_are_taken_within_a_repetition():
 
 def test_numbers_as_text():
     rule = Rule("share", at_least=0.05, unit="%")
-    assert (rule.text, Rule("n", 0, 0, "").text, Rule("n", 0.8, 1.2).text, Rule("n", at_most=2).text) == (
-        "at least 5 %", "exactly 0", "0.8x to 1.2x", "at most 2x")  # fmt: skip
+    assert (
+        rule.text,
+        Rule("n", 0, 0, "").text,
+        Rule("n", 0.8, 1.2).text,
+        Rule("n", at_most=2).text,
+    ) == ("at least 5 %", "exactly 0", "0.8x to 1.2x", "at most 2x")
     assert decide(rule, [0.3, 0.31, 0.312, 0.32, 0.33]).line == "share 31.2 % (30 % to 33 %)"
     assert decide(rule, "?").line == "share unknown"
     assert cell([12 * one for one in STEADY]) == "12 (11.9 to 12.1)"
@@ -338,7 +415,11 @@ def test_numbers_as_text():
 
 def test_fits_find_their_coefficients_and_growth_its_exponent():
     law = {n: [1 + 0.2 * n + 3e-5 * n * n] for n in (64, 128, 256, 512, 1024)}
-    assert [one[0] for one in fits(law, 2)] == [pytest.approx(1), pytest.approx(0.2), pytest.approx(3e-5)]
+    assert [one[0] for one in fits(law, 2)] == [
+        pytest.approx(1),
+        pytest.approx(0.2),
+        pytest.approx(3e-5),
+    ]
     assert growth({n: [5.0, 2.0 * n, 3.0 * n**2] for n in (1, 4, 16)}) == pytest.approx([0, 1, 2])
 
 
@@ -346,11 +427,17 @@ def test_one_decode_step_that_was_held_up_does_not_count():
     class Engine:
         def submit(self, prompt, output):
             totals = dict.fromkeys((name[:-4] for name in LEDGER), 0.5)
-            return SimpleNamespace(ttft=1.0, tpot=2.0, e2e=3.0, timeline=SimpleNamespace(totals=lambda: totals))
+            return SimpleNamespace(
+                ttft=1.0, tpot=2.0, e2e=3.0, timeline=SimpleNamespace(totals=lambda: totals)
+            )
 
         def run(self):
             mixed = records_of([9.0], prefill=64, decode=1)
-            return records_of([0.2, 0.3], prefill=64) + mixed + records_of([0.01] * 23 + [1.0], decode=2)
+            return (
+                records_of([0.2, 0.3], prefill=64)
+                + mixed
+                + records_of([0.01] * 23 + [1.0], decode=2)
+            )
 
         def clear(self):
             self.cleared = True
@@ -360,7 +447,13 @@ def test_one_decode_step_that_was_held_up_does_not_count():
     assert found[DECODE] == pytest.approx(10) and found[PREFILL] == pytest.approx(
         9500
     )  # every chunk of a prompt counts
-    assert (found[TTFT], found[TPOT], found[E2E], found[STEPS], found["stall, ms"]) == (1000, 2000, 3000, 27, 500)
+    assert (found[TTFT], found[TPOT], found[E2E], found[STEPS], found["stall, ms"]) == (
+        1000,
+        2000,
+        3000,
+        27,
+        500,
+    )
     assert engine.cleared
 
 
@@ -389,7 +482,11 @@ def test_rounds_are_in_turn_and_fill_the_time():
     found = bench.interleave({"a": taking(clock, 1.0, order), "b": taking(clock, 2.0, order)})
     assert order[:6] == [1.0, 2.0, 2.0, 1.0, 1.0, 2.0]
     assert found == {"a": {"x": [1.0] * MOST_ROUNDS}, "b": {"x": [2.0] * MOST_ROUNDS}}
-    for seconds, rounds in ((10.0, 10), (4.0, ROUNDS), (1.0, 3)):  # five at least, but not beyond three times the share
+    for seconds, rounds in (
+        (10.0, 10),
+        (4.0, ROUNDS),
+        (1.0, 3),
+    ):  # five at least, but not beyond three times the share
         bench, clock = timed_bench(seconds)
         assert len(bench.interleave({"a": taking(clock, 1.0)})["a"]["x"]) == rounds == bench.rounds
 
@@ -412,7 +509,9 @@ def test_sizes_shrink_to_the_time_and_to_the_context(seconds, sizes, sized_in, c
         clock.now += 0.5  # before the first round
         return bench.interleave({"a": taking(clock, 0.001 + bench.size / 128)})
 
-    experiment = replace(EXPERIMENTS[0], sizes=sizes, sized_in=sized_in, measure=measure, figure=Figure("", "", ()))
+    experiment = replace(
+        EXPERIMENTS[0], sizes=sizes, sized_in=sized_in, measure=measure, figure=Figure("", "", ())
+    )
     reduced = _choose_size(experiment, bench)
     assert bench.size == chosen
     assert reduced == ([f"{chosen:,} {sized_in} instead of {sizes[0]:,} {why}"] if why else [])
@@ -420,7 +519,10 @@ def test_sizes_shrink_to_the_time_and_to_the_context(seconds, sizes, sized_in, c
 
 def test_experiments_are_chosen_by_number_or_name():
     assert choose() == EXPERIMENTS
-    assert [one.name for one in choose(["bounds", "1", "1"], quick=True)] == ["prefill-length", "bounds"]
+    assert [one.name for one in choose(["bounds", "1", "1"], quick=True)] == [
+        "prefill-length",
+        "bounds",
+    ]
     assert 0 < len(choose(quick=True)) < len(EXPERIMENTS)
     for wrong in ("0", "99", "nonsense", ""):
         with pytest.raises(InvalidRequestError):

@@ -8,31 +8,50 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from twinphase.bench.client.client import Reply
-from twinphase.bench.client.observation import Observation
-from twinphase.bench.load.run import ClientHealth, LoadResult
-from twinphase.bench.load.workload import Lengths, Sizing, Workload, make_workload
-from twinphase.bench.report.report import Section
-from twinphase.bench.targets.target import TargetFacts
+from twinphase_bench.client.client import Reply
+from twinphase_bench.client.health import ClientHealth
+from twinphase_bench.client.observation import Observation
+from twinphase_bench.load.run import LoadResult
+from twinphase_bench.load.workload import Lengths, Sizing, Workload, make_workload
+from twinphase_bench.report.report import Section
+from twinphase_bench.targets.target import TargetFacts
 
 FACTS = TargetFacts("made up", "test", "none", "m", "unknown", None, "", "")
 LATE = ClientHealth([0.5] * 3, [0.3] * 100, 0.95)  # a client that voids every run
 
 
 def requests(number: int, words: int = 10, seed: int = 0) -> Workload:
-    return make_workload(Lengths((words, words), (8, 8)), number, Sizing(), seed=seed, num_warm_up=0)
+    return make_workload(
+        Lengths((words, words), (8, 8)), number, Sizing(), seed=seed, num_warm_up=0
+    )
 
 
 def made(rows: list[tuple[float, list[float], str]], **more: Any) -> LoadResult:
     """A result of requests as (intended, token times after it, error)."""
     seen = [
         Observation(
-            str(i), at, at, [at + t for t in times], at + (times[-1] if times else 0.1), 10, 0, len(times), 200, error
+            str(i),
+            at,
+            at,
+            [at + t for t in times],
+            at + (times[-1] if times else 0.1),
+            10,
+            0,
+            len(times),
+            200,
+            error,
         )
         for i, (at, times, error) in enumerate(rows)
     ]
-    values: dict[str, Any] = {"rate": 1.0, "concurrency": None, "client": ClientHealth([0.0], [0.0]), **more}
-    return LoadResult(FACTS, "work", "arrivals", observations=seen, num_requests=len(seen), **values)
+    values: dict[str, Any] = {
+        "rate": 1.0,
+        "concurrency": None,
+        "client": ClientHealth([0.0], [0.0]),
+        **more,
+    }
+    return LoadResult(
+        FACTS, "work", "arrivals", observations=seen, num_requests=len(seen), **values
+    )
 
 
 def every(seconds: float, number: int, *times: float) -> list[tuple[float, list[float], str]]:
@@ -58,11 +77,18 @@ def delta(finish: str | None = None, **found: str) -> dict[str, Any]:
 
 
 def usage(number: int, **details: Any) -> dict[str, Any]:
-    return {"id": "x", "choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": number, **details}}
+    return {
+        "id": "x",
+        "choices": [],
+        "usage": {"prompt_tokens": 5, "completion_tokens": number, **details},
+    }
 
 
 class Instant:
-    """A target that answers at once: whatever is late is the client. It notes prompts and if garbage is collected."""
+    """A target that answers at once: whatever is late is the client.
+
+    It notes prompts and if garbage is collected.
+    """
 
     facts = FACTS
 

@@ -10,17 +10,19 @@ from hypothesis import strategies as st
 from provoked import Engine
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
-from twinphase.bench.client.observation import Observation
-from twinphase.bench.load.diagnosis import explain_client
-from twinphase.bench.load.results import ObservedLoad, read_loads
-from twinphase.bench.report.result import ResultError
 from twinphase.cli import run_app
+from twinphase_bench.client.observation import Observation
+from twinphase_bench.load.diagnosis import explain_client
+from twinphase_bench.load.results import ObservedLoad, read_loads
+from twinphase_bench.report.result import ResultError
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    path = write_tiny_gguf(folder / "tiny.gguf", layers=1, tensor_type="F32", context=4096)  # its time is scripted
+    path = write_tiny_gguf(
+        folder / "tiny.gguf", layers=1, tensor_type="F32", context=4096
+    )  # its time is scripted
     with own_cache(folder / "cache"):
         yield lambda **config: Engine(path, **config)
 
@@ -36,14 +38,17 @@ def entry(*args, **fields):
 
 def observed(life):
     """What a client would have written down."""
-    (served, timeline), counts = life, ("num_prompt_tokens", "num_output_tokens")
+    (served, timeline) = life
+    counts = ("num_prompt_tokens", "num_output_tokens")
     lengths = (len(served.prompt_token_ids), len(served.output_token_ids))
     return entry(timeline.arrival, timeline.token_times, **dict(zip(counts, lengths, strict=True)))
 
 
 def explained(folder, data, capsys, **result):
     """What the command says of a result with that data."""
-    (folder / "result.json").write_text(json.dumps({"format": "twinphase-result", "data": data, **result}))
+    (folder / "result.json").write_text(
+        json.dumps({"format": "twinphase-result", "data": data, **result})
+    )
     return run_app(["explain", str(folder)]), *capsys.readouterr()
 
 
@@ -67,7 +72,9 @@ def test_ttft_that_grows_with_the_prompt_is_prefill(start):
     lengths = [50, 1500, 300, 1000, 600, 1200, 100, 800, 1500, 400]
     found = causes((1.0, [observed(engine.serve(engine.prompt(length), 3)) for length in lengths]))
     assert found == ["prompt_length"]
-    assert "prompt_length" not in causes((1.0, [observed(engine.serve(engine.prompt(50), 3)) for _ in range(10)]))
+    assert "prompt_length" not in causes(
+        (1.0, [observed(engine.serve(engine.prompt(50), 3)) for _ in range(10)])
+    )
 
 
 def test_gaps_that_grow_while_others_prompts_come_are_stalls(start):
@@ -80,7 +87,9 @@ def test_gaps_that_grow_while_others_prompts_come_are_stalls(start):
     engine.run()
     found = causes((1.0, [observed(life), *map(observed, others)]))
     assert "stalls" in found and "decode_batching" not in found
-    assert "stalls" not in causes((1.0, [observed(engine.serve(engine.prompt(30), 60)) for _ in range(3)]))
+    assert "stalls" not in causes(
+        (1.0, [observed(engine.serve(engine.prompt(30), 60)) for _ in range(3)])
+    )
 
 
 def test_tpot_that_grows_with_company_is_batching(start):
@@ -146,12 +155,17 @@ def test_company_is_what_comparing_each_with_each_gives(moments):
     load = ObservedLoad("x", tuple(requests))
     for one in requests:
         others = [other for other in requests if other is not one]
-        assert load.others_before(one) == sum(o.intended <= one.intended < o.token_times[-1] for o in others)
-        start, end = one.token_times[0], one.token_times[-1]
+        assert load.others_before(one) == sum(
+            o.intended <= one.intended < o.token_times[-1] for o in others
+        )
+        start = one.token_times[0]
+        end = one.token_times[-1]
         reading = sum(o.intended < end and start < o.token_times[0] for o in requests)
         assert list(load.others_reading([start], [end])) == [reading]
         if end - start > 0.01:
-            beside = sum(max(0.0, min(end, o.token_times[-1]) - max(start, o.token_times[0])) for o in others)
+            beside = sum(
+                max(0.0, min(end, o.token_times[-1]) - max(start, o.token_times[0])) for o in others
+            )
             assert load.others_decoding(one) == pytest.approx(beside / (end - start), abs=1e-6)
 
 
@@ -159,31 +173,50 @@ PLAIN = [entry(float(n), [n + 0.5, n + 0.75]) for n in range(3)]
 
 
 def test_what_cannot_be_told_is_unknown(tmp_path, capsys):
-    damaged = [entry(9.0, [], error="503"), entry(9.0, [8.0]), entry(9.0, [float("nan")]), {"intended": 9.0}, 3]
+    damaged = [
+        entry(9.0, [], error="503"),
+        entry(9.0, [8.0]),
+        entry(9.0, [float("nan")]),
+        {"intended": 9.0},
+        3,
+    ]
     data = {"rate": 3.0, "observations": [*PLAIN, *damaged], "void": ["the client was late"]}
     found = explain_client(read_loads(data))
     assert found.unknown[0] == "Everything at 3 requests/s: that run is void, the client was late."
     assert found.num_requests == 3 and not found.diagnoses
     assert [bar.share for bar in found.waterfall.bars] == pytest.approx([2 / 3, 1 / 3])
     text = " ".join(found.unknown)
-    for words in ("What bound each phase", "Had it run alone", "counts no output tokens", "Cache pressure"):
+    for words in (
+        "What bound each phase",
+        "Had it run alone",
+        "counts no output tokens",
+        "Cache pressure",
+    ):
         assert words in text
     code, shown, _ = explained(tmp_path, {"load": data}, capsys)
     assert code == run_app(["explain", str(tmp_path / "result.json")]) == 0
-    assert "3 requests as a client saw them" in shown and "Unknown from outside" in shown and "66.7 %" in shown
+    assert (
+        "3 requests as a client saw them" in shown
+        and "Unknown from outside" in shown
+        and "66.7 %" in shown
+    )
 
 
 def test_the_servers_own_ledgers_are_quoted(tmp_path, capsys):
     claims = {"timings": {"ledger_ms": {"queue": 30.0, "decode": 10.0}}}
     data = {"observations": [entry(0.0, [1.0], claims=claims)]}
     found = explain_client(read_loads(data))
-    assert found.diagnoses == () and "75 % queue, 25 % decode" in found.claims  # its word, and no cause
+    assert (
+        found.diagnoses == () and "75 % queue, 25 % decode" in found.claims
+    )  # its word, and no cause
     _, shown, _ = explained(tmp_path, data, capsys)
     said = shown.partition("\nWhat the server itself says\n")[2].splitlines()[0]
     assert said.startswith("By its own ledgers of 1 requests") and "claims" not in shown
 
 
-@pytest.mark.parametrize("data", [None, {}, {"observations": []}, {"observations": [{"error": "x"}, 3]}, [[]]])
+@pytest.mark.parametrize(
+    "data", [None, {}, {"observations": []}, {"observations": [{"error": "x"}, 3]}, [[]]]
+)
 def test_a_result_without_requests_is_refused(data):
     with pytest.raises(ResultError, match="no load"):
         read_loads(data)

@@ -9,17 +9,17 @@ import pytest
 from bench.load.made_load import check_sections
 from running import RunningServer
 from tiny_gguf import write_tiny_gguf
-from twinphase.bench.client.client import run
-from twinphase.bench.load.arrivals import Closed, Constant, Poisson
-from twinphase.bench.load.report import load_sections
-from twinphase.bench.load.run import LoadResult, run_load
-from twinphase.bench.load.traces import Scaling, trace_workload
-from twinphase.bench.load.workload import Lengths, PromptMaker, make_workload
-from twinphase.bench.targets.engine_load import EngineLoadTarget
-from twinphase.bench.targets.openai import OpenAITarget
-from twinphase.bench.targets.server_times import claims_of
-from twinphase.bench.targets.target import Prompt
 from twinphase.errors import InvalidRequestError
+from twinphase_bench.client.client import run
+from twinphase_bench.load.arrivals import Closed, Constant, Poisson
+from twinphase_bench.load.report import load_sections
+from twinphase_bench.load.run import LoadResult, run_load
+from twinphase_bench.load.traces import Scaling, trace_workload
+from twinphase_bench.load.workload import Lengths, PromptMaker, make_workload
+from twinphase_bench.targets.engine_load import EngineLoadTarget
+from twinphase_bench.targets.openai import OpenAITarget
+from twinphase_bench.targets.server_times import claims_of
+from twinphase_bench.targets.target import Prompt
 
 
 @pytest.fixture(scope="module")
@@ -37,25 +37,40 @@ async def opened(server, **options):
 def test_a_load_counts_what_the_server_counts(server):
     async def work() -> tuple[OpenAITarget, LoadResult]:
         target = await opened(server)
-        workload = make_workload(Lengths((60, 90), (6, 6)), 12, await target.sizing(), num_warm_up=2)
+        workload = make_workload(
+            Lengths((60, 90), (6, 6)), 12, await target.sizing(), num_warm_up=2
+        )
         return target, await run_load(target, workload, Poisson(40))
 
     target, result = run(work())
-    assert target.facts.engine.startswith("twinphase ") and target.facts.context_length == 2048 and not target.notes
+    assert (
+        target.facts.engine.startswith("twinphase ")
+        and target.facts.context_length == 2048
+        and not target.notes
+    )
     assert result.failures == {} and result.num_output_tokens == 12 * 6
-    assert all(one.finish_reason == "length" and one.num_cached_tokens == 0 for one in result.observations)
+    assert all(
+        one.finish_reason == "length" and one.num_cached_tokens == 0 for one in result.observations
+    )
     claims = {claim.source: claim.number for claim in claims_of(result)}
-    assert claims["timings.ttft_ms"] == claims["timings.tpot_ms"] == 12, "warm-up requests are not in it"
+    assert claims["timings.ttft_ms"] == claims["timings.tpot_ms"] == 12, (
+        "warm-up requests are not in it"
+    )
 
 
 def test_prompts_have_about_the_wanted_length(server):
     async def work():
         target = await opened(server)
         maker = PromptMaker(await target.sizing(), seed=5)
-        return [(wanted, (await target.send(maker.take(wanted), 1)).num_prompt_tokens) for wanted in (300, 1000)]
+        return [
+            (wanted, (await target.send(maker.take(wanted), 1)).num_prompt_tokens)
+            for wanted in (300, 1000)
+        ]
 
     for wanted, had in run(work()):
-        assert had == pytest.approx(wanted, rel=0.15), "its tokens are letters: words differ more than in real ones"
+        assert had == pytest.approx(wanted, rel=0.15), (
+            "its tokens are letters: words differ more than in real ones"
+        )
 
 
 def test_ids_are_sent_as_ids_and_shared_prefixes_are_shared(server, tmp_path):
@@ -107,7 +122,8 @@ def engine(tmp_path):
 
 
 def test_an_engine_that_fails_loses_one_request(engine, monkeypatch):
-    submit, ways = engine._engine.submit, iter(["", "raise", "empty", ""])
+    submit = engine._engine.submit
+    ways = iter(["", "raise", "empty", ""])
 
     async def broken(asked, params):
         way = next(ways)
@@ -133,7 +149,9 @@ def test_our_engine_in_this_process_as_a_target(engine):
         assert sizing.encode is not None and sizing.encode("ab")
         workload = make_workload(Lengths((10, 20), (4, 4)), 6, sizing, num_warm_up=1)
         result = await run_load(engine, workload, Constant(50))
-        closed = await run_load(engine, make_workload(Lengths((8, 8), (3, 3)), 4, sizing, seed=1), Closed(2))
+        closed = await run_load(
+            engine, make_workload(Lengths((8, 8), (3, 3)), 4, sizing, seed=1), Closed(2)
+        )
         long = make_workload(Lengths((600, 600), (3, 3)), 1, sizing)
         with pytest.raises(InvalidRequestError, match="context"):
             await run_load(engine, long, Closed(1))
@@ -142,9 +160,16 @@ def test_our_engine_in_this_process_as_a_target(engine):
         return workload, result, closed, refused
 
     workload, result, closed, refused = run(work())
-    counted = [(one.error, one.num_prompt_tokens, one.num_output_tokens) for one in result.observations]
+    counted = [
+        (one.error, one.num_prompt_tokens, one.num_output_tokens) for one in result.observations
+    ]
     assert counted == [("", request.prompt.num_tokens, 4) for request in workload.requests]
-    assert all(one.num_cached_tokens == 0 and one.finish_reason == "length" for one in result.observations)
-    assert all(a.ttft > 0 and a.sent <= a.token_times[0] <= a.token_times[-1] <= a.ended for a in result.observations)
+    assert all(
+        one.num_cached_tokens == 0 and one.finish_reason == "length" for one in result.observations
+    )
+    assert all(
+        a.ttft > 0 and a.sent <= a.token_times[0] <= a.token_times[-1] <= a.ended
+        for a in result.observations
+    )
     assert len(closed.succeeded) == 4 and refused.status == 400 and not refused.succeeded
     check_sections(load_sections(result))

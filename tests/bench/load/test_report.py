@@ -7,8 +7,9 @@ import json
 import pytest
 
 from bench.load.made_load import LATE, check_sections, every, made
-from twinphase.bench.load.plots import timeline_plot
-from twinphase.bench.load.report import (
+from twinphase_bench.client.health import ClientHealth
+from twinphase_bench.load.plots import timeline_plot
+from twinphase_bench.load.report import (
     load_data,
     load_metrics,
     load_sections,
@@ -17,16 +18,19 @@ from twinphase.bench.load.report import (
     runs_verdicts,
     shown,
 )
-from twinphase.bench.load.run import ClientHealth
-from twinphase.bench.load.slo import Slos
-from twinphase.bench.report.report import Status
+from twinphase_bench.load.slo import Slos
+from twinphase_bench.report.report import Status
 
 
 def test_a_void_load_says_so_first_and_has_no_metrics():
     result = made([(0.0, [0.1, 0.2], "")] * 3, client=LATE)
     verdicts = load_verdicts(result)
     assert [v.status for v in verdicts[:3]] == [Status.VOID] * 3
-    assert "500.0 ms" in verdicts[0].reason and "300.0 ms" in verdicts[1].reason and "0.95" in verdicts[2].reason
+    assert (
+        "500.0 ms" in verdicts[0].reason
+        and "300.0 ms" in verdicts[1].reason
+        and "0.95" in verdicts[2].reason
+    )
     assert load_metrics([result]) == ()
     assert verdicts[3].text.startswith("VOID: 15 req/s served")  # right where the figures are
     section = load_sections(result)[0]
@@ -63,7 +67,11 @@ def test_several_runs():
 
 def test_sections_of_a_load():
     rows = every(0.1, 30, 0.05, 0.06, 0.08)
-    rows += [(3.0, [], "http 429: slow down"), (3.1, [], "timeout: too long"), (3.2, [], "http 429: again")]
+    rows += [
+        (3.0, [], "http 429: slow down"),
+        (3.1, [], "timeout: too long"),
+        (3.2, [], "http 429: again"),
+    ]
     result = made(rows, slos=Slos.parse(["ttft:40", "tpot:20"]))
     sections = load_sections(result)
     check_sections(sections)
@@ -73,7 +81,11 @@ def test_sections_of_a_load():
     failures = next(table for table in sections[0].tables if table.title == "Failures")
     assert failures.rows == (("http 429", "2", "slow down"), ("timeout", "1", "too long"))
     ttft, tpot, itl = (row[:3] for row in sections[0].tables[0].rows[:3])
-    assert (ttft, tpot, itl[:2]) == (("TTFT", "30", "50.00"), ("TPOT", "30", "15.00"), ("ITL", "60"))
+    assert (ttft, tpot, itl[:2]) == (
+        ("TTFT", "30", "50.00"),
+        ("TPOT", "30", "15.00"),
+        ("ITL", "60"),
+    )
     metrics = {metric.name: metric for metric in load_metrics([result])}
     assert metrics["ttft_p50_seconds"].values == pytest.approx((0.05,))
     assert metrics["goodput"].values == (0.0,)
@@ -84,7 +96,9 @@ def test_doubts_are_told():
     result = made([(0.0, [0.1, 0.2], "")] * 2 + [(0.0, [], "broken off: x")])
     result.client.connected_late = 1
     for one in result.observations[:2]:
-        one.num_cached_tokens, one.finish_reason, one.num_output_tokens = 8, "stop", 8
+        one.num_cached_tokens = 8
+        one.finish_reason = "stop"
+        one.num_output_tokens = 8
     told = " ".join(verdict.text for verdict in load_verdicts(result))
     assert "80% of the prompt tokens came out of the server's prefix cache" in told
     assert "2 of 2 outputs ended before" in told and "4.00 tokens on average" in told
@@ -95,7 +109,8 @@ def test_doubts_are_told():
 def test_outputs_that_reason_first():
     result = made([(0.0, [0.1, 0.2, 0.3], "")] * 2)
     for one in result.observations:
-        one.first_answer, one.num_reasoning_tokens = 0.2, 2
+        one.first_answer = 0.2
+        one.num_reasoning_tokens = 2
     latencies, throughput = load_sections(result)[0].tables[:2]
     assert latencies.rows[-1][:3] == ("TTFO", "2", "200")
     assert ("reasoning", "4") in [row[:2] for row in throughput.rows]
@@ -115,7 +130,11 @@ def test_a_load_in_which_nothing_succeeded():
     check_sections(load_sections(result))
     assert load_metrics([result]) == ()
     assert result.failures == {"http 503": 2} and not result.ttft and result.output_rate is None
-    assert result.request_rate == 0 and result.goodput.rate == 0 and result.goodput.missed == {"failed": 2}
+    assert (
+        result.request_rate == 0
+        and result.goodput.rate == 0
+        and result.goodput.missed == {"failed": 2}
+    )
 
 
 def test_the_timeline_has_the_queue_where_the_server_tells_it():
@@ -136,7 +155,8 @@ def test_few_requests_have_no_far_percentiles_and_the_rate_is_the_one_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(None, "unknown"), (float("nan"), "unknown"), (0.12345, "0.1235"), (12345.6, "12,346")]
+    ("value", "text"),
+    [(None, "unknown"), (float("nan"), "unknown"), (0.12345, "0.1235"), (12345.6, "12,346")],
 )
 def test_numbers(value, text):
     assert shown(value) == text

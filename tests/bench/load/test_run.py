@@ -18,18 +18,18 @@ import pytest
 
 from bench.attempts import check_errors, moment_errors
 from bench.load.made_load import FACTS, Instant, requests, stream, text, usage
-from twinphase.bench.client.client import Address, Reply, exchange, run
-from twinphase.bench.client.health import ClientHealth, lags_of_stamps
-from twinphase.bench.client.sse import failure_kind, observe
-from twinphase.bench.load.arrivals import Closed, Constant, Poisson, Traced
-from twinphase.bench.load.plan import LoadOptions, load_parts
-from twinphase.bench.load.report import load_data
-from twinphase.bench.load.run import LoadFailedError, LoadResult, run_load
-from twinphase.bench.load.slo import Slos
-from twinphase.bench.load.workload import Lengths, LoadRequest, Sizing, Workload, make_workload
-from twinphase.bench.targets.openai import OpenAITarget
-from twinphase.bench.targets.target import Prompt
 from twinphase.errors import InvalidRequestError
+from twinphase_bench.client.client import Address, Reply, exchange, run
+from twinphase_bench.client.health import ClientHealth, lags_of_stamps
+from twinphase_bench.client.sse import failure_kind, observe
+from twinphase_bench.load.arrivals import Closed, Constant, Poisson, Traced
+from twinphase_bench.load.plan import LoadOptions, load_parts
+from twinphase_bench.load.report import load_data
+from twinphase_bench.load.run import LoadFailedError, LoadResult, run_load
+from twinphase_bench.load.slo import Slos
+from twinphase_bench.load.workload import Lengths, LoadRequest, Sizing, Workload, make_workload
+from twinphase_bench.targets.openai import OpenAITarget
+from twinphase_bench.targets.target import Prompt
 
 SLOW = {"first": 0.05, "gaps": [0.004] * 5, "tokens": [1, 1, 2, 1, 1, 1]}
 STALLED = {"first": 0.02, "gaps": [0.004, 0.06, 0.004]}
@@ -53,25 +53,41 @@ def load(stub, scripts, arrivals, workload=None, beside=None, **options):
     return result, stub.log()
 
 
-# What is counted and not measured is wrong by this much, or right: no limit above lies closer to what the stub does.
+# What is counted and not measured is wrong by this much, or right: no limit above lies closer to
+# what the stub does.
 MARGIN = 0.006
 
 
 @pytest.mark.slow
 def test_every_figure_of_a_load_is_right_within_a_millisecond(stub):
-    scripts = [SLOW, STALLED, QUICK, QUICK, {"status": 429}, SLOW, {"end": "truncated", "gaps": [0.004]}, QUICK]
+    scripts = [
+        SLOW,
+        STALLED,
+        QUICK,
+        QUICK,
+        {"status": 429},
+        SLOW,
+        {"end": "truncated", "gaps": [0.004]},
+        QUICK,
+    ]
     slos = Slos.parse(["ttft:40", "tpot:10"])
     tokens = [7, 4, 5, 5, 7, 5]  # of those that succeed
 
     def errors(number):
         result, log = load(stub, scripts, Constant(60), slos=slos)
-        assert result.num_output_tokens == sum(tokens) and result.failures == {"http 429": 1, "truncated": 1}
+        assert result.num_output_tokens == sum(tokens) and result.failures == {
+            "http 429": 1,
+            "truncated": 1,
+        }
         assert len(result.observations) == len(log) == 8
         wrong = {}
         for seen in result.succeeded:
             found = moment_errors(seen, log[int(seen.request_id.removeprefix("stub-"))])
             wrong |= {f"{name} of {seen.request_id}": seconds for name, seconds in found.items()}
-        seconds = max(entry.get("closed", entry["received"]) for entry in log) - result.observations[0].intended
+        seconds = (
+            max(entry.get("closed", entry["received"]) for entry in log)
+            - result.observations[0].intended
+        )
         wrong["seconds"] = abs(result.seconds - seconds)
         wrong["requests/s"] = abs(len(result.succeeded) / result.request_rate - seconds)
         wrong["tokens/s"] = abs(sum(tokens) / result.output_rate - seconds)
@@ -89,7 +105,8 @@ def test_figures_of_recorded_replies_are_exact():
 
     def recorded(sent, after, tokens, ended):
         moments = [sent + seconds for seconds in itertools.accumulate(after)]
-        words, end = [text(" word" * number) for number in tokens], [text("", "length"), usage(sum(tokens))]
+        words = [text(" word" * number) for number in tokens]
+        end = [text("", "length"), usage(sum(tokens))]
         reply = stream(*words, *end, sent=sent, moments=[*moments, moments[-1], moments[-1]])
         return observe(dataclasses.replace(reply, ended=ended))
 
@@ -99,30 +116,51 @@ def test_figures_of_recorded_replies_are_exact():
         recorded(10.5, [1.0, *[0.125] * 4], [1] * 5, 12.0),
         observe(Reply(11.0, sent=11.0, ended=11.5, error="connection refused: x")),
     ]
-    result = LoadResult(FACTS, "", "", 4.0, None, seen, 4, ClientHealth(), Slos.parse(["ttft:600", "tpot:200"]))
+    result = LoadResult(
+        FACTS, "", "", 4.0, None, seen, 4, ClientHealth(), Slos.parse(["ttft:600", "tpot:200"])
+    )
     assert result.ttft == [0.5, 0.25, 1.0] and result.e2e == [1.0, 0.75, 1.5]
     assert result.tpot == [0.25, 0.5 / 3, 0.125] and result.itl == [0.25, 0.25, 0.5, *[0.125] * 4]
     assert result.seconds == 2.0 and result.request_rate == 1.5 and result.output_rate == 6.0
-    assert result.total_rate == 13.5 and result.offered == 3.0 and result.failures == {"connection refused": 1}
+    assert (
+        result.total_rate == 13.5
+        and result.offered == 3.0
+        and result.failures == {"connection refused": 1}
+    )
     assert result.goodput.good == 1 and result.goodput.missed == {"tpot": 1, "ttft": 1, "failed": 1}
 
 
 def test_what_voids_a_run_depends_on_what_is_measured():
     lags = [0.009] * 100
-    assert "sent late: 100 of 100" in ClientHealth(lags).faults(0.02, 0.05)[0], "9 ms of a TTFT of 20 ms"
-    assert "stamped late" in ClientHealth([], lags).faults(0.5, 0.002)[0], "9 ms between tokens of 2 ms"
-    assert not ClientHealth(lags, lags).faults(0.5, 0.05) and ClientHealth(lags, lags).faults(math.nan, math.nan)
+    assert "sent late: 100 of 100" in ClientHealth(lags).faults(0.02, 0.05)[0], (
+        "9 ms of a TTFT of 20 ms"
+    )
+    assert "stamped late" in ClientHealth([], lags).faults(0.5, 0.002)[0], (
+        "9 ms between tokens of 2 ms"
+    )
+    assert not ClientHealth(lags, lags).faults(0.5, 0.05) and ClientHealth(lags, lags).faults(
+        math.nan, math.nan
+    )
     assert not ClientHealth([0.0009] * 9, [0.0019] * 9).faults(1e-4, 1e-4), "what a timer does"
-    assert not ClientHealth([0.3] + [0.0] * 30, [0.3] * 4 + [0.0] * 96).faults(0.02, 0.002), "one hiccup"
-    assert ClientHealth([0.3] * 3 + [0.0] * 27).faults(0.02, 0.002) and ClientHealth([0.3] * 2).faults(0.02, 0.002)
-    assert "no more open files" in ClientHealth(refused={"no more open files": 3}).faults(1.0, 1.0)[0]
+    assert not ClientHealth([0.3] + [0.0] * 30, [0.3] * 4 + [0.0] * 96).faults(0.02, 0.002), (
+        "one hiccup"
+    )
+    assert ClientHealth([0.3] * 3 + [0.0] * 27).faults(0.02, 0.002) and ClientHealth(
+        [0.3] * 2
+    ).faults(0.02, 0.002)
+    assert (
+        "no more open files" in ClientHealth(refused={"no more open files": 3}).faults(1.0, 1.0)[0]
+    )
 
 
 def test_a_stamp_counts_with_the_heartbeat_of_its_time():
     beats = [(1.0, 1.0), (1.01, 1.045), (1.055, 1.055)]  # blocked for 35 ms
     stamps = [0.5, 1.005, 1.045, 1.045, 1.045, 1.045, 1.06]
     lags = lags_of_stamps(beats, stamps)
-    assert lags == pytest.approx([0, 0, 0.035, 0.025, 0.015, 0.005, 0]) and lags_of_stamps([], stamps) == []
+    assert (
+        lags == pytest.approx([0, 0, 0.035, 0.025, 0.015, 0.005, 0])
+        and lags_of_stamps([], stamps) == []
+    )
 
 
 def test_a_connection_that_the_server_takes_late_is_no_lag_of_the_client():
@@ -131,10 +169,14 @@ def test_a_connection_that_the_server_takes_late_is_no_lag_of_the_client():
             seen = await super().send(prompt, max_tokens, intended)
             late = len(self.asked) % 2 == 0
             sent = intended + (0.5 if late else 0.0)
-            return dataclasses.replace(seen, sent=sent, token_times=[intended + 0.6], connected_late=late)
+            return dataclasses.replace(
+                seen, sent=sent, token_times=[intended + 0.6], connected_late=late
+            )
 
     result = run(run_load(SlowToConnect(), requests(10), Constant(200)))
-    assert not any("sent late" in fault for fault in result.void) and result.client.connected_late == 5
+    assert (
+        not any("sent late" in fault for fault in result.void) and result.client.connected_late == 5
+    )
     assert max(result.ttft) == pytest.approx(0.6), "it is in the latency all the same"
 
 
@@ -142,22 +184,32 @@ def test_connecting_late_is_told_from_asking_late(stub):
     def ask(address, lead):
         async def work():
             due = time.perf_counter() + lead
-            return await exchange(address, address.head("GET", "/v1/models", {}, 0), intended=due, timeout=0.4)
+            return await exchange(
+                address, address.head("GET", "/v1/models", {}, 0), intended=due, timeout=0.4
+            )
 
         return run(work())
 
     address = Address.parse(stub.url)
     in_time = (not ask(address, 0.2).connected_late for _ in range(20))
     assert any(in_time), "unless the machine does other things for all that time"
-    assert not ask(address, -0.1).connected_late, "the client asked for the connection too late itself"
+    assert not ask(address, -0.1).connected_late, (
+        "the client asked for the connection too late itself"
+    )
     with contextlib.ExitStack() as sockets:
-        full = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))  # nobody takes what waits there
+        full = sockets.enter_context(
+            socket.create_server(("127.0.0.1", 0), backlog=0)
+        )  # nobody takes what waits there
         for _ in range(4):
             one = sockets.enter_context(socket.socket())
             one.setblocking(False)
             one.connect_ex(full.getsockname())
         reply = ask(Address.parse(f"127.0.0.1:{full.getsockname()[1]}"), 0.1)
-    assert reply.connected_late and failure_kind(reply.error) == "timeout" and observe(reply).connected_late
+    assert (
+        reply.connected_late
+        and failure_kind(reply.error) == "timeout"
+        and observe(reply).connected_late
+    )
 
 
 @pytest.mark.parametrize("arrivals", [Constant(500), Closed(2)])
@@ -168,7 +220,8 @@ def test_one_exception_loses_one_request(stub, arrivals, step):
     async def work():
         stub.script({})
         target = await OpenAITarget.open(stub.url) if step == "read" else Instant()
-        original, calls = getattr(target, step), itertools.count()
+        original = getattr(target, step)
+        calls = itertools.count()
 
         def fails_once(*given):
             if next(calls) == 2:
@@ -186,22 +239,29 @@ def test_one_exception_loses_one_request(stub, arrivals, step):
 def test_too_few_files_are_the_fault_of_the_client(stub):
     """EMFILE is this process's: nothing is said of the server, and the run is void."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few, scripts = len(os.listdir("/proc/self/fd")) + 40, [{"first": 0.8}] * 60
+    few = len(os.listdir("/proc/self/fd")) + 40
+    scripts = [{"first": 0.8}] * 60
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
         assert not load(stub, scripts, Constant(2000))[0].failures, "the limit was raised"
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(resource, "setrlimit", lambda *_: (_ for _ in ()).throw(ValueError("not allowed")))
+            patch.setattr(
+                resource, "setrlimit", lambda *_: (_ for _ in ()).throw(ValueError("not allowed"))
+            )
             result, _ = load(stub, scripts, Constant(2000))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert result.failures["client limit"] > 5 and any("ulimit -n" in fault for fault in result.void)
+    assert result.failures["client limit"] > 5 and any(
+        "ulimit -n" in fault for fault in result.void
+    )
 
 
 def test_repetitions_have_prompts_and_gaps_of_their_own():
     target = Instant()
-    options = LoadOptions(request_rate=500.0, num_prompts=5, input_len=12, output_len=8, repetitions=3, seed=4)
+    options = LoadOptions(
+        request_rate=500.0, num_prompts=5, input_len=12, output_len=8, repetitions=3, seed=4
+    )
     parts = load_parts(target, options, lambda *_: None)
     runs = [parts.data, *parts.data["further runs"]]
     assert [len(run["observations"]) for run in runs] == [5] * 3
@@ -220,8 +280,15 @@ def test_a_trace_with_texts_of_its_own_is_not_repeated(tmp_path):
 
 def test_an_infinite_rate_sends_all_at_once():
     result = run(run_load(Instant(), requests(5), Poisson(math.inf)))
-    assert len({one.intended for one in result.observations}) == 1 and result.rate is None and result.offered is None
-    assert result.arrivals == str(Constant(math.inf)) == "open loop, all at once" and len(result.succeeded) == 5
+    assert (
+        len({one.intended for one in result.observations}) == 1
+        and result.rate is None
+        and result.offered is None
+    )
+    assert (
+        result.arrivals == str(Constant(math.inf)) == "open loop, all at once"
+        and len(result.succeeded) == 5
+    )
     json.dumps(load_data(result), allow_nan=False)
 
 
@@ -235,9 +302,9 @@ def test_a_slow_server_slows_no_open_loop_down(stub):
     else:
         raise AssertionError((sent, log))
     assert min(result.ttft) > 0.5
-    assert [one.intended - result.observations[0].intended for one in result.observations] == pytest.approx(
-        [0.01 * i for i in range(10)]
-    )
+    assert [
+        one.intended - result.observations[0].intended for one in result.observations
+    ] == pytest.approx([0.01 * i for i in range(10)])
 
 
 def test_a_closed_loop_keeps_so_many_in_flight(stub):
@@ -246,15 +313,21 @@ def test_a_closed_loop_keeps_so_many_in_flight(stub):
     in_flight = list(itertools.accumulate(step for _, step in moments))
     assert max(in_flight) == 3 and len(result.succeeded) == 12
     assert result.rate is None and result.concurrency == 3
-    assert all(one.lag == 0 for one in result.observations), "each was sent when its connection was there"
+    assert all(one.lag == 0 for one in result.observations), (
+        "each was sent when its connection was there"
+    )
 
 
 def test_a_trace_is_sent_at_its_times(stub):
     times = [0.0, 0.05, 0.05, 0.2]
-    workload = Workload(tuple(LoadRequest(Prompt("p" + " p" * n), 4, t) for n, t in enumerate(times, 1)))
+    workload = Workload(
+        tuple(LoadRequest(Prompt("p" + " p" * n), 4, t) for n, t in enumerate(times, 1))
+    )
     scripts = [{}, {"first": 0.04}, {}, {}]  # the second ends after the third
     result, log = load(stub, scripts, Traced(), workload=workload)
-    assert [o.intended - result.observations[0].intended for o in result.observations] == pytest.approx(times)
+    assert [
+        o.intended - result.observations[0].intended for o in result.observations
+    ] == pytest.approx(times)
     assert all(o.lag >= 0 for o in result.observations)
     sizes = [o.num_prompt_tokens for o in result.observations]
     assert sizes == [2, 3, 4, 5], "in the order of the workload where times are equal"
@@ -284,19 +357,22 @@ def test_a_client_that_never_rests_voids_the_run(stub):
             await asyncio.sleep(0)
 
     result, _ = load(stub, [QUICK] * 20, Constant(50), beside=compute)
-    # By its processor time; or, where others left it less than that of a core, by what came late for it.
+    # By its processor time; or, where others left it less than that of a core, by what came late
+    # for it.
     assert any("of a core" in fault or "late" in fault for fault in result.void)
 
 
 def test_too_many_in_flight_voids_the_run(stub, monkeypatch):
-    monkeypatch.setattr("twinphase.bench.load.run.MAX_IN_FLIGHT", 4)
+    monkeypatch.setattr("twinphase_bench.load.run.MAX_IN_FLIGHT", 4)
     result, _ = load(stub, [{"first": 1.0}] * 10, Constant(200))
     assert len(result.observations) == 4 and "6 requests were not sent" in result.void[-1]
 
 
 def test_a_limit_of_time_ends_the_sending(stub):
     result, _ = load(stub, [{}] * 40, Constant(100), send_seconds=0.1)
-    assert len(result.observations) == 11 and result.num_requests == 40 and not result.client.not_sent
+    assert (
+        len(result.observations) == 11 and result.num_requests == 40 and not result.client.not_sent
+    )
 
 
 def test_garbage_collection_is_off_in_the_measurement_and_on_after_it():
@@ -319,7 +395,11 @@ def test_poisson_is_seeded_and_has_its_rate():
     gaps = [b - a for a, b in itertools.pairwise(offsets)]
     mean = sum(gaps) / len(gaps)
     deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
-    assert offsets[0] == 0 and mean == pytest.approx(0.02, rel=0.03) and deviation == pytest.approx(mean, rel=0.05)
+    assert (
+        offsets[0] == 0
+        and mean == pytest.approx(0.02, rel=0.03)
+        and deviation == pytest.approx(mean, rel=0.05)
+    )
     assert offsets == Poisson(50, seed=3).offsets(many) != Poisson(50, seed=4).offsets(many)
 
 

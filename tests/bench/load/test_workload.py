@@ -5,8 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from twinphase.bench.load.workload import WORDS, Lengths, PromptMaker, Sizing, TextMaker, make_workload
 from twinphase.errors import InvalidRequestError
+from twinphase_bench.load.workload import (
+    WORDS,
+    Lengths,
+    PromptMaker,
+    Sizing,
+    TextMaker,
+    make_workload,
+)
 
 
 def test_the_words_are_words_of_one_kind():
@@ -17,7 +24,9 @@ def test_no_two_prompts_share_their_first_words():
     text = TextMaker(seed=1)
     starts = [tuple(text.words(40, number).split()[:8]) for number in range(5000)]
     assert len(set(starts)) == 5000
-    assert len({start[0] for start in starts[: len(WORDS)]}) == len(WORDS), "the very first word differs"
+    assert len({start[0] for start in starts[: len(WORDS)]}) == len(WORDS), (
+        "the very first word differs"
+    )
     assert text.words(40, 7) == TextMaker(seed=1).words(40, 7) != TextMaker(seed=2).words(40, 7)
 
 

@@ -9,10 +9,11 @@ import pytest
 from tests.bench.browser import Browser
 from tests.bench.sample_report import HOSTILE, all_plots, sample_report
 
-from twinphase.bench.report.theme import COLOURS, THEMES
+from twinphase_bench.report.theme import COLOURS, THEMES
 
 DRAWN = "document.documentElement.dataset.state === 'drawn'"
-# Of each chart: its name, whether it was drawn, how many marks with a size it has, its width and its box's.
+# Of each chart: its name, whether it was drawn, how many marks with a size it has, its width and
+# its box's.
 CHARTS = """[...document.querySelectorAll('figure[data-plot]')].map((figure) => [
   figure.dataset.plot, figure.dataset.state,
   [...figure.querySelectorAll('svg .role-mark path, svg .role-mark line, svg .role-mark rect')].filter((mark) => {
@@ -38,7 +39,7 @@ def page(written):
 
 
 @pytest.fixture
-def opened(browser: Browser, page) -> Browser:
+def opened(browser, page) -> Browser:
     """The page in a wide, light window; whoever changes it opens it anew."""
     browser.look()
     if browser.evaluate("location.href") != page.as_uri():
@@ -50,10 +51,13 @@ def opened(browser: Browser, page) -> Browser:
     ("width", "theme"),
     [
         (1280, "light"),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((400, "light"), (1280, "dark"), (400, "dark"))),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in ((400, "light"), (1280, "dark"), (400, "dark"))
+        ),
     ],
 )
-def test_every_chart_is_drawn_without_a_complaint(browser: Browser, page, width, theme):
+def test_every_chart_is_drawn_without_a_complaint(browser, page, width, theme):
     browser.look(width=width, dark=theme == "dark")
     browser.open(page, DRAWN)
     charts = browser.evaluate(CHARTS)
@@ -65,16 +69,20 @@ def test_every_chart_is_drawn_without_a_complaint(browser: Browser, page, width,
     assert browser.evaluate(CUT) == []
     assert browser.complaints() == []
     assert browser.requests() == [page.as_uri()]
-    assert browser.evaluate("document.documentElement.scrollWidth") <= width  # nothing hangs over the edge
+    assert (
+        browser.evaluate("document.documentElement.scrollWidth") <= width
+    )  # nothing hangs over the edge
     colours = {role: pair[THEMES.index(theme)] for role, pair in COLOURS.items()}
     fill = browser.evaluate("document.querySelector('[data-plot=waterfall] svg').outerHTML")
     assert colours["prefill"] in fill and colours["decode"] in fill
-    surface = browser.evaluate("getComputedStyle(document.querySelector('section')).backgroundColor")
+    surface = browser.evaluate(
+        "getComputedStyle(document.querySelector('section')).backgroundColor"
+    )
     assert surface == "rgb({}, {}, {})".format(*bytes.fromhex(colours["surface"][1:]))
 
 
 @pytest.mark.slow
-def test_the_charts_follow_the_window_and_the_theme(browser: Browser, page):
+def test_the_charts_follow_the_window_and_the_theme(browser, page):
     browser.look()
     browser.open(page, DRAWN)
     browser.look(width=400)
@@ -82,21 +90,26 @@ def test_the_charts_follow_the_window_and_the_theme(browser: Browser, page):
     browser.evaluate("document.getElementById('theme').click()")
     browser.wait(f"document.documentElement.style.colorScheme === 'dark' && {DRAWN}")
     dark = COLOURS["prefill"][THEMES.index("dark")]
-    browser.wait(f"document.querySelector('[data-plot=prefill-time] svg').outerHTML.includes('{dark}')")
+    browser.wait(
+        f"document.querySelector('[data-plot=prefill-time] svg').outerHTML.includes('{dark}')"
+    )
     assert browser.complaints() == []
     browser.open(page, DRAWN)  # in its first theme, for the tests below
 
 
-def test_text_from_outside_stays_text(opened: Browser):
+def test_text_from_outside_stays_text(opened):
     assert HOSTILE in opened.evaluate("document.querySelector('h1').textContent")
     assert opened.evaluate("document.querySelectorAll('h1 script, main script').length") == 0
     opened.evaluate("document.querySelector('[data-plot=targets] details').open = true")
     opened.wait("document.querySelector('[data-plot=targets] details td') !== null")
-    cells = opened.evaluate("[...document.querySelectorAll('[data-plot=targets] td')].map((cell) => cell.textContent)")
+    cells = opened.evaluate(
+        "[...document.querySelectorAll('[data-plot=targets] td')].map((cell) => cell.textContent)"
+    )
     assert HOSTILE in cells
 
 
-SYMBOL, BAR = ".mark-symbol.role-mark path", ".mark-rect.role-mark path"
+SYMBOL = ".mark-symbol.role-mark path"
+BAR = ".mark-rect.role-mark path"
 
 
 @pytest.mark.parametrize(
@@ -107,25 +120,31 @@ SYMBOL, BAR = ".mark-symbol.role-mark path", ".mark-rect.role-mark path"
         ("targets", BAR, r"<script>alert\(1\)</script>"),
     ],
 )
-def test_a_tooltip_tells_numbers_and_hostile_names_as_text(opened: Browser, chart, mark, told):
-    opened.evaluate(f"document.querySelector('[data-plot={chart}]').scrollIntoView({{behavior: 'instant'}})")
+def test_a_tooltip_tells_numbers_and_hostile_names_as_text(opened, chart, mark, told):
+    opened.evaluate(
+        f"document.querySelector('[data-plot={chart}]').scrollIntoView({{behavior: 'instant'}})"
+    )
     marks = f"[...document.querySelectorAll('[data-plot={chart}] svg {mark}')]"
     place = f"{marks}.at({0 if mark == SYMBOL else -1}).getBoundingClientRect()"
     width = "width / 2" if mark == SYMBOL else "9"
     box = opened.evaluate(f"(({{x, y, width, height}}) => [x + {width}, y + height / 2])({place})")
     for step in (4, 0):
         opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + step, y=box[1])
-    opened.wait(f"/{told.replace('/', chr(92) + '/')}/.test(document.querySelector('.vg-tooltip.visible')?.innerText)")
+    opened.wait(
+        f"/{told.replace('/', chr(92) + '/')}/.test(document.querySelector('.vg-tooltip.visible')?.innerText)"
+    )
     shown = opened.evaluate("document.querySelector('.vg-tooltip').innerText")
     assert re.search(told, shown) and "NaN" not in shown
     assert opened.evaluate("document.querySelectorAll('.vg-tooltip script').length") == 0
     assert opened.complaints() == []  # the tooltip's style obeys the page's policy as well
 
 
-def test_the_page_alone_gives_back_the_whole_result(opened: Browser, written):
+def test_the_page_alone_gives_back_the_whole_result(opened, written):
     opened.evaluate(
-        "new Promise((done) => { const make = URL.createObjectURL; URL.createObjectURL = (blob) => {"
-        " blob.text().then((text) => { window.saved = text; }); done(); return make.call(URL, blob); };"
+        "new Promise((done) => { const make = URL.createObjectURL; URL.createObjectURL = (blob) "
+        "=> {"
+        " blob.text().then((text) => { window.saved = text; }); done(); return make.call(URL, "
+        "blob); };"
         " HTMLAnchorElement.prototype.click = function () { window.savedName = this.download; };"
         " document.getElementById('download').click(); })"
     )
@@ -134,23 +153,29 @@ def test_the_page_alone_gives_back_the_whole_result(opened: Browser, written):
     assert json.loads(opened.evaluate("window.saved")) == json.loads(written.json.read_text())
 
 
-def test_a_keyboard_reaches_everything_that_can_be_used(opened: Browser):
+def test_a_keyboard_reaches_everything_that_can_be_used(opened):
     unnamed = opened.evaluate(
         "[...document.querySelectorAll('button, summary, a, [tabindex]')].filter((element) =>"
-        " element.tabIndex < 0 || !(element.textContent.trim() || element.getAttribute('aria-label'))).length"
+        " element.tabIndex < 0 || !(element.textContent.trim() || "
+        "element.getAttribute('aria-label'))).length"
     )
     assert unnamed == 0
     missing = opened.evaluate(
-        "[...document.querySelectorAll('nav a')].filter((link) => !document.querySelector(link.hash)).length"
+        "[...document.querySelectorAll('nav a')].filter((link) => "
+        "!document.querySelector(link.hash)).length"
     )
     assert missing == 0
-    assert opened.evaluate("[...document.querySelectorAll('.chart')].every((chart) => chart.ariaLabel.length > 9)")
+    assert opened.evaluate(
+        "[...document.querySelectorAll('.chart')].every((chart) => chart.ariaLabel.length > 9)"
+    )
     heads = "[...document.querySelectorAll('main > section table')].every((table) => table.tHead)"
     assert opened.evaluate(heads)
-    assert opened.evaluate("[...document.querySelectorAll('.table table')].every((table) => table.caption)")
+    assert opened.evaluate(
+        "[...document.querySelectorAll('.table table')].every((table) => table.caption)"
+    )
 
 
-def test_the_policy_stops_what_a_report_does_not_bring(browser: Browser, page, tmp_path):
+def test_the_policy_stops_what_a_report_does_not_bring(browser, page, tmp_path):
     # The page with a script and an image that someone put in: proof that these tests would notice.
     text = page.read_text().replace(
         "</main>", "</main><script>window.ran = true</script><img src='http://127.0.0.1:9/x.png'>"

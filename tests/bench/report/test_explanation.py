@@ -4,14 +4,21 @@ import json
 
 import pytest
 
-from twinphase.bench.report.explanation import explain_report, waterfall_plot
-from twinphase.bench.report.render import write_report
-from twinphase.bench.report.result import read_result
 from twinphase.cli import run_app
 from twinphase.commands.explain_source import from_file
+from twinphase_bench.report.explanation import explain_report, waterfall_plot
+from twinphase_bench.report.render import write_report
+from twinphase_bench.report.result import read_result
 
-TIMINGS = {"cache_n": 0, "prompt_n": 100, "predicted_n": 3, "ttft_ms": 60.0, "tpot_ms": 20.0, "e2e_ms": 100.0,
-           "ledger_ms": {"queue": 10.0, "prefill": 50.0, "decode": 30.0, "stall": 10.0}}  # fmt: skip
+TIMINGS = {
+    "cache_n": 0,
+    "prompt_n": 100,
+    "predicted_n": 3,
+    "ttft_ms": 60.0,
+    "tpot_ms": 20.0,
+    "e2e_ms": 100.0,
+    "ledger_ms": {"queue": 10.0, "prefill": 50.0, "decode": 30.0, "stall": 10.0},
+}
 
 
 @pytest.fixture
@@ -23,7 +30,11 @@ def saved(tmp_path):
 def test_the_report_says_what_the_terminal_says(saved):
     report = explain_report(from_file(saved))
     assert [verdict.text.partition(":")[0] for verdict in report.verdicts] == [
-        "prompt length", "queue", "unknown bound", "stalls"]  # fmt: skip
+        "prompt length",
+        "queue",
+        "unknown bound",
+        "stalls",
+    ]
     (ledger,) = report.sections[0].tables
     assert ledger.rows[-1][:3] == ("all", "100.0 ms", "100.0 %")
     assert sum(float(row[2].removesuffix(" %")) for row in ledger.rows[:-1]) == pytest.approx(100)
@@ -43,7 +54,10 @@ def test_its_files_are_explained_again(saved, tmp_path, capsys):
 
 
 def test_a_load_is_a_report_too(tmp_path):
-    times = [{"intended": float(n), "sent": float(n), "token_times": [n + 0.5, n + 0.75]} for n in range(3)]
+    times = [
+        {"intended": float(n), "sent": float(n), "token_times": [n + 0.5, n + 0.75]}
+        for n in range(3)
+    ]
     observations = [{"request_id": "", **one} for one in times]
     result = {"format": "twinphase-result", "version": 1, "data": {"observations": observations}}
     (tmp_path / "result.json").write_text(json.dumps(result))

@@ -21,17 +21,28 @@ import numpy as np
 import pytest
 from tests.bench.sample_report import HOSTILE, all_plots, sample_report
 
-from twinphase.bench.extras import MissingExtraError, require
-from twinphase.bench.report.markdown import markdown
-from twinphase.bench.report.page import page
-from twinphase.bench.report.render import png, write_report
-from twinphase.bench.report.report import Column, Metric, Plot, Report, Section, Status, Table, Verdict
-from twinphase.bench.report.result import read_result, result_json
 from twinphase.errors import StorageError
+from twinphase_bench.extras import MissingExtraError, require
+from twinphase_bench.report.markdown import markdown
+from twinphase_bench.report.page import page
+from twinphase_bench.report.render import png, write_report
+from twinphase_bench.report.report import (
+    Column,
+    Metric,
+    Plot,
+    Report,
+    Section,
+    Status,
+    Table,
+    Verdict,
+)
+from twinphase_bench.report.result import read_result, result_json
 
 
 def small(**parts) -> Report:
-    return replace(Report("bench", "Title", (Verdict(Status.HOLDS, "It holds."),), {"machine": "m"}), **parts)
+    return replace(
+        Report("bench", "Title", (Verdict(Status.HOLDS, "It holds."),), {"machine": "m"}), **parts
+    )
 
 
 class Page(HTMLParser):
@@ -53,25 +64,43 @@ class Page(HTMLParser):
 
 def test_all_files_are_there(written):
     assert written.html.name == "report.html" and written.json.name == "result.json"
-    assert [path.stem for path in written.plots] == [plot.name for plot in all_plots(sample_report())]
+    assert [path.stem for path in written.plots] == [
+        plot.name for plot in all_plots(sample_report())
+    ]
     for path in written.plots:
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
     for path in (written.html, written.markdown, written.json, *written.plots):
-        assert path.stat().st_mode & stat.S_IRGRP, path  # a report is there to be read, by a web server too
+        assert path.stat().st_mode & stat.S_IRGRP, (
+            path
+        )  # a report is there to be read, by a web server too
     assert not list(written.html.parent.rglob("*.part"))
 
 
 def test_a_report_reads_back_as_it_was_and_is_written_the_same(written):
-    report, back, text = sample_report(), read_result(written.json), written.json.read_text()
+    report = sample_report()
+    back = read_result(written.json)
+    text = written.json.read_text()
     assert read_result(written.json.parent) == back
     assert (back.verdicts, back.metrics, back.sections[0].tables) == (
-        report.verdicts, report.metrics, report.sections[0].tables)  # fmt: skip
+        report.verdicts,
+        report.metrics,
+        report.sections[0].tables,
+    )
     assert result_json(report) == text == result_json(back)
-    assert page(back, text) == written.html.read_text() and markdown(back) == written.markdown.read_text()
+    assert (
+        page(back, text) == written.html.read_text()
+        and markdown(back) == written.markdown.read_text()
+    )
 
 
 def test_json_is_strict_and_takes_what_measurements_hold(tmp_path):
-    data = {"nan": math.nan, "array": np.arange(3), "scalar": np.float32(0.5), "path": Path("a"), 1: Status.VOID}
+    data = {
+        "nan": math.nan,
+        "array": np.arange(3),
+        "scalar": np.float32(0.5),
+        "path": Path("a"),
+        1: Status.VOID,
+    }
     metric = Metric("m", "s", "lower", (1.0, math.inf))
     path = tmp_path / "result.json"
     path.write_text(result_json(small(data=data, metrics=(metric,))))
@@ -80,7 +109,13 @@ def test_json_is_strict_and_takes_what_measurements_hold(tmp_path):
         raise AssertionError(f"{name} is no JSON")
 
     found = json.loads(path.read_text(), parse_constant=refuse)
-    assert found["data"] == {"nan": None, "array": [0, 1, 2], "scalar": 0.5, "path": "a", "1": "void"}
+    assert found["data"] == {
+        "nan": None,
+        "array": [0, 1, 2],
+        "scalar": 0.5,
+        "path": "a",
+        "1": "void",
+    }
     assert math.isnan(read_result(path).metrics[0].values[1])
     with pytest.raises(TypeError, match="object"):
         result_json(small(data={"x": object()}))
@@ -90,23 +125,48 @@ def test_text_from_outside_is_escaped_everywhere(written):
     text = written.html.read_text()
     assert "<script>alert" not in text and html.escape(HOSTILE, quote=False)[:20] in text
     parsed = Page(text)
-    scripts = [(attributes.get("type"), attributes.get("id")) for tag, attributes in parsed.elements if tag == "script"]
-    assert scripts == [("application/json", "result"), ("application/json", "themes"), (None, None), (None, None)]
-    assert not [name for _, attributes in parsed.elements for name in attributes if name.startswith("on")]
-    carried = next(code for tag, attributes, code in parsed.code if attributes.get("id") == "result")
-    assert json.loads(carried) == json.loads(written.json.read_text())  # "</script><!--" among its text
+    scripts = [
+        (attributes.get("type"), attributes.get("id"))
+        for tag, attributes in parsed.elements
+        if tag == "script"
+    ]
+    assert scripts == [
+        ("application/json", "result"),
+        ("application/json", "themes"),
+        (None, None),
+        (None, None),
+    ]
+    assert not [
+        name for _, attributes in parsed.elements for name in attributes if name.startswith("on")
+    ]
+    carried = next(
+        code for tag, attributes, code in parsed.code if attributes.get("id") == "result"
+    )
+    assert json.loads(carried) == json.loads(
+        written.json.read_text()
+    )  # "</script><!--" among its text
 
 
 def test_the_policy_lets_nothing_in_but_what_is_there(written):
     parsed = Page(written.html.read_text())
-    policy = next(a["content"] for tag, a in parsed.elements if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        a["content"]
+        for tag, a in parsed.elements
+        if a.get("http-equiv") == "Content-Security-Policy"
+    )
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules["default-src"] == "'none'" and "connect-src" not in rules
     assert "unsafe" not in policy and "http" not in policy
-    code = [(tag, text) for tag, attributes, text in parsed.code if attributes.get("type") != "application/json"]
+    code = [
+        (tag, text)
+        for tag, attributes, text in parsed.code
+        if attributes.get("type") != "application/json"
+    ]
     for rule, kind in (("script-src", "script"), ("style-src", "style")):
         digests = [
-            base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for tag, text in code if tag == kind
+            base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            for tag, text in code
+            if tag == kind
         ]
         assert rules[rule].split() == [f"'sha256-{digest}'" for digest in digests]
     for tag, attributes in parsed.elements:
@@ -116,7 +176,10 @@ def test_the_policy_lets_nothing_in_but_what_is_there(written):
 
 def test_the_page_says_verdict_conditions_noise_numbers_in_that_order(written):
     text = written.html.read_text()
-    places = [text.index(f'<section id="{name}"') for name in ("verdicts", "conditions", "noise", "section-1")]
+    places = [
+        text.index(f'<section id="{name}"')
+        for name in ("verdicts", "conditions", "noise", "section-1")
+    ]
     assert places == sorted(places)
     for verdict in sample_report().verdicts:
         assert html.escape(verdict.text) in text and html.escape(verdict.reason) in text
@@ -139,12 +202,17 @@ def test_markdown_can_be_pasted():
     assert lines[0] == "# T \\# x"
     assert lines.index("## Conditions") < lines.index("## Noise") < lines.index("## S")
     assert "- **holds**: It holds." in lines
-    assert "| a\\|b | c |" in lines and "| x\\|y z | &lt;img> |" in lines and "- *a\\|b*: def" in lines
+    assert (
+        "| a\\|b | c |" in lines and "| x\\|y z | &lt;img> |" in lines and "- *a\\|b*: def" in lines
+    )
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
-    [*(([name], "no file name") for name in ("../x", "", "a/b", ".hidden", "x" * 101)), (["x", "X"], "two plots")],
+    [
+        *(([name], "no file name") for name in ("../x", "", "a/b", ".hidden", "x" * 101)),
+        (["x", "X"], "two plots"),
+    ],
 )
 def test_a_plot_name_that_cannot_be_a_file_of_its_own_is_refused(tmp_path, names, message):
     plots = tuple(Plot(name, "t", {"data": {"values": []}, "mark": "point"}) for name in names)
@@ -189,13 +257,21 @@ def test_a_chart_that_wants_the_network_is_not_drawn(tmp_path):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/data.csv"
         with contextlib.suppress(ValueError):
-            png(Plot("x", "t", {"data": {"url": url}, "mark": "point", "encoding": {"x": {"field": "a"}}}))
+            png(
+                Plot(
+                    "x",
+                    "t",
+                    {"data": {"url": url}, "mark": "point", "encoding": {"x": {"field": "a"}}},
+                )
+            )
         server.shutdown()
     assert asked == []
 
 
 def test_progress_is_told_for_every_file(tmp_path):
     told = []
-    report = small(sections=(Section("S", plots=(Plot("x", "t", {"data": {"values": []}, "mark": "point"}),)),))
+    report = small(
+        sections=(Section("S", plots=(Plot("x", "t", {"data": {"values": []}, "mark": "point"}),)),)
+    )
     write_report(report, tmp_path, lambda *step: told.append(step))
     assert told == [("page", 0, 2), ("plot x", 1, 2), ("report", 2, 2)]

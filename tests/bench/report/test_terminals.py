@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from twinphase.bench.report.markdown import markdown
-from twinphase.bench.report.page import page
-from twinphase.bench.report.report import Column, Report, Section, Status, Table, Verdict
-from twinphase.bench.report.terminal import show
 from twinphase.terminal import PLAIN_WIDTH, answers
+from twinphase_bench.report.markdown import markdown
+from twinphase_bench.report.page import page
+from twinphase_bench.report.report import Column, Report, Section, Status, Table, Verdict
+from twinphase_bench.report.terminal import show
 
 HEADS = tuple(Column(f"a column of {n} words") for n in range(5))
 ROW = tuple(f"cell {n}: 123,456.789" for n in range(5))  # 105 characters, and four gaps
@@ -27,7 +27,8 @@ def report(**parts) -> Report:
 
 
 @pytest.mark.parametrize(
-    ("tables", "shown"), [("none", []), ("short", ["short", "only"]), ("all", ["short", "second", "long", "only"])]
+    ("tables", "shown"),
+    [("none", []), ("short", ["short", "only"]), ("all", ["short", "second", "long", "only"])],
 )
 def test_tables_are_whole_or_left_to_the_files(no_terminal, capsys, tables, shown):
     found = {title: Table(title, HEADS, (ROW,)) for title in ("short", "second", "only")}
@@ -49,11 +50,19 @@ def test_a_verdict_has_the_same_word_everywhere(no_terminal, capsys):
     told = report(verdicts=verdicts, noise=("others were quiet",))
     show(told)
     shown = capsys.readouterr().out.splitlines()
-    html, text = page(told, "{}"), markdown(told)
-    for status, word in zip(Status, ("holds", "fails", "undecided", "finding", "void"), strict=True):
+    html = page(told, "{}")
+    text = markdown(told)
+    for status, word in zip(
+        Status, ("holds", "fails", "undecided", "finding", "void"), strict=True
+    ):
         at = shown.index(f"{word.upper():<10}text of {status.value}")
-        assert shown[at + 1].startswith(" " * 10 + "why why") and shown[at + 2].startswith(" " * 10 + "why")
-        assert f'<span class="status">{word}</span>' in html and f"**{word}**: text of {status.value}" in text
+        assert shown[at + 1].startswith(" " * 10 + "why why") and shown[at + 2].startswith(
+            " " * 10 + "why"
+        )
+        assert (
+            f'<span class="status">{word}</span>' in html
+            and f"**{word}**: text of {status.value}" in text
+        )
 
 
 def test_a_terminal_says_its_own_width_and_a_file_gets_room_for_tables(no_terminal, monkeypatch):

@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 from tests.bench.made_target import MadeTarget
 
-from twinphase.bench.report.markdown import markdown
-from twinphase.bench.report.report import Status
-from twinphase.bench.report.result import result_json
-from twinphase.bench.run import bench_report, run_sweep, sweep_parts
-from twinphase.bench.sweep.plan import Pace, Place, Plan, SweepOptions, make_plan
-from twinphase.bench.sweep.report import sweep_metrics, sweep_noise
-from twinphase.bench.sweep.run import SweepError, calibrate, sweep
-from twinphase.bench.sweep.verdicts import sweep_verdicts
 from twinphase.errors import TwinphaseError
+from twinphase_bench.report.markdown import markdown
+from twinphase_bench.report.report import Status
+from twinphase_bench.report.result import result_json
+from twinphase_bench.run import bench_report, run_sweep, sweep_parts
+from twinphase_bench.sweep.plan import Pace, Place, Plan, SweepOptions, make_plan
+from twinphase_bench.sweep.report import sweep_metrics, sweep_noise
+from twinphase_bench.sweep.run import SweepError, calibrate, sweep
+from twinphase_bench.sweep.verdicts import sweep_verdicts
 
 PHASES = ("prefill", "decode")
 
@@ -24,7 +24,9 @@ def plan_for(context, pace=None, max_seconds=None, **options):
 
 
 def swept(target=None, **options):
-    return run_sweep(target or MadeTarget(), SweepOptions(**options), lambda what, done, total: None)
+    return run_sweep(
+        target or MadeTarget(), SweepOptions(**options), lambda what, done, total: None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def watch(monkeypatch):
         def __exit__(self, *exit):
             self.cores = cores.pop(0) if len(cores) > 1 else cores[0]
 
-    monkeypatch.setattr("twinphase.bench.sweep.run.Bystanders", Watch)
+    monkeypatch.setattr("twinphase_bench.sweep.run.Bystanders", Watch)
     return cores
 
 
@@ -81,7 +83,8 @@ def test_sweeps_of_other_lengths_share_places():
 
 def test_time_limit_shortens_prompts_and_says_so():
     pace = Pace(token=1e-3, step=0.01)
-    long, short = plan_for(8192, pace), plan_for(8192, pace, max_seconds=60)
+    long = plan_for(8192, pace)
+    short = plan_for(8192, pace, max_seconds=60)
     assert short.longest < long.longest
     assert pace.estimate(short) <= 60 < pace.estimate(long)
     assert len(short.places) > 0.6 * len(long.places)
@@ -99,7 +102,9 @@ def test_every_place_is_measured_in_every_round_in_another_order():
 
 
 def test_short_prefills_are_measured_several_times_in_a_row():
-    result = sweep(MadeTarget(), Plan((Place("prefill", 10), Place("prefill", 1000)), 1), watch_others=False)
+    result = sweep(
+        MadeTarget(), Plan((Place("prefill", 10), Place("prefill", 1000)), 1), watch_others=False
+    )
     by_length = {one.place.length: len(one.samples) for one in result.visits}
     assert by_length == {10: 8, 1000: 1}  # 6 ms each, at most eight; 420 ms
 
@@ -117,7 +122,12 @@ def test_verdicts_of_a_machine_like_most(usual):
 @pytest.mark.parametrize(
     ("kind", "chunk", "status", "reasons"),
     [
-        ("openai", "", Status.HOLDS, ("38", "assuming that it was read in one chunk", "at most 2.6 % of the time")),
+        (
+            "openai",
+            "",
+            Status.HOLDS,
+            ("38", "assuming that it was read in one chunk", "at most 2.6 % of the time"),
+        ),
         ("openai", "", Status.HOLDS, ("cannot be told from outside",)),
         ("transformers", "", Status.HOLDS, ("read in 1 chunk;",)),
         ("openai", "128", Status.HOLDS, ("read in 4 chunks", "10 % of the time")),
@@ -133,18 +143,24 @@ def test_prefill_is_told_only_what_was_shown(kind, chunk, status, reasons):
 
 
 def test_growth_is_told_from_measured_points(usual):
-    prefill, decode = verdict(usual, "A prompt token takes").text, verdict(usual, "A decode step of one request").text
+    prefill = verdict(usual, "A prompt token takes").text
+    decode = verdict(usual, "A decode step of one request").text
     assert " ms at 10," in prefill and " ms at position 44 and" in decode and "+" in decode
 
 
 def test_a_machine_whose_batches_bring_nothing_is_told():
-    decode = verdict(swept(MadeTarget(memory_bound=False)), "Decode of one request is not compute-bound")
+    decode = verdict(
+        swept(MadeTarget(memory_bound=False)), "Decode of one request is not compute-bound"
+    )
     assert decode.status is Status.FAILS and "8 times the arithmetic" in decode.reason
 
 
 def test_one_repetition_tells_nothing_of_noise():
     result = swept(repetitions=1)
-    for claim in ("Prefill does not wait for reading", "Decode of one request is not compute-bound"):
+    for claim in (
+        "Prefill does not wait for reading",
+        "Decode of one request is not compute-bound",
+    ):
         assert verdict(result, claim).status is Status.UNKNOWN
 
 
@@ -214,7 +230,9 @@ def test_report_is_whole_and_its_json_has_everything_raw():
     assert report.conditions["threads"] == "3"
     names = [plot.name for section in report.sections for plot in section.plots]
     assert len(names) == len(set(names)) == 4
-    assert all(len(row) == len(t.columns) for s in report.sections for t in s.tables for row in t.rows)
+    assert all(
+        len(row) == len(t.columns) for s in report.sections for t in s.tables for row in t.rows
+    )
     text = result_json(report)
     assert '"measurements"' in text and '"gaps"' in text
     assert {m.name for m in sweep_metrics(result)} == {m.name for m in report.metrics}

@@ -2,14 +2,20 @@
 
 import pytest
 
-from twinphase.bench.client.client import run
-from twinphase.bench.load.arrivals import Closed
-from twinphase.bench.load.run import run_load
-from twinphase.bench.load.workload import Lengths, Sizing, make_workload
-from twinphase.bench.targets.openai import OpenAITarget
-from twinphase.bench.targets.server_times import claims_of, claims_section
+from twinphase_bench.client.client import run
+from twinphase_bench.load.arrivals import Closed
+from twinphase_bench.load.run import run_load
+from twinphase_bench.load.workload import Lengths, Sizing, make_workload
+from twinphase_bench.targets.openai import OpenAITarget
+from twinphase_bench.targets.server_times import claims_of, claims_section
 
-LLAMA = {"prompt_n": 10, "prompt_ms": 15.0, "predicted_n": 5, "predicted_ms": 20.0, "predicted_per_token_ms": 4.0}
+LLAMA = {
+    "prompt_n": 10,
+    "prompt_ms": 15.0,
+    "predicted_n": 5,
+    "predicted_ms": 20.0,
+    "predicted_per_token_ms": 4.0,
+}
 
 
 def load(stub, scripts):
@@ -40,12 +46,23 @@ def test_llama_cpp_timings_stand_beside_ours(stub):
         # Ours has llama.cpp's fields, too: they are not taken for llama.cpp's claims.
         (
             "timings",
-            {"prompt_ms": 9.0, "predicted_per_token_ms": 9.0, "ttft_ms": 10.0, "tpot_ms": None, "e2e_ms": 20.0},
+            {
+                "prompt_ms": 9.0,
+                "predicted_per_token_ms": 9.0,
+                "ttft_ms": 10.0,
+                "tpot_ms": None,
+                "e2e_ms": 20.0,
+            },
             [("TTFT", 10.0), ("E2E", 20.0)],
         ),
         (
             "metrics",
-            {"queue_time_ms": 3.0, "time_to_first_token_ms": 11.0, "mean_itl_ms": 5.0, "generation_time_ms": 40.0},
+            {
+                "queue_time_ms": 3.0,
+                "time_to_first_token_ms": 11.0,
+                "mean_itl_ms": 5.0,
+                "generation_time_ms": 40.0,
+            },
             [("queue", 3.0), ("TTFT", 11.0), ("TPOT", 5.0), ("decode time", 40.0)],
         ),
     ],

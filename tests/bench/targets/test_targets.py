@@ -12,15 +12,20 @@ import pytest
 from bench.attempts import check_errors
 from tiny_gguf import write_tiny_gguf
 from twinphase.arguments import is_model_name
-from twinphase.bench.client.observation import Observation
-from twinphase.bench.extras import MissingExtraError
-from twinphase.bench.report.report import Status
-from twinphase.bench.run import client_parts
-from twinphase.bench.targets.engine import EngineTarget
-from twinphase.bench.targets.kinds import TargetOptions, kind_of, open_target
-from twinphase.bench.targets.openai import TargetFailedError
-from twinphase.bench.targets.phases_of_url import PhasesOfUrl, window_gaps
-from twinphase.errors import CacheCapacityError, ContextLengthError, InvalidRequestError, ModelNotFoundError
+from twinphase.errors import (
+    CacheCapacityError,
+    ContextLengthError,
+    InvalidRequestError,
+    ModelNotFoundError,
+)
+from twinphase_bench.client.observation import Observation
+from twinphase_bench.extras import MissingExtraError
+from twinphase_bench.report.report import Status
+from twinphase_bench.run import client_parts
+from twinphase_bench.targets.engine import EngineTarget
+from twinphase_bench.targets.kinds import TargetOptions, kind_of, open_target
+from twinphase_bench.targets.openai import TargetFailedError
+from twinphase_bench.targets.phases_of_url import PhasesOfUrl, window_gaps
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +35,19 @@ def gguf_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(gguf_path):
-    return EngineTarget(gguf_path, backend="reference", max_num_seqs=8, num_kv_blocks=40, max_num_batched_tokens=64)
+    return EngineTarget(
+        gguf_path, backend="reference", max_num_seqs=8, num_kv_blocks=40, max_num_batched_tokens=64
+    )
 
 
 @pytest.fixture
 def steps(engine, monkeypatch):
     """What each step of our engine gave."""
-    found, step = [], engine.stepped.engine.step
-    monkeypatch.setattr(engine.stepped.engine, "step", lambda: found.append(result := step()) or result)
+    found = []
+    step = engine.stepped.engine.step
+    monkeypatch.setattr(
+        engine.stepped.engine, "step", lambda: found.append(result := step()) or result
+    )
     return found
 
 
@@ -58,8 +68,14 @@ def test_engine_decode_counts_steps_of_the_whole_batch_only(engine, steps, posit
     assert sample.batch == batch and len(sample.gaps) == 6
     assert all(len(one.decodes) == batch and not one.prefills for one in batches)
     computed = [share.num_computed_tokens for one in batches for share in one.decodes]
-    assert sample.position == pytest.approx(sum(computed) / len(computed)) and sample.position >= position
-    assert not engine.stepped.engine.has_work and engine.stepped.engine.scheduler.kv_cache.pool.num_held == 0
+    assert (
+        sample.position == pytest.approx(sum(computed) / len(computed))
+        and sample.position >= position
+    )
+    assert (
+        not engine.stepped.engine.has_work
+        and engine.stepped.engine.scheduler.kv_cache.pool.num_held == 0
+    )
 
 
 def test_engine_refuses_what_it_cannot_hold(engine):
@@ -77,13 +93,18 @@ def test_engine_refuses_what_it_cannot_hold(engine):
 def test_transformers_target(tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from twinphase.bench.targets.static_batch import StaticBatchTarget
-    from twinphase.bench.targets.transformers import Transformers
+    from twinphase_bench.targets.static_batch import StaticBatchTarget
+    from twinphase_bench.targets.transformers import Transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     threads = torch.get_num_threads()
@@ -91,7 +112,9 @@ def test_transformers_target(tmp_path):
         target = StaticBatchTarget(Transformers(str(tmp_path), threads=1))
         fed = []
         forward = target.engine._model.forward
-        target.engine._model.forward = lambda *a, **k: fed.append(tuple(k["input_ids"].shape)) or forward(*a, **k)
+        target.engine._model.forward = lambda *a, **k: (
+            fed.append(tuple(k["input_ids"].shape)) or forward(*a, **k)
+        )
         assert target.prefill(40).num_tokens == 40
         sample = target.decode(20, 3, 5)
     finally:
@@ -104,7 +127,9 @@ def test_transformers_target(tmp_path):
 
 def test_llama_cpp_target(gguf_path):
     pytest.importorskip("llama_cpp")
-    target = open_target(f"llama-cpp:{gguf_path}", "llama-cpp", TargetOptions(engine={"threads": 1}))
+    target = open_target(
+        f"llama-cpp:{gguf_path}", "llama-cpp", TargetOptions(engine={"threads": 1})
+    )
     assert target.prefill(40).num_tokens == 40
     sample = target.decode(20, 3, 5)
     assert (sample.position, sample.batch, len(sample.gaps)) == (22.0, 3, 5)
@@ -128,7 +153,9 @@ def test_kinds_of_targets(text, kind):
     assert kind_of(text, is_model_name) == kind
 
 
-@pytest.mark.parametrize("text", ["", "nothing here", "transformers:", "llama-cpp:", "ftp://host", "localhost:8000"])
+@pytest.mark.parametrize(
+    "text", ["", "nothing here", "transformers:", "llama-cpp:", "ftp://host", "localhost:8000"]
+)
 def test_what_is_no_target(text):
     with pytest.raises(InvalidRequestError, match=r"smollm2.*transformers:FOLDER"):
         kind_of(text, is_model_name)
@@ -157,7 +184,10 @@ def test_options_that_a_target_has_no_use_for_are_refused(text, options, named):
 
 
 def test_missing_files_and_packages_are_told(tmp_path, monkeypatch):
-    for kind, path, package in (("transformers", tmp_path, "torch"), ("llama-cpp", tmp_path / "a.gguf", "llama_cpp")):
+    for kind, path, package in (
+        ("transformers", tmp_path, "torch"),
+        ("llama-cpp", tmp_path / "a.gguf", "llama_cpp"),
+    ):
         with pytest.raises(ModelNotFoundError):
             open_target(f"{kind}:{path}", kind, TargetOptions())
         (tmp_path / ("config.json" if kind == "transformers" else "a.gguf")).write_text("{}")
@@ -172,11 +202,14 @@ LATE = 0.005  # a client that was late is wrong by this much
 
 
 def seen(*times, tokens=None):
-    return Observation("", 0.0, 0.0, token_times=list(times), num_output_tokens=tokens or len(times), status=200)
+    return Observation(
+        "", 0.0, 0.0, token_times=list(times), num_output_tokens=tokens or len(times), status=200
+    )
 
 
 def test_only_gaps_while_all_decode_count():
-    early, late = seen(1.0, 2.0, 3.0, 4.0, 5.0), seen(2.5, 3.5, 4.5, 5.5, 6.5)
+    early = seen(1.0, 2.0, 3.0, 4.0, 5.0)
+    late = seen(2.5, 3.5, 4.5, 5.5, 6.5)
     gaps, before = window_gaps([early, late])
     assert gaps == [1.0, 1.0, 1.0, 1.0]  # 3..5 of the one, 2.5..4.5 of the other
     assert before == pytest.approx((3 + 4 + 1 + 2) / 4)
@@ -198,13 +231,16 @@ def stamped(stub, target):
     """A prefill and a decode of three requests, and by how much each differs from what the stub stamped."""
     target.forget()
     stub.script({"first": 0.05})
-    sample, entry = target.prefill(100), stub.log()[-1]
+    sample = target.prefill(100)
+    entry = stub.log()[-1]
     first = entry["sent"][0] - entry["received"]
     assert first <= sample.seconds, "the client sends before and receives after"
     assert 80 <= sample.num_tokens <= 120
     stub.script({"first": 0.01, "gaps": [0.02] * 12})
-    decode, log = target.decode(50, 3, 12), stub.log()[-3:]
-    begin, end = max(entry["sent"][0] for entry in log), min(entry["sent"][-1] for entry in log)
+    decode = target.decode(50, 3, 12)
+    log = stub.log()[-3:]
+    begin = max(entry["sent"][0] for entry in log)
+    end = min(entry["sent"][-1] for entry in log)
     pairs = [pair for entry in log for pair in zip(entry["sent"], entry["sent"][1:], strict=False)]
     true = [b - a for a, b in pairs if a >= begin and b <= end]
     assert decode.batch == 3 and 50 <= decode.position <= 75
@@ -235,7 +271,8 @@ def test_a_client_that_is_late_is_noticed_and_measured_again(stub, monkeypatch):
     stub.script({"first": 0.1})
     target = PhasesOfUrl(stub.url)
     target.forget()
-    start, asked = target.target.start, []
+    start = target.target.start
+    asked = []
 
     async def blocked(*arguments):
         asked.append(arguments)
@@ -261,7 +298,8 @@ def test_a_client_that_is_late_is_noticed_and_measured_again(stub, monkeypatch):
 def test_nothing_is_collected_while_a_request_is_out(stub, monkeypatch):
     stub.script({})
     target = PhasesOfUrl(stub.url)
-    start, found = target.target.start, []
+    start = target.target.start
+    found = []
 
     async def noting(*arguments):
         found.append(gc.isenabled())

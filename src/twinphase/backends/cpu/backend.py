@@ -41,8 +41,6 @@ from twinphase.weights.storage import cache_root
 if TYPE_CHECKING:
     from twinphase.backends.cpu.stamps import StampedProgram
 
-__all__ = ["CpuBackend"]
-
 PACK_BYTES = 64 << 20  # of the file, packed together
 MAX_ROWS = 1 << 16
 F32 = NDArray[np.float32]
@@ -74,12 +72,14 @@ class CpuBackend(ExpertOperations):
             isa: instruction-set path; None is the best this processor has.
             max_num_batched_tokens: most rows of a step.
             max_num_seqs: most sequences of a step.
-            kv_cache_dtype: "auto" (int8 keys with a scale a token and head, 16-bit values) or "int8" (values too).
+            kv_cache_dtype: "auto" (int8 keys with a scale a token and head, 16-bit values) or
+                "int8" (values too).
             progress: called with (done, total, name) while kernels compile.
         """
         if max_num_batched_tokens > MAX_ROWS:
             raise InvalidRequestError(
-                f"max_num_batched_tokens is {max_num_batched_tokens} with the cpu backend.", f"Use at most {MAX_ROWS}."
+                f"max_num_batched_tokens is {max_num_batched_tokens} with the cpu backend.",
+                f"Use at most {MAX_ROWS}.",
             )
         if kv_cache_dtype not in kv_layout.KV_CACHE_DTYPES:
             raise InvalidRequestError(
@@ -106,16 +106,20 @@ class CpuBackend(ExpertOperations):
 
         Raises:
             InvalidRequestError: more rows in a step than kernels have tiles for.
-            UnsupportedModelError: head sizes that the attention kernels do not cover, or a tensor type without one.
+            UnsupportedModelError: head sizes that the attention kernels do not cover, or a tensor
+                type without one.
         """
         check_heads(blueprint)
         most = most_rows(blueprint)
         if self.max_rows["tokens"] > most:
             raise InvalidRequestError(
-                f"max_num_batched_tokens is {self.max_rows['tokens']} with this model on the cpu backend.",
+                f"max_num_batched_tokens is {self.max_rows['tokens']} with this model on the cpu "
+                "backend.",
                 f"Use at most {most}.",
             )
-        self.blueprint, self._checkpoint = blueprint, checkpoint  # whose embedding stays where it is mapped
+        # whose embedding stays where it is mapped
+        self.blueprint = blueprint
+        self._checkpoint = checkpoint
         self._max_positions = blueprint.context_length
         specs = model_specs(checkpoint, blueprint, self.kv_cache_dtype, self.isa)
         folder = cache_root() / "kernels"
@@ -123,7 +127,9 @@ class CpuBackend(ExpertOperations):
         self._kernels, self._engine = load_kernels(folder, self.isa, specs)
         self._program = Program(self._kernels, self.max_rows, self.group)
         self._arena = Arena(arena_bytes(checkpoint, blueprint.tied), "weights")
-        self._keep: list[NDArray[np.generic]] = [aligned(64, np.float32)]  # arrays that kernels know by address
+        self._keep: list[NDArray[np.generic]] = [
+            aligned(64, np.float32)
+        ]  # arrays that kernels know by address
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Matrix:
         """Packed weights, as soon as the KV cache is allocated."""
@@ -137,11 +143,16 @@ class CpuBackend(ExpertOperations):
         self._pack_later(checkpoint, names, commands)
         return matrix
 
-    def _pack_later(self, checkpoint: Checkpoint, names: Sequence[str], commands: list[Command]) -> None:
+    def _pack_later(
+        self, checkpoint: Checkpoint, names: Sequence[str], commands: list[Command]
+    ) -> None:
         """All at once would have the whole file in memory beside what it is packed into."""
         self._pack_commands += commands
         self._unpacked += [(checkpoint, name) for name in names]
-        if sum(checkpoint.tensors[name].nbytes for checkpoint, name in self._unpacked) >= PACK_BYTES:
+        if (
+            sum(checkpoint.tensors[name].nbytes for checkpoint, name in self._unpacked)
+            >= PACK_BYTES
+        ):
             self._pack_now()
 
     def _pack_now(self) -> None:
@@ -153,10 +164,13 @@ class CpuBackend(ExpertOperations):
             pool.close()
         for checkpoint, name in self._unpacked:
             checkpoint.release(name)
-        self._pack_commands, self._unpacked = [], []
+        self._pack_commands = []
+        self._unpacked = []
 
     def _pack(self, type_name: str, args: Sequence[int], strips: int) -> Command:
-        return Command(self._kernels[f"pack:{type_name}"], self._program.cells.constant(strips), False, args)
+        return Command(
+            self._kernels[f"pack:{type_name}"], self._program.cells.constant(strips), False, args
+        )
 
     def vector(self, checkpoint: Checkpoint, names: Sequence[str], plus: float = 0.0) -> Vector:
         """The tensors side by side, each padded as the outputs of stacked matrices are."""
@@ -181,7 +195,9 @@ class CpuBackend(ExpertOperations):
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
         """Make the paged cache (`kv_layout`) and pack the weights."""
         if spec.block_size % kv_layout.CELL:
-            raise InvalidRequestError(f"block_size is {spec.block_size} with the cpu backend.", "Use a multiple of 16.")
+            raise InvalidRequestError(
+                f"block_size is {spec.block_size} with the cpu backend.", "Use a multiple of 16."
+            )
         self.kv_spec = spec
         self._per_chunk = kv_layout.chunk_cells(spec.num_layers, spec.num_kv_heads)
         cells = spec.num_blocks * (spec.block_size // kv_layout.CELL)
@@ -192,7 +208,10 @@ class CpuBackend(ExpertOperations):
         self.kv_memory = memory  # keys, scales, values
         layer_cells = spec.num_kv_heads * kv_layout.CHUNK
         self._layers = [
-            [array.ctypes.data + layer * layer_cells * size for array, size in zip(memory, sizes, strict=True)]
+            [
+                array.ctypes.data + layer * layer_cells * size
+                for array, size in zip(memory, sizes, strict=True)
+            ]
             for layer in range(spec.num_layers)
         ]
         self._step = StepMemory(
@@ -214,27 +233,40 @@ class CpuBackend(ExpertOperations):
 
     def _cell_sizes(self, dtype: str | None = None) -> tuple[int, int, int]:
         """Bytes of one head's keys, scales and values in a cell."""
-        dim, dtype = self.kv_spec.head_dim, dtype or self.kv_cache_dtype
-        return kv_layout.key_bytes(dim), kv_layout.scale_bytes(dtype), kv_layout.value_bytes(dim, dtype)
+        dim = self.kv_spec.head_dim
+        dtype = dtype or self.kv_cache_dtype
+        return (
+            kv_layout.key_bytes(dim),
+            kv_layout.scale_bytes(dtype),
+            kv_layout.value_bytes(dim, dtype),
+        )
 
     @cached_property
     def kv_fingerprint(self) -> str:
         """See `Backend`: the path that runs, and the sources of its kernels, which lay out the cache too."""
         path = {"backend": self.name, "isa": self.isa.name, "kernels": kernel_digest()}
         return kv_fingerprint(
-            self._checkpoint, self.blueprint, self.kv_spec, **path, kv_cache_dtype=self.kv_cache_dtype
+            self._checkpoint,
+            self.blueprint,
+            self.kv_spec,
+            **path,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
         """Keys, scales and values, uint8 [cells of a block, layers, KV heads, bytes of a cell] each (`kv_layout`)."""
         at = self._cells(block_ids)
-        parts = [view[at[0], :, :, at[1]].reshape(len(block_ids), -1) for view in self._cell_views()]
+        parts = [
+            view[at[0], :, :, at[1]].reshape(len(block_ids), -1) for view in self._cell_views()
+        ]
         return pack_frames(self.kv_fingerprint, np.concatenate(parts, axis=1))
 
     def write_blocks(self, block_ids: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
         """See `Backend`."""
         nbytes = self.kv_bytes_per_token() * self.kv_spec.block_size
-        blocks, at, start = unpack_frames(self.kv_fingerprint, frames, nbytes), self._cells(block_ids), 0
+        blocks = unpack_frames(self.kv_fingerprint, frames, nbytes)
+        at = self._cells(block_ids)
+        start = 0
         for view in self._cell_views():
             shape = *at[0].shape, *view.shape[1:3], view.shape[4]
             end = start + int(np.prod(shape[1:]))
@@ -258,12 +290,17 @@ class CpuBackend(ExpertOperations):
     def _cells(self, block_ids: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Chunk, and place in it, of each cell, [blocks, cells of a block] each."""
         per_block = self.kv_spec.block_size // kv_layout.CELL
-        return np.divmod(np.array(block_ids)[:, None] * per_block + np.arange(per_block), kv_layout.CHUNK)
+        return np.divmod(
+            np.array(block_ids)[:, None] * per_block + np.arange(per_block), kv_layout.CHUNK
+        )
 
     def _cell_views(self) -> list[NDArray[np.uint8]]:
         """Keys, scales and values as [chunks, layers, KV heads, CHUNK, bytes of a cell]."""
         shape = -1, self.kv_spec.num_layers, self.kv_spec.num_kv_heads, kv_layout.CHUNK
-        return [array.reshape(*shape, size) for array, size in zip(self.kv_memory, self._cell_sizes(), strict=True)]
+        return [
+            array.reshape(*shape, size)
+            for array, size in zip(self.kv_memory, self._cell_sizes(), strict=True)
+        ]
 
     # One step
     def execute(self, forward: Forward, inputs: StepInputs) -> F32:
@@ -277,7 +314,9 @@ class CpuBackend(ExpertOperations):
         logits: F32 = self._logits[: len(inputs.logit_rows), : self._outputs]
         return logits
 
-    def execute_in_parts(self, forward: Forward, inputs: StepInputs) -> tuple[F32, Mapping[str, float]]:
+    def execute_in_parts(
+        self, forward: Forward, inputs: StepInputs
+    ) -> tuple[F32, Mapping[str, float]]:
         """As `execute`, about two percent slower, with the seconds of each of `stamps.PARTS`."""
         from twinphase.backends.cpu.stamps import StampedProgram  # what serves never needs it
 
@@ -292,7 +331,9 @@ class CpuBackend(ExpertOperations):
 
     def kept(self) -> list[F32]:
         """See `Backend`."""
-        views = [(x.rows, x.floats.arrays[0].view(np.float32).reshape(-1, x.width)) for x in self._kept]
+        views = [
+            (x.rows, x.floats.arrays[0].view(np.float32).reshape(-1, x.width)) for x in self._kept
+        ]
         return [view[: self._counts[rows], : self.blueprint.hidden_size] for rows, view in views]
 
     def _scratch_bytes(self) -> int:

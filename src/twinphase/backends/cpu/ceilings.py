@@ -1,7 +1,7 @@
 """What this machine can do at best: memory read by working set, and peak rates of the units that kernels use.
 
-Not for judging kernels (phases/hardware.py does), and not for the way to the first token: callers measure after the
-answer. The measuring is in peaks.py, which alone needs the compiler.
+Not for judging kernels (phases/hardware.py does), and not for the way to the first token: callers
+measure after the answer. The measuring is in peaks.py, which alone needs the compiler.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from twinphase.backends.cpu.isa import baseline_cpu, choose_isa
 from twinphase.backends.device import MeasuredRates
 from twinphase.config import module_command
 from twinphase.errors import TwinphaseError
-
-__all__ = ["CeilingsError", "measure", "measure_repeatedly"]
 
 
 class CeilingsError(TwinphaseError):
@@ -38,12 +36,15 @@ def measure(threads: int, isa: str | None = None) -> MeasuredRates:
 
 
 def measure_repeatedly(
-    threads: int, isa: str | None, repetitions: int, progress: Callable[[int, int], None] = lambda done, total: None
+    threads: int,
+    isa: str | None,
+    repetitions: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[MeasuredRates]:
     """All ceilings, `repetitions` times in one process of its own.
 
-    A process of its own keeps the compiler and 256 MiB of memory out of the caller's, and compiles for the path's
-    processor.
+    A process of its own keeps the compiler and 256 MiB of memory out of the caller's, and compiles
+    for the path's processor.
 
     Raises:
         InvalidRequestError: this processor cannot run `isa`.
@@ -53,17 +54,26 @@ def measure_repeatedly(
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if path.cpu or path.name == "generic":
         environment |= {"NUMBA_CPU_NAME": baseline_cpu(path), "NUMBA_CPU_FEATURES": ""}
-    command = [*module_command("twinphase.backends.cpu.peaks"), path.name, str(threads), str(repetitions)]
+    command = [
+        *module_command("twinphase.backends.cpu.peaks"),
+        path.name,
+        str(threads),
+        str(repetitions),
+    ]
     found: list[MeasuredRates] = []
     with (
         tempfile.TemporaryFile() as log,
-        subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log) as run,
+        subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log
+        ) as run,
     ):
         try:
             assert run.stdout is not None
             for line in run.stdout:
                 values = json.loads(line)
-                values["bandwidth"] = tuple((int(size), float(rate)) for size, rate in values["bandwidth"])
+                values["bandwidth"] = tuple(
+                    (int(size), float(rate)) for size, rate in values["bandwidth"]
+                )
                 found.append(MeasuredRates(**values))
                 progress(len(found), repetitions)
         except BaseException:

@@ -1,8 +1,9 @@
 """Compiles kernels to object files on disk and loads them: Numba once, in a process of its own; LLVM's loader after.
 
-A kernel is named by a spec such as `quantized_linear:Q4_0`, the name of a factory in KERNELS and its parameters. Object
-files are keyed by everything that could change them (kernel sources, versions, processor, spec): a cache can only miss.
-Loading needs neither Numba nor compilation, which keeps a warm start short and its memory small.
+A kernel is named by a spec such as `quantized_linear:Q4_0`, the name of a factory in KERNELS and
+its parameters. Object files are keyed by everything that could change them (kernel sources,
+versions, processor, spec): a cache can only miss. Loading needs neither Numba nor compilation,
+which keeps a warm start short and its memory small.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu
 from twinphase.config import module_command
 from twinphase.errors import TwinphaseError
 from twinphase.weights.storage import storage_error, write_atomically
-
-__all__ = ["KERNELS", "KernelCompileError", "compile_kernels", "kernel_digest", "load_kernels"]
 
 # Factory of each kernel: module under `kernels` and function.
 KERNELS = {
@@ -72,7 +71,9 @@ def _sources() -> Any:
     folder = Path(__file__).parent
     digest = hashlib.sha256()
     sources = ("emit", "intrinsics", "formats", "isa", "kv_layout", "program_layout", "tiling")
-    for path in sorted([*folder.glob("kernels/*.py"), *(folder / f"{name}.py" for name in sources)]):
+    for path in sorted(
+        [*folder.glob("kernels/*.py"), *(folder / f"{name}.py" for name in sources)]
+    ):
         digest.update(path.read_bytes())
     for package in ("numba", "llvmlite", "numpy"):
         digest.update(importlib.metadata.version(package).encode())
@@ -105,13 +106,17 @@ def _read_object(path: Path) -> tuple[str, bytes] | None:
         content = path.read_bytes()
     except OSError:
         return None
-    digest, symbol, code = content[:32], content[32:288], content[288:]
+    digest = content[:32]
+    symbol = content[32:288]
+    code = content[288:]
     if hashlib.sha256(symbol + code).digest() != digest:
         return None
     return symbol.rstrip(b"\0").decode(), code
 
 
-def compile_kernels(folder: Path, isa: Isa, specs: Sequence[str], progress: Progress | None = None) -> None:
+def compile_kernels(
+    folder: Path, isa: Isa, specs: Sequence[str], progress: Progress | None = None
+) -> None:
     """Make sure a sound object file of every spec is in `folder`, compiling the missing ones in two processes.
 
     Raises:
@@ -128,13 +133,19 @@ def compile_kernels(folder: Path, isa: Isa, specs: Sequence[str], progress: Prog
     except OSError as error:
         raise storage_error(error, folder) from error
     jobs = min(2, os.cpu_count() or 1, len(missing))
-    environment = {**os.environ, **_forced_cpu(isa), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {
+        **os.environ,
+        **_forced_cpu(isa),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     command = [*module_command("twinphase.backends.cpu.compiler"), str(folder), isa.name]
     with contextlib.ExitStack() as stack:
         workers = []
         for job in range(jobs):
             log = stack.enter_context(tempfile.TemporaryFile())
-            process = subprocess.Popen([*command, *missing[job::jobs]], stdout=log, stderr=log, env=environment)
+            process = subprocess.Popen(
+                [*command, *missing[job::jobs]], stdout=log, stderr=log, env=environment
+            )
             stack.callback(process.kill)
             workers.append((process, log))
         while any(process.poll() is None for process, _ in workers):
@@ -153,7 +164,9 @@ def _raise_failure(returncode: int, log: str, folder: Path, isa: Isa) -> NoRetur
         number = returncode - WRITE_FAILED
         raise storage_error(OSError(number, os.strerror(number)), folder)
     last = (log.strip().splitlines() or [f"exit code {returncode}"])[-1]
-    raise KernelCompileError(f"Compiling kernels failed: {last}", f"Try another path than --isa {isa.name}.")
+    raise KernelCompileError(
+        f"Compiling kernels failed: {last}", f"Try another path than --isa {isa.name}."
+    )
 
 
 def _report(folder: Path, isa: Isa, specs: Sequence[str], progress: Progress | None) -> None:
@@ -181,12 +194,18 @@ def _compile(folder: Path, isa: Isa, specs: Iterable[str]) -> None:
         signature, function = make(isa, *parameters)
         # The name becomes the symbol; objects are loaded side by side.
         function.__name__ = function.__qualname__ = re.sub(r"\W", "_", spec)
-        compiled = numba.njit(signature, error_model="numpy", nogil=True, no_cpython_wrapper=True)(function)
+        compiled = numba.njit(signature, error_model="numpy", nogil=True, no_cpython_wrapper=True)(
+            function
+        )
         result = next(iter(compiled.overloads.values()))
         name = result.fndesc.llvm_func_name
-        symbol, code = name.encode().ljust(256, b"\0"), _object_code(result.library, name)
+        symbol = name.encode().ljust(256, b"\0")
+        code = _object_code(result.library, name)
         try:
-            write_atomically(_object_path(folder, isa, spec), hashlib.sha256(symbol + code).digest() + symbol + code)
+            write_atomically(
+                _object_path(folder, isa, spec),
+                hashlib.sha256(symbol + code).digest() + symbol + code,
+            )
         except OSError as error:
             sys.exit(WRITE_FAILED + (error.errno or 0))
 
@@ -194,7 +213,8 @@ def _compile(folder: Path, isa: Isa, specs: Iterable[str]) -> None:
 def _object_code(library: Any, symbol: str) -> bytes:
     """Object code of a library in which `symbol` alone is visible.
 
-    Helper functions of different kernels can have one name (numba numbers them anew in each process) and different
+    Helper functions of different kernels can have one name (numba numbers them anew in each
+    process) and different
     bodies: the loader would take the first for all.
     """
     library._ensure_finalized()
@@ -217,7 +237,9 @@ def load_kernels(folder: Path, isa: Isa, specs: Sequence[str]) -> tuple[dict[str
     for spec in specs:
         found = _read_object(_object_path(folder, isa, spec))
         if found is None:
-            raise KernelCompileError(f"Kernel {spec} is not compiled.", "Call compile_kernels first.")
+            raise KernelCompileError(
+                f"Kernel {spec} is not compiled.", "Call compile_kernels first."
+            )
         symbols[spec], code = found
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()

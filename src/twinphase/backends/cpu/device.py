@@ -11,8 +11,6 @@ from twinphase.backends.cpu.weights import DENSE_BYTES
 from twinphase.backends.device import MeasuredRates
 from twinphase.config import available_cores
 
-__all__ = ["CpuDevice"]
-
 
 class CpuDevice:
     """See `Device`."""
@@ -21,7 +19,8 @@ class CpuDevice:
 
     def __init__(self, threads: int | None, isa: str | None) -> None:
         self._isa = choose_isa(isa)
-        self.threads, self.isa = threads or available_cores(), self._isa.name
+        self.threads = threads or available_cores()
+        self.isa = self._isa.name
         self.ceilings = self.isa
         self.best_isa: str | None = choose_isa(None).name
 
@@ -35,7 +34,11 @@ class CpuDevice:
 
     def kv_head_bytes(self, head_dim: int, dtype: str) -> float:
         """Keys in int8 with a scale, values in 16 bits or likewise."""
-        sizes = kv_layout.key_bytes(head_dim), kv_layout.scale_bytes(dtype), kv_layout.value_bytes(head_dim, dtype)
+        sizes = (
+            kv_layout.key_bytes(head_dim),
+            kv_layout.scale_bytes(dtype),
+            kv_layout.value_bytes(head_dim, dtype),
+        )
         return sum(sizes) / kv_layout.CELL
 
     def free_memory(self) -> None:

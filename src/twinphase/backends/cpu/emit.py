@@ -1,7 +1,8 @@
 """`Emit`: writes vector instructions as LLVM IR.
 
-Everything but the dot products is generic LLVM vectors, so it runs on any processor. Not for kernels themselves:
-those are Python functions that call what `intrinsics.emitted` makes of an emitting function.
+Everything but the dot products is generic LLVM vectors, so it runs on any processor. Not for
+kernels themselves: those are Python functions that call what `intrinsics.emitted` makes of an
+emitting function.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from numba.core import cgutils
 from twinphase.backends.cpu.isa import Isa
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-F16, F32 = ir.HalfType(), ir.FloatType()
+F16 = ir.HalfType()
+F32 = ir.FloatType()
 Value = Any  # an llvmlite value; the library is untyped
-# Minimax polynomials of 2^f on [-0.5, 0.5], highest power first; relative error below 3e-7 and 1.1e-4.
+# Minimax polynomials of 2^f on [-0.5, 0.5], highest power first; relative error below 3e-7 and
+# 1.1e-4.
 EXP2_DEGREE_5 = (1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)
 EXP2_DEGREE_3 = (5.5171669e-2, 2.4261112e-1, 6.9326099e-1, 9.9992807e-1)
 LOG2_E = 1.4426950408889634
@@ -83,7 +86,9 @@ class Emit:
         pointer_type = ir.PointerType(I8)
         fn = self.function("llvm.prefetch.p0", ir.VoidType(), [pointer_type, I32, I32, I32])
         place = self.pointer(self.add(address, *offsets), I8)
-        self.b.call(fn, [place, ir.Constant(I32, 0), ir.Constant(I32, 4 - level), ir.Constant(I32, 1)])
+        self.b.call(
+            fn, [place, ir.Constant(I32, 0), ir.Constant(I32, 4 - level), ir.Constant(I32, 1)]
+        )
 
     def variable(self, initial: Value) -> Variable:
         """A mutable value; LLVM keeps it in a register."""
@@ -114,7 +119,9 @@ class Emit:
     def function(self, name: str, result: ir.Type, arguments: Sequence[ir.Type]) -> Value:
         """An external function or LLVM intrinsic."""
         module = self.b.module
-        return module.globals.get(name) or ir.Function(module, ir.FunctionType(result, arguments), name)
+        return module.globals.get(name) or ir.Function(
+            module, ir.FunctionType(result, arguments), name
+        )
 
     def call(self, name: str, result: ir.Type, *args: Value) -> Value:
         """Call an LLVM intrinsic by its full name."""
@@ -165,7 +172,9 @@ class Emit:
         plus = self.b.add if isinstance(x.type.element, ir.IntType) else self.b.fadd
         while count > 1:
             count //= 2
-            x = plus(self.shuffle(x, None, range(count)), self.shuffle(x, None, range(count, 2 * count)))
+            x = plus(
+                self.shuffle(x, None, range(count)), self.shuffle(x, None, range(count, 2 * count))
+            )
         return self.b.extract_element(x, ir.Constant(I32, 0))
 
     def widen(self, x: Value) -> Value:
@@ -173,8 +182,8 @@ class Emit:
         single = F32 if x.type == F16 else vector(F32, x.type.count)
         if self.isa.converts_f16:
             return self.b.fpext(x, single)
-        # Without the instruction LLVM would call a library function that is not there. Shifted into place, the bits
-        # are the number times 2^-112, subnormals included.
+        # Without the instruction LLVM would call a library function that is not there. Shifted into
+        # place, the bits are the number times 2^-112, subnormals included.
         ints = I32 if x.type == F16 else vector(I32, x.type.count)
         halves = I16 if x.type == F16 else vector(I16, x.type.count)
         bits = self.b.zext(self.b.bitcast(x, halves), ints)
@@ -188,7 +197,8 @@ class Emit:
         half = F16 if x.type == F32 else vector(F16, x.type.count)
         if self.isa.converts_f16:
             return self.b.fptrunc(x, half)
-        b, single = self.b, x.type
+        b = self.b
+        single = x.type
         ints = I32 if x.type == F32 else vector(I32, x.type.count)
         halves = I16 if x.type == F32 else vector(I16, x.type.count)
         bits = b.bitcast(x, ints)
@@ -208,7 +218,8 @@ class Emit:
     def exp2(self, x: Value, coefficients: Sequence[float] = EXP2_DEGREE_5) -> Value:
         """2^x of a float32 vector for x <= 126: Cody-Waite split, then a polynomial in the fraction.
 
-        Below -126 the result stays at 2^-126, which adds nothing to any sum of float32 numbers that contains a 1.
+        Below -126 the result stays at 2^-126, which adds nothing to any sum of float32 numbers that
+        contains a 1.
         """
         ty = x.type
         ints = vector(I32, ty.count)
@@ -226,8 +237,12 @@ class Emit:
     def _over_one_plus_exp2(self, x: Value, exponent: Value) -> Value:
         """x / (1 + 2^exponent)."""
         # Above 2^88 the quotient is 0 either way; the clamp keeps exp2 in its range.
-        return self.b.fdiv(x, self.b.fadd(self.exp2(self.minimum(exponent, self.splat(x.type, 88.0))),
-                                          self.splat(x.type, 1.0)))  # fmt: skip
+        return self.b.fdiv(
+            x,
+            self.b.fadd(
+                self.exp2(self.minimum(exponent, self.splat(x.type, 88.0))), self.splat(x.type, 1.0)
+            ),
+        )
 
     def silu(self, x: Value, alpha: float = 1.0) -> Value:
         """x / (1 + e^(-alpha x)) of a float32 vector."""
@@ -253,7 +268,8 @@ class Emit:
         """table[code] of each byte below 16, a byte again; bytes in int32 lanes."""
         count = 4 * codes.type.count
         ty = vector(I8, count)
-        numbers, entries = self.b.bitcast(codes, ty), [entry - 256 if entry > 127 else entry for entry in table]
+        numbers = self.b.bitcast(codes, ty)
+        entries = [entry - 256 if entry > 127 else entry for entry in table]
         name = {8: "llvm.x86.avx2.pshuf.b", 16: "llvm.x86.avx512.pshuf.b.512"}.get(self.isa.lanes)
         if name is not None:
             found = self.call(name, ty, ir.Constant(ty, entries * (count // 16)), numbers)
@@ -270,34 +286,39 @@ class Emit:
     def dot(self, total: Value, weights: Value, inputs: Value, *, signed: bool = False) -> Value:
         """total[i] += sum over 4 of weights[4i+j] * inputs[4i+j]; int32 lanes, bytes in int32 lanes.
 
-        `weights` are unsigned bytes and `inputs` signed, below 2^7 in magnitude. With `signed` the weights were
-        stored as value + 128 and the product is that of the value: see `dot_is_signed`.
+        `weights` are unsigned bytes and `inputs` signed, below 2^7 in magnitude. With `signed` the
+        weights were stored as value + 128 and the product is that of the value: see
+        `dot_is_signed`.
         """
         kind = self.isa.dot
         count = total.type.count
         bytes_type = vector(I8, 4 * count)
-        w, a = self.b.bitcast(weights, bytes_type), self.b.bitcast(inputs, bytes_type)
+        w = self.b.bitcast(weights, bytes_type)
+        a = self.b.bitcast(inputs, bytes_type)
         if kind == "vnni":
             return self.call(f"llvm.x86.avx512.vpdpbusd.{32 * count}", total.type, total, w, a)
         if kind == "maddubs":
             return self._dot_maddubs(total, w, a, signed)
         if kind == "sdot":
             w = self.b.xor(w, self.splat(bytes_type, -128)) if signed else w
-            return self.call(f"llvm.aarch64.neon.sdot.v{count}i32.v{4 * count}i8", total.type, total, w, a)
+            return self.call(
+                f"llvm.aarch64.neon.sdot.v{count}i32.v{4 * count}i8", total.type, total, w, a
+            )
         return self._dot_widen(total, weights, inputs)
 
     def dot_is_signed(self, bits: int) -> bool:
         """True where byte-wide weights are multiplied as value (stored + 128 undone), not as stored.
 
-        maddubs saturates at 16 bits and sdot takes signed bytes, so both undo the offset; others leave it to the
-        caller to subtract 128 times the sum of the inputs.
+        maddubs saturates at 16 bits and sdot takes signed bytes, so both undo the offset; others
+        leave it to the caller to subtract 128 times the sum of the inputs.
         """
         return bits == 8 and self.isa.dot in ("maddubs", "sdot")
 
     def _dot_maddubs(self, total: Value, w: Value, a: Value, signed: bool) -> Value:
         words = vector(I16, w.type.count // 2)
         if signed:
-            # |w| * sign(w) a: the unsigned operand stays below 129, so that two products fit 16 bits.
+            # |w| * sign(w) a: the unsigned operand stays below 129, so that two products fit 16
+            # bits.
             w = self.b.xor(w, self.splat(w.type, -128))
             a = self.call("llvm.x86.avx2.psign.b", a.type, a, w)
             minus = self.b.sub(self.splat(w.type, 0), w)
@@ -307,7 +328,8 @@ class Emit:
     def pairs(self, weights: Value, inputs: Value) -> Value:
         """weights[2i] * inputs[2i] + weights[2i+1] * inputs[2i+1] in int16 lanes, of what `dot` takes (maddubs)."""
         bytes_type = vector(I8, 4 * weights.type.count)
-        w, a = self.b.bitcast(weights, bytes_type), self.b.bitcast(inputs, bytes_type)
+        w = self.b.bitcast(weights, bytes_type)
+        a = self.b.bitcast(inputs, bytes_type)
         return self.call("llvm.x86.avx2.pmadd.ub.sw", vector(I16, bytes_type.count // 2), w, a)
 
     def add_pairs(self, total: Value, pairs: Value) -> Value:
@@ -318,9 +340,13 @@ class Emit:
     def _dot_widen(self, total: Value, weights: Value, inputs: Value) -> Value:
         # Even and odd bytes as 16-bit lanes; a product of uint8 and int8 fits 16 bits.
         words = vector(I16, 2 * total.type.count)
-        w, a = self.b.bitcast(weights, words), self.b.bitcast(inputs, words)
-        eight, sixteen = self.splat(words, 8), self.splat(total.type, 16)
-        even = self.b.mul(self.b.and_(w, self.splat(words, 255)), self.b.ashr(self.b.shl(a, eight), eight))
+        w = self.b.bitcast(weights, words)
+        a = self.b.bitcast(inputs, words)
+        eight = self.splat(words, 8)
+        sixteen = self.splat(total.type, 16)
+        even = self.b.mul(
+            self.b.and_(w, self.splat(words, 255)), self.b.ashr(self.b.shl(a, eight), eight)
+        )
         odd = self.b.mul(self.b.lshr(w, eight), self.b.ashr(a, eight))
         for product in (even, odd):
             pairs = self.b.bitcast(product, total.type)
@@ -332,8 +358,9 @@ class Emit:
     def matrix(self, operation: str, *tiles: int, at: tuple[Value, Value] | None = None) -> None:
         """An instruction on whole tiles; `at` is an address and the bytes between rows.
 
-        "tdpbssd" of tiles c, a, b adds to c[m][n] the sum over k of a[m][k] * b[k / 4][4 n + k % 4], of signed bytes;
-        "tdpbf16ps" the same of bfloat16 pairs in float32: inputs 2 i apart from inputs 2 i + 1, then both to c.
+        "tdpbssd" of tiles c, a, b adds to c[m][n] the sum over k of a[m][k] * b[k / 4][4 n + k %
+        4], of signed bytes; "tdpbf16ps" the same of bfloat16 pairs in float32: inputs 2 i apart
+        from inputs 2 i + 1, then both to c.
         """
         args = [ir.Constant(I8, tile) for tile in tiles]
         args += [] if at is None else [self.pointer(at[0], I8), at[1]]
@@ -343,7 +370,8 @@ class Emit:
         """Give tiles their (rows, bytes of a row), by the 64 bytes of `scratch`; "tilerelease" ends their use."""
         palette = [1, *[0] * 63]
         for tile, (rows, width) in enumerate(shapes):
-            palette[16 + 2 * tile], palette[48 + tile] = width, rows if isinstance(rows, int) else 0
+            palette[16 + 2 * tile] = width
+            palette[48 + tile] = rows if isinstance(rows, int) else 0
         self.store(ir.Constant(vector(I8, 64), palette), scratch)
         for tile, (rows, _) in enumerate(shapes):
             if not isinstance(rows, int):
@@ -355,7 +383,9 @@ class Emit:
         count = total.type.count
         name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * count}"
         bf16 = vector(BFloat(), 2 * count)
-        return self.call(name, total.type, total, self.b.bitcast(left, bf16), self.b.bitcast(right, bf16))
+        return self.call(
+            name, total.type, total, self.b.bitcast(left, bf16), self.b.bitcast(right, bf16)
+        )
 
     def to_bf16(self, low: Value, high: Value) -> Value:
         """Two float32 vectors rounded to one bfloat16 vector twice as long, as int32 lanes: low first."""
@@ -382,7 +412,9 @@ class Variable:
     """A mutable value during emission."""
 
     def __init__(self, builder: ir.IRBuilder, slot: Value, ty: ir.Type) -> None:
-        self._b, self._slot, self._ty = builder, slot, ty
+        self._b = builder
+        self._slot = slot
+        self._ty = ty
 
     def get(self) -> Value:
         """The value now."""

@@ -16,8 +16,6 @@ from twinphase.backends.cpu.tiling import ROWS_PER_TILE, SLOT
 from twinphase.backends.cpu.weights import Matrix, Vector
 from twinphase.blueprint import Experts
 
-__all__ = ["ExpertOperations", "Routing"]
-
 
 @dataclass(frozen=True)
 class Routing:
@@ -55,7 +53,8 @@ class ExpertOperations(Operations):
         down_bias: Vector | None = None,
     ) -> Buffer:
         """The weighted sum of each row's chosen experts."""
-        program, used = self._program, experts.used
+        program = self._program
+        used = experts.used
         routing = self._route(self.linear(x, router, bias=router_bias), experts)
         pairs = f"{x.rows}*{used}"
 
@@ -68,15 +67,25 @@ class ExpertOperations(Operations):
         h = self.gate_mul(self._expert_linear(h, gate_up, gate_up_bias, routing, experts))
         h = h if self.blueprint.share is None else self.gather(h, self.blueprint.share.ffn)
         h = self._expert_linear(h, down, down_bias, routing, experts)
-        out, source = Buffer(program, x.rows, h.width), h.floats
-        args = [program.count(x.rows), used, routing.places.ctypes.data, routing.weights.ctypes.data]
+        out = Buffer(program, x.rows, h.width)
+        source = h.floats
+        args = [
+            program.count(x.rows),
+            used,
+            routing.places.ctypes.data,
+            routing.weights.ctypes.data,
+        ]
         args += [source.data, source.groups, out.floats.data]
         reads = [source.data, routing.numbers.ctypes.data, routing.rows.ctypes.data]
-        program.add("combine", program.tiles(x.rows, ROWS_PER_TILE), args, reads, [(out.floats.data, 0)])
+        program.add(
+            "combine", program.tiles(x.rows, ROWS_PER_TILE), args, reads, [(out.floats.data, 0)]
+        )
         return out
 
     def _route(self, logits: Buffer, experts: Experts) -> Routing:
-        program, source, key = self._program, logits.floats, (logits.rows, experts.count, experts.used)
+        program = self._program
+        source = logits.floats
+        key = (logits.rows, experts.count, experts.used)
         if key not in self._routings:
             pairs = rows_in(program.max_rows, logits.rows) * experts.used
             self._routings[key] = Routing(
@@ -87,7 +96,8 @@ class ExpertOperations(Operations):
                 slots=aligned(experts.count * SLOT, np.int32),
             )
         routing = self._routings[key]
-        numbers, rows = routing.numbers.ctypes.data, routing.rows.ctypes.data
+        numbers = routing.numbers.ctypes.data
+        rows = routing.rows.ctypes.data
         args = [source.data, source.stride, experts.count, experts.used, int(experts.renormalize)]
         args += [numbers, routing.weights.ctypes.data]
         program.add("route", program.count(logits.rows), args, [source.data], [(numbers, 0)])
@@ -103,22 +113,40 @@ class ExpertOperations(Operations):
         program = self._program
         out = Buffer(program, x.rows, weight.width, columns=weight.columns, outputs=weight.sizes[0])
         for part in weight.parts:
-            source, column = x.memory(part.type in FORMATS), 4 * part.column
+            source = x.memory(part.type in FORMATS)
+            column = 4 * part.column
             at = source.addresses
-            self._reserve_scratch(part, program.max_rows["tokens"])  # a token goes to an expert once
+            self._reserve_scratch(
+                part, program.max_rows["tokens"]
+            )  # a token goes to an expert once
             strips_per_tile, tiles = self._expert_tiles(x.rows, part.strips, experts.count)
-            args = [part.address, part.nbytes, part.groups, part.strips, at[0], source.stride, *at[1:3]]
+            args = [
+                part.address,
+                part.nbytes,
+                part.groups,
+                part.strips,
+                at[0],
+                source.stride,
+                *at[1:3],
+            ]
             args += [source.groups * 4, at[3], out.floats.data + column, out.floats.stride]
-            args += [self.zeros(part.strips), 0] if bias is None else [bias.values.ctypes.data + column, bias.stride]
+            args += (
+                [self.zeros(part.strips), 0]
+                if bias is None
+                else [bias.values.ctypes.data + column, bias.stride]
+            )
             args += [routing.slots.ctypes.data, strips_per_tile]
             reads = [source.data, routing.rows.ctypes.data]
-            program.add(experts_spec(part.type), tiles, args, reads, [(out.floats.data, part.column)])
+            program.add(
+                experts_spec(part.type), tiles, args, reads, [(out.floats.data, part.column)]
+            )
         return out
 
     def _expert_tiles(self, rows: str, strips: int, count: int) -> tuple[int, int]:
         """Addresses of the strips that a tile takes and of the number of tiles.
 
-        Which experts have rows is known only within the step: there are tiles for as many as could have some.
+        Which experts have rows is known only within the step: there are tiles for as many as could
+        have some.
         """
         wanted = TILES_PER_THREAD * self.threads
 
@@ -134,5 +162,6 @@ class ExpertOperations(Operations):
         def tiles(counts: dict[str, int]) -> int:
             return slots(counts) * -(-strips // per_tile(counts))
 
-        key, address = (rows, strips, count), self._program.cells.address
+        key = (rows, strips, count)
+        address = self._program.cells.address
         return address(("expert strips", *key), per_tile), address(("expert tiles", *key), tiles)

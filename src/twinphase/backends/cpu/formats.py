@@ -1,27 +1,29 @@
 """How each block format of a checkpoint lies in memory for the kernels: the packed layouts.
 
-A matrix is cut into strips of 32 outputs. A strip is one linear stream: for each group of 32 inputs a record of
+A matrix is cut into strips of 32 outputs. A strip is one linear stream: for each group of 32 inputs
+a record of
 
-    codes    64-byte lines, each with 4 inputs of 16 outputs, [output][input]; lines of the strip's two blocks of 16
-             outputs in turn; 8 lines a block (8 bits), or 4 with two quads of inputs in a line's low and high nibbles
-    planes   the 5th (1 line a block) or the 5th and 6th bits (2 lines a block) of all codes, blocks in turn
-    scales   one number for each output (two where groups are of 16), then the minima where the format has them
+    codes    64-byte lines, each with 4 inputs of 16 outputs, [output][input]; lines of the strip's
+             two blocks of 16 outputs in turn; 8 lines a block (8 bits), or 4 with two quads of
+             inputs in a line's low and high nibbles
+    planes   the 5th (1 line a block) or the 5th and 6th bits (2 lines a block) of all codes, blocks
+    in turn scales   one number for each output (two where groups are of 16), then the minima where
+    the format has them
 
 so that decode reads memory in order and prefill keeps a strip in the first-level cache. Weights are
-w = scale * (code - offset) + minimum, exactly as in the checkpoint. Only sizes here; `packing.py` fills them.
+w = scale * (code - offset) + minimum, exactly as in the checkpoint. Only sizes here; `packing.py`
+fills them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FORMATS", "GROUP", "IQ4_VALUES", "MXFP4_VALUES", "STRIP", "PackedFormat"]
-
 STRIP = 32  # outputs
 GROUP = 32  # inputs
 SUPER = 8  # groups that share a float16 scale in the K formats
-# What the codes of IQ4_NL and IQ4_XS stand for (ggml-common.h, `kvalues_iq4nl`), and twice what those of MXFP4 do
-# (OCP Microscaling Formats 1.0, E2M1).
+# What the codes of IQ4_NL and IQ4_XS stand for (ggml-common.h, `kvalues_iq4nl`), and twice what
+# those of MXFP4 do (OCP Microscaling Formats 1.0, E2M1).
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -33,7 +35,8 @@ class PackedFormat:
     Attributes:
         bits: bits of a code; codes of 2 or 3 bits are kept in 4.
         group: inputs that share a scale, 32 or 16.
-        nested: scales (and minima) are 8-bit numbers times a float16 that 256 inputs share, as in the K formats.
+        nested: scales (and minima) are 8-bit numbers times a float16 that 256 inputs share, as in
+            the K formats.
         minimum: whether a minimum is stored.
         offset: subtracted from every code.
         signed_scales: whether nested 8-bit scales have a sign.
@@ -99,7 +102,9 @@ class PackedFormat:
     def strip_bytes(self, inputs: int) -> int:
         """Bytes of one strip of a matrix with that many inputs."""
         groups = inputs // GROUP
-        return groups * self.record_bytes + (groups // SUPER * self.header_bytes if self.nested else 0)
+        return groups * self.record_bytes + (
+            groups // SUPER * self.header_bytes if self.nested else 0
+        )
 
 
 FORMATS = {

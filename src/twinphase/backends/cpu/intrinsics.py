@@ -1,8 +1,8 @@
 """Ties emitted vector code and scalar memory access to Numba, in which the kernels are written.
 
-Kernels are Python functions compiled by Numba; where a loop must use particular vector instructions, it is written
-as a Python function that emits LLVM IR through `Emit` and appears to the kernel as an ordinary call on integers and
-addresses (int64).
+Kernels are Python functions compiled by Numba; where a loop must use particular vector
+instructions, it is written as a Python function that emits LLVM IR through `Emit` and appears to
+the kernel as an ordinary call on integers and addresses (int64).
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def _intrinsic(arguments: int, typing: Callable[[], tuple[Any, Any]]) -> Any:
 
 
 def _typing(isa: Isa, arguments: int, write: Callable[..., Value | None]) -> tuple[Any, Any]:
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
+    def codegen(
+        context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]
+    ) -> Value:
         result = write(Emit(builder, isa), *args)
         return result if result is not None else ir.Constant(I64, 0)
 
@@ -50,11 +52,15 @@ def fields(count: int, element: ir.Type = I64) -> Any:
     """Numba-callable (address): the `count` integers there (int64, or unsigned int32), as a tuple of int64."""
 
     def read(ctx: Any, address: Any) -> Any:
-        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
+        def codegen(
+            context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]
+        ) -> Value:
             size = element.width // 8
             values = []
             for i in range(count):
-                place = builder.inttoptr(builder.add(args[0], ir.Constant(I64, size * i)), element.as_pointer())
+                place = builder.inttoptr(
+                    builder.add(args[0], ir.Constant(I64, size * i)), element.as_pointer()
+                )
                 value = builder.load(place, align=1, typ=element)
                 values.append(value if element == I64 else builder.zext(value, I64))
             return context.make_tuple(builder, signature.return_type, values)
@@ -68,10 +74,15 @@ def _loader(element: ir.Type, result: Any, doc: str) -> Any:
     """A Numba function reading one `element` at an address."""
 
     def load(ctx: Any, address: Any) -> Any:
-        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-            value = builder.load(builder.inttoptr(args[0], element.as_pointer()), align=1, typ=element)
+        def codegen(
+            context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]
+        ) -> Value:
+            value = builder.load(
+                builder.inttoptr(args[0], element.as_pointer()), align=1, typ=element
+            )
             if element in (I8, I16, I32):
-                # Small unsigned numbers widen to int64, so that kernels compute in one integer type.
+                # Small unsigned numbers widen to int64, so that kernels compute in one integer
+                # type.
                 return builder.zext(value, I64)
             return value
 
@@ -85,7 +96,9 @@ def _storer(element: ir.Type, argument: Any, doc: str) -> Any:
     """A Numba function writing one `element` at an address."""
 
     def store(ctx: Any, address: Any, value: Any) -> Any:
-        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
+        def codegen(
+            context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]
+        ) -> Value:
             value = args[1]
             if element in (I8, I16, I32):
                 value = builder.trunc(value, element)
@@ -109,7 +122,9 @@ def load_f16(isa: Isa) -> Any:
     """Numba-callable (address): the float16 there, as float32."""
 
     def load(ctx: Any, address: Any) -> Any:
-        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
+        def codegen(
+            context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]
+        ) -> Value:
             return Emit(builder, isa).widen(Emit(builder, isa).load(F16, args[0]))
 
         return types.float32(types.int64), codegen

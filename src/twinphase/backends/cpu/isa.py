@@ -1,8 +1,8 @@
 """Instruction-set paths of the CPU backend: what each one may use, and which one this processor runs.
 
-A path is chosen once, at run time. Forcing a lesser one (`--isa avx2`) compiles every kernel for a processor that
-has nothing more, so all paths can be tested on one machine. Not for kernels: they ask an `Isa` for its lane count
-and dot products.
+A path is chosen once, at run time. Forcing a lesser one (`--isa avx2`) compiles every kernel for a
+processor that has nothing more, so all paths can be tested on one machine. Not for kernels: they
+ask an `Isa` for its lane count and dot products.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from functools import cache
 
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["ISAS", "Isa", "choose_isa"]
-
 
 @dataclass(frozen=True)
 class Isa:
@@ -24,12 +22,14 @@ class Isa:
     Attributes:
         name: the word for `--isa`.
         lanes: 32-bit lanes of a vector register.
-        dot: how unsigned x signed bytes are multiplied and summed by fours: vnni, maddubs, sdot or widen.
+        dot: how unsigned x signed bytes are multiplied and summed by fours: vnni, maddubs, sdot or
+            widen.
         bf16_dot: whether attention multiplies probabilities and values in bfloat16 (else float32).
         needs: processor features without which the path cannot run.
         cpu: LLVM processor name the kernels are compiled for; "" is this machine's own.
         registers: vector registers, which bound the register tiles.
-        matrix_tiles: whether linear layers of many rows, and those on BF16 weights, multiply in matrix tiles (AMX).
+        matrix_tiles: whether linear layers of many rows, and those on BF16 weights, multiply in
+            matrix tiles (AMX).
     """
 
     name: str
@@ -65,9 +65,26 @@ _BF16 = ("avx512f", "avx512bw", "avx512vnni", "avx512bf16")
 ISAS = {
     isa.name: isa
     for isa in (
-        Isa("avx512-amx", 16, "vnni", True, (*_BF16, "amx-tile", "amx-int8", "amx-bf16"), "", 32, True),
+        Isa(
+            "avx512-amx",
+            16,
+            "vnni",
+            True,
+            (*_BF16, "amx-tile", "amx-int8", "amx-bf16"),
+            "",
+            32,
+            True,
+        ),
         Isa("avx512-bf16", 16, "vnni", True, _BF16, "", 32),
-        Isa("avx512-vnni", 16, "vnni", False, ("avx512f", "avx512bw", "avx512vnni"), "cascadelake", 32),
+        Isa(
+            "avx512-vnni",
+            16,
+            "vnni",
+            False,
+            ("avx512f", "avx512bw", "avx512vnni"),
+            "cascadelake",
+            32,
+        ),
         Isa("avx2", 8, "maddubs", False, ("avx2", "fma", "f16c"), "haswell", 16),
         Isa("neon-dot", 4, "sdot", False, ("dotprod",), "", 32),
         Isa("generic", 4, "widen", False, (), "", 16),
@@ -105,7 +122,11 @@ def choose_isa(name: str | None) -> Isa:
     if name is None:
         return ISAS[possible[0]]
     if name not in possible:
-        what = "needs instructions this processor lacks" if name in ISAS else "is not an instruction-set path"
+        what = (
+            "needs instructions this processor lacks"
+            if name in ISAS
+            else "is not an instruction-set path"
+        )
         raise InvalidRequestError(f"isa {name!r} {what}.", f"Use one of: {', '.join(possible)}.")
     return ISAS[name]
 

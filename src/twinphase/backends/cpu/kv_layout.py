@@ -1,39 +1,22 @@
 """How the KV cache lies in memory for the CPU kernels.
 
-Tokens are stored in cells of 16 (a block is one cell or several), cells in chunks of 32: memory is [chunk][layer]
-[KV head][32 cells], so that a head's tokens lie in order where a sequence's blocks do, and that memory is touched
-chunk by chunk as the cache fills. A cell of one layer and head is:
+Tokens are stored in cells of 16 (a block is one cell or several), cells in chunks of 32: memory is
+[chunk][layer] [KV head][32 cells], so that a head's tokens lie in order where a sequence's blocks
+do, and that memory is touched chunk by chunk as the cache fills. A cell of one layer and head is:
 
-    keys     uint8 [head_dim / 4][16 tokens][4], stored + 128, so that 4 dimensions of 16 tokens are one vector
-    scales   float32 [16]: the largest magnitude of each token's key, divided by 127; where values are int8, [16] more
+    keys     uint8 [head_dim / 4][16 tokens][4], stored + 128, so that 4 dimensions of 16 tokens are
+    one vector scales   float32 [16]: the largest magnitude of each token's key, divided by 127;
+    where values are int8, [16] more
              for them
-    values   [8 pairs of tokens][head_dim][2], so that two tokens' values are one pair of a bfloat16 dot: int8 where the
-             cache is asked for in int8, else bfloat16 where the processor multiplies it, float16 elsewhere
+    values   [8 pairs of tokens][head_dim][2], so that two tokens' values are one pair of a bfloat16
+             dot: int8 where the cache is asked for in int8, else bfloat16 where the processor
+             multiplies it, float16 elsewhere
 
-Keys are kept in the form in which attention multiplies them: more bits would be read and never used.
+Keys are kept in the form in which attention multiplies them: more bits would be read and never
+used.
 """
 
 from __future__ import annotations
-
-__all__ = [
-    "CELL",
-    "CHUNK",
-    "PLACES_BYTES",
-    "KV_CACHE_DTYPES",
-    "MERGE",
-    "TILE",
-    "UNIT",
-    "attention_scratch_bytes",
-    "chunk_cells",
-    "decode_rows",
-    "key_bytes",
-    "padded_group",
-    "query_tile_tokens",
-    "scale_bytes",
-    "scratch_areas",
-    "spread_size",
-    "value_bytes",
-]
 
 CELL = 16  # tokens
 CHUNK = 32  # cells
@@ -95,7 +78,9 @@ def scratch_areas(head_dim: int, group: int) -> dict[str, int]:
     """Byte offset of each area of a thread's scratch memory."""
     rows = query_tile_tokens(group) * group + 8
     sizes = {
-        "places": 2 * PLACES_BYTES,  # addresses of the cells' keys, scales and values: this tile's and the next's
+        "places": 2
+        # addresses of the cells' keys, scales and values: this tile's and the next's
+        * PLACES_BYTES,
         "values": 4 * TILE * head_dim,  # widened, where values are not used in place
         "scores": 4 * TILE * 8,
         "weights": 4 * TILE * 8,  # softmax numerators, bfloat16 or float32
@@ -107,7 +92,8 @@ def scratch_areas(head_dim: int, group: int) -> dict[str, int]:
         "sums": 4 * 8 * rows,
         "out": 4 * rows * head_dim,
     }
-    areas, at = {}, 0
+    areas = {}
+    at = 0
     for name, size in sizes.items():
         areas[name] = at
         at += -(-size // 64) * 64

@@ -1,6 +1,7 @@
 """What ranks can exchange at best, by the commands with which a step gathers rows, and nothing between them.
 
-Runs as a process per rank, on the rank's cores, started by `measure_link`; the first prints what it found.
+Runs as a process per rank, on the rank's cores, started by `measure_link`; the first prints what it
+found.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from twinphase.config import module_command
 from twinphase.numa import bound_to, rank_places
 from twinphase.weights.storage import cache_root
 
-__all__ = ["LARGE", "SMALL", "LinkRates", "measure_link"]
-
 SPECS = ("copy_columns", "meet", "run_program")
-LARGE, SMALL = (512, 2048), (1, 64)  # rows and columns, float32
-EXCHANGES, ROUNDS = 32, 40  # of a round; the best round counts
+# rows and columns, float32
+LARGE = (512, 2048)
+SMALL = (1, 64)
+# of a round; the best round counts
+EXCHANGES = 32
+ROUNDS = 40
 LIMIT_SECONDS = 60.0
 
 
@@ -54,12 +57,20 @@ def measure_link(ranks: int, threads: int, isa: str | None = None) -> LinkRates:
     compile_kernels(cache_root() / "kernels", path, SPECS)
     memory = shared_file((1 << 20) + 4 * 4 * (LARGE[0] + 8) * LARGE[1])  # two of each take turns
     processes: list[subprocess.Popen[bytes]] = []
-    command = [*module_command("twinphase.backends.cpu.link"), str(memory), str(ranks), str(threads), path.name]
+    command = [
+        *module_command("twinphase.backends.cpu.link"),
+        str(memory),
+        str(ranks),
+        str(threads),
+        path.name,
+    ]
     try:
         for rank, place in enumerate(rank_places(ranks)):
             out = subprocess.DEVNULL if rank else subprocess.PIPE
             with bound_to(place.cores if place.nodes else ()):
-                processes.append(subprocess.Popen([*command, str(rank)], pass_fds=[memory], stdout=out))
+                processes.append(
+                    subprocess.Popen([*command, str(rank)], pass_fds=[memory], stdout=out)
+                )
         return LinkRates(ranks, **json.loads(processes[0].communicate(timeout=LIMIT_SECONDS)[0]))
     except (subprocess.TimeoutExpired, ValueError):
         raise CeilingsError(f"Measuring what {ranks} ranks can exchange failed.") from None
@@ -73,12 +84,16 @@ def measure_link(ranks: int, threads: int, isa: str | None = None) -> LinkRates:
 class _Exchanges(Operations):
     """Rows that are gathered, and read by every rank, again and again."""
 
-    def __init__(self, kernels: dict[str, int], group: Group, threads: int, rows: int, width: int) -> None:
-        self.group, self._program = group, Program(kernels, {"tokens": rows}, group)
+    def __init__(
+        self, kernels: dict[str, int], group: Group, threads: int, rows: int, width: int
+    ) -> None:
+        self.group = group
+        self._program = Program(kernels, {"tokens": rows}, group)
         firsts = tuple(rank * width // group.ranks for rank in range(group.ranks + 1))
         mine = firsts[group.rank : group.rank + 2]
         span = Span(mine[0], mine[1] - mine[0], width, 1, firsts[:-1])
-        source, own = Buffer(self._program, "tokens", width), Buffer(self._program, "tokens", width).floats
+        source = Buffer(self._program, "tokens", width)
+        own = Buffer(self._program, "tokens", width).floats
         for _ in range(EXCHANGES):
             self._read(self._gathered(source, span, False), own)
         self._program.cells.update({"tokens": rows})
@@ -86,10 +101,17 @@ class _Exchanges(Operations):
         self._pool.load(self._program.commands)
 
     def _read(self, whole: Memory, own: Memory) -> None:
-        program, nbytes = self._program, 4 * whole.width
+        program = self._program
+        nbytes = 4 * whole.width
         args = [program.count("tokens"), whole.data, whole.stride, own.data, own.stride, nbytes]
         args += [0] * (COPY_ARGS - len(args))
-        program.add("copy_columns", program.tiles("tokens", ROWS_PER_TILE), args, [whole.data], [(own.data, 0)])
+        program.add(
+            "copy_columns",
+            program.tiles("tokens", ROWS_PER_TILE),
+            args,
+            [whole.data],
+            [(own.data, 0)],
+        )
 
     def seconds(self) -> float:
         """Of one exchange, in the best round."""
@@ -106,7 +128,9 @@ def _main(memory: int, ranks: int, threads: int, isa: str, rank: int) -> None:
     group = Group(rank, ranks, memory, Path())
     large, small = (_Exchanges(kernels, group, threads, *size).seconds() for size in (LARGE, SMALL))
     if rank == 0:
-        print(json.dumps({"bandwidth": 4 * LARGE[0] * LARGE[1] / large, "latency": small}), flush=True)
+        print(
+            json.dumps({"bandwidth": 4 * LARGE[0] * LARGE[1] / large, "latency": small}), flush=True
+        )
 
 
 if __name__ == "__main__":

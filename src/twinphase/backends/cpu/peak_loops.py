@@ -1,8 +1,8 @@
 """The loops behind the ceilings: a tile of dot products for the peak of a unit, and reading for memory bandwidth.
 
-They use the instructions of the given path, keep their operands in the L1 cache and a tile of accumulators in
-registers, as a matrix product would. Each reads the clock itself after every chunk of work, so that a thread measures
-without the interpreter. How a rate is found with them: peaks.py.
+They use the instructions of the given path, keep their operands in the L1 cache and a tile of
+accumulators in registers, as a matrix product would. Each reads the clock itself after every chunk
+of work, so that a thread measures without the interpreter. How a rate is found with them: peaks.py.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from twinphase.backends.cpu.formats import GROUP
 from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
 
-__all__ = ["OPERAND_STEPS", "READ_UNIT", "PeakLoop", "clock_readings", "peak_loop", "read_loop"]
-
 READ_UNIT = 1024  # bytes of one turn of the read loop at the widest vectors
-OPERAND_STEPS = 16  # turns until the operands repeat: 16 turns of at most 8 vectors are 8 KiB, inside any L1
-MONOTONIC, TIMESPEC_BYTES = time.CLOCK_MONOTONIC, 16
+OPERAND_STEPS = (
+    16  # turns until the operands repeat: 16 turns of at most 8 vectors are 8 KiB, inside any L1
+)
+MONOTONIC = time.CLOCK_MONOTONIC
+TIMESPEC_BYTES = 16
 
 
 def _clock() -> Any:
     clock = ctypes.CDLL(None).clock_gettime
-    clock.argtypes, clock.restype = [ctypes.c_int, ctypes.c_ssize_t], ctypes.c_int
+    clock.argtypes = [ctypes.c_int, ctypes.c_ssize_t]
+    clock.restype = ctypes.c_int
     return clock
 
 
@@ -46,11 +48,13 @@ def clock_readings(chunks: int) -> NDArray[np.int64]:
 class PeakLoop:
     """A compiled loop: `run(weights, inputs, out, turns, readings)` leaves `turns` dot products in each cell of a tile.
 
-    It does so once per chunk and reads the clock before the first chunk and after each (`clock_readings`).
+    It does so once per chunk and reads the clock before the first chunk and after each
+    (`clock_readings`).
 
-    Operands are int32 [OPERAND_STEPS, columns or rows, lanes] holding four int8, two bfloat16 or one float32 per lane;
-    `out` is int32 [rows, columns, sums], with float32 bits for the float kinds. A sum is that of a lane, or the 16 x 16
-    of a matrix tile, whose operands are 16 rows of 32 bytes and, of the weights, 8 rows of 16 columns of 4 bytes.
+    Operands are int32 [OPERAND_STEPS, columns or rows, lanes] holding four int8, two bfloat16 or
+    one float32 per lane; `out` is int32 [rows, columns, sums], with float32 bits for the float
+    kinds. A sum is that of a lane, or the 16 x 16 of a matrix tile, whose operands are 16 rows of
+    32 bytes and, of the weights, 8 rows of 16 columns of 4 bytes.
     """
 
     run: Callable[..., Any]
@@ -62,7 +66,9 @@ class PeakLoop:
 
     def zeros(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
         """Weights, inputs and result of the right shapes."""
-        weights, inputs = (np.zeros((OPERAND_STEPS, n, self.lanes), np.int32) for n in (self.columns, self.rows))
+        weights, inputs = (
+            np.zeros((OPERAND_STEPS, n, self.lanes), np.int32) for n in (self.columns, self.rows)
+        )
         return weights, inputs, np.zeros((self.rows, self.columns, self.sums), np.int32)
 
 
@@ -80,15 +86,18 @@ def peak_loop(kind: str, isa: Isa) -> PeakLoop | None:
     if kind == "bfloat16" and not isa.bf16_dot:
         return None
     rows, columns = (4, 4) if isa.registers == 32 else (4, 2)
-    lanes, width = isa.lanes, 4 * isa.lanes
-    operand, sums = vector(I32, lanes), vector(I32 if kind == "int8" else F32, lanes)
+    lanes = isa.lanes
+    width = 4 * isa.lanes
+    operand = vector(I32, lanes)
+    sums = vector(I32 if kind == "int8" else F32, lanes)
 
     def write(emit: Emit, weights: Value, inputs: Value, out: Value, turns: Value) -> None:
         zero = ir.Constant(sums, [0] * lanes)
         tile = [[emit.variable(zero) for _ in range(columns)] for _ in range(rows)]
         with emit.loop(0, turns) as turn:
             step = emit.b.and_(turn, emit.i64(OPERAND_STEPS - 1))
-            at_weights, at_inputs = emit.mul(step, columns * width), emit.mul(step, rows * width)
+            at_weights = emit.mul(step, columns * width)
+            at_inputs = emit.mul(step, rows * width)
             w = [emit.load(operand, weights, at_weights, n * width) for n in range(columns)]
             for m in range(rows):
                 x = emit.load(operand, inputs, at_inputs, m * width)
@@ -107,7 +116,9 @@ def peak_loop(kind: str, isa: Isa) -> PeakLoop | None:
     return PeakLoop(_running(isa, write), rows, columns, lanes, operations, lanes)
 
 
-def _in_matrix_tiles(kind: str, size: int, emit: Emit, weights: Value, inputs: Value, out: Value, turns: Value) -> None:
+def _in_matrix_tiles(
+    kind: str, size: int, emit: Emit, weights: Value, inputs: Value, out: Value, turns: Value
+) -> None:
     """Tiles of 32 inputs, operands of `size` bytes; of int8 as many as share a scale."""
     width = size // 16
     emit.shape_tiles(((16, 64),) * 4 + ((16, width),) * 2 + ((width // 4, 64),) * 2, out)
@@ -119,7 +130,9 @@ def _in_matrix_tiles(kind: str, size: int, emit: Emit, weights: Value, inputs: V
             emit.matrix("tileloadd64", 4 + i, at=(emit.add(inputs, at, i * size), emit.i64(width)))
             emit.matrix("tileloadd64", 6 + i, at=(emit.add(weights, at, i * size), emit.i64(64)))
         for tile in range(4):
-            emit.matrix("tdpbssd" if kind == "int8" else "tdpbf16ps", tile, 4 + tile // 2, 6 + tile % 2)
+            emit.matrix(
+                "tdpbssd" if kind == "int8" else "tdpbf16ps", tile, 4 + tile // 2, 6 + tile % 2
+            )
     for tile in range(4):
         emit.matrix("tilestored64", tile, at=(emit.add(out, tile * 1024), emit.i64(64)))
     emit.matrix("tilerelease")
@@ -127,7 +140,8 @@ def _in_matrix_tiles(kind: str, size: int, emit: Emit, weights: Value, inputs: V
 
 def _running(isa: Isa, write: Callable[..., None]) -> Callable[..., Any]:
     """The loop that `write` emits, compiled with the clock around it."""
-    accumulate, clock = emitted(isa, 4, write), _clock()
+    accumulate = emitted(isa, 4, write)
+    clock = _clock()
 
     @numba.njit(nogil=True)
     def run(weights, inputs, out, turns, readings):
@@ -143,18 +157,22 @@ def _running(isa: Isa, write: Callable[..., None]) -> Callable[..., Any]:
 def read_loop(isa: Isa) -> Callable[..., Any]:
     """Compiled `read(memory, slice_bytes, repeats, readings)`: the xor of all 64-bit words that it reads.
 
-    A chunk is `repeats` slices of the uint8 `memory`, one after the other and round again; a slice is a multiple of
-    READ_UNIT. The clock is read as by `PeakLoop.run`. Sixteen loads per turn in eight chains: only memory limits it.
+    A chunk is `repeats` slices of the uint8 `memory`, one after the other and round again; a slice
+    is a multiple of READ_UNIT. The clock is read as by `PeakLoop.run`. Sixteen loads per turn in
+    eight chains: only memory limits it.
     """
     words = vector(I64, isa.lanes // 2)
-    width, loads = 4 * isa.lanes, 16
+    width = 4 * isa.lanes
+    loads = 16
 
     def write(emit: Emit, base: Value, size: Value) -> Value:
         chains = [emit.variable(ir.Constant(words, [0] * words.count)) for _ in range(8)]
         with emit.loop(0, size, loads * width) as at:
             for index in range(loads):
                 chain = chains[index % len(chains)]
-                chain.set(emit.b.xor(chain.get(), emit.load(words, base, at, index * width, align=8)))
+                chain.set(
+                    emit.b.xor(chain.get(), emit.load(words, base, at, index * width, align=8))
+                )
         total = chains[0].get()
         for chain in chains[1:]:
             total = emit.b.xor(total, chain.get())
@@ -163,11 +181,13 @@ def read_loop(isa: Isa) -> Callable[..., Any]:
             result = emit.b.xor(result, emit.b.extract_element(total, ir.Constant(I32, lane)))
         return result
 
-    read_once, clock = emitted(isa, 2, write), _clock()
+    read_once = emitted(isa, 2, write)
+    clock = _clock()
 
     @numba.njit(nogil=True)
     def read(memory, slice_bytes, repeats, readings):
-        total, at = 0, 0
+        total = 0
+        at = 0
         clock(MONOTONIC, readings.ctypes.data)
         for chunk in range(1, len(readings)):
             for _ in range(repeats):

@@ -1,9 +1,12 @@
-"""Finds the ceilings with the loops of peak_loops.py. Runs as a process of its own, started by ceilings.py.
+"""Finds the ceilings with the loops of peak_loops.py.
 
-A ceiling is what the hardware gives when nobody else takes a core, and disturbances only ever subtract. In a round all
-threads compute side by side for some 20 ms, each on its own core; a round's rate is that of its best window of 2 ms,
-which is shorter than another process's time slice. All ceilings are measured in turn, round after round, until the best
-rounds of each agree, so that none depends on one good or bad moment.
+Runs as a process of its own, started by ceilings.py.
+
+A ceiling is what the hardware gives when nobody else takes a core, and disturbances only ever
+subtract. In a round all threads compute side by side for some 20 ms, each on its own core; a
+round's rate is that of its best window of 2 ms, which is shorter than another process's time slice.
+All ceilings are measured in turn, round after round, until the best rounds of each agree, so that
+none depends on one good or bad moment.
 """
 
 from __future__ import annotations
@@ -26,17 +29,20 @@ from numpy.typing import NDArray
 from twinphase.backends.cpu.isa import Isa, choose_isa
 from twinphase.backends.cpu.peak_loops import READ_UNIT, clock_readings, peak_loop, read_loop
 
-__all__ = ["WORKING_SETS", "Ceiling", "Crew", "best_window", "measure_here", "settle"]
-
 MIB = 1 << 20
 WORKING_SETS = tuple(n * MIB for n in (1, 4, 16, 32, 64, 128, 256))
 KINDS = {"int8": "int8_ops", "float32": "float32_flops", "bfloat16": "bfloat16_flops"}
 WINDOW_CHUNKS = 8  # a window is so many chunks, and of memory at least one pass over it
 CHUNK_SECONDS = 0.00025
 ROUND_SECONDS = 0.020
-LEAST_ROUNDS, LIMIT_SECONDS = 6, 5.0
-AGREEING_ROUNDS, AGREEMENT = 3, 0.05  # so many best rounds of a settled ceiling lie so close together
-BUSY_SHARE = 0.03  # of the threads' time, spent waiting for a core, from which on the machine counts as busy
+LEAST_ROUNDS = 6
+LIMIT_SECONDS = 5.0
+# so many best rounds of a settled ceiling lie so close together
+AGREEING_ROUNDS = 3
+AGREEMENT = 0.05
+BUSY_SHARE = (
+    0.03  # of the threads' time, spent waiting for a core, from which on the machine counts as busy
+)
 
 Work = Callable[[int, int, NDArray[np.int64]], object]
 
@@ -66,7 +72,8 @@ class Crew:
             return after[0] - before[0], after[1] - before[1]
 
         for ran, waited in self._pool.map(body, range(self.threads)):
-            self.ran, self.waited = self.ran + ran, self.waited + waited
+            self.ran = self.ran + ran
+            self.waited = self.waited + waited
 
     def close(self) -> None:
         """End the threads."""
@@ -97,7 +104,8 @@ def best_window(seconds: NDArray[np.float64], window: int) -> float:
         seconds: clock readings before the first chunk and after each, [threads, chunks + 1].
         window: chunks that one thread does in a window.
     """
-    starts, ends = seconds[:, :-window].ravel(), seconds[:, window:].ravel()
+    starts = seconds[:, :-window].ravel()
+    ends = seconds[:, window:].ravel()
     done = np.arange(seconds.shape[1], dtype=np.float64)
     counts = sum(np.interp(ends, times, done) - np.interp(starts, times, done) for times in seconds)
     return float(np.max(counts / (ends - starts)))
@@ -108,7 +116,8 @@ class Ceiling:
     """One rate that is being found.
 
     Attributes:
-        work: `work(thread, repeats, readings)` computes chunks of `repeats` units, and reads the clock after each.
+        work: `work(thread, repeats, readings)` computes chunks of `repeats` units, and reads the
+            clock after each.
         amount: operations or bytes of a unit, which one thread computes.
         rates: the best of each round, operations or bytes per second.
     """
@@ -123,7 +132,9 @@ class Ceiling:
         """One more round."""
         if not self.repeats:
             self._find_length(crew)
-        rate = best_window(self._readings(crew, self.repeats, self.windows * WINDOW_CHUNKS), WINDOW_CHUNKS)
+        rate = best_window(
+            self._readings(crew, self.repeats, self.windows * WINDOW_CHUNKS), WINDOW_CHUNKS
+        )
         self.rates.append(rate * self.repeats * self.amount)
 
     def _find_length(self, crew: Crew) -> None:
@@ -155,7 +166,8 @@ def peak_ceiling(kind: str, isa: Isa, threads: int) -> Ceiling | None:
     if loop is None:
         return None
     # Zeros: data does not change these instructions' speed, and sums stay finite.
-    operands, turns = [loop.zeros() for _ in range(threads)], 1 << 10
+    operands = [loop.zeros() for _ in range(threads)]
+    turns = 1 << 10
 
     def work(thread: int, repeats: int, readings: NDArray[np.int64]) -> None:
         loop.run(*operands[thread], turns * repeats, readings)
@@ -165,13 +177,16 @@ def peak_ceiling(kind: str, isa: Isa, threads: int) -> Ceiling | None:
 
 def bandwidth_ceiling(size: int, memory: list[NDArray[np.uint8]], isa: Isa) -> Ceiling:
     """Reading a working set of `size` bytes, of which each thread reads its share of its own `memory`."""
-    read, threads = read_loop(isa), len(memory)
+    read = read_loop(isa)
+    threads = len(memory)
     slices = WINDOW_CHUNKS if size // threads >= WINDOW_CHUNKS * 64 * READ_UNIT else 1
     slice_bytes = size // threads // slices // READ_UNIT * READ_UNIT
-    share, rounds = slices * slice_bytes, [0] * threads
+    share = slices * slice_bytes
+    rounds = [0] * threads
 
     def work(thread: int, repeats: int, readings: NDArray[np.int64]) -> None:
-        # Elsewhere in each round: which physical pages a small set has decides how well it fits a cache.
+        # Elsewhere in each round: which physical pages a small set has decides how well it fits a
+        # cache.
         start = rounds[thread] * share % (memory[thread].size - share + READ_UNIT)
         rounds[thread] += 1
         read(memory[thread][start : start + share], slice_bytes, repeats, readings)
@@ -186,7 +201,9 @@ def settle(ceilings: Sequence[Ceiling], crew: Crew) -> bool:
         Whether they may be too low: not all are settled, or others took the cores meanwhile.
     """
     crew.ran = crew.waited = 0.0
-    end, stolen, unsettled = time.perf_counter() + LIMIT_SECONDS, _stolen(), list(ceilings)
+    end = time.perf_counter() + LIMIT_SECONDS
+    stolen = _stolen()
+    unsettled = list(ceilings)
     while unsettled:
         for ceiling in unsettled:
             ceiling.measure(crew)
@@ -200,8 +217,13 @@ def settle(ceilings: Sequence[Ceiling], crew: Crew) -> bool:
 def measure_here(threads: int, isa: Isa) -> dict[str, Any]:
     """All ceilings of `threads` threads, as the fields of `ceilings.MeasuredRates`."""
     crew = Crew(threads)
-    memory = [np.empty(-(-WORKING_SETS[-1] // threads // READ_UNIT) * READ_UNIT, np.uint8) for _ in range(threads)]
-    crew.run(lambda thread: memory[thread].fill(1))  # by the thread that reads it, on whose memory node it then lies
+    memory = [
+        np.empty(-(-WORKING_SETS[-1] // threads // READ_UNIT) * READ_UNIT, np.uint8)
+        for _ in range(threads)
+    ]
+    crew.run(
+        lambda thread: memory[thread].fill(1)
+    )  # by the thread that reads it, on whose memory node it then lies
     peaks = {name: peak_ceiling(kind, isa, threads) for kind, name in KINDS.items()}
     sets = {size: bandwidth_ceiling(size, memory, isa) for size in WORKING_SETS}
     ceilings = [*sets.values(), *(peak for peak in peaks.values() if peak is not None)]

@@ -1,7 +1,8 @@
 """Captures a model's operations as a program: a list of commands on fixed memory that is replayed every step.
 
-The model's forward pass runs once, on `Buffer` handles; what changes from step to step (row counts, positions, block
-tables) is read by the kernels from memory. It is the idea of CUDA graphs, with row counts that may vary.
+The model's forward pass runs once, on `Buffer` handles; what changes from step to step (row counts,
+positions, block tables) is read by the kernels from memory. It is the idea of CUDA graphs, with row
+counts that may vary.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from numpy.typing import NDArray
 from twinphase.backends.cpu.threads import Command, aligned
 from twinphase.backends.cpu.tiling import ROWS_PER_TILE
 from twinphase.backends.group import Group
-
-__all__ = ["Buffer", "Memory", "Program", "StepCells", "rows_in"]
 
 Key = tuple[str, int, bool, bool]  # of arrays: rows, width, whether quantized, whether shared
 
@@ -59,12 +58,12 @@ def rows_in(counts: dict[str, int], rows: str) -> int:
 class Buffer:
     """Rows that a program writes, or the promise of some (`make`), so that the reader chooses their kind.
 
-    A promise is kept when an operation reads it: RMSNorm and SwiGLU write int8 groups for a quantized linear layer,
-    float32 otherwise.
+    A promise is kept when an operation reads it: RMSNorm and SwiGLU write int8 groups for a
+    quantized linear layer, float32 otherwise.
 
     Attributes:
-        rows: which rows: "tokens" (all of the step) or "logits" (those whose logits are wanted); "tokens*8" is eight
-            for each.
+        rows: which rows: "tokens" (all of the step) or "logits" (those whose logits are wanted);
+            "tokens*8" is eight for each.
         width: columns, padding included.
         columns: first column of each of the tensors that were stacked.
         outputs: columns of the first of them, without padding.
@@ -80,7 +79,11 @@ class Buffer:
         outputs: int | None = None,
         make: Callable[[bool], Memory] | None = None,
     ) -> None:
-        self.program, self.rows, self.width, self.columns, self._make = program, rows, width, columns, make
+        self.program = program
+        self.rows = rows
+        self.width = width
+        self.columns = columns
+        self._make = make
         self.outputs = width if outputs is None else outputs
         self._made: dict[bool, Memory] = {}
         self._rounded: Memory | None = None
@@ -90,7 +93,11 @@ class Buffer:
     def memory(self, quantized: bool) -> Memory:
         """The rows as float32, or as int8 groups."""
         if quantized not in self._made:
-            made = self._make(quantized) if self._make is not None else self.program.quantize(self._made[False])
+            made = (
+                self._make(quantized)
+                if self._make is not None
+                else self.program.quantize(self._made[False])
+            )
             self._made[quantized] = made
         return self._made[quantized]
 
@@ -110,11 +117,16 @@ class Buffer:
 class Memory:
     """Arrays of a buffer; they go back to the program when the last handle is dropped during capture."""
 
-    def __init__(self, program: Program, rows: str, width: int, quantized: bool, shared: bool = False) -> None:
+    def __init__(
+        self, program: Program, rows: str, width: int, quantized: bool, shared: bool = False
+    ) -> None:
         """`shared` rows lie where all ranks see them."""
-        self.rows, self.width, self.quantized = rows, width, quantized
+        self.rows = rows
+        self.width = width
+        self.quantized = quantized
         self.groups = width // 32
-        self._program, self._key = program, (rows, width, quantized, shared)
+        self._program = program
+        self._key = (rows, width, quantized, shared)
         self.arrays = program.take(*self._key)
 
     @property
@@ -140,18 +152,26 @@ class Memory:
 class Program:
     """Commands in order, and the memory they work on."""
 
-    def __init__(self, kernels: dict[str, int], max_rows: dict[str, int], group: Group | None = None) -> None:
+    def __init__(
+        self, kernels: dict[str, int], max_rows: dict[str, int], group: Group | None = None
+    ) -> None:
         """Args: addresses of kernels by spec; the most rows of each kind ("tokens", "logits"); of ranks."""
-        self.kernels, self.max_rows, self.group = kernels, max_rows, group
+        self.kernels = kernels
+        self.max_rows = max_rows
+        self.group = group
         self.cells = StepCells()
         self.commands: list[Command] = []
         self._free: dict[Key, list[list[NDArray[np.generic]]]] = {}
-        self._read_since: list[tuple[Key, list[NDArray[np.generic]]]] = []  # shared arrays, free after the next meeting
+        self._read_since: list[
+            tuple[Key, list[NDArray[np.generic]]]
+        ] = []  # shared arrays, free after the next meeting
         self._all: list[list[NDArray[np.generic]]] = []
         self._reads: set[int] = set()
         self._writes: set[tuple[int, int]] = set()
 
-    def take(self, rows: str, width: int, quantized: bool, shared: bool) -> list[NDArray[np.generic]]:
+    def take(
+        self, rows: str, width: int, quantized: bool, shared: bool
+    ) -> list[NDArray[np.generic]]:
         """Arrays for `rows` rows; padding columns are zeros that nothing writes."""
         free = self._free.get((rows, width, quantized, shared))
         if free:
@@ -160,8 +180,12 @@ class Program:
         new = self._new_shared if shared else aligned
         if quantized:
             groups = width // 32
-            arrays = [new(count * width, np.int8), new(count * groups, np.float32),
-                      new(count * groups, np.float32), new(count * groups * 2, np.int32)]  # fmt: skip
+            arrays = [
+                new(count * width, np.int8),
+                new(count * groups, np.float32),
+                new(count * groups, np.float32),
+                new(count * groups * 2, np.int32),
+            ]
         else:
             arrays = [new(count * width, np.float32)]
         self._all.append(arrays)  # the compiled program holds addresses only
@@ -190,7 +214,9 @@ class Program:
 
     def tiles(self, rows: str, per_tile: int, times: int = 1) -> int:
         """Address of the number of tiles: `times` for every `per_tile` rows."""
-        return self.cells.address((rows, per_tile, times), lambda counts: -(-rows_in(counts, rows) // per_tile) * times)
+        return self.cells.address(
+            (rows, per_tile, times), lambda counts: -(-rows_in(counts, rows) // per_tile) * times
+        )
 
     def add(
         self,
@@ -207,13 +233,19 @@ class Program:
             tiles: address of its tile count.
             args: its arguments.
             reads: addresses of the memory it reads that some command writes.
-            writes: (address, part) it writes; commands that write different parts of one memory may overlap.
+            writes: (address, part) it writes; commands that write different parts of one memory may
+                overlap.
         """
         written = {address for address, _ in writes}
         busy = {address for address, _ in self._writes}
-        sync = bool(busy & set(reads)) or bool(self._reads & written) or bool(self._writes & set(writes))
+        sync = (
+            bool(busy & set(reads))
+            or bool(self._reads & written)
+            or bool(self._writes & set(writes))
+        )
         if sync:
-            self._reads, self._writes = set(), set()
+            self._reads = set()
+            self._writes = set()
         self._reads |= set(reads)
         self._writes |= set(writes)
         self.commands.append(Command(self.kernels[spec], tiles, sync, list(args)))
@@ -222,12 +254,20 @@ class Program:
         """The rows of `source` as int8 groups."""
         out = Memory(self, source.rows, source.width, quantized=True)
         args = [self.count(source.rows), source.data, source.stride, source.groups, *out.addresses]
-        self.add("quantize", self.tiles(source.rows, ROWS_PER_TILE), args, [source.data], [(out.data, 0)])
+        self.add(
+            "quantize", self.tiles(source.rows, ROWS_PER_TILE), args, [source.data], [(out.data, 0)]
+        )
         return out
 
     def round(self, source: Memory) -> Memory:
         """The rows of `source` as bfloat16."""
         out = Memory(self, source.rows, source.width // 2, quantized=False)
         args = [self.count(source.rows), source.data, source.stride, source.groups, out.data]
-        self.add("round_rows", self.tiles(source.rows, ROWS_PER_TILE), args, [source.data], [(out.data, 0)])
+        self.add(
+            "round_rows",
+            self.tiles(source.rows, ROWS_PER_TILE),
+            args,
+            [source.data],
+            [(out.data, 0)],
+        )
         return out

@@ -24,9 +24,13 @@ CTL_BYTES = 336
 
 TILE_BITS = 18  # a command has fewer than 2^18 tiles
 EPOCH_SHIFT = 2 * TILE_BITS
-EPOCH_MASK = (1 << 63 - EPOCH_SHIFT) - 1  # epochs count modulo this, so that a claim word stays positive
+EPOCH_MASK = (
+    1 << 63 - EPOCH_SHIFT
+) - 1  # epochs count modulo this, so that a claim word stays positive
 
-FUTEX_CALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
+FUTEX_CALL = (
+    {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
+)
 
 SHUTDOWN_THREAD = -1  # the thread number that tells all others to end
 

@@ -11,23 +11,13 @@ from twinphase.blueprint import Blueprint, Rope
 from twinphase.errors import UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = [
-    "attention_spec",
-    "check_heads",
-    "experts_spec",
-    "linear_spec",
-    "merge_spec",
-    "model_specs",
-    "most_rows",
-    "rope_spec",
-]
-
 KINDS = ("q8", "f32")  # what an elementwise kernel writes for a linear layer to read
 
 
 def check_heads(blueprint: Blueprint) -> None:
     """Raises UnsupportedModelError for head sizes that the attention kernels do not cover."""
-    head_dim, heads = blueprint.head_dim, blueprint.whole.num_heads
+    head_dim = blueprint.head_dim
+    heads = blueprint.whole.num_heads
     if head_dim % 16 or head_dim > 256 or heads * head_dim % 32:
         raise UnsupportedModelError(
             f"Head size {head_dim} is not supported by the cpu backend.",
@@ -46,7 +36,9 @@ def most_rows(blueprint: Blueprint) -> int:
 def rope_spec(blueprint: Blueprint, rope: Rope | None, dtype: str) -> str:
     """Normalizing, rotating and writing; `dtype` is the KV cache's."""
     turned, interleaved = (rope.dim, int(rope.interleaved)) if rope else (0, 0)
-    norm = "none" if blueprint.qk_norm == "width" else blueprint.qk_norm  # which is an operation of its own
+    norm = (
+        "none" if blueprint.qk_norm == "width" else blueprint.qk_norm
+    )  # which is an operation of its own
     return f"rope_kv_write:{blueprint.head_dim}:{turned}:{interleaved}:{dtype}:{norm}"
 
 
@@ -77,9 +69,13 @@ def model_specs(checkpoint: Checkpoint, blueprint: Blueprint, dtype: str, isa: I
     Raises:
         UnsupportedModelError: a tensor type without a kernel.
     """
-    weights = [t for t in checkpoint.tensors.values() if t.name.endswith(".weight") and len(t.shape) >= 2]
+    weights = [
+        t for t in checkpoint.tensors.values() if t.name.endswith(".weight") and len(t.shape) >= 2
+    ]
     embedding = checkpoint.tensors["token_embd.weight"]
-    linear = {t.type for t in weights if len(t.shape) == 2 and (blueprint.tied or t is not embedding)}
+    linear = {
+        t.type for t in weights if len(t.shape) == 2 and (blueprint.tied or t is not embedding)
+    }
     experts = {t.type for t in weights if len(t.shape) == 3}
     check_types(linear | experts | {embedding.type})
     specs = [

@@ -1,7 +1,8 @@
 """Times the parts of a captured program from inside: the same commands on the same memory, with clock readings between.
 
-For measuring where a step's time goes (`twinphase roofline`). Not for serving: each reading waits until all earlier
-commands are done, which costs about a microsecond, so callers compare with the program without readings.
+For measuring where a step's time goes (`twinphase roofline`). Not for serving: each reading waits
+until all earlier commands are done, which costs about a microsecond, so callers compare with the
+program without readings.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from twinphase.backends.cpu.emit import I32, I64
 from twinphase.backends.cpu.program import Program
 from twinphase.backends.cpu.threads import Command, ThreadPool, aligned
 
-__all__ = ["PARTS", "StampedProgram", "part_of"]
-
-PARTS = ("linear", "attention", "other")  # other: norms, rotation and KV write, gates, routing, quantizing, embedding
+PARTS = (
+    "linear",
+    "attention",
+    "other",
+)  # other: norms, rotation and KV write, gates, routing, quantizing, embedding
 
 
 def part_of(spec: str) -> str:
@@ -38,7 +41,8 @@ def _stamp_kernel() -> tuple[int, Any]:
 
     Its arguments: address of libc's clock_gettime, address of the timespec to write.
     """
-    module, pointer = ir.Module("stamp"), ir.IntType(8).as_pointer()
+    module = ir.Module("stamp")
+    pointer = ir.IntType(8).as_pointer()
     module.triple = llvm.get_default_triple()
     function = ir.Function(module, ir.FunctionType(I32, [pointer, pointer, I64, I64, I64]), "stamp")
     b = ir.IRBuilder(function.append_basic_block())
@@ -84,14 +88,17 @@ class StampedProgram:
             aligned(2 * self.num_stamps, np.int64).view(np.int64).reshape(-1, 2)
         )  # timespec
         self._parts = np.array([PARTS.index(parts[i]) for i in ends])
-        one, places = program.cells.constant(1), iter(self._times)
+        one = program.cells.constant(1)
+        places = iter(self._times)
 
         def reading() -> Command:
             return Command(stamp, one, True, [clock, next(places).ctypes.data])
 
-        stamped, after = [reading()], True
+        stamped = [reading()]
+        after = True
         for index, command in enumerate(commands):
-            # What follows a reading waits for it; the commands that it would have waited for are done then.
+            # What follows a reading waits for it; the commands that it would have waited for are
+            # done then.
             stamped.append(Command(command.fn, command.tiles, command.sync or after, command.args))
             after = index in ends
             if after:
@@ -100,7 +107,10 @@ class StampedProgram:
         self._pool.load(stamped)
 
     def run(self) -> Mapping[str, float]:
-        """One step; seconds of each of `PARTS`. The step's inputs must be in place, as for the program itself."""
+        """One step; seconds of each of `PARTS`.
+
+        The step's inputs must be in place, as for the program itself.
+        """
         self._pool.run()
         moments = self._times @ np.array([1_000_000_000, 1])
         spent = np.bincount(self._parts, np.diff(moments), minlength=len(PARTS)) / 1e9

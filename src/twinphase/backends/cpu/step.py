@@ -6,29 +6,50 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.base import KVCacheSpec, StepInputs
-from twinphase.backends.cpu.kv_layout import MERGE, TILE, UNIT, decode_rows, padded_group, query_tile_tokens
+from twinphase.backends.cpu.kv_layout import (
+    MERGE,
+    TILE,
+    UNIT,
+    decode_rows,
+    padded_group,
+    query_tile_tokens,
+)
 from twinphase.backends.cpu.threads import aligned
 from twinphase.blueprint import Blueprint
 
-__all__ = ["COUNTS", "StepMemory"]
-
-UNITS_PER_THREAD = 8  # shares of the KV tiles of few rows that a thread should find, so that threads end together
-FEW_ROWS = 64  # heads of a group times tokens; a sequence with more in a step has work enough, its tiles stay together
-INT8_TOKENS = 3  # of a sequence, up to which int8 values are best converted in registers, once for each register tile
-FEW_UNITS, BUSY = 6, 0.93  # units a thread, below which they are cut until threads are busy for that part of the time
+UNITS_PER_THREAD = (
+    8  # shares of the KV tiles of few rows that a thread should find, so that threads end together
+)
+# heads of a group times tokens; a sequence with more in a step has work enough, its tiles stay
+# together
+FEW_ROWS = 64
+# of a sequence, up to which int8 values are best converted in registers, once for each register
+# tile
+INT8_TOKENS = 3
+# units a thread, below which they are cut until threads are busy for that part of the time
+FEW_UNITS = 6
+BUSY = 0.93
 PARTIAL_TOKENS = 4  # whose partial results there is room for, where the longest sequences are cut
-COUNTS = ("tokens", "logits", "decode_units", "prefill_units", "merges")  # what differs from step to step
+COUNTS = (
+    "tokens",
+    "logits",
+    "decode_units",
+    "prefill_units",
+    "merges",
+)  # what differs from step to step
 Ints = NDArray[np.int32]
 
 
 class StepMemory:
     """Fixed arrays for the inputs of a step, its int8 queries and attention's partial results.
 
-    Nothing here grows with the whole cache: a sequence's blocks are bounded by the positions a model was loaded for,
-    partial results by the few sequences whose tiles are spread over several units.
+    Nothing here grows with the whole cache: a sequence's blocks are bounded by the positions a
+    model was loaded for, partial results by the few sequences whose tiles are spread over several
+    units.
 
     Attributes:
-        units: attention's work, int32 [most, UNIT], for the kernels of few rows ("decode") and of many ("prefill").
+        units: attention's work, int32 [most, UNIT], for the kernels of few rows ("decode") and of
+            many ("prefill").
     """
 
     def __init__(
@@ -43,31 +64,42 @@ class StepMemory:
         prefill_rows: int = 6,
     ) -> None:
         """Reserve memory; `dtype` is the KV cache's, `prefill_rows` the height of prefill's register tile."""
-        self._blueprint, self._threads = blueprint, threads
+        self._blueprint = blueprint
+        self._threads = threads
         self._group = blueprint.group
         self._block_size = spec.block_size
         max_seqs = min(max_seqs, max_tokens)
-        self.token_ids, self.positions = aligned(max_tokens, np.int32), aligned(max_tokens, np.int32)
-        self.slots, self.logit_rows = aligned(max_tokens, np.int64), aligned(max_tokens, np.int32)
+        self.token_ids = aligned(max_tokens, np.int32)
+        self.positions = aligned(max_tokens, np.int32)
+        self.slots = aligned(max_tokens, np.int64)
+        self.logit_rows = aligned(max_tokens, np.int32)
         columns = -(-max_positions // spec.block_size)
         self.block_tables = aligned(max_seqs * columns, np.int32).reshape(max_seqs, columns)
-        heads, shares = blueprint.num_heads, UNITS_PER_THREAD * threads
-        self.queries = [aligned(max_tokens * heads * blueprint.head_dim, np.int8),
-                        aligned(max_tokens * heads, np.float32), aligned(max_tokens * heads, np.int32)]  # fmt: skip
+        heads = blueprint.num_heads
+        shares = UNITS_PER_THREAD * threads
+        self.queries = [
+            aligned(max_tokens * heads * blueprint.head_dim, np.int8),
+            aligned(max_tokens * heads, np.float32),
+            aligned(max_tokens * heads, np.int32),
+        ]
         self._heights = {"decode": decode_rows(self._group), "prefill": prefill_rows}
         self._few = max(1, FEW_ROWS // self._group)
         self._short = min(self._few, INT8_TOKENS) if dtype == "int8" else self._few
-        # Pieces of spread sequences: each has at least half a share's tiles, but for its last piece.
-        # Few chunks are cut into 4 * FEW_UNITS units a thread at most. One more, since kernels look one unit ahead.
-        most = {"decode": max_seqs, "prefill": max_tokens // query_tile_tokens(self._group) + max_seqs + 1}
+        # Pieces of spread sequences: each has at least half a share's tiles, but for its last
+        # piece. Few chunks are cut into 4 * FEW_UNITS units a thread at most. One more, since
+        # kernels look one unit ahead.
+        most = {
+            "decode": max_seqs,
+            "prefill": max_tokens // query_tile_tokens(self._group) + max_seqs + 1,
+        }
         self.units: dict[str, Ints] = {
             phase: aligned((count * blueprint.num_kv_heads + 7 * shares + 1) * UNIT, np.int32)
             .view(np.int32)
             .reshape(-1, UNIT)
             for phase, count in most.items()
         }
-        # A spread sequence has more than a share's tiles in each KV head, so that fewer heads than shares are spread.
-        # Pages are taken when first written: an upper bound costs nothing.
+        # A spread sequence has more than a share's tiles in each KV head, so that fewer heads than
+        # shares are spread. Pages are taken when first written: an upper bound costs nothing.
         spread = min(shares, max_seqs * blueprint.num_kv_heads)
         self.merges = aligned(spread * self._few * MERGE, np.int32).reshape(-1, MERGE)
         self._room = spread * -(-max_positions // TILE) * padded_group(self._group) * PARTIAL_TOKENS
@@ -80,41 +112,54 @@ class StepMemory:
 
     def fill(self, inputs: StepInputs) -> dict[str, int]:
         """Copy a step's inputs in; returns its counts by name."""
-        tokens, logits = inputs.num_tokens, len(inputs.logit_rows)
+        tokens = inputs.num_tokens
+        logits = len(inputs.logit_rows)
         self.token_ids[:tokens] = inputs.token_ids
         self.positions[:tokens] = inputs.positions
         self.slots[:tokens] = inputs.slot_mapping
         self.logit_rows[:logits] = inputs.logit_rows
         sequences = len(inputs.block_tables)
         width = inputs.block_tables.shape[1]
-        if width > self.block_tables.shape[1]:  # fine as long as nobody looks behind what was made room for
-            width, longest = self.block_tables.shape[1], int(inputs.context_lens.max())
+        if (
+            width > self.block_tables.shape[1]
+        ):  # fine as long as nobody looks behind what was made room for
+            width = self.block_tables.shape[1]
+            longest = int(inputs.context_lens.max())
             if longest > width * self._block_size:
-                raise ValueError(f"a sequence has {longest} tokens; there is room for {width * self._block_size}")
+                raise ValueError(
+                    f"a sequence has {longest} tokens; there is room for {width * self._block_size}"
+                )
         self.block_tables[:sequences, :width] = inputs.block_tables[:, :width]
         return {"tokens": tokens, "logits": logits, **self._fill_units(inputs)}
 
     def _fill_units(self, inputs: StepInputs) -> dict[str, int]:
         """Share out attention's work: a unit takes all KV tiles of a KV head for some rows of a sequence.
 
-        Only a sequence of few rows whose tiles, once for each row, are more than a fair share is cut, so that few long
-        sequences still feed all threads; its pieces leave partial results. Either way gives the same bits.
+        Only a sequence of few rows whose tiles, once for each row, are more than a fair share is
+        cut, so that few long sequences still feed all threads; its pieces leave partial results.
+        Either way gives the same bits.
         """
         first = inputs.query_start[:-1]
         rows = inputs.query_start[1:] - first
         tiles = -(-inputs.context_lens // TILE)
         plan = np.empty((len(rows), 4), np.int32)
-        plan[:, 0], plan[:, 1], plan[:, 2], plan[:, 3] = first, rows, inputs.positions[first], tiles
+        plan[:, 0] = first
+        plan[:, 1] = rows
+        plan[:, 2] = inputs.positions[first]
+        plan[:, 3] = tiles
         few = rows <= self._few
         work = rows * tiles
-        share = max(1, int(work @ few) * self._blueprint.num_kv_heads // (UNITS_PER_THREAD * self._threads))
+        share = max(
+            1, int(work @ few) * self._blueprint.num_kv_heads // (UNITS_PER_THREAD * self._threads)
+        )
         cut = few & (work > share) & (tiles > 1)
         counts = {"decode": 0, "prefill": 0}
         merges: list[tuple[int, ...]] = []
         self._partials_used = 0
         short = rows <= self._short
         for phase, ours in (("decode", short), ("prefill", few & ~short)):
-            whole, pieces = np.flatnonzero(ours & ~cut), np.flatnonzero(ours & cut)
+            whole = np.flatnonzero(ours & ~cut)
+            pieces = np.flatnonzero(ours & cut)
             counts[phase] = self._whole_units(self.units[phase], whole, plan)
             for sequence in pieces.tolist():
                 counts[phase] += self._pieces(phase, counts[phase], sequence, plan, share, merges)
@@ -125,7 +170,11 @@ class StepMemory:
             counts["prefill"] += self._query_tiles(counts["prefill"], sequence, plan, count)
         if merges:
             self.merges[: len(merges)] = merges
-        return {"decode_units": counts["decode"], "prefill_units": counts["prefill"], "merges": len(merges)}
+        return {
+            "decode_units": counts["decode"],
+            "prefill_units": counts["prefill"],
+            "merges": len(merges),
+        }
 
     def _whole_units(self, units: Ints, sequences: NDArray[np.int64], plan: Ints) -> int:
         """A unit for each of these sequences and KV heads; returns how many."""
@@ -140,43 +189,71 @@ class StepMemory:
             out[:, :, 6] = plan[sequences, None, 3]
         return count
 
-    def _pieces(self, phase: str, at: int, sequence: int, plan: Ints, share: int, merges: list[tuple[int, ...]]) -> int:
+    def _pieces(
+        self,
+        phase: str,
+        at: int,
+        sequence: int,
+        plan: Ints,
+        share: int,
+        merges: list[tuple[int, ...]],
+    ) -> int:
         """Cut a sequence's tiles into units, from number `at` on, and add its rows to the merges; returns how many.
 
         Where there is no room for its partial results, its tiles stay together.
         """
         row, tokens, position, end = plan[sequence].tolist()
-        kv_heads, height = self._blueprint.num_kv_heads, self._heights[phase]
+        kv_heads = self._blueprint.num_kv_heads
+        height = self._heights[phase]
         per_tile = -(-tokens * self._group // height) * height  # partial results
-        per_head, base = end * per_tile, self._partials_used
+        per_head = end * per_tile
+        base = self._partials_used
         if base + kv_heads * per_head > self._room:
             return self._whole_units(self.units[phase][at:], np.array([sequence]), plan)
         self._partials_used += kv_heads * per_head
         step = max(1, share // tokens)
         pieces = [
-            (sequence, head, row, tokens, position, first, min(end, first + step), 1 + base + head * per_head)
+            (
+                sequence,
+                head,
+                row,
+                tokens,
+                position,
+                first,
+                min(end, first + step),
+                1 + base + head * per_head,
+            )
             for head in range(kv_heads)
             for first in range(0, end, step)
         ]
         self.units[phase][at : at + len(pieces)] = pieces
-        merges += [(row + i, position + 1 + i, base + i * self._group, per_tile, per_head) for i in range(tokens)]
+        merges += [
+            (row + i, position + 1 + i, base + i * self._group, per_tile, per_head)
+            for i in range(tokens)
+        ]
         return len(pieces)
 
     def _even(self, count: int) -> int:
         """By how much to multiply so few units that a thread would wait for another's last one: 1 where they are many.
 
-        Each unit converts the keys and values it reads, so that fewer are better where threads end together.
+        Each unit converts the keys and values it reads, so that fewer are better where threads end
+        together.
         """
         if not 0 < count < FEW_UNITS * self._threads:
             return 1
-        busy = [count * times / (-(-count * times // self._threads) * self._threads) for times in (1, 2, 3, 4)]
+        busy = [
+            count * times / (-(-count * times // self._threads) * self._threads)
+            for times in (1, 2, 3, 4)
+        ]
         return 1 + next((i for i, part in enumerate(busy) if part >= BUSY), busy.index(max(busy)))
 
     def _query_tiles(self, at: int, sequence: int, plan: Ints, parts: int) -> int:
         """Cut a chunk of many rows into units, `parts` for each KV head, from number `at` on; returns how many."""
         row, tokens, position, _ = plan[sequence].tolist()
         size = -(-tokens // parts)
-        size += -size * self._group % self._heights["prefill"] // self._group  # whole register tiles
+        size += (
+            -size * self._group % self._heights["prefill"] // self._group
+        )  # whole register tiles
         size = min(size, query_tile_tokens(self._group))
         units = [
             (

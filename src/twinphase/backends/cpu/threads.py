@@ -1,6 +1,7 @@
 """The thread pool: Python threads that stay inside one compiled loop and run captured programs together.
 
-The calling thread is thread 0; the others wait for the next step. See `kernels/program.py` for how tiles are shared.
+The calling thread is thread 0; the others wait for the next step. See `kernels/program.py` for how
+tiles are shared.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from numpy.typing import NDArray
 
 from twinphase.backends.cpu import program_layout as at
 
-__all__ = ["Command", "ThreadPool", "aligned", "libc_address"]
-
-ENTRY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+ENTRY = ctypes.CFUNCTYPE(
+    ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
+)
 
 
 def aligned(count: int, dtype: np.typing.DTypeLike, alignment: int = 64) -> NDArray[np.generic]:
@@ -49,7 +50,9 @@ class Command:
 class ThreadPool:
     """Runs one program, step after step, on `threads` threads."""
 
-    def __init__(self, entry: int, threads: int, scratch_bytes: int, spins: int = 500, idle_spins: int = 5000) -> None:
+    def __init__(
+        self, entry: int, threads: int, scratch_bytes: int, spins: int = 500, idle_spins: int = 5000
+    ) -> None:
         """Start `threads` - 1 threads.
 
         Args:
@@ -57,8 +60,8 @@ class ThreadPool:
             threads: threads in all, the caller included.
             scratch_bytes: private memory of each thread.
             spins: looks before a thread that waits for another's tile sleeps.
-            idle_spins: looks before a thread that waits for the next step sleeps; waking it costs more than the
-                scheduler and the sampler take between two steps.
+            idle_spins: looks before a thread that waits for the next step sleeps; waking it costs
+                more than the scheduler and the sampler take between two steps.
         """
         scratch_bytes = -(-scratch_bytes // 4096) * 4096
         self.threads = threads
@@ -74,7 +77,9 @@ class ThreadPool:
         self._program: list[NDArray[np.generic]] = []
         self._workers: list[threading.Thread] = []
         # The threads must not keep the pool alive, and must stop when it goes.
-        self._stop = weakref.finalize(self, _stop, self._entry, self._control, self._workers, self._scratch)
+        self._stop = weakref.finalize(
+            self, _stop, self._entry, self._control, self._workers, self._scratch
+        )
 
     def _set(self, offset: int, value: int) -> None:
         self._control[offset : offset + 8].view(np.int64)[0] = value
@@ -83,20 +88,29 @@ class ThreadPool:
         """Set the program; once, before the first step."""
         if self._program:
             raise RuntimeError("a pool runs one program; make another pool")
-        records = aligned(max(1, len(commands)) * at.COMMAND_BYTES // 8, np.int64).reshape(-1, at.COMMAND_BYTES // 8)
+        records = aligned(max(1, len(commands)) * at.COMMAND_BYTES // 8, np.int64).reshape(
+            -1, at.COMMAND_BYTES // 8
+        )
         for record, command in zip(records, commands, strict=True):
             record[:3] = command.fn, command.tiles, command.sync
             record[3 : 3 + len(command.args)] = command.args
         claims = aligned(len(commands) * self.threads * at.COUNTER_BYTES // 8, np.int64)
         done = aligned(len(commands) * at.COUNTER_BYTES // 8, np.int64)
         self._program = [records, claims, done]
-        for offset, array in ((at.CTL_COMMANDS, records), (at.CTL_CLAIMS, claims), (at.CTL_DONE, done)):
+        for offset, array in (
+            (at.CTL_COMMANDS, records),
+            (at.CTL_CLAIMS, claims),
+            (at.CTL_DONE, done),
+        ):
             self._set(offset, array.ctypes.data)
         self._set(at.CTL_COUNT, len(commands))
         self._set(at.CTL_THREADS, self.threads)
         for index in range(1, self.threads):
             worker = threading.Thread(
-                target=_serve, args=(self._entry, self._control, index), name=f"twinphase-{index}", daemon=True
+                target=_serve,
+                args=(self._entry, self._control, index),
+                name=f"twinphase-{index}",
+                daemon=True,
             )
             worker.start()
             self._workers.append(worker)
@@ -124,7 +138,10 @@ def _serve(entry: Callable[..., int], control: NDArray[np.generic], index: int) 
 
 
 def _stop(
-    entry: Callable[..., int], control: NDArray[np.generic], workers: list[threading.Thread], scratch: object
+    entry: Callable[..., int],
+    control: NDArray[np.generic],
+    workers: list[threading.Thread],
+    scratch: object,
 ) -> None:
     """End the workers; memory they use is held by this call's arguments until they are gone."""
     result = ctypes.create_string_buffer(64)

@@ -4,37 +4,20 @@ from __future__ import annotations
 
 from twinphase.backends.cpu.formats import FORMATS, GROUP, STRIP, PackedFormat
 
-__all__ = [
-    "DENSE_PANEL",
-    "DENSE_PANEL_BYTES",
-    "DENSE_STRIPS",
-    "DENSE_TILE",
-    "GATE_PARTS",
-    "LOGIT_PARTS",
-    "MATRIX_BATCH",
-    "MATRIX_CHUNK_ROWS",
-    "MATRIX_LEAST",
-    "MATRIX_PANEL",
-    "MATRIX_ROWS",
-    "ROWS_PER_TILE",
-    "SLOT",
-    "matrix_areas",
-    "matrix_scratch_bytes",
-    "row_chunk",
-    "unpacked_bytes",
-]
-
 CHUNK_BYTES = (
     384 << 10
 )  # of a linear layer's inputs that stay in the second-level cache while strips of weights pass by
 # The same in matrix tiles, whose processors have 2 MB of it: a strip is unpacked for each chunk.
-MATRIX_CHUNK_BYTES, MATRIX_CHUNK_ROWS = 1 << 20, 512
+MATRIX_CHUNK_BYTES = 1 << 20
+MATRIX_CHUNK_ROWS = 512
 MATRIX_ROWS = 16  # rows of a matrix tile
-MATRIX_LEAST = 96  # rows from which tiles are worth unpacking cold weights for; see docs/design/0013-matrix-tiles.md
+# rows from which tiles are worth unpacking cold weights for; see docs/design/0013-matrix-tiles.md
+MATRIX_LEAST = 96
 MATRIX_PANEL = 16  # groups of a strip that are unpacked at once
 MATRIX_BATCH = 4  # groups that are multiplied before they are scaled
 DENSE_TILE = 32  # inputs of a matrix tile of BF16 weights
-DENSE_PANEL = 32  # such tiles of inputs, of which many rows lie in the second-level cache while strips pass by
+# such tiles of inputs, of which many rows lie in the second-level cache while strips pass by
+DENSE_PANEL = 32
 DENSE_PANEL_BYTES = 2 * DENSE_TILE * DENSE_PANEL  # of a row
 DENSE_STRIPS = 8  # strips that many rows pass together
 ROWS_PER_TILE = 4  # rows of an elementwise tile
@@ -43,11 +26,13 @@ GATE_PARTS = 2  # tiles of one gated row, so that a single row still feeds two t
 LOGIT_PARTS = 8  # tiles of one row of logits
 
 
-def row_chunk(rows: int, row_bytes: int, strips: int, tiles: int, matrix_tiles: bool = False) -> int:
+def row_chunk(
+    rows: int, row_bytes: int, strips: int, tiles: int, matrix_tiles: bool = False
+) -> int:
     """Rows of a linear layer's tile, for `rows` rows of `row_bytes` bytes of inputs each; at least 1.
 
-    As many as the cache holds, but few enough that `strips` strips of weights give about `tiles` tiles; in chunks of
-    equal size, of whole matrix tiles where there are such.
+    As many as the cache holds, but few enough that `strips` strips of weights give about `tiles`
+    tiles; in chunks of equal size, of whole matrix tiles where there are such.
     """
     matrix_tiles &= rows >= MATRIX_LEAST
     chunks = -(-rows * row_bytes // (MATRIX_CHUNK_BYTES if matrix_tiles else CHUNK_BYTES))

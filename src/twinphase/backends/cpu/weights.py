@@ -18,21 +18,6 @@ from twinphase.errors import OutOfMemoryError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.quant import dequantize
 
-__all__ = [
-    "DENSE_BYTES",
-    "Arena",
-    "Embedding",
-    "Matrix",
-    "Part",
-    "Vector",
-    "arena_bytes",
-    "check_types",
-    "load_experts",
-    "load_matrix",
-    "padded",
-    "vector_of",
-]
-
 DENSE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -55,12 +40,15 @@ class Arena:
         """
         page = 2 << 20
         # Private, because Linux gives shared anonymous memory (Python's default) no huge pages.
-        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        private = (
+            {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        )
         try:
             self._map = mmap.mmap(-1, padded(nbytes, page) + page, **private)
         except (OSError, OverflowError, ValueError) as error:
             raise OutOfMemoryError(
-                f"No memory for the {purpose}: {nbytes / 1e9:.1f} GB.", "Lower --max-model-len, or use a smaller model."
+                f"No memory for the {purpose}: {nbytes / 1e9:.1f} GB.",
+                "Lower --max-model-len, or use a smaller model.",
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -70,7 +58,8 @@ class Arena:
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
         """The next `nbytes`, zeros, 64-byte aligned."""
-        taken, self._free = self._free[:nbytes], self._free[padded(nbytes, 64) :]
+        taken = self._free[:nbytes]
+        self._free = self._free[padded(nbytes, 64) :]
         if len(taken) < nbytes:
             raise MemoryError("the weight arena is too small")
         return taken
@@ -161,12 +150,20 @@ def arena_bytes(checkpoint: Checkpoint, tied: bool) -> int:
     """Memory for all matrices, the embedding included when it is also the output head."""
     total = 0
     for info in checkpoint.tensors.values():
-        if info.name.endswith(".weight") and len(info.shape) >= 2 and (tied or info.name != "token_embd.weight"):
-            total += math.prod(info.shape[:-2]) * _strips(info) * _strip_bytes(info, tiled=True) + 64
+        if (
+            info.name.endswith(".weight")
+            and len(info.shape) >= 2
+            and (tied or info.name != "token_embd.weight")
+        ):
+            total += (
+                math.prod(info.shape[:-2]) * _strips(info) * _strip_bytes(info, tiled=True) + 64
+            )
     return total
 
 
-Pack = Callable[[str, Sequence[int], int], Command]  # (type, arguments, strips): the command that packs
+Pack = Callable[
+    [str, Sequence[int], int], Command
+]  # (type, arguments, strips): the command that packs
 
 
 def load_matrix(
@@ -174,7 +171,9 @@ def load_matrix(
 ) -> tuple[Matrix, list[Command]]:
     """Place a layer's tensors in the arena, stacked along the outputs; also the commands that will fill it."""
     parts: list[Part] = []
-    columns, commands, column = [], [], 0
+    columns = []
+    commands = []
+    column = 0
     infos = [checkpoint.tensors[name] for name in names]
     for info in infos:
         part, fill = _place(checkpoint, info, arena, pack, column, isa.takes_bf16(info.type))
@@ -192,31 +191,52 @@ def load_experts(
     """The same for tensors [experts, outputs, inputs]: a part for each, its experts one behind the other."""
     infos = [checkpoint.tensors[name] for name in names]
     columns = [sum(padded(info.shape[1]) for info in infos[:i]) for i in range(len(infos))]
-    placed = [_place(checkpoint, info, arena, pack, column) for info, column in zip(infos, columns, strict=True)]
+    placed = [
+        _place(checkpoint, info, arena, pack, column)
+        for info, column in zip(infos, columns, strict=True)
+    ]
     sizes = tuple(info.shape[1] for info in infos)
-    matrix = Matrix(tuple(part for part, _ in placed), tuple(columns), sizes, sum(map(padded, sizes)))
+    matrix = Matrix(
+        tuple(part for part, _ in placed), tuple(columns), sizes, sum(map(padded, sizes))
+    )
     return matrix, [command for _, commands in placed for command in commands]
 
 
 def _place(
-    checkpoint: Checkpoint, info: TensorInfo, arena: Arena, pack: Pack, column: int, tiled: bool = False
+    checkpoint: Checkpoint,
+    info: TensorInfo,
+    arena: Arena,
+    pack: Pack,
+    column: int,
+    tiled: bool = False,
 ) -> tuple[Part, list[Command]]:
     """Memory for a tensor, and what fills it: commands, unless it is dense and has been filled."""
-    count, (outputs, inputs) = math.prod(info.shape[:-2]), info.shape[-2:]
-    strips, source, commands = _strips(info), checkpoint.raw(info.name), []
+    count = math.prod(info.shape[:-2])
+    (outputs, inputs) = info.shape[-2:]
+    strips = _strips(info)
+    source = checkpoint.raw(info.name)
+    commands = []
     memory = arena.take(count * strips * _strip_bytes(info, tiled))
     for expert in range(count):
         here = memory[expert * (len(memory) // count) :]
         raw = source[expert * (info.nbytes // count) :][: info.nbytes // count]
         if info.type in FORMATS:
-            args = (raw.ctypes.data, len(raw) // outputs, outputs, inputs // GROUP, here.ctypes.data)
+            args = (
+                raw.ctypes.data,
+                len(raw) // outputs,
+                outputs,
+                inputs // GROUP,
+                here.ctypes.data,
+            )
             commands.append(pack(info.type, args, strips))
         elif tiled:
             _pack_tiles(raw, info, here)
         else:
             _pack_dense(raw, info, here[: len(memory) // count])
     groups = inputs // GROUP if info.type in FORMATS else inputs
-    return Part(info.type, memory.ctypes.data, strips, groups, column, _strip_bytes(info, tiled), tiled), commands
+    return Part(
+        info.type, memory.ctypes.data, strips, groups, column, _strip_bytes(info, tiled), tiled
+    ), commands
 
 
 def _joined(parts: list[Part], new: Part) -> list[Part]:
@@ -230,7 +250,8 @@ def _joined(parts: list[Part], new: Part) -> list[Part]:
 def _pack_dense(raw: NDArray[np.uint8], info: TensorInfo, memory: NDArray[np.uint8]) -> None:
     outputs, inputs = info.shape[-2:]
     word = np.dtype(f"u{DENSE_BYTES[info.type]}")
-    rows, whole = raw.view(word).reshape(outputs, inputs), memory.view(word).reshape(-1, inputs, STRIP)
+    rows = raw.view(word).reshape(outputs, inputs)
+    whole = memory.view(word).reshape(-1, inputs, STRIP)
     full = outputs // STRIP
     whole[:full] = rows[: full * STRIP].reshape(full, STRIP, inputs).transpose(0, 2, 1)
     if full < len(whole):

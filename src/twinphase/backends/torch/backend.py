@@ -1,8 +1,8 @@
 """The `Backend` protocol over torch tensors, on a processor or a GPU: plain torch, one call an operation.
 
-Weights are dequantized once, to the element type; keys and values are kept in it. What is summed over many layers or
-tokens stays float32: the hidden states between layers, norms, rotations, softmax and logits. Not for kernels of our
-own, whose oracle this is.
+Weights are dequantized once, to the element type; keys and values are kept in it. What is summed
+over many layers or tokens stays float32: the hidden states between layers, norms, rotations,
+softmax and logits. Not for kernels of our own, whose oracle this is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
 from twinphase.backends.torch.collective import Collective
-from twinphase.backends.torch.device import bind, find_device, find_dtype, mark, pinned, seconds_between
+from twinphase.backends.torch.device import (
+    bind,
+    find_device,
+    find_dtype,
+    mark,
+    pinned,
+    seconds_between,
+)
 from twinphase.backends.torch.experts import mixture
 from twinphase.backends.torch.graphs import Graph, Graphs, cuda_graphs
 from twinphase.backends.torch.parts import execute_in_parts
@@ -35,8 +42,6 @@ from twinphase.blueprint import Blueprint, Experts, Rope, Span
 from twinphase.errors import OutOfMemoryError
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
-
-__all__ = ["TorchBackend", "open_backend"]
 
 ALIGNED = 2  # int64 values: kernels are compiled for arrays that begin at 16 bytes
 RopeTables = tuple[Tensor, Tensor, bool]
@@ -54,7 +59,11 @@ class TorchBackend:
     _collective: Collective | None = None
 
     def __init__(
-        self, device: str | None = None, dtype: str = "auto", threads: int | None = None, enforce_eager: bool = False
+        self,
+        device: str | None = None,
+        dtype: str = "auto",
+        threads: int | None = None,
+        enforce_eager: bool = False,
     ) -> None:
         """`threads` are those of torch in this process, where the device is the processor.
 
@@ -77,7 +86,8 @@ class TorchBackend:
     # Weights.
     def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
         """Remember what the model is made of."""
-        self.blueprint, self._checkpoint = blueprint, checkpoint
+        self.blueprint = blueprint
+        self._checkpoint = checkpoint
         self._embedding: tuple[str, Any] | None = None
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
@@ -100,18 +110,28 @@ class TorchBackend:
         self._embedding = name, table
         return table
 
-    def _put(self, checkpoint: Checkpoint, names: Sequence[str], axis: int, dtype: torch.dtype) -> Tensor:
+    def _put(
+        self, checkpoint: Checkpoint, names: Sequence[str], axis: int, dtype: torch.dtype
+    ) -> Tensor:
         infos = [checkpoint.tensors[name] for name in names]
         with self._weight_memory(checkpoint):
             parts = [dequantize(checkpoint.raw(info.name), info.shape, info.type) for info in infos]
-            return torch.cat([torch.from_numpy(part).to(self.device, dtype) for part in parts], axis)
+            return torch.cat(
+                [torch.from_numpy(part).to(self.device, dtype) for part in parts], axis
+            )
 
     def _weight_memory(self, checkpoint: Checkpoint) -> AbstractContextManager[None]:
-        tensors, wide = checkpoint.tensors.values(), self.dtype.itemsize > 2
+        tensors = checkpoint.tensors.values()
+        wide = self.dtype.itemsize > 2
         packed = self.kernels and not self.dequantize
-        wanted = sum(info.nbytes if packed else math.prod(info.shape) * self.dtype.itemsize for info in tensors)
+        wanted = sum(
+            info.nbytes if packed else math.prod(info.shape) * self.dtype.itemsize
+            for info in tensors
+        )
         return self._memory(
-            "weights", wanted, "Use a smaller model" + (", or --dtype float16 or bfloat16." if wide else ".")
+            "weights",
+            wanted,
+            "Use a smaller model" + (", or --dtype float16 or bfloat16." if wide else "."),
         )
 
     @contextmanager
@@ -120,28 +140,47 @@ class TorchBackend:
         self._wanted[purpose] = nbytes
         try:
             yield
-        except RuntimeError as error:  # torch.OutOfMemoryError is one, and on a processor there is no other
-            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+        except (
+            RuntimeError
+        ) as error:  # torch.OutOfMemoryError is one, and on a processor there is no other
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(
+                error
+            ):
                 raise
             dtype = str(self.dtype).removeprefix("torch.")
-            others = [f"the {name} ({size / 1e9:.1f} GB)" for name, size in self._wanted.items() if name != purpose]
+            others = [
+                f"the {name} ({size / 1e9:.1f} GB)"
+                for name, size in self._wanted.items()
+                if name != purpose
+            ]
             beside = f", beside {' and '.join(others)}" if others else ""
             size = f"{nbytes / 1e9:.1f} GB in {dtype} on {self.device}{beside}"
             raise OutOfMemoryError(f"No memory for the {purpose}: {size}.", fix) from None
 
     def rope(self, rope: Rope, max_positions: int) -> RopeTables:
         """Cosines, sines and whether pairs are interleaved."""
-        cos, sin = (torch.from_numpy(table).to(self.device) for table in rope_tables(rope, max_positions))
+        cos, sin = (
+            torch.from_numpy(table).to(self.device) for table in rope_tables(rope, max_positions)
+        )
         return cos, sin, rope.interleaved
 
     # KV cache.
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
         """[layers, 2, blocks, block_size, kv_heads, head_dim] in the element type, keys and then values."""
         # One block more, for the rows that fill up a captured step.
-        shape = (spec.num_layers, 2, spec.num_blocks + 1, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        shape = (
+            spec.num_layers,
+            2,
+            spec.num_blocks + 1,
+            spec.block_size,
+            spec.num_kv_heads,
+            spec.head_dim,
+        )
         self.kv_spec = spec
         nbytes = self.kv_bytes_per_token() * spec.num_blocks * spec.block_size
-        with self._memory("KV cache", nbytes, "Lower --num-kv-blocks, --max-model-len or --max-num-seqs."):
+        with self._memory(
+            "KV cache", nbytes, "Lower --num-kv-blocks, --max-model-len or --max-num-seqs."
+        ):
             self.kv = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self.slots = self.kv.view(spec.num_layers, 2, -1, spec.num_kv_heads, spec.head_dim)
 
@@ -154,18 +193,31 @@ class TorchBackend:
     def kv_fingerprint(self) -> str:
         """See `Backend`; torch's version and the device stand for the order in which products add."""
         cuda = self.device.type == "cuda"
-        device = torch.cuda.get_device_name(self.device) if cuda else torch.backends.cpu.get_cpu_capability()
-        facts = {"backend": self.name, "torch": torch.__version__, "device": device, "dtype": str(self.dtype)}
+        device = (
+            torch.cuda.get_device_name(self.device)
+            if cuda
+            else torch.backends.cpu.get_cpu_capability()
+        )
+        facts = {
+            "backend": self.name,
+            "torch": torch.__version__,
+            "device": device,
+            "dtype": str(self.dtype),
+        }
         facts |= {"kernels": self.kernels, "dequantized": str(self.dequantize)}
         if self.group is not None and not self.kernels and (cuda or self.dtype.itemsize < 4):
-            facts["ranks"] = str(self.group.ranks)  # whose products have other shapes, and sums other orders
+            facts["ranks"] = str(
+                self.group.ranks
+            )  # whose products have other shapes, and sums other orders
         return kv_fingerprint(self._checkpoint, self.blueprint, self.kv_spec, **facts)
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
         """[layers, 2, block_size, kv_heads, head_dim] in the element type each."""
         blocks = self.kv[:, :, list(block_ids)].movedim(2, 0).contiguous().view(torch.uint8)
         # One copy, to memory whose pages stay where they are: the device writes there by itself.
-        host = torch.empty(blocks.shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda").copy_(blocks)
+        host = torch.empty(
+            blocks.shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda"
+        ).copy_(blocks)
         return pack_frames(self.kv_fingerprint, host.numpy().reshape(len(blocks), -1))
 
     def write_blocks(self, block_ids: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
@@ -173,7 +225,12 @@ class TorchBackend:
         nbytes = self.kv_bytes_per_token() * self.kv_spec.block_size
         rows = unpack_frames(self.kv_fingerprint, frames, nbytes)
         layers, both, _, *block = self.kv.shape
-        blocks = pinned(rows, self.device).to(self.device).view(self.dtype).view(len(rows), layers, both, *block)
+        blocks = (
+            pinned(rows, self.device)
+            .to(self.device)
+            .view(self.dtype)
+            .view(len(rows), layers, both, *block)
+        )
         self.kv[:, :, list(block_ids)] = blocks.movedim(0, 2)
 
     def frame_parts(self) -> list[tuple[int, int]]:
@@ -197,21 +254,29 @@ class TorchBackend:
     def launch(self, forward: Forward, inputs: StepInputs) -> None:
         """Replay the step where it was captured, else run it operation by operation; logits stay on the device."""
         bind(self.device)
-        self.inputs, self._kept, start = inputs, list[Tensor](), mark(self.device)
+        start = mark(self.device)
+        self._kept = list[Tensor]()
+        self.inputs = inputs
         with self._step_memory():
             captured = self.graphs.find(inputs) if self.graphs is not None else None
             if captured is None:
                 self._upload(self._arrays(inputs))
                 self.logits: Tensor = forward(self)
             else:
-                captured.buffer.copy_(self._flat(self._arrays(captured.padded(inputs))), non_blocking=True)
+                captured.buffer.copy_(
+                    self._flat(self._arrays(captured.padded(inputs))), non_blocking=True
+                )
                 captured.graph.replay()
                 self.logits = captured.logits[: inputs.num_tokens]
                 self._kept = [x[: inputs.num_tokens] for x in captured.kept]
         self._times = start, mark(self.device)
 
     def capture(
-        self, forward: Forward, max_num_seqs: int, max_model_len: int, progress: Callable[[int, int, str], None] | None
+        self,
+        forward: Forward,
+        max_num_seqs: int,
+        max_model_len: int,
+        progress: Callable[[int, int, str], None] | None,
     ) -> None:
         """See `Drawer`; not where something in `forward` needs the host."""
         bind(self.device)
@@ -219,17 +284,25 @@ class TorchBackend:
             return  # plain torch asks which rows each expert has
         graphs = Graphs(self.kv_spec, max_num_seqs, max_model_len)
         self.inputs = graphs.sizes[0].padded(None)
-        tell, fix = progress or (lambda *_: None), "Use --enforce-eager, or lower --num-kv-blocks or --max-num-seqs."
-        with torch.inference_mode(), self._memory("graphs", graphs.sizes[0].rows * self._row_bytes, fix):
+        tell = progress or (lambda *_: None)
+        fix = "Use --enforce-eager, or lower --num-kv-blocks or --max-num-seqs."
+        with (
+            torch.inference_mode(),
+            self._memory("graphs", graphs.sizes[0].rows * self._row_bytes, fix),
+        ):
             for done, size in enumerate(graphs.sizes):
                 tell(done, len(graphs.sizes), f"graph of {size.rows} rows")
-                self.inputs, self._longest = size.padded(None), size.context
+                self.inputs = size.padded(None)
+                self._longest = size.context
                 size.buffer = self._upload(self._arrays(self.inputs))
                 forward(self)  # loads what it needs, which may not happen while capturing
-                self._kept, size.graph = [], self.make_graph()
+                size.graph = self.make_graph()
+                self._kept = []
                 size.logits = size.graph.capture(lambda: forward(self))
-                size.kept, self._kept = self._kept, []
-        self.graphs, self._longest = graphs, None
+                size.kept = self._kept
+                self._kept = []
+        self.graphs = graphs
+        self._longest = None
         tell(len(graphs.sizes), len(graphs.sizes), "graphs")
 
     def draw(self, draws: Draws) -> Drawn:
@@ -243,7 +316,10 @@ class TorchBackend:
     @contextmanager
     def _step_memory(self) -> Iterator[None]:
         wanted = self.inputs.num_tokens * self._row_bytes
-        with torch.inference_mode(), self._memory("step", wanted, "Lower --max-num-batched-tokens."):
+        with (
+            torch.inference_mode(),
+            self._memory("step", wanted, "Lower --max-num-batched-tokens."),
+        ):
             yield
 
     @property
@@ -259,7 +335,8 @@ class TorchBackend:
     def _upload(self, arrays: dict[str, NDArray[np.signedinteger]]) -> Tensor:
         """The arrays as int64 tensors of `step`, which are parts of the one that comes back."""
         buffer = self._flat(arrays).to(self.device, non_blocking=True)
-        self.step, start = dict[str, Tensor](), 0
+        self.step = dict[str, Tensor]()
+        start = 0
         for name, array in arrays.items():
             self.step[name] = buffer[start : start + array.size].view(array.shape)
             start += -(-array.size // ALIGNED) * ALIGNED
@@ -292,7 +369,13 @@ class TorchBackend:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
     def linear(
-        self, x: Tensor, weight: Array, *, residual: Tensor | None = None, first: int = 0, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: Array,
+        *,
+        residual: Tensor | None = None,
+        first: int = 0,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """x @ weight.T + residual + bias; float32 where something float32 is added, else in the element type."""
         out = product(x.to(self.dtype), weight)
@@ -311,7 +394,9 @@ class TorchBackend:
         """x + scale * h, float32."""
         return x + scale * h.to(self.wide)
 
-    def add_norm(self, x: Tensor, h: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+    def add_norm(
+        self, x: Tensor, h: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+    ) -> Tensor:
         """x + scale * rms_norm(h), float32."""
         return self.add(x, self._norm(h, weight, eps), scale)
 
@@ -325,8 +410,11 @@ class TorchBackend:
     ) -> Tensor:
         """Normalize, rotate, write the cache, return queries [num_tokens, num_heads, head_dim]."""
         b = self.blueprint
-        q, k, v = torch.split(qkv.view(len(qkv), -1, b.head_dim), [b.num_heads, b.num_kv_heads, b.num_kv_heads], 1)
-        q, k = q.to(self.wide), k.to(self.wide)
+        q, k, v = torch.split(
+            qkv.view(len(qkv), -1, b.head_dim), [b.num_heads, b.num_kv_heads, b.num_kv_heads], 1
+        )
+        q = q.to(self.wide)
+        k = k.to(self.wide)
         if q_norm is not None and k_norm is not None:
             q, k = map(self._normalize, (q, k), (q_norm, k_norm), b.norm_spans)
         if rope is not None:
@@ -339,26 +427,38 @@ class TorchBackend:
 
     def _normalize(self, x: Tensor, weight: Tensor, span: Span | None) -> Tensor:
         """RMSNorm of each head of x [rows, heads, head_dim], or of rows as wide as the weight: a rank has the span."""
-        rows = x.reshape(len(x), -1, len(weight)) if span is None else self.gather(x.flatten(1), span)
+        rows = (
+            x.reshape(len(x), -1, len(weight)) if span is None else self.gather(x.flatten(1), span)
+        )
         out = self._norm(rows, weight, self.blueprint.norm_eps)
         return (out if span is None else out[:, span.first : span.first + span.size]).view(x.shape)
 
-    def attention(self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+    def attention(
+        self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         """softmax(scale * q k^T) v, causal and within the window, over gathered keys and values.
 
         Sequences that decode one row each are computed together, others one by one.
         """
-        starts, ends = self.inputs.query_start[:-1].tolist(), self.inputs.query_start[1:].tolist()
+        starts = self.inputs.query_start[:-1].tolist()
+        ends = self.inputs.query_start[1:].tolist()
         count = self.inputs.num_decodes
         together = count if count and ends[count - 1] == count else 0
-        tables, positions, out = self.step["block_tables"], self.step["positions"], torch.empty_like(q)
-        b, size = self.blueprint, self.kv_spec.block_size
+        tables = self.step["block_tables"]
+        positions = self.step["positions"]
+        out = torch.empty_like(q)
+        b = self.blueprint
+        size = self.kv_spec.block_size
         cache = self.slots[layer], size, b.scale, b.attention_softcap, window, sinks
         if together:
-            rows, width = slice(together), tables.shape[1] * size
-            out[rows] = attention(q[rows, None], positions[rows, None], tables[rows], width, *cache)[:, 0]
+            rows = slice(together)
+            width = tables.shape[1] * size
+            out[rows] = attention(
+                q[rows, None], positions[rows, None], tables[rows], width, *cache
+            )[:, 0]
         for sequence in range(together, len(ends)):
-            rows, length = slice(starts[sequence], ends[sequence]), int(self.inputs.context_lens[sequence])
+            rows = slice(starts[sequence], ends[sequence])
+            length = int(self.inputs.context_lens[sequence])
             own = tables[sequence : sequence + 1]
             out[rows] = attention(q[None, rows], positions[None, rows], own, length, *cache)[0]
         return out.flatten(1)
@@ -368,7 +468,13 @@ class TorchBackend:
         return gated(gate_up.to(self.wide), self.blueprint.activation).to(self.dtype)
 
     def moe(
-        self, x: Tensor, router: Array, gate_up: Array, down: Array, experts: Experts, **biases: Tensor | None
+        self,
+        x: Tensor,
+        router: Array,
+        gate_up: Array,
+        down: Array,
+        experts: Experts,
+        **biases: Tensor | None,
     ) -> Tensor:
         """See `experts.mixture`."""
         return mixture(self, x, (router, gate_up, down), experts, **biases)
@@ -384,11 +490,16 @@ class TorchBackend:
 
 
 def open_backend(
-    device: str | None, dtype: str, threads: int | None, enforce_eager: bool = False, dequantize: bool = False
+    device: str | None,
+    dtype: str,
+    threads: int | None,
+    enforce_eager: bool = False,
+    dequantize: bool = False,
 ) -> TorchBackend:
     """The backend of a device: with kernels of our own for 16 bits on a GPU, unless Triton is not installed.
 
-    In float32 tensor cores are of no use, and Triton takes minutes to compile products without them.
+    In float32 tensor cores are of no use, and Triton takes minutes to compile products without
+    them.
     """
     found = find_device(device)
     narrow = find_dtype(dtype, found).itemsize == 2

@@ -15,23 +15,27 @@ from twinphase.backends.group import Group
 from twinphase.blueprint import Span
 from twinphase.errors import EngineDeadError
 
-__all__ = ["Collective"]
-
 SECONDS = 60  # that an exchange may take once all have come to it
 
 
 class Collective:
-    """The exchanges of one rank. A group of its own, so that a process may have several, one behind the other."""
+    """The exchanges of one rank.
+
+    A group of its own, so that a process may have several, one behind the other.
+    """
 
     def __init__(self, group: Group | None, device: torch.device) -> None:
         """Find the other ranks, by a file; called by all of them."""
         assert group is not None, "the backend is told of its ranks before it computes"
         self._group = group
         self._meet()
-        store, limit = FileStore(str(group.meeting_place), group.ranks), timedelta(seconds=SECONDS)
+        store = FileStore(str(group.meeting_place), group.ranks)
+        limit = timedelta(seconds=SECONDS)
         self._processes: Any
         if device.type == "cuda":
-            self._processes = dist.ProcessGroupNCCL(store, group.rank, group.ranks, dist.ProcessGroupNCCL.Options())
+            self._processes = dist.ProcessGroupNCCL(
+                store, group.rank, group.ranks, dist.ProcessGroupNCCL.Options()
+            )
         else:
             self._processes = dist.ProcessGroupGloo(store, group.rank, group.ranks, limit)
 
@@ -46,11 +50,16 @@ class Collective:
         self._meet()
         if not len(x):
             return x.new_empty(0, span.total)
-        sizes = [end - first for first, end in zip(span.firsts, [*span.firsts[1:], span.total], strict=True)]
+        sizes = [
+            end - first
+            for first, end in zip(span.firsts, [*span.firsts[1:], span.total], strict=True)
+        ]
         mine = F.pad(x, (0, max(sizes) - span.size)).contiguous()
         parts = [torch.empty_like(mine) for _ in sizes]
         try:
-            self._processes.allgather([[part.view(torch.uint8) for part in parts]], [mine.view(torch.uint8)]).wait()
+            self._processes.allgather(
+                [[part.view(torch.uint8) for part in parts]], [mine.view(torch.uint8)]
+            ).wait()
         except RuntimeError:
             self._meet()  # a rank that ended meanwhile is missed here: that is the error to tell
             raise

@@ -13,8 +13,6 @@ from twinphase.backends.base import Units
 from twinphase.backends.device import MeasuredRates
 from twinphase.errors import InvalidRequestError
 
-__all__ = ["TorchDevice", "bind", "find_device", "find_dtype", "mark", "pinned", "seconds_between"]
-
 LEAST_CAPABILITY = (7, 5)  # of the CUDA that torch is built with today
 BF16_CAPABILITY = (8, 0)  # the first with bfloat16 in its tensor cores
 
@@ -23,7 +21,8 @@ def find_device(name: str | None) -> torch.device:
     """The device of that name; None is the first CUDA device, or the processor where there is none.
 
     Raises:
-        InvalidRequestError: a CUDA device that does not exist, that torch cannot reach, or that is too old.
+        InvalidRequestError: a CUDA device that does not exist, that torch cannot reach, or that is
+            too old.
     """
     count = torch.cuda.device_count()
     device = torch.device(name or ("cuda" if count else "cpu"))
@@ -42,7 +41,8 @@ def find_device(name: str | None) -> torch.device:
     index = device.index or 0
     if index >= count:
         raise InvalidRequestError(
-            f"device is {name!r}, but there are {count} CUDA devices.", f"Use cuda:0 to cuda:{count - 1}."
+            f"device is {name!r}, but there are {count} CUDA devices.",
+            f"Use cuda:0 to cuda:{count - 1}.",
         )
     return _usable(torch.device("cuda", index))
 
@@ -53,12 +53,16 @@ def _usable(device: torch.device) -> torch.device:
     except RuntimeError as error:  # such as a driver that is older than this torch
         why = str(error).strip().splitlines()[0].rstrip(".")
         raise InvalidRequestError(
-            f"torch {torch.__version__} cannot use {device}: {why}.", "Update the NVIDIA driver, or use --device cpu."
+            f"torch {torch.__version__} cannot use {device}: {why}.",
+            "Update the NVIDIA driver, or use --device cpu.",
         ) from None
     if found < LEAST_CAPABILITY:
-        name, wanted = torch.cuda.get_device_name(device), "{}.{}".format(*LEAST_CAPABILITY)
+        name = torch.cuda.get_device_name(device)
+        wanted = "{}.{}".format(*LEAST_CAPABILITY)
         raise InvalidRequestError(
-            "{} ({}) has compute capability {}.{}; {} is needed.".format(device, name, *found, wanted),
+            "{} ({}) has compute capability {}.{}; {} is needed.".format(
+                device, name, *found, wanted
+            ),
             "Use a GPU of the Turing generation or later, or --device cpu.",
         )
     return device
@@ -70,10 +74,14 @@ def find_dtype(name: str, device: torch.device) -> torch.dtype:
     Raises:
         InvalidRequestError: bfloat16 on a GPU that has it not.
     """
-    has_bfloat16 = device.type == "cpu" or torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
+    has_bfloat16 = (
+        device.type == "cpu" or torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
+    )
     if name == "bfloat16" and not has_bfloat16:
         gpu = f"{device} ({torch.cuda.get_device_name(device)})"
-        raise InvalidRequestError(f"dtype is 'bfloat16', which {gpu} does not compute in.", "Use --dtype float16.")
+        raise InvalidRequestError(
+            f"dtype is 'bfloat16', which {gpu} does not compute in.", "Use --dtype float16."
+        )
     if name == "auto":
         name = "float32" if device.type == "cpu" else "bfloat16" if has_bfloat16 else "float16"
     dtype: torch.dtype = getattr(torch, name)
@@ -112,10 +120,13 @@ def seconds_between(start: Any, end: Any) -> float:
 class TorchDevice:
     """See `Device`."""
 
-    name, isa = "torch", ""
+    name = "torch"
+    isa = ""
     best_isa: str | None = None
 
-    def __init__(self, device: str | None = None, dtype: str = "auto", threads: int | None = None) -> None:
+    def __init__(
+        self, device: str | None = None, dtype: str = "auto", threads: int | None = None
+    ) -> None:
         self.device = find_device(device)
         self.dtype = find_dtype(dtype, self.device)
         self.threads = threads or torch.get_num_threads()

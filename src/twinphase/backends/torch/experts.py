@@ -13,8 +13,6 @@ from twinphase.blueprint import Experts
 if TYPE_CHECKING:
     from twinphase.backends.torch.backend import TorchBackend
 
-__all__ = ["mixture"]
-
 
 def mixture(
     backend: TorchBackend,

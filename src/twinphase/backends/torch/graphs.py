@@ -1,8 +1,8 @@
 """Captured decode steps: the kernels of a step are started by one call, where starting each takes longer than it runs.
 
-A step is captured for a number of rows and a context, and serves every step that is no larger: what that one's arrays
-hold is copied to where the capture read them, and rows of no sequence, which write to a spare block, fill it up. Not
-for prefill, nor for drafts: their steps are long enough.
+A step is captured for a number of rows and a context, and serves every step that is no larger: what
+that one's arrays hold is copied to where the capture read them, and rows of no sequence, which
+write to a spare block, fill it up. Not for prefill, nor for drafts: their steps are long enough.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from twinphase.backends.base import KVCacheSpec, StepInputs
 
-__all__ = ["Captured", "Graph", "Graphs", "cuda_graphs"]
-
-SHORTEST, LONGEST = 512, 8192  # contexts: behind longer ones attention takes longer than starting kernels
+# contexts: behind longer ones attention takes longer than starting kernels
+SHORTEST = 512
+LONGEST = 8192
 
 
 class Graph(Protocol):
@@ -36,7 +36,8 @@ class CudaGraph:
     """See `Graph`. No machine that built this had a GPU: it has never run."""
 
     def __init__(self, pool: Any) -> None:
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
 
     def capture(self, compute: Callable[[], Tensor]) -> Tensor:
         with torch.cuda.graph(self._graph, pool=self._pool):
@@ -72,12 +73,15 @@ class Captured:
 
     def padded(self, inputs: StepInputs | None) -> StepInputs:
         """The step filled up to this size; None is a step of no sequence."""
-        count, spare = 0 if inputs is None else inputs.num_tokens, self.spec.num_blocks
+        count = 0 if inputs is None else inputs.num_tokens
+        spare = self.spec.num_blocks
         tokens, positions = np.zeros((2, self.rows), np.int32)
         slots = np.full(self.rows, spare * self.spec.block_size, np.int64)
         tables = np.full((self.rows, -(-self.context // self.spec.block_size)), spare, np.int32)
         if inputs is not None:
-            tokens[:count], positions[:count], slots[:count] = inputs.token_ids, inputs.positions, inputs.slot_mapping
+            tokens[:count] = inputs.token_ids
+            positions[:count] = inputs.positions
+            slots[:count] = inputs.slot_mapping
             width = min(tables.shape[1], inputs.block_tables.shape[1])
             tables[:count, :width] = inputs.block_tables[:, :width]
         rows = np.arange(self.rows + 1, dtype=np.int32)
@@ -88,8 +92,11 @@ class Graphs:
     """The sizes of one engine, the largest first: what is captured later fits into its memory."""
 
     def __init__(self, spec: KVCacheSpec, max_num_seqs: int, max_model_len: int) -> None:
-        rows, contexts = _doubling(1, max_num_seqs), _doubling(SHORTEST, min(max_model_len, LONGEST))
-        self.sizes = [Captured(count, context, spec) for context in contexts[::-1] for count in rows[::-1]]
+        rows = _doubling(1, max_num_seqs)
+        contexts = _doubling(SHORTEST, min(max_model_len, LONGEST))
+        self.sizes = [
+            Captured(count, context, spec) for context in contexts[::-1] for count in rows[::-1]
+        ]
 
     def find(self, inputs: StepInputs) -> Captured | None:
         """The smallest that serves the step; None where there is none."""
@@ -97,7 +104,9 @@ class Graphs:
         if not rows == inputs.num_decodes == len(inputs.logit_rows) == len(inputs.context_lens):
             return None
         longest = int(inputs.context_lens.max())
-        fits = (size for size in reversed(self.sizes) if size.rows >= rows and size.context >= longest)
+        fits = (
+            size for size in reversed(self.sizes) if size.rows >= rows and size.context >= longest
+        )
         return next(fits, None)
 
 

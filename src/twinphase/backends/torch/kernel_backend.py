@@ -24,8 +24,6 @@ from twinphase.backends.torch.weights import Matrix, Packed, pack
 from twinphase.blueprint import Experts, Span
 from twinphase.weights.checkpoint import Checkpoint
 
-__all__ = ["KernelBackend"]
-
 
 class KernelBackend(TorchBackend):
     """See `TorchBackend`, which computes the same and is the oracle of this."""
@@ -33,11 +31,17 @@ class KernelBackend(TorchBackend):
     kernels = "triton"
 
     def __init__(
-        self, device: str | None = None, dtype: str = "auto", enforce_eager: bool = False, dequantize: bool = False
+        self,
+        device: str | None = None,
+        dtype: str = "auto",
+        enforce_eager: bool = False,
+        dequantize: bool = False,
     ) -> None:
         super().__init__(device, dtype, enforce_eager=enforce_eager)
         self.dequantize = dequantize
-        major, minor = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (0, 0)
+        major, minor = (
+            torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (0, 0)
+        )
         self.capability = 10 * major + minor
         self.matrices: list[Matrix] = []
         if self.device.type == "cuda":
@@ -46,7 +50,9 @@ class KernelBackend(TorchBackend):
     def _use(self, tuned: dict[str, tiles.Tile]) -> None:
         """Kernels cut so; which unit multiplies depends on it, and with that, perhaps, how it rounds."""
         tiles.tuned = tuned
-        self.kernels = f"triton {hashlib.sha256(repr(sorted(tuned.items())).encode()).hexdigest()[:12]}"
+        self.kernels = (
+            f"triton {hashlib.sha256(repr(sorted(tuned.items())).encode()).hexdigest()[:12]}"
+        )
 
     def tune(self, progress: Callable[[int, int], None]) -> Path:
         """Time the candidates for every shape of the weights that were loaded, and keep the fastest; the file.
@@ -55,7 +61,8 @@ class KernelBackend(TorchBackend):
             OSError: it cannot be written.
         """
         bind(self.device)
-        found, name = tune(self.matrices, self.dtype, self.capability, progress), torch.cuda.get_device_name()
+        found = tune(self.matrices, self.dtype, self.capability, progress)
+        name = torch.cuda.get_device_name()
         path = tiles.keep_tuned(name, found)
         self._use(tiles.read_tuned(name))
         return path
@@ -87,24 +94,36 @@ class KernelBackend(TorchBackend):
     # One step.
     def _arrays(self, inputs: StepInputs) -> dict[str, NDArray[np.signedinteger]]:
         """See `TorchBackend`; also which rows each program of attention has."""
-        arrays, count = super()._arrays(inputs), inputs.num_decodes
-        self.phases: list[tuple[bool, str, int, int, int]] = []  # decode, name and number of tiles, their rows, longest
-        for decode, sequences in ((True, range(count)), (False, range(count, len(inputs.context_lens)))):
+        arrays = super()._arrays(inputs)
+        count = inputs.num_decodes
+        self.phases: list[
+            tuple[bool, str, int, int, int]
+        ] = []  # decode, name and number of tiles, their rows, longest
+        for decode, sequences in (
+            (True, range(count)),
+            (False, range(count, len(inputs.context_lens))),
+        ):
             if sequences:
-                name, longest = f"tiles {decode}", int(inputs.context_lens[sequences.start : sequences.stop].max())
+                name = f"tiles {decode}"
+                longest = int(inputs.context_lens[sequences.start : sequences.stop].max())
                 rows, found = self._tiles(inputs, sequences, decode)
                 arrays[name] = np.pad(found, ((0, 0), (0, -found.shape[1] % ALIGNED)))
                 self.phases.append((decode, name, found.shape[1], rows, self._longest or longest))
         return arrays
 
-    def _tiles(self, inputs: StepInputs, sequences: range, decode: bool) -> tuple[int, NDArray[np.int64]]:
+    def _tiles(
+        self, inputs: StepInputs, sequences: range, decode: bool
+    ) -> tuple[int, NDArray[np.int64]]:
         """How many rows times heads a program has; and the sequence, first and end row of each, [3, programs]."""
         b = self.blueprint
         rows = rows_of_tile(b.group, b.head_dim, decode, self.capability)
-        step, found = rows // b.group, []
+        step = rows // b.group
+        found = []
         for sequence in sequences:
             start, end = inputs.query_start[sequence : sequence + 2].tolist()
-            found += [(sequence, first, min(first + step, end)) for first in range(start, end, step)]
+            found += [
+                (sequence, first, min(first + step, end)) for first in range(start, end, step)
+            ]
         return rows, np.array(found, np.int64).T
 
     def embed(self, table: Matrix, scale: float = 1.0) -> Tensor:
@@ -115,7 +134,9 @@ class KernelBackend(TorchBackend):
         """See `TorchBackend`."""
         return elementwise.rms_norm(x, weight, eps, self.dtype)
 
-    def add_norm(self, x: Tensor, h: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+    def add_norm(
+        self, x: Tensor, h: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+    ) -> Tensor:
         """See `TorchBackend`; one pass."""
         return elementwise.rms_norm(h, weight, eps, self.dtype, x, scale)
 
@@ -129,15 +150,21 @@ class KernelBackend(TorchBackend):
         bias: Tensor | None = None,
         routed: Routed | None = None,
     ) -> Tensor:
-        """See `TorchBackend`; added in float32 before it is rounded. Of experts with `routed`, a row for each pair."""
-        x, parts = x.to(self.dtype), weight.parts
+        """See `TorchBackend`; added in float32 before it is rounded.
+
+        Of experts with `routed`, a row for each pair.
+        """
+        x = x.to(self.dtype)
+        parts = weight.parts
         if residual is not None and self.blueprint.share is not None:
             residual = residual[:, first : first + self.blueprint.share.hidden.size].contiguous()
         if len(parts) == 1:
             return linear(x, parts[0], bias, residual, self.capability, routed=routed)
         sizes = [part.codes.shape[-2] for part in parts]
         biases, residuals = (
-            [None] * len(parts) if term is None else [own.contiguous() for own in torch.split(term, sizes, -1)]
+            [None] * len(parts)
+            if term is None
+            else [own.contiguous() for own in torch.split(term, sizes, -1)]
             for term in (bias, residual)
         )
         each = zip(parts, biases, residuals, strict=True)
@@ -152,14 +179,23 @@ class KernelBackend(TorchBackend):
         k_norm: Tensor | None = None,
     ) -> Tensor:
         """See `TorchBackend`; one pass, after one more where norms go over the whole width."""
-        b, norms = self.blueprint, None
+        b = self.blueprint
+        norms = None
         if q_norm is not None and k_norm is not None:
             norms = q_norm, k_norm
             if len(q_norm) != b.head_dim:
-                sizes = [b.num_heads * b.head_dim, b.num_kv_heads * b.head_dim, b.num_kv_heads * b.head_dim]
+                sizes = [
+                    b.num_heads * b.head_dim,
+                    b.num_kv_heads * b.head_dim,
+                    b.num_kv_heads * b.head_dim,
+                ]
                 q, k, v = torch.split(qkv, sizes, 1)
-                q, k = (self._norm_columns(*one) for one in zip((q, k), norms, b.norm_spans, strict=True))
-                qkv, norms = torch.cat([q, k, v.float()], 1), None
+                q, k = (
+                    self._norm_columns(*one)
+                    for one in zip((q, k), norms, b.norm_spans, strict=True)
+                )
+                qkv = torch.cat([q, k, v.float()], 1)
+                norms = None
         keys, values = self.slots[layer]
         where = self.step["positions"], self.step["slot_mapping"], keys, values, b.num_heads
         return rope.rope_kv_write(qkv.contiguous(), rope_tables, norms, b.norm_eps, *where)
@@ -170,13 +206,17 @@ class KernelBackend(TorchBackend):
         whole = elementwise.rms_norm(whole, weight, self.blueprint.norm_eps, torch.float32)
         return whole if span is None else whole[:, span.first : span.first + span.size]
 
-    def attention(self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+    def attention(
+        self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         """See `TorchBackend`; decodes and prefills by their own kernels."""
-        b, (keys, values) = self.blueprint, self.slots[layer]
+        b = self.blueprint
+        (keys, values) = self.slots[layer]
         out = torch.empty_like(q)
         sizes = b.num_heads, b.num_kv_heads, b.head_dim, self.kv_spec.block_size
         shape = Shape(*sizes, b.scale, b.attention_softcap or 0.0, window or 0)
-        positions, tables = self.step["positions"], self.step["block_tables"]
+        positions = self.step["positions"]
+        tables = self.step["block_tables"]
         for decode, name, count, rows, longest in self.phases:
             of_sequence, first, end = self.step[name][:, :count]
             tiles = Tiles(of_sequence, first, end, rows, longest)
@@ -188,10 +228,17 @@ class KernelBackend(TorchBackend):
         return elementwise.gate_mul(gate_up, self.blueprint.activation, self.dtype)
 
     def moe(
-        self, x: Tensor, router: Matrix, gate_up: Matrix, down: Matrix, experts: Experts, **biases: Tensor | None
+        self,
+        x: Tensor,
+        router: Matrix,
+        gate_up: Matrix,
+        down: Matrix,
+        experts: Experts,
+        **biases: Tensor | None,
     ) -> Tensor:
         """See `TorchBackend`; all experts in one product, and the host does not learn who was chosen."""
-        share, bias = self.blueprint.share, biases.get
+        share = self.blueprint.share
+        bias = biases.get
         routed = route(self.linear(x, router, bias=bias("router_bias")), experts, self.capability)
         h = self.gate_mul(self.linear(x, gate_up, bias=bias("gate_up_bias"), routed=routed))
         h = self.gather(h, share.ffn) if share else h

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from twinphase.backends.base import Forward, StepInputs
 from twinphase.backends.torch.device import mark, seconds_between
 
-__all__ = ["execute_in_parts"]
-
 
 def execute_in_parts(
     backend: Any, forward: Forward, inputs: StepInputs
@@ -31,7 +29,8 @@ def execute_in_parts(
 
         return run
 
-    own, graphs = {name: timed(name) for name in ("linear", "attention")}, backend.graphs
+    own = {name: timed(name) for name in ("linear", "attention")}
+    graphs = backend.graphs
     vars(backend).update(own, graphs=None)
     try:
         start = mark(backend.device)

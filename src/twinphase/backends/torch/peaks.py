@@ -1,7 +1,7 @@
 """What a device can do at best through torch: products by element type, and memory by working set.
 
-The loops are torch's own. They are ceilings of our kernels too as far as they reach the device's limits: a rate can
-only be too low.
+The loops are torch's own. They are ceilings of our kernels too as far as they reach the device's
+limits: a rate can only be too low.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import torch
 from twinphase.backends.device import MeasuredRates
 from twinphase.backends.torch.device import mark, seconds_between
 
-__all__ = ["measure"]
-
 MIB = 1 << 20
 WORKING_SETS = {"cpu": (1, 4, 16, 64, 256), "cuda": (4, 16, 32, 64, 256, 1024)}  # MiB
 SIDE = {"cpu": 1024, "cuda": 8192}  # of the matrices
-ROUND_SECONDS, LIMIT_SECONDS = 0.005, 4.0  # of one reading at least, and of all readings about
-AGREEING, AGREEMENT = 3, 0.05  # so many best readings of a settled rate lie so close together
+# of one reading at least, and of all readings about
+ROUND_SECONDS = 0.005
+LIMIT_SECONDS = 4.0
+# so many best readings of a settled rate lie so close together
+AGREEING = 3
+AGREEMENT = 0.05
 
 Work = Callable[[], object]
 
@@ -29,7 +31,10 @@ class _Rate:
     """Operations or bytes per second of `work`, which does `amount` of them."""
 
     def __init__(self, amount: float, work: Work) -> None:
-        self.amount, self.work, self.repeats, self.readings = amount, work, 1, list[float]()
+        self.amount = amount
+        self.work = work
+        self.repeats = 1
+        self.readings = list[float]()
 
     def read(self, device: torch.device) -> None:
         while True:
@@ -55,10 +60,12 @@ class _Rate:
 def measure(device: torch.device) -> MeasuredRates:
     """All rates in turn, round after round, until each is settled or the time is over; some seconds.
 
-    A working set is streamed by copying it, which reads one half and writes the other, and by a product with a vector,
-    which reads all of it; the faster one counts.
+    A working set is streamed by copying it, which reads one half and writes the other, and by a
+    product with a vector, which reads all of it; the faster one counts.
     """
-    peaks = {dtype: _product(device, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    peaks = {
+        dtype: _product(device, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    }
     streams = {size * MIB: _streams(device, size * MIB) for size in WORKING_SETS[device.type]}
     rates = [*peaks.values(), *(rate for both in streams.values() for rate in both)]
     end = time.perf_counter() + LIMIT_SECONDS
@@ -80,14 +87,16 @@ def measure(device: torch.device) -> MeasuredRates:
 
 def _product(device: torch.device, dtype: torch.dtype) -> _Rate:
     side = SIDE[device.type]
-    # Not zeros: they take less power, and a GPU multiplies them at clocks that it does not keep up with real numbers.
+    # Not zeros: they take less power, and a GPU multiplies them at clocks that it does not keep up
+    # with real numbers.
     a, b, out = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(3))
     return _Rate(2.0 * side**3, lambda: torch.matmul(a, b, out=out))
 
 
 def _streams(device: torch.device, size: int) -> tuple[_Rate, _Rate]:
     source, target = torch.ones(2, size // 8, dtype=torch.float32, device=device)
-    matrix, vector = torch.ones(size // 4096, 1024, device=device), torch.ones(1024, device=device)
+    matrix = torch.ones(size // 4096, 1024, device=device)
+    vector = torch.ones(1024, device=device)
     out = torch.empty(len(matrix), device=device)
     copied = _Rate(float(size), lambda: target.copy_(source))
     return copied, _Rate(float(size), lambda: torch.mv(matrix, vector, out=out))

@@ -1,7 +1,9 @@
-"""The longer operations in plain torch. In attention keys and values are gathered, and all scores made at once.
+"""The longer operations in plain torch.
 
-In float32 on a processor a head, or an output, has the same bits whichever others are computed with it, and on however
-many threads: ranks have fewer of both.
+In attention keys and values are gathered, and all scores made at once.
+
+In float32 on a processor a head, or an output, has the same bits whichever others are computed with
+it, and on however many threads: ranks have fewer of both.
 """
 
 from __future__ import annotations
@@ -12,15 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["attention", "capped", "gated", "product", "rotated"]
-
 OUTPUTS = 32  # of a product in blocks: what ranks have is a multiple of it
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T, in blocks of `OUTPUTS`: BLAS orders sums by the product's shape, which ranks change.
 
-    Not in 16 bits, where prefill would take several times as long, nor on a GPU, which has kernels of our own.
+    Not in 16 bits, where prefill would take several times as long, nor on a GPU, which has kernels
+    of our own.
     """
     if x.device.type != "cpu" or x.dtype.itemsize < 4:
         return x @ weight.T
@@ -34,7 +35,9 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 def _block_product(x: Tensor, weight: Tensor) -> Tensor:
     blocks = weight.view(-1, OUTPUTS, weight.shape[1]).mT
-    return _bmm(x.expand(len(blocks), *x.shape), blocks).transpose(0, 1).reshape(len(x), len(weight))
+    return (
+        _bmm(x.expand(len(blocks), *x.shape), blocks).transpose(0, 1).reshape(len(x), len(weight))
+    )
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
@@ -63,15 +66,20 @@ def attention(
 ) -> Tensor:
     """softmax(scale * q k^T) v, causal and within the window, of sequences with as many rows each.
 
-    `q` is [sequences, rows, heads, head_dim], `positions` int64 [sequences, rows], `tables` int64 [sequences, blocks],
-    whose first `length` tokens are looked at, and `cache` [2, slots, kv_heads, head_dim].
+    `q` is [sequences, rows, heads, head_dim], `positions` int64 [sequences, rows], `tables` int64
+    [sequences, blocks], whose first `length` tokens are looked at, and `cache` [2, slots, kv_heads,
+    head_dim].
     """
     at = torch.arange(length, device=q.device)
     k, v = cache[:, tables[:, at // block_size] * block_size + at % block_size]
-    group, hidden = q.shape[2] // k.shape[2], at > positions[:, :, None]  # the causal mask
+    # the causal mask
+    group = q.shape[2] // k.shape[2]
+    hidden = at > positions[:, :, None]
     # Behind a sequence's end lies what others left, and 0 times NaN is not 0.
     v = v.masked_fill(hidden[:, -1, :, None, None], 0)
-    by_head, shape = q.transpose(1, 2).flatten(0, 1), (*q.shape[:3:2], q.shape[1])  # sequences, heads, rows
+    # sequences, heads, rows
+    by_head = q.transpose(1, 2).flatten(0, 1)
+    shape = (*q.shape[:3:2], q.shape[1])
     k, v = (x.transpose(1, 2).repeat_interleave(group, 1).flatten(0, 1) for x in (k, v))
     scores = _bmm(by_head, k.mT).view(*shape, length)
     scores = scores.to(torch.promote_types(q.dtype, torch.float32)) * scale
@@ -105,13 +113,15 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up of [rows, 2 * width] = (gate, up).
 
-    Of `exp` and `tanh` alone, as torch's activations give a vector's last elements other bits than the rest.
+    Of `exp` and `tanh` alone, as torch's activations give a vector's last elements other bits than
+    the rest.
     """
     gate, up = gate_up.chunk(2, -1)
     if activation == "gelu":
         inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate)
         return 0.5 * gate * (1 + torch.tanh(inner)) * up
     if activation == "swiglu_oai":  # clamped, alpha 1.702 (gpt-oss's published code)
-        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        gate = gate.clamp(max=7)
+        up = up.clamp(-7, 7)
         return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
     return gate / (1 + torch.exp(-gate)) * up

@@ -1,8 +1,9 @@
 """Tokens drawn where the logits are: the arithmetic of `sampling/` on the host, on all rows of a step at once.
 
-Logits are edited, compared and divided in their own float32, so that a greedy choice and the tokens that top-k leaves
-are the host's exactly. Exponentials may differ from the host's in their last bit, and so may sums, in float64: a
-draw, or the border of top-p, parts from the host's where it falls within about 1e-7 of another token's share.
+Logits are edited, compared and divided in their own float32, so that a greedy choice and the tokens
+that top-k leaves are the host's exactly. Exponentials may differ from the host's in their last bit,
+and so may sums, in float64: a draw, or the border of top-p, parts from the host's where it falls
+within about 1e-7 of another token's share.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from torch import Tensor
 from twinphase.backends.base import Drawn, Draws
 from twinphase.backends.torch.device import pinned
 
-__all__ = ["draw"]
-
 
 def draw(logits: Tensor, draws: Draws) -> Drawn:
     """See `Drawer`; `logits` [rows, vocab_size] stay as they are, and one array comes back to the host."""
     best, ids = logits.max(-1)  # the first of equal ones
-    finite, processed = best.isfinite(), _process(logits, draws)
+    finite = best.isfinite()
+    processed = _process(logits, draws)
     if processed is not logits:
         best, ids = processed.max(-1)
         finite &= best.isfinite()
@@ -33,15 +33,21 @@ def draw(logits: Tensor, draws: Draws) -> Drawn:
         rows = _put(warm, logits)
         ids[rows] = _draw(processed[rows] - best[rows, None], draws, warm)
     ids = torch.where(finite, ids, -1)
-    top, told = min(draws.num_top, logits.shape[1]), np.flatnonzero(draws.scored > -2)
-    table = torch.zeros(len(ids), 3 + 2 * top if len(told) else 1, dtype=torch.float64, device=logits.device)
+    top = min(draws.num_top, logits.shape[1])
+    told = np.flatnonzero(draws.scored > -2)
+    table = torch.zeros(
+        len(ids), 3 + 2 * top if len(told) else 1, dtype=torch.float64, device=logits.device
+    )
     table[:, 0] = ids
     if len(told):
         rows = _put(told, logits)
         table[rows, 1:] = _logprobs(logits[rows], ids[rows], _put(draws.scored[told], logits), top)
     found = table.cpu().numpy()
-    whole, found = found[:, : 2 + top].astype(np.int64), found[:, 2 + top :]
-    return Drawn(whole[:, 0], found[:, :1].ravel(), whole[:, 1:2].ravel(), whole[:, 2:], found[:, 1:])
+    whole = found[:, : 2 + top].astype(np.int64)
+    found = found[:, 2 + top :]
+    return Drawn(
+        whole[:, 0], found[:, :1].ravel(), whole[:, 1:2].ravel(), whole[:, 2:], found[:, 1:]
+    )
 
 
 def _put(array: NDArray[Any], like: Tensor) -> Tensor:
@@ -60,7 +66,8 @@ def _process(logits: Tensor, draws: Draws) -> Tensor:
             at = _put(places, logits)
             flat[at] = edited(flat[at], _put(operands, logits))
     if len(rows):
-        masked, packed = _put(rows, logits), _put(bits, logits)
+        masked = _put(rows, logits)
+        packed = _put(bits, logits)
         allowed = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
         mask = allowed.flatten(1)[:, : logits.shape[1]].bool()
         out[masked] = out[masked].masked_fill(~mask, -torch.inf)
@@ -76,7 +83,8 @@ EDITS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (torch.add, _repeat, tor
 
 def _draw(below: Tensor, draws: Draws, rows: NDArray[np.signedinteger]) -> Tensor:
     """Ids drawn from logits `below` the largest of each of `rows`; the weights are exponentials."""
-    top_k, top_p = draws.top_k[rows], draws.top_p[rows]
+    top_k = draws.top_k[rows]
+    top_p = draws.top_p[rows]
     nats = below / _put(draws.temperature[rows], below)[:, None]
     with np.errstate(divide="ignore"):
         floor = _put(np.log(draws.min_p[rows]), below).to(nats.dtype)[:, None]
@@ -98,7 +106,11 @@ def _draw(below: Tensor, draws: Draws, rows: NDArray[np.signedinteger]) -> Tenso
     edges = weights.double().cumsum(-1)
     target = _put(draws.uniform[rows], below)[:, None] * edges[:, -1:]
     index = torch.searchsorted(edges, target, right=True)
-    last = torch.where(weights > 0, torch.arange(size, device=below.device), 0).max(-1, keepdim=True).values
+    last = (
+        torch.where(weights > 0, torch.arange(size, device=below.device), 0)
+        .max(-1, keepdim=True)
+        .values
+    )
     return torch.minimum(index, last)[:, 0]  # rounding may put the target on the end
 
 
@@ -110,6 +122,8 @@ def _logprobs(logits: Tensor, ids: Tensor, scored: Tensor, num_top: int) -> Tens
     values = logits.gather(1, torch.where(scored < 0, ids, scored).clamp(min=0)[:, None])
     columns = [(logits >= values).sum(-1, keepdim=True).double(), values.double() - normalizer]
     if num_top:
-        values, order = (part[:, :num_top] for part in logits.sort(dim=-1, descending=True, stable=True))
+        values, order = (
+            part[:, :num_top] for part in logits.sort(dim=-1, descending=True, stable=True)
+        )
         columns = [columns[0], order.double(), columns[1], values.double() - normalizer]
     return torch.cat(columns, 1)

@@ -14,8 +14,6 @@ from twinphase.backends.torch.kernels.linear import TritonError, linear
 from twinphase.backends.torch.kernels.tiles import FEW, Tile, key_of, tile_for
 from twinphase.backends.torch.weights import Matrix, Packed
 
-__all__ = ["cold_seconds", "tune"]
-
 ROWS = {True: 1, False: 512}  # that stand for few and for many
 CANDIDATES = {
     True: [Tile(16, *rest) for rest in product((32, 64, 128), (2, 4, 8), (2, 3, 4, 5))],
@@ -27,21 +25,29 @@ WORTH = 0.97  # of the time that the table's own tile takes: a gain below 3 % ma
 
 
 def tune(
-    matrices: Sequence[Matrix], dtype: torch.dtype, capability: int, progress: Callable[[int, int], None]
+    matrices: Sequence[Matrix],
+    dtype: torch.dtype,
+    capability: int,
+    progress: Callable[[int, int], None],
 ) -> dict[str, Tile]:
     """By shape, the tile that beats the one in use; one that the device has no room for is passed over."""
-    shapes = {(few, w.bits, w.codes.shape[-2], w.padded): w for w in _parts(matrices) for few in ROWS}
+    shapes = {
+        (few, w.bits, w.codes.shape[-2], w.padded): w for w in _parts(matrices) for few in ROWS
+    }
     found: dict[str, Tile] = {}
     for done, (shape, weight) in enumerate(shapes.items()):
         progress(done, len(shapes))
-        few, used = shape[0], tile_for(*shape, capability)
+        few = shape[0]
+        used = tile_for(*shape, capability)
         x = torch.ones(ROWS[few], weight.inputs, dtype=dtype, device=weight.codes.device)
-        best, least = used, WORTH * _seconds(x, weight, used)
+        best = used
+        least = WORTH * _seconds(x, weight, used)
         for tile in CANDIDATES[few]:
             with suppress(TritonError):  # out of shared memory or registers
                 seconds = _seconds(x, weight, tile)
                 if seconds < least:
-                    best, least = tile, seconds
+                    best = tile
+                    least = seconds
         if best != used:
             found[key_of(*shape)] = best
     progress(len(shapes), len(shapes))
@@ -56,14 +62,17 @@ def _parts(matrices: Sequence[Matrix]) -> Iterator[Packed]:
 
 def _seconds(x: torch.Tensor, weight: Packed, tile: Tile) -> float:
     if len(x) == ROWS[True]:
-        linear(x.expand(FEW, -1), weight, tile=tile)  # the most rows that it may get have to fit too
+        linear(
+            x.expand(FEW, -1), weight, tile=tile
+        )  # the most rows that it may get have to fit too
     return cold_seconds(x.device, lambda: linear(x, weight, tile=tile))
 
 
 def cold_seconds(device: torch.device, work: Callable[[], object]) -> float:
     """Of `work`, the median reading once its kernels are compiled; what it reads is in no cache, as in a real step."""
     work()
-    spoiled, marks = torch.empty(SPOILED, dtype=torch.uint8, device=device), []
+    spoiled = torch.empty(SPOILED, dtype=torch.uint8, device=device)
+    marks = []
     for _ in range(READINGS):
         spoiled.zero_()
         start = mark(device)

@@ -1,7 +1,8 @@
 """Weights as they lie in device memory: codes of 4 or 8 bits with scales, for every format, or plain values.
 
-A group's scale and minimum are float16 where products are in 16 bits, which rounds them no more than the weights
-themselves would be; else, and for those of MXFP4's powers of two that float16 has not, they are float32.
+A group's scale and minimum are float16 where products are in 16 bits, which rounds them no more
+than the weights themselves would be; else, and for those of MXFP4's powers of two that float16 has
+not, they are float32.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from twinphase.weights.quant import FORMATS, dequantize, unpack
 
-__all__ = ["PAIR", "Matrix", "Packed", "pack"]
-
 PAIR = 64  # inputs whose nibbles share 32 bytes: byte j has input j below and input 32 + j above
-FLOAT4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # by MXFP4's code, doubled
+FLOAT4 = np.array(
+    [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8
+)  # by MXFP4's code, doubled
 DEQUANTIZED_AT_ONCE = 1 << 26  # bytes of codes
 
 
@@ -29,8 +30,10 @@ class Packed:
     """A matrix [outputs, inputs], or one for each expert in front.
 
     Attributes:
-        codes: uint8 [..., outputs, padded / 2] with 4 bits, int8 [..., outputs, padded] with 8; the values with 0.
-        scale, minimum: [..., outputs, padded / group]; weights are scale * (code - offset) + minimum.
+        codes: uint8 [..., outputs, padded / 2] with 4 bits, int8 [..., outputs, padded] with 8; the
+            values with 0.
+        scale, minimum: [..., outputs, padded / group]; weights are scale * (code - offset) +
+            minimum.
         inputs: without padding, which is to a multiple of `PAIR` with scales of 0.
         float4: whether codes stand for `FLOAT4`.
     """
@@ -51,7 +54,9 @@ class Packed:
 
     def __getitem__(self, index: int | slice | Tensor) -> Packed:
         """One expert, or some rows."""
-        parts = (None if part is None else part[index] for part in (self.codes, self.scale, self.minimum))
+        parts = (
+            None if part is None else part[index] for part in (self.codes, self.scale, self.minimum)
+        )
         codes, scale, minimum = parts
         assert codes is not None
         return replace(self, codes=codes, scale=scale, minimum=minimum)
@@ -78,21 +83,32 @@ class Packed:
         return Packed(values, None, None, 0, 32, 0, self.inputs, self.dtype)
 
 
-def pack(raw: NDArray[np.uint8], shape: tuple[int, ...], kind: str, dtype: torch.dtype, device: torch.device) -> Packed:
+def pack(
+    raw: NDArray[np.uint8],
+    shape: tuple[int, ...],
+    kind: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Packed:
     """A tensor as stored, of a type in `FORMATS`, on the device."""
-    fmt, inputs = FORMATS[kind], shape[-1]
+    fmt = FORMATS[kind]
+    inputs = shape[-1]
     if not fmt.quantized:
         values = torch.from_numpy(dequantize(raw, shape, kind)).to(device, dtype)
         return Packed(values, None, None, 0, 32, 0, inputs, dtype)
-    parts, float4 = unpack(raw, shape, kind), kind == "MXFP4"
-    padded, offset, bits = -(-inputs // PAIR) * PAIR, fmt.offset, 4 if fmt.bits <= 4 or float4 else 8
+    parts = unpack(raw, shape, kind)
+    float4 = kind == "MXFP4"
+    padded = -(-inputs // PAIR) * PAIR
+    offset = fmt.offset
+    bits = 4 if fmt.bits <= 4 or float4 else 8
     q: NDArray[Any] = parts.q
     if float4:
         codes_of = np.zeros(256, np.uint8)
         codes_of[FLOAT4.view(np.uint8)[::-1]] = np.arange(16, dtype=np.uint8)[::-1]
         q = codes_of[q.view(np.uint8)]
     elif bits == 8:
-        q, offset = (q.astype(np.int16) - offset).astype(np.int8), 0
+        q = (q.astype(np.int16) - offset).astype(np.int8)
+        offset = 0
     q = np.pad(q, [(0, 0), (0, padded - inputs)])
     if bits == 4:
         halves = q.reshape(len(q), -1, 2, PAIR // 2)
@@ -110,7 +126,8 @@ def pack(raw: NDArray[np.uint8], shape: tuple[int, ...], kind: str, dtype: torch
         return tensor.reshape(*shape[:-1], -1)
 
     codes = torch.from_numpy(q).to(device).reshape(*shape[:-1], -1)
-    scale, minimum = of_groups(parts.scale), of_groups(parts.minimum)
+    scale = of_groups(parts.scale)
+    minimum = of_groups(parts.minimum)
     return Packed(codes, scale, minimum, bits, fmt.group_size, offset, inputs, dtype, float4)
 
 
@@ -136,6 +153,8 @@ def _form(one: Packed) -> tuple[object, ...]:
 
 def _joined(one: Packed, other: Packed) -> Packed:
     pairs = ((getattr(one, name), getattr(other, name)) for name in ("codes", "scale", "minimum"))
-    codes, scale, minimum = (None if left is None else torch.cat([left, right], -2) for left, right in pairs)
+    codes, scale, minimum = (
+        None if left is None else torch.cat([left, right], -2) for left, right in pairs
+    )
     assert codes is not None
     return replace(one, codes=codes, scale=scale, minimum=minimum)

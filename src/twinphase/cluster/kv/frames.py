@@ -2,10 +2,11 @@
 
     message   magic "TPKV" | version | bytes of the header | bytes of the payload | header | payload
     header    MessagePack, one of the structs below; never pickle
-    payload   of a `Frame` over TCP only: what `Backend.read_blocks` gave, which begins with the fingerprint
+    payload   of a `Frame` over TCP only: what `Backend.read_blocks` gave, which begins with the
+        fingerprint
 
-A frame names its block by its chain hash, and carries what the hash is made of: so the receiver proves the name, and
-the checksum proves header and bits. Not for how bytes travel (`transport.py`).
+A frame names its block by its chain hash, and carries what the hash is made of: so the receiver
+proves the name, and the checksum proves header and bits. Not for how bytes travel (`transport.py`).
 """
 
 from __future__ import annotations
@@ -20,21 +21,8 @@ import msgspec
 from twinphase.cache.prefix_cache import CachedBlock
 from twinphase.errors import TwinphaseError
 
-__all__ = [
-    "ENVELOPE",
-    "Ack",
-    "Frame",
-    "Hello",
-    "Offer",
-    "ProtocolError",
-    "Wanted",
-    "checksum",
-    "decode_header",
-    "encode_message",
-    "open_envelope",
-]
-
-MAGIC, VERSION = b"TPKV", 1
+MAGIC = b"TPKV"
+VERSION = 1
 ENVELOPE = struct.Struct("<4sHxxII")
 MOST_HEADER_BYTES = 1 << 24
 HASH_BYTES = 32
@@ -53,7 +41,8 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         fingerprint: of the backend's blocks; others are of no use.
-        slot_bytes: of a slot of the memory whose descriptor comes along; 0 where frames carry their payload.
+        slot_bytes: of a slot of the memory whose descriptor comes along; 0 where frames carry their
+            payload.
     """
 
     fingerprint: str
@@ -122,7 +111,10 @@ def open_envelope(data: bytes | bytearray) -> tuple[int, int]:
     """
     magic, version, header_bytes, payload_bytes = ENVELOPE.unpack(data)
     if magic != MAGIC or version != VERSION or header_bytes > MOST_HEADER_BYTES:
-        raise ProtocolError("What came is no KV message of this version.", "Run one version of twinphase everywhere.")
+        raise ProtocolError(
+            "What came is no KV message of this version.",
+            "Run one version of twinphase everywhere.",
+        )
     return header_bytes, payload_bytes
 
 
@@ -131,7 +123,9 @@ def decode_header(data: bytes | bytearray) -> Message:
     try:
         return _DECODER.decode(data)
     except msgspec.DecodeError as error:
-        raise ProtocolError(f"A KV message cannot be read: {error}.", "Run one version everywhere.") from None
+        raise ProtocolError(
+            f"A KV message cannot be read: {error}.", "Run one version everywhere."
+        ) from None
 
 
 def checksum(block: CachedBlock, payload: bytes | bytearray | memoryview) -> int:

@@ -1,8 +1,8 @@
 """The receiving end of KV blocks: checks each, and puts it into an engine's prefix cache between two steps.
 
-A block is used only if its fingerprint, its checksum and its name are right, and its numbers finite. Whatever else
-comes is dropped and counted: it costs a shorter prefix, which is computed here with the same bits. Not for what a cache
-holds (`cache/`).
+A block is used only if its fingerprint, its checksum and its name are right, and its numbers
+finite. Whatever else comes is dropped and counted: it costs a shorter prefix, which is computed
+here with the same bits. Not for what a cache holds (`cache/`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from twinphase.cluster.kv.frames import (
 )
 from twinphase.cluster.kv.transport import NO_SHRINKING, read_message, unix_names
 from twinphase.engine.engine import Engine
-from twinphase.engine.loading import LoadedEngine
+from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.errors import TwinphaseError
 
-__all__ = ["BlockIntake", "BlockListener", "frame_head"]
-
-MOST_WAITING = 64  # blocks that have come and are not stored yet: storing all of them takes some 20 ms
+MOST_WAITING = (
+    64  # blocks that have come and are not stored yet: storing all of them takes some 20 ms
+)
 LOG = logging.getLogger("twinphase.cluster")
 
 
@@ -68,9 +68,12 @@ class BlockIntake:
         store_seconds: that the engine's thread has spent on them.
     """
 
-    def __init__(self, loaded: LoadedEngine, call: Callable[[Callable[[Engine], None]], None]) -> None:
+    def __init__(
+        self, loaded: LoadedEngine, call: Callable[[Callable[[Engine], None]], None]
+    ) -> None:
         """`call` has the engine's thread run a function between two steps (`EngineLoop.between_steps`)."""
-        self._backend, self._call = loaded.backend, call
+        self._backend = loaded.backend
+        self._call = call
         self._clock = loaded.engine.clock
         self._prefix_cache = loaded.engine.scheduler.kv_cache.prefix_cache
         self.fingerprint = self._backend.kv_fingerprint
@@ -92,8 +95,13 @@ class BlockIntake:
         """Which blocks are not here; from any thread, a hint."""
         return [self._prefix_cache.find(block_hash) is None for block_hash in hashes]
 
-    def put(self, frame: Frame, payload: bytearray, reply: Callable[[list[tuple[int, str]]], None]) -> None:
-        """Check a block and have it stored; `reply` is told (number, verdict) of blocks. Waits where too many wait."""
+    def put(
+        self, frame: Frame, payload: bytearray, reply: Callable[[list[tuple[int, str]]], None]
+    ) -> None:
+        """Check a block and have it stored; `reply` is told (number, verdict) of blocks.
+
+        Waits where too many wait.
+        """
         verdict = self._check(frame, payload)
         if verdict:
             self._count([verdict])
@@ -126,10 +134,14 @@ class BlockIntake:
             self._room.notify_all()
 
         def write(block_ids: list[int], which: list[int]) -> None:
-            self._backend.write_blocks(block_ids, [memoryview(some[number].payload) for number in which])
+            self._backend.write_blocks(
+                block_ids, [memoryview(some[number].payload) for number in which]
+            )
 
         try:
-            verdicts = [str(verdict) for verdict in engine.accept([one.block for one in some], write)]
+            verdicts = [
+                str(verdict) for verdict in engine.accept([one.block for one in some], write)
+            ]
         except Exception as error:  # blocks that cannot be stored must not cost anybody an answer
             LOG.warning("KV blocks from another worker could not be stored: %s", error)
             verdicts = ["failed"] * len(some)
@@ -154,17 +166,26 @@ class BlockListener:
     """
 
     def __init__(
-        self, intake: BlockIntake, key: bytes, *, host: str = "127.0.0.1", port: int = 0, shared_memory: bool = True
+        self,
+        intake: BlockIntake,
+        key: bytes,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        shared_memory: bool = True,
     ) -> None:
         """Listen on a `port` of `host`, any free one for 0, and for workers of this machine on an abstract Unix socket.
 
         Raises:
             OSError: that is not possible.
         """
-        self._intake, self._key = intake, key
+        self._intake = intake
+        self._key = key
         self._links: set[socket.socket] = set()
         self._closed = False
-        tcp = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        tcp = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
         self.addresses = [f"tcp:{host}:{tcp.getsockname()[1]}"]
         self._servers = [tcp]
         if shared_memory:
@@ -175,7 +196,9 @@ class BlockListener:
             self.addresses.insert(0, f"unix:{name}")
             self._servers.append(unix)
         for server in self._servers:
-            threading.Thread(target=self._listen, args=(server,), name="twinphase-kv-listen", daemon=True).start()
+            threading.Thread(
+                target=self._listen, args=(server,), name="twinphase-kv-listen", daemon=True
+            ).start()
 
     def close(self) -> None:
         """Take no more blocks."""
@@ -193,7 +216,9 @@ class BlockListener:
                 return
             self._links.add(link)
             name = "twinphase-kv-receive"
-            threading.Thread(target=self._serve, args=(link, server.family), name=name, daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(link, server.family), name=name, daemon=True
+            ).start()
 
     def _serve(self, link: socket.socket, family: int) -> None:
         try:
@@ -211,10 +236,14 @@ class _Receiver:
     """One connection."""
 
     def __init__(self, link: socket.socket, intake: BlockIntake, *, shared: bool) -> None:
-        self._link, self._intake, self._shared = link, intake, shared
+        self._link = link
+        self._intake = intake
+        self._shared = shared
         self._memory: memoryview | None = None
         self._slot_bytes = 0
-        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # the engine's thread never waits
+        self._outbox: queue.SimpleQueue[Message | None] = (
+            queue.SimpleQueue()
+        )  # the engine's thread never waits
 
     def run(self, key: bytes) -> None:
         """Serve until the other end is gone."""
@@ -234,7 +263,9 @@ class _Receiver:
             elif isinstance(message, Frame):
                 self._intake.put(message, self._bits(message, payload), self._reply)
             else:
-                raise ProtocolError("A worker sent a message that belongs to the other end.", "Start it again.")
+                raise ProtocolError(
+                    "A worker sent a message that belongs to the other end.", "Start it again."
+                )
 
     def _greet(self) -> None:
         self._link.settimeout(HANDSHAKE_SECONDS)
@@ -244,7 +275,10 @@ class _Receiver:
             if isinstance(hello, Hello):
                 self._link.sendall(encode_message(Hello(self._intake.fingerprint)))
             if not isinstance(hello, Hello) or hello.fingerprint != self._intake.fingerprint:
-                raise ProtocolError("Its KV blocks are of another kind.", "Run the same model and version everywhere.")
+                raise ProtocolError(
+                    "Its KV blocks are of another kind.",
+                    "Run the same model and version everywhere.",
+                )
             if descriptors:
                 self._map(descriptors[0], hello.slot_bytes)
         finally:
@@ -254,7 +288,9 @@ class _Receiver:
 
     def _map(self, descriptor: int, slot_bytes: int) -> None:
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & NO_SHRINKING != NO_SHRINKING:
-            raise ProtocolError("Its shared memory could shrink while it is read.", "Run one version everywhere.")
+            raise ProtocolError(
+                "Its shared memory could shrink while it is read.", "Run one version everywhere."
+            )
         self._slot_bytes = slot_bytes
         self._memory = memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
 

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 
 from twinphase.cluster.kv.intake import BlockIntake, BlockListener
 from twinphase.cluster.kv.pushes import BlockPushes
-from twinphase.engine.loop import EngineLoop
-from twinphase.engine.messages import FromEngine
+from twinphase.engine.process.loop import EngineLoop
+from twinphase.engine.process.messages import FromEngine
 from twinphase.errors import StorageError
 
 if TYPE_CHECKING:
-    from twinphase.engine.child import OpenPort
-
-__all__ = ["KVPort", "opened_port"]
+    from twinphase.engine.process.child import OpenPort
 
 
 class KVPort:
@@ -42,9 +40,14 @@ class KVPort:
             OSError: that is not possible.
         """
         self.intake = BlockIntake(loop.loaded, loop.between_steps)
-        self._listener = BlockListener(self.intake, key, host=host, port=port, shared_memory=shared_memory)
-        self.pushes = BlockPushes(loop.loaded, key, lambda: loop.between_steps(lambda engine: None), send)
-        loop.pushes, loop.block_counts = self.pushes, self.intake.counts
+        self._listener = BlockListener(
+            self.intake, key, host=host, port=port, shared_memory=shared_memory
+        )
+        self.pushes = BlockPushes(
+            loop.loaded, key, lambda: loop.between_steps(lambda engine: None), send
+        )
+        loop.pushes = self.pushes
+        loop.block_counts = self.intake.counts
 
     @property
     def addresses(self) -> list[str]:

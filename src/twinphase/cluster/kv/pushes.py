@@ -1,9 +1,9 @@
 """The sending end of KV blocks: each block of a prompt is sent on when its chunk is computed, beside the next chunk.
 
-The engine's thread copies blocks into slots between two steps. Everything else is done by the transport's threads, so
-that the end of a push is told while a step of the next prompt goes on. Nothing is pinned: a block that is not sent yet
-may be evicted like any other, the youngest last, and costs the other end a shorter prefix. Not for who is pushed to
-(the router's decision).
+The engine's thread copies blocks into slots between two steps. Everything else is done by the
+transport's threads, so that the end of a push is told while a step of the next prompt goes on.
+Nothing is pinned: a block that is not sent yet may be evicted like any other, the youngest last,
+and costs the other end a shorter prefix. Not for who is pushed to (the router's decision).
 """
 
 from __future__ import annotations
@@ -14,17 +14,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from twinphase.cache.prefix_cache import CachedBlock
-from twinphase.cluster.kv.transport import KVTransport, Outgoing, SharedSlots, SocketTransport, unix_names
-from twinphase.engine.loading import LoadedEngine
-from twinphase.engine.messages import Pushed, PushTo
+from twinphase.cluster.kv.transport import (
+    KVTransport,
+    Outgoing,
+    SharedSlots,
+    SocketTransport,
+    unix_names,
+)
+from twinphase.engine.loading.loading import LoadedEngine
+from twinphase.engine.process.messages import Pushed, PushTo
 from twinphase.request import Request
 
-__all__ = ["BlockPushes"]
-
 SLOT_BYTES = 64 << 20  # of all blocks on their way together
-MOST_SLOTS, LEAST_SLOTS = 256, 4
+MOST_SLOTS = 256
+LEAST_SLOTS = 4
 PER_STEP = 64  # blocks copied between two steps at most
-READ_TOGETHER = 4  # blocks: memory for more at once comes from the system each time, and takes longer than the copy
+# blocks: memory for more at once comes from the system each time, and takes longer than the copy
+READ_TOGETHER = 4
 HERE = frozenset({"stored", "known"})
 
 
@@ -55,7 +61,9 @@ class _Push:
 
     @property
     def is_done(self) -> bool:
-        return bool(self.problem) or (self.wanted is not None and self.next == len(self.blocks) and not self.away)
+        return bool(self.problem) or (
+            self.wanted is not None and self.next == len(self.blocks) and not self.away
+        )
 
 
 class BlockPushes:
@@ -66,10 +74,17 @@ class BlockPushes:
     """
 
     def __init__(
-        self, loaded: LoadedEngine, key: bytes, wake: Callable[[], None], tell: Callable[[Pushed], None]
+        self,
+        loaded: LoadedEngine,
+        key: bytes,
+        wake: Callable[[], None],
+        tell: Callable[[Pushed], None],
     ) -> None:
         """`wake` has the engine's thread call `progress` soon; `tell` is called by any thread."""
-        self._backend, self._key, self._wake, self._tell = loaded.backend, key, wake, tell
+        self._backend = loaded.backend
+        self._key = key
+        self._wake = wake
+        self._tell = tell
         self._kv_cache = loaded.engine.scheduler.kv_cache
         self._prefix_cache = self._kv_cache.prefix_cache
         self._clock = loaded.engine.clock
@@ -86,7 +101,9 @@ class BlockPushes:
     def begin(self, request: Request, to: PushTo) -> None:
         """Push the full blocks of a request's prompt; `Pushed` is told when all have arrived, or no more will."""
         count = len(request.prompt_token_ids) // self._prefix_cache.block_size
-        self._begin(request, to, [self._prefix_cache.block(request, index) for index in range(count)])
+        self._begin(
+            request, to, [self._prefix_cache.block(request, index) for index in range(count)]
+        )
 
     def hand_over(self, to: PushTo) -> None:
         """Push all blocks that no request has, and that can be found."""
@@ -95,8 +112,11 @@ class BlockPushes:
 
     def _begin(self, request: Request | None, to: PushTo, blocks: list[CachedBlock]) -> None:
         with self._lock:
-            number, transport = next(self._numbers), self._transport(to)
-            push = self._pushes[number] = _Push(request, to, transport, blocks, wanted=None if blocks else [])
+            number = next(self._numbers)
+            transport = self._transport(to)
+            push = self._pushes[number] = _Push(
+                request, to, transport, blocks, wanted=None if blocks else []
+            )
             if blocks:
                 transport.offer(number, [block.block_hash for block in blocks])
             if request is None:
@@ -109,7 +129,11 @@ class BlockPushes:
         with self._lock:
             room = PER_STEP
             for push in self._pushes.values():
-                if push.finished is None and push.request is not None and push.request.finish_reason is not None:
+                if (
+                    push.finished is None
+                    and push.request is not None
+                    and push.request.finish_reason is not None
+                ):
                     self._finish(push)
                 if push.wanted is not None and not push.problem:
                     room -= self._send(push, room)
@@ -149,7 +173,9 @@ class BlockPushes:
 
     def lost(self, transport: KVTransport, reason: str) -> None:
         with self._lock:
-            for address in [address for address, one in self._transports.items() if one is transport]:
+            for address in [
+                address for address, one in self._transports.items() if one is transport
+            ]:
                 del self._transports[address]
             for push in self._pushes.values():
                 if push.transport is transport:
@@ -159,13 +185,17 @@ class BlockPushes:
     # All that follows holds the lock.
     def _transport(self, to: PushTo) -> KVTransport:
         near = (one for one in to.addresses if one.startswith("unix:" + unix_names()))
-        address = next(near, None) or next((one for one in to.addresses if one.startswith("tcp:")), "")
+        address = next(near, None) or next(
+            (one for one in to.addresses if one.startswith("tcp:")), ""
+        )
         if address not in self._transports:
             if self._slots is None:
                 count = min(MOST_SLOTS, max(LEAST_SLOTS, SLOT_BYTES // self._nbytes))
                 self._slots = SharedSlots(count, self._nbytes)
             fingerprint = self._backend.kv_fingerprint
-            self._transports[address] = SocketTransport(address, self._key, fingerprint, self._slots, self)
+            self._transports[address] = SocketTransport(
+                address, self._key, fingerprint, self._slots, self
+            )
         return self._transports[address]
 
     def _finish(self, push: _Push) -> None:
@@ -188,7 +218,9 @@ class BlockPushes:
             block = push.blocks[push.next]
             if push.wanted[push.next]:
                 block_id = self._prefix_cache.find(block.block_hash)
-                if block_id is None:  # not computed yet; or no more, and then what follows is of no use
+                if (
+                    block_id is None
+                ):  # not computed yet; or no more, and then what follows is of no use
                     push.next = len(push.blocks) if push.finished is not None else push.next
                     break
                 slot = self._slots.take()
@@ -206,7 +238,9 @@ class BlockPushes:
         start = self._clock()
         assert self._slots is not None
         outgoing = []
-        for (block, _, slot), bits in zip(chosen, self._read([one[1] for one in chosen]), strict=True):
+        for (block, _, slot), bits in zip(
+            chosen, self._read([one[1] for one in chosen]), strict=True
+        ):
             self._slots.view(slot, len(bits))[:] = bits
             number = next(self._numbers)
             outgoing.append(Outgoing(number, block, slot, len(bits)))
@@ -233,4 +267,14 @@ class BlockPushes:
             push.timer.cancel()
         late = self._clock() - push.finished if push.finished is not None else 0.0
         name = push.request.request_id if push.request is not None else ""
-        self._tell(Pushed(name, len(push.blocks), push.num_stored, push.num_early, push.num_bytes, late, push.problem))
+        self._tell(
+            Pushed(
+                name,
+                len(push.blocks),
+                push.num_stored,
+                push.num_early,
+                push.num_bytes,
+                late,
+                push.problem,
+            )
+        )

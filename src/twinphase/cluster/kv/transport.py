@@ -1,8 +1,9 @@
 """How KV blocks travel from one worker to another: the seam `KVTransport`, over TCP and through shared memory.
 
-Two verbs: offer hashes, of which the other end wants some; send blocks. Both return at once, threads do the rest, and
-what came of it is told to `TransportEvents`. A slow receiver fills the sender's slots, and slows nobody's steps. The
-receiving end is `intake.py`. Not for which blocks go where (`pushes.py`).
+Two verbs: offer hashes, of which the other end wants some; send blocks. Both return at once,
+threads do the rest, and what came of it is told to `TransportEvents`. A slow receiver fills the
+sender's slots, and slows nobody's steps. The receiving end is `intake.py`. Not for which blocks go
+where (`pushes.py`).
 """
 
 from __future__ import annotations
@@ -37,8 +38,6 @@ from twinphase.cluster.kv.frames import (
     open_envelope,
 )
 from twinphase.errors import TwinphaseError
-
-__all__ = ["KVTransport", "Outgoing", "SharedSlots", "SocketTransport", "TransportEvents", "read_message", "unix_names"]
 
 SEND_SECONDS = 10.0  # after which an end that reads nothing counts as lost
 NO_SHRINKING = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -92,9 +91,12 @@ class SharedSlots:
         self.descriptor = os.memfd_create("twinphase-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self.descriptor)  # once no thread of a transport has it
         os.ftruncate(self.descriptor, count * self.nbytes)
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, NO_SHRINKING)  # or a reader could be made to fault
+        fcntl.fcntl(
+            self.descriptor, fcntl.F_ADD_SEALS, NO_SHRINKING
+        )  # or a reader could be made to fault
         self._memory = memoryview(mmap.mmap(self.descriptor, count * self.nbytes))
-        self._free, self._lock = list(range(count)), threading.Lock()
+        self._free = list(range(count))
+        self._lock = threading.Lock()
 
     @property
     def num_free(self) -> int:
@@ -117,9 +119,19 @@ class SharedSlots:
 class SocketTransport:
     """Over a socket: blocks follow their headers over TCP, and lie in shared memory for an end on this machine."""
 
-    def __init__(self, address: str, key: bytes, fingerprint: str, slots: SharedSlots, events: TransportEvents) -> None:
+    def __init__(
+        self,
+        address: str,
+        key: bytes,
+        fingerprint: str,
+        slots: SharedSlots,
+        events: TransportEvents,
+    ) -> None:
         """Connect in a thread; see `parse_address`."""
-        self.address, self._key, self._fingerprint, self._slots = address, key, fingerprint, slots
+        self.address = address
+        self._key = key
+        self._fingerprint = fingerprint
+        self._slots = slots
         self._events = events
         self._shared = address.startswith("unix:")
         self._jobs: queue.SimpleQueue[Offer | Outgoing | None] = queue.SimpleQueue()
@@ -155,7 +167,9 @@ class SocketTransport:
             with connect(self.address) as link:
                 self._link = link
                 self._greet(link)
-                threading.Thread(target=self._read, args=(link,), name="twinphase-kv-acks", daemon=True).start()
+                threading.Thread(
+                    target=self._read, args=(link,), name="twinphase-kv-acks", daemon=True
+                ).start()
                 try:
                     self._work(link)
                 finally:
@@ -176,20 +190,36 @@ class SocketTransport:
 
     def _greet(self, link: socket.socket) -> None:
         authenticate(link, self._key, listening=False)
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_SECONDS), 0))
+        link.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_SECONDS), 0)
+        )
         if self._shared:
             socket.send_fds(link, [b"M"], [self._slots.descriptor])
-        link.sendall(encode_message(Hello(self._fingerprint, self._slots.nbytes if self._shared else 0)))
+        link.sendall(
+            encode_message(Hello(self._fingerprint, self._slots.nbytes if self._shared else 0))
+        )
         link.settimeout(HANDSHAKE_SECONDS)
         answer, _ = read_message(link)
         link.settimeout(None)
         if not isinstance(answer, Hello) or answer.fingerprint != self._fingerprint:
-            raise ProtocolError("The other worker's KV blocks are of another kind.", "Run the same model and version.")
+            raise ProtocolError(
+                "The other worker's KV blocks are of another kind.",
+                "Run the same model and version.",
+            )
 
     def _send(self, link: socket.socket, one: Outgoing) -> None:
-        view, block = self._slots.view(one.slot, one.length), one.block
-        frame = Frame(one.number, block.block_hash, block.parent, block.index, list(block.token_ids), one.length,
-                      checksum(block, view), one.slot if self._shared else None)  # fmt: skip
+        view = self._slots.view(one.slot, one.length)
+        block = one.block
+        frame = Frame(
+            one.number,
+            block.block_hash,
+            block.parent,
+            block.index,
+            list(block.token_ids),
+            one.length,
+            checksum(block, view),
+            one.slot if self._shared else None,
+        )
         if self._shared:
             link.sendall(encode_message(frame))
         else:
@@ -224,7 +254,8 @@ class SocketTransport:
 
     def _lose(self, reason: str) -> None:
         with self._lock:
-            known, self._gone = self._gone, True
+            known = self._gone
+            self._gone = True
             numbers = list(self._away)
         self._free(numbers)
         if not known:
@@ -273,6 +304,7 @@ def read_message(link: socket.socket, most_payload: int = 0) -> tuple[Message, b
     header_bytes, payload_bytes = open_envelope(receive_exactly(link, ENVELOPE.size))
     if payload_bytes > most_payload:
         raise ProtocolError(
-            f"A KV message has {payload_bytes} bytes, more than a block.", "Run one version everywhere."
+            f"A KV message has {payload_bytes} bytes, more than a block.",
+            "Run one version everywhere.",
         )
     return decode_header(receive_exactly(link, header_bytes)), receive_exactly(link, payload_bytes)

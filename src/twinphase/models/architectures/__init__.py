@@ -1,6 +1,7 @@
 """One file per architecture, each of which says how it differs from Llama and computes nothing.
 
-A file has `HF`, the model types of Hugging Face's config.json with the name that GGUF has for each, and `describe`.
+A file has `HF`, the model types of Hugging Face's config.json with the name that GGUF has for each,
+and `describe`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ from twinphase.models.architectures import (
 )
 from twinphase.models.config import Config
 
-__all__ = ["ARCHITECTURES", "describe", "gguf_architecture"]
-
 _MODULES = (
     llama,
     mixtral,
@@ -49,7 +48,9 @@ _MODULES = (
     exaone4,
     glm4,
 )
-_MODEL_TYPES: dict[str, str] = {model_type: name for module in _MODULES for model_type, name in module.HF.items()}
+_MODEL_TYPES: dict[str, str] = {
+    model_type: name for module in _MODULES for model_type, name in module.HF.items()
+}
 _DESCRIBE: dict[str, Callable[[Config], Blueprint]] = {}
 for _module in _MODULES:
     for _name in _module.HF.values():

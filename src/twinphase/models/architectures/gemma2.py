@@ -26,5 +26,7 @@ def attention_scale(config: Config, layers_of_largest: int) -> float:
     if config.is_gguf and config.integer("num_hidden_layers") == layers_of_largest:
         scalar = config.integer("hidden_size") / config.integer("num_attention_heads")
     else:
-        scalar = config.real("query_pre_attn_scalar", config.integer("head_dim", 256) if config.is_gguf else 256)
+        scalar = config.real(
+            "query_pre_attn_scalar", config.integer("head_dim", 256) if config.is_gguf else 256
+        )
     return float(scalar**-0.5)

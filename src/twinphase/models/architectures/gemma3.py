@@ -16,9 +16,13 @@ LAYERS_OF_27B = 62
 
 def describe(config: Config) -> Blueprint:
     every = config.integer("sliding_window_pattern", 6)
-    with_window = windows(config, lambda layer: (layer + 1) % every != 0, None if config.is_gguf else 4096)
+    with_window = windows(
+        config, lambda layer: (layer + 1) % every != 0, None if config.is_gguf else 4096
+    )
     head_dim = config.integer("head_dim", 256)
-    local = make_rope(config, head_dim, theta_field="rope_local_base_freq", layer_type="sliding_attention")
+    local = make_rope(
+        config, head_dim, theta_field="rope_local_base_freq", layer_type="sliding_attention"
+    )
     whole = make_rope(config, head_dim, theta=1e6, layer_type="full_attention")
     return gemma.describe(
         config,

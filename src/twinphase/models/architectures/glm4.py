@@ -9,7 +9,8 @@ HF = {"glm4": "glm4"}
 
 
 def describe(config: Config) -> Blueprint:
-    head_dim, rotated = config.integer("head_dim", 128), config.real("partial_rotary_factor", 0.5)
+    head_dim = config.integer("head_dim", 128)
+    rotated = config.real("partial_rotary_factor", 0.5)
     rope = make_rope(config, head_dim, interleaved=True, partial_rotary_factor=rotated)
     return llama_like(
         config,

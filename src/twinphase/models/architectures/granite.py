@@ -13,7 +13,9 @@ def describe(config: Config) -> Blueprint:
         permuted_in_gguf=True,
         embedding_scale=config.real("embedding_multiplier", 1.0),
         residual_scale=config.real("residual_multiplier", 1.0),
-        attention_scale=config.real("attention_multiplier", 1.0) if not config.is_gguf else _gguf_scale(config),
+        attention_scale=config.real("attention_multiplier", 1.0)
+        if not config.is_gguf
+        else _gguf_scale(config),
         logit_scale=1.0 / config.real("logits_scaling", 1.0),
     )
 

@@ -1,4 +1,7 @@
-"""Mixtral (Jiang et al., 2024): a Mistral with experts. In GGUF it is a llama with an `expert_count`."""
+"""Mixtral (Jiang et al., 2024): a Mistral with experts.
+
+In GGUF it is a llama with an `expert_count`.
+"""
 
 from twinphase.blueprint import Blueprint
 from twinphase.models.config import Config

@@ -10,7 +10,9 @@ HF = {"olmoe": "olmoe"}
 
 def describe(config: Config) -> Blueprint:
     if config.fields.get("clip_qkv"):
-        raise UnsupportedModelError(f"{config.name} clips queries, keys and values.", "Use a model without clip_qkv.")
+        raise UnsupportedModelError(
+            f"{config.name} clips queries, keys and values.", "Use a model without clip_qkv."
+        )
     renormalize = config.flag("norm_topk_prob", False)
     mixture = experts(config, "intermediate_size", renormalize=renormalize)
     return llama_like(config, qk_norm="width", experts=mixture)

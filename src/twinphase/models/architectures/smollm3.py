@@ -11,10 +11,14 @@ HF = {"smollm3": "smollm3"}
 
 def describe(config: Config) -> Blueprint:
     layers = config.integer("num_hidden_layers")
-    head_dim = config.integer("head_dim", config.integer("hidden_size") // config.integer("num_attention_heads"))
+    head_dim = config.integer(
+        "head_dim", config.integer("hidden_size") // config.integer("num_attention_heads")
+    )
     rope = make_rope(config, head_dim, theta=2e6, permuted_in_gguf=True)
     every = config.integer("no_rope_layer_interval", 4)
-    rotates = config.sequence("no_rope_layers", layers) or [(i + 1) % every for i in range(layers)]  # 0: it does not
+    rotates = config.sequence("no_rope_layers", layers) or [
+        (i + 1) % every for i in range(layers)
+    ]  # 0: it does not
     return llama_like(
         config,
         tied=True,

@@ -4,8 +4,6 @@ from twinphase.server.dialects.anthropic import anthropic_shape
 from twinphase.server.dialects.ollama import ollama_shape
 from twinphase.server.problems import Shape, openai_shape
 
-__all__ = ["shape_of"]
-
 
 def shape_of(path: str) -> Shape:
     """The shape that errors have under that path."""

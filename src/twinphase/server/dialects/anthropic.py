@@ -1,7 +1,7 @@
 """Anthropic's Messages API: what its requests mean in the server's own words, and its events and bodies.
 
-A request's text blocks, tools and tool results are all that is read; images and documents are refused. What was cached
-is told, and needs no `cache_control`.
+A request's text blocks, tools and tool results are all that is read; images and documents are
+refused. What was cached is told, and needs no `cache_control`.
 """
 
 from __future__ import annotations
@@ -36,17 +36,24 @@ from twinphase.server.service import Service
 from twinphase.server.text_routes import documented
 from twinphase.tokenizer.think_tags import think_tags
 
-__all__ = ["add_messages", "anthropic_shape"]
-
 # Anthropic's word for a status.
-TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-         429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}  # fmt: skip
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 ERRORS, ANSWER = documented(AnthropicErrorResponse)
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def anthropic_shape(problem: Problem) -> dict[str, Any]:
-    kind = TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
+    kind = TYPES.get(
+        problem.status, "invalid_request_error" if problem.status < 500 else "api_error"
+    )
     return {"type": "error", "error": {"type": kind, "message": problem.message}}
 
 
@@ -55,13 +62,20 @@ def anthropic_shape(problem: Problem) -> dict[str, Any]:
 
 def _chat(body: CountTokensRequest, template: str) -> ChatCompletionRequest:
     """The same as a chat; `template` is the source of the model's."""
-    fields: dict[str, Any] = {"model": body.model, "messages": list(_messages(body)), **_tools(body)}
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": list(_messages(body)),
+        **_tools(body),
+    }
     form = (body.output_config and body.output_config.format) or body.output_format
     if form is not None:
         fields["response_format"] = json_form(form.schema_)
     variables: dict[str, Any] = {}
-    thinking, effort = body.thinking, body.output_config and body.output_config.effort
-    if thinking is not None and think_tags(template) is not None:  # for other models there is nothing to set
+    thinking = body.thinking
+    effort = body.output_config and body.output_config.effort
+    if (
+        thinking is not None and think_tags(template) is not None
+    ):  # for other models there is nothing to set
         fields["thinking_token_budget"] = thinking.budget_tokens
         fields["include_reasoning"] = thinking.display != "omitted"
         if thinking.type == "disabled":
@@ -100,7 +114,10 @@ def _messages(body: CountTokensRequest) -> Iterator[dict[str, Any]]:
             else:
                 texts.append(block)
         if texts or calls or thoughts or not has_results:
-            message: dict[str, Any] = {"role": turn.role, "content": content_of(texts) if texts or not calls else None}
+            message: dict[str, Any] = {
+                "role": turn.role,
+                "content": content_of(texts) if texts or not calls else None,
+            }
             message |= {"tool_calls": calls} if calls else {}
             message |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
             yield message
@@ -123,7 +140,12 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
         ]
     choice = body.tool_choice
     if choice is not None:
-        words = {"auto": "auto", "any": "required", "none": "none", "tool": tool_named(choice.name or "")}
+        words = {
+            "auto": "auto",
+            "any": "required",
+            "none": "none",
+            "tool": tool_named(choice.name or ""),
+        }
         fields["tool_choice"] = words[choice.type]
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return fields
@@ -141,7 +163,9 @@ class MessageReplies(Replies):
         self._block_size = block_size
         self._choice = self.choices[0]
         self._begun = False
-        self._index, self._kind = -1, ""  # of the block that is being written
+        # of the block that is being written
+        self._index = -1
+        self._kind = ""
 
     def names(self) -> list[tuple[bytes, bytes]]:
         return [*super().names(), (b"request-id", self.job.id.encode())]
@@ -153,12 +177,20 @@ class MessageReplies(Replies):
         events = b""
         if not self._begun:  # it is known now how much of the prompt was cached
             self._begun = True
-            message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+            message = {
+                **self._head,
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": self._usage(),
+            }
             events += _event("message_start", message=message) + _event("ping")
         elif delta.num_prefilled is not None:
             events += _event("ping")
         if delta.reasoning:
-            events += self._piece("thinking", {"thinking": "", "signature": ""}, {"thinking": delta.reasoning})
+            events += self._piece(
+                "thinking", {"thinking": "", "signature": ""}, {"thinking": delta.reasoning}
+            )
         for call in delta.tool_calls:
             if call.id is None:  # the rest of a call stands before the text behind it
                 events += self._piece("tool_use", {}, {"partial_json": call.arguments})
@@ -167,7 +199,9 @@ class MessageReplies(Replies):
         for call in delta.tool_calls:
             if call.id is not None:
                 start: dict[str, Any] = {"id": call.id, "name": call.name, "input": {}}
-                events += self._end_block() + self._piece("tool_use", start, {"partial_json": call.arguments})
+                events += self._end_block() + self._piece(
+                    "tool_use", start, {"partial_json": call.arguments}
+                )
         if delta.finished:
             events += self._end_block()
             told = self._told(self._choice)
@@ -185,8 +219,16 @@ class MessageReplies(Replies):
         if choice.content:
             blocks.append({"type": "text", "text": choice.content})
         for call in choice.tool_calls:
-            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.given})
-        return {**self._head, "content": blocks, **self._stop(), "usage": self._usage(), **self._told(choice)}
+            blocks.append(
+                {"type": "tool_use", "id": call.id, "name": call.name, "input": call.given}
+            )
+        return {
+            **self._head,
+            "content": blocks,
+            **self._stop(),
+            "usage": self._usage(),
+            **self._told(choice),
+        }
 
     def head(self) -> dict[str, Any]:
         return {"id": self.job.id, "type": "message", "role": "assistant", "model": self.job.model}
@@ -195,8 +237,11 @@ class MessageReplies(Replies):
         events = b""
         if kind != self._kind:
             events = self._end_block()
-            self._index, self._kind = self._index + 1, kind
-            events += _event("content_block_start", index=self._index, content_block={"type": kind, **start})
+            self._index = self._index + 1
+            self._kind = kind
+            events += _event(
+                "content_block_start", index=self._index, content_block={"type": kind, **start}
+            )
         delta = {"type": "input_json_delta" if kind == "tool_use" else f"{kind}_delta", **piece}
         return events + _event("content_block_delta", index=self._index, delta=delta)
 
@@ -207,7 +252,8 @@ class MessageReplies(Replies):
         return _event("content_block_stop", index=self._index)
 
     def _stop(self) -> dict[str, Any]:
-        reason, sequence = STOP_REASONS[self._choice.finish_reason or "stop"], self._choice.stop_reason
+        reason = STOP_REASONS[self._choice.finish_reason or "stop"]
+        sequence = self._choice.stop_reason
         if reason == "max_tokens" and self.job.params.max_tokens is None:
             reason = "model_context_window_exceeded"
         if reason != "end_turn" or not isinstance(sequence, str):
@@ -216,7 +262,8 @@ class MessageReplies(Replies):
 
     def _usage(self) -> dict[str, int]:
         """Tokens of the prompt add up from those read from the cache, written to it, and the rest."""
-        prompt, cached = len(self.job.prompts[0].token_ids), self._choice.stream.transcript.num_cached_tokens
+        prompt = len(self.job.prompts[0].token_ids)
+        cached = self._choice.stream.transcript.num_cached_tokens
         written = max(0, prompt // self._block_size * self._block_size - cached)
         return {
             "input_tokens": prompt - cached - written,
@@ -250,7 +297,8 @@ def add_messages(api: APIRouter, service: Service) -> None:
         """Count the tokens of a conversation, as Anthropic's API does."""
         service.check_task("generate")
         service.check_model(body.model)
-        text, limit = service.host.text, service.max_model_len
+        text = service.host.text
+        limit = service.max_model_len
 
         def count() -> int:
             inputs = template_inputs(text, _chat(body, template()), service.config.tool_prompt)

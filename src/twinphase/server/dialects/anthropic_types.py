@@ -1,4 +1,7 @@
-"""What clients may send in Anthropic's Messages API. A field that is not here is refused by name."""
+"""What clients may send in Anthropic's Messages API.
+
+A field that is not here is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,9 @@ class ToolResultBlock(_Block):
     is_error: bool | None = None
 
 
-Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+Block = Annotated[
+    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
 Blocks = Annotated[
     list[Block],
     Field(fail_fast=True, max_length=MAX_PARTS),

@@ -13,8 +13,6 @@ import msgspec
 from twinphase.errors import InvalidRequestError, RequestNotFoundError
 from twinphase.server.generation import Generation
 
-__all__ = ["Kept", "Responses"]
-
 MAX_KEPT_BYTES = 64 << 20
 
 
@@ -36,9 +34,12 @@ class Kept:
         items = items if order == "asc" else items[::-1]
         ids = [item["id"] for item in items]
         if after is not None and after not in ids:
-            raise InvalidRequestError(f"after is {after[:80]!r}, which is no item of this response.", "Leave it out.")
+            raise InvalidRequestError(
+                f"after is {after[:80]!r}, which is no item of this response.", "Leave it out."
+            )
         first = ids.index(after) + 1 if after is not None else 0
-        data, ids = items[first : first + limit], ids[first : first + limit]
+        data = items[first : first + limit]
+        ids = ids[first : first + limit]
         more = first + limit < len(items)
         ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
         return {"object": "list", "data": data, **ends, "has_more": more}
@@ -67,7 +68,8 @@ class Responses:
             found = self._kept.get(tenant, {}).get(response_id)
         if found is None:
             raise RequestNotFoundError(
-                f"Response {response_id[:80]!r} was not found: it has expired, or was created with `store`: false.",
+                f"Response {response_id[:80]!r} was not found: it has expired, or was created "
+                "with `store`: false.",
                 "Send the conversation in `input`.",
             )
         return found

@@ -1,7 +1,8 @@
 """Ollama's API: what its requests mean in the server's own words, and its lines of JSON.
 
-Its `prompt_eval` and `eval` are the two phases, by the ledger. The model was chosen when the server was started, so
-nothing is pulled, created or unloaded here, and options that say where and how a model is run change nothing.
+Its `prompt_eval` and `eval` are the two phases, by the ledger. The model was chosen when the server
+was started, so nothing is pulled, created or unloaded here, and options that say where and how a
+model is run change nothing.
 """
 
 from __future__ import annotations
@@ -45,8 +46,6 @@ from twinphase.server.tool_calls import ToolCall
 from twinphase.tokenizer.chat_template import supports_tools
 from twinphase.tokenizer.think_tags import think_tags
 
-__all__ = ["add_ollama", "ollama_shape"]
-
 BEFORE_KINDS = (IntervalKind.TOKENIZE, IntervalKind.ROUTE, IntervalKind.QUEUE)
 STREAM = "application/x-ndjson"
 ERRORS, ANSWER = documented(OllamaErrorResponse, STREAM)
@@ -64,7 +63,15 @@ def ollama_shape(problem: Problem) -> dict[str, Any]:
 def _common(service: Service, body: Generating, *, is_chat: bool) -> dict[str, Any]:
     """Fields of chats, or of prompts that the model simply goes on with."""
     given = (body.options or Options()).model_dump(exclude_none=True)
-    names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop")
+    names = (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "stop",
+    )
     fields = {name: given[name] for name in names if name in given}
     fields |= {"repetition_penalty": given["repeat_penalty"]} if "repeat_penalty" in given else {}
     fields |= {"seed": given["seed"]} if given.get("seed", -1) != -1 else {}
@@ -77,7 +84,9 @@ def _common(service: Service, body: Generating, *, is_chat: bool) -> dict[str, A
         fields["response_format"] = json_form(body.format)
     if body.logprobs:
         fields |= (
-            {"logprobs": True, "top_logprobs": body.top_logprobs} if is_chat else {"logprobs": body.top_logprobs or 0}
+            {"logprobs": True, "top_logprobs": body.top_logprobs}
+            if is_chat
+            else {"logprobs": body.top_logprobs or 0}
         )
     if is_chat:
         fields |= _thinking(service, body)
@@ -89,9 +98,13 @@ def _thinking(service: Service, body: Generating) -> dict[str, Any]:
     if not body.think:
         return {} if body.think is None else {"reasoning_effort": "none"}
     if think_tags(service.host.text.chat_template.source) is None:
-        raise InvalidRequestError(f"{body.model!r} does not support thinking.", "Leave out `think`.")
+        raise InvalidRequestError(
+            f"{body.model!r} does not support thinking.", "Leave out `think`."
+        )
     return (
-        {"chat_template_kwargs": {"enable_thinking": True}} if body.think is True else {"reasoning_effort": body.think}
+        {"chat_template_kwargs": {"enable_thinking": True}}
+        if body.think is True
+        else {"reasoning_effort": body.think}
     )
 
 
@@ -102,7 +115,11 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
             fields["reasoning_content"] = message.thinking
         if message.tool_calls:
             fields["tool_calls"] = [
-                call_of(call.id or f"call_{number}", call.function.name, json.dumps(call.function.arguments))
+                call_of(
+                    call.id or f"call_{number}",
+                    call.function.name,
+                    json.dumps(call.function.arguments),
+                )
                 for number, call in enumerate(message.tool_calls)
             ]
         if message.role == "tool":
@@ -133,7 +150,11 @@ class _OllamaReplies(ChatReplies):
             return b""
         choice = delta.choice
         calls = choice.tool_calls if delta.finished else []  # Ollama gives whole ones
-        logprobs = {"logprobs": [self._logprob(entry) for entry in delta.logprobs]} if delta.logprobs else {}
+        logprobs = (
+            {"logprobs": [self._logprob(entry) for entry in delta.logprobs]}
+            if delta.logprobs
+            else {}
+        )
         lines = b""
         if delta.content or delta.reasoning or calls or logprobs:
             said = self.said(delta.content, delta.reasoning, calls)
@@ -151,7 +172,11 @@ class _OllamaReplies(ChatReplies):
     def body(self) -> dict[str, Any]:
         (choice,) = self.choices
         reasoning = choice.reasoning if self.job.reader.keep_reasoning else ""
-        logprobs = {"logprobs": [self._logprob(entry) for entry in choice.logprobs]} if choice.logprobs else {}
+        logprobs = (
+            {"logprobs": [self._logprob(entry) for entry in choice.logprobs]}
+            if choice.logprobs
+            else {}
+        )
         said = self.said(choice.content, reasoning, choice.tool_calls)
         return {**self.head(), **said, **self._done(choice), **logprobs}
 
@@ -165,8 +190,11 @@ class _OllamaReplies(ChatReplies):
     def _done(self, choice: Choice) -> dict[str, Any]:
         """The durations are in nanoseconds; `load` is what came before the prompt: tokenizing and the queue."""
         transcript = choice.stream.transcript
-        timeline, totals = transcript.timeline, transcript.timeline.totals()
-        prefill, decode = (sum(totals[kind] for kind in kinds) for kinds in (PREFILL_KINDS, DECODE_KINDS))
+        timeline = transcript.timeline
+        totals = transcript.timeline.totals()
+        prefill, decode = (
+            sum(totals[kind] for kind in kinds) for kinds in (PREFILL_KINDS, DECODE_KINDS)
+        )
         before = sum(totals[kind] for kind in BEFORE_KINDS)
         return {
             "done": True,
@@ -188,8 +216,13 @@ class OllamaChatReplies(_OllamaReplies):
         message: dict[str, Any] = {"role": "assistant", "content": content}
         message |= {"thinking": reasoning} if reasoning else {}
         if calls:
-            named = [{"index": i, "name": call.name, "arguments": call.given} for i, call in enumerate(calls)]
-            message["tool_calls"] = [{"id": call.id, "function": one} for call, one in zip(calls, named, strict=True)]
+            named = [
+                {"index": i, "name": call.name, "arguments": call.given}
+                for i, call in enumerate(calls)
+            ]
+            message["tool_calls"] = [
+                {"id": call.id, "function": one} for call, one in zip(calls, named, strict=True)
+            ]
         return {"message": message}
 
 
@@ -211,7 +244,12 @@ class OllamaEmbeddings(Embeddings):
         if self._old:
             return {"embedding": vectors[0]}
         told = {"total_duration": _ns(perf_counter() - self._arrival), "load_duration": 0}
-        return {"model": self._body.model, "embeddings": vectors, **told, "prompt_eval_count": num_tokens}
+        return {
+            "model": self._body.model,
+            "embeddings": vectors,
+            **told,
+            "prompt_eval_count": num_tokens,
+        }
 
 
 def _ns(seconds: float) -> int:
@@ -223,9 +261,19 @@ def _ns(seconds: float) -> int:
 
 def _described(service: Service, name: str) -> dict[str, Any]:
     checkpoint = service.host.text.checkpoint
-    changed = datetime.fromtimestamp(checkpoint.path.stat().st_mtime, UTC).isoformat().replace("+00:00", "Z")
+    changed = (
+        datetime.fromtimestamp(checkpoint.path.stat().st_mtime, UTC)
+        .isoformat()
+        .replace("+00:00", "Z")
+    )
     size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    found = {"name": name, "model": name, "modified_at": changed, "size": size, "digest": checkpoint.fingerprint}
+    found = {
+        "name": name,
+        "model": name,
+        "modified_at": changed,
+        "size": size,
+        "digest": checkpoint.fingerprint,
+    }
     return {**found, "details": _details(service)}
 
 
@@ -240,22 +288,38 @@ def _details(service: Service) -> dict[str, Any]:
 
 
 def _shown(service: Service) -> dict[str, Any]:
-    text, facts = service.host.text, service.facts
-    checkpoint, embeds = text.checkpoint, service.host.embeds
+    text = service.host.text
+    facts = service.facts
+    checkpoint = text.checkpoint
+    embeds = service.host.embeds
     info: dict[str, Any] = dict(checkpoint.metadata) or dict(checkpoint.config or {})
     info["general.architecture"] = checkpoint.architecture
     if facts is not None:
-        info[f"{checkpoint.architecture}.context_length"] = facts.config.max_model_len  # that is served
-    capabilities, source = ["embedding"], ""
+        info[f"{checkpoint.architecture}.context_length"] = (
+            facts.config.max_model_len
+        )  # that is served
+    capabilities = ["embedding"]
+    source = ""
     if not embeds:
         template = text.chat_template
-        capabilities, source = ["completion"], template.source
+        capabilities = ["completion"]
+        source = template.source
         capabilities += ["tools"] if supports_tools(template) or service.config.tool_prompt else []
         capabilities += ["thinking"] if think_tags(source) is not None else []
-    shown = {key: value for key, value in _described(service, service.model_names[0]).items() if key == "modified_at"}
+    shown = {
+        key: value
+        for key, value in _described(service, service.model_names[0]).items()
+        if key == "modified_at"
+    }
     modelfile = f"FROM {service.model_names[0]}\n"
     plain = {"license": "", "modelfile": modelfile, "parameters": "", "template": source}
-    return {**plain, "details": _details(service), "model_info": info, "capabilities": capabilities, **shown}
+    return {
+        **plain,
+        "details": _details(service),
+        "model_info": info,
+        "capabilities": capabilities,
+        **shown,
+    }
 
 
 # Routes.
@@ -275,9 +339,17 @@ def _add_generating(api: APIRouter, service: Service) -> None:
         """The answer to a request for nothing, by which clients have a model loaded."""
         service.check_model(served_name(service, body.model))
         service.require_engine()
-        line = {"model": body.model, "created_at": _now(), **said, "done": True, "done_reason": "load"}
+        line = {
+            "model": body.model,
+            "created_at": _now(),
+            **said,
+            "done": True,
+            "done_reason": "load",
+        }
         streamed = body.stream is not False
-        return Response(encode(line) + b"\n" * streamed, media_type=STREAM if streamed else "application/json")
+        return Response(
+            encode(line) + b"\n" * streamed, media_type=STREAM if streamed else "application/json"
+        )
 
     @api.post("/api/chat", responses=ANSWER, response_class=Response)
     async def ollama_chat(body: OllamaChatRequest) -> Response:
@@ -295,14 +367,20 @@ def _add_generating(api: APIRouter, service: Service) -> None:
             return loaded(body, {"response": ""})
         if body.raw or body.suffix:
             if body.system or body.think:
-                raise InvalidRequestError("`raw` and `suffix` do not go with `system` or `think`.", "Drop one of them.")
+                raise InvalidRequestError(
+                    "`raw` and `suffix` do not go with `system` or `think`.", "Drop one of them."
+                )
             fields = _common(service, body, is_chat=False) | {"prompt": body.prompt}
             fields |= {"suffix": body.suffix} if body.suffix else {}
-            return answer(service, validated(CompletionRequest, fields), OllamaGenerateReplies, adjust)
+            return answer(
+                service, validated(CompletionRequest, fields), OllamaGenerateReplies, adjust
+            )
         system = [{"role": "system", "content": body.system}] if body.system else []
         fields = _common(service, body, is_chat=True)
         fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
-        return answer(service, validated(ChatCompletionRequest, fields), OllamaGenerateReplies, adjust)
+        return answer(
+            service, validated(ChatCompletionRequest, fields), OllamaGenerateReplies, adjust
+        )
 
 
 def _add_embedding(api: APIRouter, service: Service) -> None:
@@ -310,7 +388,9 @@ def _add_embedding(api: APIRouter, service: Service) -> None:
         service.check_task("embed")
         name = served_name(service, model)
         service.check_model(name)
-        body = validated(EmbeddingRequest, {"model": name, "input": given, "dimensions": dimensions})
+        body = validated(
+            EmbeddingRequest, {"model": name, "input": given, "dimensions": dimensions}
+        )
         return OllamaEmbeddings(service, body, old=old)
 
     @api.post("/api/embed", responses=ERRORS, response_class=Response)

@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from twinphase.server.openai_types import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Name, Seed, Stop, Texts
+from twinphase.server.openai_types import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    MAX_TOOLS,
+    Name,
+    Seed,
+    Stop,
+    Texts,
+)
 from twinphase.server.strict import Strict, Unread
 
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
@@ -99,8 +107,12 @@ class OllamaMessage(Strict):
 class OllamaChatRequest(Generating):
     """POST /api/chat."""
 
-    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    messages: (
+        Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None
+    ) = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
+        None
+    )
 
 
 class OllamaGenerateRequest(Generating):

@@ -10,9 +10,12 @@ from twinphase.batch import TokenLogprobs
 from twinphase.server.answers import Choice, ContentTokens, Delta
 from twinphase.server.replies import encode
 
-__all__ = ["ResponseItems", "new_id"]
-
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}  # of ids
+PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+}  # of ids
 
 
 def new_id(kind: str) -> str:
@@ -32,7 +35,8 @@ class ResponseItems:
         """`logprob` writes what is known of a token."""
         self.items: list[dict[str, Any]] = []
         self.num_events = 0
-        self._choice, self._logprob = choice, logprob
+        self._choice = choice
+        self._logprob = logprob
         self._open = False
         self._tokens = ContentTokens(choice)
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
@@ -45,7 +49,9 @@ class ResponseItems:
     def take(self, delta: Delta) -> bytes:
         """The events of what an update brought."""
         events = b""
-        self._logprobs += [self._logprob(token) for token in self._tokens.take(delta.logprobs, delta.finished)]
+        self._logprobs += [
+            self._logprob(token) for token in self._tokens.take(delta.logprobs, delta.finished)
+        ]
         if delta.reasoning:
             events += self._text("reasoning", delta.reasoning)
         for call in delta.tool_calls:
@@ -55,7 +61,9 @@ class ResponseItems:
             events += self._text("message", delta.content)
         for call in delta.tool_calls:
             if call.id is not None:
-                events += self._begin("function_call", call_id=call.id, name=call.name or "", arguments="")
+                events += self._begin(
+                    "function_call", call_id=call.id, name=call.name or "", arguments=""
+                )
                 events += self._arguments(call.arguments)
         if delta.finished:
             if not self.items:
@@ -68,7 +76,8 @@ class ResponseItems:
         if not self._open:
             return b""
         self._open = False
-        item, where = self.items[-1], self._where()
+        item = self.items[-1]
+        where = self._where()
         item["status"] = "incomplete" if short else "completed"
         if item["type"] == "function_call":
             told = {"name": item["name"], "arguments": item["arguments"]}
@@ -78,7 +87,9 @@ class ResponseItems:
             told = {name: part[name] for name in ("text", "logprobs") if name in part}
             events = self.event(f"response.{part['type']}.done", **where, **told)
             events += self.event("response.content_part.done", **where, part=part)
-        return events + self.event("response.output_item.done", output_index=where["output_index"], item=item)
+        return events + self.event(
+            "response.output_item.done", output_index=where["output_index"], item=item
+        )
 
     def _begin(self, kind: str, **fields: Any) -> bytes:
         """Behind the item that is open now."""
@@ -86,7 +97,9 @@ class ResponseItems:
         status = {} if kind == "reasoning" else {"status": "in_progress"}
         self.items.append({"id": new_id(kind), "type": kind, **status, **fields})
         self._open = True
-        return events + self.event("response.output_item.added", output_index=len(self.items) - 1, item=self.items[-1])
+        return events + self.event(
+            "response.output_item.added", output_index=len(self.items) - 1, item=self.items[-1]
+        )
 
     def _text(self, kind: str, text: str) -> bytes:
         """A piece of the thoughts, or of the message."""
@@ -94,7 +107,12 @@ class ResponseItems:
         if not self._open or self.items[-1]["type"] != kind:
             if kind == "message":
                 events = self._begin(kind, role="assistant", content=[])
-                part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                part: dict[str, Any] = {
+                    "type": "output_text",
+                    "text": "",
+                    "annotations": [],
+                    "logprobs": [],
+                }
             else:
                 events = self._begin(kind, summary=[], content=[])
                 part = {"type": "reasoning_text", "text": ""}
@@ -104,9 +122,12 @@ class ResponseItems:
         part["text"] += text
         news = {}
         if kind == "message":
-            news, self._logprobs = {"logprobs": self._logprobs}, []
+            news = {"logprobs": self._logprobs}
+            self._logprobs = []
             part["logprobs"] += news["logprobs"]
-        return events + self.event(f"response.{part['type']}.delta", **self._where(), delta=text, **news)
+        return events + self.event(
+            f"response.{part['type']}.delta", **self._where(), delta=text, **news
+        )
 
     def _arguments(self, text: str) -> bytes:
         """A piece of the last call."""

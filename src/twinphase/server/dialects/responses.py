@@ -35,8 +35,6 @@ from twinphase.server.service import Service
 from twinphase.server.text_routes import ANSWER, ERRORS
 from twinphase.server.tool_calls import ToolCallDelta
 
-__all__ = ["add_responses"]
-
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -54,7 +52,10 @@ def _chat(body: ResponsesRequest, before: Sequence[dict[str, Any]]) -> ChatCompl
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     same = [*AnyGeneration.model_fields, "parallel_tool_calls", "chat_template_kwargs"]
     fields = {name: getattr(body, name) for name in same}
-    fields |= {"messages": [*instructions, *before, *_messages(body)], "max_tokens": body.max_output_tokens}
+    fields |= {
+        "messages": [*instructions, *before, *_messages(body)],
+        "max_tokens": body.max_output_tokens,
+    }
     if body.tools:
         fields["tools"] = [
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
@@ -68,7 +69,9 @@ def _chat(body: ResponsesRequest, before: Sequence[dict[str, Any]]) -> ChatCompl
     form = body.text.format if body.text is not None else None
     if form is not None:
         given = form.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
-        fields["response_format"] = json_form(**given) if form.type == "json_schema" else {"type": form.type}
+        fields["response_format"] = (
+            json_form(**given) if form.type == "json_schema" else {"type": form.type}
+        )
     fields["verbosity"] = body.text.verbosity if body.text is not None else None
     fields["reasoning_effort"] = body.reasoning.effort if body.reasoning is not None else None
     if LOGPROBS in body.include or body.top_logprobs is not None:
@@ -80,17 +83,25 @@ def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
     """The input as messages; what the assistant thought, said and called in a row is one."""
     turn: dict[str, Any] = {}
     for item in body.input:
-        theirs = isinstance(item, CallOutputItem) or (isinstance(item, MessageItem) and item.role != "assistant")
-        if turn and (theirs or (turn.keys() & {"content", "tool_calls"} and not isinstance(item, CallItem))):
+        theirs = isinstance(item, CallOutputItem) or (
+            isinstance(item, MessageItem) and item.role != "assistant"
+        )
+        if turn and (
+            theirs or (turn.keys() & {"content", "tool_calls"} and not isinstance(item, CallItem))
+        ):
             yield _turn(turn)
             turn = {}
         if isinstance(item, CallOutputItem):
             yield {"role": "tool", "tool_call_id": item.call_id, "content": content_of(item.output)}
         elif isinstance(item, CallItem):
-            turn.setdefault("tool_calls", []).append(call_of(item.call_id, item.name, item.arguments))
+            turn.setdefault("tool_calls", []).append(
+                call_of(item.call_id, item.name, item.arguments)
+            )
         elif isinstance(item, ReasoningItem):
             thought = "\n".join(part.text for part in item.content or item.summary)
-            turn["reasoning_content"] = "\n".join(filter(None, [turn.get("reasoning_content"), thought]))
+            turn["reasoning_content"] = "\n".join(
+                filter(None, [turn.get("reasoning_content"), thought])
+            )
         elif theirs:
             yield {"role": item.role, "content": content_of(item.content)}
         else:
@@ -110,16 +121,24 @@ def _turn(said: dict[str, Any]) -> dict[str, Any]:
 class ResponseReplies(ChatReplies):
     """Replies of /v1/responses: an answer is a list of items, of thoughts, a message and calls, in the text's order."""
 
-    def __init__(self, body: ResponsesRequest, tenant: str, known: Responses, chat: Any, *others: Any) -> None:
+    def __init__(
+        self, body: ResponsesRequest, tenant: str, known: Responses, chat: Any, *others: Any
+    ) -> None:
         """`known` are the kept responses, `chat` the messages that are answered; `others` as in `Replies`."""
         super().__init__(*others)
-        self._body, self._tenant, self._known, self._messages = body, tenant, known, chat
+        self._body = body
+        self._tenant = tenant
+        self._known = known
+        self._messages = chat
         self._choice = self.choices[0]
         self._written = ResponseItems(self._choice, self._logprob)
-        self._ended: dict[str, dict[str, Any]] = {}  # the response that is told and kept, once it is whole
+        self._ended: dict[
+            str, dict[str, Any]
+        ] = {}  # the response that is told and kept, once it is whole
 
     def chunk(self, delta: Delta) -> bytes:
-        events, written = b"", self._written
+        events = b""
+        written = self._written
         if not written.num_events:
             begun = self._response("in_progress", [])
             events += written.event("response.created", response=begun)
@@ -138,7 +157,9 @@ class ResponseReplies(ChatReplies):
         told = {name: error[name] for name in ("code", "message", "param")}
         failed = self._response("failed", self._written.items)
         failed["error"] = {"code": "server_error", "message": error["message"]}
-        return self._written.event("error", **told) + self._written.event("response.failed", response=failed)
+        return self._written.event("error", **told) + self._written.event(
+            "response.failed", response=failed
+        )
 
     def body(self) -> dict[str, Any]:
         return self._finished(self._whole(finished=True))
@@ -150,10 +171,18 @@ class ResponseReplies(ChatReplies):
 
     def _whole(self, *, finished: bool) -> list[dict[str, Any]]:
         """The items of what came so far, as a stream would have them that got it at once."""
-        choice, items = self._choice, ResponseItems(self._choice, self._logprob)
-        calls = [ToolCallDelta(at, call.id, call.name, call.arguments) for at, call in enumerate(choice.tool_calls)]
+        choice = self._choice
+        items = ResponseItems(self._choice, self._logprob)
+        calls = [
+            ToolCallDelta(at, call.id, call.name, call.arguments)
+            for at, call in enumerate(choice.tool_calls)
+        ]
         thoughts = choice.reasoning if self.job.reader.keep_reasoning else ""
-        items.take(Delta(choice, choice.content, thoughts, calls, logprobs=choice.logprobs, finished=finished))
+        items.take(
+            Delta(
+                choice, choice.content, thoughts, calls, logprobs=choice.logprobs, finished=finished
+            )
+        )
         items.close(short=True)
         return items.items
 
@@ -168,7 +197,9 @@ class ResponseReplies(ChatReplies):
 
     def _end_with(self, response: dict[str, Any]) -> dict[str, Any]:
         """The first end that a response comes to stands, and is kept: threads write bodies while others cancel."""
-        first = self._ended.setdefault("response", response)  # which no other thread can come between
+        first = self._ended.setdefault(
+            "response", response
+        )  # which no other thread can come between
         if first is response and self._body.store:
             messages = encode([*self._messages, _said(self._choice)])
             kept = Kept(encode(response), messages, encode(_given_items(self._body.input)))
@@ -176,9 +207,14 @@ class ResponseReplies(ChatReplies):
         return first
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
-        body, params = self._body, self.job.params
+        body = self._body
+        params = self.job.params
         form = body.text.format if body.text is not None else None
-        shown = form.model_dump(by_alias=True, exclude_none=True) if form is not None else {"type": "text"}
+        shown = (
+            form.model_dump(by_alias=True, exclude_none=True)
+            if form is not None
+            else {"type": "text"}
+        )
         choice = body.tool_choice
         return {
             "id": self.job.id,
@@ -194,13 +230,21 @@ class ResponseReplies(ChatReplies):
             "output": items,
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "reasoning": {
+                "effort": body.reasoning.effort if body.reasoning else None,
+                "summary": None,
+            },
             "store": body.store,
             "temperature": params.temperature,
             "text": {"format": shown},
-            "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
+            "tool_choice": "auto"
+            if choice is None
+            else choice
+            if isinstance(choice, str)
+            else choice.model_dump(),
             "tools": [
-                {"strict": None, "parameters": None, **tool.model_dump(exclude_none=True)} for tool in body.tools
+                {"strict": None, "parameters": None, **tool.model_dump(exclude_none=True)}
+                for tool in body.tools
             ],
             "top_p": params.top_p,
             "truncation": body.truncation,
@@ -226,7 +270,9 @@ def _said(choice: Choice) -> dict[str, Any]:
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning
     if choice.tool_calls:
-        message["tool_calls"] = [call_of(call.id, call.name, json.dumps(call.given)) for call in choice.tool_calls]
+        message["tool_calls"] = [
+            call_of(call.id, call.name, json.dumps(call.given)) for call in choice.tool_calls
+        ]
     return message
 
 
@@ -251,7 +297,8 @@ def add_responses(api: APIRouter, service: Service) -> None:
     @api.post("/v1/responses", responses=ANSWER, response_class=Response)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation, as OpenAI's Responses API does."""
-        tenant, before = request.state.tenant, []
+        tenant = request.state.tenant
+        before = []
         if body.previous_response_id is not None:
             before = msgspec.json.decode(known.get(tenant, body.previous_response_id).messages)
         chat = _chat(body, before)
@@ -265,7 +312,9 @@ def add_responses(api: APIRouter, service: Service) -> None:
     @api.get("/v1/responses/{response_id}", responses=ERRORS, response_class=Response)
     async def get_response(response_id: str, request: Request) -> Response:
         """A response that was kept."""
-        return Response(known.get(request.state.tenant, response_id).body, media_type="application/json")
+        return Response(
+            known.get(request.state.tenant, response_id).body, media_type="application/json"
+        )
 
     @api.get("/v1/responses/{response_id}/input_items", responses=ERRORS)
     async def get_input_items(
@@ -288,15 +337,25 @@ def add_responses(api: APIRouter, service: Service) -> None:
     async def cancel_response(response_id: str, request: Request) -> Response:
         """End a response that is being written; its stream, or its request, ends with an error."""
         tenant = request.state.tenant
-        generation, response = known.running.get((tenant, response_id)), None
+        generation = known.running.get((tenant, response_id))
+        response = None
         if generation is not None and generation in service.in_flight:
-            response = {"id": response_id, "object": "response", "status": "cancelled", "output": []}
+            response = {
+                "id": response_id,
+                "object": "response",
+                "status": "cancelled",
+                "output": [],
+            }
             if isinstance(generation.replies, ResponseReplies):
                 response = generation.replies.cancelled()
         if generation is None or response is None:
             known.get(tenant, response_id)
-            raise InvalidRequestError("Cannot cancel a synchronous response.", "It is over: GET it, or DELETE it.")
+            raise InvalidRequestError(
+                "Cannot cancel a synchronous response.", "It is over: GET it, or DELETE it."
+            )
         generation.expire(
-            ResponseCancelledError("The response was cancelled.", "Send it again if you want it after all.")
+            ResponseCancelledError(
+                "The response was cancelled.", "Send it again if you want it after all."
+            )
         )
         return JSONResponse(response)

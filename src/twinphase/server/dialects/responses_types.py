@@ -24,7 +24,10 @@ def _as_items(given: Any) -> Any:
         return [{"type": "message", "role": "user", "content": given}]
     if not isinstance(given, list):
         return given
-    return [{"type": "message", **one} if isinstance(one, dict) and "role" in one else one for one in given]
+    return [
+        {"type": "message", **one} if isinstance(one, dict) and "role" in one else one
+        for one in given
+    ]
 
 
 class _Item(Strict):
@@ -97,12 +100,16 @@ class ReasoningItem(_Item):
     """What the model thought before an earlier answer."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[Thought], Field(fail_fast=True, max_length=MAX_PARTS)] = Field(default_factory=list)
+    summary: Annotated[list[Thought], Field(fail_fast=True, max_length=MAX_PARTS)] = Field(
+        default_factory=list
+    )
     content: Annotated[list[Thought], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     encrypted_content: None = None  # nothing here can read another server's
 
 
-Item = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
+Item = Annotated[
+    MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")
+]
 
 
 class FunctionTool(Function):
@@ -158,14 +165,18 @@ class ResponsesRequest(AnyGeneration):
     """POST /v1/responses."""
 
     input: Annotated[
-        list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), BeforeValidator(_as_items)
+        list[Item],
+        Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
+        BeforeValidator(_as_items),
     ]
     instructions: str | None = None
     previous_response_id: Name | None = None
     store: bool = True
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(
+        default_factory=list
+    )
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
@@ -177,7 +188,8 @@ class ResponsesRequest(AnyGeneration):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     metadata: (
         Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=16),
         ]
         | None
     ) = None

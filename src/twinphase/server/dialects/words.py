@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["call_of", "content_of", "json_form", "tool_named"]
-
 
 def content_of(parts: Sequence[Any]) -> str | list[dict[str, Any]]:
     """Content of a message, of parts that have a `text`."""

@@ -1,9 +1,9 @@
 """Attention of both phases: a unit of work is some rows of one sequence and a KV head, its KV tiles merged in order.
 
-The rows are the query heads of the group (GQA) for one new token (decode), for the few whose drafts a step verifies, or
-for many (prefill): a tile's keys and values are read once for all. Where units are few, tiles are spread over more of
-them, and partial results merged afterwards to the same bits. There are two kernels, for few rows and for many; either
-computes any unit, to the same bits.
+The rows are the query heads of the group (GQA) for one new token (decode), for the few whose drafts
+a step verifies, or for many (prefill): a tile's keys and values are read once for all. Where units
+are few, tiles are spread over more of them, and partial results merged afterwards to the same bits.
+There are two kernels, for few rows and for many; either computes any unit, to the same bits.
 """
 
 from __future__ import annotations
@@ -29,9 +29,15 @@ from twinphase.backends.cpu.kernels.attention_tile import (
     softmax_kernel,
     weighted_values_kernel,
 )
-from twinphase.backends.cpu.kv_layout import CELL, MERGE, PLACES_BYTES, TILE, UNIT, decode_rows, scratch_areas
-
-__all__ = ["attention_decode", "attention_merge", "attention_prefill"]
+from twinphase.backends.cpu.kv_layout import (
+    CELL,
+    MERGE,
+    PLACES_BYTES,
+    TILE,
+    UNIT,
+    decode_rows,
+    scratch_areas,
+)
 
 Kernel = tuple[Any, Callable[[int, int, int], None]]
 
@@ -42,115 +48,251 @@ def _first_tile(context: int, window: int) -> int:
     return max(0, context - window) // TILE if window else 0
 
 
-def attention_decode(isa: Isa, head_dim: str, group: str, dtype: str, softcap: str, sinks: str) -> Kernel:
+def attention_decode(
+    isa: Isa, head_dim: str, group: str, dtype: str, softcap: str, sinks: str
+) -> Kernel:
     """Few rows, bound by memory: a register tile as high as the group, while the next KV tile is fetched.
 
     int8 values are converted in registers.
     """
-    return _attention(isa, int(head_dim), int(group), dtype, float(softcap), sinks == "1",
-                      rows=decode_rows(int(group)), in_place=isa.bf16_dot, ahead=isa.bf16_dot)  # fmt: skip
+    return _attention(
+        isa,
+        int(head_dim),
+        int(group),
+        dtype,
+        float(softcap),
+        sinks == "1",
+        rows=decode_rows(int(group)),
+        in_place=isa.bf16_dot,
+        ahead=isa.bf16_dot,
+    )
 
 
-def attention_prefill(isa: Isa, head_dim: str, group: str, dtype: str, softcap: str, sinks: str) -> Kernel:
+def attention_prefill(
+    isa: Isa, head_dim: str, group: str, dtype: str, softcap: str, sinks: str
+) -> Kernel:
     """Many rows, bound by arithmetic: the highest register tile; int8 values are converted once for all of them."""
-    return _attention(isa, int(head_dim), int(group), dtype, float(softcap), sinks == "1", rows=isa.attention_rows,
-                      in_place=isa.bf16_dot and dtype == "auto", ahead=False)  # fmt: skip
+    return _attention(
+        isa,
+        int(head_dim),
+        int(group),
+        dtype,
+        float(softcap),
+        sinks == "1",
+        rows=isa.attention_rows,
+        in_place=isa.bf16_dot and dtype == "auto",
+        ahead=False,
+    )
 
 
 def _attention(
-    isa: Isa, dim: int, group: int, dtype: str, softcap: float, sinks: bool, *, rows: int, in_place: bool, ahead: bool
+    isa: Isa,
+    dim: int,
+    group: int,
+    dtype: str,
+    softcap: float,
+    sinks: bool,
+    *,
+    rows: int,
+    in_place: bool,
+    ahead: bool,
 ) -> Kernel:
     """One unit a tile: `tokens` successive tokens of one sequence, KV tiles of one KV head.
 
-    Arguments: units, int8 queries, their scales, their sums, keys, key scales and values of the layer, KV heads,
-    block tables (int32), their stride, cells a block, cells of a chunk, out, partials, window (0 is none), sinks
-    by head. A unit is int32 [8]: sequence, KV head, first row, tokens, position of the first token, first KV tile,
-    end of KV tiles, number of the first partial, counted from 1. A unit with 0 there has all tiles, merges them in
-    order and writes its rows' results. Others are pieces: they leave a partial for each tile and row, float32
-    [maximum, sum, 14 unused, weighted values], for the merge. Units are the same for all layers: tiles before a
-    layer's window are left out here and in the merge.
+    Arguments: units, int8 queries, their scales, their sums, keys, key scales and values of the
+    layer, KV heads, block tables (int32), their stride, cells a block, cells of a chunk, out,
+    partials, window (0 is none), sinks by head. A unit is int32 [8]: sequence, KV head, first row,
+    tokens, position of the first token, first KV tile, end of KV tiles, number of the first
+    partial, counted from 1. A unit with 0 there has all tiles, merges them in order and writes its
+    rows' results. Others are pieces: they leave a partial for each tile and row, float32 [maximum,
+    sum, 14 unused, weighted values], for the merge. Units are the same for all layers: tiles before
+    a layer's window are left out here and in the merge.
 
-    A row's bits are those of the tiles that it sees: a tile that is masked for it adds 0 to its sums, and where it has
-    seen none yet it stays as it began.
+    A row's bits are those of the tiles that it sees: a tile that is masked for it adds 0 to its
+    sums, and where it has seen none yet it stays as it began.
     """
-    at, convert = scratch_areas(dim, group), in_place and dtype == "int8"
+    at = scratch_areas(dim, group)
+    convert = in_place and dtype == "int8"
     find_cells = find_cells_kernel(isa, dim, dtype, at, in_place=in_place)
-    copy_query, fetch_scales = copy_query_kernel(dim, at), fetch_scales_kernel(isa)
-    scores, softmax = scores_kernel(isa, dim, rows, ahead), softmax_kernel(isa, dtype, softcap)
+    copy_query = copy_query_kernel(dim, at)
+    fetch_scales = fetch_scales_kernel(isa)
+    scores = scores_kernel(isa, dim, rows, ahead)
+    softmax = softmax_kernel(isa, dtype, softcap)
     weighted_values, merge_values = (
-        weighted_values_kernel(isa, dim, rows, merge, ahead=ahead, convert=convert) for merge in (False, True)
+        weighted_values_kernel(isa, dim, rows, merge, ahead=ahead, convert=convert)
+        for merge in (False, True)
     )
-    merge_stats, divide = merge_stats_kernel(isa), divide_kernel(isa, dim, sinks)
-    at_places, at_scores, at_weights = at["places"], at["scores"], at["weights"]
-    at_stats, at_queries, at_out = at["tile_stats"], at["queries"], at["out"]
-    at_query_scales, at_query_sums = at["query_scales"], at["query_sums"]
-    at_maxima, at_sums = at["maxima"], at["sums"]
-    weight_row, chunk, partial_bytes = (2 if isa.bf16_dot else 4) * TILE, 4 * isa.lanes, 64 + 4 * dim
+    merge_stats = merge_stats_kernel(isa)
+    divide = divide_kernel(isa, dim, sinks)
+    at_places = at["places"]
+    at_scores = at["scores"]
+    at_weights = at["weights"]
+    at_stats = at["tile_stats"]
+    at_queries = at["queries"]
+    at_out = at["out"]
+    at_query_scales = at["query_scales"]
+    at_query_sums = at["query_sums"]
+    at_maxima = at["maxima"]
+    at_sums = at["sums"]
+    weight_row = (2 if isa.bf16_dot else 4) * TILE
+    chunk = 4 * isa.lanes
+    partial_bytes = 64 + 4 * dim
     row_bytes = 4 * dim
 
-    arguments, unit_of = fields(16), fields(UNIT, I32)
+    arguments = fields(16)
+    unit_of = fields(UNIT, I32)
 
     @njit  # type: ignore[untyped-decorator]
-    def row_block(r: int, seen: int, window: int, tokens: int, now: int, coming: int, partial: int,
-                  scratch: int) -> None:  # fmt: skip
-        # Rows r.. of the unit against the KV tile at `now`; token i of the unit sees its tokens up to `seen` + i, the
-        # last `window` of them.
+    def row_block(
+        r: int,
+        seen: int,
+        window: int,
+        tokens: int,
+        now: int,
+        coming: int,
+        partial: int,
+        scratch: int,
+    ) -> None:
+        # Rows r.. of the unit against the KV tile at `now`; token i of the unit sees its tokens up
+        # to `seen` + i, the last `window` of them.
         most = min(TILE, seen + min(tokens - 1, (r + rows - 1) // group))
         if most <= 0 or (window and seen + r // group - window >= TILE):
             return
-        scores(scratch + at_queries + r * dim, scratch + at_query_sums + 4 * r, now, coming, scratch + at_scores,
-               (most + chunk - 1) // chunk)  # fmt: skip
-        stats, cells = scratch + at_stats, (most + CELL - 1) // CELL
-        maximum, total, stride = (partial, partial + 4, partial_bytes) if partial else (stats, stats + 4 * STATS, 4)
+        scores(
+            scratch + at_queries + r * dim,
+            scratch + at_query_sums + 4 * r,
+            now,
+            coming,
+            scratch + at_scores,
+            (most + chunk - 1) // chunk,
+        )
+        stats = scratch + at_stats
+        cells = (most + CELL - 1) // CELL
+        maximum, total, stride = (
+            (partial, partial + 4, partial_bytes) if partial else (stats, stats + 4 * STATS, 4)
+        )
         for i in range(rows):
             end = seen + (r + i) // group
             first = max(0, min(TILE, end - window)) if window else 0
-            softmax(scratch + at_scores + 4 * TILE * i, scratch + at_weights + weight_row * i,
-                    scratch + at_query_scales + 4 * (r + i), first, max(0, min(TILE, end)), maximum + stride * i,
-                    total + stride * i, now)  # fmt: skip
+            softmax(
+                scratch + at_scores + 4 * TILE * i,
+                scratch + at_weights + weight_row * i,
+                scratch + at_query_scales + 4 * (r + i),
+                first,
+                max(0, min(TILE, end)),
+                maximum + stride * i,
+                total + stride * i,
+                now,
+            )
         if partial:
-            weighted_values(scratch + at_weights, now, coming, cells, partial + 64, partial_bytes, stats)
+            weighted_values(
+                scratch + at_weights, now, coming, cells, partial + 64, partial_bytes, stats
+            )
         else:
             block = 4 * STATS * (r // rows)
             merge_stats(scratch + at_maxima + block, scratch + at_sums + block, stats)
-            merge_values(scratch + at_weights, now, coming, cells, scratch + at_out + row_bytes * r, row_bytes, stats)
+            merge_values(
+                scratch + at_weights,
+                now,
+                coming,
+                cells,
+                scratch + at_out + row_bytes * r,
+                row_bytes,
+                stats,
+            )
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        (units, queries, query_scales, query_sums, keys, key_scales, values, kv_heads, tables, table_stride,
-         cells_per_block, per_chunk, out, partials, window, sinks_at) = arguments(args)  # fmt: skip
-        sequence, kv_head, first_row, tokens, position, first, end, base = unit_of(units + 4 * UNIT * tile)
+        (
+            units,
+            queries,
+            query_scales,
+            query_sums,
+            keys,
+            key_scales,
+            values,
+            kv_heads,
+            tables,
+            table_stride,
+            cells_per_block,
+            per_chunk,
+            out,
+            partials,
+            window,
+            sinks_at,
+        ) = arguments(args)
+        sequence, kv_head, first_row, tokens, position, first, end, base = unit_of(
+            units + 4 * UNIT * tile
+        )
         first = max(first, _first_tile(position + 1, window))
         if first >= end:
             return
-        table, count = tables + sequence * table_stride, tokens * group
+        table = tables + sequence * table_stride
+        count = tokens * group
         padded = (count + rows - 1) // rows * rows
         for r in range(padded):
             # Rows past the end repeat the last one; nothing reads their result.
-            token, h = min(r, count - 1) // group, min(r, count - 1) % group
-            copy_query(r, ((first_row + token) * kv_heads + kv_head) * group + h, queries, query_scales, query_sums,
-                       scratch)  # fmt: skip
+            token = min(r, count - 1) // group
+            h = min(r, count - 1) % group
+            copy_query(
+                r,
+                ((first_row + token) * kv_heads + kv_head) * group + h,
+                queries,
+                query_scales,
+                query_sums,
+                scratch,
+            )
             lane = 4 * (r // rows * STATS + r % rows)
             store_f32(scratch + at_maxima + lane, MASKED)
             store_f32(scratch + at_sums + lane, 0.0)
         if not base:
             for i in range(padded * dim):
                 store_f32(scratch + at_out + 4 * i, 0.0)
-        now, coming = scratch + at_places, scratch + at_places + PLACES_BYTES
+        now = scratch + at_places
+        coming = scratch + at_places + PLACES_BYTES
         for t in range(first, end):
             seen = position + 1 - t * TILE
             if t == first or not ahead:
-                find_cells(t, (min(TILE, seen + tokens - 1) + CELL - 1) // CELL, table, cells_per_block, per_chunk,
-                           kv_head, keys, key_scales, values, scratch, now)  # fmt: skip
+                find_cells(
+                    t,
+                    (min(TILE, seen + tokens - 1) + CELL - 1) // CELL,
+                    table,
+                    cells_per_block,
+                    per_chunk,
+                    kv_head,
+                    keys,
+                    key_scales,
+                    values,
+                    scratch,
+                    now,
+                )
             if ahead:
-                # The next tile is fetched while this one is computed; after the last one, the next unit's first.
+                # The next tile is fetched while this one is computed; after the last one, the next
+                # unit's first.
                 if t + 1 == end:
-                    sequence_, kv_head_, _, tokens_, position_, next_t, _, _ = unit_of(units + 4 * UNIT * (tile + 1))
+                    sequence_, kv_head_, _, tokens_, position_, next_t, _, _ = unit_of(
+                        units + 4 * UNIT * (tile + 1)
+                    )
                     next_t = max(next_t, _first_tile(position_ + 1, window))
                     table_ = tables + sequence_ * table_stride
                 else:
-                    kv_head_, tokens_, position_, next_t, table_ = kv_head, tokens, position, t + 1, table
-                find_cells(next_t, (min(TILE, position_ + tokens_ - next_t * TILE) + CELL - 1) // CELL, table_,
-                           cells_per_block, per_chunk, kv_head_, keys, key_scales, values, scratch, coming)  # fmt: skip
+                    kv_head_ = kv_head
+                    tokens_ = tokens
+                    position_ = position
+                    next_t = t + 1
+                    table_ = table
+                find_cells(
+                    next_t,
+                    (min(TILE, position_ + tokens_ - next_t * TILE) + CELL - 1) // CELL,
+                    table_,
+                    cells_per_block,
+                    per_chunk,
+                    kv_head_,
+                    keys,
+                    key_scales,
+                    values,
+                    scratch,
+                    coming,
+                )
                 fetch_scales(coming)
             for r in range(0, padded, rows):
                 partial = partials + (base - 1 + t * padded + r) * partial_bytes if base else 0
@@ -159,10 +301,15 @@ def _attention(
                 now, coming = coming, now
         if not base:
             for r in range(count):
-                head, lane = kv_head * group + r % group, 4 * (r // rows * STATS + r % rows)
-                divide(out + row_bytes * ((first_row + r // group) * kv_heads * group + head),
-                       scratch + at_out + row_bytes * r, scratch + at_sums + lane, scratch + at_maxima + lane,
-                       sinks_at + 4 * head)  # fmt: skip
+                head = kv_head * group + r % group
+                lane = 4 * (r // rows * STATS + r % rows)
+                divide(
+                    out + row_bytes * ((first_row + r // group) * kv_heads * group + head),
+                    scratch + at_out + row_bytes * r,
+                    scratch + at_sums + lane,
+                    scratch + at_maxima + lane,
+                    sinks_at + 4 * head,
+                )
 
     return KERNEL_SIGNATURE, kernel
 
@@ -170,35 +317,52 @@ def _attention(
 def attention_merge(isa: Isa, head_dim: str, group_size: str, sinks: str) -> Kernel:
     """One head of a row whose tiles were spread over pieces: merge its partials in order of position.
 
-    Arguments: merges, partials, KV heads, out, window, sinks. A merge is int32 [5]: row, context length, number of the
-    row's first partial, partials from one tile to the next and from one KV head to the next.
+    Arguments: merges, partials, KV heads, out, window, sinks. A merge is int32 [5]: row, context
+    length, number of the row's first partial, partials from one tile to the next and from one KV
+    head to the next.
     """
-    dim, group = int(head_dim), int(group_size)
+    dim = int(head_dim)
+    group = int(group_size)
     at = scratch_areas(dim, group)
-    merge_stats, scale_add = merge_stats_kernel(isa), scale_add_kernel(isa, dim)
+    merge_stats = merge_stats_kernel(isa)
+    scale_add = scale_add_kernel(isa, dim)
     divide = divide_kernel(isa, dim, sinks == "1")
-    partial_bytes, at_stats, at_maxima, at_sums, at_out = (
-        64 + 4 * dim, at["tile_stats"], at["maxima"], at["sums"], at["out"])  # fmt: skip
 
-    arguments, merge_of = fields(6), fields(MERGE, I32)
+    partial_bytes = 64 + 4 * dim
+    at_stats = at["tile_stats"]
+    at_maxima = at["maxima"]
+    at_sums = at["sums"]
+    at_out = at["out"]
+
+    arguments = fields(6)
+    merge_of = fields(MERGE, I32)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         merges, partials, kv_heads, out, window, sinks_at = arguments(args)
         heads = kv_heads * group
         row, context, base, per_tile, per_head = merge_of(merges + 4 * MERGE * (tile // heads))
         head = tile % heads
-        stats, total = scratch + at_stats, scratch + at_out
+        stats = scratch + at_stats
+        total = scratch + at_out
         store_f32(scratch + at_maxima, MASKED)
         store_f32(scratch + at_sums, 0.0)
         for i in range(dim):
             store_f32(total + 4 * i, 0.0)
         for t in range(_first_tile(context, window), (context + TILE - 1) // TILE):
-            place = partials + (base + head // group * per_head + t * per_tile + head % group) * partial_bytes
+            place = (
+                partials
+                + (base + head // group * per_head + t * per_tile + head % group) * partial_bytes
+            )
             store_f32(stats, load_f32(place))
             store_f32(stats + 4 * STATS, load_f32(place + 4))
             merge_stats(scratch + at_maxima, scratch + at_sums, stats)
             scale_add(total, place + 64, stats + 8 * STATS, stats + 12 * STATS)
-        divide(out + 4 * dim * (row * heads + head), total, scratch + at_sums, scratch + at_maxima,
-               sinks_at + 4 * head)  # fmt: skip
+        divide(
+            out + 4 * dim * (row * heads + head),
+            total,
+            scratch + at_sums,
+            scratch + at_maxima,
+            sinks_at + 4 * head,
+        )
 
     return KERNEL_SIGNATURE, kernel

@@ -1,10 +1,11 @@
 """What attention does with one KV tile: the micro-kernels that prefill and decode share.
 
-For each KV tile of 128 tokens at absolute positions: int8 keys are multiplied with int8 queries in exact integers;
-the softmax of the tile alone gives maximum, sum and weighted values; tiles are merged in order with the online softmax
-(Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). Weights and values are multiplied in bfloat16 where
-the processor can, in float32 elsewhere. Since the arithmetic of a row is that of its tiles, prefill (many rows share
-a tile) and decode (the tiles of one row are spread over threads and merged afterwards) give the same bits.
+For each KV tile of 128 tokens at absolute positions: int8 keys are multiplied with int8 queries in
+exact integers; the softmax of the tile alone gives maximum, sum and weighted values; tiles are
+merged in order with the online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al.,
+2022). Weights and values are multiplied in bfloat16 where the processor can, in float32 elsewhere.
+Since the arithmetic of a row is that of its tiles, prefill (many rows share a tile) and decode (the
+tiles of one row are spread over threads and merged afterwards) give the same bits.
 """
 
 from __future__ import annotations
@@ -39,20 +40,6 @@ from twinphase.backends.cpu.intrinsics import (
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kv_layout import CELL, CHUNK, TILE, key_bytes, scale_bytes, value_bytes
 
-__all__ = [
-    "MASKED",
-    "STATS",
-    "copy_query_kernel",
-    "divide_kernel",
-    "fetch_scales_kernel",
-    "find_cells_kernel",
-    "merge_stats_kernel",
-    "scale_add_kernel",
-    "scores_kernel",
-    "softmax_kernel",
-    "weighted_values_kernel",
-]
-
 MASKED = -1e30  # finite, so that a wholly masked tile merges with weight 0 instead of NaN
 CELLS = TILE // CELL  # of a tile
 STATS = 8  # lanes of the vectors that hold a row block's maxima and sums
@@ -85,7 +72,8 @@ def _widen_values(isa: Isa, dim: int, dtype: str) -> Any:
                 pairs = e.b.sitofp(e.b.sext(small, vector(I32, 2 * lanes)), vector(F32, 2 * lanes))
             else:
                 pairs = e.widen(e.load(vector(F16, 2 * lanes), values, 2 * i))
-            pair, column = i // (2 * dim), i % (2 * dim) // 2
+            pair = i // (2 * dim)
+            column = i % (2 * dim) // 2
             for side in (0, 1):
                 row = e.shuffle(pairs, None, range(side, 2 * lanes, 2))
                 e.store(row, out, 4 * ((2 * pair + side) * dim + column))
@@ -94,47 +82,74 @@ def _widen_values(isa: Isa, dim: int, dtype: str) -> Any:
 
 
 def scores_kernel(isa: Isa, dim: int, rows: int, ahead: bool = False) -> Any:
-    """Numba-callable (queries, sums, places, next places, out, chunks): out[r, t] = (q . k) * key scale.
+    """Numba-callable (queries, sums, places, next places, out, chunks): out[r, t] = (q .
 
-    The register tile is `rows` queries x 4 vectors of tokens; `chunks` of them are computed. Places are the addresses
-    of the tile's cells: keys, then scales, then values (`find_cells_kernel`). With `ahead` the keys at the next places
-    are asked for meanwhile.
+    k) * key scale.
+
+    The register tile is `rows` queries x 4 vectors of tokens; `chunks` of them are computed. Places
+    are the addresses of the tile's cells: keys, then scales, then values (`find_cells_kernel`).
+    With `ahead` the keys at the next places are asked for meanwhile.
     """
-    lanes, columns = isa.lanes, 4
-    ints, floats = vector(I32, lanes), vector(F32, lanes)
+    lanes = isa.lanes
+    columns = 4
+    ints = vector(I32, lanes)
+    floats = vector(F32, lanes)
 
-    def write(e: Emit, queries: Value, sums: Value, places: Value, coming: Value, out: Value, chunks: Value) -> None:
-        b, signed = e.b, e.dot_is_signed(8)
+    def write(
+        e: Emit,
+        queries: Value,
+        sums: Value,
+        places: Value,
+        coming: Value,
+        out: Value,
+        chunks: Value,
+    ) -> None:
+        b = e.b
+        signed = e.dot_is_signed(8)
         with e.loop(0, chunks) as chunk:
             first = e.mul(chunk, lanes * columns)  # token
-            keys, scales = [], []
+            keys = []
+            scales = []
             for c in range(columns):
                 token = e.add(first, c * lanes)
-                place, part = e.mul(b.ashr(token, e.i64(4)), 8), e.mul(b.and_(token, e.i64(15)), 4)
+                place = e.mul(b.ashr(token, e.i64(4)), 8)
+                part = e.mul(b.and_(token, e.i64(15)), 4)
                 keys.append(e.add(e.load(I64, places, place), part))
                 scales.append(e.load(floats, e.load(I64, places, place, 8 * CELLS), part))
             totals = []
             for r in range(rows):
                 start: Value = e.splat(ints, 0)
                 if not signed:
-                    start = e.broadcast(b.mul(e.load(I32, sums, 4 * r), ir.Constant(I32, -128)), lanes)
+                    start = e.broadcast(
+                        b.mul(e.load(I32, sums, 4 * r), ir.Constant(I32, -128)), lanes
+                    )
                 totals.append([e.variable(start) for _ in range(columns)])
             with e.loop(0, dim // 4) as quad:
                 vectors = [e.load(ints, key, e.mul(quad, 4 * CELL)) for key in keys]
                 if ahead:
-                    # Four lines in the order in which they lie, so that the hardware sees a stream and helps.
-                    cell = e.add(e.mul(chunk, lanes * columns // CELL), b.sdiv(quad, e.i64(dim // 16)))
+                    # Four lines in the order in which they lie, so that the hardware sees a stream
+                    # and helps.
+                    cell = e.add(
+                        e.mul(chunk, lanes * columns // CELL), b.sdiv(quad, e.i64(dim // 16))
+                    )
                     line = e.mul(b.srem(quad, e.i64(dim // 16)), 256)
                     for n in range(4):
                         e.prefetch(e.load(I64, coming, e.mul(cell, 8)), line, 64 * n)
                 for r in range(rows):
                     query = e.broadcast(e.load(I32, queries, r * dim, e.mul(quad, 4)), lanes)
                     for c in range(columns):
-                        totals[r][c].set(e.dot(totals[r][c].get(), vectors[c], query, signed=signed))
+                        totals[r][c].set(
+                            e.dot(totals[r][c].get(), vectors[c], query, signed=signed)
+                        )
             for c in range(columns):
                 at = e.mul(e.add(first, c * lanes), 4)
                 for r in range(rows):
-                    e.store(b.fmul(b.sitofp(totals[r][c].get(), floats), scales[c]), out, 4 * TILE * r, at)
+                    e.store(
+                        b.fmul(b.sitofp(totals[r][c].get(), floats), scales[c]),
+                        out,
+                        4 * TILE * r,
+                        at,
+                    )
 
     return emitted(isa, 6, write)
 
@@ -142,17 +157,27 @@ def scores_kernel(isa: Isa, dim: int, rows: int, ahead: bool = False) -> Any:
 def softmax_kernel(isa: Isa, dtype: str, softcap: float) -> Any:
     """Numba-callable (scores, weights out, query scale, first visible token, their end, maximum, sum, places): one row.
 
-    All but the range of visible tokens are addresses. Scores, in powers of 2, are capped by `softcap` unless
-    it is 0. The scales of int8 values, found by the places, are multiplied into the weights once these are summed, so
-    that values are multiplied as the integers they are stored as.
+    All but the range of visible tokens are addresses. Scores, in powers of 2, are capped by
+    `softcap` unless it is 0. The scales of int8 values, found by the places, are multiplied into
+    the weights once these are summed, so that values are multiplied as the integers they are stored
+    as.
     """
     lanes = isa.lanes
-    ints, floats = vector(I32, lanes), vector(F32, lanes)
+    ints = vector(I32, lanes)
+    floats = vector(F32, lanes)
     count = TILE // lanes
 
-    def row(e: Emit, x: list[Value], masks: list[Value], out: Value, maximum: Value, total: Value,
-            places: Value) -> None:  # fmt: skip
-        b, zero = e.b, e.splat(floats, 0.0)
+    def row(
+        e: Emit,
+        x: list[Value],
+        masks: list[Value],
+        out: Value,
+        maximum: Value,
+        total: Value,
+        places: Value,
+    ) -> None:
+        b = e.b
+        zero = e.splat(floats, 0.0)
         # The tile's own maximum: a tile is computed alike whatever came before it.
         largest = x[0]
         for value in x[1:]:
@@ -160,7 +185,8 @@ def softmax_kernel(isa: Isa, dtype: str, softcap: float) -> Any:
         top = e.reduce_max(largest)
         e.store(top, maximum)
         top = e.broadcast(top, lanes)
-        # bfloat16 keeps 8 bits of a weight, so the short polynomial costs nothing; float32 gets the long one.
+        # bfloat16 keeps 8 bits of a weight, so the short polynomial costs nothing; float32 gets the
+        # long one.
         powers = EXP2_DEGREE_3 if isa.bf16_dot else EXP2_DEGREE_5
         weights = [e.exp2(b.fsub(value, top), powers) for value in x]
         if masks:
@@ -171,7 +197,8 @@ def softmax_kernel(isa: Isa, dtype: str, softcap: float) -> Any:
         e.store(e.reduce_add(summed), total)
         if dtype == "int8":
             for i in range(count):
-                cell, lane = i * lanes // CELL, i * lanes % CELL
+                cell = i * lanes // CELL
+                lane = i * lanes % CELL
                 scales = e.load(I64, places, 8 * (CELLS + cell))
                 weights[i] = b.fmul(weights[i], e.load(floats, scales, 4 * (CELL + lane)))
         if isa.bf16_dot:
@@ -181,23 +208,39 @@ def softmax_kernel(isa: Isa, dtype: str, softcap: float) -> Any:
             for i, value in enumerate(weights):
                 e.store(value, out, 4 * i * lanes)
 
-    def write(e: Emit, scores: Value, out: Value, scale: Value, first: Value, end: Value, maximum: Value, total: Value,
-              places: Value) -> None:  # fmt: skip
+    def write(
+        e: Emit,
+        scores: Value,
+        out: Value,
+        scale: Value,
+        first: Value,
+        end: Value,
+        maximum: Value,
+        total: Value,
+        places: Value,
+    ) -> None:
         b = e.b
         factor = e.broadcast(e.load(F32, scale), lanes)
         x = [b.fmul(e.load(floats, scores, 4 * i * lanes), factor) for i in range(count)]
         if softcap:
-            slope, cap = e.splat(floats, 2 / softcap), e.splat(floats, softcap * LOG2_E)
+            slope = e.splat(floats, 2 / softcap)
+            cap = e.splat(floats, softcap * LOG2_E)
             x = [e.softcap(value, slope, cap) for value in x]
         masked = b.or_(b.icmp_signed("<", end, e.i64(TILE)), b.icmp_signed(">", first, e.i64(0)))
         with b.if_else(masked) as (partly, wholly):
             with partly:
                 start, limit = (e.broadcast(b.trunc(bound, I32), lanes) for bound in (first, end))
-                numbers = [ir.Constant(ints, list(range(i * lanes, (i + 1) * lanes))) for i in range(count)]
-                masks = [
-                    b.and_(b.icmp_signed("<", number, limit), b.icmp_signed(">=", number, start)) for number in numbers
+                numbers = [
+                    ir.Constant(ints, list(range(i * lanes, (i + 1) * lanes))) for i in range(count)
                 ]
-                seen = [b.select(mask, value, e.splat(floats, MASKED)) for mask, value in zip(masks, x, strict=True)]
+                masks = [
+                    b.and_(b.icmp_signed("<", number, limit), b.icmp_signed(">=", number, start))
+                    for number in numbers
+                ]
+                seen = [
+                    b.select(mask, value, e.splat(floats, MASKED))
+                    for mask, value in zip(masks, x, strict=True)
+                ]
                 row(e, seen, masks, out, maximum, total, places)
             with wholly:
                 row(e, x, [], out, maximum, total, places)
@@ -210,19 +253,29 @@ def weighted_values_kernel(
 ) -> Any:
     """Numba-callable (weights, places, next places, cells, out, out stride, stats): sum over tokens of weight * value.
 
-    With `merge` the sums are folded into out (out * alpha + sum * beta, from `stats`), else stored. With `ahead` the
-    values at the next places are asked for meanwhile. With `convert` values are int8 where they lie.
+    With `merge` the sums are folded into out (out * alpha + sum * beta, from `stats`), else stored.
+    With `ahead` the values at the next places are asked for meanwhile. With `convert` values are
+    int8 where they lie.
     """
     lanes = isa.lanes
-    floats, ints = vector(F32, lanes), vector(I32, lanes)
+    floats = vector(F32, lanes)
+    ints = vector(I32, lanes)
     columns = min(4, dim // lanes)
     tokens = 2 if isa.bf16_dot else 1  # of one step
     steps = CELL // tokens
     value_size = 1 if convert else 2 if isa.bf16_dot else 4  # bytes
     value_row = tokens * value_size * dim
 
-    def write(e: Emit, weights: Value, places: Value, coming: Value, cells: Value, out: Value, stride: Value,
-              stats: Value) -> None:  # fmt: skip
+    def write(
+        e: Emit,
+        weights: Value,
+        places: Value,
+        coming: Value,
+        cells: Value,
+        out: Value,
+        stride: Value,
+        stats: Value,
+    ) -> None:
         b = e.b
         for first in range(0, dim, columns * lanes):
             here = range(min(columns, (dim - first) // lanes))
@@ -231,15 +284,23 @@ def weighted_values_kernel(
                 start = tokens * value_size * first
                 values = e.add(e.load(I64, places, e.mul(cell, 8), 16 * CELLS), start)
                 weight_at = e.add(weights, e.mul(cell, 4 * steps))
-                later = e.add(e.load(I64, coming, e.mul(cell, 8), 16 * CELLS), start) if ahead else None
+                later = (
+                    e.add(e.load(I64, coming, e.mul(cell, 8), 16 * CELLS), start) if ahead else None
+                )
                 with e.loop(0, steps) as step:
                     if later is not None:
                         for line in range(0, tokens * value_size * lanes * len(here), 64):
                             e.prefetch(later, e.mul(step, value_row), line)
                     if convert:
-                        row = [_bf16_pairs(e, values, e.mul(step, value_row), 2 * c * lanes) for c in here]
+                        row = [
+                            _bf16_pairs(e, values, e.mul(step, value_row), 2 * c * lanes)
+                            for c in here
+                        ]
                     else:
-                        row = [e.load(ints, values, e.mul(step, value_row), 4 * c * lanes) for c in here]
+                        row = [
+                            e.load(ints, values, e.mul(step, value_row), 4 * c * lanes)
+                            for c in here
+                        ]
                     for r in range(rows):
                         place = (r * TILE * 4 // tokens, e.mul(step, 4))
                         weight = e.broadcast(e.load(I32, weight_at, *place), lanes)
@@ -248,13 +309,22 @@ def weighted_values_kernel(
                             if isa.bf16_dot:
                                 total.set(e.dot_bf16(total.get(), weight, row[c]))
                             else:
-                                total.set(e.fma(b.bitcast(weight, floats), b.bitcast(row[c], floats), total.get()))
+                                total.set(
+                                    e.fma(
+                                        b.bitcast(weight, floats),
+                                        b.bitcast(row[c], floats),
+                                        total.get(),
+                                    )
+                                )
             for r in range(rows):
                 for c in here:
                     at = (e.mul(stride, r), 4 * (first + c * lanes))
                     value = totals[r][c].get()
                     if merge:
-                        alpha, beta = (e.broadcast(e.load(F32, stats, 4 * (STATS * k + r)), lanes) for k in (2, 3))
+                        alpha, beta = (
+                            e.broadcast(e.load(F32, stats, 4 * (STATS * k + r)), lanes)
+                            for k in (2, 3)
+                        )
                         value = e.fma(e.load(floats, out, *at), alpha, b.fmul(value, beta))
                     e.store(value, out, *at)
 
@@ -266,9 +336,11 @@ def merge_stats_kernel(isa: Isa) -> Any:
     ty = vector(F32, STATS)
 
     def write(e: Emit, maxima: Value, sums: Value, stats: Value) -> None:
-        old, tile = e.load(ty, maxima), e.load(ty, stats)
+        old = e.load(ty, maxima)
+        tile = e.load(ty, stats)
         new = e.maximum(old, tile)
-        alpha, beta = e.exp2(e.b.fsub(old, new)), e.exp2(e.b.fsub(tile, new))
+        alpha = e.exp2(e.b.fsub(old, new))
+        beta = e.exp2(e.b.fsub(tile, new))
         e.store(new, maxima)
         e.store(e.fma(e.load(ty, sums), alpha, e.b.fmul(e.load(ty, stats, 4 * STATS), beta)), sums)
         e.store(alpha, stats, 8 * STATS)
@@ -293,13 +365,17 @@ def scale_add_kernel(isa: Isa, dim: int) -> Any:
 def divide_kernel(isa: Isa, dim: int, sinks: bool) -> Any:
     """Numba-callable (out, source, addresses of sum, maximum and sink): out = source / sum.
 
-    A sink is a score (a natural logarithm, not a power of 2) that takes its share of the sum and has no value.
+    A sink is a score (a natural logarithm, not a power of 2) that takes its share of the sum and
+    has no value.
     """
     floats = vector(F32, 16)
 
-    def write(e: Emit, out: Value, source: Value, total: Value, maximum: Value, sink: Value) -> None:
+    def write(
+        e: Emit, out: Value, source: Value, total: Value, maximum: Value, sink: Value
+    ) -> None:
         b = e.b
-        divisor, alpha = e.broadcast(e.load(F32, total), 16), None
+        divisor = e.broadcast(e.load(F32, total), 16)
+        alpha = None
         if sinks:
             score = b.fmul(e.broadcast(e.load(F32, sink), 16), e.splat(floats, LOG2_E))
             old = e.broadcast(e.load(F32, maximum), 16)
@@ -320,18 +396,32 @@ def find_cells_kernel(isa: Isa, dim: int, dtype: str, at: dict[str, int], *, in_
     """
     widen = _widen_values(isa, dim, dtype)
     at_values = at["values"]
-    size, scale_size, value_size = key_bytes(dim), scale_bytes(dtype), value_bytes(dim, dtype)
+    size = key_bytes(dim)
+    scale_size = scale_bytes(dtype)
+    value_size = value_bytes(dim, dtype)
     widened_bytes = (2 if isa.bf16_dot else 4) * CELL * dim
 
     @njit  # type: ignore[untyped-decorator]
-    def find(t: int, cells: int, table: int, cells_per_block: int, per_chunk: int, kv_head: int, keys: int,
-             scales: int, values: int, scratch: int, places: int) -> None:  # fmt: skip
+    def find(
+        t: int,
+        cells: int,
+        table: int,
+        cells_per_block: int,
+        per_chunk: int,
+        kv_head: int,
+        keys: int,
+        scales: int,
+        values: int,
+        scratch: int,
+        places: int,
+    ) -> None:
         block = t * CELLS // cells_per_block
         offset = t * CELLS - block * cells_per_block
         for c in range(cells):
             where = load_u32(table + 4 * block) * cells_per_block + offset
             index = where // CHUNK * per_chunk + kv_head * CHUNK + where % CHUNK
-            place, value = places + 8 * c, values + index * value_size
+            place = places + 8 * c
+            value = values + index * value_size
             if not in_place:
                 widened = scratch + at_values + c * widened_bytes
                 widen(value, widened)
@@ -341,9 +431,11 @@ def find_cells_kernel(isa: Isa, dim: int, dtype: str, at: dict[str, int], *, in_
             store_i64(place + 16 * CELLS, value)
             offset += 1
             if offset == cells_per_block:
-                block, offset = block + 1, 0
+                block = block + 1
+                offset = 0
         for c in range(cells, CELLS):
-            # A chunk of scores may reach past the last cell: any readable place will do, the result is masked.
+            # A chunk of scores may reach past the last cell: any readable place will do, the result
+            # is masked.
             store_i64(places + 8 * c, load_i64(places))
             store_i64(places + 8 * (CELLS + c), load_i64(places + 8 * CELLS))
             store_i64(places + 8 * (2 * CELLS + c), load_i64(places + 16 * CELLS))
@@ -363,10 +455,14 @@ def fetch_scales_kernel(isa: Isa) -> Any:
 
 def copy_query_kernel(dim: int, at: dict[str, int]) -> Any:
     """Numba function that copies one int8 query head with its scale and sum to row r of scratch."""
-    at_queries, at_scales, at_sums = at["queries"], at["query_scales"], at["query_sums"]
+    at_queries = at["queries"]
+    at_scales = at["query_scales"]
+    at_sums = at["query_sums"]
 
     @njit  # type: ignore[untyped-decorator]
-    def copy(r: int, head: int, queries: int, query_scales: int, query_sums: int, scratch: int) -> None:
+    def copy(
+        r: int, head: int, queries: int, query_scales: int, query_sums: int, scratch: int
+    ) -> None:
         for i in range(0, dim, 8):
             store_i64(scratch + at_queries + r * dim + i, load_i64(queries + head * dim + i))
         store_f32(scratch + at_scales + 4 * r, load_f32(query_scales + 4 * head))

@@ -1,8 +1,9 @@
 """Linear layers on BF16 weights in matrix tiles (AMX), both phases: 16 rows x 16 outputs x 32 inputs an instruction.
 
-Rows come as bfloat16 too, as such models were trained, and sums stay in float32 tiles over a panel of inputs, waiting
-in the output's own memory between panels. A row of a tile is added by itself, inputs in one order, so its bits do not
-depend on the rows beside it: the same instruction computes one row and a thousand.
+Rows come as bfloat16 too, as such models were trained, and sums stay in float32 tiles over a panel
+of inputs, waiting in the output's own memory between panels. A row of a tile is added by itself,
+inputs in one order, so its bits do not depend on the rows beside it: the same instruction computes
+one row and a thousand.
 """
 
 from __future__ import annotations
@@ -16,23 +17,37 @@ from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.tiling import DENSE_PANEL, DENSE_TILE, MATRIX_ROWS
 
-__all__ = ["strips_in_dense_tiles"]
-
 ROWS = MATRIX_ROWS
-WEIGHTS = 2048  # bytes of a strip's weights for `DENSE_TILE` inputs: [block of 16 outputs][pair of inputs][output][2]
+# bytes of a strip's weights for `DENSE_TILE` inputs: [block of 16 outputs][pair of
+# inputs][output][2]
+WEIGHTS = 2048
 AHEAD = 8192  # bytes; one row asks for the weights so far behind those that it reads
 
 
 def _begin(e: Emit, scratch: Value, first: Value, second: Value) -> None:
     """Shape the tiles: sums of `first` and of `second` rows by two blocks of outputs, rows of inputs, weights."""
-    e.shape_tiles([(rows, 64) for rows in (first, first, second, second, first, second, ROWS, ROWS)], scratch)
+    e.shape_tiles(
+        [(rows, 64) for rows in (first, first, second, second, first, second, ROWS, ROWS)], scratch
+    )
 
 
-def _block(e: Emit, both: bool, w: Value, tiles: Value, data: Value, data_stride: Value, out: Value, out_stride: Value,
-           is_first: Value) -> None:  # fmt: skip
+def _block(
+    e: Emit,
+    both: bool,
+    w: Value,
+    tiles: Value,
+    data: Value,
+    data_stride: Value,
+    out: Value,
+    out_stride: Value,
+    is_first: Value,
+) -> None:
     """Add a panel's products to a strip's outputs of one block of rows, or of two."""
-    sums = [(i, j, 2 * i + j, (e.add(out, e.mul(out_stride, ROWS * i), 64 * j), out_stride))
-            for i in range(2 if both else 1) for j in range(2)]  # fmt: skip
+    sums = [
+        (i, j, 2 * i + j, (e.add(out, e.mul(out_stride, ROWS * i), 64 * j), out_stride))
+        for i in range(2 if both else 1)
+        for j in range(2)
+    ]
     for _, _, tile, place in sums:
         with e.b.if_else(e.b.icmp_signed("!=", is_first, e.i64(0))) as (then, otherwise):
             with then:
@@ -44,7 +59,11 @@ def _block(e: Emit, both: bool, w: Value, tiles: Value, data: Value, data_stride
         inputs = e.add(data, e.mul(k, 2 * DENSE_TILE))
         for i, j, tile, _ in sums:
             if j == 0:
-                e.matrix("tileloadd64", 4 + i, at=(e.add(inputs, e.mul(data_stride, ROWS * i)), data_stride))
+                e.matrix(
+                    "tileloadd64",
+                    4 + i,
+                    at=(e.add(inputs, e.mul(data_stride, ROWS * i)), data_stride),
+                )
             if i == 0:
                 e.matrix("tileloadd64", 6 + j, at=(e.add(weights, j * WEIGHTS // 2), e.i64(64)))
             e.matrix("tdpbf16ps", tile, 4 + i, 6 + j)
@@ -55,7 +74,9 @@ def _block(e: Emit, both: bool, w: Value, tiles: Value, data: Value, data_stride
         e.matrix("tilestored64", tile, at=place)
 
 
-def _add_rows(e: Emit, rows: Value, out: Value, out_stride: Value, residual: Value, stride: Value) -> None:
+def _add_rows(
+    e: Emit, rows: Value, out: Value, out_stride: Value, residual: Value, stride: Value
+) -> None:
     """Add a strip's residual, or its bias."""
     ty = vector(F32, 16)
     with e.loop(0, rows) as m:
@@ -76,36 +97,85 @@ def strips_in_dense_tiles(isa: Isa) -> Any:
     def two_of_rows(e: Emit, *args: Value) -> None:
         _block(e, True, *args)
 
-    begin, end, add = emitted(isa, 3, _begin), emitted(isa, 0, release), emitted(isa, 5, _add_rows)
-    one, two = emitted(isa, 7, one_of_rows), emitted(isa, 7, two_of_rows)
+    begin = emitted(isa, 3, _begin)
+    end = emitted(isa, 0, release)
+    add = emitted(isa, 5, _add_rows)
+    one = emitted(isa, 7, one_of_rows)
+    two = emitted(isa, 7, two_of_rows)
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
-    def run(w: int, groups: int, first_strip: int, end_strip: int, data: int, data_stride: int, scale: int, fsum: int,
-            scale_stride: int, isum: int, out: int, out_stride: int, residual: int, residual_stride: int,
-            first_row: int, rows: int, scratch: int) -> None:  # fmt: skip
+    def run(
+        w: int,
+        groups: int,
+        first_strip: int,
+        end_strip: int,
+        data: int,
+        data_stride: int,
+        scale: int,
+        fsum: int,
+        scale_stride: int,
+        isum: int,
+        out: int,
+        out_stride: int,
+        residual: int,
+        residual_stride: int,
+        first_row: int,
+        rows: int,
+        scratch: int,
+    ) -> None:
         tiles = (groups + DENSE_TILE - 1) // DENSE_TILE
         whole = rows // (2 * ROWS) * 2 * ROWS
         rest = rows - whole
         for p in range(0, tiles, DENSE_PANEL):
-            count, here = min(DENSE_PANEL, tiles - p), data + 2 * DENSE_TILE * p
+            count = min(DENSE_PANEL, tiles - p)
+            here = data + 2 * DENSE_TILE * p
             if whole:
                 begin(scratch, ROWS, ROWS)
                 for s in range(first_strip, end_strip):
                     for m in range(first_row, first_row + whole, 2 * ROWS):
-                        two(w + (s * tiles + p) * WEIGHTS, count, here + m * data_stride, data_stride,
-                            out + m * out_stride + 128 * s, out_stride, int(p == 0))  # fmt: skip
+                        two(
+                            w + (s * tiles + p) * WEIGHTS,
+                            count,
+                            here + m * data_stride,
+                            data_stride,
+                            out + m * out_stride + 128 * s,
+                            out_stride,
+                            int(p == 0),
+                        )
             if rest:
                 m = first_row + whole
                 begin(scratch, min(rest, ROWS), max(rest - ROWS, 1))
                 for s in range(first_strip, end_strip):
-                    at, columns = w + (s * tiles + p) * WEIGHTS, out + m * out_stride + 128 * s
+                    at = w + (s * tiles + p) * WEIGHTS
+                    columns = out + m * out_stride + 128 * s
                     if rest > ROWS:
-                        two(at, count, here + m * data_stride, data_stride, columns, out_stride, int(p == 0))
+                        two(
+                            at,
+                            count,
+                            here + m * data_stride,
+                            data_stride,
+                            columns,
+                            out_stride,
+                            int(p == 0),
+                        )
                     else:
-                        one(at, count, here + m * data_stride, data_stride, columns, out_stride, int(p == 0))
+                        one(
+                            at,
+                            count,
+                            here + m * data_stride,
+                            data_stride,
+                            columns,
+                            out_stride,
+                            int(p == 0),
+                        )
         end()
         for s in range(first_strip, end_strip):
-            add(rows, out + first_row * out_stride + 128 * s, out_stride, residual + first_row * residual_stride
-                + 128 * s, residual_stride)  # fmt: skip
+            add(
+                rows,
+                out + first_row * out_stride + 128 * s,
+                out_stride,
+                residual + first_row * residual_stride + 128 * s,
+                residual_stride,
+            )
 
     return run

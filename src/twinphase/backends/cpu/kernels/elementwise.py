@@ -1,7 +1,7 @@
 """RMSNorm, gates, sums, and the picking of rows; rows are padded to multiples of 32.
 
-The quantization of a result is fused in: a spec ends in `q8` where the next linear layer wants int8 groups, in `f32`
-where it wants float32.
+The quantization of a result is fused in: a spec ends in `q8` where the next linear layer wants int8
+groups, in `f32` where it wants float32.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.quantize import store_quantized
 from twinphase.backends.cpu.tiling import GATE_PARTS, LOGIT_PARTS, ROWS_PER_TILE
 
-__all__ = ["add", "add_norm", "cap_logits", "gate_mul", "pick_rows", "rms_norm"]
-
 GROUP_OF_FLOATS = vector(F32, 32)
 
 
-def _store(e: Emit, kind: str, values: Value, g: Value, out: Value, scale: Value, fsum: Value, isum: Value) -> None:
+def _store(
+    e: Emit, kind: str, values: Value, g: Value, out: Value, scale: Value, fsum: Value, isum: Value
+) -> None:
     if kind == "q8":
         store_quantized(e, values, g, out, scale, fsum, isum)
     else:
@@ -48,26 +48,47 @@ def _inverse_rms(e: Emit, x: Value, width: Value, eps: Value, groups: Value) -> 
 def rms_norm(isa: Isa, kind: str) -> tuple[Any, Callable[[int, int, int], None]]:
     """out = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467).
 
-    Arguments: address of the row count, x, x stride, weight, width, eps bits, groups, out, scale, fsum, isum.
+    Arguments: address of the row count, x, x stride, weight, width, eps bits, groups, out, scale,
+    fsum, isum.
     """
     width_of_row = 32 if kind == "q8" else 128
 
-    def write(e: Emit, x: Value, weight: Value, width: Value, eps: Value, groups: Value, out: Value, scale: Value,
-              fsum: Value, isum: Value) -> None:  # fmt: skip
+    def write(
+        e: Emit,
+        x: Value,
+        weight: Value,
+        width: Value,
+        eps: Value,
+        groups: Value,
+        out: Value,
+        scale: Value,
+        fsum: Value,
+        isum: Value,
+    ) -> None:
         factor = _inverse_rms(e, x, width, eps, groups)
         with e.loop(0, groups) as g:
             values = e.b.fmul(e.load(GROUP_OF_FLOATS, x, e.mul(g, 128)), factor)
             values = e.b.fmul(values, e.load(GROUP_OF_FLOATS, weight, e.mul(g, 128)))
             _store(e, kind, values, g, out, scale, fsum, isum)
 
-    row_of, arguments = emitted(isa, 9, write), fields(11)
+    row_of = emitted(isa, 9, write)
+    arguments = fields(11)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         count, x, stride, weight, width, eps, groups, out, scale, fsum, isum = arguments(args)
         for m in range(tile * ROWS_PER_TILE, min(load_i64(count), (tile + 1) * ROWS_PER_TILE)):
             at = 4 * m * groups
-            row_of(x + m * stride, weight, width, eps, groups, out + m * groups * width_of_row,
-                   scale + at, fsum + at, isum + 2 * at)  # fmt: skip
+            row_of(
+                x + m * stride,
+                weight,
+                width,
+                eps,
+                groups,
+                out + m * groups * width_of_row,
+                scale + at,
+                fsum + at,
+                isum + 2 * at,
+            )
 
     return KERNEL_SIGNATURE, kernel
 
@@ -82,26 +103,50 @@ def gate_mul(isa: Isa, activation: str, kind: str) -> tuple[Any, Callable[[int, 
     def gated(e: Emit, gate: Value, up: Value) -> Value:
         if activation != "swiglu_oai":
             return e.b.fmul(e.silu(gate) if activation == "silu" else e.gelu(gate), up)
-        limit, minus = e.splat(gate.type, 7.0), e.splat(gate.type, -7.0)
-        gate, up = e.minimum(gate, limit), e.maximum(e.minimum(up, limit), minus)
+        limit = e.splat(gate.type, 7.0)
+        minus = e.splat(gate.type, -7.0)
+        gate = e.minimum(gate, limit)
+        up = e.maximum(e.minimum(up, limit), minus)
         return e.b.fmul(e.silu(gate, 1.702), e.b.fadd(up, e.splat(up.type, 1.0)))
 
-    def write(e: Emit, gate: Value, up: Value, first: Value, end: Value, out: Value, scale: Value, fsum: Value,
-              isum: Value) -> None:  # fmt: skip
+    def write(
+        e: Emit,
+        gate: Value,
+        up: Value,
+        first: Value,
+        end: Value,
+        out: Value,
+        scale: Value,
+        fsum: Value,
+        isum: Value,
+    ) -> None:
         with e.loop(first, end) as g:
             here = e.mul(g, ir.Constant(I64, 128))
-            values = gated(e, e.load(GROUP_OF_FLOATS, gate, here), e.load(GROUP_OF_FLOATS, up, here))
+            values = gated(
+                e, e.load(GROUP_OF_FLOATS, gate, here), e.load(GROUP_OF_FLOATS, up, here)
+            )
             _store(e, kind, values, g, out, scale, fsum, isum)
 
-    part_of, arguments = emitted(isa, 8, write), fields(8)
+    part_of = emitted(isa, 8, write)
+    arguments = fields(8)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         gate, up, stride, groups, out, scale, fsum, isum = arguments(args)
-        m, part = tile // GATE_PARTS, tile % GATE_PARTS
-        first, end = part * groups // GATE_PARTS, (part + 1) * groups // GATE_PARTS
+        m = tile // GATE_PARTS
+        part = tile % GATE_PARTS
+        first = part * groups // GATE_PARTS
+        end = (part + 1) * groups // GATE_PARTS
         at = 4 * m * groups
-        part_of(gate + m * stride, up + m * stride, first, end, out + m * groups * width_of_row,
-                scale + at, fsum + at, isum + 2 * at)  # fmt: skip
+        part_of(
+            gate + m * stride,
+            up + m * stride,
+            first,
+            end,
+            out + m * groups * width_of_row,
+            scale + at,
+            fsum + at,
+            isum + 2 * at,
+        )
 
     return KERNEL_SIGNATURE, kernel
 
@@ -113,9 +158,14 @@ def add(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
         factor = e.broadcast(_float(e, scale), 32)
         with e.loop(0, groups) as g:
             at = e.mul(g, 128)
-            e.store(e.fma(e.load(GROUP_OF_FLOATS, h, at), factor, e.load(GROUP_OF_FLOATS, x, at)), out, at)
+            e.store(
+                e.fma(e.load(GROUP_OF_FLOATS, h, at), factor, e.load(GROUP_OF_FLOATS, x, at)),
+                out,
+                at,
+            )
 
-    row_of, arguments = emitted(isa, 5, write), fields(6)
+    row_of = emitted(isa, 5, write)
+    arguments = fields(6)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         count, x, h, scale, groups, out = arguments(args)
@@ -132,16 +182,27 @@ def add_norm(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
     Arguments: address of the row count, x, h, weight, width, eps bits, scale bits, groups, out.
     """
 
-    def write(e: Emit, x: Value, h: Value, weight: Value, width: Value, eps: Value, scale: Value, groups: Value,
-              out: Value) -> None:  # fmt: skip
-        root, factor = _inverse_rms(e, h, width, eps, groups), e.broadcast(_float(e, scale), 32)
+    def write(
+        e: Emit,
+        x: Value,
+        h: Value,
+        weight: Value,
+        width: Value,
+        eps: Value,
+        scale: Value,
+        groups: Value,
+        out: Value,
+    ) -> None:
+        root = _inverse_rms(e, h, width, eps, groups)
+        factor = e.broadcast(_float(e, scale), 32)
         with e.loop(0, groups) as g:
             at = e.mul(g, 128)
             values = e.b.fmul(e.load(GROUP_OF_FLOATS, h, at), root)
             values = e.b.fmul(values, e.load(GROUP_OF_FLOATS, weight, at))
             e.store(e.fma(values, factor, e.load(GROUP_OF_FLOATS, x, at)), out, at)
 
-    row_of, arguments = emitted(isa, 8, write), fields(9)
+    row_of = emitted(isa, 8, write)
+    arguments = fields(9)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         count, x, h, weight, width, eps, scale, groups, out = arguments(args)
@@ -158,7 +219,16 @@ def cap_logits(isa: Isa, capped: str) -> tuple[Any, Callable[[int, int, int], No
     Arguments: x, groups, out, bits of scale, of 2 log2(e) / cap and of cap.
     """
 
-    def write(e: Emit, x: Value, first: Value, end: Value, out: Value, scale: Value, slope: Value, cap: Value) -> None:
+    def write(
+        e: Emit,
+        x: Value,
+        first: Value,
+        end: Value,
+        out: Value,
+        scale: Value,
+        slope: Value,
+        cap: Value,
+    ) -> None:
         factor, steep, most = (e.broadcast(_float(e, bits), 32) for bits in (scale, slope, cap))
         with e.loop(first, end) as g:
             values = e.b.fmul(e.load(GROUP_OF_FLOATS, x, e.mul(g, 128)), factor)
@@ -166,12 +236,22 @@ def cap_logits(isa: Isa, capped: str) -> tuple[Any, Callable[[int, int, int], No
                 values = e.softcap(values, steep, most)
             e.store(values, out, e.mul(g, 128))
 
-    part_of, arguments = emitted(isa, 7, write), fields(6)
+    part_of = emitted(isa, 7, write)
+    arguments = fields(6)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         x, groups, out, scale, slope, cap = arguments(args)
-        part, at = tile % LOGIT_PARTS, tile // LOGIT_PARTS * groups * 128
-        part_of(x + at, part * groups // LOGIT_PARTS, (part + 1) * groups // LOGIT_PARTS, out + at, scale, slope, cap)
+        part = tile % LOGIT_PARTS
+        at = tile // LOGIT_PARTS * groups * 128
+        part_of(
+            x + at,
+            part * groups // LOGIT_PARTS,
+            (part + 1) * groups // LOGIT_PARTS,
+            out + at,
+            scale,
+            slope,
+            cap,
+        )
 
     return KERNEL_SIGNATURE, kernel
 
@@ -179,7 +259,8 @@ def cap_logits(isa: Isa, capped: str) -> tuple[Any, Callable[[int, int, int], No
 def pick_rows(isa: Isa, kind: str) -> tuple[Any, Callable[[int, int, int], None]]:
     """out[m] = x[numbers[m]], one row a tile.
 
-    Arguments: row numbers (int32), groups, x (int8 data, scale, fsum, isum; or float32 and nothing), out likewise.
+    Arguments: row numbers (int32), groups, x (int8 data, scale, fsum, isum; or float32 and
+    nothing), out likewise.
     """
     small = (("scale", 4), ("fsum", 4), ("isum", 8)) if kind == "q8" else ()
     size = 32 if kind == "q8" else 128
@@ -189,16 +270,29 @@ def pick_rows(isa: Isa, kind: str) -> tuple[Any, Callable[[int, int, int], None]
         with e.loop(0, groups) as g:
             e.store(e.load(word, x, e.mul(g, size)), out, e.mul(g, size))
             for i, (_, width) in enumerate(small):
-                source, target = arrays[2 * i], arrays[2 * i + 1]
-                e.store(e.load(ir.IntType(8 * width), source, e.mul(g, width)), target, e.mul(g, width))
+                source = arrays[2 * i]
+                target = arrays[2 * i + 1]
+                e.store(
+                    e.load(ir.IntType(8 * width), source, e.mul(g, width)), target, e.mul(g, width)
+                )
 
-    copy, arguments = emitted(isa, 9, write), fields(10)
+    copy = emitted(isa, 9, write)
+    arguments = fields(10)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         numbers, groups, x, scale, fsum, isum, out, to_scale, to_fsum, to_isum = arguments(args)
         row = load_u32(numbers + 4 * tile) * groups
         to = tile * groups
-        copy(groups, x + size * row, out + size * to, scale + 4 * row, to_scale + 4 * to, fsum + 4 * row,
-             to_fsum + 4 * to, isum + 8 * row, to_isum + 8 * to)  # fmt: skip
+        copy(
+            groups,
+            x + size * row,
+            out + size * to,
+            scale + 4 * row,
+            to_scale + 4 * to,
+            fsum + 4 * row,
+            to_fsum + 4 * to,
+            isum + 8 * row,
+            to_isum + 8 * to,
+        )
 
     return KERNEL_SIGNATURE, kernel

@@ -24,8 +24,6 @@ from twinphase.backends.cpu.intrinsics import (
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.packing import BLOCK_BYTES
 
-__all__ = ["embed"]
-
 
 @intrinsic
 def _float_from_bits(ctx: Any, bits: Any) -> Any:
@@ -94,7 +92,8 @@ def _code_of(name: str) -> Any:
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def q6_k(block: int, j: int, k: int) -> int:
-        half, part = j // 4, j % 4
+        half = j // 4
+        part = j % 4
         low = load_u8(block + half * 64 + part % 2 * 32 + k) >> 4 * (part // 2) & 15
         return low | (load_u8(block + 128 + half * 32 + k) >> 2 * part & 3) << 4
 
@@ -113,9 +112,20 @@ def _code_of(name: str) -> Any:
 
     header = 4 if name.endswith("_1") else 1 if name == "MXFP4" else 2
     return {
-        "Q4_0": q4, "Q4_1": q4, "Q5_0": q5, "Q5_1": q5, "Q8_0": q8, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k,
-        "Q2_K": q2_k, "Q3_K": q3_k, "IQ4_NL": q4, "IQ4_XS": iq4_xs, "MXFP4": q4,
-    }[name]  # fmt: skip
+        "Q4_0": q4,
+        "Q4_1": q4,
+        "Q5_0": q5,
+        "Q5_1": q5,
+        "Q8_0": q8,
+        "Q4_K": q4_k,
+        "Q5_K": q5_k,
+        "Q6_K": q6_k,
+        "Q2_K": q2_k,
+        "Q3_K": q3_k,
+        "IQ4_NL": q4,
+        "IQ4_XS": iq4_xs,
+        "MXFP4": q4,
+    }[name]
 
 
 def _value_of(isa: Isa, name: str) -> Any:
@@ -136,8 +146,11 @@ def _value_of(isa: Isa, name: str) -> Any:
 
     if name in ("F32", "F16", "BF16"):
         return {"F32": f32, "F16": f16, "BF16": bf16}[name]
-    fmt, size, code = FORMATS[name], BLOCK_BYTES[name], _code_of(name)
-    offset, minimum = fmt.offset, fmt.minimum
+    fmt = FORMATS[name]
+    size = BLOCK_BYTES[name]
+    code = _code_of(name)
+    offset = fmt.offset
+    minimum = fmt.minimum
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def flat(row: int, k: int) -> float:
@@ -147,26 +160,34 @@ def _value_of(isa: Isa, name: str) -> Any:
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def nested(row: int, k: int) -> float:
-        block, j = row + k // 256 * size, k // 32 % 8
+        block = row + k // 256 * size
+        j = k // 32 % 8
         scale = half(block) * types.float32(_k_scale(block, j))
-        return scale * types.float32(code(block, j, k % 32)) - half(block + 2) * types.float32(_k_minimum(block, j))
+        return scale * types.float32(code(block, j, k % 32)) - half(block + 2) * types.float32(
+            _k_minimum(block, j)
+        )
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def q6_k(row: int, k: int) -> float:
-        block, j = row + k // 256 * size, k // 32 % 8
+        block = row + k // 256 * size
+        j = k // 32 % 8
         small = (load_u32(block + 192 + k // 16 % 16) & 255 ^ 128) - 128
         return half(block + 208) * types.float32(small) * types.float32(code(block, j, k % 32) - 32)
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def q2_k(row: int, k: int) -> float:
-        block, j = row + k // 256 * size, k // 32 % 8
+        block = row + k // 256 * size
+        j = k // 32 % 8
         both = load_u8(block + k // 16 % 16)
         scale = half(block + 80) * types.float32(both & 15)
-        return scale * types.float32(code(block, j, k % 32)) - half(block + 82) * types.float32(both >> 4)
+        return scale * types.float32(code(block, j, k % 32)) - half(block + 82) * types.float32(
+            both >> 4
+        )
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def q3_k(row: int, k: int) -> float:
-        block, j = row + k // 256 * size, k // 32 % 8
+        block = row + k // 256 * size
+        j = k // 32 % 8
         scale = half(block + 108) * types.float32(_q3_scale(block, k // 16 % 16))
         return scale * types.float32(code(block, j, k % 32) - 4)
 
@@ -177,7 +198,8 @@ def _value_of(isa: Isa, name: str) -> Any:
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def iq4_xs(row: int, k: int) -> float:
-        block, j = row + k // 256 * size, k // 32 % 8
+        block = row + k // 256 * size
+        j = k // 32 % 8
         scale = half(block) * types.float32(_iq4_scale(block, j))
         return scale * types.float32(IQ4_VALUES[code(block, j, k % 32)])
 
@@ -187,7 +209,14 @@ def _value_of(isa: Isa, name: str) -> Any:
         scale = _float_from_bits(load_u8(block) << 23) * types.float32(0.5)
         return scale * types.float32(MXFP4_VALUES[code(block, 0, k % 32)])
 
-    special = {"Q6_K": q6_k, "Q2_K": q2_k, "Q3_K": q3_k, "IQ4_NL": iq4_nl, "IQ4_XS": iq4_xs, "MXFP4": mxfp4}
+    special = {
+        "Q6_K": q6_k,
+        "Q2_K": q2_k,
+        "Q3_K": q3_k,
+        "IQ4_NL": iq4_nl,
+        "IQ4_XS": iq4_xs,
+        "MXFP4": mxfp4,
+    }
     return special.get(name, nested if fmt.nested else flat)
 
 
@@ -197,16 +226,19 @@ def embed(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], No
     Arguments: address of token ids (int32), table, bytes of a table row, width, out, out stride,
     bits of the scale.
     """
-    value_of, arguments = _value_of(isa, format_name), fields(7)
+    value_of = _value_of(isa, format_name)
+    arguments = fields(7)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         ids, table, row_bytes, width, out, stride, bits = arguments(args)
         scale = _float_from_bits(bits)
-        row, to = table + load_u32(ids + 4 * tile) * row_bytes, out + tile * stride
+        row = table + load_u32(ids + 4 * tile) * row_bytes
+        to = out + tile * stride
         for k in range(width):
             store_f32(to + 4 * k, value_of(row, k) * scale)
         for k in range(width, stride // 4):
-            # Memory is shared with other rows of this width, whose last columns need not be padding.
+            # Memory is shared with other rows of this width, whose last columns need not be
+            # padding.
             store_f32(to + 4 * k, 0.0)
 
     return KERNEL_SIGNATURE, kernel

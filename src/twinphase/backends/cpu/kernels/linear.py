@@ -1,8 +1,9 @@
 """Linear layers on quantized weights, both phases: a register tile of rows x outputs, and the loops around it.
 
-Prefill has many rows: the widest tile, each weight unpacked once for all its rows. Decode has one or a few: the
-narrow tiles, bound by how fast weights stream from memory. Every row's sum runs over the groups in the same order
-whatever the tile, so a row's bits do not depend on how many others are computed with it.
+Prefill has many rows: the widest tile, each weight unpacked once for all its rows. Decode has one
+or a few: the narrow tiles, bound by how fast weights stream from memory. Every row's sum runs over
+the groups in the same order whatever the tile, so a row's bits do not depend on how many others are
+computed with it.
 """
 
 from __future__ import annotations
@@ -28,28 +29,31 @@ from twinphase.backends.cpu.kernels.register_tile import (
 )
 from twinphase.backends.cpu.tiling import MATRIX_LEAST, SLOT
 
-__all__ = ["dense_experts", "dense_linear", "quantized_experts", "quantized_linear"]
-
 
 def quantized_linear(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], None]]:
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus residual[m, n]; x in int8 groups, w packed.
 
-    Arguments: w, groups, strips, data, data stride, scale, fsum, scale stride, isum, out, out stride, residual,
-    residual stride, addresses of the row count, of the strips and of the rows that a tile takes. Strides are bytes.
+    Arguments: w, groups, strips, data, data stride, scale, fsum, scale stride, isum, out, out
+    stride, residual, residual stride, addresses of the row count, of the strips and of the rows
+    that a tile takes. Strides are bytes.
     """
     return _linear_kernel(_quantized_run(isa, format_name))
 
 
 def quantized_experts(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], None]]:
-    """The same, each row by the weights of its expert; rows are sorted by expert. See `_experts_kernel`."""
+    """The same, each row by the weights of its expert; rows are sorted by expert.
+
+    See `_experts_kernel`.
+    """
     return _experts_kernel(_quantized_run(isa, format_name))
 
 
 def dense_linear(isa: Isa, dtype: str) -> tuple[Any, Callable[[int, int, int], None]]:
     """The same on weights of F32, F16 or BF16, strips of [inputs][32 outputs]; x in float32.
 
-    Arguments as above: groups is the number of inputs; scale, fsum and isum are not read. Where BF16 weights are
-    multiplied in matrix tiles, x is bfloat16 and strips are as `dense_tiles.py` says.
+    Arguments as above: groups is the number of inputs; scale, fsum and isum are not read. Where
+    BF16 weights are multiplied in matrix tiles, x is bfloat16 and strips are as `dense_tiles.py`
+    says.
     """
     if isa.takes_bf16(dtype):
         return _linear_kernel(strips_in_dense_tiles(isa))
@@ -69,15 +73,65 @@ def _quantized_run(isa: Isa, format_name: str) -> Any:
     many = strips_in_matrix_tiles(isa, format_name)
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
-    def run(w: int, groups: int, first_strip: int, end_strip: int, data: int, data_stride: int, scale: int, fsum: int,
-            scale_stride: int, isum: int, out: int, out_stride: int, residual: int, residual_stride: int,
-            first_row: int, rows: int, scratch: int) -> None:  # fmt: skip
+    def run(
+        w: int,
+        groups: int,
+        first_strip: int,
+        end_strip: int,
+        data: int,
+        data_stride: int,
+        scale: int,
+        fsum: int,
+        scale_stride: int,
+        isum: int,
+        out: int,
+        out_stride: int,
+        residual: int,
+        residual_stride: int,
+        first_row: int,
+        rows: int,
+        scratch: int,
+    ) -> None:
         if rows >= MATRIX_LEAST:
-            many(w, groups, first_strip, end_strip, data, data_stride, scale, fsum, scale_stride, isum, out, out_stride,
-                 residual, residual_stride, first_row, rows, scratch)  # fmt: skip
+            many(
+                w,
+                groups,
+                first_strip,
+                end_strip,
+                data,
+                data_stride,
+                scale,
+                fsum,
+                scale_stride,
+                isum,
+                out,
+                out_stride,
+                residual,
+                residual_stride,
+                first_row,
+                rows,
+                scratch,
+            )
         else:
-            few(w, groups, first_strip, end_strip, data, data_stride, scale, fsum, scale_stride, isum, out, out_stride,
-                residual, residual_stride, first_row, rows, scratch)  # fmt: skip
+            few(
+                w,
+                groups,
+                first_strip,
+                end_strip,
+                data,
+                data_stride,
+                scale,
+                fsum,
+                scale_stride,
+                isum,
+                out,
+                out_stride,
+                residual,
+                residual_stride,
+                first_row,
+                rows,
+                scratch,
+            )
 
     return run
 
@@ -88,7 +142,9 @@ def _quantized(isa: Isa, format_name: str) -> tuple[Any, int, int]:
 
     def write(e: Emit, rows: int, vectors: int, w: Weights, x: Inputs) -> list[list[Any]]:
         tile = RegisterTile(e, fmt, rows, vectors, w.block)
-        totals = [[e.variable(e.splat(tile.floats, 0.0)) for _ in range(vectors)] for _ in range(rows)]
+        totals = [
+            [e.variable(e.splat(tile.floats, 0.0)) for _ in range(vectors)] for _ in range(rows)
+        ]
         with each_group(e, fmt, w.address, w.groups) as (g, record, header):
             w.fetch(e, rows, g, record, fmt.record_bytes)
             tile.group(record, header, x, g, totals)
@@ -114,10 +170,14 @@ def _dense(isa: Isa, dtype: str) -> tuple[Any, int, int]:
         totals = [[e.variable(e.splat(floats, 0.0)) for _ in range(vectors)] for _ in range(rows)]
         with e.loop(0, w.groups) as k:
             at = e.add(w.address, e.mul(k, STRIP * size), e.mul(w.block, 16 * size))
-            loads = [e.load(vector(element, isa.lanes), at, n * isa.lanes * size) for n in range(vectors)]
+            loads = [
+                e.load(vector(element, isa.lanes), at, n * isa.lanes * size) for n in range(vectors)
+            ]
             weights = [widened(e, raw) for raw in loads]
             for m in range(rows):
-                value = e.broadcast(e.load(F32, x.data, e.mul(x.data_stride, m), e.mul(k, 4)), isa.lanes)
+                value = e.broadcast(
+                    e.load(F32, x.data, e.mul(x.data_stride, m), e.mul(k, 4)), isa.lanes
+                )
                 for n in range(vectors):
                     totals[m][n].set(e.fma(value, weights[n], totals[m][n].get()))
         return totals
@@ -135,41 +195,92 @@ def _strips_kernel(isa: Isa, write: Any, record: int, header: int) -> Any:
         header: bytes in front of every `SUPER` records, or 0.
     """
     pieces = 1 if isa.lanes == 16 else 2  # a narrow register file holds one block of 16 outputs
-    columns, nested = STRIP // pieces, header > 0
+    columns = STRIP // pieces
+    nested = header > 0
     most = isa.linear_rows
 
-    def tiles(e: Emit, size: Value, w: Value, groups: Value, data: Value, data_stride: Value, scale: Value, fsum: Value,
-              scale_stride: Value, isum: Value, out: Value, out_stride: Value, residual: Value, residual_stride: Value,
-              block: Value, ahead: Value, step: Value) -> None:  # fmt: skip
+    def tiles(
+        e: Emit,
+        size: Value,
+        w: Value,
+        groups: Value,
+        data: Value,
+        data_stride: Value,
+        scale: Value,
+        fsum: Value,
+        scale_stride: Value,
+        isum: Value,
+        out: Value,
+        out_stride: Value,
+        residual: Value,
+        residual_stride: Value,
+        block: Value,
+        ahead: Value,
+        step: Value,
+    ) -> None:
         for rows in range(most, 0, -1):
             with e.b.if_then(e.b.icmp_signed("==", size, e.i64(rows))):
                 x = Inputs(data, data_stride, scale, fsum, scale_stride, isum)
-                totals = write(e, rows, columns // isa.lanes, Weights(w, groups, block, ahead, step), x)
+                totals = write(
+                    e, rows, columns // isa.lanes, Weights(w, groups, block, ahead, step), x
+                )
                 store_tile(e, totals, out, out_stride, residual, residual_stride)
 
     tile_of = emitted(isa, 16, tiles)
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
-    def run(w: int, groups: int, first_strip: int, end_strip: int, data: int, data_stride: int, scale: int, fsum: int,
-            scale_stride: int, isum: int, out: int, out_stride: int, residual: int, residual_stride: int,
-            first_row: int, rows: int, scratch: int) -> None:  # fmt: skip
+    def run(
+        w: int,
+        groups: int,
+        first_strip: int,
+        end_strip: int,
+        data: int,
+        data_stride: int,
+        scale: int,
+        fsum: int,
+        scale_stride: int,
+        isum: int,
+        out: int,
+        out_stride: int,
+        residual: int,
+        residual_stride: int,
+        first_row: int,
+        rows: int,
+        scratch: int,
+    ) -> None:
         strip_bytes = groups * record
         if nested:
             strip_bytes += groups // SUPER * header
         blocks = (rows + most - 1) // most  # of as equal heights as can be
-        # Each of several blocks fetches its share of the next strip; a single one keeps the memory busy by itself.
+        # Each of several blocks fetches its share of the next strip; a single one keeps the memory
+        # busy by itself.
         step = 0 if blocks == 1 else min(64 * AHEAD_LINES, (record // 64 + blocks) // blocks * 64)
         for s in range(first_strip, end_strip):
             ahead = w + (s + 1) * strip_bytes
             for piece in range(pieces):
                 column = 4 * (s * STRIP + piece * columns)
                 for i in range(blocks):
-                    m, end = first_row + i * rows // blocks, first_row + (i + 1) * rows // blocks
+                    m = first_row + i * rows // blocks
+                    end = first_row + (i + 1) * rows // blocks
                     at = m * scale_stride
-                    tile_of(end - m, w + s * strip_bytes, groups, data + m * data_stride, data_stride, scale + at,
-                            fsum + at, scale_stride, isum + 2 * at, out + m * out_stride + column, out_stride,
-                            residual + m * residual_stride + column, residual_stride, piece, ahead + i * groups * step,
-                            step)  # fmt: skip
+                    tile_of(
+                        end - m,
+                        w + s * strip_bytes,
+                        groups,
+                        data + m * data_stride,
+                        data_stride,
+                        scale + at,
+                        fsum + at,
+                        scale_stride,
+                        isum + 2 * at,
+                        out + m * out_stride + column,
+                        out_stride,
+                        residual + m * residual_stride + column,
+                        residual_stride,
+                        piece,
+                        ahead + i * groups * step,
+                        step,
+                    )
 
     return run
 
@@ -179,14 +290,49 @@ def _linear_kernel(run: Any) -> tuple[Any, Callable[[int, int, int], None]]:
     arguments = fields(16)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        (w, groups, strips, data, data_stride, scale, fsum, scale_stride, isum, out, out_stride, residual,
-         residual_stride, count, per_tile, chunk) = arguments(args)  # fmt: skip
-        per_tile, chunk = load_i64(per_tile), load_i64(chunk)
+        (
+            w,
+            groups,
+            strips,
+            data,
+            data_stride,
+            scale,
+            fsum,
+            scale_stride,
+            isum,
+            out,
+            out_stride,
+            residual,
+            residual_stride,
+            count,
+            per_tile,
+            chunk,
+        ) = arguments(args)
+        per_tile = load_i64(per_tile)
+        chunk = load_i64(chunk)
         strip_tiles = (strips + per_tile - 1) // per_tile
-        first_row, first_strip = tile // strip_tiles * chunk, tile % strip_tiles * per_tile
+        first_row = tile // strip_tiles * chunk
+        first_strip = tile % strip_tiles * per_tile
         rows = min(load_i64(count) - first_row, chunk)
-        run(w, groups, first_strip, min(strips, first_strip + per_tile), data, data_stride, scale, fsum, scale_stride,
-            isum, out, out_stride, residual, residual_stride, first_row, rows, scratch)  # fmt: skip
+        run(
+            w,
+            groups,
+            first_strip,
+            min(strips, first_strip + per_tile),
+            data,
+            data_stride,
+            scale,
+            fsum,
+            scale_stride,
+            isum,
+            out,
+            out_stride,
+            residual,
+            residual_stride,
+            first_row,
+            rows,
+            scratch,
+        )
 
     return KERNEL_SIGNATURE, kernel
 
@@ -194,22 +340,56 @@ def _linear_kernel(run: Any) -> tuple[Any, Callable[[int, int, int], None]]:
 def _experts_kernel(run: Any) -> tuple[Any, Callable[[int, int, int], None]]:
     """Tiles of the same linear layer of many experts: an expert with rows, of it strips.
 
-    Arguments: w of the first expert, bytes to the next, groups, strips, data, data stride, scale, fsum, scale stride,
-    isum, out, out stride, bias of the first expert, bytes to the next, slots (`routing.py`), address of the strips
-    that a tile takes. There are as many tiles as experts that could have rows: those of empty slots do nothing.
+    Arguments: w of the first expert, bytes to the next, groups, strips, data, data stride, scale,
+    fsum, scale stride, isum, out, out stride, bias of the first expert, bytes to the next, slots
+    (`routing.py`), address of the strips that a tile takes. There are as many tiles as experts that
+    could have rows: those of empty slots do nothing.
     """
-    arguments, slot_of = fields(16), fields(SLOT, I32)
+    arguments = fields(16)
+    slot_of = fields(SLOT, I32)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        (w, w_stride, groups, strips, data, data_stride, scale, fsum, scale_stride, isum, out, out_stride, bias,
-         bias_stride, slots, per_tile) = arguments(args)  # fmt: skip
+        (
+            w,
+            w_stride,
+            groups,
+            strips,
+            data,
+            data_stride,
+            scale,
+            fsum,
+            scale_stride,
+            isum,
+            out,
+            out_stride,
+            bias,
+            bias_stride,
+            slots,
+            per_tile,
+        ) = arguments(args)
         per_tile = load_i64(per_tile)
         strip_tiles = (strips + per_tile - 1) // per_tile
         first_strip = tile % strip_tiles * per_tile
         expert, first, end = slot_of(slots + 4 * SLOT * (tile // strip_tiles))
         if first < end:
-            run(w + expert * w_stride, groups, first_strip, min(strips, first_strip + per_tile), data, data_stride,
-                scale, fsum, scale_stride, isum, out, out_stride, bias + expert * bias_stride, 0, first,
-                end - first, scratch)  # fmt: skip
+            run(
+                w + expert * w_stride,
+                groups,
+                first_strip,
+                min(strips, first_strip + per_tile),
+                data,
+                data_stride,
+                scale,
+                fsum,
+                scale_stride,
+                isum,
+                out,
+                out_stride,
+                bias + expert * bias_stride,
+                0,
+                first,
+                end - first,
+                scratch,
+            )
 
     return KERNEL_SIGNATURE, kernel

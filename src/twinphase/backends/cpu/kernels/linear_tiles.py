@@ -1,13 +1,13 @@
 """Linear layers of many rows in matrix tiles (AMX): 16 rows x 16 outputs at a time, on weights unpacked in panels.
 
-A tile instruction multiplies a group of 32 inputs (16 where scales are of 16) of 16 rows and 16 outputs. Its integer
-sums are those of the register tiles, and are scaled and added by the same operations in the same order: a row has the
-same bits whichever computes it.
+A tile instruction multiplies a group of 32 inputs (16 where scales are of 16) of 16 rows and 16
+outputs. Its integer sums are those of the register tiles, and are scaled and added by the same
+operations in the same order: a row has the same bits whichever computes it.
 
-A panel is `PANEL` groups of a strip. All rows of a chunk pass by while it lies in the first-level cache; their sums so
-far wait in scratch memory. Integer sums pass through memory too: `BATCH` groups are multiplied before any of them is
-scaled, since vectors can read a stored tile only once it has left the processor's queues, and run at half their speed
-while tiles are computed.
+A panel is `PANEL` groups of a strip. All rows of a chunk pass by while it lies in the first-level
+cache; their sums so far wait in scratch memory. Integer sums pass through memory too: `BATCH`
+groups are multiplied before any of them is scaled, since vectors can read a stored tile only once
+it has left the processor's queues, and run at half their speed while tiles are computed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,23 @@ from twinphase.backends.cpu.emit import I8, Emit, Value, vector
 from twinphase.backends.cpu.formats import FORMATS, GROUP, STRIP, SUPER, PackedFormat
 from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.kernels.register_tile import Inputs, RegisterTile, each_group, store_tile
-from twinphase.backends.cpu.tiling import MATRIX_BATCH, MATRIX_PANEL, MATRIX_ROWS, matrix_areas, unpacked_bytes
+from twinphase.backends.cpu.kernels.register_tile import (
+    Inputs,
+    RegisterTile,
+    each_group,
+    store_tile,
+)
+from twinphase.backends.cpu.tiling import (
+    MATRIX_BATCH,
+    MATRIX_PANEL,
+    MATRIX_ROWS,
+    matrix_areas,
+    unpacked_bytes,
+)
 
-__all__ = ["strips_in_matrix_tiles"]
-
-ROWS, PANEL, BATCH = MATRIX_ROWS, MATRIX_PANEL, MATRIX_BATCH
+ROWS = MATRIX_ROWS
+PANEL = MATRIX_PANEL
+BATCH = MATRIX_BATCH
 BLOCK_CODES = 16 * GROUP  # bytes of a group's codes for 16 outputs
 CODES = 2 * BLOCK_CODES
 SUM_BYTES = ROWS * 64  # of a tile of sums
@@ -36,7 +47,10 @@ class _MatrixTile(RegisterTile):
 
     def __init__(self, e: Emit, fmt: PackedFormat, panel: Value, block: Value, sums: Value) -> None:
         super().__init__(e, fmt, ROWS, 1, block)
-        self.panel, self.block, self.sums, self.parts = panel, block, sums, GROUP // fmt.group
+        self.panel = panel
+        self.block = block
+        self.sums = sums
+        self.parts = GROUP // fmt.group
 
     def _sums_at(self, g: Value) -> Value:
         place = self.e.b.and_(g, self.e.i64(BATCH - 1))
@@ -44,7 +58,8 @@ class _MatrixTile(RegisterTile):
 
     def multiply(self, x: Inputs, g: Value, first: int) -> None:
         """Multiply group g in the three tile registers from `first` on; a group more than there are is harmless."""
-        e, fmt = self.e, self.fmt
+        e = self.e
+        fmt = self.fmt
         codes = e.add(self.panel, e.mul(g, unpacked_bytes(fmt)), e.mul(self.block, BLOCK_CODES))
         for part in range(self.parts):
             e.matrix("tilezero", first)
@@ -52,7 +67,9 @@ class _MatrixTile(RegisterTile):
             e.matrix("tileloadd64", first + 1, at=(inputs, x.data_stride))
             e.matrix("tileloadd64", first + 2, at=(e.add(codes, part * 16 * fmt.group), e.i64(64)))
             e.matrix("tdpbssd", first, first + 1, first + 2)
-            e.matrix("tilestored64", first, at=(e.add(self._sums_at(g), part * SUM_BYTES), e.i64(64)))
+            e.matrix(
+                "tilestored64", first, at=(e.add(self._sums_at(g), part * SUM_BYTES), e.i64(64))
+            )
 
     def fetch(self, x: Inputs, g: Value) -> None:
         """Ask for the line of groups g and g + 1 of each row of the next tile, half of them beside each block."""
@@ -64,19 +81,27 @@ class _MatrixTile(RegisterTile):
 
     def scale(self, x: Inputs, g: Value, totals: list[Any]) -> None:
         """Add group g, which has been multiplied, to the totals."""
-        e, fmt, parts = self.e, self.fmt, self.parts
+        e = self.e
+        fmt = self.fmt
+        parts = self.parts
         floats = e.add(self.panel, e.mul(g, unpacked_bytes(fmt)), e.mul(self.block, 64))
         for part in range(parts):
             at = e.add(self._sums_at(g), part * SUM_BYTES)
             sums = [[e.load(self.ints, at, 64 * m, align=64)] for m in range(ROWS)]
             scales = [e.load(self.floats, floats, CODES + 128 * part, align=64)]
-            minima = [e.load(self.floats, floats, CODES + 128 * (parts + part), align=64)] if fmt.minimum else []
+            minima = (
+                [e.load(self.floats, floats, CODES + 128 * (parts + part), align=64)]
+                if fmt.minimum
+                else []
+            )
             self.add(scales, minima, x, g, totals, sums, part)
 
 
 def _unpack(e: Emit, fmt: PackedFormat, w: Value, groups: Value, to: Value) -> None:
     """Groups as signed bytes less the offset, [block of outputs][quad][output][input], and float scales and minima."""
-    tile, size, parts = RegisterTile(e, fmt, 0, 2, e.i64(0)), unpacked_bytes(fmt), GROUP // fmt.group
+    tile = RegisterTile(e, fmt, 0, 2, e.i64(0))
+    size = unpacked_bytes(fmt)
+    parts = GROUP // fmt.group
     signed = vector(I8, 64)
     with each_group(e, fmt, w, groups) as (g, record, header):
         at = e.add(to, e.mul(g, size))
@@ -96,7 +121,9 @@ def _unpack(e: Emit, fmt: PackedFormat, w: Value, groups: Value, to: Value) -> N
 def strips_in_matrix_tiles(isa: Isa, format_name: str) -> Any:
     """As `linear._strips_kernel` for at least 16 rows; the last argument is the thread's scratch memory."""
     fmt = FORMATS[format_name]
-    record, header, areas = fmt.record_bytes, fmt.header_bytes, matrix_areas(fmt)
+    record = fmt.record_bytes
+    header = fmt.header_bytes
+    areas = matrix_areas(fmt)
     shapes = ((ROWS, 64), (ROWS, fmt.group), (fmt.group // 4, 64))  # sums, rows, columns; twice
 
     def begin(e: Emit, scratch: Value) -> None:
@@ -105,10 +132,26 @@ def strips_in_matrix_tiles(isa: Isa, format_name: str) -> Any:
     def unpack(e: Emit, w: Value, groups: Value, to: Value) -> None:
         _unpack(e, fmt, w, groups, to)
 
-    def panel_of_rows(e: Emit, panel: Value, groups: Value, data: Value, data_stride: Value, scale: Value, fsum: Value,
-                      scale_stride: Value, isum: Value, block: Value, sums: Value, waiting: Value, first: Value,
-                      last: Value, out: Value, out_stride: Value, residual: Value,
-                      residual_stride: Value) -> None:  # fmt: skip
+    def panel_of_rows(
+        e: Emit,
+        panel: Value,
+        groups: Value,
+        data: Value,
+        data_stride: Value,
+        scale: Value,
+        fsum: Value,
+        scale_stride: Value,
+        isum: Value,
+        block: Value,
+        sums: Value,
+        waiting: Value,
+        first: Value,
+        last: Value,
+        out: Value,
+        out_stride: Value,
+        residual: Value,
+        residual_stride: Value,
+    ) -> None:
         x = Inputs(data, data_stride, scale, fsum, scale_stride, isum)
         tile = _MatrixTile(e, fmt, panel, block, sums)
         totals = [[e.variable(e.splat(tile.floats, 0.0))] for m in range(ROWS)]
@@ -133,18 +176,38 @@ def strips_in_matrix_tiles(isa: Isa, format_name: str) -> Any:
     def release(e: Emit) -> None:
         e.matrix("tilerelease")
 
-    begin_tiles, unpack_panel, end_tiles = emitted(isa, 1, begin), emitted(isa, 3, unpack), emitted(isa, 0, release)
+    begin_tiles = emitted(isa, 1, begin)
+    unpack_panel = emitted(isa, 3, unpack)
+    end_tiles = emitted(isa, 0, release)
     multiply = emitted(isa, 17, panel_of_rows)
     sums_at, panel_at, waiting_at = areas
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
-    def run(w: int, groups: int, first_strip: int, end_strip: int, data: int, data_stride: int, scale: int, fsum: int,
-            scale_stride: int, isum: int, out: int, out_stride: int, residual: int, residual_stride: int,
-            first_row: int, rows: int, scratch: int) -> None:  # fmt: skip
+    def run(
+        w: int,
+        groups: int,
+        first_strip: int,
+        end_strip: int,
+        data: int,
+        data_stride: int,
+        scale: int,
+        fsum: int,
+        scale_stride: int,
+        isum: int,
+        out: int,
+        out_stride: int,
+        residual: int,
+        residual_stride: int,
+        first_row: int,
+        rows: int,
+        scratch: int,
+    ) -> None:
         panel_bytes = PANEL * record + PANEL // SUPER * header
         strip_bytes = groups * record + groups // SUPER * header
         blocks = (rows + ROWS - 1) // ROWS
-        sums, panel, waiting = scratch + sums_at, scratch + panel_at, scratch + waiting_at
+        sums = scratch + sums_at
+        panel = scratch + panel_at
+        waiting = scratch + waiting_at
         begin_tiles(scratch)
         for s in range(first_strip, end_strip):
             for p in range(0, groups, PANEL):
@@ -155,10 +218,25 @@ def strips_in_matrix_tiles(isa: Isa, format_name: str) -> Any:
                     at = m * scale_stride + 4 * p
                     for block in range(2):
                         column = 4 * (s * STRIP + 16 * block)
-                        multiply(panel, count, data + m * data_stride + GROUP * p, data_stride, scale + at, fsum + at,
-                                 scale_stride, isum + 2 * at, block, sums, waiting + (2 * i + block) * SUM_BYTES,
-                                 int(p == 0), int(p + PANEL >= groups), out + m * out_stride + column, out_stride,
-                                 residual + m * residual_stride + column, residual_stride)  # fmt: skip
+                        multiply(
+                            panel,
+                            count,
+                            data + m * data_stride + GROUP * p,
+                            data_stride,
+                            scale + at,
+                            fsum + at,
+                            scale_stride,
+                            isum + 2 * at,
+                            block,
+                            sums,
+                            waiting + (2 * i + block) * SUM_BYTES,
+                            int(p == 0),
+                            int(p + PANEL >= groups),
+                            out + m * out_stride + column,
+                            out_stride,
+                            residual + m * residual_stride + column,
+                            residual_stride,
+                        )
         end_tiles()
 
     return run

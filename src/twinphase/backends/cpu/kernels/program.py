@@ -1,15 +1,17 @@
 """Runs a captured program: the walk that every thread of the pool makes over the commands of a step.
 
-A command is a kernel, its arguments and a number of tiles. Each thread has a contiguous range of the tiles, so that
-it reads memory in order, and takes them one by one; a thread that has finished its own takes from the ends of the
-others' ranges. What a command waits for is that the tiles before it are *done*, not that every thread has *arrived*
-(an OpenMP barrier waits for arrival, and turns 6 us into 8 ms when another process wants the core): a thread that
-the operating system has put aside costs nothing unless it is inside a tile. When it comes late it finds the counters
-advanced to the next epoch and goes back to sleep. Waiting spins briefly, then sleeps on a futex, which leaves its
+A command is a kernel, its arguments and a number of tiles. Each thread has a contiguous range of
+the tiles, so that it reads memory in order, and takes them one by one; a thread that has finished
+its own takes from the ends of the others' ranges. What a command waits for is that the tiles before
+it are *done*, not that every thread has *arrived* (an OpenMP barrier waits for arrival, and turns 6
+us into 8 ms when another process wants the core): a thread that the operating system has put aside
+costs nothing unless it is inside a tile. When it comes late it finds the counters advanced to the
+next epoch and goes back to sleep. Waiting spins briefly, then sleeps on a futex, which leaves its
 core free for the thread it waits for.
 
-Memory (`program_layout.py`): control words; per command its record, a done counter, and a claim word for each
-thread: epoch << 36 | first tile << 18 | end of tiles, both shrinking towards each other.
+Memory (`program_layout.py`): control words; per command its record, a done counter, and a claim
+word for each thread: epoch << 36 | first tile << 18 | end of tiles, both shrinking towards each
+other.
 """
 
 from __future__ import annotations
@@ -54,10 +56,10 @@ from twinphase.backends.cpu.program_layout import (
     TILE_BITS,
 )
 
-__all__ = ["atomic_load", "atomic_store", "pause", "run_program"]
-
-FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE = 128, 129
-NO_TILE, LATE = -1, -2
+FUTEX_WAIT_PRIVATE = 128
+FUTEX_WAKE_PRIVATE = 129
+NO_TILE = -1
+LATE = -2
 TILE_MASK = (1 << TILE_BITS) - 1
 
 
@@ -127,7 +129,8 @@ def _call_libc(ctx: Any, fn: Any, address: Any, operation: Any, value: Any) -> A
             b.call(b.inttoptr(args[0], ir.FunctionType(I32, []).as_pointer()), [])
             return ir.Constant(I64, 0)
         fn_type = ir.FunctionType(I64, [I64], var_arg=True)
-        number, none = ir.Constant(I64, FUTEX_CALL), ir.Constant(I64, 0)
+        number = ir.Constant(I64, FUTEX_CALL)
+        none = ir.Constant(I64, 0)
         fn = b.inttoptr(args[0], fn_type.as_pointer())
         return b.call(fn, [number, args[1], args[2], b.trunc(args[3], I32), none, none, none])
 
@@ -172,7 +175,8 @@ def _over(claims: int, index: int, thread: int, threads: int, epoch: int) -> boo
 def _wait_done(control: int, index: int, tiles: int, thread: int, epoch: int) -> bool:
     """Wait until a command's tiles are done; False when this thread came late."""
     done = load_i64(control + CTL_DONE) + index * COUNTER_BYTES
-    claims, threads = load_i64(control + CTL_CLAIMS), load_i64(control + CTL_THREADS)
+    claims = load_i64(control + CTL_CLAIMS)
+    threads = load_i64(control + CTL_THREADS)
     spins = 0
     while True:
         if _over(claims, index, thread, threads, epoch):
@@ -197,7 +201,8 @@ def _claim(word: int, epoch: int, own: bool) -> int:
         now = atomic_load(word)
         if now >> EPOCH_SHIFT != epoch:
             return LATE
-        first, end = now >> TILE_BITS & TILE_MASK, now & TILE_MASK
+        first = now >> TILE_BITS & TILE_MASK
+        end = now & TILE_MASK
         if first >= end:
             return NO_TILE
         if own and _compare_and_swap(word, now, now + (1 << TILE_BITS)):
@@ -209,7 +214,8 @@ def _claim(word: int, epoch: int, own: bool) -> int:
 @njit  # type: ignore[untyped-decorator]
 def _run_tiles(control: int, index: int, command: int, thread: int, epoch: int) -> int:
     """Run tiles of a command until none is left; how many, or LATE."""
-    threads, mine = load_i64(control + CTL_THREADS), 0
+    threads = load_i64(control + CTL_THREADS)
+    mine = 0
     scratch = load_i64(control + CTL_SCRATCH) + thread * load_i64(control + CTL_SCRATCH_BYTES)
     words = load_i64(control + CTL_CLAIMS) + index * threads * COUNTER_BYTES
     fn = load_i64(command + COMMAND_FN)
@@ -228,7 +234,8 @@ def _run_tiles(control: int, index: int, command: int, thread: int, epoch: int) 
 
 @njit  # type: ignore[untyped-decorator]
 def _walk(control: int, thread: int, epoch: int) -> None:
-    commands, count = load_i64(control + CTL_COMMANDS), load_i64(control + CTL_COUNT)
+    commands = load_i64(control + CTL_COMMANDS)
+    count = load_i64(control + CTL_COUNT)
     dones = load_i64(control + CTL_DONE)
     unfinished = 0  # first command not yet known to be done
     for i in range(count + 1):
@@ -244,19 +251,23 @@ def _walk(control: int, thread: int, epoch: int) -> None:
         mine = _run_tiles(control, i, command, thread, epoch)
         if mine == LATE:
             return
-        if mine and _atomic_add(dones + i * COUNTER_BYTES, mine) + mine >= load_i64(load_i64(command + COMMAND_TILES)):
+        if mine and _atomic_add(dones + i * COUNTER_BYTES, mine) + mine >= load_i64(
+            load_i64(command + COMMAND_TILES)
+        ):
             _wake_sleepers(control)
 
 
 @njit  # type: ignore[untyped-decorator]
 def _open(control: int, epoch: int) -> None:
     """Share out every command's tiles among the threads."""
-    commands, threads = load_i64(control + CTL_COMMANDS), load_i64(control + CTL_THREADS)
+    commands = load_i64(control + CTL_COMMANDS)
+    threads = load_i64(control + CTL_THREADS)
     claims = load_i64(control + CTL_CLAIMS)
     for i in range(load_i64(control + CTL_COUNT)):
         tiles = load_i64(load_i64(commands + i * COMMAND_BYTES + COMMAND_TILES))
         for t in range(threads):
-            first, end = t * tiles // threads, (t + 1) * tiles // threads
+            first = t * tiles // threads
+            end = (t + 1) * tiles // threads
             atomic_store(claims, epoch << EPOCH_SHIFT | first << TILE_BITS | end)
             claims += COUNTER_BYTES
 
@@ -264,11 +275,9 @@ def _open(control: int, epoch: int) -> None:
 @njit  # type: ignore[untyped-decorator]
 def _close(control: int, epoch: int) -> None:
     """Leave nothing to claim before the caller may change tile counts; late threads see the next epoch."""
-    threads, claims, done = (
-        load_i64(control + CTL_THREADS),
-        load_i64(control + CTL_CLAIMS),
-        load_i64(control + CTL_DONE),
-    )
+    threads = load_i64(control + CTL_THREADS)
+    claims = load_i64(control + CTL_CLAIMS)
+    done = load_i64(control + CTL_DONE)
     for _ in range(load_i64(control + CTL_COUNT)):
         for _t in range(threads):
             atomic_store(claims, (epoch + 1 & EPOCH_MASK) << EPOCH_SHIFT)
@@ -300,14 +309,18 @@ def run_program(isa: Isa) -> tuple[Any, Callable[[int, int], int]]:
         seen = 0
         while True:
             spins = 0
-            while atomic_load(control + CTL_EPOCH) == seen and not atomic_load(control + CTL_SHUTDOWN):
+            while atomic_load(control + CTL_EPOCH) == seen and not atomic_load(
+                control + CTL_SHUTDOWN
+            ):
                 spins += 1
                 if spins < load_i64(control + CTL_IDLE_SPINS):
                     pause()
                     continue
                 _atomic_add(control + CTL_SLEEPERS, 1)
                 ticket = atomic_load(control + CTL_WAKE)
-                if atomic_load(control + CTL_EPOCH) == seen and not atomic_load(control + CTL_SHUTDOWN):
+                if atomic_load(control + CTL_EPOCH) == seen and not atomic_load(
+                    control + CTL_SHUTDOWN
+                ):
                     _futex(control, FUTEX_WAIT_PRIVATE, ticket)
                 _atomic_add(control + CTL_SLEEPERS, -1)
             if atomic_load(control + CTL_SHUTDOWN):

@@ -1,7 +1,8 @@
 """Activations to int8: 32 values share a scale, as llama.cpp's Q8 activations do; or to bfloat16.
 
-A quantized row is four arrays: int8 values, float32 scale of each group, scale * sum of each group (for formats with
-a minimum), and int32 sums of each 16 values (for formats with an offset). Rounding is to nearest even.
+A quantized row is four arrays: int8 values, float32 scale of each group, scale * sum of each group
+(for formats with a minimum), and int32 sums of each 16 values (for formats with an offset).
+Rounding is to nearest even.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields,
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.tiling import ROWS_PER_TILE
 
-__all__ = ["quantize", "quantized_row", "round_rows", "round_to_int", "store_quantized"]
-
 # Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits.
-MAGIC, MAGIC_BITS = 12582912.0, 0x4B400000
+MAGIC = 12582912.0
+MAGIC_BITS = 0x4B400000
 
 
 def round_to_int(e: Emit, x: Value, factor: Value) -> Value:
@@ -38,7 +38,9 @@ def absmax_scale(e: Emit, largest: Value) -> tuple[Value, Value]:
     return e.b.select(positive, scale, zero), e.b.select(positive, inverse, zero)
 
 
-def store_quantized(e: Emit, values: Value, g: Value, data: Value, scale: Value, fsum: Value, isum: Value) -> None:
+def store_quantized(
+    e: Emit, values: Value, g: Value, data: Value, scale: Value, fsum: Value, isum: Value
+) -> None:
     """Quantize group g, a float32 vector of 32, into a row's four arrays."""
     factor, inverse = absmax_scale(e, e.reduce_max(e.unary("fabs", values)))
     numbers = round_to_int(e, values, e.broadcast(inverse, 32))
@@ -53,7 +55,9 @@ def store_quantized(e: Emit, values: Value, g: Value, data: Value, scale: Value,
 def quantized_row(isa: Isa) -> Any:
     """Numba-callable (source, groups, data, scale, fsum, isum): one row."""
 
-    def write(e: Emit, source: Value, groups: Value, data: Value, scale: Value, fsum: Value, isum: Value) -> None:
+    def write(
+        e: Emit, source: Value, groups: Value, data: Value, scale: Value, fsum: Value, isum: Value
+    ) -> None:
         with e.loop(0, groups) as g:
             values = e.load(vector(F32, 32), source, e.mul(g, 128))
             store_quantized(e, values, g, data, scale, fsum, isum)
@@ -63,13 +67,21 @@ def quantized_row(isa: Isa) -> Any:
 
 def quantize(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
     """Quantize rows. Arguments: rows' address, source, source stride, groups, data, scale, fsum, isum."""
-    row_of, arguments = quantized_row(isa), fields(8)
+    row_of = quantized_row(isa)
+    arguments = fields(8)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         count, source, stride, groups, data, scale, fsum, isum = arguments(args)
         for m in range(tile * ROWS_PER_TILE, min(load_i64(count), (tile + 1) * ROWS_PER_TILE)):
             at = 4 * m * groups
-            row_of(source + m * stride, groups, data + m * groups * 32, scale + at, fsum + at, isum + 2 * at)
+            row_of(
+                source + m * stride,
+                groups,
+                data + m * groups * 32,
+                scale + at,
+                fsum + at,
+                isum + 2 * at,
+            )
 
     return KERNEL_SIGNATURE, kernel
 

@@ -16,8 +16,6 @@ from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.program import atomic_load, atomic_store, pause
 from twinphase.backends.cpu.tiling import ROWS_PER_TILE
 
-__all__ = ["copy_columns", "meet"]
-
 ARRAYS = 4  # of a row in int8 groups
 WORD_BYTES = 64
 SPINS = 5000  # looks, about 0.1 ms, before a rank sleeps between two
@@ -39,8 +37,8 @@ def _copy(isa: Isa) -> Any:
 def copy_columns(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
     """A rank's columns into rows of all ranks.
 
-    Arguments: address of the row count; for each of ARRAYS arrays the source, its stride, the target, its stride and
-    the bytes of a row, a multiple of 4.
+    Arguments: address of the row count; for each of ARRAYS arrays the source, its stride, the
+    target, its stride and the bytes of a row, a multiple of 4.
     """
     copy = _copy(isa)
 
@@ -49,8 +47,11 @@ def copy_columns(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
         rows = min(load_i64(load_i64(args)), first + ROWS_PER_TILE)
         for array in range(ARRAYS):
             place = args + 8 + 40 * array
-            source, stride = load_i64(place), load_i64(place + 8)
-            target, target_stride, nbytes = load_i64(place + 16), load_i64(place + 24), load_i64(place + 32)
+            source = load_i64(place)
+            stride = load_i64(place + 8)
+            target = load_i64(place + 16)
+            target_stride = load_i64(place + 24)
+            nbytes = load_i64(place + 32)
             for row in range(first, rows):
                 copy(source + row * stride, target + row * target_stride, nbytes)
 
@@ -84,8 +85,8 @@ def _clock(ctx: Any, clock_gettime: Any, place: Any) -> Any:
 def meet(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
     """Waits until all ranks have come here, or the first of the group's words says that it is over.
 
-    The nanoseconds it waits are added to the word behind this rank's. Arguments: address of the group's words, this
-    rank, how many ranks, addresses of usleep and clock_gettime.
+    The nanoseconds it waits are added to the word behind this rank's. Arguments: address of the
+    group's words, this rank, how many ranks, addresses of usleep and clock_gettime.
     """
     arguments = fields(5)
 

@@ -1,6 +1,7 @@
 """Register tiles of packed weights: the integer sums of groups of inputs, scaled and added in one fixed order.
 
-Used by linear layers (`linear.py`), and by those in matrix tiles (`linear_tiles.py`) for all but the integer sums.
+Used by linear layers (`linear.py`), and by those in matrix tiles (`linear_tiles.py`) for all but
+the integer sums.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from llvmlite import ir
 from twinphase.backends.cpu.emit import F16, F32, I8, I32, Emit, Value, vector
 from twinphase.backends.cpu.formats import GROUP, STRIP, SUPER, PackedFormat
 
-__all__ = ["AHEAD_LINES", "Inputs", "RegisterTile", "Weights", "each_group", "store_tile"]
-
-FEW_LINES, AHEAD_LINES = 3, 9  # lines of the next strip's weights that one of many or of few tiles asks for in a group
+# lines of the next strip's weights that one of many or of few tiles asks for in a group
+FEW_LINES = 3
+AHEAD_LINES = 9
 STREAM_AHEAD = 8192  # bytes; a single tile asks for the weights so far behind those that it reads
 FEWEST_AHEAD = 4  # rows of the smallest tile that does: fewer are never one of several
 
@@ -45,7 +46,8 @@ class Weights(NamedTuple):
         """Ask for what comes next, in iteration g of a tile of `rows` rows."""
 
         def stream() -> None:
-            # A narrow register file reads a strip twice; there the processor's own guess is as good.
+            # A narrow register file reads a strip twice; there the processor's own guess is as
+            # good.
             for line in range(0, record_bytes if e.isa.lanes == 16 else 0, 64):
                 e.prefetch(record, STREAM_AHEAD, line)
 
@@ -69,9 +71,13 @@ class RegisterTile:
     """Emits one register tile: `rows` rows times `vectors` vectors of outputs."""
 
     def __init__(self, e: Emit, fmt: PackedFormat, rows: int, vectors: int, block: Value) -> None:
-        self.e, self.fmt, self.rows, self.vectors = e, fmt, rows, vectors
+        self.e = e
+        self.fmt = fmt
+        self.rows = rows
+        self.vectors = vectors
         self.lanes = e.isa.lanes
-        self.ints, self.floats = vector(I32, self.lanes), vector(F32, self.lanes)
+        self.ints = vector(I32, self.lanes)
+        self.floats = vector(F32, self.lanes)
         # Byte offsets of the first block: 0, or those of the strip's second block of 16 outputs.
         self.low_at = e.mul(block, 64)
         self.scale_at = e.mul(block, 16 * fmt.scale_size)
@@ -79,13 +85,18 @@ class RegisterTile:
 
     def codes(self, record: Value, quad: int, n: int) -> Value:
         """Codes of 4 inputs (the quad) of vector n's outputs, bytes in int32 lanes."""
-        e, b, fmt = self.e, self.e.b, self.fmt
+        e = self.e
+        b = self.e.b
+        fmt = self.fmt
         per_block = 16 // self.lanes
-        block, part = n // per_block, n % per_block * 4 * self.lanes
+        block = n // per_block
+        part = n % per_block * 4 * self.lanes
         if fmt.bits == 8:
             return e.load(self.ints, record, self.low_at, (2 * quad + block) * 64 + part)
         low = e.load(self.ints, record, self.low_at, (2 * (quad // 2) + block) * 64 + part)
-        low = b.and_(b.lshr(low, e.splat(self.ints, 4 * (quad % 2))), e.splat(self.ints, 0x0F0F0F0F))
+        low = b.and_(
+            b.lshr(low, e.splat(self.ints, 4 * (quad % 2))), e.splat(self.ints, 0x0F0F0F0F)
+        )
         if fmt.values:
             return e.lookup(low, [value + 128 for value in fmt.values])
         if not fmt.plane_lines:
@@ -95,27 +106,44 @@ class RegisterTile:
         line = 2 * 4 * 64 + (2 * (quad // per_line) + block) * 64 + part
         shift = high_bits * (quad % per_line) - 4
         plane = e.load(self.ints, record, self.low_at, line)
-        moved = b.shl(plane, e.splat(self.ints, -shift)) if shift < 0 else b.lshr(plane, e.splat(self.ints, shift))
+        moved = (
+            b.shl(plane, e.splat(self.ints, -shift))
+            if shift < 0
+            else b.lshr(plane, e.splat(self.ints, shift))
+        )
         mask = 0x10101010 if high_bits == 1 else 0x30303030
         return b.or_(low, b.and_(moved, e.splat(self.ints, mask)))
 
-    def scales(self, address: Value, offset: int, header: tuple[Value, int] | None, n: int, signed: bool) -> Value:
+    def scales(
+        self, address: Value, offset: int, header: tuple[Value, int] | None, n: int, signed: bool
+    ) -> Value:
         """Scales (or minima) of vector n's outputs, float32."""
-        e, b = self.e, self.e.b
+        e = self.e
+        b = self.e.b
         if self.fmt.exponents:  # 0, the padding's, is 0
             small = e.load(vector(I8, self.lanes), address, self.scale_at, offset + n * self.lanes)
             power = b.bitcast(b.shl(b.zext(small, self.ints), e.splat(self.ints, 23)), self.floats)
             return b.fmul(power, e.splat(self.floats, 0.5))
         if header is None:
-            return e.widen(e.load(vector(F16, self.lanes), address, self.scale_at, offset + 2 * n * self.lanes))
+            return e.widen(
+                e.load(vector(F16, self.lanes), address, self.scale_at, offset + 2 * n * self.lanes)
+            )
         small = e.load(vector(I8, self.lanes), address, self.scale_at, offset + n * self.lanes)
         wide = b.sext(small, self.ints) if signed else b.zext(small, self.ints)
-        shared = e.widen(e.load(vector(F16, self.lanes), header[0], self.shared_at, header[1] + 2 * n * self.lanes))
+        shared = e.widen(
+            e.load(
+                vector(F16, self.lanes), header[0], self.shared_at, header[1] + 2 * n * self.lanes
+            )
+        )
         return b.fmul(b.sitofp(wide, self.floats), shared)
 
-    def group(self, record: Value, header: Value | None, x: Inputs, g: Value, totals: list[Any]) -> None:
+    def group(
+        self, record: Value, header: Value | None, x: Inputs, g: Value, totals: list[Any]
+    ) -> None:
         """Add one group of 32 inputs to the totals."""
-        e, b, fmt = self.e, self.e.b, self.fmt
+        e = self.e
+        b = self.e.b
+        fmt = self.fmt
         signed = e.dot_is_signed(fmt.bits_multiplied)
         offset = 0 if signed else fmt.offset
         quads = fmt.group // 4
@@ -124,7 +152,11 @@ class RegisterTile:
             for m in range(self.rows):
                 start: Value = e.splat(self.ints, 0)
                 if offset:
-                    place = e.add(e.mul(e.mul(x.scale_stride, 2), m), e.mul(g, 8), 4 * part * (fmt.group // 16))
+                    place = e.add(
+                        e.mul(e.mul(x.scale_stride, 2), m),
+                        e.mul(g, 8),
+                        4 * part * (fmt.group // 16),
+                    )
                     total = e.load(I32, x.isum, place)
                     if fmt.group == 32:
                         total = b.add(total, e.load(I32, x.isum, place, 4))
@@ -133,11 +165,22 @@ class RegisterTile:
             self._dots(record, x, g, sums, range(part * quads, (part + 1) * quads), signed)
             self._scale(record, header, x, g, totals, sums, part)
 
-    def _dots(self, record: Value, x: Inputs, g: Value, sums: list[list[Value]], quads: range, signed: bool) -> None:
+    def _dots(
+        self,
+        record: Value,
+        x: Inputs,
+        g: Value,
+        sums: list[list[Value]],
+        quads: range,
+        signed: bool,
+    ) -> None:
         """Add the products of these quads of inputs to the integer sums."""
-        e, b = self.e, self.e.b
+        e = self.e
+        b = self.e.b
         # Where a dot product takes a step by 16 bits, as many as fit 16 bits are added there first.
-        together = {4: 8, 5: 4, 6: 2}.get(self.fmt.bits_multiplied, 0) if e.isa.dot == "maddubs" else 0
+        together = (
+            {4: 8, 5: 4, 6: 2}.get(self.fmt.bits_multiplied, 0) if e.isa.dot == "maddubs" else 0
+        )
         pairs: list[list[Value]] = [[None] * self.vectors for _ in range(self.rows)]
         for quad in quads:
             codes = [self.codes(record, quad, n) for n in range(self.vectors)]
@@ -149,32 +192,55 @@ class RegisterTile:
                     if not together:
                         sums[m][n] = e.dot(sums[m][n], codes[n], inputs, signed=signed)
                         continue
-                    here, before = e.pairs(codes[n], inputs), pairs[m][n]
+                    here = e.pairs(codes[n], inputs)
+                    before = pairs[m][n]
                     here = here if before is None else b.add(before, here)
                     sums[m][n] = e.add_pairs(sums[m][n], here) if last else sums[m][n]
                     pairs[m][n] = None if last else here
 
-    def _scale(self, record: Value, header: Value | None, x: Inputs, g: Value, totals: list[Any],
-               sums: list[list[Value]], part: int) -> None:  # fmt: skip
+    def _scale(
+        self,
+        record: Value,
+        header: Value | None,
+        x: Inputs,
+        g: Value,
+        totals: list[Any],
+        sums: list[list[Value]],
+        part: int,
+    ) -> None:
         scales, minima = self.part_scales(record, header, part)
         self.add(scales, minima, x, g, totals, sums, part)
 
-    def part_scales(self, record: Value, header: Value | None, part: int) -> tuple[list[Value], list[Value]]:
+    def part_scales(
+        self, record: Value, header: Value | None, part: int
+    ) -> tuple[list[Value], list[Value]]:
         """Scales of a part of a group, and minima (none where the format has none), a vector for each of outputs."""
         fmt = self.fmt
         scale_at = fmt.code_bytes + part * STRIP * fmt.scale_size
         shared = None if header is None else (header, 0)
-        scales = [self.scales(record, scale_at, shared, n, fmt.signed_scales) for n in range(self.vectors)]
+        scales = [
+            self.scales(record, scale_at, shared, n, fmt.signed_scales) for n in range(self.vectors)
+        ]
         if not fmt.minimum:
             return scales, []
         shared = None if header is None else (header, 2 * STRIP)
         at = scale_at + fmt.scale_bytes
         return scales, [self.scales(record, at, shared, n, False) for n in range(self.vectors)]
 
-    def add(self, scales: list[Value], minima: list[Value], x: Inputs, g: Value, totals: list[Any],
-            sums: list[list[Value]], part: int) -> None:  # fmt: skip
+    def add(
+        self,
+        scales: list[Value],
+        minima: list[Value],
+        x: Inputs,
+        g: Value,
+        totals: list[Any],
+        sums: list[list[Value]],
+        part: int,
+    ) -> None:
         """Add the integer sums of a part of group g to the totals; the same operations whatever made the sums."""
-        e, b, fmt = self.e, self.e.b, self.fmt
+        e = self.e
+        b = self.e.b
+        fmt = self.fmt
         for m in range(self.rows):
             here = e.add(e.mul(x.scale_stride, m), e.mul(g, 4))
             token_scale = e.broadcast(e.load(F32, x.scale, here), self.lanes)
@@ -192,10 +258,13 @@ class RegisterTile:
                 totals[m][n].set(total)
 
 
-def store_tile(e: Emit, totals: list[list[Any]], out: Value, out_stride: Value, residual: Value, stride: Value) -> None:
+def store_tile(
+    e: Emit, totals: list[list[Any]], out: Value, out_stride: Value, residual: Value, stride: Value
+) -> None:
     for m, row in enumerate(totals):
         for n, total in enumerate(row):
-            value, at = total.get(), 4 * n * e.isa.lanes
+            value = total.get()
+            at = 4 * n * e.isa.lanes
             base = e.load(value.type, residual, e.mul(stride, m), at)
             e.store(e.b.fadd(value, base), out, e.mul(out_stride, m), at)
 

@@ -1,6 +1,7 @@
 """Rotary embedding of queries and keys, and the writing of keys and values to the paged cache.
 
-Queries leave as int8 with one scale a head, since attention multiplies them with the keys in integers.
+Queries leave as int8 with one scale a head, since attention multiplies them with the keys in
+integers.
 """
 
 from __future__ import annotations
@@ -15,14 +16,21 @@ from twinphase.backends.cpu.emit import F32, I8, I16, I32, I64, Emit, Value, vec
 from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64, load_u32
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.quantize import absmax_scale, round_to_int
-from twinphase.backends.cpu.kv_layout import CELL, CHUNK, key_bytes, scale_bytes, spread_size, value_bytes
-
-__all__ = ["norm_columns", "rope_kv_write"]
+from twinphase.backends.cpu.kv_layout import (
+    CELL,
+    CHUNK,
+    key_bytes,
+    scale_bytes,
+    spread_size,
+    value_bytes,
+)
 
 LARGEST_VALUE = 65504.0  # of float16
 
 
-Load = Callable[[int, int], Value]  # (count, index): that many floats of a head, from its dimension `index` on
+Load = Callable[
+    [int, int], Value
+]  # (count, index): that many floats of a head, from its dimension `index` on
 
 
 def _loader(e: Emit, x: Value, normalized: bool, weight: Value, factor: Value) -> Load:
@@ -53,19 +61,27 @@ def _inverse_rms(isa: Isa) -> Any:
     return emitted(isa, 3, write)
 
 
-def _rotated(e: Emit, load: Load, cos: Value, sin: Value, dim: int, rotary: int, interleaved: bool) -> list[Value]:
+def _rotated(
+    e: Emit, load: Load, cos: Value, sin: Value, dim: int, rotary: int, interleaved: bool
+) -> list[Value]:
     """A head rotated (RoFormer, Su et al., 2021), as vectors of floats in order."""
-    b, pairs = e.b, math.gcd(rotary // 2, 16)
+    b = e.b
+    pairs = math.gcd(rotary // 2, 16)
     half = vector(F32, pairs)
     pieces: dict[int, Value] = {}
     for i in range(0, rotary // 2, pairs):
-        c, s = e.load(half, cos, 4 * i), e.load(half, sin, 4 * i)
+        c = e.load(half, cos, 4 * i)
+        s = e.load(half, sin, 4 * i)
         if interleaved:
             both = load(2 * pairs, 2 * i)
             first, second = (e.shuffle(both, None, range(n, 2 * pairs, 2)) for n in (0, 1))
         else:
-            first, second = load(pairs, i), load(pairs, i + rotary // 2)
-        turned = b.fsub(b.fmul(first, c), b.fmul(second, s)), b.fadd(b.fmul(first, s), b.fmul(second, c))
+            first = load(pairs, i)
+            second = load(pairs, i + rotary // 2)
+        turned = (
+            b.fsub(b.fmul(first, c), b.fmul(second, s)),
+            b.fadd(b.fmul(first, s), b.fmul(second, c)),
+        )
         if interleaved:
             order = [lane for k in range(pairs) for lane in (k, pairs + k)]
             pieces[2 * i] = e.shuffle(*turned, order)
@@ -80,10 +96,12 @@ def _rotated(e: Emit, load: Load, cos: Value, sin: Value, dim: int, rotary: int,
 def _spread(e: Emit, pieces: list[Value], size: int) -> list[Value]:
     """Hadamard transform of each run of `size` dimensions, times sqrt(size).
 
-    Queries and keys are turned alike, so their products stay the same, but a dimension with outliers is spread over
-    all of them, and int8 with one scale loses less (QuaRot, Ashkboos et al., 2024, arXiv:2404.00456).
+    Queries and keys are turned alike, so their products stay the same, but a dimension with
+    outliers is spread over all of them, and int8 with one scale loses less (QuaRot, Ashkboos et
+    al., 2024, arXiv:2404.00456).
     """
-    b, count = e.b, pieces[0].type.count
+    b = e.b
+    count = pieces[0].type.count
     for h in [1 << i for i in range(min(size, count).bit_length() - 1)]:
         signs = ir.Constant(pieces[0].type, [-1.0 if lane & h else 1.0 for lane in range(count)])
         order = [lane ^ h for lane in range(count)]
@@ -92,13 +110,17 @@ def _spread(e: Emit, pieces: list[Value], size: int) -> list[Value]:
     while step * count < size:
         for i in range(len(pieces)):
             if not i & step:
-                left, right = pieces[i], pieces[i | step]
-                pieces[i], pieces[i | step] = b.fadd(left, right), b.fsub(left, right)
+                left = pieces[i]
+                right = pieces[i | step]
+                pieces[i] = b.fadd(left, right)
+                pieces[i | step] = b.fsub(left, right)
         step *= 2
     return pieces
 
 
-def _head(e: Emit, load: Load, cos: Value, sin: Value, dim: int, rotary: int, interleaved: bool) -> list[Value]:
+def _head(
+    e: Emit, load: Load, cos: Value, sin: Value, dim: int, rotary: int, interleaved: bool
+) -> list[Value]:
     """A query or key head as attention multiplies it, before rounding: rotated and spread, in vectors of 16."""
     pieces = _rotated(e, load, cos, sin, dim, rotary, interleaved)
     return _spread(e, _sixteens(e, pieces), spread_size(dim))
@@ -107,8 +129,12 @@ def _head(e: Emit, load: Load, cos: Value, sin: Value, dim: int, rotary: int, in
 def _sixteens(e: Emit, pieces: list[Value]) -> list[Value]:
     """The same lanes in vectors of 16."""
     if all(piece.type.count % 16 == 0 for piece in pieces):
-        return [e.shuffle(p, None, range(i, i + 16)) for p in pieces for i in range(0, p.type.count, 16)]
-    lanes = [e.b.extract_element(p, ir.Constant(I32, i)) for p in pieces for i in range(p.type.count)]
+        return [
+            e.shuffle(p, None, range(i, i + 16)) for p in pieces for i in range(0, p.type.count, 16)
+        ]
+    lanes = [
+        e.b.extract_element(p, ir.Constant(I32, i)) for p in pieces for i in range(p.type.count)
+    ]
     out = []
     for start in range(0, len(lanes), 16):
         value: Value = ir.Constant(vector(F32, 16), ir.Undefined)
@@ -128,11 +154,24 @@ def _largest(e: Emit, pieces: list[Value]) -> Value:
 def _query(isa: Isa, dim: int, rotary: int, interleaved: bool, normalized: bool) -> Any:
     """Numba-callable (x, cos, sin, data, scale, sum, softmax scale bits, norm, its factor): one query head to int8."""
 
-    def write(e: Emit, x: Value, cos: Value, sin: Value, data: Value, scale: Value, total: Value, factor: Value,
-              norm: Value, inverse_rms: Value) -> None:  # fmt: skip
-        pieces = _head(e, _loader(e, x, normalized, norm, inverse_rms), cos, sin, dim, rotary, interleaved)
+    def write(
+        e: Emit,
+        x: Value,
+        cos: Value,
+        sin: Value,
+        data: Value,
+        scale: Value,
+        total: Value,
+        factor: Value,
+        norm: Value,
+        inverse_rms: Value,
+    ) -> None:
+        pieces = _head(
+            e, _loader(e, x, normalized, norm, inverse_rms), cos, sin, dim, rotary, interleaved
+        )
         step, inverse = absmax_scale(e, _largest(e, pieces))
-        at, sums = 0, ir.Constant(I32, 0)
+        at = 0
+        sums = ir.Constant(I32, 0)
         for piece in pieces:
             count = piece.type.count
             numbers = round_to_int(e, piece, e.broadcast(inverse, count))
@@ -149,15 +188,30 @@ def _query(isa: Isa, dim: int, rotary: int, interleaved: bool, normalized: bool)
 def _key(isa: Isa, dim: int, rotary: int, interleaved: bool, normalized: bool) -> Any:
     """Numba-callable (x, cos, sin, cell's keys, cell's scales, token in the cell, norm, its factor): one key head."""
 
-    def write(e: Emit, x: Value, cos: Value, sin: Value, keys: Value, scales: Value, token: Value, norm: Value,
-              inverse_rms: Value) -> None:  # fmt: skip
-        pieces = _head(e, _loader(e, x, normalized, norm, inverse_rms), cos, sin, dim, rotary, interleaved)
+    def write(
+        e: Emit,
+        x: Value,
+        cos: Value,
+        sin: Value,
+        keys: Value,
+        scales: Value,
+        token: Value,
+        norm: Value,
+        inverse_rms: Value,
+    ) -> None:
+        pieces = _head(
+            e, _loader(e, x, normalized, norm, inverse_rms), cos, sin, dim, rotary, interleaved
+        )
         step, inverse = absmax_scale(e, _largest(e, pieces))
         at = 0
         for piece in pieces:
             count = piece.type.count
-            numbers = e.b.trunc(round_to_int(e, piece, e.broadcast(inverse, count)), vector(I8, count))
-            quads = e.b.bitcast(e.b.xor(numbers, e.splat(numbers.type, -128)), vector(I32, count // 4))
+            numbers = e.b.trunc(
+                round_to_int(e, piece, e.broadcast(inverse, count)), vector(I8, count)
+            )
+            quads = e.b.bitcast(
+                e.b.xor(numbers, e.splat(numbers.type, -128)), vector(I32, count // 4)
+            )
             for q in range(count // 4):
                 lane = e.b.extract_element(quads, ir.Constant(I32, q))
                 e.store(lane, keys, (at + q) * 4 * CELL, e.mul(token, 4))
@@ -169,16 +223,21 @@ def _key(isa: Isa, dim: int, rotary: int, interleaved: bool, normalized: bool) -
 
 def _value(isa: Isa, dim: int, dtype: str) -> Any:
     """Numba-callable (x, cell's values, cell's scales, token in the cell): one value head to the cache."""
-    words, size = vector(I16, 16), 1 if dtype == "int8" else 2
+    words = vector(I16, 16)
+    size = 1 if dtype == "int8" else 2
 
     def write(e: Emit, x: Value, values: Value, scales: Value, token: Value) -> None:
-        pair, side = e.b.ashr(token, e.i64(1)), e.b.and_(token, e.i64(1))
+        pair = e.b.ashr(token, e.i64(1))
+        side = e.b.and_(token, e.i64(1))
         to = e.add(values, e.mul(pair, 2 * size * dim), e.mul(side, size))
         pieces = []
         for i in range(0, dim, 16):
             piece = e.load(vector(F32, 16), x, 4 * i)
-            # A value that is not finite must not outlive its request: times a weight of 0 it would poison another's.
-            finite = e.b.fcmp_ordered("<", e.unary("fabs", piece), e.splat(piece.type, LARGEST_VALUE))
+            # A value that is not finite must not outlive its request: times a weight of 0 it would
+            # poison another's.
+            finite = e.b.fcmp_ordered(
+                "<", e.unary("fabs", piece), e.splat(piece.type, LARGEST_VALUE)
+            )
             pieces.append(e.b.select(finite, piece, e.splat(piece.type, 0.0)))
         inverse = None
         if dtype == "int8":
@@ -201,9 +260,11 @@ def _value(isa: Isa, dim: int, dtype: str) -> Any:
 def norm_columns(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
     """One row a tile: RMSNorm, where they lie, of columns of a row whose other columns another rank may have.
 
-    Arguments: the whole rows, their stride and width; the columns in row 0, their stride and number; weights, eps bits.
+    Arguments: the whole rows, their stride and width; the columns in row 0, their stride and
+    number; weights, eps bits.
     """
-    arguments, inverse_rms = fields(8), _inverse_rms(isa)
+    arguments = fields(8)
+    inverse_rms = _inverse_rms(isa)
 
     def write(e: Emit, x: Value, count: Value, weight: Value, factor: Value) -> None:
         with e.loop(0, count, 16) as i:
@@ -216,7 +277,9 @@ def norm_columns(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         whole, whole_stride, width, x, stride, count, weight, eps = arguments(args)
-        scaled(x + tile * stride, count, weight, inverse_rms(whole + tile * whole_stride, width, eps))
+        scaled(
+            x + tile * stride, count, weight, inverse_rms(whole + tile * whole_stride, width, eps)
+        )
 
     return KERNEL_SIGNATURE, kernel
 
@@ -226,33 +289,83 @@ def rope_kv_write(
 ) -> tuple[Any, Callable[[int, int, int], None]]:
     """One row a tile: RMSNorm of each head of queries and keys (or "none"), rotation, writing.
 
-    Arguments: q, k, v of row 0, their stride, cos, sin, positions (int32), slots (int64), heads, KV heads, keys,
-    scales and values of the layer, int8 queries, their scales, their sums, softmax scale bits, cells of a chunk,
-    weights of the norms of q and k, eps bits.
+    Arguments: q, k, v of row 0, their stride, cos, sin, positions (int32), slots (int64), heads, KV
+    heads, keys, scales and values of the layer, int8 queries, their scales, their sums, softmax
+    scale bits, cells of a chunk, weights of the norms of q and k, eps bits.
     """
-    dim, turned, normalized = int(head_dim), int(rotary), qk_norm == "head"
+    dim = int(head_dim)
+    turned = int(rotary)
+    normalized = qk_norm == "head"
     query = _query(isa, dim, turned, interleaved == "1", normalized)
-    key, value = _key(isa, dim, turned, interleaved == "1", normalized), _value(isa, dim, dtype)
-    cell_bytes, scale_size, value_size = key_bytes(dim), scale_bytes(dtype), value_bytes(dim, dtype)
-    table_stride, arguments, inverse_rms = 4 * (turned // 2), fields(21), _inverse_rms(isa)
+    key = _key(isa, dim, turned, interleaved == "1", normalized)
+    value = _value(isa, dim, dtype)
+    cell_bytes = key_bytes(dim)
+    scale_size = scale_bytes(dtype)
+    value_size = value_bytes(dim, dtype)
+    table_stride = 4 * (turned // 2)
+    arguments = fields(21)
+    inverse_rms = _inverse_rms(isa)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        (q, k, v, stride, cos, sin, positions, slots, heads, kv_heads, keys, scales, values, data, query_scales, sums,
-         factor, per_chunk, q_norm, k_norm, eps) = arguments(args)  # fmt: skip
+        (
+            q,
+            k,
+            v,
+            stride,
+            cos,
+            sin,
+            positions,
+            slots,
+            heads,
+            kv_heads,
+            keys,
+            scales,
+            values,
+            data,
+            query_scales,
+            sums,
+            factor,
+            per_chunk,
+            q_norm,
+            k_norm,
+            eps,
+        ) = arguments(args)
         turn = load_u32(positions + 4 * tile) * table_stride
-        cos, sin, slot = cos + turn, sin + turn, load_i64(slots + 8 * tile)
+        cos = cos + turn
+        sin = sin + turn
+        slot = load_i64(slots + 8 * tile)
         q_root = k_root = 0
         for head in range(heads):
-            at, x = tile * heads + head, q + tile * stride + head * dim * 4
+            at = tile * heads + head
+            x = q + tile * stride + head * dim * 4
             if normalized:
                 q_root = inverse_rms(x, dim, eps)
-            query(x, cos, sin, data + at * dim, query_scales + 4 * at, sums + 4 * at, factor, q_norm, q_root)
+            query(
+                x,
+                cos,
+                sin,
+                data + at * dim,
+                query_scales + 4 * at,
+                sums + 4 * at,
+                factor,
+                q_norm,
+                q_root,
+            )
         for head in range(kv_heads):
             at = slot // (CELL * CHUNK) * per_chunk + head * CHUNK + slot // CELL % CHUNK
             here = tile * stride + head * dim * 4
             if normalized:
                 k_root = inverse_rms(k + here, dim, eps)
-            key(k + here, cos, sin, keys + at * cell_bytes, scales + at * scale_size, slot % CELL, k_norm, k_root)
+            key(
+                k + here,
+                cos,
+                sin,
+                keys + at * cell_bytes,
+                scales + at * scale_size,
+                slot % CELL,
+                k_norm,
+                k_root,
+            )
             value(v + here, values + at * value_size, scales + at * scale_size, slot % CELL)
 
     return KERNEL_SIGNATURE, kernel

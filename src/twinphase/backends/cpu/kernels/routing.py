@@ -1,6 +1,7 @@
 """Mixtures of experts: which experts each row goes to, the rows sorted by expert, and their results added up.
 
-Rows go through the linear kernels sorted by expert, so that an expert's weights are read once for all of its rows.
+Rows go through the linear kernels sorted by expert, so that an expert's weights are read once for
+all of its rows.
 """
 
 from __future__ import annotations
@@ -25,15 +26,14 @@ from twinphase.backends.cpu.intrinsics import (
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.tiling import ROWS_PER_TILE, SLOT
 
-__all__ = ["combine", "route", "sort_rows"]
-
 
 def _powers(isa: Isa) -> Any:
     """Numba-callable (logits, count, largest's address, out): e^(logit - largest) of each; their sum's float32 bits."""
 
     def write(e: Emit, logits: Value, count: Value, largest: Value, out: Value) -> Value:
         four = vector(F32, 4)  # the narrowest vector of all paths
-        top, total = e.broadcast(e.load(F32, largest), 4), e.variable(ir.Constant(F32, 0.0))
+        top = e.broadcast(e.load(F32, largest), 4)
+        total = e.variable(ir.Constant(F32, 0.0))
         with e.loop(0, count) as i:
             at = e.mul(i, 4)
             x = e.b.fsub(e.broadcast(e.load(F32, logits, at), 4), top)
@@ -49,10 +49,11 @@ def _powers(isa: Isa) -> Any:
 def route(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
     """One row a tile: the numbers of its `used` experts with the largest logits, in order, and their weights.
 
-    Arguments: logits, their stride, experts, used, whether weights are divided by their sum (else they are the softmax
-    over all experts), numbers out (int32), weights out.
+    Arguments: logits, their stride, experts, used, whether weights are divided by their sum (else
+    they are the softmax over all experts), numbers out (int32), weights out.
     """
-    powers, arguments = _powers(isa), fields(7)
+    powers = _powers(isa)
+    arguments = fields(7)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         logits, stride, experts, used, renormalize, numbers, weights = arguments(args)
@@ -62,10 +63,12 @@ def route(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
         for i in range(experts):
             store_f32(scratch + 4 * i, load_f32(logits + 4 * i))
         for k in range(used):
-            best, largest = 0, np.float32(-np.inf)
+            best = 0
+            largest = np.float32(-np.inf)
             for i in range(experts):
                 if load_f32(scratch + 4 * i) > largest:  # of equal ones the smaller number
-                    best, largest = i, load_f32(scratch + 4 * i)
+                    best = i
+                    largest = load_f32(scratch + 4 * i)
             store_i32(numbers + 4 * k, best)
             store_f32(weights + 4 * k, load_f32(logits + 4 * best))
             store_f32(scratch + 4 * best, np.float32(-np.inf))
@@ -86,9 +89,10 @@ def route(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
 def sort_rows(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
     """The step's rows sorted by expert, in one tile.
 
-    Arguments: address of the row count, experts, used, numbers of the chosen experts, then what is written, int32:
-    the row of each sorted row, the place of each row's choices among the sorted, and the slots: (expert, its first
-    sorted row, the end of them) of each expert that has rows, empty ones behind.
+    Arguments: address of the row count, experts, used, numbers of the chosen experts, then what is
+    written, int32: the row of each sorted row, the place of each row's choices among the sorted,
+    and the slots: (expert, its first sorted row, the end of them) of each expert that has rows,
+    empty ones behind.
     """
     arguments = fields(7)
 
@@ -129,20 +133,38 @@ def combine(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
     """
     wide = vector(F32, 32)
 
-    def write(e: Emit, used: Value, places: Value, weights: Value, results: Value, groups: Value, out: Value) -> None:
+    def write(
+        e: Emit,
+        used: Value,
+        places: Value,
+        weights: Value,
+        results: Value,
+        groups: Value,
+        out: Value,
+    ) -> None:
         with e.loop(0, groups) as g:
             total = e.variable(e.splat(wide, 0.0))
             with e.loop(0, used) as k:
                 place = e.b.zext(e.load(I32, places, e.mul(k, 4)), ir.IntType(64))
                 value = e.load(wide, results, e.mul(e.add(e.mul(place, groups), g), 128))
-                total.set(e.fma(value, e.broadcast(e.load(F32, weights, e.mul(k, 4)), 32), total.get()))
+                total.set(
+                    e.fma(value, e.broadcast(e.load(F32, weights, e.mul(k, 4)), 32), total.get())
+                )
             e.store(total.get(), out, e.mul(g, 128))
 
-    row_of, arguments = emitted(isa, 6, write), fields(7)
+    row_of = emitted(isa, 6, write)
+    arguments = fields(7)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         count, used, places, weights, results, groups, out = arguments(args)
         for m in range(tile * ROWS_PER_TILE, min(load_i64(count), (tile + 1) * ROWS_PER_TILE)):
-            row_of(used, places + 4 * used * m, weights + 4 * used * m, results, groups, out + 128 * groups * m)
+            row_of(
+                used,
+                places + 4 * used * m,
+                weights + 4 * used * m,
+                results,
+                groups,
+                out + 128 * groups * m,
+            )
 
     return KERNEL_SIGNATURE, kernel

@@ -1,9 +1,10 @@
 """Attention over the paged KV cache: flash-style (Dao et al., 2022, arXiv:2205.14135), by phase.
 
-A context is cut into spans at fixed absolute positions. Within a span the softmax runs online, tile after tile; spans
-are merged in order. Prefill does so in one program, decode has a program for each span and one that merges, so that a
-single row keeps the whole device busy: both add in the same order, whatever the step holds. The query heads of one KV
-head are rows of one tile, which reads its keys and values once.
+A context is cut into spans at fixed absolute positions. Within a span the softmax runs online, tile
+after tile; spans are merged in order. Prefill does so in one program, decode has a program for each
+span and one that merges, so that a single row keeps the whole device busy: both add in the same
+order, whatever the step holds. The query heads of one KV head are rows of one tile, which reads its
+keys and values once.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from torch import Tensor
 
 from twinphase.backends.torch.kernels.tiles import tile_of
 
-__all__ = ["KEYS", "SPAN", "Shape", "Tiles", "attention", "columns_of", "rows_of_tile"]
-
-KEYS, SPAN = 32, 512  # positions of a tile and of a span: every sum depends on them
-# Query rows times heads of a group in one program: at most so many, with so many sums in all, by compute capability.
-PREFILL_ROWS, PREFILL_SUMS = 128, {0: 64 * 128, 90: 128 * 128, 120: 64 * 128}
+# positions of a tile and of a span: every sum depends on them
+KEYS = 32
+SPAN = 512
+# Query rows times heads of a group in one program: at most so many, with so many sums in all, by
+# compute capability.
+PREFILL_ROWS = 128
+PREFILL_SUMS = {0: 64 * 128, 90: 128 * 128, 120: 64 * 128}
 DECODE_ROWS = 16
-WARPS, STAGES = {True: 4, False: 8}, 2  # fewer warps in prefill, and its two sums spill
+# fewer warps in prefill, and its two sums spill
+WARPS = {True: 4, False: 8}
+STAGES = 2
 
 
 class Shape(NamedTuple):
@@ -41,7 +46,8 @@ class Shape(NamedTuple):
 class Tiles(NamedTuple):
     """Programs of one phase: int64 [tiles] each, the sequence, its first row in the step and its first and last row.
 
-    `rows` is how many rows times heads of a group a program has, `longest` the longest context among them.
+    `rows` is how many rows times heads of a group a program has, `longest` the longest context
+    among them.
     """
 
     sequence: Tensor
@@ -69,16 +75,32 @@ def _merge(top, weight, total, top2, weight2, total2):
     """Two parts of a softmax as one: largest logit, sum of exponentials, and the values they weigh."""
     new = tl.maximum(top, top2)
     safe = tl.where(new == float("-inf"), 0.0, new)
-    one, other = tl.exp(top - safe), tl.exp(top2 - safe)
+    one = tl.exp(top - safe)
+    other = tl.exp(top2 - safe)
     return new, weight * one + weight2 * other, total * one[:, None] + total2 * other[:, None]
 
 
 @triton.jit
 def _span(
-    q, positions, keys_ptr, values_ptr, table_ptr, kv_head, start, end, scale,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q,
+    positions,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    kv_head,
+    start,
+    end,
+    scale,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """The part of positions `start` to `end`; a tile that a row does not see leaves its bits as they are."""
     d = tl.arange(0, COLUMNS)[None, :]
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -99,7 +121,8 @@ def _span(
         scores = tl.where(seen, scores, float("-inf"))
         new = tl.maximum(top, tl.max(scores, 1))
         safe = tl.where(new == float("-inf"), 0.0, new)
-        p, shrink = tl.exp(scores - safe[:, None]), tl.exp(top - safe)
+        p = tl.exp(scores - safe[:, None])
+        shrink = tl.exp(top - safe)
         v = tl.load(values_ptr + slot, mask=inside, other=0.0)
         weight = weight * shrink + tl.sum(p, 1)
         total = tl.dot(p.to(v.dtype), v, total * shrink[:, None], input_precision=PRECISION)
@@ -109,33 +132,71 @@ def _span(
 
 @triton.jit
 def _queries(
-    q_ptr, positions_ptr, first, end, kv_head, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    positions_ptr,
+    first,
+    end,
+    kv_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """The heads of a group of each row from `first` to `end`: queries, where they lie, which are there, positions."""
-    i, d = tl.arange(0, ROWS), tl.arange(0, COLUMNS)[None, :]
+    i = tl.arange(0, ROWS)
+    d = tl.arange(0, COLUMNS)[None, :]
     row = first + i // GROUP
     real = (row < end) & (i // GROUP < ROWS // GROUP)
     at = (row * HEADS + kv_head * GROUP + i % GROUP)[:, None] * DIM + d
     inside = real[:, None] & (d < DIM)
-    return tl.load(q_ptr + at, mask=inside, other=0.0), at, inside, tl.load(positions_ptr + row, mask=real, other=-1)
+    return (
+        tl.load(q_ptr + at, mask=inside, other=0.0),
+        at,
+        inside,
+        tl.load(positions_ptr + row, mask=real, other=-1),
+    )
 
 
 @triton.jit(do_not_specialize=["table_width"])
 def prefill_kernel(
-    q_ptr, keys_ptr, values_ptr, sinks_ptr, out_ptr, positions_ptr, tables_ptr, sequence_ptr, first_ptr, end_ptr,
-    table_width, scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
-    SPAN_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    sinks_ptr,
+    out_ptr,
+    positions_ptr,
+    tables_ptr,
+    sequence_ptr,
+    first_ptr,
+    end_ptr,
+    table_width,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    SPAN_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """The rows of a tile, all spans in order; KV tiles that no row sees are skipped."""
     # The last rows first: they see the most, and whoever ends late ought to begin early.
-    tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    first, end = tl.load(first_ptr + tile), tl.load(end_ptr + tile)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    first = tl.load(first_ptr + tile)
+    end = tl.load(end_ptr + tile)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    q, at, inside, positions = _queries(q_ptr, positions_ptr, first, end, kv_head, HEADS, GROUP, DIM, ROWS, COLUMNS)
-    lowest, length = tl.load(positions_ptr + first), tl.load(positions_ptr + end - 1) + 1
+    q, at, inside, positions = _queries(
+        q_ptr, positions_ptr, first, end, kv_head, HEADS, GROUP, DIM, ROWS, COLUMNS
+    )
+    lowest = tl.load(positions_ptr + first)
+    length = tl.load(positions_ptr + end - 1) + 1
     begin = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else lowest * 0
     table_ptr = tables_ptr + tl.load(sequence_ptr + tile) * table_width
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -146,39 +207,99 @@ def prefill_kernel(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for span in range(begin // SPAN_SIZE * SPAN_SIZE, length, SPAN_SIZE):
         top2, weight2, total2 = _span(
-            q, positions, keys_ptr, values_ptr, table_ptr, kv_head,
-            tl.maximum(span, begin), tl.minimum(span + SPAN_SIZE, length), scale,
-            KV_HEADS, DIM, BLOCK_SIZE, SOFTCAP, WINDOW, ROWS, COLUMNS, TILE, PRECISION,
-        )  # fmt: skip
+            q,
+            positions,
+            keys_ptr,
+            values_ptr,
+            table_ptr,
+            kv_head,
+            tl.maximum(span, begin),
+            tl.minimum(span + SPAN_SIZE, length),
+            scale,
+            KV_HEADS,
+            DIM,
+            BLOCK_SIZE,
+            SOFTCAP,
+            WINDOW,
+            ROWS,
+            COLUMNS,
+            TILE,
+            PRECISION,
+        )
         top, weight, total = _merge(top, weight, total, top2, weight2, total2)
     tl.store(
-        out_ptr + at, (total / tl.where(weight > 0, weight, 1.0)[:, None]).to(out_ptr.dtype.element_ty), mask=inside
+        out_ptr + at,
+        (total / tl.where(weight > 0, weight, 1.0)[:, None]).to(out_ptr.dtype.element_ty),
+        mask=inside,
     )
 
 
 @triton.jit(do_not_specialize=["table_width"])
 def decode_kernel(
-    q_ptr, keys_ptr, values_ptr, tops_ptr, weights_ptr, totals_ptr, positions_ptr, tables_ptr, sequence_ptr, first_ptr,
-    end_ptr, table_width, scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, SPAN_SIZE: tl.constexpr,
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    tops_ptr,
+    weights_ptr,
+    totals_ptr,
+    positions_ptr,
+    tables_ptr,
+    sequence_ptr,
+    first_ptr,
+    end_ptr,
+    table_width,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    SPAN_SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """One span of the rows of a tile; what it gives is merged by `merge_kernel`."""
-    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first, end = tl.load(first_ptr + tile), tl.load(end_ptr + tile)
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    first = tl.load(first_ptr + tile)
+    end = tl.load(end_ptr + tile)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    lowest, length = tl.load(positions_ptr + first), tl.load(positions_ptr + end - 1) + 1
+    lowest = tl.load(positions_ptr + first)
+    length = tl.load(positions_ptr + end - 1) + 1
     begin = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else lowest * 0
-    start, stop = tl.maximum(part * SPAN_SIZE, begin), tl.minimum((part + 1) * SPAN_SIZE, length)
+    start = tl.maximum(part * SPAN_SIZE, begin)
+    stop = tl.minimum((part + 1) * SPAN_SIZE, length)
     if start < stop:
-        q, _, _, positions = _queries(q_ptr, positions_ptr, first, end, kv_head, HEADS, GROUP, DIM, ROWS, COLUMNS)
+        q, _, _, positions = _queries(
+            q_ptr, positions_ptr, first, end, kv_head, HEADS, GROUP, DIM, ROWS, COLUMNS
+        )
         top, weight, total = _span(
-            q, positions, keys_ptr, values_ptr, tables_ptr + tl.load(sequence_ptr + tile) * table_width, kv_head,
-            start, stop, scale,
-            KV_HEADS, DIM, BLOCK_SIZE, SOFTCAP, WINDOW, ROWS, COLUMNS, TILE, PRECISION,
-        )  # fmt: skip
-        at = ((tile * KV_HEADS + kv_head).to(tl.int64) * tl.num_programs(2) + part) * ROWS + tl.arange(0, ROWS)
+            q,
+            positions,
+            keys_ptr,
+            values_ptr,
+            tables_ptr + tl.load(sequence_ptr + tile) * table_width,
+            kv_head,
+            start,
+            stop,
+            scale,
+            KV_HEADS,
+            DIM,
+            BLOCK_SIZE,
+            SOFTCAP,
+            WINDOW,
+            ROWS,
+            COLUMNS,
+            TILE,
+            PRECISION,
+        )
+        at = (
+            (tile * KV_HEADS + kv_head).to(tl.int64) * tl.num_programs(2) + part
+        ) * ROWS + tl.arange(0, ROWS)
         tl.store(tops_ptr + at, top)
         tl.store(weights_ptr + at, weight)
         tl.store(totals_ptr + at[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], total)
@@ -186,17 +307,36 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["num_parts"])
 def merge_kernel(
-    tops_ptr, weights_ptr, totals_ptr, sinks_ptr, out_ptr, positions_ptr, first_ptr, end_ptr, num_parts,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, SPAN_SIZE: tl.constexpr,
-):  # fmt: skip
+    tops_ptr,
+    weights_ptr,
+    totals_ptr,
+    sinks_ptr,
+    out_ptr,
+    positions_ptr,
+    first_ptr,
+    end_ptr,
+    num_parts,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    SPAN_SIZE: tl.constexpr,
+):
     """The spans of a tile, in order."""
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
-    first, end = tl.load(first_ptr + tile), tl.load(end_ptr + tile)
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    first = tl.load(first_ptr + tile)
+    end = tl.load(end_ptr + tile)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    lowest, length = tl.load(positions_ptr + first), tl.load(positions_ptr + end - 1) + 1
+    lowest = tl.load(positions_ptr + first)
+    length = tl.load(positions_ptr + end - 1) + 1
     begin = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else lowest * 0
-    i, d = tl.arange(0, ROWS), tl.arange(0, COLUMNS)[None, :]
+    i = tl.arange(0, ROWS)
+    d = tl.arange(0, COLUMNS)[None, :]
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     if HAS_SINKS:
@@ -206,31 +346,53 @@ def merge_kernel(
     for span in range(begin // SPAN_SIZE * SPAN_SIZE, length, SPAN_SIZE):
         at = ((tile * KV_HEADS + kv_head).to(tl.int64) * num_parts + span // SPAN_SIZE) * ROWS + i
         part = tl.load(totals_ptr + at[:, None] * COLUMNS + d)
-        top, weight, total = _merge(top, weight, total, tl.load(tops_ptr + at), tl.load(weights_ptr + at), part)
+        top, weight, total = _merge(
+            top, weight, total, tl.load(tops_ptr + at), tl.load(weights_ptr + at), part
+        )
     row = first + i // GROUP
     inside = ((row < end) & (i // GROUP < ROWS // GROUP))[:, None] & (d < DIM)
     out = (total / tl.where(weight > 0, weight, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (row * HEADS + kv_head * GROUP + i % GROUP)[:, None] * DIM + d, out, mask=inside)
+    tl.store(
+        out_ptr + (row * HEADS + kv_head * GROUP + i % GROUP)[:, None] * DIM + d, out, mask=inside
+    )
 
 
 def attention(
-    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, shape: Shape, sinks: Tensor | None, positions: Tensor,
-    tables: Tensor, tiles: Tiles, decode: bool,
-) -> None:  # fmt: skip
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    shape: Shape,
+    sinks: Tensor | None,
+    positions: Tensor,
+    tables: Tensor,
+    tiles: Tiles,
+    decode: bool,
+) -> None:
     """softmax(scale * q k^T) v of the rows of `tiles`, into their rows of `out` [rows, num_heads, head_dim].
 
-    `keys` and `values` are [slots, kv_heads, head_dim], `tables` int64 [sequences, blocks], `positions` int64 [rows].
+    `keys` and `values` are [slots, kv_heads, head_dim], `tables` int64 [sequences, blocks],
+    `positions` int64 [rows].
     """
     sizes = {
-        "HEADS": shape.num_heads, "KV_HEADS": shape.num_kv_heads, "DIM": shape.head_dim, "WINDOW": shape.window,
-        "ROWS": tiles.rows, "COLUMNS": columns_of(shape.head_dim), "TILE": KEYS, "SPAN_SIZE": SPAN,
-        "num_warps": WARPS[decode], "num_stages": STAGES,
-    }  # fmt: skip
+        "HEADS": shape.num_heads,
+        "KV_HEADS": shape.num_kv_heads,
+        "DIM": shape.head_dim,
+        "WINDOW": shape.window,
+        "ROWS": tiles.rows,
+        "COLUMNS": columns_of(shape.head_dim),
+        "TILE": KEYS,
+        "SPAN_SIZE": SPAN,
+        "num_warps": WARPS[decode],
+        "num_stages": STAGES,
+    }
     products = {
-        "BLOCK_SIZE": shape.block_size, "SOFTCAP": shape.softcap,
+        "BLOCK_SIZE": shape.block_size,
+        "SOFTCAP": shape.softcap,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-    }  # fmt: skip
-    count, has_sinks = len(tiles.sequence), sinks is not None
+    }
+    count = len(tiles.sequence)
+    has_sinks = sinks is not None
     where = positions, tables, tiles.sequence, tiles.first, tiles.end, tables.stride(0), shape.scale
     if not decode:
         prefill_kernel[(count, shape.num_kv_heads)](
@@ -238,11 +400,23 @@ def attention(
         )
         return
     parts = triton.cdiv(tiles.longest, SPAN)
-    rows = torch.empty(2, count, shape.num_kv_heads, parts, tiles.rows, dtype=torch.float32, device=q.device)
+    rows = torch.empty(
+        2, count, shape.num_kv_heads, parts, tiles.rows, dtype=torch.float32, device=q.device
+    )
     totals = rows.new_empty(*rows.shape[1:], sizes["COLUMNS"])
     decode_kernel[(count, shape.num_kv_heads, parts)](
         q, keys, values, rows[0], rows[1], totals, *where, **products, **sizes
     )
     merge_kernel[(count, shape.num_kv_heads)](
-        rows[0], rows[1], totals, sinks, out, positions, tiles.first, tiles.end, parts, HAS_SINKS=has_sinks, **sizes
+        rows[0],
+        rows[1],
+        totals,
+        sinks,
+        out,
+        positions,
+        tiles.first,
+        tiles.end,
+        parts,
+        HAS_SINKS=has_sinks,
+        **sizes,
     )

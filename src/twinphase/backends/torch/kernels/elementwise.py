@@ -7,14 +7,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["gate_mul", "rms_norm"]
-
 GATE_BLOCK = 512
 
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr, weight_ptr, add_ptr, out_ptr, stride, width, eps, scale, HAS_ADD: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    weight_ptr,
+    add_ptr,
+    out_ptr,
+    stride,
+    width,
+    eps,
+    scale,
+    HAS_ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """A row of out = (add + scale *) x / sqrt(mean(x^2) + eps) * weight."""
     row = tl.program_id(0).to(tl.int64)
@@ -29,7 +36,12 @@ def rms_norm_kernel(
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, add: Tensor | None = None, scale: float = 1.0
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    add: Tensor | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
     """The norm of each row of x [rows, width], whose rows may be apart; with `add`, add + scale * norm in float32."""
     rows, width = x.shape
@@ -37,9 +49,18 @@ def rms_norm(
     if rows:
         block = triton.next_power_of_2(width)
         rms_norm_kernel[(rows,)](
-            x, weight, add, out, x.stride(0), width, eps, scale, HAS_ADD=add is not None, BLOCK=block,
+            x,
+            weight,
+            add,
+            out,
+            x.stride(0),
+            width,
+            eps,
+            scale,
+            HAS_ADD=add is not None,
+            BLOCK=block,
             num_warps=4 if block <= 4096 else 8,
-        )  # fmt: skip
+        )
     return out
 
 
@@ -64,9 +85,12 @@ def gate_mul_kernel(gate_up_ptr, out_ptr, width, ACTIVATION: tl.constexpr, BLOCK
 
 def gate_mul(gate_up: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
     """activation(gate) * up of [rows, 2 * width] = (gate, up), [rows, width]."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    rows = gate_up.shape[0]
+    width = gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=dtype, device=gate_up.device)
     if rows:
         grid = (rows, triton.cdiv(width, GATE_BLOCK))
-        gate_mul_kernel[grid](gate_up, out, width, ACTIVATION=activation, BLOCK=GATE_BLOCK, num_warps=4)
+        gate_mul_kernel[grid](
+            gate_up, out, width, ACTIVATION=activation, BLOCK=GATE_BLOCK, num_warps=4
+        )
     return out

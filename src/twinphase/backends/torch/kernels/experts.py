@@ -1,8 +1,9 @@
 """A mixture of experts without the host: which rows each expert has is found on the device, and nothing waits for it.
 
-A (row, choice) pair is numbered row * used + choice. Pairs are sorted by their expert and cut into tiles of rows that
-have one expert each; how many tiles there may be follows from the shapes alone, and what is too many is empty. The
-linear kernel then reads of its tile which expert's weights it multiplies with which rows: one launch for all experts.
+A (row, choice) pair is numbered row * used + choice. Pairs are sorted by their expert and cut into
+tiles of rows that have one expert each; how many tiles there may be follows from the shapes alone,
+and what is too many is empty. The linear kernel then reads of its tile which expert's weights it
+multiplies with which rows: one launch for all experts.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from torch import Tensor
 from twinphase.backends.torch.kernels.tiles import FEW, TILES, rows_of_program, tile_of
 from twinphase.blueprint import Experts
 
-__all__ = ["Routed", "combine", "route"]
-
 BLOCK = 512
 
 
@@ -29,10 +28,11 @@ class Routed:
     Attributes:
         weights: float32 [rows, used], of each chosen expert.
         pairs: int32 [rows * used], sorted by expert, among equals as they come.
-        tiles: int32 [3, tiles]: an expert, the first of the tile's `pairs`, and the end of the expert's; where that is
-            not behind the first, the tile is empty.
+        tiles: int32 [3, tiles]: an expert, the first of the tile's `pairs`, and the end of the
+            expert's; where that is not behind the first, the tile is empty.
         rows: how many pairs a tile has at most.
-        used: how many pairs in a row have the same row of `linear`'s input: `used`, or 1 behind the first product.
+        used: how many pairs in a row have the same row of `linear`'s input: `used`, or 1 behind the
+            first product.
         few: whether the time is that of reading the weights.
     """
 
@@ -46,20 +46,36 @@ class Routed:
 
 @triton.jit
 def choose_kernel(
-    logits_ptr, chosen_ptr, weights_ptr, num_experts,
-    USED: tl.constexpr, RENORMALIZE: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    chosen_ptr,
+    weights_ptr,
+    num_experts,
+    USED: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The largest logits of a row, of two equal ones the first, with their softmax over all or over the chosen."""
-    row, e, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, CHOICES)
-    left = tl.load(logits_ptr + row * num_experts + e, mask=e < num_experts, other=float("-inf")).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK)
+    k = tl.arange(0, CHOICES)
+    left = tl.load(
+        logits_ptr + row * num_experts + e, mask=e < num_experts, other=float("-inf")
+    ).to(tl.float32)
     p = tl.exp(left - tl.max(left, 0))
     p = p / tl.sum(p, 0)
-    left = tl.where(left == left, left, float("-inf"))  # with NaN there is no largest, and each index has to exist
-    chosen, weights, total = tl.zeros((CHOICES,), tl.int32), tl.zeros((CHOICES,), tl.float32), 0.0
+    left = tl.where(
+        left == left, left, float("-inf")
+    )  # with NaN there is no largest, and each index has to exist
+    chosen = tl.zeros((CHOICES,), tl.int32)
+    weights = tl.zeros((CHOICES,), tl.float32)
+    total = 0.0
     for i in tl.static_range(USED):
         best = tl.min(tl.where(left == tl.max(left, 0), e, BLOCK), 0)
         weight = tl.sum(tl.where(e == best, p, 0.0), 0)
-        chosen, weights, total = tl.where(k == i, best, chosen), tl.where(k == i, weight, weights), total + weight
+        chosen = tl.where(k == i, best, chosen)
+        weights = tl.where(k == i, weight, weights)
+        total = total + weight
         left = tl.where(e == best, float("-inf"), left)
     if RENORMALIZE:
         weights = weights / total
@@ -69,11 +85,19 @@ def choose_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def sort_kernel(
-    chosen_ptr, pairs_ptr, tiles_ptr, num_pairs, num_tiles,
-    ROWS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    chosen_ptr,
+    pairs_ptr,
+    tiles_ptr,
+    num_pairs,
+    num_tiles,
+    ROWS: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One expert's pairs and tiles, behind those of all experts before it; BINS is more than there are experts."""
-    expert, bins, i = tl.program_id(0), tl.arange(0, BINS), tl.arange(0, BLOCK)
+    expert = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    i = tl.arange(0, BLOCK)
     counts = tl.zeros((BINS,), tl.int32)
     for start in range(0, num_pairs, BLOCK):
         chosen = tl.load(chosen_ptr + start + i, mask=start + i < num_pairs, other=BINS - 1)
@@ -91,30 +115,44 @@ def sort_kernel(
     if expert == tl.num_programs(0) - 1:
         for start in range(last_tile, 3 * num_tiles, BLOCK):
             at = start + i
-            tl.store(tiles_ptr + at, tl.zeros_like(i), mask=(at < 3 * num_tiles) & (at % num_tiles >= last_tile))
+            tl.store(
+                tiles_ptr + at,
+                tl.zeros_like(i),
+                mask=(at < 3 * num_tiles) & (at % num_tiles >= last_tile),
+            )
     if own > 0:
         for start in range(0, num_pairs, BLOCK):
-            mine = tl.load(chosen_ptr + start + i, mask=start + i < num_pairs, other=BINS - 1) == expert
+            mine = (
+                tl.load(chosen_ptr + start + i, mask=start + i < num_pairs, other=BINS - 1)
+                == expert
+            )
             behind = tl.cumsum(mine.to(tl.int32), 0)
             tl.store(pairs_ptr + first + behind - 1, start + i, mask=mine)
             first += tl.sum(mine.to(tl.int32), 0)
 
 
 @triton.jit
-def combine_kernel(results_ptr, weights_ptr, out_ptr, width, USED: tl.constexpr, BLOCK: tl.constexpr):
+def combine_kernel(
+    results_ptr, weights_ptr, out_ptr, width, USED: tl.constexpr, BLOCK: tl.constexpr
+):
     """A part of a row of out = sum of weights * results, in the order of the choices."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(USED):
-        result = tl.load(results_ptr + (row * USED + k) * width + at, mask=at < width, other=0.0).to(tl.float32)
+        result = tl.load(
+            results_ptr + (row * USED + k) * width + at, mask=at < width, other=0.0
+        ).to(tl.float32)
         total += tl.load(weights_ptr + row * USED + k) * result
     tl.store(out_ptr + row * width + at, total, mask=at < width)
 
 
 def route(logits: Tensor, experts: Experts, capability: int) -> Routed:
     """The experts of each row of the router's `logits` [rows, experts.count]."""
-    rows, count, used, device = len(logits), experts.count, experts.used, logits.device
+    rows = len(logits)
+    count = experts.count
+    used = experts.used
+    device = logits.device
     weights = torch.empty(rows, used, dtype=torch.float32, device=device)
     # Each by itself: Triton compiles again for pointers that are not multiples of 16 bytes.
     chosen, pairs = (torch.empty(rows * used, dtype=torch.int32, device=device) for _ in range(2))
@@ -126,17 +164,35 @@ def route(logits: Tensor, experts: Experts, capability: int) -> Routed:
     tiles = torch.empty(3, most, dtype=torch.int32, device=device)
     if rows:
         choose_kernel[(rows,)](
-            logits.contiguous(), chosen, weights, count, USED=used, RENORMALIZE=experts.renormalize,
-            CHOICES=triton.next_power_of_2(used), BLOCK=triton.next_power_of_2(count), num_warps=1,
-        )  # fmt: skip
+            logits.contiguous(),
+            chosen,
+            weights,
+            count,
+            USED=used,
+            RENORMALIZE=experts.renormalize,
+            CHOICES=triton.next_power_of_2(used),
+            BLOCK=triton.next_power_of_2(count),
+            num_warps=1,
+        )
         bins = max(32, triton.next_power_of_2(count + 1))
-        sort_kernel[(count,)](chosen, pairs, tiles, len(pairs), most, ROWS=of_tile, BINS=bins, BLOCK=BLOCK, num_warps=4)
+        sort_kernel[(count,)](
+            chosen,
+            pairs,
+            tiles,
+            len(pairs),
+            most,
+            ROWS=of_tile,
+            BINS=bins,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
     return Routed(weights, pairs, tiles, of_tile, used, few)
 
 
 def combine(results: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum of each row's `results` [rows * used, width], float32 [rows, width]."""
-    (rows, used), width = weights.shape, results.shape[1]
+    (rows, used) = weights.shape
+    width = results.shape[1]
     out = torch.empty(rows, width, dtype=torch.float32, device=results.device)
     if rows:
         grid = (rows, triton.cdiv(width, BLOCK))

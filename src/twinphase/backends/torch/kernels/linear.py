@@ -1,6 +1,7 @@
 """Linear layers whose weights stay quantized in device memory: unpacked in registers, multiplied by tensor cores.
 
-Few rows stream the weights, many rows share them; both add a row's products in the same order, 32 inputs after 32.
+Few rows stream the weights, many rows share them; both add a row's products in the same order, 32
+inputs after 32.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.errors import TritonError
+from triton.runtime.errors import TritonError as TritonError
 
 from twinphase.backends.torch.kernels.experts import Routed
-from twinphase.backends.torch.kernels.tiles import FEW, TILES, Tile, rows_of_program, tile_for, tile_of
+from twinphase.backends.torch.kernels.tiles import (
+    FEW,
+    TILES,
+    Tile,
+    rows_of_program,
+    tile_for,
+    tile_of,
+)
 from twinphase.backends.torch.weights import PAIR, Packed
-
-__all__ = ["TritonError", "linear"]
 
 
 @triton.jit
@@ -59,23 +65,27 @@ def linear_kernel(
 
     With experts a row of `out` is a pair of `Routed`.
     """
-    # All rows of some outputs, then the next outputs: programs that run at once read the same weights.
+    # All rows of some outputs, then the next outputs: programs that run at once read the same
+    # weights.
     tile = tl.program_id(0)
     output = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
     n = output[:, None]
     groups = padded // GROUP
     if USED == 0:
         m = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
-        real, row = m < num_rows, m
+        real = m < num_rows
+        row = m
     else:
         num_tiles = tl.num_programs(0)
-        first, end = tl.load(tiles_ptr + num_tiles + tile), tl.load(tiles_ptr + 2 * num_tiles + tile)
+        first = tl.load(tiles_ptr + num_tiles + tile)
+        end = tl.load(tiles_ptr + 2 * num_tiles + tile)
         if first >= end:
             return
         at = (first + tl.arange(0, ROWS))[None, :]
         real = at < end
         m = tl.load(pairs_ptr + at, mask=real, other=0).to(tl.int64)
-        row, skipped = m // USED, tl.load(tiles_ptr + tile).to(tl.int64) * num_outputs
+        row = m // USED
+        skipped = tl.load(tiles_ptr + tile).to(tl.int64) * num_outputs
         codes_ptr += skipped * (padded // 2 if BITS == 4 else padded)
         if BITS > 0:
             scale_ptr += skipped * groups
@@ -87,10 +97,16 @@ def linear_kernel(
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for k0 in range(0, padded, 64):
         if BITS == 4:  # one byte holds an input of each half
-            packed = tl.load(codes_ptr + n * (padded // 2) + k0 // 2 + j[None, :], mask=n < num_outputs, other=0)
+            packed = tl.load(
+                codes_ptr + n * (padded // 2) + k0 // 2 + j[None, :], mask=n < num_outputs, other=0
+            )
         for half in tl.static_range(2):
             k = k0 + 32 * half + j
-            x = tl.load(x_ptr + row * num_inputs + k[:, None], mask=real & (k[:, None] < num_inputs), other=0.0)
+            x = tl.load(
+                x_ptr + row * num_inputs + k[:, None],
+                mask=real & (k[:, None] < num_inputs),
+                other=0.0,
+            )
             if BITS == 0:
                 inside = (n < num_outputs) & (k[None, :] < padded)
                 w = tl.load(codes_ptr + n * padded + k[None, :], mask=inside, other=0.0)
@@ -103,7 +119,9 @@ def linear_kernel(
                 else:
                     q = tl.load(codes_ptr + n * padded + k[None, :], mask=n < num_outputs, other=0)
                 group = output * groups + (k0 + 32 * half) // GROUP
-                values = (q.to(tl.float32) - OFFSET) * _of_group(scale_ptr + group, output < num_outputs, GROUP)
+                values = (q.to(tl.float32) - OFFSET) * _of_group(
+                    scale_ptr + group, output < num_outputs, GROUP
+                )
                 if HAS_MINIMUM:
                     values += _of_group(minimum_ptr + group, output < num_outputs, GROUP)
                 w = values.to(x_ptr.dtype.element_ty)
@@ -127,34 +145,58 @@ def linear(
 ) -> Tensor:
     """x @ weight.T + bias + residual, [rows, outputs]; float32 where something is added, else of x's type.
 
-    Without a `tile` that of the tables is taken. With `routed`, weights and biases have experts in front, and the
-    result has a row for each pair.
+    Without a `tile` that of the tables is taken. With `routed`, weights and biases have experts in
+    front, and the result has a row for each pair.
     """
     x = x.contiguous()
-    rows, outputs = len(x) if routed is None else len(routed.pairs), weight.codes.shape[-2]
+    rows = len(x) if routed is None else len(routed.pairs)
+    outputs = weight.codes.shape[-2]
     added = bias is not None or residual is not None
     out = torch.empty(rows, outputs, dtype=torch.float32 if added else x.dtype, device=x.device)
     if not rows:
         return out
     shape = weight.bits, outputs, weight.padded, capability
-    pairs, tiles = None, None
+    pairs = None
+    tiles = None
     if routed is None:
         tile = tile or tile_for(rows <= FEW, *shape)
         of_tile = rows_of_program(rows, tile)
         count = triton.cdiv(rows, of_tile)
     else:  # many rows are cut as in the table that ships
         tile = tile_for(True, *shape) if routed.few else tile_of(TILES[False], capability)
-        of_tile, pairs, tiles, count = routed.rows, routed.pairs, routed.tiles, routed.tiles.shape[1]
+        of_tile = routed.rows
+        pairs = routed.pairs
+        tiles = routed.tiles
+        count = routed.tiles.shape[1]
     grid = count, triton.cdiv(outputs, tile.outputs)
     linear_kernel[grid](
-        x, weight.codes, weight.scale, weight.minimum, bias, residual, out, pairs, tiles,
-        rows, outputs, x.shape[1], weight.padded,
-        BITS=weight.bits, GROUP=weight.group, OFFSET=weight.offset, FLOAT4=weight.float4,
-        HAS_MINIMUM=weight.minimum is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        USED=routed.used if routed else 0, ROWS=of_tile, OUTPUTS=tile.outputs,
+        x,
+        weight.codes,
+        weight.scale,
+        weight.minimum,
+        bias,
+        residual,
+        out,
+        pairs,
+        tiles,
+        rows,
+        outputs,
+        x.shape[1],
+        weight.padded,
+        BITS=weight.bits,
+        GROUP=weight.group,
+        OFFSET=weight.offset,
+        FLOAT4=weight.float4,
+        HAS_MINIMUM=weight.minimum is not None,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        USED=routed.used if routed else 0,
+        ROWS=of_tile,
+        OUTPUTS=tile.outputs,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
     return out
 
 

@@ -7,26 +7,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["rope_kv_write"]
-
 
 @triton.jit
 def rope_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, positions_ptr, slots_ptr, q_ptr, keys_ptr, values_ptr, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    positions_ptr,
+    slots_ptr,
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One head of one row: of the queries, the keys or the values, in this order."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     d = tl.arange(0, BLOCK)
     inside = d < DIM
     base = qkv_ptr + (row * (HEADS + 2 * KV_HEADS) + head) * DIM
     x = tl.load(base + d, mask=inside, other=0.0).to(tl.float32)
     if head < HEADS + KV_HEADS:
         if INTERLEAVED:
-            partner, pair, first = d ^ 1, d // 2, d % 2 == 0
+            partner = d ^ 1
+            pair = d // 2
+            first = d % 2 == 0
         else:
-            partner, pair, first = tl.where(d < HALF, d + HALF, d - HALF), tl.where(d < HALF, d, d - HALF), d < HALF
+            partner = tl.where(d < HALF, d + HALF, d - HALF)
+            pair = tl.where(d < HALF, d, d - HALF)
+            first = d < HALF
         turned = d < 2 * HALF
         other = tl.load(base + partner, mask=turned, other=0.0).to(tl.float32)
         if HAS_NORM:
@@ -65,13 +83,30 @@ def rope_kv_write(
 
     `norms` are the weights [head_dim] of the queries' and the keys' RMSNorm.
     """
-    rows, (_, kv_heads, dim) = len(qkv), keys.shape
+    rows = len(qkv)
+    (_, kv_heads, dim) = keys.shape
     q = torch.empty(rows, num_heads, dim, dtype=keys.dtype, device=keys.device)
     cos, sin, interleaved = rope if rope is not None else (None, None, False)
     q_norm, k_norm = norms if norms is not None else (None, None)
     rope_kernel[(rows, num_heads + 2 * kv_heads)](
-        qkv, cos, sin, q_norm, k_norm, positions, slots, q, keys, values, eps,
-        HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, HALF=0 if cos is None else cos.shape[1], INTERLEAVED=interleaved,
-        HAS_NORM=norms is not None, BLOCK=triton.next_power_of_2(dim), num_warps=1,
-    )  # fmt: skip
+        qkv,
+        cos,
+        sin,
+        q_norm,
+        k_norm,
+        positions,
+        slots,
+        q,
+        keys,
+        values,
+        eps,
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        HALF=0 if cos is None else cos.shape[1],
+        INTERLEAVED=interleaved,
+        HAS_NORM=norms is not None,
+        BLOCK=triton.next_power_of_2(dim),
+        num_warps=1,
+    )
     return q

@@ -1,6 +1,7 @@
 """How the programs of the linear kernel are cut: a table that ships, and what `twinphase tune` found for a device.
 
-No sum depends on it: a row's products are added 32 inputs after 32, however many rows and outputs a program has.
+No sum depends on it: a row's products are added 32 inputs after 32, however many rows and outputs a
+program has.
 """
 
 from __future__ import annotations
@@ -14,21 +15,9 @@ from typing import Any, NamedTuple
 
 from twinphase.weights.storage import cache_root, write_atomically
 
-__all__ = [
-    "FEW",
-    "TILES",
-    "Tile",
-    "key_of",
-    "keep_tuned",
-    "read_tuned",
-    "rows_of_program",
-    "tile_for",
-    "tile_of",
-    "tuned_path",
-]
-
 LOG = logging.getLogger(__name__)
-FEW = 64  # rows: up to here the time is that of reading the weights, which many small programs do fastest
+# rows: up to here the time is that of reading the weights, which many small programs do fastest
+FEW = 64
 
 
 class Tile(NamedTuple):
@@ -40,13 +29,16 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# By whether there are few rows, and by compute capability: the last entry that is not above the device's.
+# By whether there are few rows, and by compute capability: the last entry that is not above the
+# device's.
 _SHIPPED = json.loads(Path(__file__).with_name("tiles.json").read_text())
 TILES: dict[bool, dict[int, Tile]] = {
     few: {int(capability): Tile(*values) for capability, values in _SHIPPED[name].items()}
     for few, name in ((True, "few"), (False, "many"))
 }
-tuned: Mapping[str, Tile] = {}  # of this process's device, by `key_of`; a backend sets it before its first step
+tuned: Mapping[
+    str, Tile
+] = {}  # of this process's device, by `key_of`; a backend sets it before its first step
 
 
 def tile_of(table: dict[int, Any], capability: int) -> Any:
@@ -79,11 +71,15 @@ def read_tuned(device: str) -> dict[str, Tile]:
     """What was found for a device, nothing where it was never tuned or its file is damaged."""
     path = tuned_path(device)
     try:
-        return {key: Tile(*map(int, values)) for key, values in json.loads(path.read_bytes()).items()}
+        return {
+            key: Tile(*map(int, values)) for key, values in json.loads(path.read_bytes()).items()
+        }
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError):
-        LOG.warning("%s is not readable: the shipped tiles are used. Run `twinphase tune` again.", path)
+        LOG.warning(
+            "%s is not readable: the shipped tiles are used. Run `twinphase tune` again.", path
+        )
         return {}
 
 

@@ -1,0 +1,74 @@
+"""The engine's side of a conversation about embeddings: one text after the other, in the order in which they come.
+
+Runs where `loop.EngineLoop` does, on the same messages, for a model that embeds.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+
+from twinphase.engine.embedding.embedder import LoadedEmbedder
+from twinphase.engine.loading.loading import LoadedEngine
+from twinphase.engine.process.loop import EngineLoop, engine_facts, refusal
+from twinphase.engine.process.messages import (
+    Add,
+    Embed,
+    Embedded,
+    EngineFacts,
+    FromEngine,
+    LookAt,
+    Stop,
+    ToEngine,
+)
+from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseError
+
+
+class EmbeddingLoop:
+    """Runs a model on messages; `send` takes its own, on the loop's thread."""
+
+    def __init__(self, loaded: LoadedEmbedder, send: Callable[[FromEngine], None]) -> None:
+        self.loaded = loaded
+        self._send = send
+        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+
+    def put(self, message: ToEngine) -> None:
+        """Hand a message to the loop, from any thread."""
+        self._inbox.put(message)
+
+    def run(self) -> None:
+        """Serve until `Stop`."""
+        while not isinstance(message := self._inbox.get(), Stop):
+            if isinstance(message, Embed):
+                self._send(self._embedded(message))
+            elif isinstance(message, (Add, LookAt)):
+                about = message.request_id if isinstance(message, Add) else message.number
+                error = InvalidRequestError(
+                    "The model was loaded to embed texts.", "Ask for embeddings."
+                )
+                self._send(refusal(about, error))
+
+    def _embedded(self, message: Embed) -> FromEngine:
+        try:
+            vector = self.loaded.embed(message.token_ids)
+        except EngineDeadError:  # no text will be embedded any more: a new process can
+            raise
+        except TwinphaseError as error:
+            return refusal(message.number, error)
+        except Exception as error:  # one text must not cost the others theirs
+            cause = f"The text could not be embedded: {type(error).__name__}: {error}."
+            return refusal(message.number, TwinphaseError(" ".join(cause.split())[:300]))
+        return Embedded(message.number, vector.astype("<f4").tobytes())
+
+
+def make_loop(
+    loaded: LoadedEngine | LoadedEmbedder, send: Callable[[FromEngine], None]
+) -> tuple[EngineLoop | EmbeddingLoop, EngineFacts]:
+    """The loop for what a model was loaded for, and what to tell about it."""
+    if isinstance(loaded, LoadedEmbedder):
+        model = loaded.text.checkpoint.fingerprint
+        facts = EngineFacts(loaded.config, None, None, 0, None, None, loaded.size, model=model)
+        return EmbeddingLoop(loaded, send), facts
+    loop = EngineLoop(loaded, send)
+    loop.pace = loaded.settle_pace()
+    return loop, engine_facts(loaded, loop.pace)

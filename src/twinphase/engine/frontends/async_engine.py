@@ -1,0 +1,429 @@
+"""`AsyncEngine`: many users at once, who submit, read streams and abort from asyncio code.
+
+The engine runs elsewhere (`host.py`) and both sides exchange messages only (`messages.py`): into it
+what is asked, out of it one message a step with every request's new tokens. Text is made here, on
+the reader's side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import struct
+import uuid
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from twinphase import errors
+from twinphase.engine.embedding.embedder import EmbeddingOutput, EmbeddingRequestOutput, load
+from twinphase.engine.frontends.checks import (
+    Prompt,
+    check_id,
+    check_params,
+    is_plain,
+    unknown_request,
+)
+from twinphase.engine.frontends.outputs import Transcript
+from twinphase.engine.frontends.stream import RequestStream, take_all
+from twinphase.engine.frontends.text import EncodedPrompt, ModelText
+from twinphase.engine.process.host import Host, ProcessHost, ThreadHost
+from twinphase.engine.process.messages import (
+    Accepted,
+    Add,
+    Embed,
+    Embedded,
+    End,
+    EngineFacts,
+    FromEngine,
+    Loading,
+    LookAt,
+    News,
+    Refused,
+    Seen,
+    StepNews,
+    StepStats,
+    ToEngine,
+)
+from twinphase.errors import EngineDeadError, EngineUnavailableError
+from twinphase.explain.explanation import Explanation
+from twinphase.outcome import FinishReason
+from twinphase.phases.timeline import IntervalKind, RequestTimeline
+from twinphase.request import RequestCounts, SamplingParams, check_priority_and_salt, check_tenant
+from twinphase.sampling.rng import derive_seed
+
+ENCODED_AT_ONCE = (
+    4096  # characters; a longer text is encoded by a thread, so that others' answers go on
+)
+
+
+class AsyncEngine:
+    """An engine for asyncio code.
+
+    Attributes:
+        facts: what was loaded, once it is; a restart keeps the last ones.
+        progress: how far loading has come; None while the engine serves.
+        stats: of the last step.
+        last_embedded: when the last vector came, seconds.
+        on_step: called after each step, on the thread that brings the engine's messages.
+    """
+
+    def __init__(self, host: Host, *, on_step: Callable[[StepStats], None] | None = None) -> None:
+        """Start the engine; a `ProcessHost` needs a running event loop."""
+        self.host = host
+        self.text: ModelText = host.text
+        self.clock = perf_counter  # of all times, seconds
+        self.facts: EngineFacts | None = None
+        self.progress: Loading | None = Loading("starting")
+        self.stats: StepStats | None = None
+        self.last_embedded = 0.0
+        self._num_embedding = 0
+        self.on_step = on_step
+        self._streams: dict[str, weakref.ref[RequestStream]] = {}  # of unfinished requests
+        self._accepted: set[str] = set()  # of those, the ones that the engine has
+        # For an answer: requests by id, questions by number.
+        self._waiting: dict[str | int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
+        self._numbers = count()
+        self._seedless = count()  # requests that a seed was chosen for
+        host.start(self._receive, self._died)
+
+    @classmethod
+    def from_model(cls, model: str | Path, **config: Any) -> AsyncEngine:
+        """Load a model into this process; arguments and errors are those of `LLM`."""
+        return cls(ThreadHost(load(model, **config)))
+
+    @classmethod
+    def in_process(cls, model: str | Path, **config: Any) -> AsyncEngine:
+        """Load a model into a process of its own, which is started again when it dies; needs a running event loop.
+
+        Returns at once; `progress` says how far loading has come.
+        """
+        return cls(ProcessHost(model, config))
+
+    @property
+    def is_running(self) -> bool:
+        return self.host.is_running
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of the longest request; None until a model has been loaded once."""
+        return self.facts.config.max_model_len if self.facts else None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that the engine has; those whose grammar is still being compiled are not among them."""
+        return len(self._accepted & self._streams.keys()) + self._num_embedding
+
+    async def encode(
+        self, prompt: Prompt, arrival: float | None = None, *, last: int | None = None
+    ) -> EncodedPrompt:
+        """Token ids of a prompt, as `ModelText.encode`; it came at `arrival` (seconds; now if None).
+
+        With `last`, only so many tokens at the prompt's end are kept, and it may be longer than the
+        context.
+        """
+        arrival = self.clock() if arrival is None else arrival
+        limit = self.max_model_len if last is None else None
+        if isinstance(prompt, str) and len(prompt) <= ENCODED_AT_ONCE:
+            text, token_ids = self.text.encode(prompt, limit)
+        else:
+            text, token_ids = await asyncio.to_thread(self.text.encode, prompt, limit)
+        return EncodedPrompt(text, token_ids, arrival, self.clock(), is_plain(prompt)).last(last)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        arrival: float | None = None,
+        *,
+        last: int | None = None,
+    ) -> EncodedPrompt:
+        """Token ids of a conversation, and which part of it each belongs to; arguments and errors as of `chat_prompt`.
+
+        It came at `arrival` (seconds; now if None); `last` as for `encode`.
+        """
+        arrival = self.clock() if arrival is None else arrival
+        limit = self.max_model_len if last is None else None
+        encode = functools.partial(self.text.encode_chat, messages, tools, variables or {}, limit)
+        short = len(str(messages)) + len(str(tools)) <= ENCODED_AT_ONCE
+        prompt = encode() if short else await asyncio.to_thread(encode)
+        return EncodedPrompt(
+            prompt.text, prompt.token_ids, arrival, self.clock(), False, prompt.runs
+        ).last(last)
+
+    async def submit(
+        self,
+        prompt: Prompt | EncodedPrompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
+        keep_special: Collection[int] = (),
+    ) -> RequestStream:
+        """Queue a request.
+
+        Args:
+            prompt: text, token ids, the messages of a conversation, or what `encode` made of them.
+            sampling_params: vLLM's defaults if None.
+            request_id: unique among the unfinished; one is made if None.
+            priority: lower goes first; needs the policy "priority".
+            cache_salt: share cached prefixes only with requests of the same salt.
+            tenant: whose request it is; tenants that ask at the same time share the engine's time.
+            weight: that tenant's share beside others, 0.001 to 1,000.
+            keep_special: control tokens that are part of the answer's text.
+
+        Returns:
+            The stream of its answer. Leaving its loop, or cancelling the reader, aborts the
+            request.
+
+        Raises:
+            InvalidRequestError: as `Engine.add_request`; nothing else is disturbed.
+            EngineUnavailableError: the engine is loading, or has ended.
+        """
+        if not self.is_running:
+            raise self.unavailable()
+        params = check_params(sampling_params)
+        name = request_id if request_id is not None else uuid.uuid4().hex
+        check_id(name)
+        check_priority_and_salt(priority, cache_salt)
+        check_tenant(tenant, weight)
+        encoded = prompt if isinstance(prompt, EncodedPrompt) else await self.encode(prompt)
+        asked = priority, cache_salt, tenant, float(weight), list(encoded.prediction_token_ids)
+        add = Add(
+            name,
+            encoded.token_ids,
+            self._seeded(params),
+            encoded.arrival,
+            encoded.tokenized,
+            *asked,
+        )
+        timeline = RequestTimeline(encoded.arrival)
+        timeline.mark(IntervalKind.TOKENIZE, encoded.tokenized)
+        transcript = Transcript(
+            name,
+            encoded.text,
+            encoded.token_ids,
+            params,
+            self.text.tokenizer,
+            timeline,
+            encoded.is_plain,
+            keep_special,
+        )
+        if name in self._streams:
+            raise errors.InvalidRequestError(
+                f"Request id {name!r} is in use.",
+                "Use another, or wait until that request has finished.",
+            )
+        stream = RequestStream(transcript, self._end)
+        self._streams[name] = weakref.ref(stream)
+        try:
+            await self._ask(
+                name, add
+            )  # cancelled or refused, the stream goes, and with it the request
+        except BaseException:
+            stream.abandon()
+            raise
+        return stream
+
+    async def embed(self, prompt: Prompt | EncodedPrompt) -> EmbeddingRequestOutput:
+        """The vector of one text; arguments and errors are those of `LLM.embed`.
+
+        Raises:
+            EngineUnavailableError: the engine is loading, or has ended.
+        """
+        if not self.is_running:
+            raise self.unavailable()
+        if not self.host.embeds:
+            raise errors.InvalidRequestError(
+                f"{self.text.checkpoint.path.name} was loaded to generate text.",
+                'Load it with task="embed".',
+            )
+        encoded = prompt if isinstance(prompt, EncodedPrompt) else await self.encode(prompt)
+        number = next(self._numbers)
+        self._num_embedding += 1
+        try:
+            found: Embedded = await self._ask(number, Embed(number, encoded.token_ids))
+        finally:
+            self._num_embedding -= 1
+        vector = list(struct.unpack(f"<{len(found.vector) // 4}f", found.vector))
+        return EmbeddingRequestOutput(str(number), EmbeddingOutput(vector), encoded.token_ids)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream ends with `finish_reason` "abort".
+
+        Raises:
+            RequestNotFoundError: no unfinished request has that id.
+        """
+        if request_id not in self._streams:
+            raise unknown_request(request_id)
+        self.host.put(End(request_id, FinishReason.ABORT))
+
+    async def explain(self, stream: RequestStream) -> Explanation:
+        """Why a request took as long as it did; see `LLM.explain`."""
+        transcript = stream.transcript
+        timeline = transcript.timeline if transcript.finished else None
+        return (await self.look(transcript.counts(), timeline))[1]
+
+    async def look(
+        self, request: RequestCounts, timeline: RequestTimeline | None
+    ) -> tuple[RequestTimeline, Explanation]:
+        """Timeline and explanation of a request, by the engine.
+
+        `timeline` is that of a finished request; with None, only the request's id is looked at.
+
+        Raises:
+            RequestNotFoundError: no timeline was given, and the engine does not know the request.
+            EngineUnavailableError: the engine is not there to be asked.
+        """
+        number = next(self._numbers)
+        seen: Seen = await self._ask(number, LookAt(number, request.request_id, timeline, request))
+        if seen.timeline is None or seen.explanation is None:
+            raise unknown_request(request.request_id)
+        return seen.timeline, seen.explanation
+
+    def close(self) -> None:
+        """End the engine after the step it is in; unfinished streams fail. From any thread."""
+        self.host.close()
+        self._died(
+            EngineDeadError("The engine was closed.", "Send the request again, to one that runs.")
+        )
+
+    # From here on: what the engine says, on whatever thread brings it.
+    def _receive(self, message: FromEngine) -> None:
+        if isinstance(message, StepNews):
+            self.stats = message.stats or self.stats
+            self._spread(message)
+            if message.stats is not None and self.on_step is not None:
+                self.on_step(message.stats)
+        elif isinstance(message, Accepted):
+            self._accepted.add(message.request_id)
+            self._answer(message.request_id, None)
+        elif isinstance(message, Refused) and message.about is not None:
+            self._refused(message.about, message.error())
+        elif isinstance(message, (Seen, Embedded)):
+            self.last_embedded = (
+                self.clock() if isinstance(message, Embedded) else self.last_embedded
+            )
+            self._answer(message.number, message)
+        elif isinstance(message, EngineFacts):
+            self.facts = message
+            self.progress = None
+        elif isinstance(message, Loading):
+            self.progress = message
+
+    def _spread(self, message: StepNews) -> None:
+        """One wake-up of each event loop, however many requests it has."""
+        end = message.stats.end if message.stats else None
+        here = _running_loop()
+        elsewhere: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, News]]] = {}
+        for news in message.news:
+            reference = self._streams.get(news.request_id)
+            stream = reference() if reference is not None else None
+            if news.finished is not None:
+                self._streams.pop(news.request_id, None)
+                self._accepted.discard(news.request_id)
+            if stream is None:
+                continue
+            if stream.loop is here:
+                take_all([(stream, news)], end)
+            else:
+                elsewhere.setdefault(stream.loop, []).append((stream, news))
+        for loop, items in elsewhere.items():
+            _post_to(loop, take_all, items, end)
+
+    def _refused(self, about: str | int, error: errors.TwinphaseError) -> None:
+        """One that was queued is refused where no engine can go on with it."""
+        if about in self._accepted:
+            self._accepted.discard(about)
+            reference = self._streams.pop(str(about), None)
+            if reference is not None and (stream := reference()) is not None:
+                _post_to(stream.loop, stream.fail, error)
+        self._answer(about, error)
+
+    def _died(self, error: EngineDeadError) -> None:
+        self.progress = Loading("starting again")
+        for about in list(self._waiting):
+            self._answer(about, error)
+        streams = self._streams
+        self._streams = {}
+        self._accepted.clear()
+        for reference in streams.values():
+            stream = reference()
+            if stream is not None:
+                _post_to(stream.loop, stream.fail, error)
+
+    def _answer(self, about: str | int, answer: Any) -> None:
+        waiting = self._waiting.pop(about, None)
+        if waiting is not None:
+            _post_to(waiting[0], _resolve, waiting[1], answer)
+
+    # From here on: what is said to the engine.
+    async def _ask(self, about: str | int, message: ToEngine) -> Any:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        self._waiting[about] = loop, future
+        try:
+            self.host.put(message)
+            return await future
+        finally:
+            self._waiting.pop(about, None)
+
+    def _seeded(self, params: SamplingParams) -> SamplingParams:
+        """With a seed, chosen here and not where the request is computed: any engine then draws the same."""
+        if params.seed is not None or params.greedy or self.facts is None:
+            return params
+        return replace(params, seed=derive_seed(self.facts.config.seed, next(self._seedless)))
+
+    def _end(self, stream: RequestStream, reason: FinishReason) -> None:
+        """For the stream, from any thread."""
+        reference = self._streams.get(stream.request_id)
+        if reference is None or reference() not in (
+            stream,
+            None,
+        ):  # the id may be another request's by now
+            return
+        if reason is FinishReason.ABORT:
+            del self._streams[stream.request_id]
+        with suppress(EngineUnavailableError):
+            self.host.put(End(stream.request_id, reason))
+
+    def unavailable(self) -> EngineUnavailableError:
+        """What to tell those who come while it is not there."""
+        if isinstance(self.host, ThreadHost):
+            return self.host.dead()
+        stage = self.progress.stage if self.progress else "starting"
+        return EngineUnavailableError(
+            f"The engine is not ready: {stage}.", "Send the request again in a moment."
+        )
+
+
+def _resolve(future: asyncio.Future[Any], answer: Any) -> None:
+    if future.done():
+        return
+    if isinstance(answer, Exception):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _post_to(
+    loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any
+) -> None:
+    with suppress(RuntimeError):  # the loop was closed: nobody reads any more
+        loop.call_soon_threadsafe(function, *arguments)

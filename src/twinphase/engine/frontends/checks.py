@@ -1,0 +1,193 @@
+"""What callers may pass to `LLM` and `AsyncEngine`, checked at the door: a wrong type is an error with a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, cast
+
+from twinphase.config import EngineConfig
+from twinphase.errors import InvalidRequestError, RequestNotFoundError
+from twinphase.models.bert import is_encoder
+from twinphase.request import SamplingParams
+from twinphase.weights.checkpoint import Checkpoint
+
+Message = Mapping[str, Any]  # "role" and "content", as in OpenAI's API
+Prompt = (
+    str | list[int] | Sequence[Message] | Mapping[str, Any]
+)  # a mapping: vLLM's TextPrompt or TokensPrompt
+MESSAGE = '{"role": "user", "content": "..."}'
+
+
+def engine_config(values: Mapping[str, Any]) -> EngineConfig:
+    """The configuration of these fields.
+
+    Raises:
+        InvalidRequestError: a name that is not a field, or a value out of its range.
+    """
+    names = [field.name for field in fields(EngineConfig)]
+    for name in values:
+        if name not in names:
+            near = get_close_matches(name, names, 1)
+            advice = f"Did you mean {near[0]}?" if near else f"The options are {', '.join(names)}."
+            raise InvalidRequestError(f"There is no engine option {name!r}.", advice)
+    return EngineConfig(**values)
+
+
+def embeds(checkpoint: Checkpoint, config: EngineConfig) -> bool:
+    """Whether the model makes vectors: an encoder always does, a decoder by `config.task`.
+
+    Raises:
+        InvalidRequestError: text is asked of an encoder, or a pooling of a model that generates.
+    """
+    name = checkpoint.path.name
+    encoder = is_encoder(checkpoint)
+    if encoder and config.task == "generate":
+        raise InvalidRequestError(
+            f"{name} is an encoder: it embeds texts and writes none.",
+            "Use LLM.embed, or `twinphase serve` and /v1/embeddings.",
+        )
+    if config.pooling is not None and not encoder and config.task != "embed":
+        raise InvalidRequestError(
+            f"pooling is {config.pooling!r}, but {name} is loaded to generate text.",
+            "Add the task embed.",
+        )
+    return encoder or config.task == "embed"
+
+
+def check_params(params: object) -> SamplingParams:
+    """The parameters, or vLLM's defaults for None."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(
+            f"The sampling parameters are of type {type(params).__name__}.",
+            "Give SamplingParams(temperature=..., max_tokens=...).",
+        )
+    return params
+
+
+def check_id(request_id: object) -> None:
+    if not isinstance(request_id, str) or not request_id:
+        raise InvalidRequestError(
+            f"The request id is {request_id!r}.", "Use a text that is not empty."
+        )
+
+
+def unknown_request(request_id: str) -> RequestNotFoundError:
+    return RequestNotFoundError(
+        f"No unfinished request has the id {request_id!r}.",
+        "It was never added, or has finished already.",
+    )
+
+
+def one_for_each(given: Any, kind: type, count: int, what: str) -> list[Any]:
+    """`given` for each of `count` prompts, or the list of as many that it is."""
+    if isinstance(given, kind):
+        return [given] * count
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
+        raise InvalidRequestError(
+            f"The {what} are of type {type(given).__name__}.",
+            f"Give {kind.__name__}, or a list of one for each prompt.",
+        )
+    if len(given) != count:
+        raise InvalidRequestError(
+            f"There are {count} prompts and {len(given)} {what}.", "Give one for each prompt."
+        )
+    return list(given)
+
+
+def prompt_list(prompts: Any) -> list[Prompt]:
+    """The prompts of `LLM.generate`: one, or several."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise _wrong_prompt(prompts)
+    return list(prompts)
+
+
+def plain_prompt(prompt: Any) -> str | list[int] | Sequence[Message]:
+    """The text or the token ids of a mapping such as {"prompt": "..."} or {"prompt_token_ids": [...]}.
+
+    Raises:
+        InvalidRequestError: neither text, token ids, messages nor such a mapping.
+    """
+    if isinstance(prompt, Mapping):
+        keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+        if not keys or set(prompt) - {"prompt_token_ids", "prompt"}:
+            raise InvalidRequestError(
+                f"A prompt has the keys {', '.join(map(repr, prompt))}.",
+                "Give `prompt` or `prompt_token_ids`; messages are for chat().",
+            )
+        prompt = prompt[keys[0]]
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, (list, tuple)):
+        raise _wrong_prompt(prompt)
+    if not is_plain(prompt):
+        _check_messages(cast(Sequence[object], prompt))
+        return prompt
+    if set(map(type, prompt)) - {int}:
+        wrong = next(token_id for token_id in prompt if type(token_id) is not int)
+        raise InvalidRequestError(
+            f"Token id {wrong!r} in prompt is not an integer.",
+            "Give a list of token ids, or one of messages.",
+        )
+    return list(prompt)
+
+
+def is_plain(prompt: Any) -> bool:
+    """True for text and token ids, False for messages."""
+    if isinstance(prompt, (str, Mapping)):
+        return True
+    return not prompt or not isinstance(prompt[0], Mapping)
+
+
+def conversations(messages: Any) -> list[Sequence[Message]]:
+    """The conversations of `LLM.chat`: one, or several.
+
+    Raises:
+        InvalidRequestError: not lists of messages, or a message without role or content.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise InvalidRequestError(
+            f"chat() was given a value of type {type(messages).__name__}.",
+            f"Give a list of messages: [{MESSAGE}]; plain text is for generate().",
+        )
+    if not messages:
+        raise InvalidRequestError(
+            "The conversation is empty.", f"Give at least one message: [{MESSAGE}]."
+        )
+    several = (
+        [messages]
+        if any(isinstance(message, (str, Mapping)) for message in messages)
+        else list(messages)
+    )
+    for conversation in several:
+        if not isinstance(conversation, Sequence) or isinstance(conversation, (str, bytes)):
+            raise InvalidRequestError(
+                f"A conversation is of type {type(conversation).__name__}.",
+                f"Give lists of messages: [[{MESSAGE}]].",
+            )
+        _check_messages(conversation)
+    return several
+
+
+def _check_messages(messages: Sequence[object]) -> None:
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidRequestError(
+                f"Message {number} is of type {type(message).__name__}.", f"Give {MESSAGE}."
+            )
+        if not isinstance(message.get("role"), str):
+            raise InvalidRequestError(f"Message {number} has no role.", f"Give {MESSAGE}.")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise InvalidRequestError(f"Message {number} has no content.", f"Give {MESSAGE}.")
+
+
+def _wrong_prompt(prompt: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"A prompt is of type {type(prompt).__name__}.",
+        "Give texts, or lists of token ids or of messages.",
+    )

@@ -1,0 +1,463 @@
+"""`LLM`: a model by name, text in, text out, in the shape that vLLM's users know.
+
+This is the door at which text stops: behind it the engine sees token ids only, and stop strings are
+found here. Several threads may share one and take turns; a program with many users is better served
+by `AsyncEngine`. Not a server.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twinphase.engine.embedding.embedder import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    LoadedEmbedder,
+    load,
+)
+from twinphase.engine.engine import Engine, StepResult
+from twinphase.engine.frontends.checks import (
+    Message,
+    Prompt,
+    check_params,
+    conversations,
+    is_plain,
+    one_for_each,
+    prompt_list,
+)
+from twinphase.engine.frontends.exclusive_use import Turns
+from twinphase.engine.frontends.outputs import RequestOutput, StreamUpdate, Transcript
+from twinphase.engine.loading.loading import LoadedEngine
+from twinphase.errors import InvalidRequestError
+from twinphase.outcome import FinishReason
+from twinphase.phases.timeline import IntervalKind, RequestTimeline
+from twinphase.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from twinphase.blueprint import Blueprint
+    from twinphase.engine.process.messages import RankFacts
+    from twinphase.explain.explanation import Explanation
+    from twinphase.tokenizer.chat_template import ChatTemplate
+    from twinphase.tokenizer.tokenizer import Tokenizer
+
+
+class LLM:
+    """A loaded model and its engine.
+
+    Threads that share it take turns: their requests are computed together. Another process cannot
+    share it: after `fork` the child gets an `EngineDeadError`.
+
+    Attributes:
+        config: as resolved for this model.
+        checkpoint: the open model.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        compile_progress: Callable[[int, int, str], None] | None = None,
+        **config: Any,
+    ) -> None:
+        """Load a model.
+
+        Args:
+            model: a path, or a name that `twinphase pull` takes.
+            compile_progress: called with (done, total, kernel) when kernels have to be compiled
+                first.
+            config: fields of `EngineConfig`.
+
+        Raises:
+            TwinphaseError: the model cannot be found, read or run, or `config` has an unknown field
+                or a value out of range.
+        """
+        self._model = load(model, compile_progress=compile_progress, **config)
+        self.config = self._model.config
+        self.checkpoint = self._model.checkpoint
+        self._ids = count()
+        self._turns = Turns()
+        self._transcripts: dict[str, Transcript] = {}  # unfinished requests
+        self._abandoned: deque[Transcript] = deque()  # of streams that nobody reads any more
+
+    @property
+    def _loaded(self) -> LoadedEngine:
+        """The model, if it generates text.
+
+        Raises:
+            InvalidRequestError: it was loaded to embed.
+        """
+        if isinstance(self._model, LoadedEmbedder):
+            name = self.checkpoint.path.name
+            raise InvalidRequestError(
+                f"{name} was loaded to embed texts; it writes none.", "Use LLM.embed."
+            )
+        return self._model
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, which other front ends in the same thread may drive too."""
+        return self._loaded.engine
+
+    @property
+    def ranks(self) -> Sequence[RankFacts]:
+        """The processes that compute the model, where there are several."""
+        return self._loaded.ranks
+
+    @property
+    def blueprint(self) -> Blueprint:
+        return self._loaded.blueprint
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._model.text.tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        return self._loaded.text.chat_template
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        cache_salt: str | None = None,
+        prediction: str | Sequence[str] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all at once: the scheduler runs as many together as fit.
+
+        Args:
+            prompts: one text, several, several lists of token ids, or vLLM's {"prompt": ...} and
+                {"prompt_token_ids": ...}.
+            sampling_params: for all prompts, or one for each; vLLM's defaults if None.
+            use_tqdm: on a terminal, show a bar with finished prompts and both phases' token rates
+                (vLLM's name).
+            priority: one for each prompt; needs `scheduling_policy="priority"`.
+            cache_salt: share cached prefixes only with requests of the same salt.
+            prediction: what the answers are expected to be, for all prompts or one for each; with
+                `speculative_config` a right one makes its answer faster. It changes no answer.
+
+        Returns:
+            Results in the order of the prompts. One that failed by itself has `finish_reason`
+            "error" and its reason in `error`.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter that cannot be honoured; then none is
+                computed.
+            KeyboardInterrupt: Ctrl-C was pressed; all of these requests are aborted. `stream` gives
+                partial results.
+        """
+        return self._complete(
+            prompt_list(prompts), sampling_params, use_tqdm, priority, cache_salt, prediction
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        cache_salt: str | None = None,
+        prediction: str | Sequence[str] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several; a next turn computes only what the prefix cache does not hold.
+
+        Messages are mappings with "role" and "content". The other arguments are those of
+        `generate`.
+
+        Raises:
+            InvalidRequestError: as for `generate`; or messages that the model's template refuses.
+            KeyboardInterrupt: as for `generate`.
+        """
+        return self._complete(
+            conversations(messages), sampling_params, use_tqdm, priority, cache_salt, prediction
+        )
+
+    def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[EmbeddingRequestOutput]:
+        """Turn texts into vectors of length 1; needs an encoder, or `task="embed"`.
+
+        Args:
+            prompts: one text, several, several lists of token ids, or vLLM's {"prompt": ...} and
+                {"prompt_token_ids": ...}.
+
+        Returns:
+            Results in the order of the prompts; a vector does not depend on what else was asked
+            for.
+
+        Raises:
+            InvalidRequestError: a text that cannot be embedded; then none is computed. Or the model
+                generates.
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
+        model = self._model
+        results = []
+        if not isinstance(model, LoadedEmbedder):
+            name = self.checkpoint.path.name
+            raise InvalidRequestError(
+                f"{name} was loaded to generate text.", 'Load it with task="embed".'
+            )
+        encoded = [model.encode(prompt) for prompt in prompt_list(prompts)]
+        for token_ids in encoded:
+            with self._turns.take() as interrupt:
+                vector = EmbeddingOutput(model.embed(token_ids).tolist())
+                results.append(EmbeddingRequestOutput(str(next(self._ids)), vector, token_ids))
+            if interrupt.requested:
+                raise KeyboardInterrupt
+        return results
+
+    def explain(self, output: RequestOutput) -> Explanation:
+        """Why a request of this `LLM` took as long as it did, what bound it, and which flag would change that."""
+        with self._turns.take() as interrupt:
+            found = self._loaded.explain(
+                output.counts, output.metrics, names=True
+            )  # all are this caller's
+        if interrupt.requested:
+            raise KeyboardInterrupt
+        return found
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[StreamUpdate]:
+        """Complete one prompt and yield what each step brought.
+
+        The request is queued before this returns, so its errors are raised here. Closing the
+        iterator, or leaving its loop, aborts the request. After Ctrl-C during a step there is one
+        more update, with what there is and `finish_reason` "abort"; then `KeyboardInterrupt` is
+        raised. Between steps it is raised at once.
+
+        Args:
+            prompt: text, token ids, or the messages of a conversation.
+            sampling_params: vLLM's defaults if None.
+        """
+        return _Stream(self, self._submit(prompt, check_params(sampling_params)))
+
+    def _complete(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+        cache_salt: str | None,
+        prediction: str | Sequence[str] | None,
+    ) -> list[RequestOutput]:
+        transcripts: list[Transcript] = []
+        asked = SamplingParams() if sampling_params is None else sampling_params
+        params = map(
+            check_params, one_for_each(asked, SamplingParams, len(prompts), "sampling parameters")
+        )
+        priorities = one_for_each(
+            0 if priority is None else priority, int, len(prompts), "priorities"
+        )
+        expected = one_for_each(
+            "" if prediction is None else prediction, str, len(prompts), "predictions"
+        )
+        try:
+            for prompt, own, urgency, guess in zip(
+                prompts, params, priorities, expected, strict=True
+            ):
+                transcripts.append(self._submit(prompt, own, urgency, cache_salt, guess))
+            with _progress(len(prompts)) if use_tqdm else nullcontext() as bar:
+                for (
+                    transcript
+                ) in transcripts:  # those behind have often finished when the turn comes to them
+                    while not transcript.finished:
+                        with self._turn():
+                            result = self._step(transcript)
+                        if bar and result:
+                            bar.update(
+                                result.record,
+                                sum(transcript.finished for transcript in transcripts),
+                            )
+        finally:
+            self._abort(transcripts)
+        with self._turn():  # another thread may be at the end of the step that finished one of them
+            return [transcript.output() for transcript in transcripts]
+
+    def _submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        prediction: str = "",
+    ) -> Transcript:
+        """Tokenize and queue; the timeline begins here."""
+        with self._turns.take() as interrupt:
+            self._drop_abandoned()
+            clock = self.engine.clock
+            timeline = RequestTimeline(clock())
+            text, token_ids = self._loaded.encode(prompt)
+            timeline.mark(IntervalKind.TOKENIZE, clock())
+            constraint = self._loaded.text.constraint(params, token_ids)
+            if constraint is not None:
+                timeline.mark(IntervalKind.QUEUE, clock(), reason="grammar")
+            request = Request(
+                str(next(self._ids)), token_ids, params, timeline.arrival, priority, cache_salt
+            )
+            request.constraint = constraint
+            if prediction:
+                request.prediction_token_ids = self.tokenizer.encode(
+                    prediction, add_special_tokens=False
+                )
+            self.engine.add_request(request, timeline=timeline)
+            transcript = Transcript(
+                request.request_id,
+                text,
+                token_ids,
+                params,
+                self.tokenizer,
+                timeline,
+                is_plain(prompt),
+            )
+            self._transcripts[request.request_id] = transcript
+        if interrupt.requested:
+            self._abort([transcript])
+            raise KeyboardInterrupt
+        return transcript
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The engine and all transcripts to oneself; Ctrl-C meanwhile is raised at the end."""
+        with self._turns.take() as interrupt:
+            self._drop_abandoned()
+            yield
+        if interrupt.requested:
+            raise KeyboardInterrupt
+
+    def _step(self, transcript: Transcript) -> StepResult | None:
+        """One step of the engine, for all who have requests in it, unless another thread has finished this one."""
+        if transcript.finished:
+            return None
+        result = self.engine.step()
+        self._take(result)
+        return result
+
+    def _take(self, result: StepResult) -> None:
+        clock = self.engine.clock
+        ledger = self.engine.ledger
+        alone = len(result.batch.scheduled) == 1
+        finished = {request.request_id: request for request in result.finished}
+        for share in result.batch.scheduled:
+            transcript = self._transcripts.get(share.request_id)
+            request = finished.get(share.request_id)
+            if transcript is None:  # another front end's
+                continue
+            transcript.num_prefilled = share.num_prefilled
+            transcript.num_cached_tokens = share.num_cached_tokens
+            transcript.take_prompt_logprobs(result.output.prompt_logprobs.get(share.request_id))
+            if not share.samples and request is None:
+                continue
+            timeline = transcript.timeline
+            num_before = len(transcript.token_ids)
+            ledger.begin_text(timeline, clock(), alone)
+            token_ids = result.output.token_ids.get(share.request_id, [])
+            logprobs = result.output.logprobs.get(share.request_id, [])
+            transcript.take_tokens(token_ids, logprobs, request.finish_reason if request else None)
+            if request is not None or transcript.stop_string is not None:
+                self._end(transcript, FinishReason.STOP, request)
+            now = clock()
+            timeline.mark(IntervalKind.DETOKENIZE, now)
+            timeline.hand_over_tokens(len(transcript.token_ids) - num_before, now)
+            if transcript.finished:
+                timeline.compact()
+        if not alone:
+            ledger.end_text(clock(), alone)
+
+    def _end(
+        self, transcript: Transcript, reason: FinishReason, request: Request | None = None
+    ) -> None:
+        """The engine lets go of a request, if it has not done so already: then `request` says why."""
+        del self._transcripts[transcript.request_id]
+        if request is None:
+            request = self.engine.scheduler.get(transcript.request_id)
+            self.engine.finish(transcript.request_id, reason)
+        if request is not None:
+            reason = request.finish_reason or reason
+        transcript.end(reason, request.counts() if request is not None else None)
+
+    def _abort(self, transcripts: Sequence[Transcript]) -> None:
+        """Abort those of the requests that have not finished; in a forked child they are not this process's."""
+        if not self._turns.process.is_here or all(
+            transcript.finished for transcript in transcripts
+        ):
+            return
+        with self._turns.take() as interrupt:
+            self._abandoned.extend(transcripts)
+            self._drop_abandoned()
+        if interrupt.requested:
+            raise KeyboardInterrupt
+
+    def _abandon(self, transcript: Transcript) -> None:
+        """Abort a request as soon as the engine is free: a destructor may run in the middle of a step."""
+        self._abandoned.append(transcript)
+        with self._turns.take_if_free() as free:
+            if free:
+                self._drop_abandoned()
+
+    def _drop_abandoned(self) -> None:
+        while self._abandoned:
+            transcript = self._abandoned.popleft()
+            if not transcript.finished:
+                self._end(transcript, FinishReason.ABORT)
+
+
+class _Stream(Iterator[StreamUpdate]):
+    """Makes a step for each update; a generator would not notice that it is closed before its first one."""
+
+    def __init__(self, llm: LLM, transcript: Transcript) -> None:
+        self._llm = llm
+        self._transcript = transcript
+        self._handed_over = self._ended = self._interrupted = False
+
+    def __next__(self) -> StreamUpdate:
+        transcript = self._transcript
+        llm = self._llm
+        if self._interrupted:
+            self._interrupted = False
+            raise KeyboardInterrupt
+        try:
+            with llm._turns.take() as interrupt:
+                llm._drop_abandoned()
+                if self._handed_over:
+                    timeline = transcript.timeline
+                    timeline.mark(IntervalKind.SEND, max(llm.engine.clock(), timeline.end))
+                over = self._ended
+                if not over:
+                    llm._step(transcript)
+                    if interrupt.requested and not transcript.finished:
+                        llm._end(transcript, FinishReason.ABORT)
+                    self._handed_over = True
+                    self._ended = transcript.finished
+                    update = transcript.next_update()
+        except BaseException:
+            self.close()
+            raise
+        self._interrupted = interrupt.requested
+        if over:
+            raise StopIteration
+        return update
+
+    def close(self) -> None:
+        """Abort the request if it has not finished."""
+        self._ended = True
+        self._llm._abort([self._transcript])
+
+    def __del__(self) -> None:
+        self._llm._abandon(self._transcript)
+
+
+def _progress(total: int) -> Any:
+    """A bar on a terminal; imported here because rich costs start-up time."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from twinphase.engine.loading.progress import GenerateProgress
+
+    return GenerateProgress(total)

@@ -1,0 +1,175 @@
+"""The text side of a model: its tokenizer and chat template.
+
+Needs only the header of a model file, or the JSON files of a folder, so that a server has it in its
+own process. Not for generated text (`outputs.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from twinphase.constraint import Constraint
+from twinphase.engine.frontends.checks import Message, Prompt, is_plain, plain_prompt
+from twinphase.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from twinphase.models.loader import open_model
+from twinphase.request import SamplingParams
+from twinphase.tokenizer.think_tags import think_tags
+from twinphase.tokenizer.tokenizer import Tokenizer
+from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.gguf import quantization_name
+from twinphase.weights.hub import resolve_model
+
+if TYPE_CHECKING:
+    from twinphase.sampling.structured import GrammarCompiler
+    from twinphase.tokenizer.chat_template import ChatTemplate
+    from twinphase.tokenizer.prompt_parts import ChatPrompt, Run
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt that is ready for the engine.
+
+    Attributes:
+        text: None if token ids were given.
+        arrival, tokenized: when the request came, and when its tokens were ready, seconds.
+        is_plain: the answer goes on in the prompt's text (no chat template between them).
+        runs: of a chat's tokens by part of the prompt.
+        prediction_token_ids: what the answer is expected to be; a right prediction makes it faster,
+            never different.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    arrival: float
+    tokenized: float
+    is_plain: bool
+    runs: Sequence[Run] = ()
+    prediction_token_ids: Sequence[int] = ()
+
+    def last(self, num_tokens: int | None) -> EncodedPrompt:
+        """The prompt's last so many tokens, or all of it."""
+        cut = len(self.token_ids) - num_tokens if num_tokens is not None else 0
+        if cut <= 0:
+            return self
+        runs = [
+            (part, max(0, start - cut), end - cut) for part, start, end in self.runs if end > cut
+        ]
+        return replace(self, text=None, token_ids=self.token_ids[cut:], runs=runs)
+
+
+class ModelText:
+    """How a model reads and writes text; of the open model only the header and the JSON files are read."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+
+    @classmethod
+    def of_model(cls, model: str | Path) -> ModelText:
+        """Of a model by its name or path.
+
+        Raises:
+            TwinphaseError: it cannot be found or read.
+        """
+        return cls(open_model(resolve_model(str(model)), header_only=True))
+
+    @property
+    def quantization(self) -> str:
+        """By the name users know, such as Q4_0."""
+        return quantization_name(self.checkpoint)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_checkpoint(self.checkpoint)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template; raw prompts never pay for importing jinja2."""
+        from twinphase.tokenizer.chat_template import ChatTemplate
+
+        return ChatTemplate.from_checkpoint(self.checkpoint, self.tokenizer)
+
+    @cached_property
+    def grammar_compiler(self) -> GrammarCompiler:
+        from twinphase.sampling.structured import GrammarCompiler
+
+        tokenizer = self.tokenizer
+        ids = range(tokenizer.vocab_size)
+        return GrammarCompiler(
+            [tokenizer.token_bytes(i) for i in ids],
+            [i for i in ids if tokenizer.is_special(i)],
+            tokenizer.eos_token_ids,
+            self.checkpoint.tensors["token_embd.weight"].shape[0],
+        )
+
+    def constraint(
+        self, params: SamplingParams, prompt_token_ids: Sequence[int]
+    ) -> Constraint | None:
+        """What the output of a request must obey; see `make_constraint` and `filtered`."""
+        if not params.constrained:
+            return None
+        from twinphase.sampling.token_filter import filtered
+
+        return filtered(self._form(params, prompt_token_ids), params, self._encode_plain)
+
+    def _form(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> Constraint | None:
+        if not params.has_form:
+            return None
+        from twinphase.sampling.thinking import ThinkingTags, make_constraint
+
+        tags = None
+        # A template that is not valid is an error of chats only.
+        with contextlib.suppress(UnsupportedModelError, CheckpointError):
+            tags = think_tags(self.chat_template.source)
+
+        encode = self._encode_plain
+        known = ThinkingTags(encode(tags.start), encode(tags.end)) if tags else None
+        return make_constraint(params, prompt_token_ids, self.grammar_compiler, known)
+
+    def _encode_plain(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def encode(self, prompt: Prompt, max_tokens: int | None) -> tuple[str | None, list[int]]:
+        """Text of a prompt (None if it came as ids) and its token ids.
+
+        Args:
+            prompt: text, token ids, or the messages of a conversation.
+            max_tokens: the longest prompt; one that is certain to exceed it is refused before it is
+                encoded.
+
+        Raises:
+            InvalidRequestError: an empty prompt, too many tokens, or messages that the model's
+                template refuses.
+        """
+        prompt = plain_prompt(prompt)
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequestError("The prompt is empty.", "Give at least one character.")
+            return prompt, self.tokenizer.encode(prompt, max_tokens=max_tokens)
+        if is_plain(prompt):
+            return None, list(cast(list[int], prompt))  # the engine checks each id
+        chat = self.encode_chat(cast(Sequence[Message], prompt), None, {}, max_tokens)
+        return chat.text, chat.token_ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        max_tokens: int | None,
+    ) -> ChatPrompt:
+        """A conversation as the model reads it; see `chat_prompt`."""
+        from twinphase.tokenizer.prompt_parts import chat_prompt
+
+        return chat_prompt(
+            self.chat_template,
+            self.tokenizer,
+            messages,
+            tools=tools,
+            max_tokens=max_tokens,
+            **variables,
+        )

@@ -1,0 +1,52 @@
+"""The ceilings of the device that a configuration runs on: what is kept of them, and measuring them anew."""
+
+from __future__ import annotations
+
+from twinphase.backends.base import Units
+from twinphase.backends.device import Device, open_device
+from twinphase.config import EngineConfig
+from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, save_ceilings
+from twinphase.weights.checkpoint import Checkpoint
+
+
+def device_of(config: EngineConfig) -> Device:
+    threads = config.rank_threads and config.rank_threads * config.tensor_parallel_size
+    return open_device(config.backend, threads, config.isa, config.device, config.dtype)
+
+
+def compute_units(checkpoint: Checkpoint, config: EngineConfig) -> Units:
+    """Which arithmetic unit does the linear layers, and which the two products of attention."""
+    layers = {
+        (info.type, len(info.shape))
+        for name, info in checkpoint.tensors.items()
+        if name.startswith("blk.")
+    }
+    return device_of(config).units({(name, dims) for name, dims in layers if dims >= 2})
+
+
+def measured_ceilings(config: EngineConfig) -> Ceilings | None:
+    """What this machine was measured to do, if it was."""
+    device = device_of(config)
+    return load_ceilings(device.threads, device.ceilings) if device.ceilings else None
+
+
+def ceilings_now(config: EngineConfig) -> Ceilings:
+    """Measure what this machine can do at best just now (some seconds); nothing is kept."""
+    device = device_of(config)
+    return Ceilings(processor_name(), device.threads, device.ceilings, **vars(device.measure()))
+
+
+def learn_ceilings(config: EngineConfig) -> tuple[Ceilings, OSError | None]:
+    """Measure what this machine can do at best (some seconds), and keep the best of that and of what was known.
+
+    Returns:
+        The ceilings, and why they could not be kept, if they could not.
+    """
+    known = measured_ceilings(config)
+    found = ceilings_now(config)
+    best = known.merged(found) if known else found
+    try:
+        save_ceilings(best)
+    except OSError as error:
+        return best, error
+    return best, None

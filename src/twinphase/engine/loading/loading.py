@@ -1,0 +1,334 @@
+"""From a model's name to an engine that is ready."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from twinphase.backends.base import Backend, KVCacheSpec, Units
+from twinphase.backends.device import require_torch
+from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.config import EngineConfig, available_cores
+from twinphase.engine.engine import Engine
+from twinphase.engine.frontends.checks import Prompt, embeds, engine_config
+from twinphase.engine.frontends.text import ModelText
+from twinphase.engine.loading.ceilings import compute_units, device_of, measured_ceilings
+from twinphase.engine.ranks.backend import load_on_ranks
+from twinphase.engine.ranks.ranks import rank_facts
+from twinphase.engine.recorder import StepRecorder
+from twinphase.engine.runner import Runner
+from twinphase.engine.trace import TraceWriter, trace_header
+from twinphase.errors import InvalidRequestError, StorageError
+from twinphase.explain.evidence import Machine
+from twinphase.explain.explanation import Explanation, explain
+from twinphase.models.decoder import Decoder
+from twinphase.models.loader import open_model, read_blueprint
+from twinphase.phases.cost import CostModel, starting_prices
+from twinphase.phases.hardware import Ceilings, save_ceilings
+from twinphase.phases.report import phase_report
+from twinphase.phases.timeline import RequestTimeline
+from twinphase.phases.work import ModelShape, model_shape
+from twinphase.request import Request, RequestCounts, SamplingParams
+from twinphase.scheduler.pace import Pace, Pacing
+from twinphase.scheduler.scheduler import Scheduler
+from twinphase.speculation.heads import open_heads
+from twinphase.speculation.hidden import HiddenProposer
+from twinphase.speculation.speculator import make_speculator
+from twinphase.speculative import HEADS, speculative_config
+from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.hub import resolve_model
+
+WARM_UP_PARTS = (8, 4, 16, 32)  # of the warm-up's prompt; the first of them finds everything cold
+PACES = 5  # choices of the pace that are remembered
+
+
+class LoadedEngine:
+    """A model, its engine, and the door at which text stops.
+
+    Attributes:
+        config: as resolved for this model.
+        ranks: the processes that compute it, where there are several.
+        warm_timeline: the life of the request that `warm_up` computed, alone on a warm engine; None
+            before.
+    """
+
+    warm_timeline: RequestTimeline | None = None
+
+    def __init__(
+        self,
+        model: str | Path | Checkpoint,
+        *,
+        compile_progress: Callable[[int, int, str], None] | None = None,
+        load_progress: Callable[[int, int], None] = lambda done, total: None,
+        **config: Any,
+    ) -> None:
+        """Load a model; see `LLM` for the arguments and errors.
+
+        `load_progress` is told (done, total) layers.
+        """
+        self._paces: deque[Pace] = deque(maxlen=PACES)
+        wanted = engine_config(config)
+        self.checkpoint = (
+            model
+            if isinstance(model, Checkpoint)
+            else open_model(resolve_model(str(model)), quantization=wanted.quantization)
+        )
+        if embeds(self.checkpoint, wanted):
+            raise InvalidRequestError(
+                f"{self.checkpoint.path.name} would be loaded to embed, which is not what this "
+                "does.",
+                "Use LLM.embed, or `twinphase serve` and /v1/embeddings.",
+            )
+        b = self.blueprint = read_blueprint(self.checkpoint, wanted.max_model_len)
+        device = device_of(wanted)
+        kv_bytes = (
+            b.num_layers * b.num_kv_heads * device.kv_head_bytes(b.head_dim, wanted.kv_cache_dtype)
+        )
+        self.config = wanted.resolve(b.context_length, kv_bytes, device.free_memory())
+        self.text = ModelText(self.checkpoint)
+        backend = make_backend(self.config, compile_progress)
+        speculation = speculative_config(self.config.speculative_config)
+        heads = None
+        if speculation.method in HEADS:
+            folder = Path(speculation.model)
+            most = speculation.num_speculative_tokens
+            heads = open_heads(folder, speculation.method, self.checkpoint, b.num_layers, most)
+        drafts = None
+        if speculation.method == "draft_model":
+            from twinphase.engine.loading.drafting import add_draft_model, open_draft_model
+
+            drafts = open_draft_model(speculation.model, self)
+        loaded, backend = load_on_ranks(self.checkpoint, b, self.config, backend, load_progress)
+        self.backend = backend
+        costs = model_shape(self.checkpoint, b)
+        eos = self.text.tokenizer.eos_token_ids
+        self.engine = make_engine(self.config, loaded, backend, costs, eos, heads)
+        if drafts is not None:
+            add_draft_model(self, drafts, speculation.num_speculative_tokens)
+        cache_bytes = (
+            (self.config.num_kv_blocks or 0) * self.config.block_size * backend.kv_bytes_per_token()
+        )
+        self.ranks = rank_facts(self.checkpoint, b, self.config, cache_bytes)
+        if backend.drawer is not None:
+            limits = self.config.max_num_seqs, self.config.max_model_len or 1
+            backend.drawer.capture(loaded.forward, *limits, compile_progress)
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """As `ModelText.encode`, for the longest prompt of this engine."""
+        return self.text.encode(prompt, self.config.max_model_len)
+
+    def warm_up(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Compute made-up requests: those that touch memory, and one whose times `warm_timeline` keeps.
+
+        The first are short ones of several lengths, so that the cost model tells a step's own time
+        from its tokens'.
+        """
+        for part in WARM_UP_PARTS:
+            self._compute(f"touch-{part}", num_prompt_tokens // part, 2)
+        self.warm_timeline = self._compute("warm-up", num_prompt_tokens, num_output_tokens)
+
+    def _compute(
+        self, name: str, num_prompt_tokens: int, num_output_tokens: int
+    ) -> RequestTimeline:
+        engine = self.engine
+        config = self.config
+        # which would find nothing easier than a made-up prompt
+        drafter = engine.drafter
+        engine.drafter = None
+        limit = min(config.max_model_len or 2, (config.num_kv_blocks or 1) * config.block_size)
+        num_output_tokens = max(1, min(num_output_tokens, limit - 1))
+        prompt = [1] * max(1, min(num_prompt_tokens, limit - num_output_tokens))
+        params = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
+        request = Request(name, prompt, params, arrival_time=engine.clock(), cache_salt=name)
+        timeline = engine.add_request(request)
+        while engine.has_work:
+            result = engine.step()
+            timeline.hand_over_tokens(len(result.output.token_ids.get(name, ())), engine.clock())
+        if drafter is not None:
+            drafter.forget(request)
+        engine.drafter = drafter
+        kv_cache = engine.scheduler.kv_cache
+        kv_cache.num_queried_tokens = kv_cache.num_hit_tokens = 0
+        return timeline
+
+    @cached_property
+    def units(self) -> Units:
+        return compute_units(self.checkpoint, self.config)
+
+    @cached_property
+    def _final_ceilings(self) -> Ceilings | None:
+        known = measured_ceilings(self.config)
+        return None if known is None or known.provisional else known
+
+    def doubt_ceilings(self, timeline: RequestTimeline) -> None:
+        """Have the kept ceilings measured again at the next start if a request was faster than they allow."""
+        kept = self._final_ceilings
+        if (
+            kept
+            and phase_report(
+                timeline, units=self.units, ceilings=kept, wall_seconds=0.0
+            ).over_ceiling
+        ):
+            self._final_ceilings = None
+            with suppress(OSError):
+                save_ceilings(replace(kept, provisional=True))
+
+    def settle_pace(self) -> Pace | None:
+        """What gap running streams keep from now on, and what it costs; None while too few steps are known.
+
+        With the SLO "auto" it is chosen here.
+        """
+        if not self.engine.cost_model.knows_both_phases:
+            return None
+        auto = self.config.itl_slo_ms == "auto"
+        return self._pacing.told(
+            self.choose_pace() if auto else Pace(self.config.slo_number, False)
+        )
+
+    def choose_pace(self) -> Pace:
+        """Choose the gap by what is known of steps now, and keep the middle one of the last choices.
+
+        A machine that was busy for a while, at the start or later, is a choice or two out of the
+        way.
+        """
+        self._paces.append(self._pacing.choose())
+        pace = sorted(self._paces, key=lambda one: one.itl_slo_ms or 0.0)[
+            (len(self._paces) - 1) // 2
+        ]
+        self.engine.keep_pace(pace)
+        return pace
+
+    @property
+    def _pacing(self) -> Pacing:
+        engine = self.engine
+        config = self.config
+        limits = config.max_num_batched_tokens, config.max_model_len or 1, config.block_size
+        return Pacing(engine.cost_model, *limits, engine.shape.window)
+
+    def explain(
+        self, request: RequestCounts, timeline: RequestTimeline, *, names: bool = False
+    ) -> Explanation:
+        """Why a request took as long as it did, and what to change; `names` calls other requests by their ids."""
+        slo = self.engine.scheduler.slo_seconds
+        machine = Machine(
+            replace(self.config, itl_slo_ms=slo and 1e3 * slo),
+            self.engine.shape,
+            self.engine.cost_model,
+            measured_ceilings(self.config),
+            self.units,
+            available_cores() if self.config.backend == "cpu" else None,
+            device_of(self.config).best_isa,
+            self.backend.block_multiple,
+            {
+                dtype: self.backend.kv_bytes_per_token(dtype)
+                for dtype in self.backend.kv_cache_dtypes
+            },
+        )
+        return explain(request, timeline, machine, names=names)
+
+
+def make_backend(
+    config: EngineConfig, compile_progress: Callable[[int, int, str], None] | None = None
+) -> Backend:
+    """The backend a configuration asks for; imported here because the others cost start-up time, or an extra."""
+    if config.backend != "cpu" and config.kv_cache_dtype != "auto":
+        raise InvalidRequestError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r} with the {config.backend} backend.",
+            "It keeps the type that it computes in: use auto.",
+        )
+    if config.backend == "reference":
+        from twinphase.backends.reference import ReferenceBackend
+
+        return ReferenceBackend()
+    if config.backend == "torch":
+        require_torch()
+        from twinphase.backends.torch.backend import open_backend
+
+        eager = (
+            config.enforce_eager or config.tensor_parallel_size > 1
+        )  # collectives have not been captured yet
+        return open_backend(
+            config.device, config.dtype, config.rank_threads, eager, config.dequantize
+        )
+    from twinphase.backends.cpu.backend import CpuBackend
+
+    backend: Backend = CpuBackend(
+        threads=config.rank_threads,
+        isa=config.isa,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        kv_cache_dtype=config.kv_cache_dtype,
+        progress=compile_progress,
+    )
+    return backend
+
+
+def make_engine(
+    config: EngineConfig,
+    model: Decoder,
+    backend: Backend,
+    shape: ModelShape,
+    eos_token_ids: frozenset[int],
+    heads: HiddenProposer | None = None,
+) -> Engine:
+    """Allocate the KV cache of a `backend` that has `model`, and put an engine together.
+
+    `config` is resolved.
+    """
+    if config.max_model_len is None or config.num_kv_blocks is None:
+        raise ValueError("the configuration is not resolved")
+    spec = KVCacheSpec(
+        num_layers=model.blueprint.num_layers,
+        num_kv_heads=model.blueprint.num_kv_heads,
+        head_dim=model.blueprint.head_dim,
+        num_blocks=config.num_kv_blocks,
+        block_size=config.block_size,
+    )
+    backend.allocate_kv_cache(spec)
+    shape = replace(shape, kv_token_bytes=backend.kv_bytes_per_token())
+    cost_model = CostModel(starting_prices(shape, measured_ceilings(config)), shape.windowed_share)
+    scheduler = Scheduler(
+        KVCacheManager(
+            config.num_kv_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            fingerprint=backend.kv_fingerprint.encode(),
+        ),
+        max_model_len=config.max_model_len,
+        eos_token_ids=eos_token_ids,
+        times=cost_model,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        policy=config.scheduling_policy,
+        itl_slo_ms=config.slo_number,
+        window=shape.window,
+    )
+    runner = Runner(model, backend, block_size=config.block_size, eos_token_ids=eos_token_ids)
+    if heads is not None:
+        runner.show_hidden(heads)
+    recorder = StepRecorder(shape, cost_model, trace=_step_log(config, scheduler, cost_model))
+    wanted = speculative_config(config.speculative_config)
+    drafter = make_speculator(
+        wanted, cost_model, lambda: scheduler.slo_seconds, shape.window, heads
+    )
+    sizes: dict[str, Any] = {"shape": shape, "vocab_size": model.blueprint.vocab_size}
+    return Engine(scheduler, runner, recorder, **sizes, seed=config.seed, drafter=drafter)
+
+
+def _step_log(
+    config: EngineConfig, scheduler: Scheduler, cost_model: CostModel
+) -> TraceWriter | None:
+    if config.trace_file is None:
+        return None
+    try:
+        file = open(config.trace_file, "w", encoding="utf-8")  # noqa: SIM115  open as long as the engine lives
+    except OSError as error:
+        raise StorageError(
+            f"Cannot write {config.trace_file}: {error.strerror}.", "Choose another --trace-file."
+        ) from None
+    return TraceWriter(file, trace_header(scheduler, cost_model))

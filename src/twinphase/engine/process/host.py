@@ -1,0 +1,424 @@
+"""Where an engine's loop lives: in a thread of this process, or at the other end of a connection that is made again.
+
+A host carries messages and says when the engine has died. Not for what the messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from twinphase.config import module_command
+from twinphase.engine.embedding.embedder import LoadedEmbedder
+from twinphase.engine.embedding.loop import make_loop
+from twinphase.engine.frontends.checks import embeds, engine_config
+from twinphase.engine.frontends.exclusive_use import OwnProcess
+from twinphase.engine.frontends.text import ModelText
+from twinphase.engine.process.messages import (
+    EngineFacts,
+    FromEngine,
+    Load,
+    Loading,
+    Ping,
+    Pong,
+    Refused,
+    Stop,
+    ToEngine,
+)
+from twinphase.engine.process.status import WorkerStatus
+from twinphase.engine.process.wire import SEND_BUFFER, Decoder, encode
+from twinphase.errors import EngineDeadError, TwinphaseError
+
+# seconds before a dead engine is started again
+FIRST_DELAY = 0.1
+LONGEST_DELAY = 30.0
+HEALTHY_AFTER = 60.0  # seconds of life after which a death is a new one
+CLOSE_SECONDS = 10.0
+BEAT_SECONDS = 0.25  # between pings
+
+Receive = Callable[[FromEngine], None]
+Died = Callable[[EngineDeadError], None]
+
+
+class Host(Protocol):
+    """Carries messages to an engine and back.
+
+    Attributes:
+        embeds: the model makes vectors, and writes no text.
+        is_running: the engine takes messages.
+        num_restarts: so far.
+        last_death: why the last one was needed.
+        failure: what refused the model at the first start, if it was refused.
+        totals_last: totals in `StepStats` go on after a restart; they begin at zero otherwise.
+    """
+
+    text: ModelText
+    embeds: bool
+
+    @property
+    def is_running(self) -> bool: ...
+
+    @property
+    def num_restarts(self) -> int: ...
+
+    @property
+    def last_death(self) -> EngineDeadError | None: ...
+
+    @property
+    def failure(self) -> Refused | None: ...
+
+    @property
+    def totals_last(self) -> bool: ...
+
+    def start(self, receive: Receive, died: Died) -> None:
+        """Begin; both functions may be called from any thread, `died` once for each death."""
+
+    def put(self, message: ToEngine) -> None:
+        """Send a message.
+
+        Raises:
+            EngineDeadError: the engine takes none, or this is a forked child.
+        """
+
+    def kill(self) -> None:
+        """End an engine that answers no more, so that it is started again, where that can be done."""
+
+    def workers(self) -> list[WorkerStatus]:
+        """The engines behind a router; empty for a host of one engine."""
+
+    def close(self) -> None:
+        """End the engine after the step it is in."""
+
+
+class ThreadHost:
+    """A loaded engine in a thread of this process, which ends with it."""
+
+    num_restarts = 0
+    last_death: EngineDeadError | None = None
+    failure: Refused | None = None
+    totals_last = False
+
+    def __init__(self, loaded: Any) -> None:
+        """The `LoadedEngine` or `LoadedEmbedder` belongs to the thread from now on."""
+        self.loaded = loaded
+        self.text: ModelText = loaded.text
+        self.embeds = isinstance(loaded, LoadedEmbedder)
+        self.is_running = False
+        self.error: BaseException | None = None
+        self._process = OwnProcess()
+        self._thread = threading.Thread(target=self._run, name="twinphase-engine", daemon=True)
+
+    def start(self, receive: Receive, died: Died) -> None:
+        self._died = died
+        self._loop, facts = make_loop(self.loaded, receive)
+        self.is_running = True
+        receive(facts)
+        self._thread.start()
+
+    def put(self, message: ToEngine) -> None:
+        self._process.check()
+        if not self.is_running:
+            raise self.dead()
+        self._loop.put(message)
+
+    def kill(self) -> None:
+        """A thread cannot be ended from outside."""
+
+    def workers(self) -> list[WorkerStatus]:
+        return []
+
+    def close(self) -> None:
+        if not self._process.is_here:
+            return
+        if self.is_running:
+            self.is_running = False
+            self._loop.put(Stop())
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.is_running = False
+            self.last_death = self.dead()
+            self._died(self.last_death)
+
+    def dead(self) -> EngineDeadError:
+        """What to tell those who come now."""
+        reason = f" after {type(self.error).__name__}: {self.error}" if self.error else ""
+        return EngineDeadError(
+            f"The engine has ended{reason}.", "Start it again; requests can be sent once more."
+        )
+
+
+class LinkHost:
+    """An engine at the other end of a connection, which is made again whenever it breaks.
+
+    Used from one event loop.
+
+    Attributes:
+        where: the machine that the engine runs on.
+        pid: of the engine's process, while there is one and it is known.
+        failure: what refused the model, or this host, at the first start; it is not tried again
+            then.
+        waits_for: why the engine could not be reached, while it cannot.
+        is_sought: it is connected to again when the connection breaks.
+    """
+
+    totals_last = False
+    where = "localhost"
+    pid: int | None = None
+    waits_for = ""
+    is_sought = True
+
+    def __init__(
+        self, model: str | Path, config: dict[str, Any], silence: float | None = None
+    ) -> None:
+        """Read the model's header; the engine is reached for with `start`.
+
+        An engine that says nothing for `silence` seconds, although it is asked, counts as dead.
+
+        Raises:
+            TwinphaseError: the model cannot be found or read, or the configuration is wrong.
+        """
+        wanted = engine_config(config)
+        self.text = ModelText.of_model(model)
+        self.embeds = embeds(self.text.checkpoint, wanted)
+        self.is_running = False
+        self.num_restarts = 0
+        self.last_death: EngineDeadError | None = None
+        self.failure: Refused | None = None
+        self._model = str(model)
+        self._config = config
+        self._silence = silence
+        self._closing = False
+        self._was_ready = self._ever_ready = False
+        self._refused: Refused | None = None  # the model, by the engine that there is
+        self._delay = FIRST_DELAY
+        self._born = self._heard = 0.0
+        self._own_process = OwnProcess()
+        self._writer: asyncio.WriteTransport | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, receive: Receive, died: Died) -> None:
+        self._receive = receive
+        self._died = died
+        self._run(self._connect(0.0))
+
+    def put(self, message: ToEngine) -> None:
+        self._own_process.check()
+        if not self.is_running or self._writer is None:
+            raise EngineDeadError(
+                "The engine is being started.", "Send the request again in a moment."
+            )
+        self._writer.write(encode(message))
+
+    def workers(self) -> list[WorkerStatus]:
+        return []
+
+    def kill(self) -> None:
+        """End a connection that brings no more; it is made again."""
+        if self._writer is not None:
+            self._writer.abort()
+
+    def close(self) -> None:
+        """Ask the engine to end after its step."""
+        if not self._own_process.is_here:
+            return
+        self._closing = True
+        self.is_running = False
+        if self._writer is not None and not self._writer.is_closing():
+            # The engine may end at this very moment, and the loop, in another thread, close the
+            # transport.
+            with suppress(OSError, AttributeError, RuntimeError):
+                self._writer.write(encode(Stop()))
+
+    async def _open(self) -> socket.socket:
+        """A connection to the engine, whose first message is `_load_message`."""
+        raise NotImplementedError
+
+    def _end(self) -> str:
+        """The connection has ended: see to it that the engine is no more, and say how it went."""
+        raise NotImplementedError
+
+    def _load_message(self) -> Load:
+        return Load(self._model, self._config)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, delay: float) -> None:
+        await asyncio.sleep(delay)
+        if self._closing:
+            return
+        self._receive(Loading("starting"))
+        try:
+            link = await self._open()
+        except (
+            OSError
+        ) as error:  # no descriptors or no memory left, nobody there; there may be later
+            self.waits_for = f"{self.where}: {error.strerror or error}"
+            self._receive(Loading(f"waiting to start ({error.strerror or error})"))
+            self._connect_later()
+            return
+        except TwinphaseError as error:  # it would be refused again
+            self.failure = Refused(None, type(error).__name__, error.cause, error.fix)
+            self._receive(self.failure)
+            return
+        self._born = time.monotonic()
+        self.waits_for = ""
+        loop = asyncio.get_running_loop()
+        self._writer, _ = await loop.create_connection(lambda: _Link(self), sock=link)
+        self._writer.write(encode(self._load_message()))
+
+    def _connect_later(self) -> None:
+        if not self.is_sought:
+            return
+        self._run(self._connect(self._delay))
+        self._delay = min(2 * self._delay, LONGEST_DELAY)
+
+    async def _beat(self, writer: asyncio.WriteTransport, silence: float) -> None:
+        """Ask for a sign of life, and end what gives none; time in which this process stood still does not count."""
+        self._heard = time.monotonic()
+        while self._writer is writer:
+            writer.write(encode(Ping(time.perf_counter())))
+            slept = time.monotonic()
+            await asyncio.sleep(BEAT_SECONDS)
+            if (late := (now := time.monotonic()) - slept - BEAT_SECONDS) > BEAT_SECONDS:
+                self._heard = min(now, self._heard + late)
+            elif now - self._heard > silence and self._writer is writer:
+                self.kill()
+                return (
+                    writer.abort()
+                )  # whatever it says while the system takes it down, nobody is to hear
+
+    def take(self, message: FromEngine) -> None:
+        self._heard = time.monotonic()
+        if isinstance(message, Pong):
+            return
+        if isinstance(message, EngineFacts):
+            self.is_running = self._was_ready = self._ever_ready = True
+            if self._silence is not None and self._writer is not None:
+                self._run(self._beat(self._writer, self._silence))
+        if isinstance(message, Refused) and message.about is None:
+            self._refused = message
+            self.failure = None if self._ever_ready else message
+        self._receive(message)
+
+    def lost(self) -> None:
+        """The connection has ended."""
+        self.is_running = False
+        self._writer = None
+        if self._closing:
+            return
+        how = self._end()
+        reason = f" ({self._refused.cause.rstrip('.')})" if self._refused else ""
+        self._refused = None
+        self.last_death = EngineDeadError(
+            f"{how}{reason}.", "It is being started again: send the request again."
+        )
+        self._died(self.last_death)
+        if self.failure is not None:
+            return
+        self.num_restarts += 1
+        if self._was_ready and time.monotonic() - self._born > HEALTHY_AFTER:
+            self._delay = FIRST_DELAY
+        self._was_ready = False
+        self._connect_later()
+
+
+class ProcessHost(LinkHost):
+    """An engine in a process of its own, started again whenever it dies."""
+
+    module = "twinphase.engine.process.child"
+    _process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:  # type: ignore[override]
+        return self._process.pid if self._process else None
+
+    def kill(self) -> None:
+        """End a process that answers no more; it is started again."""
+        if self._process is not None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """Ask the process to end after its step, and see to it that it does."""
+        process = self._process
+        super().close()
+        if process is None or not self._own_process.is_here:
+            return
+        if not self._was_ready:
+            process.kill()  # it reads no message before it has loaded
+        try:
+            process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    async def _open(self) -> socket.socket:
+        self._process, link = _start_process(self.module)
+        return link
+
+    def _end(self) -> str:
+        process = self._process
+        self._process = None
+        if process is None:
+            return "The engine's process ended"
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+        process.kill()
+        code = process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return f"The engine's process {how}"
+
+    def _load_message(self) -> Load:
+        """A log of steps is of one process: each has its own, the first the name that was asked for."""
+        config = dict(self._config)
+        if config.get("trace_file") and self.num_restarts:
+            config["trace_file"] += f".{self.num_restarts}"
+        return Load(str(self.text.checkpoint.path), config)
+
+
+def _start_process(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The process and our end of the link to it."""
+    ours, theirs = socket.socketpair()
+    command = [*module_command(module), str(theirs.fileno())]
+    with theirs:
+        try:
+            # A session of its own: Ctrl-C in the terminal is the server's business, which lets
+            # answers finish.
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        except OSError:
+            ours.close()
+            raise
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    ours.setblocking(False)
+    return process, ours
+
+
+class _Link(asyncio.Protocol):
+    """Cuts the stream of bytes into messages."""
+
+    def __init__(self, host: LinkHost) -> None:
+        self._host = host
+        self._decoder: Decoder[FromEngine] = Decoder(FromEngine)
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._decoder.feed(data):
+            self._host.take(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._host.lost()

@@ -1,0 +1,378 @@
+"""What the front end and the engine's loop say to each other, in a thread or across two processes.
+
+Plain values only, so that a message is the same object in one process and a few bytes of
+MessagePack between two; no pickle. Not for what a user sees.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from twinphase import errors
+from twinphase.batch import TokenLogprobs
+from twinphase.config import EngineConfig
+from twinphase.errors import TwinphaseError
+from twinphase.explain.explanation import Explanation
+from twinphase.outcome import FinishReason
+from twinphase.phases.hardware import Ceilings
+from twinphase.phases.timeline import RequestTimeline
+from twinphase.phases.work import ModelShape
+from twinphase.request import RequestCounts, SamplingParams
+from twinphase.scheduler.pace import Pace
+
+
+# To the engine.
+class Load(msgspec.Struct, tag=True, frozen=True):
+    """The first message to a process: load this model; `config` has fields of `EngineConfig`.
+
+    To a process elsewhere it also says which `version` it comes from, and the `fingerprint` of the
+    model's files.
+    """
+
+    model: str
+    config: dict[str, Any]
+    version: str = ""
+    fingerprint: str = ""
+
+
+class PushTo(msgspec.Struct, frozen=True):
+    """Where a request's KV blocks are to be sent as they are computed.
+
+    Attributes:
+        addresses: of the other worker, the nearest first.
+        lease: seconds behind the request's end after which no answer is waited for.
+    """
+
+    addresses: list[str]
+    lease: float = 5.0
+
+
+class Add(msgspec.Struct, tag=True, frozen=True):
+    """Queue a request; answered by `Accepted` or `Refused`.
+
+    Attributes:
+        arrival, tokenized: when the request came, and when its tokens were ready, seconds.
+        tenant, weight: whose it is, and that tenant's share beside others.
+        prediction_token_ids: what its user expects the answer to be.
+        output_token_ids: of an answer that another engine began: this one goes on with it, bit for
+            bit.
+        push_to: another engine, which is to have the KV blocks of the prompt; answered by `Pushed`
+            as well.
+        fresh: compute the prompt anew, and give up what the prefix cache has of it.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival: float
+    tokenized: float
+    priority: int = 0
+    cache_salt: str | None = None
+    tenant: str = ""
+    weight: float = 1.0
+    prediction_token_ids: list[int] = []
+    output_token_ids: list[int] = []
+    push_to: PushTo | None = None
+    fresh: bool = False
+
+
+class End(msgspec.Struct, tag=True, frozen=True):
+    """End a request: at a stop string, or because nobody reads it any more.
+
+    Unknown ones are passed over.
+    """
+
+    request_id: str
+    reason: FinishReason
+
+
+class LookAt(msgspec.Struct, tag=True, frozen=True):
+    """Explain a request; answered by `Seen` with the same number.
+
+    Attributes:
+        timeline, counts: of a finished request; None for one that the engine has.
+    """
+
+    number: int
+    request_id: str
+    timeline: RequestTimeline | None = None
+    counts: RequestCounts | None = None
+
+
+class Embed(msgspec.Struct, tag=True, frozen=True):
+    """Turn a text into a vector; answered by `Embedded` or `Refused` with the same number."""
+
+    number: int
+    token_ids: list[int]
+
+
+class WatchBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Tell which blocks can be found now, and from now on what changes; asked again, the whole is told again."""
+
+
+class HandOver(msgspec.Struct, tag=True, frozen=True):
+    """Send what the prefix cache holds to another engine; answered by `Pushed` of the request ""."""
+
+    to: PushTo
+
+
+class ReadAtMost(msgspec.Struct, tag=True, frozen=True):
+    """From the next step on, read so many tokens of prompts in a step at most; None: as many as its configuration says.
+
+    A request that arrives during a step waits for that step to end.
+    """
+
+    num_tokens: int | None
+
+
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    """Answered by `Pong` with the same time, at once, whatever the engine computes."""
+
+    sent: float
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """End the loop after the step it is in."""
+
+
+# From the engine.
+class Loading(msgspec.Struct, tag=True, frozen=True):
+    """How far loading has come; `total` is 0 where nothing can be counted."""
+
+    stage: str
+    done: int = 0
+    total: int = 0
+
+
+class RankFacts(msgspec.Struct, frozen=True):
+    """One of the processes that compute a model together.
+
+    Attributes:
+        threads: that compute.
+        nodes: the NUMA nodes it is bound to; none where there is no choice.
+        weight_bytes, kv_bytes: its share of the tensors, as they are stored, and of the KV cache.
+    """
+
+    threads: int | None
+    nodes: list[int]
+    weight_bytes: int
+    kv_bytes: int
+
+
+class EngineFacts(msgspec.Struct, tag=True, frozen=True):
+    """The engine is loaded and takes requests; what it is.
+
+    Attributes:
+        config: as resolved.
+        shape: of a model that generates.
+        ceilings: what this machine was measured to do, if it was.
+        warm_up_tokens: of the prompt that the engine computed alone before it was ready; 0 if there
+            was none.
+        ttft, tpot: measured with that prompt, seconds.
+        embedding_size: of the vectors of a model that embeds; 0 for one that generates.
+        pace: the gap that running streams keep, and its cost; None where the engine was not warmed
+            up.
+        prices: of the cost model.
+        model: fingerprint of the model's files.
+        kv_addresses: where other engines can send KV blocks (`PushTo`), the nearest first.
+        kv_fingerprint: names what decides the bits of a KV block; blocks of another one are of no
+            use here.
+        role: what a worker was started for; "" where its server decides.
+        pid: of a worker's process, on its machine.
+        ranks: of an engine that is several processes (`--tensor-parallel-size`).
+    """
+
+    config: EngineConfig
+    shape: ModelShape | None
+    ceilings: Ceilings | None
+    warm_up_tokens: int
+    ttft: float | None
+    tpot: float | None
+    embedding_size: int = 0
+    pace: Pace | None = None
+    prices: tuple[float, ...] = ()
+    model: str = ""
+    kv_fingerprint: str = ""
+    kv_addresses: list[str] = []
+    role: Literal["", "both", "prefill", "decode"] = ""
+    pid: int | None = None
+    ranks: list[RankFacts] = []
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """A request (by id), a question (by number) or the model (None) was refused: the error's class and two lines."""
+
+    about: str | int | None
+    kind: str
+    cause: str
+    fix: str
+
+    def error(self) -> TwinphaseError:
+        kind = getattr(errors, self.kind, TwinphaseError)
+        error: TwinphaseError = kind(self.cause, self.fix)
+        return error
+
+
+class Accepted(msgspec.Struct, tag=True, frozen=True):
+    """The request is queued."""
+
+    request_id: str
+
+
+class Leaving(msgspec.Struct, tag=True, frozen=True):
+    """The engine is to end: it should get nothing new, and `Stop` when it has finished what it has."""
+
+
+class Seen(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `LookAt`; None for a request that the engine does not know."""
+
+    number: int
+    timeline: RequestTimeline | None
+    explanation: Explanation | None
+
+
+class BlocksChanged(msgspec.Struct, tag=True, frozen=True):
+    """Which blocks the prefix cache holds more, and no longer; sent after `WatchBlocks` only.
+
+    Attributes:
+        number: of this event, one more than the last one's, or one was lost; with `whole`, the next
+            event's.
+        stored, evicted: chain hashes; none is in both.
+        whole: `stored` are all blocks that can be found, whatever was told before.
+    """
+
+    number: int
+    stored: list[bytes]
+    evicted: list[bytes] = []
+    whole: bool = False
+
+
+class Pong(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `Ping`; `clock` is the engine's own, seconds."""
+
+    sent: float
+    clock: float
+
+
+class Pushed(msgspec.Struct, tag=True, frozen=True):
+    """A request with `Add.push_to` has finished, and its blocks are where they should be, or no more will come.
+
+    Attributes:
+        num_blocks: full blocks of the prompt; `num_stored` of them the other worker has.
+        num_early: were there before the request had finished, so that their way cost no time.
+        num_bytes: sent.
+        seconds: from the request's end to the last answer.
+        problem: why the others are not there, if it is known.
+    """
+
+    request_id: str
+    num_blocks: int
+    num_stored: int
+    num_early: int
+    num_bytes: int
+    seconds: float
+    problem: str = ""
+
+
+class Embedded(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `Embed`: float32, little endian."""
+
+    number: int
+    vector: bytes
+
+
+class Finished(msgspec.Struct, array_like=True, frozen=True):
+    """The engine has let go of a request; `prices` are the cost model's of that moment."""
+
+    reason: FinishReason
+    counts: RequestCounts
+    timeline: RequestTimeline
+    prices: tuple[float, ...] = ()
+
+
+class News(msgspec.Struct, array_like=True, frozen=True):
+    """What a step brought to one request.
+
+    Attributes:
+        num_prefilled: prompt tokens in the KV cache, cached ones included.
+        num_cached: those the prefix cache held.
+        prompt_logprobs: of consecutive prompt tokens from an index on, where they are asked for.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prefilled: int
+    num_cached: int
+    logprobs: list[TokenLogprobs] = []
+    finished: Finished | None = None
+    prompt_logprobs: tuple[int, list[TokenLogprobs]] | None = None
+
+
+class StepStats(msgspec.Struct, array_like=True, frozen=True):
+    """One step and how the engine stands after it.
+
+    Attributes:
+        start, end, executed: seconds, the last one in the executor.
+        prefill_seconds, decode_seconds: the step, divided by the cost model.
+        kv_cache_usage: fraction of the KV cache's blocks that requests hold.
+        prefix_queries, prefix_hits: prompt tokens looked up since the engine started, and found.
+        num_preemptions: since the engine started.
+        work: predicted seconds of the step by tenant.
+        num_drafts: requests of the step that had guesses at their next tokens; `num_draft_tokens`
+            were computed.
+        accepted: how many of these requests had a right guess at each position.
+        num_draft_failures: times that a source of guesses failed since the engine started.
+        blocks_received: KV blocks that other engines sent since the engine started, by what became
+            of them.
+        rank_wait: seconds of it that the first of several ranks waited for others.
+    """
+
+    start: float
+    end: float
+    prefill_seconds: float
+    decode_seconds: float
+    executed: float
+    prefill_tokens: int
+    decode_tokens: int
+    prefill_flops: int
+    decode_flops: int
+    prefill_bytes: int
+    decode_bytes: int
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    prefix_queries: int
+    prefix_hits: int
+    num_preemptions: int
+    work: dict[str, float] = {}
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted: list[int] = []
+    num_draft_failures: int = 0
+    blocks_received: dict[str, int] = {}
+    rank_wait: float = 0.0
+
+
+class StepNews(msgspec.Struct, tag=True, frozen=True):
+    """What a step brought; without `stats`, what an end between two steps brought."""
+
+    news: list[News]
+    stats: StepStats | None = None
+
+
+ToEngine = Load | Add | Embed | End | HandOver | LookAt | Ping | ReadAtMost | Stop | WatchBlocks
+FromEngine = (
+    Loading
+    | EngineFacts
+    | Refused
+    | Accepted
+    | Embedded
+    | Seen
+    | StepNews
+    | Pong
+    | BlocksChanged
+    | Pushed
+    | Leaving
+)

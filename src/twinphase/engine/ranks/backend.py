@@ -1,0 +1,174 @@
+"""Tensor parallelism: a model computed by several processes, of which rank 0 is the engine's own.
+
+Every rank has a share of each layer and the KV cache of its heads; to an engine they are one
+backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinphase.backends.base import Backend, Drawn, Draws, Forward, KVCacheSpec, StepInputs
+from twinphase.backends.kv_frames import pack_frames, unpack_frames
+from twinphase.blueprint import Blueprint
+from twinphase.config import EngineConfig
+from twinphase.engine.ranks.messages import Read, Step, Write
+from twinphase.engine.ranks.ranks import Ranks
+from twinphase.models.decoder import Decoder
+from twinphase.models.loader import load_model
+from twinphase.models.share import kv_heads_of, share_of
+from twinphase.numa import bound_to
+from twinphase.weights.checkpoint import Checkpoint
+
+
+def load_on_ranks(
+    checkpoint: Checkpoint,
+    blueprint: Blueprint,
+    config: EngineConfig,
+    backend: Backend,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Decoder, Backend]:
+    """As `load_model`, on as many ranks as the resolved `config` says: rank 0's model, and what stands for all ranks.
+
+    Raises:
+        TwinphaseError: as `load_model`, on any rank.
+    """
+    count = config.tensor_parallel_size
+    if count == 1:
+        return load_model(checkpoint, backend, config.max_model_len, progress, blueprint), backend
+    mine, share = share_of(checkpoint, blueprint, 0, count)
+    ranks = Ranks(checkpoint, blueprint, config)
+    backend.group = ranks.group
+    try:
+        with bound_to(ranks.cores):
+            model = load_model(mine, backend, config.max_model_len, progress, share)
+    except BaseException:
+        ranks.close()
+        raise
+    everyone: Any = _RankedBackend(backend, ranks, model)
+    return model, everyone
+
+
+class _RankedBackend:
+    """Stands for all ranks where an engine expects one backend; whatever is not here is rank 0's."""
+
+    def __init__(self, local: Backend, ranks: Ranks, model: Decoder) -> None:
+        self._local = local
+        self._ranks = ranks
+        self._model = model
+        self.rank_wait = 0.0  # seconds that rank 0 waited for others in the last step
+        whole = model.blueprint.whole
+        count = ranks.group.ranks
+        self._heads = [kv_heads_of(whole, rank, count) for rank in range(count)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._local, name)
+
+    def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
+        """Rank 0's; the others have theirs when they are ready."""
+        try:
+            with bound_to(self._ranks.cores):
+                self._local.allocate_kv_cache(spec)
+        except BaseException:
+            self._ranks.close()
+            raise
+        self._ranks.wait_until_ready()
+
+    def kv_bytes_per_token(self, dtype: str | None = None) -> int:
+        """Of all KV heads."""
+        mine = self._heads[0]
+        return self._local.kv_bytes_per_token(dtype) * mine.total // mine.size
+
+    def _run(
+        self, compute: Callable[[Forward, StepInputs], Any], forward: Forward, inputs: StepInputs
+    ) -> Any:
+        """A step on all ranks.
+
+        Raises:
+            EngineDeadError: a rank is missing, or this one failed; nothing can be computed any
+                more.
+        """
+        self._ranks.tell(Step.of(inputs, self._model.kept))
+        waited = self._ranks.group.waits()[0]
+        self._ranks.step_begins()
+        try:
+            with bound_to(self._ranks.cores):  # the threads of the first step stay there
+                result = compute(forward, inputs)
+        except Exception as error:
+            self._ranks.check()  # which rank is missing says more than what came of it here
+            raise self._ranks.given_up(error) from error
+        except BaseException:
+            self._ranks.close()
+            raise
+        finally:
+            self._ranks.step_ends()
+        self._ranks.check()
+        self.rank_wait = self._ranks.group.waits()[0] - waited
+        return result
+
+    def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:
+        """See `Backend`."""
+        logits: NDArray[np.float32] = self._run(self._local.execute, forward, inputs)
+        return logits
+
+    @property
+    def drawer(self) -> Any:
+        return None if self._local.drawer is None else self
+
+    def launch(self, forward: Forward, inputs: StepInputs) -> None:
+        """See `Drawer`."""
+        assert self._local.drawer is not None
+        self._run(self._local.drawer.launch, forward, inputs)
+
+    def draw(self, draws: Draws) -> Drawn:
+        """See `Drawer`."""
+        assert self._local.drawer is not None
+        return self._local.drawer.draw(draws)
+
+    def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
+        """The frames that one rank alone would give."""
+        self._ranks.tell(Read(list(block_ids)))
+        frames = [self._local.read_blocks(block_ids), *self._ranks.blocks()]
+        fingerprint = self._local.kv_fingerprint
+        whole = np.empty((len(block_ids), self._nbytes(self._heads[0].total)), np.uint8)
+        for heads, theirs in zip(self._heads, frames, strict=True):
+            found = unpack_frames(fingerprint, theirs, self._nbytes(heads.size))
+            for to, part in zip(
+                self._parts(whole, heads.total), self._parts(found, heads.size), strict=True
+            ):
+                to[:, :, heads.first : heads.first + heads.size] = part
+        return pack_frames(fingerprint, whole)
+
+    def write_blocks(self, block_ids: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
+        """See `Backend`: every rank gets its heads."""
+        fingerprint = self._local.kv_fingerprint
+        whole = unpack_frames(fingerprint, frames, self._nbytes(self._heads[0].total))
+        self._ranks.check()
+        for rank, heads in enumerate(self._heads):
+            mine = np.empty((len(whole), self._nbytes(heads.size)), np.uint8)
+            for to, part in zip(
+                self._parts(mine, heads.size), self._parts(whole, heads.total), strict=True
+            ):
+                to[:] = part[:, :, heads.first : heads.first + heads.size]
+            packed = pack_frames(fingerprint, mine)
+            if rank == 0:
+                self._local.write_blocks(block_ids, packed)
+            else:
+                self._ranks.tell_one(rank, Write(list(block_ids), packed))
+
+    def _nbytes(self, heads: int) -> int:
+        return sum(rows * heads * size for rows, size in self._local.frame_parts())
+
+    def _parts(self, blocks: NDArray[np.uint8], heads: int) -> list[NDArray[np.uint8]]:
+        """Views [blocks, rows, heads, bytes] of blocks with so many heads."""
+        views = []
+        start = 0
+        for rows, size in self._local.frame_parts():
+            end = start + rows * heads * size
+            views.append(blocks[:, start:end].reshape(len(blocks), rows, heads, size))
+            start = end
+        return views

@@ -1,0 +1,120 @@
+"""Whether a load's client kept up.
+
+When it did not, the run is void: its figures say how slow the client is.
+
+- *Send lag*, sent - intended, is part of every latency. A request is late above a tenth of the
+  median TTFT (1 ms if that is less); void if more than one request and more than 5 % of them are
+  late. A request that waited for a connection which it had asked for in time is counted apart: that
+  is the server's lateness (or the network's).
+- *Loop lag*, how late a heartbeat of 10 ms comes, is how late a token may have been stamped. A
+  stamp counts with the lag of the heartbeat in whose interval it was taken, so that a lag while
+  nothing arrives does not matter. A stamp is late above half the median gap between tokens (2 ms if
+  that is less); void if more than 5 % of the stamps are late.
+- *CPU* of the client's thread: void above 0.9 of a core, where requests queue inside the client.
+- Requests that were not sent, or got no connection because this machine allows no more: void if
+there is one.
+
+Shares of late requests, not a 99th percentile, which of fewer than 100 is the highest: one hiccup
+voids nothing.
+
+Not for what a load is (`load/run.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+HEARTBEAT_SECONDS = 0.01
+SEND_FLOOR = 0.001  # seconds
+LOOP_FLOOR = 0.002  # of which 1 ms is the loop's own timer
+LAG_OF_TTFT = 0.1
+LAG_OF_GAP = 0.5
+LATE_SHARE = 0.05
+CPU_OF_CORE = 0.9
+Beat = tuple[float, float]  # when it was due, and when it came
+
+
+@dataclass
+class ClientHealth:
+    """How well the client kept up."""
+
+    send_lags: list[float] = field(
+        default_factory=list
+    )  # seconds, of requests whose connection was there in time
+    loop_lags: list[float] = field(
+        default_factory=list
+    )  # how late each token may have been stamped, seconds
+    cpu: float = 0.0  # cores that the client's thread used
+    not_sent: int = 0  # requests that were due when too many were in flight
+    connected_late: int = (
+        0  # requests whose connection was there too late though it was asked for in time
+    )
+    refused: dict[str, int] = field(
+        default_factory=dict
+    )  # requests that this machine gave no connection, by reason
+
+    def faults(self, median_ttft: float, median_gap: float) -> tuple[str, ...]:
+        """Why the run is void; empty if it is not.
+
+        Medians are in seconds, NaN where there are none.
+        """
+        found = []
+        bound = max(SEND_FLOOR, LAG_OF_TTFT * median_ttft)  # the floor where the median is NaN
+        if late := _too_many(self.send_lags, bound):
+            found.append(
+                f"requests were sent late: {late} by more than {1e3 * bound:.1f} ms after their "
+                "moment"
+            )
+        bound = max(LOOP_FLOOR, LAG_OF_GAP * median_gap)
+        if late := _too_many(self.loop_lags, bound):
+            found.append(
+                f"tokens were stamped late: {late} when the loop's lag was more than "
+                f"{1e3 * bound:.1f} ms"
+            )
+        if self.cpu > CPU_OF_CORE:
+            found.append(f"the client used {self.cpu:.2f} of a core, above {CPU_OF_CORE}")
+        if self.not_sent:
+            found.append(f"{self.not_sent} requests were not sent: too many were in flight")
+        for reason, number in self.refused.items():
+            found.append(f"{number} requests got no connection from this machine: {reason}")
+        return tuple(found)
+
+
+def _too_many(lags: Sequence[float], bound: float) -> str:
+    """How many lags are above the bound, if those are too many; empty otherwise."""
+    late = sum(lag > bound for lag in lags)
+    if not late or (late < len(lags) and late <= max(1.0, LATE_SHARE * len(lags))):
+        return ""
+    return f"{late} of {len(lags)} (the latest {1e3 * max(lags):.1f} ms)"
+
+
+async def watch_loop(beats: list[Beat]) -> None:
+    """Note when each heartbeat was due and when it came, until cancelled."""
+    while True:
+        due = time.perf_counter() + HEARTBEAT_SECONDS
+        await asyncio.sleep(HEARTBEAT_SECONDS)
+        beats.append((due, time.perf_counter()))
+
+
+def lags_of_stamps(beats: Sequence[Beat], stamps: Sequence[float]) -> list[float]:
+    """How late each stamp may be, seconds.
+
+    A blocked loop swallows heartbeats, and what arrived meanwhile waited for a part of the time
+    only: the stamps in a heartbeat's interval get its lag, that less one heartbeat, and so on.
+    Stamps before the first heartbeat count with the first, those after the last with the last.
+    """
+    found: list[float] = []
+    dues = [due for due, _ in beats]
+    taken = [0] * len(beats)
+    for stamp in sorted(stamps) if beats else ():
+        at = max(0, bisect_right(dues, stamp) - 1)
+        due, came = beats[at]
+        lag = max(0.0, came - due)
+        swallowed = 1 + int(lag / HEARTBEAT_SECONDS)
+        found.append(lag - (taken[at] % swallowed) * HEARTBEAT_SECONDS)
+        taken[at] += 1
+    return found

@@ -1,0 +1,240 @@
+"""What a stream of server-sent events said, read from the stamped pieces of a reply.
+
+The format:
+https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation. Not for
+receiving (`client.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from twinphase_bench.client.client import Reply
+from twinphase_bench.client.observation import Observation
+
+SHOWN = 200  # characters of a server's message
+# Thinking, tool calls and refusals are output too; servers name them differently.
+REASONING = ("reasoning_content", "reasoning")
+OTHER_OUTPUT = ("tool_calls", "refusal")
+
+
+class EventReader:
+    """Takes bytes cut anywhere, and gives the data of each event that they complete."""
+
+    def __init__(self) -> None:
+        self._rest = b""  # of an unfinished line
+        self._lines: list[bytes] = []  # data of the unfinished event
+        self._after_cr = False  # the last line ended with CR: a LF that follows belongs to it
+        self._begun = False
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        if self._after_cr and data:
+            self._after_cr = False
+            data = data.removeprefix(b"\n")
+        data = self._rest + data
+        if b"\r" in data:
+            self._after_cr = data.endswith(b"\r")
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, self._rest = data.split(b"\n")
+        for line in lines:
+            if not self._begun:
+                self._begun = True
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line:
+                name, _, value = line.partition(b":")  # a comment has no name
+                if name == b"data":
+                    self._lines.append(value.removeprefix(b" "))
+            elif self._lines:
+                event = b"\n".join(self._lines)
+                self._lines = []
+                yield event
+
+
+def read_events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+    """Each event's data, with the moment of the bytes that completed it: an event ends with a blank line."""
+    reader = EventReader()
+    for moment, data in pieces:
+        for event in reader.feed(data):
+            yield moment, event
+
+
+def failure_kind(error: str) -> str:
+    """The kind by which failures are counted: "http 429", "truncated", "error in stream", "timeout", ..."""
+    return error.partition(":")[0]
+
+
+def broken_off(finish_reason: str) -> str:
+    """The error of an output that ended with this finish_reason; "" if it is complete."""
+    if finish_reason in ("abort", "error"):
+        return f"broken off: finish_reason is {finish_reason!r}"
+    if not finish_reason:
+        # llama-cpp-python does so when another request comes, unless started with
+        # --interrupt_requests False.
+        return "broken off: the stream ended well, but no finish_reason came"
+    return ""
+
+
+def observe(reply: Reply) -> Observation:
+    """The request as its client saw it."""
+    seen = Observation(
+        "", reply.intended, reply.sent, ended=reply.ended, status=reply.status, error=reply.error
+    )
+    if not math.isnan(reply.connect_seconds):
+        seen.claims["client_connect_seconds"] = reply.connect_seconds
+    seen.connected_late = reply.connected_late
+    content_type = reply.headers.get("content-type", "event-stream")
+    if reply.status and reply.status != 200:
+        seen.error = f"http {reply.status}: {_message(reply.json()) or _shown(reply.body)}"
+    elif "event-stream" not in content_type:
+        if not seen.error:
+            found = _message(reply.json())
+            seen.error = (
+                f"http 200 with an error: {found}"
+                if found
+                else f"not a stream: content-type {content_type}"
+            )
+    else:
+        _Stream(seen).read(reply.pieces)
+    return seen
+
+
+class _Stream:
+    """Reads a stream into an observation; without an error where the stream was sound."""
+
+    def __init__(self, seen: Observation) -> None:
+        self._seen = seen
+        self._text: list[str] = []
+        self._pieces: list[
+            tuple[float, bool]
+        ] = []  # moment, and whether there was any output in it
+        self._reasoned = False
+        self._first_content: float | None = None
+
+    def read(self, pieces: Sequence[tuple[float, bytes]]) -> None:
+        seen = self._seen
+        done = False
+        problem = ""
+        for moment, data in read_events(pieces):
+            done = data.strip() == b"[DONE]"
+            problem = "" if done else self._event(moment, data)
+            if done or problem:
+                break
+        seen.text = "".join(self._text)
+        self._settle_token_times()
+        seen.error = problem or seen.error
+        if not seen.error and not done:
+            seen.error = "truncated: the stream ended without [DONE]"
+        if not seen.error:
+            seen.error = broken_off(seen.finish_reason)
+        if not seen.error and not seen.token_times:
+            seen.error = "no output: the stream ended well and brought no token"
+
+    def _settle_token_times(self) -> None:
+        """Decide which pieces were tokens, now that their number is known.
+
+        A piece without text is a token without text (an ignored end of text, a part of a
+        character). But some servers begin with a piece that is no token: then there are more pieces
+        than tokens, and the first empty ones go.
+        """
+        seen = self._seen
+        number = self._seen.num_output_tokens
+        surplus = 0 if number is None else len(self._pieces) - number
+        for moment, has_output in self._pieces:
+            if surplus > 0 and not has_output:
+                surplus -= 1
+            else:
+                seen.token_times.append(moment)
+        if not seen.token_times and number == 1 and seen.finished is not None:
+            seen.token_times.append(
+                seen.finished
+            )  # the only token had no text, and came with the end
+        if self._reasoned:
+            seen.first_answer = self._first_content
+
+    def _event(self, moment: float, data: bytes) -> str:
+        """Take one event; returns what is wrong with it."""
+        seen = self._seen
+        try:
+            event = msgspec.json.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            event = None
+        if not isinstance(event, dict):
+            return f"bad event: {data[:SHOWN].decode(errors='replace')}"
+        if event.get("error") is not None:
+            return f"error in stream: {_message(event)}"
+        seen.request_id = seen.request_id or str(event.get("id") or "")
+        choices = event.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            if isinstance(choice, dict):
+                self._choice(moment, choice)
+        if isinstance(event.get("usage"), dict):
+            self._usage(event["usage"])
+        for name in (
+            "timings",
+            "metrics",
+        ):  # llama.cpp and ourselves; vLLM with --enable-per-request-metrics
+            if isinstance(event.get(name), dict):
+                seen.claims[name] = event[name]
+        return ""
+
+    def _choice(self, moment: float, choice: dict[str, Any]) -> None:
+        seen = self._seen
+        found = choice.get("text")
+        delta = choice.get("delta")
+        has_output = has_role = False
+        if isinstance(delta, dict):
+            found = delta.get("content")
+            has_role = "role" in delta
+            reasons = any(delta.get(name) for name in REASONING)
+            self._reasoned |= reasons
+            has_output = reasons or any(delta.get(name) for name in OTHER_OUTPUT)
+        if isinstance(found, str) and found:
+            self._text.append(found)
+            has_output = True
+            if self._first_content is None:
+                self._first_content = moment
+        token_ids = choice.get("token_ids")
+        if isinstance(token_ids, list) and token_ids:
+            seen.token_ids += token_ids
+            has_output = True
+        ends = bool(choice.get("finish_reason"))
+        if ends:
+            seen.finish_reason = str(choice["finish_reason"])
+            seen.finished = moment
+        # The chunk that names the role has no token, nor need the one that ends it: see
+        # `Observation.last_token`.
+        if has_output or (found == "" and not has_role and not ends):
+            self._pieces.append((moment, has_output))
+
+    def _usage(self, usage: dict[str, Any]) -> None:
+        def count(within: Any, name: str) -> int | None:
+            found = within.get(name) if isinstance(within, dict) else None
+            return found if isinstance(found, int) and found >= 0 else None
+
+        seen = self._seen
+        seen.num_prompt_tokens = count(usage, "prompt_tokens")
+        seen.num_output_tokens = count(usage, "completion_tokens")
+        seen.num_cached_tokens = count(usage.get("prompt_tokens_details"), "cached_tokens")
+        seen.num_reasoning_tokens = count(
+            usage.get("completion_tokens_details"), "reasoning_tokens"
+        )
+
+
+def _shown(body: bytes) -> str:
+    """The beginning of an answer that is not JSON; the markup of a page would say nothing in one line."""
+    text = body[:SHOWN].decode(errors="replace").strip()
+    return "(a page of HTML)" if text.startswith("<") else text
+
+
+def _message(found: Any) -> str:
+    """A server's error message: in OpenAI's shape, in FastAPI's, or as plain text."""
+    if isinstance(found, dict):
+        error = found.get("error", found.get("detail", found.get("message", "")))
+        if isinstance(error, dict):
+            error = error.get("message") or error
+        return str(error)[:SHOWN] if error else ""
+    return ""

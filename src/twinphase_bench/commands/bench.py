@@ -1,0 +1,329 @@
+"""`twinphase bench`: both phases of a target measured apart, a load, and the comparison of two results."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from twinphase.arguments import Options, is_model_name, with_options
+from twinphase.config import EngineConfig
+from twinphase.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from twinphase_bench.report.report import Report
+    from twinphase_bench.run import Parts
+    from twinphase_bench.sweep.plan import SweepOptions
+
+SWEEP = "Phase sweep"
+LOAD = "Load (vLLM bench's names)"
+SERVER = "A server at a URL"
+SWEEP_SEED = 1 << 32  # added for a sweep's prompts
+LEVEL = re.compile(r"(ttft|tpot|e2el):")  # of --goodput
+BATCHES = "1,2,4,8"
+ENGINE_OPTIONS = Options(
+    EngineConfig,
+    without={"block_size", "scheduling_policy", "itl_slo_ms", "trace_file", "backend", "seed"},
+    defaults={"enable_prefix_caching": "on for a load, off for a sweep"},
+)
+VOID_EXIT_CODE = (
+    10  # the figures are not to be used: the client was the limit, in all of them or in some
+)
+
+
+@with_options(engine=ENGINE_OPTIONS)
+def bench(
+    target: str = typer.Argument(
+        ...,
+        help="A model (GGUF file, smollm2, pypi:NAME, hf:ORG/REPO[:FILE]), the URL of an "
+        "OpenAI-compatible server, "
+        "transformers:FOLDER, llama-cpp:FILE.gguf; or `compare` and two results.",
+    ),
+    more: list[str] = typer.Argument(
+        None, help="For `compare`: two result.json files, or their folders.", metavar="[A B]"
+    ),
+    out: Path = typer.Option(
+        None, help="Folder for the report. [default: twinphase-bench-DATE-TIME]"
+    ),
+    json: bool = typer.Option(
+        False, "--json", help="Print the report as JSON; write files only with --out."
+    ),
+    quick: bool = typer.Option(
+        False, "--quick", help="Take a look in about a minute: fewer points, fewer repetitions."
+    ),
+    seed: int = typer.Option(
+        None,
+        min=0,
+        help="Seed of prompts, order and gaps. [default: random, as servers may have cached old "
+        "prompts]",
+    ),
+    repetitions: int = typer.Option(
+        None,
+        min=1,
+        help="Repetitions of every point of the sweep [default: 5; 3 with --quick], or of the "
+        "load with fresh prompts "
+        "[default: 1].",
+    ),
+    max_seconds: float = typer.Option(
+        None,
+        min=1,
+        help="Time limit of the sweep, which shortens prompts to fit [default: 300; 90 with "
+        "--quick], or of sending a "
+        "load [default: none].",
+    ),
+    max_length: int = typer.Option(
+        None,
+        min=16,
+        help="Longest prompt plus output, in tokens. [default: the context]",
+        rich_help_panel=SWEEP,
+    ),
+    batches: str = typer.Option(
+        None, help="Batch sizes of decode. [default: 1,2,4,8]", rich_help_panel=SWEEP
+    ),
+    all_: bool = typer.Option(
+        False, "--all", help="Run the sweep as well as the load.", rich_help_panel=SWEEP
+    ),
+    request_rate: float = typer.Option(
+        None,
+        help="Requests per second, sent whether or not earlier ones have ended (open loop).",
+        rich_help_panel=LOAD,
+    ),
+    constant: bool = typer.Option(
+        False,
+        "--constant",
+        help="Send at even gaps instead of a Poisson process.",
+        rich_help_panel=LOAD,
+    ),
+    max_concurrency: int = typer.Option(
+        None,
+        min=1,
+        help="Number of requests to keep in flight (closed loop).",
+        rich_help_panel=LOAD,
+    ),
+    trace: Path = typer.Option(
+        None,
+        "--trace",
+        "--dataset-path",
+        help="Trace to replay: a Mooncake, Azure or ShareGPT file.",
+        rich_help_panel=LOAD,
+    ),
+    scale_lengths: float = typer.Option(
+        None, help="Factor for the lengths of a trace's prompts and outputs.", rich_help_panel=LOAD
+    ),
+    time_scale: float = typer.Option(
+        None,
+        help="Factor for the gaps of a trace; 2 replays it half as fast.",
+        rich_help_panel=LOAD,
+    ),
+    num_prompts: int = typer.Option(
+        None, help="Number of requests. [default: 100, or the whole trace]", rich_help_panel=LOAD
+    ),
+    random_input_len: int = typer.Option(
+        None, help="Tokens per prompt. [default: 256]", rich_help_panel=LOAD
+    ),
+    random_output_len: int = typer.Option(
+        None, help="Tokens per output. [default: 64]", rich_help_panel=LOAD
+    ),
+    goodput: list[str] = typer.Option(
+        [],
+        help="Service levels in milliseconds, such as --goodput ttft:500 tpot:50 e2el:5000.",
+        rich_help_panel=LOAD,
+    ),
+    api_key: str = typer.Option(
+        None, help="API key. [default: $OPENAI_API_KEY]", rich_help_panel=SERVER
+    ),
+    model: str = typer.Option(
+        None,
+        help="The model's name at the server. [default: the first listed]",
+        rich_help_panel=SERVER,
+    ),
+    endpoint: str = typer.Option(
+        None,
+        help="Route to ask: auto, completions (/v1/completions) or chat (/v1/chat/completions).",
+        rich_help_panel=SERVER,
+    ),
+    timeout: float = typer.Option(
+        None, help="Maximum seconds per reply. [default: 600]", rich_help_panel=SERVER
+    ),
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """Measure a target's two phases apart, or compare two results.
+
+    Any of --request-rate, --max-concurrency and --trace runs a load instead; --all runs both. Exit
+    code 10 means that figures are void because the client was the limit.
+    """
+    given = locals()
+    target, words, levels = _apart(target, list(more or []), goodput)
+    if target == "compare":
+        report = _compared(words)
+    else:
+        if words:
+            raise InvalidRequestError(
+                f"bench takes one target; {words[0]!r} is a second one.", "Leave it out."
+            )
+        drawn = secrets.randbelow(1 << 31) if seed is None else seed
+        report = _measured(
+            given | {"target": target, "goodput": tuple(goodput + levels), "seed": drawn}
+        )
+    _publish(report, out, json)
+    if target != "compare" and _has_void(report):
+        raise typer.Exit(VOID_EXIT_CODE)
+
+
+def _apart(target: str, words: list[str], goodput: list[str]) -> tuple[str, list[str], list[str]]:
+    """Target, words behind it and service levels: vLLM's form has several behind one --goodput, wherever it stands."""
+    if not goodput:
+        return target, words, []
+    rest = [word for word in (target, *words) if not LEVEL.match(word)]
+    if not rest:
+        raise InvalidRequestError(
+            "No target is given, only service levels.", "Give a model or a URL."
+        )
+    levels = [word for word in (target, *words) if LEVEL.match(word)]
+    # A level that is misspelt is refused as one; a URL or a model is never the second word.
+    unknown = [
+        word
+        for word in rest[1:]
+        if re.fullmatch(r"\w+:[^/]*", word) and not word.startswith(("pypi:", "hf:"))
+    ]
+    return rest[0], [word for word in rest[1:] if word not in unknown], levels + unknown
+
+
+def _has_void(report: Report) -> bool:
+    verdicts = [
+        *report.verdicts,
+        *(verdict for section in report.sections for verdict in section.verdicts),
+    ]
+    return any(verdict.status.value == "void" for verdict in verdicts)
+
+
+def _compared(words: list[str]) -> Report:
+    if len(words) != 2:
+        raise InvalidRequestError(
+            "`bench compare` needs two results.", "Give two result.json, or their folders."
+        )
+    from twinphase_bench.report.compare import compare
+
+    return compare(Path(words[0]), Path(words[1]))
+
+
+def _measured(given: dict[str, Any]) -> Report:
+    """Check everything, then load and measure."""
+    from twinphase_bench.extras import require
+    from twinphase_bench.load.plan import LoadOptions
+    from twinphase_bench.sweep.plan import SweepOptions
+    from twinphase_bench.targets.kinds import TargetOptions, kind_of
+
+    kind = kind_of(given["target"], is_model_name)
+    load = LoadOptions(
+        input_len=given["random_input_len"],
+        output_len=given["random_output_len"],
+        beside_sweep=given["all_"],
+        **{name: given[name] for name in LoadOptions.__dataclass_fields__ if name in given},
+    )
+    load.check()
+    if load.wanted and kind not in ("model", "url"):
+        raise InvalidRequestError(
+            f"{given['target']} takes one batch at a time, no load.",
+            "Give a model or a URL, or leave the load out.",
+        )
+    if load.wanted and not given["all_"]:
+        for name in ("batches", "max_length"):
+            if given[name] is not None:
+                option = "--" + name.replace("_", "-")
+                raise InvalidRequestError(
+                    f"{option} belongs to the sweep, which a load replaces.", "Add --all for both."
+                )
+    sweep = SweepOptions(
+        batches=_sizes(given["batches"] or BATCHES),
+        quick=given["quick"],
+        repetitions=given["repetitions"],
+        max_seconds=given["max_seconds"] or (90.0 if given["quick"] else 300.0),
+        max_length=given["max_length"],
+        seed=given["seed"],
+    )
+    EngineConfig(**given["engine"])
+    # Prompts of a sweep and of a load are not to begin alike: the server may keep prefixes.
+    of_server = (given["api_key"], given["model"], given["endpoint"])
+    options = TargetOptions(
+        given["engine"], *of_server, given["seed"] + SWEEP_SEED, given["timeout"]
+    )
+    options.check(given["target"], kind)
+    if given["out"] is not None or not given["json"]:
+        require("vl_convert")  # before minutes are spent
+    return _run(
+        given["target"], kind, options, sweep if given["all_"] or not load.wanted else None, load
+    )
+
+
+def _run(text: str, kind: str, options: Any, sweep: SweepOptions | None, load: Any) -> Report:
+    from twinphase.progress import live
+    from twinphase.terminal import Bar
+    from twinphase_bench.conditions import public
+    from twinphase_bench.load.plan import load_parts
+    from twinphase_bench.run import bench_report, client_parts, run_sweep, sweep_parts
+    from twinphase_bench.targets.kinds import machine_facts, open_load_target, open_target
+
+    bar = Bar("Compiling kernels", "kernels")
+    parts: list[Parts] = []
+    target: Any = None
+    with live("twinphase bench") as progress:
+        progress(f"opening {public(text)}", 0, 0)
+        if sweep is not None:
+            target = open_target(
+                text, kind, options, lambda done, total, kernel: bar.update(done, total)
+            )
+            bar.clear()
+            parts.append(sweep_parts(run_sweep(target, sweep, progress)))
+            parts += client_parts(target)
+        loaded = getattr(target, "loaded", None)
+        facts = getattr(target, "facts", None)
+        if load.wanted:
+            if loaded is not None:  # its weights and cache are not held twice
+                target.close()
+                target = loaded = None
+            server, loaded = open_load_target(text, kind, options, target)
+            facts = facts or server.facts
+            parts.append(load_parts(server, load, progress))
+    assert facts is not None
+    report = bench_report(facts, parts, **machine_facts(loaded))
+    if target is not None:
+        target.close()
+    return report
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(sorted({int(word) for word in text.split(",")}))
+    except ValueError:
+        sizes = ()
+    if not sizes or sizes[0] < 1:
+        raise InvalidRequestError(
+            f"--batches is {text!r}.", "Give numbers from 1 on, such as 1,2,4,8."
+        )
+    return tuple(sorted({1, *sizes}))
+
+
+def _publish(report: Report, out: Path | None, as_json: bool) -> None:
+    from twinphase.progress import live
+    from twinphase.terminal import note
+    from twinphase_bench.report.render import write_report
+    from twinphase_bench.report.result import result_json
+    from twinphase_bench.report.terminal import show
+
+    if as_json:
+        print(result_json(report))
+    else:
+        show(report)
+    if out is None and as_json:
+        return
+    import time
+
+    folder = out or Path(time.strftime(f"twinphase-{report.kind}-%Y%m%d-%H%M%S"))
+    with live("twinphase bench") as progress:
+        written = write_report(report, folder, progress)
+    note(f"Report: {written.html} (report.md: the same to be read here)")

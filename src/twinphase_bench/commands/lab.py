@@ -1,0 +1,89 @@
+"""`twinphase lab`: what people say of prefill and decode, tried on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from twinphase.arguments import DEFAULT_MODEL
+
+
+def lab(
+    model: str = typer.Argument(
+        DEFAULT_MODEL, help="GGUF file, pypi:NAME, hf:ORG/REPO[:FILE] or ollama:NAME."
+    ),
+    only: list[str] = typer.Option([], help="Try only this claim, by number or name; repeatable."),
+    list_: bool = typer.Option(
+        False, "--list", help="List the claims and their rules without measuring."
+    ),
+    quick: bool = typer.Option(
+        False, "--quick", help="Try only the claims that are decided in about a minute."
+    ),
+    seconds: float = typer.Option(
+        None, help="Seconds of measuring; sizes shrink to fit. [default: 151 for all claims]"
+    ),
+    threads: int = typer.Option(None, min=1, help="Compute threads. [default: all cores]"),
+    isa: str = typer.Option(None, help="Force an instruction-set path, e.g. avx2."),
+    out: Path = typer.Option(
+        None, help="Folder for the report. [default: twinphase-lab-DATE-TIME]"
+    ),
+    json: bool = typer.Option(
+        False, "--json", help="Print the report as JSON; write files only with --out."
+    ),
+) -> None:
+    """Try every claim about prefill and decode on this machine: verdicts with numbers and plots, in minutes."""
+    from twinphase_bench.extras import require
+    from twinphase_bench.lab.lab import EXPERIMENTS, choose, planned_seconds, run_lab
+    from twinphase_bench.lab.report import make_report
+
+    experiments = choose(only, quick)
+    if list_:
+        _list()
+        return
+    require("altair")  # before minutes are spent
+    from twinphase.progress import live
+    from twinphase.terminal import note
+    from twinphase_bench.report.render import write_report
+    from twinphase_bench.report.result import result_json
+    from twinphase_bench.report.terminal import show
+
+    if seconds is None and only and not quick:
+        # Alone, an experiment gets twice its time, for more repetitions.
+        seconds = min(planned_seconds(EXPERIMENTS), 2 * planned_seconds(experiments))
+    config = {
+        name: value for name, value in (("threads", threads), ("isa", isa)) if value is not None
+    }
+    with live("twinphase lab", percent=True) as progress:
+        setting, conclusions, bystanders = run_lab(
+            model, experiments=experiments, seconds=seconds, progress=progress, **config
+        )
+    report = make_report(setting, conclusions, bystanders)
+    if json:
+        print(result_json(report))
+    else:
+        show(report, tables="none")
+    if out is None and json:
+        return
+    import time
+
+    folder = out or Path(time.strftime("twinphase-lab-%Y%m%d-%H%M%S"))
+    note(f"Report: {write_report(report, folder).html}")
+
+
+def _list() -> None:
+    """Print claims and rules without measuring anything."""
+    from rich.markup import escape
+    from rich.padding import Padding
+
+    from twinphase.terminal import answers
+    from twinphase_bench.lab.lab import EXPERIMENTS
+
+    console = answers()
+    for number, experiment in enumerate(EXPERIMENTS, 1):
+        console.print(
+            f"[bold]{number:>2} {experiment.name}[/]  {escape(experiment.claim)}", soft_wrap=True
+        )
+        for rule in experiment.rules:
+            text = escape(f"{rule.name}: {experiment.limit(rule)}")
+            console.print(Padding(f"[dim]{text}", (0, 0, 0, 3), expand=False))

@@ -1,0 +1,87 @@
+"""`twinphase roofline`: its options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from twinphase.arguments import Options, with_options
+from twinphase.config import EngineConfig
+
+MEASURE = "Measuring"
+MODEL_OPTIONS = Options(
+    EngineConfig,
+    only={"threads", "tensor_parallel_size", "isa", "backend", "device", "dtype", "kv_cache_dtype"}
+    | {"max_num_batched_tokens"},
+)
+
+
+@with_options(engine=MODEL_OPTIONS)
+def roofline(
+    model: str = typer.Argument(
+        None,
+        help="GGUF file, pypi:NAME, hf:ORG/REPO[:FILE] or ollama:NAME. [default: the machine "
+        "alone]",
+    ),
+    prompt_lengths: str = typer.Option(
+        None,
+        help="Prompt lengths of the prefills, in tokens. [default: 16,64,256,512,...,4096]",
+        rich_help_panel=MEASURE,
+    ),
+    batches: str = typer.Option(
+        None, help="Batch sizes of the decodes. [default: 1,2,...,64]", rich_help_panel=MEASURE
+    ),
+    batch_context: int = typer.Option(
+        None,
+        help="Tokens of context of each batched sequence. [default: 256]",
+        rich_help_panel=MEASURE,
+    ),
+    contexts: str = typer.Option(
+        None,
+        help="Contexts of the decodes at batch 1, in tokens. [default: 64,256,1024,4096]",
+        rich_help_panel=MEASURE,
+    ),
+    repetitions: int = typer.Option(
+        None, help="Repetitions of every point. [default: 5]", rich_help_panel=MEASURE
+    ),
+    steps: int = typer.Option(
+        None, help="Decode steps per repetition. [default: 8]", rich_help_panel=MEASURE
+    ),
+    ceiling_repetitions: int = typer.Option(
+        3, min=1, help="Repetitions of the ceilings.", rich_help_panel=MEASURE
+    ),
+    out: Path = typer.Option(
+        None, help="Write the report (HTML, PNG, JSON, Markdown) to this folder."
+    ),
+    json: bool = typer.Option(False, "--json", help="Print the report as JSON instead of tables."),
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """Measure this machine's roofline, and place both phases of a model under it."""
+    given = {name: value for name, value in locals().items() if value is not None} | engine
+    if out is not None:
+        from twinphase_bench.extras import require
+
+        require("vl_convert")  # before minutes are spent
+    from twinphase.progress import live
+    from twinphase_bench.roofline.roofline import roofline as measure
+    from twinphase_bench.roofline.roofline import settings_of
+
+    settings = settings_of(given)
+    with live("twinphase roofline") as progress:
+        report = measure(model, settings, ceiling_repetitions, progress)
+    if json:
+        from twinphase_bench.report.result import result_json
+
+        print(result_json(report))
+    else:
+        from twinphase_bench.report.terminal import show
+
+        show(report, tables="all")
+    if out is not None:
+        from twinphase.terminal import note
+        from twinphase_bench.report.render import write_report
+
+        note(f"Report: {write_report(report, out).html}")

@@ -1,0 +1,246 @@
+"""What an experiment is: a claim as people say it, rules stated before anything is measured, and how it is tried.
+
+A rule names a quantity and its limit. `decide` compares the measured interval with it; nothing else
+makes a verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from twinphase_bench.lab.workbench import ROUNDS, Runs, Workbench
+from twinphase_bench.report.report import Status
+from twinphase_bench.statistics import median_interval
+
+CONFIDENCE = 0.9  # an interval with less decides nothing
+BUSY_CORES = 0.25  # used by other programs: from here on the machine was not quiet
+Measured = Sequence[float] | float | str
+"""Of a rule's quantity: the value of every repetition; or a count, which no noise can change; or why there is none."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A limit on one quantity: the claim holds if every one of its rules does.
+
+    Attributes:
+        name: of the quantity.
+        at_least, at_most: the whole confidence interval must keep these limits.
+        unit: behind the number: "x", "%" (the value is a fraction of 1) or "".
+        formula: of the quantity, where its name does not say it.
+        fails_from: the smallest size at which the rule can fail; the effect need not be visible at
+            a smaller one.
+    """
+
+    name: str
+    at_least: float = -math.inf
+    at_most: float = math.inf
+    unit: str = "x"
+    formula: str = ""
+    fails_from: int = 0
+
+    @property
+    def text(self) -> str:
+        """The limit in words."""
+        if self.at_least == self.at_most:
+            return f"exactly {self.number(self.at_least)}"
+        if self.at_most == math.inf:
+            return f"at least {self.number(self.at_least)}"
+        if self.at_least == -math.inf:
+            return f"at most {self.number(self.at_most)}"
+        return f"{self.number(self.at_least)} to {self.number(self.at_most)}"
+
+    def number(self, value: float) -> str:
+        """A value of this quantity with its unit."""
+        if self.unit == "%":
+            return percent(value)
+        whole = abs(value) >= 100 or float(value).is_integer()
+        return f"{value:,.0f}{self.unit}" if whole else f"{value:.3g}{self.unit}"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The median of repetitions and its confidence interval, with the confidence that it really has."""
+
+    value: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    confidence: float = 0.0
+    n: int = 0
+
+    @classmethod
+    def of(cls, measured: Sequence[float] | float) -> Reading:
+        if not isinstance(measured, Sequence):
+            return cls(measured, measured, measured, 1.0, 1)
+        if not all(map(math.isfinite, measured)):
+            return cls(n=len(measured))
+        interval = median_interval(measured, CONFIDENCE)
+        return cls(
+            median_of(measured), interval.low, interval.high, interval.confidence, len(measured)
+        )
+
+    def shown(self, number: Callable[[float], str]) -> str:
+        """The value with its interval: "2.1x (2x to 2.2x)"."""
+        if not math.isfinite(self.value):
+            return "unknown"
+        value = number(self.value)
+        low = number(self.low)
+        high = number(self.high)
+        return value if low == high else f"{value} ({low} to {high})"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A rule, what was measured, and the verdict; `reason` says why it is undecided, if it is."""
+
+    rule: Rule
+    reading: Reading
+    status: Status
+    reason: str = ""
+
+    @property
+    def line(self) -> str:
+        return f"{self.rule.name} {self.reading.shown(self.rule.number)}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """How measured quantities are drawn: as lines over variants that are numbers, otherwise as bars.
+
+    Attributes:
+        title: of the plot.
+        x: what tells the variants apart.
+        quantities: to draw, all of one unit.
+        log: both axes are logarithmic.
+        stacked: the quantities are parts of a whole.
+    """
+
+    title: str
+    x: str
+    quantities: tuple[str, ...]
+    log: bool = False
+    stacked: bool = False
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one try of a claim measured.
+
+    Attributes:
+        runs: every repetition of every variant, for the table and the plot.
+        measured: of each rule's quantity, in the order of the rules.
+        why: what lies behind the numbers, for people.
+        curves: further lines of the plot, as functions of the variant, by name.
+    """
+
+    runs: Runs
+    measured: Sequence[Measured]
+    why: str
+    curves: Mapping[str, Callable[[float], float]] = field(default_factory=dict)
+
+
+def _nothing(bench: Workbench) -> Trial:
+    raise NotImplementedError("an experiment decorates the function that measures it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A claim and how it is tried; the decorator of the function that measures it, whose name it takes.
+
+    Attributes:
+        claim: as people say it.
+        method: what is measured, and how.
+        rules: the claim holds if every one of them does.
+        meaning: what it means for a user, one sentence.
+        figure: the plot; what it draws are columns of the table.
+        also: further columns of the table.
+        seconds: planned for measuring.
+        sizes: to choose from, largest first; the largest one is taken that fits the time and the
+            context.
+        sized_in: what a size counts.
+        quick: whether `--quick` tries it.
+    """
+
+    claim: str
+    method: str
+    rules: tuple[Rule, ...]
+    meaning: str
+    figure: Figure
+    also: tuple[str, ...] = ()
+    seconds: float
+    sizes: tuple[int, ...]
+    sized_in: str = "prompt tokens"
+    quick: bool = False
+    name: str = ""
+    measure: Callable[[Workbench], Trial] = _nothing
+
+    def __call__(self, measure: Callable[[Workbench], Trial]) -> Experiment:
+        return replace(self, measure=measure, name=measure.__name__.replace("_", "-"))
+
+    def limit(self, rule: Rule) -> str:
+        """The rule's limit, and from which size on it can fail."""
+        return (
+            f"{rule.text} (can fail from {rule.fails_from:,} {self.sized_in})"
+            if rule.fails_from
+            else rule.text
+        )
+
+
+def decide(rule: Rule, measured: Measured, size: float = math.inf, others: float = 0.0) -> Judged:
+    """HOLDS if the whole interval keeps the limits, FAILS if all of it is beyond one, otherwise undecided.
+
+    Nothing fails at a `size` below the rule's, nor by a time that was measured while other programs
+    used `others` cores.
+    """
+    if isinstance(measured, str):
+        return Judged(rule, Reading(), Status.UNKNOWN, measured)
+    reading = Reading.of(measured)
+    status = Status.UNKNOWN
+    interval = f"{rule.number(reading.low)} to {rule.number(reading.high)}"
+    if not math.isfinite(reading.value):
+        reason = "A repetition gave no number."
+    elif reading.confidence < CONFIDENCE:
+        reason = f"Too few repetitions: {reading.n}; it takes {ROUNDS}."
+    elif rule.unit == "%" and reading.high > 1:
+        reason = f"{interval} of a whole: a count or a ceiling is wrong."
+    elif rule.at_least <= reading.low and reading.high <= rule.at_most:
+        status = Status.HOLDS
+        reason = ""
+    elif rule.at_least <= reading.high and reading.low <= rule.at_most:
+        reason = f"Too noisy to tell: a limit ({rule.text}) lies within {interval}."
+    elif size < rule.fails_from:
+        reason = (
+            f"Too small to see: it was measured at {size:,}, and can fail from "
+            f"{rule.fails_from:,} on."
+        )
+    elif others >= BUSY_CORES and isinstance(measured, Sequence):
+        reason = f"It was not kept, but other programs used {others:.1f} cores meanwhile."
+    else:
+        status = Status.FAILS
+        reason = ""
+    return Judged(rule, reading, status, reason)
+
+
+def overall(judged: Sequence[Judged]) -> Status:
+    """FAILS if any rule fails, HOLDS if all hold, otherwise undecided; never HOLDS without a rule."""
+    statuses = {one.status for one in judged}
+    if Status.FAILS in statuses:
+        return Status.FAILS
+    return Status.HOLDS if statuses == {Status.HOLDS} else Status.UNKNOWN
+
+
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """The ratio within each repetition: both were measured moments apart, so that a slow minute cancels."""
+    pairs = zip(numerators, denominators, strict=True)
+    return [one / other if other > 0 else math.nan for one, other in pairs]
+
+
+def median_of(values: Sequence[float]) -> float:
+    return median(values) if values else math.nan
+
+
+def percent(share: float) -> str:
+    """A share to three digits."""
+    return f"{share * 100:.3g} %"

@@ -1,0 +1,294 @@
+"""The lab: what people say of prefill and decode, tried on this machine, each claim with a verdict.
+
+Plans the time, runs the experiments one after the other and judges them. `report.py` makes their
+report.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from twinphase.backends.cpu.ceilings import CeilingsError
+from twinphase.engine.loading.ceilings import ceilings_now, measured_ceilings
+from twinphase.errors import InvalidRequestError, TwinphaseError
+from twinphase.phases.hardware import Ceilings, save_ceilings
+from twinphase.progress import Progress
+from twinphase_bench.conditions import Bystanders
+from twinphase_bench.lab.experiment import Experiment, Judged, Trial, decide, overall
+from twinphase_bench.lab.experiments.batching import batching
+from twinphase_bench.lab.experiments.bounds import bounds
+from twinphase_bench.lab.experiments.chunked_prefill import chunked_prefill
+from twinphase_bench.lab.experiments.cores import cores
+from twinphase_bench.lab.experiments.no_kv_cache import no_kv_cache
+from twinphase_bench.lab.experiments.phase_ratio import phase_ratio
+from twinphase_bench.lab.experiments.prefill_length import prefill_length
+from twinphase_bench.lab.experiments.prompt_cache import prompt_cache
+from twinphase_bench.lab.experiments.queue import queue
+from twinphase_bench.lab.experiments.same_tokens import same_tokens
+from twinphase_bench.lab.experiments.separate_pools import separate_pools
+from twinphase_bench.lab.experiments.speculation import speculation
+from twinphase_bench.lab.experiments.static_batching import static_batching
+from twinphase_bench.lab.workbench import ROUNDS, Workbench
+from twinphase_bench.report.report import Status
+from twinphase_bench.targets.stepped import Workshop
+
+EXPERIMENTS = (
+    prefill_length,
+    phase_ratio,
+    bounds,
+    batching,
+    prompt_cache,
+    chunked_prefill,
+    queue,
+    cores,
+    same_tokens,
+    no_kv_cache,
+    static_batching,
+    speculation,
+    separate_pools,
+)
+USUAL_ROUNDS = 8  # from here on one disturbed repetition on either side does not count
+OTHER_BLOCKS = 256  # KV cache of a model that is loaded beside the first
+REQUEST_TOKENS = 160  # of KV cache for each request, where a size counts requests
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What came of one experiment.
+
+    Attributes:
+        experiment: the claim.
+        trial: what was measured; without runs if it could not be.
+        status: the verdict.
+        judged: its rules.
+        seconds: that it took.
+        reduced: what was smaller than planned, and why.
+        others: cores that other programs used meanwhile; None is unknown.
+    """
+
+    experiment: Experiment
+    trial: Trial
+    status: Status
+    judged: Sequence[Judged]
+    seconds: float
+    reduced: Sequence[str]
+    others: float | None
+
+    @property
+    def missed(self) -> str:
+        """The rules that were not kept, or could not be decided and why; "" if the claim holds."""
+        if self.status is Status.FAILS:
+            broken = [one.rule for one in self.judged if one.status is Status.FAILS]
+            return " ".join(f"The rule was: {rule.name} {rule.text}." for rule in broken)
+        rules: dict[str, list[str]] = {}
+        for one in self.judged:
+            rules.setdefault(one.reason, []).append(one.rule.name)
+        return " ".join(
+            f"{reason} ({'; '.join(names)})" for reason, names in rules.items() if reason
+        )
+
+    @property
+    def reason(self) -> str:
+        """Why the claim does not hold, or is undecided; "" if it holds."""
+        return f"{self.missed} {self.trial.why}" if self.status is Status.FAILS else self.missed
+
+
+@dataclass
+class LabSetting:
+    """What all experiments share."""
+
+    model: str
+    workshop: Workshop
+    ceilings: Ceilings | None
+    notes: list[str] = field(default_factory=list)
+
+
+def choose(only: Sequence[str] = (), quick: bool = False) -> tuple[Experiment, ...]:
+    """Experiments by number (from 1) or name, in the lab's order; if none is named all of them, or the quick ones.
+
+    Raises:
+        InvalidRequestError: there is none of that number or name.
+    """
+    keys = {
+        key: one.name
+        for number, one in enumerate(EXPERIMENTS, 1)
+        for key in (str(number), one.name)
+    }
+    for wanted in only:
+        if wanted not in keys:
+            names = ", ".join(f"{number} {one.name}" for number, one in enumerate(EXPERIMENTS, 1))
+            raise InvalidRequestError(
+                f"There is no experiment {wanted!r}.", f"Use one of: {names}."
+            )
+    named = {keys[wanted] for wanted in only}
+    return tuple(
+        one for one in EXPERIMENTS if (one.name in named if named else one.quick or not quick)
+    )
+
+
+def planned_seconds(experiments: Sequence[Experiment]) -> float:
+    """Seconds of measuring, for all of them together; loading and the report come on top."""
+    return sum(one.seconds for one in experiments)
+
+
+def run_lab(
+    model: str,
+    *,
+    experiments: Sequence[Experiment] = EXPERIMENTS,
+    seconds: float | None = None,
+    progress: Progress = lambda what, done, total: None,
+    **config: Any,
+) -> tuple[LabSetting, list[Conclusion], Bystanders]:
+    """Try claims on this machine.
+
+    Args:
+        model: a path, or a name that `twinphase pull` takes.
+        experiments: which.
+        seconds: of measuring, for all of them together; what is planned unless told. What does not
+            fit is measured smaller; where even that is too slow, the verdict is undecided, and the
+            report says so.
+        progress: told of every measurement.
+        config: fields of `EngineConfig`, such as `threads`.
+
+    Returns:
+        What the experiments shared, what came of each, and what other programs did meanwhile.
+
+    Raises:
+        TwinphaseError: the model cannot be found, read or run.
+        InvalidRequestError: `seconds` is no time, or a field of the configuration is out of range.
+    """
+    seconds = planned_seconds(experiments) if seconds is None else seconds
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise InvalidRequestError(f"The time is {seconds!r} seconds.", "Use a number above 0.")
+    with Bystanders() as bystanders:
+        setting = _prepare(model, config, progress)
+        conclusions = []
+        end = time.perf_counter() + seconds
+        for number, experiment in enumerate(experiments):
+            left = max(0.0, end - time.perf_counter())
+            share = left * experiment.seconds / planned_seconds(experiments[number:])
+            nested = partial(_nested, progress, number, len(experiments))
+            conclusions.append(_try(experiment, setting, share, config, nested))
+            gc.collect()  # a second model's memory and threads go before the next experiment begins
+    progress("report", len(experiments), len(experiments))
+    return setting, conclusions, bystanders
+
+
+def _nested(progress: Progress, number: int, count: int, what: str, done: int, total: int) -> None:
+    """An experiment's own progress, in hundredths of experiments."""
+    progress(
+        f"claim {number + 1} of {count}: {what}", 100 * number + 100 * done // total, 100 * count
+    )
+
+
+def _prepare(model: str, config: dict[str, Any], progress: Progress) -> LabSetting:
+    progress("loading the model", 0, 0)
+    workshop = Workshop(
+        model,
+        compile_progress=lambda done, total, kernel: progress(
+            f"compiling kernels {done}/{total}", 0, 0
+        ),
+        **config,
+    )
+    progress("measuring this machine's ceilings", 0, 0)
+    setting = LabSetting(model, workshop, measured_ceilings(workshop.config))
+    if workshop.config.backend == "cpu":
+        try:
+            # What memory gives is shared with others on the host and changes: peaks are the best
+            # ever measured, bandwidth is that of now.
+            now = ceilings_now(workshop.config)
+            best = setting.ceilings.merged(now) if setting.ceilings else now
+            setting.ceilings = replace(best, bandwidth=now.bandwidth)
+            save_ceilings(best)
+        except OSError as error:
+            setting.notes.append(
+                f"The ceilings could not be kept for later runs: {error.strerror}."
+            )
+        except CeilingsError as error:
+            setting.notes.append(str(error))
+    progress("warming up", 0, 0)
+    workshop.engine().prefill(workshop.prompt(min(1024, workshop.max_model_len - 8)))
+    return setting
+
+
+def _try(
+    experiment: Experiment,
+    setting: LabSetting,
+    seconds: float,
+    config: dict[str, Any],
+    progress: Progress,
+) -> Conclusion:
+    """One experiment with its verdict; what keeps it from being measured leaves it undecided, and the lab goes on."""
+    # What an experiment opens takes a path and not a name, so that no lookup is repeated.
+    path = str(setting.workshop.loaded.checkpoint.path)
+    bench = Workbench(
+        setting.workshop,
+        setting.ceilings,
+        seconds,
+        lambda **changed: Workshop(path, **{**config, "num_kv_blocks": OTHER_BLOCKS, **changed}),
+        progress,
+        experiment.name,
+    )
+    with Bystanders() as others:
+        try:
+            reduced = _choose_size(experiment, bench)
+            trial = experiment.measure(bench)
+        except (TwinphaseError, MemoryError) as failure:
+            error = f"It could not be measured: {str(failure) or 'the memory is not enough.'}"
+            trial = Trial({}, [error] * len(experiment.rules), error)
+            reduced = []
+    if 0 < bench.rounds < ROUNDS:
+        reduced.append(f"{bench.rounds} repetitions instead of {ROUNDS} to fit the time limit")
+    pairs = zip(experiment.rules, trial.measured, strict=True)
+    judged = [decide(rule, measured, bench.size, others.cores or 0.0) for rule, measured in pairs]
+    took = bench.clock() - bench.started
+    return Conclusion(experiment, trial, overall(judged), judged, took, reduced, others.cores)
+
+
+def _choose_size(experiment: Experiment, bench: Workbench) -> list[str]:
+    """Give the bench the largest size that fits the context and the time; what is smaller than planned, and why."""
+    config = bench.workshop.config
+    room = bench.workshop.max_model_len - 64
+    if experiment.sized_in == "requests":
+        room = min(config.max_num_seqs, bench.workshop.capacity // REQUEST_TOKENS)
+    sizes = [size for size in experiment.sizes if size <= room] or [
+        max(1, min(room, experiment.sizes[-1]))
+    ]
+    bench.size = _affordable(experiment, bench, sizes) if len(sizes) > 1 else sizes[0]
+    if bench.size == experiment.sizes[0]:
+        return []
+    why = "to fit the time limit" if bench.size < sizes[0] else "because no more fit the context"
+    return [f"{bench.size:,} {experiment.sized_in} instead of {experiment.sizes[0]:,} {why}"]
+
+
+def _affordable(experiment: Experiment, bench: Workbench, sizes: Sequence[int]) -> int:
+    """The largest size that leaves time for the usual repetitions, or else for the fewest; at least the smallest.
+
+    One round at each of the two smallest sizes shows how the time grows with the size.
+    """
+    smallest = sizes[-1]
+    second = sizes[-2]
+    setup, each = _rehearse(experiment, bench, smallest)
+    if setup + ROUNDS * each > bench.left:
+        return smallest
+    second_setup, second_each = _rehearse(experiment, bench, second)
+    for rounds in (USUAL_ROUNDS, ROUNDS):
+        needed = setup + rounds * each
+        slope = max(0.0, second_setup + rounds * second_each - needed) / (second - smallest)
+        fitting = [size for size in sizes if needed + slope * (size - smallest) <= bench.left]
+        if fitting:
+            return fitting[0]
+    return smallest
+
+
+def _rehearse(experiment: Experiment, bench: Workbench, size: int) -> tuple[float, float]:
+    """Seconds before the first round, and of one round, at a size."""
+    rehearsal = replace(bench, size=size, most_rounds=1, progress=lambda what, done, total: None)
+    experiment.measure(rehearsal)
+    return bench.clock() - rehearsal.started - rehearsal.round_seconds, rehearsal.round_seconds

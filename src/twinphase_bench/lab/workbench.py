@@ -1,0 +1,157 @@
+"""What experiments work with: a loaded model, engines on it, the machine's ceilings, a size and a share of the time.
+
+Variants are repeated in turn, so that a slow minute hits all of them alike, until the share of the
+time is used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any, TypeVar
+
+import numpy as np
+
+from twinphase.phases.hardware import Ceilings
+from twinphase.progress import Progress
+from twinphase_bench.targets.stepped import Stepped, Workshop
+
+ROUNDS = 5  # the fewest repetitions that give a median an interval of 90 % and more
+MOST_ROUNDS = 24
+
+# Quantities: what is measured, then its unit.
+TTFT = "TTFT, ms"
+TPOT = "TPOT, ms"
+E2E = "E2E, ms"
+STEPS = "steps"
+PREFILL = "prefill, ms"
+DECODE = "decode step, ms"
+LEDGER = tuple(
+    f"{kind}, ms" for kind in ("queue", "prefill", "prefill_wait", "decode", "batching", "stall")
+)
+
+Variant = TypeVar("Variant", bound=Hashable)
+Runs = Mapping[Any, Mapping[str, Sequence[float]]]
+"""By variant, then by quantity: the value of every repetition."""
+
+
+@dataclass
+class Workbench:
+    """One experiment's place in a run of the lab.
+
+    Attributes:
+        workshop: the model, and engines on it.
+        ceilings: of this machine; None if they could not be measured.
+        seconds: this experiment's share of the time.
+        open: loads the same model with other settings.
+        progress: called before every measurement.
+        size: at which to measure: tokens or requests.
+        most_rounds: repetitions at most.
+        rounds: repetitions that there were, and `round_seconds` that each of them took.
+    """
+
+    workshop: Workshop
+    ceilings: Ceilings | None
+    seconds: float
+    open: Callable[..., Workshop]
+    progress: Progress = lambda what, done, total: None
+    title: str = ""
+    size: int = 0
+    most_rounds: int = MOST_ROUNDS
+    rounds: int = 0
+    round_seconds: float = 0.0
+    clock: Callable[[], float] = time.perf_counter
+    started: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+
+    @property
+    def left(self) -> float:
+        """Seconds of the share that are left."""
+        return self.seconds - (self.clock() - self.started)
+
+    def interleave(
+        self, variants: Mapping[Variant, Callable[[], Mapping[str, float]]]
+    ) -> dict[Variant, dict[str, list[float]]]:
+        """Measure every variant in turn, each round in another order, until the share of the time is used.
+
+        A variant returns the values of its quantities. There are at least five rounds, unless they
+        would take more than three times the share.
+        """
+        found: dict[Variant, dict[str, list[float]]] = {key: {} for key in variants}
+        keys = list(variants)
+        begin = self.clock()
+        self.rounds = 0
+        while self.rounds < self.most_rounds:
+            left = self.left if self.rounds >= ROUNDS else self.left + 2 * self.seconds
+            if self.rounds and left < self.round_seconds:
+                break
+            turn = self.rounds % len(keys)
+            for key in keys[turn:] + keys[:turn]:
+                used = 1 - max(0.0, self.left) / self.seconds if self.seconds > 0 else 1.0
+                self.progress(self.title, min(99, round(100 * used)), 100)
+                for quantity, value in variants[key]().items():
+                    found[key].setdefault(quantity, []).append(value)
+            self.rounds += 1
+            self.round_seconds = (self.clock() - begin) / self.rounds
+        return found
+
+    def engine(self, **settings: int | bool) -> Stepped:
+        """A new engine on the loaded model; see `Workshop.engine`."""
+        return self.workshop.engine(**settings)  # type: ignore[arg-type]
+
+    def prompts(self, count: int, num_tokens: int) -> list[list[int]]:
+        return [self.workshop.prompt(num_tokens) for _ in range(count)]
+
+
+def serve(engine: Stepped, prompts: Sequence[list[int]], output: int = 1) -> dict[str, float]:
+    """Send prompts at the same moment and wait for all answers: medians over the requests, means of the ledger.
+
+    A decode step is one in which all of them decode, the median one: a step that was held up does
+    not count.
+    """
+    tickets = [engine.submit(prompt, output) for prompt in prompts]
+    records = engine.run()
+    engine.clear()
+    totals = [ticket.timeline.totals() for ticket in tickets]
+    found = {
+        TTFT: median(ticket.ttft for ticket in tickets) * 1e3,
+        E2E: median(ticket.e2e for ticket in tickets) * 1e3,
+        STEPS: len(records),
+        **{quantity: fmean(one[quantity[:-4]] for one in totals) * 1e3 for quantity in LEDGER},
+        PREFILL: sum(record.seconds for record in records if record.prefill_tokens) * 1e3,
+    }
+    decodes = [r.seconds for r in records if r.num_decodes == len(prompts) and not r.prefill_tokens]
+    if output > 1:
+        found[TPOT] = median(ticket.tpot for ticket in tickets) * 1e3
+    if decodes:
+        found[DECODE] = median(decodes) * 1e3
+    return found
+
+
+def fits(repetitions: Mapping[int, Sequence[float]], degree: int) -> list[list[float]]:
+    """Each coefficient's value in every repetition, lowest power first.
+
+    One polynomial is fitted per repetition, by the least squares of the relative error.
+    """
+    rounds = zip(*repetitions.values(), strict=True)
+    polynomials = [
+        np.polynomial.polynomial.polyfit(list(repetitions), y, degree, w=1 / np.array(y))
+        for y in rounds
+    ]
+    return [
+        [float(value) for value in coefficient] for coefficient in zip(*polynomials, strict=True)
+    ]
+
+
+def growth(repetitions: Mapping[int, Sequence[float]]) -> list[float]:
+    """The exponent of the growth with x in every repetition: 0 is constant, 1 linear, 2 quadratic."""
+    logs = {x: [float(np.log(value)) for value in values] for x, values in repetitions.items()}
+    x = np.log(list(logs))
+    return [
+        float(np.polynomial.polynomial.polyfit(x, y, 1)[1])
+        for y in zip(*logs.values(), strict=True)
+    ]

@@ -1,0 +1,295 @@
+"""What a client alone can tell of a server's phases, from the result of a load: the same causes, by other evidence.
+
+A client sees when it sent a prompt and when each piece of the answer came, nothing of the steps in
+between. Rules here compare requests with each other: those sent into an idle server with those sent
+into a busy one, long prompts with short ones, gaps in which somebody else's prompt was being
+computed with the other gaps. The seconds are those of a request's TTFT, or of a token; no shares of
+one whole are claimed. What would need the server's own word is `unknown`. Not for ledgers
+(`explain/diagnosis.py`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import correlation, linear_regression, mean, median
+
+from twinphase.explain.attribution import WORTH_NAMING
+from twinphase.explain.diagnosis import Diagnosis
+from twinphase.explain.levers import Lever, duration, percent
+from twinphase.explain.waterfall import Waterfall, WaterfallBar
+from twinphase_bench.client.observation import Observation
+from twinphase_bench.load.results import ObservedLoad
+from twinphase_bench.report.result import ResultError
+
+FEW = 4  # requests on each side of a comparison, below which nothing is concluded
+SPREAD = 1.5  # longest prompt / shortest, below which nothing is said about length
+FIRM = 0.5  # rank correlation, below which two quantities are not said to go together
+MOSTLY = (
+    0.8  # of pairs of one request of each group, in which the second's value must be the larger one
+)
+
+# What only the server knows, and why a client does not.
+UNKNOWN = (
+    "What bound each phase, MFU, MBU: the server's machine, model and steps cannot be seen from "
+    "here.",
+    "Cold start: the requests that warmed the server up are not in the result.",
+    "Cache pressure, evictions: a preemption cannot be seen from here, only a long gap.",
+    "Sampling, detokenizing, sending: they are part of every gap, and cannot be told apart.",
+    "Had it run alone: there is no cost model of this server; its requests that ran alone are "
+    "the nearest to it.",
+)
+
+
+@dataclass(frozen=True)
+class ClientExplanation:
+    """What can be told from outside, and what cannot."""
+
+    waterfall: Waterfall  # of the mean request: until its first token, and after it
+    diagnoses: tuple[Diagnosis, ...]
+    levers: tuple[Lever, ...]  # of the diagnoses
+    unknown: tuple[str, ...]  # what cannot be told, each with the reason
+    num_requests: int
+    claims: str = ""  # what the server itself says, where it is ours; the client saw nothing of it
+
+
+def explain_client(loads: Sequence[ObservedLoad]) -> ClientExplanation:
+    """What the loads tell of a bad TTFT and of bad tokens per second, seen from outside.
+
+    Raises:
+        ResultError: no request took any time.
+    """
+    everyone = [request for load in loads for request in load.requests]
+    found = [diagnosis for rule in CLIENT_RULES.values() if (diagnosis := rule(loads)) is not None]
+    found.sort(key=lambda one: (one.phase != "prefill", -(one.seconds or 0.0)))
+    until = mean(map(_ttft, everyone))
+    after = mean(request.token_times[-1] - request.token_times[0] for request in everyone)
+    wall = until + after
+    if wall <= 0:
+        raise ResultError("No time has passed in this result.", "Its requests have no durations.")
+    bars = (("until first token", until, until), ("tokens after it", after, 0.0))
+    falls = tuple(
+        WaterfallBar(name, spent, spent / wall, early) for name, spent, early in bars if spent > 0
+    )
+    levers = tuple(one.lever for one in found if one.lever)
+    return ClientExplanation(
+        Waterfall(wall, until, falls),
+        tuple(found),
+        levers,
+        _unknown(loads, found),
+        len(everyone),
+        _claims(everyone),
+    )
+
+
+def _ttft(request: Observation) -> float:
+    return request.ttft or 0.0  # those that succeeded have one
+
+
+def _unknown(loads: Sequence[ObservedLoad], found: Sequence[Diagnosis]) -> tuple[str, ...]:
+    everyone = [request for load in loads for request in load.requests]
+    lines = [
+        f"Everything at {load.name}: that run is void, {reason}."
+        for load in loads
+        for reason in load.void
+    ]
+    if not {"queue", "prompt_length"} & {one.cause for one in found}:
+        lines.append(
+            "What TTFT consists of: neither the load nor the length of prompts varied enough to "
+            "tell."
+        )
+    if all(request.num_prompt_tokens is None for request in everyone):
+        lines.append(
+            "Prompt tokens: the server counts none, so that TTFT cannot be related to them."
+        )
+    if all(request.num_output_tokens is None for request in everyone):
+        lines.append("TPOT: the server counts no output tokens.")
+    return (*lines, *UNKNOWN)
+
+
+def _queue(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
+    """TTFT of those sent into a busy server, against those that were alone."""
+    alone: list[float] = []
+    busy: list[float] = []
+    for load in loads:
+        for request in load.requests:
+            (busy if load.others_before(request) else alone).append(_ttft(request))
+    if (
+        len(loads) > 1 and len(alone) < FEW
+    ):  # nobody was alone: the lightest load is the nearest to it
+        by_others = sorted(loads, key=lambda load: mean(map(load.others_before, load.requests)))
+        alone, busy = (
+            [_ttft(one) for one in load.requests] for load in (by_others[0], by_others[-1])
+        )
+    if len(alone) < FEW or len(busy) < FEW:
+        return None
+    quiet = median(alone)
+    loaded = median(busy)
+    if not _differ(quiet, loaded):
+        return None
+    sentence = (
+        f"TTFT is {duration(loaded)} (median of {len(busy)}) for requests sent into a busy server, "
+        f"{duration(quiet)} (of {len(alone)}) with the least load{_times(quiet, loaded)}: the "
+        "rest is queue, or "
+        "others' prompts."
+    )
+    lever = Lever(
+        "load",
+        "Fewer requests at once, more seats or replicas, or a scheduler that admits prompts "
+        "sooner.",
+    )
+    return Diagnosis("queue", "prefill", sentence, loaded - quiet, None, lever)
+
+
+def _prompt_length(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
+    """TTFT by prompt tokens computed, among those that were alone if there are enough."""
+    pairs = _lengths(loads, alone=True)
+    where = "sent while no other ran"
+    if len(pairs) < 2 * FEW:
+        pairs = _lengths(loads, alone=False)
+        where = "whatever else ran"
+    tokens = [n for n, _ in pairs]
+    seconds = [t for _, t in pairs]
+    if len(pairs) < 2 * FEW or max(tokens) < SPREAD * max(1, min(tokens)) or len(set(seconds)) == 1:
+        return None
+    together = correlation(_ranks(tokens), _ranks(seconds))
+    slope = linear_regression(tokens, seconds).slope
+    spent = min(mean(seconds), slope * mean(tokens))
+    if together < FIRM or spent < WORTH_NAMING * mean(seconds):
+        return None
+    sentence = (
+        f"TTFT grows with the prompt ({len(pairs)} requests {where}, rank correlation "
+        f"{together:.2f}): "
+        f"{1e6 * slope:,.0f} µs per token, {duration(spent)} of {duration(mean(seconds))} at the "
+        "mean of "
+        f"{mean(tokens):,.0f} tokens."
+    )
+    lever = Lever("prompt", "Shorter prompts, or beginnings that are shared and cached.")
+    return Diagnosis("prompt_length", "prefill", sentence, spent, None, lever)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Each value's place in the order, the mean place for equal ones: correlated, they give Spearman's coefficient."""
+    ordered = sorted(values)
+    return [(bisect_left(ordered, value) + bisect_right(ordered, value)) / 2 for value in values]
+
+
+def _lengths(loads: Sequence[ObservedLoad], alone: bool) -> list[tuple[int, float]]:
+    """(prompt tokens that had to be computed, TTFT) of the requests whose server counts tokens."""
+    return [
+        (max(0, request.num_prompt_tokens - (request.num_cached_tokens or 0)), _ttft(request))
+        for load in loads
+        for request in load.requests
+        if request.num_prompt_tokens is not None and not (alone and load.others_before(request))
+    ]
+
+
+def _stalls(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
+    """Gaps in which somebody else's prompt was being computed, against the other gaps."""
+    within: list[float] = []
+    without: list[float] = []
+    for load in loads:
+        for request in load.requests:
+            others = load.others_reading(request.token_times[:-1], request.token_times[1:])
+            for gap, reading in zip(request.itl, others, strict=True):
+                (within if reading else without).append(gap)
+    if len(within) < FEW or len(without) < FEW:
+        return None
+    usual = median(without)
+    held = median(within)
+    # What any gap exceeds the usual one by is not a stall.
+    excess = sum(max(0.0, gap - usual) for gap in within)
+    excess -= len(within) * mean(max(0.0, gap - usual) for gap in without)
+    if excess < WORTH_NAMING * (sum(within) + sum(without)) or not _differ(usual, held):
+        return None
+    sentence = (
+        f"The median gap between tokens is {duration(held)} (the longest "
+        f"{duration(max(within))}) while a prompt of "
+        f"another request is being computed, {duration(usual)} otherwise{_times(usual, held)}: "
+        f"{duration(excess)} more "
+        "in all."
+    )
+    lever = Lever("chunk size", "Smaller prefill chunks, or prefill on other machines.")
+    return Diagnosis(
+        "stalls", "decode", sentence, excess / (len(within) + len(without)), None, lever
+    )
+
+
+def _decode_batching(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
+    """TPOT by how many others decoded beside."""
+    pairs = sorted(
+        (load.others_decoding(r), r.tpot)
+        for load in loads
+        for r in load.requests
+        if r.tpot is not None
+    )
+    if len(pairs) < 2 * FEW:
+        return None
+    quarter = max(FEW, len(pairs) // 4)
+    (few, short) = zip(*pairs[:quarter], strict=True)
+    (many, long) = zip(*pairs[-quarter:], strict=True)
+    low = median(short)
+    high = median(long)
+    longer = mean(b > a for a in short for b in long)
+    if longer < MOSTLY or not _differ(low, high) or mean(many) < 1 + mean(few):
+        return None
+    sentence = (
+        f"TPOT is {duration(low)} beside {mean(few):.1f} other decodes, {duration(high)} beside "
+        f"{mean(many):.1f}"
+        f"{_times(low, high)} (longer in {percent(longer)} of the pairs of one of each)."
+    )
+    lever = Lever(
+        "batch size",
+        "Fewer sequences at once shorten the time per token, and lower the total throughput.",
+    )
+    return Diagnosis("decode_batching", "decode", sentence, high - low, None, lever)
+
+
+def _claims(everyone: Sequence[Observation]) -> str:
+    """What the server itself says, where it is ours: its word, and no cause that was seen from outside."""
+    totals: Counter[str] = Counter()
+    ledgers = [ledger for request in everyone if (ledger := _ledger(request))]
+    for ledger in ledgers:
+        totals.update(ledger)
+    if not ledgers:
+        return ""
+    whole = sum(totals.values()) or 1.0
+    named = ", ".join(f"{percent(spent / whole)} {kind}" for kind, spent in totals.most_common(4))
+    return (
+        f"By its own ledgers of {len(ledgers)} requests: {named}. `twinphase explain ID` "
+        "shows one in full."
+    )
+
+
+def _ledger(request: Observation) -> dict[str, float]:
+    """Milliseconds by kind, where the server is ours and said so."""
+    timings = request.claims.get("timings")
+    for found in (request.claims, timings if isinstance(timings, dict) else {}):
+        ledger = found.get("ledger_ms")
+        if isinstance(ledger, dict) and all(
+            isinstance(ms, (int, float)) and 0 <= ms < 1e15 for ms in ledger.values()
+        ):
+            return ledger
+    return {}
+
+
+def _differ(usual: float, more: float) -> bool:
+    return more - usual >= WORTH_NAMING * more and more > usual
+
+
+def _times(usual: float, more: float) -> str:
+    """A ratio.
+
+    Each rule compares other requests with each other, so that shares of them would not add up.
+    """
+    return f", {more / usual:.1f} times as long" if usual > 0 else ""
+
+
+CLIENT_RULES: dict[str, Callable[[Sequence[ObservedLoad]], Diagnosis | None]] = {
+    "queue": _queue,
+    "prompt_length": _prompt_length,
+    "stalls": _stalls,
+    "decode_batching": _decode_batching,
+}

@@ -1,0 +1,219 @@
+"""The load of `twinphase bench`: from its options to what is sent and when, and to its parts of the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from twinphase.errors import InvalidRequestError
+from twinphase.progress import Progress
+from twinphase_bench.client.client import run
+from twinphase_bench.load import report
+from twinphase_bench.load.arrivals import Arrivals, Closed, Constant, Poisson, Traced
+from twinphase_bench.load.run import LoadResult, run_load
+from twinphase_bench.load.slo import Slos
+from twinphase_bench.load.traces import Scaling, trace_workload
+from twinphase_bench.load.workload import Lengths, Sizing, Workload, make_workload
+from twinphase_bench.run import Parts
+
+NUM_PROMPTS = 100
+QUICK_PROMPTS = 20
+# tokens
+INPUT_LEN = 256
+OUTPUT_LEN = 64
+SEED_STEP = 100_003  # between runs, so that neither prompts nor random gaps of two runs begin alike
+WITHOUT_LOAD = "needs a load: --request-rate, --max-concurrency or --trace"
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What was asked for; None or False: not given."""
+
+    request_rate: float | None = None  # requests per second, open loop
+    constant: bool = False  # even gaps instead of random (Poisson) ones
+    max_concurrency: int | None = None  # closed loop
+    trace: Path | None = (
+        None  # file of requests, sent at its own times unless a rate or a concurrency is given
+    )
+    scale_lengths: float | None = None
+    time_scale: float | None = None
+    num_prompts: int | None = None  # all of a trace, 100 otherwise
+    input_len: int | None = None  # tokens of each prompt
+    output_len: int | None = None
+    goodput: tuple[str, ...] = ()  # service levels, words like "ttft:500"
+    repetitions: int | None = (
+        None  # of the whole load, with other prompts each time; 1 unless given
+    )
+    max_seconds: float | None = None  # of sending
+    seed: int = 0  # of prompts and gaps
+    quick: bool = False
+    beside_sweep: bool = (
+        False  # a phase sweep is run as well, which may use options that a load cannot
+    )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a load was asked for at all."""
+        return any(x is not None for x in (self.request_rate, self.max_concurrency, self.trace))
+
+    def check(self) -> None:
+        """Refuse what cannot be, and what would be ignored, before anything is loaded.
+
+        Raises:
+            InvalidRequestError: naming the option.
+        """
+        if self.request_rate is not None and self.max_concurrency is not None:
+            raise InvalidRequestError(
+                "--request-rate with --max-concurrency, a cap on the open loop in vLLM, is not "
+                "supported: requests "
+                "that wait for a place would make it a closed loop.",
+                "Give one of them.",
+            )
+        for option, why in self._ignored():
+            raise InvalidRequestError(f"{option} {why}.", "Leave it out.")
+        if self.wanted:
+            Slos.parse(self.goodput)
+            _ = self.lengths, self.scaling, self.arrivals()
+
+    def _ignored(self) -> Iterator[tuple[str, str]]:
+        """Each option that is given and would change nothing, and why."""
+        given = {
+            "--goodput": bool(self.goodput),
+            "--constant": self.constant,
+            "--scale-lengths": self.scale_lengths is not None,
+            "--time-scale": self.time_scale is not None,
+            "--num-prompts": self.num_prompts is not None,
+            "--random-input-len": self.input_len is not None,
+            "--random-output-len": self.output_len is not None,
+        }
+        closed = self.max_concurrency is not None
+        traced = self.trace is not None
+        paced = closed or self.request_rate is not None
+        lengths = ("--random-input-len", "--random-output-len")
+        scales = ("--scale-lengths", "--time-scale")
+        rules: list[tuple[bool, tuple[str, ...], str]] = [
+            (not self.wanted, tuple(given), WITHOUT_LOAD),
+            (closed, ("--constant",), "is a way of --request-rate, not of --max-concurrency"),
+            (traced and not paced, ("--constant",), "has no meaning at the times of a trace"),
+            (not traced, scales, "needs --trace"),
+            (paced, ("--time-scale",), "has no meaning where a rate or a concurrency is given"),
+            (traced, lengths, "has no meaning with --trace, which has lengths"),
+        ]
+        if self.wanted and not self.beside_sweep:
+            given["--quick"] = self.quick
+            rules.append((traced, ("--quick",), "has no meaning with --trace (see --num-prompts)"))
+        for applies, options, why in rules:
+            yield from ((option, why) for option in options if applies and given[option])
+
+    def arrivals(self, run: int = 0) -> Arrivals:
+        """When requests are sent; each run, 0 the first, has random gaps of its own."""
+        if self.max_concurrency is not None:
+            return Closed(self.max_concurrency)
+        if self.request_rate is not None:
+            return (
+                Constant(self.request_rate)
+                if self.constant
+                else Poisson(self.request_rate, self.seed + run)
+            )
+        return Traced()
+
+    @property
+    def lengths(self) -> Lengths:
+        """Of made-up requests."""
+        prompt = INPUT_LEN if self.input_len is None else self.input_len
+        output = OUTPUT_LEN if self.output_len is None else self.output_len
+        return Lengths((prompt, prompt), (output, output))
+
+    @property
+    def scaling(self) -> Scaling:
+        """Of a trace."""
+        lengths, time = (
+            1.0 if scale is None else scale for scale in (self.scale_lengths, self.time_scale)
+        )
+        return Scaling(lengths, time, self.num_prompts)
+
+    def workload(self, sizing: Sizing, run: int = 0) -> Workload:
+        """What is sent in a run, 0 the first: other prompts in each."""
+        seed = self.seed + run * SEED_STEP
+        if self.trace is not None:
+            return trace_workload(self.trace, sizing, self.scaling, seed=seed)
+        number = self.num_prompts or (QUICK_PROMPTS if self.quick else NUM_PROMPTS)
+        return make_workload(self.lengths, number, sizing, seed=seed)
+
+
+def load_parts(target: Any, options: LoadOptions, progress: Progress) -> Parts:
+    """Run the load against a `LoadTarget` with `sizing()`, close it, and give its parts of the report."""
+
+    async def load_and_close() -> Parts:
+        try:
+            sizing = await target.sizing()
+            parts = await _runs(target, options, sizing, progress)
+        finally:
+            await target.close()
+        cache = target.facts.details.get("prefix caching")  # a sweep beside it has another
+        return (
+            parts
+            if cache is None
+            else replace(parts, flags={**parts.flags, "prefix caching in the load": cache})
+        )
+
+    return run(load_and_close())
+
+
+async def _runs(target: Any, options: LoadOptions, sizing: Sizing, progress: Progress) -> Parts:
+    """The load, as often as asked for: only runs, whose requests share no queue, tell how its figures differ."""
+    number = options.repetitions or 1
+    slos = Slos.parse(options.goodput)
+    if number > 1 and options.trace is not None:
+        _refuse_same_prompts(options.workload(sizing), options.workload(sizing, 1))
+    results = []
+    for index in range(number):
+        if number > 1:
+            progress("repetition", index, number)
+        results.append(
+            await run_load(
+                target,
+                options.workload(sizing, index),
+                options.arrivals(index),
+                slos=slos,
+                send_seconds=options.max_seconds or math.inf,
+                progress=progress,
+            )
+        )
+    return _parts_of_runs(results)
+
+
+def _refuse_same_prompts(first: Workload, second: Workload) -> None:
+    if any(a.prompt == b.prompt for a, b in zip(first.requests, second.requests, strict=False)):
+        raise InvalidRequestError(
+            "--repetitions of a trace with texts of its own would find them in the server's "
+            "prefix cache.",
+            "Leave it out.",
+        )
+
+
+def _parts_of_runs(results: Sequence[LoadResult]) -> Parts:
+    """All runs together, where there are several; then the first one whole."""
+    first = results[0]
+    others = results[1:]
+    verdicts = list(report.load_verdicts(first))
+    sections = list(report.load_sections(first))
+    data = report.load_data(first)
+    flags = {"load": f"{first.workload}, {first.arrivals}", **first.conditions}
+    if others:
+        verdicts = report.runs_verdicts(results) + verdicts
+        sections.insert(0, report.runs_section(results))
+        data["further runs"] = [report.load_data(result) for result in others]
+        flags["runs of the load"] = str(len(results))
+    return Parts(
+        "load",
+        verdicts,
+        sections,
+        report.load_metrics(results),
+        report.notes_of(first),
+        data,
+        flags,
+    )

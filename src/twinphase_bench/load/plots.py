@@ -1,0 +1,86 @@
+"""Plots of loads: distributions, requests in time."""
+
+from __future__ import annotations
+
+from twinphase_bench.load.run import LoadResult
+from twinphase_bench.report.plots import Row, distribution, spans
+from twinphase_bench.report.report import Plot
+
+BARS = 150  # most requests that the timeline shows
+TIMELINE_HEIGHT = 400  # pixels; more or less where that makes a bar too thin or too thick
+QUEUE = "queue (the server's claim)"
+FIRST = "until the first token"
+REST = "output"
+FAILED = "failed"
+# Not red for failures, which is too near decode's colour.
+COLOURS = {QUEUE: "neutral", FIRST: "prefill", REST: "decode", FAILED: "text"}
+
+
+def latency_plots(result: LoadResult) -> tuple[Plot, ...]:
+    """How TTFT and ITL are distributed."""
+    found = []
+    for name, values, limit in (("TTFT", result.ttft, result.slos.ttft), ("ITL", result.itl, None)):
+        if len(values) < 2:
+            continue
+        found.append(
+            distribution(
+                _name(result, name.lower()),
+                f"{name}: its distribution",
+                {name: [1e3 * value for value in values]},
+                f"{name}, ms",
+                limit=None if limit is None else 1e3 * limit,
+                log_x=min(values) > 0 and max(values) > 20 * min(values),
+                caption=f"{len(values)} values; {result.arrivals}.",
+            )
+        )
+    return tuple(found)
+
+
+def timeline_plot(result: LoadResult) -> Plot:
+    """A bar for each request: what its client waited for."""
+    rows: list[Row] = []
+    shown = result.observations[:BARS]
+    zero = shown[0].intended if shown else 0.0
+    for number, seen in enumerate(shown):
+        moments = [(seen.intended, "")]
+        if seen.succeeded:
+            ledger = seen.claims.get("timings", {}).get("ledger_ms", {})
+            queue = sum(ledger.get(kind) or 0.0 for kind in ("tokenize", "queue")) / 1e3
+            if queue:
+                moments.append((min(seen.sent + queue, seen.token_times[0]), QUEUE))
+            moments += [
+                (seen.token_times[0], FIRST),
+                (seen.last_token or seen.token_times[-1], REST),
+            ]
+        else:
+            moments.append((seen.ended, FAILED))
+        for (start, _), (end, part) in zip(moments, moments[1:], strict=False):
+            row = {
+                "request": number,
+                "from": round(start - zero, 5),
+                "to": round(end - zero, 5),
+                "part": part,
+            }
+            rows.append(row)
+    left = len(result.observations) - len(shown)
+    caption = "As the client saw it."
+    if left:
+        caption += f" The first {BARS} requests; {left} more are in the JSON."
+    return spans(
+        _name(result, "timeline"),
+        "Requests in time",
+        rows,
+        ("request", "request"),
+        "s since the first intended send",
+        part="part",
+        roles=COLOURS,
+        height=max(4, min(26, TIMELINE_HEIGHT // max(1, len(shown)))) * len(shown),
+        caption=caption,
+    )
+
+
+def _name(result: LoadResult, plot: str) -> str:
+    """Unique in a report that has several loads."""
+    at = "at-once" if result.concurrency is None else f"closed-{result.concurrency}"
+    at = at if result.rate is None else f"rate-{result.rate:.3g}"
+    return f"load-{at}-{plot}".replace(".", "_")

@@ -1,0 +1,126 @@
+"""The loads in a result file, and who was in flight beside whom.
+
+Not for what can be told from it (`diagnosis.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from twinphase_bench.client.observation import Observation
+from twinphase_bench.report.result import ResultError
+
+DEEPEST = 64  # levels of JSON that are searched
+LARGEST = 1e15  # of a time or a count; more is a damaged file
+LOAD_WANTED = (
+    "explain takes the result of a load: `twinphase bench URL --request-rate ...` or "
+    "`--max-concurrency ...` measures "
+    "one."
+)
+
+
+@dataclass(frozen=True)
+class ObservedLoad:
+    """One load."""
+
+    name: str
+    requests: tuple[
+        Observation, ...
+    ]  # those that succeeded, in the order of their intended moments
+    void: tuple[str, ...] = ()  # why the measurement itself must not be used; empty if it may
+
+    @cached_property
+    def _moments(self) -> Any:
+        """When requests were sent, had their first tokens, and their last ones: [3, requests], each row sorted."""
+        rows = [(one.intended, one.token_times[0], one.token_times[-1]) for one in self.requests]
+        return np.sort(np.array(rows).T)
+
+    def others_before(self, request: Observation) -> int:
+        """Requests in flight when that one was sent, and those sent at the same moment, as all of a burst are."""
+        sent, _, last = (
+            np.searchsorted(times, request.intended, side="right") for times in self._moments
+        )
+        return max(0, int(sent - 1 - last))
+
+    def others_reading(self, begins: Sequence[float], ends: Sequence[float]) -> Any:
+        """Between each two moments, requests whose prompts were being computed, without a first token at the first."""
+        sent, first, _ = self._moments
+        return np.searchsorted(sent, ends) - np.searchsorted(first, begins, side="right")
+
+    def others_decoding(self, request: Observation) -> float:
+        """Mean number of requests that decoded beside that one, over its own decode."""
+        start = request.token_times[0]
+        end = request.token_times[-1]
+        if end <= start:
+            return 0.0
+        _, first, last = np.clip(self._moments, start, end)
+        return max(
+            0.0, float(np.sum(last - first)) / (end - start) - 1
+        )  # of rounded sums, nobody may be a little less
+
+
+def read_loads(data: Any, what: str = "a result") -> list[ObservedLoad]:
+    """The loads in the `data` of a result, wherever in it they are.
+
+    Args:
+        data: of the result.
+        what: what the file is, for a reader who gave another kind of result.
+
+    Raises:
+        ResultError: there is no load with a request that succeeded.
+    """
+    loads = []
+    for number, found in enumerate(_holders(data, 0), start=1):
+        requests = [
+            request
+            for entry in found["observations"]
+            if (request := _observation(entry)) is not None
+        ]
+        if requests:
+            void = tuple(map(str, found["void"])) if isinstance(found.get("void"), list) else ()
+            requests.sort(key=lambda request: request.intended)
+            loads.append(ObservedLoad(_name(found, number), tuple(requests), void))
+    if not loads:
+        raise ResultError(
+            f"The file is {what}, with no load whose requests succeeded.", LOAD_WANTED
+        )
+    return loads
+
+
+def _holders(value: Any, depth: int) -> Iterator[Mapping[str, Any]]:
+    """The objects that have observations."""
+    if isinstance(value, Mapping) and isinstance(value.get("observations"), list):
+        yield value
+    elif isinstance(value, (Mapping, list)) and depth < DEEPEST:
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _holders(item, depth + 1)
+
+
+def _name(found: Mapping[str, Any], number: int) -> str:
+    rate = found.get("rate")
+    concurrency = found.get("concurrency")
+    if isinstance(rate, (int, float)) and abs(rate) <= LARGEST:
+        return f"{rate:g} requests/s"
+    return f"{concurrency} at once" if isinstance(concurrency, int) else f"load {number}"
+
+
+def _observation(entry: Any) -> Observation | None:
+    """None for a request that failed, or is not readable as one."""
+    try:
+        request = msgspec.convert(entry, Observation)
+    except (ValueError, OverflowError):  # msgspec's own is a ValueError
+        return None
+    times = [-LARGEST, request.intended, *request.token_times, LARGEST]
+    counts = (request.num_prompt_tokens, request.num_cached_tokens, request.num_output_tokens)
+    ordered = all(
+        before <= after for before, after in pairwise(times)
+    )  # no clock goes back, and NaN is refused
+    counted = all(count is None or 0 <= count <= LARGEST for count in counts)
+    return request if request.succeeded and ordered and counted else None

@@ -1,0 +1,357 @@
+"""Run a load against a target: send each request when it is due, watch the client itself, and keep everything raw.
+
+The run is void when the client was the limit (`twinphase_bench/client/health.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from twinphase.errors import TwinphaseError
+from twinphase.progress import Progress
+from twinphase_bench.client.client import CLIENT_LIMIT, SEND_NOW, allow_connections
+from twinphase_bench.client.health import (
+    HEARTBEAT_SECONDS,
+    Beat,
+    ClientHealth,
+    lags_of_stamps,
+    watch_loop,
+)
+from twinphase_bench.client.observation import Observation
+from twinphase_bench.client.sse import failure_kind
+from twinphase_bench.load.arrivals import Arrivals, Closed
+from twinphase_bench.load.slo import Goodput, Slos, goodput
+from twinphase_bench.load.workload import LoadRequest, Workload
+from twinphase_bench.statistics import percentile
+from twinphase_bench.targets.target import LoadTarget, TargetFacts
+
+MAX_IN_FLIGHT = 4096  # of an open loop: what is due above it is not sent, and the run is void
+START_DELAY = (
+    0.05  # seconds before the first request of an open loop, so that its task is ready in time
+)
+
+
+class LoadFailedError(TwinphaseError):
+    """The target fails before anything is measured."""
+
+
+@dataclass
+class LoadResult:
+    """One load: what was asked for, and every request as the client saw it.
+
+    Times and latencies are seconds.
+    """
+
+    facts: TargetFacts
+    workload: str  # one line
+    arrivals: str  # one line
+    rate: (
+        float | None
+    )  # requests per second; None for a closed loop, and where all were due at once
+    concurrency: int | None  # of a closed loop
+    observations: list[
+        Observation
+    ]  # of the measured requests, in the order of their intended moments
+    num_requests: int  # in the workload; more than observations where a limit ended the load
+    client: ClientHealth
+    slos: Slos = field(default_factory=Slos)
+    conditions: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what a reader must know to judge it
+
+    @property
+    def succeeded(self) -> list[Observation]:
+        return [seen for seen in self.observations if seen.succeeded]
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Failed requests by kind, the most frequent first."""
+        kinds = (
+            failure_kind(seen.error) or "no output"
+            for seen in self.observations
+            if not seen.succeeded
+        )
+        return dict(Counter(kinds).most_common())
+
+    @property
+    def seconds(self) -> float:
+        """Last end - first intended send."""
+        seen = self.observations
+        return max(one.ended for one in seen) - min(one.intended for one in seen) if seen else 0.0
+
+    @property
+    def offered(self) -> float | None:
+        """Requests per second that were due: random gaps are one draw of `rate`, their mean; None for a closed loop."""
+        if self.concurrency is not None or len(self.observations) < 2:
+            return None
+        window = self.observations[-1].intended - self.observations[0].intended
+        return (len(self.observations) - 1) / window if window > 0 else None
+
+    def _known(self, latency: str) -> list[float]:
+        return [value for seen in self.succeeded if (value := getattr(seen, latency)) is not None]
+
+    @property
+    def ttft(self) -> list[float]:
+        return self._known("ttft")
+
+    @property
+    def tpot(self) -> list[float]:
+        return self._known("tpot")
+
+    @property
+    def ttfo(self) -> list[float]:
+        return self._known("ttfo")
+
+    @property
+    def e2e(self) -> list[float]:
+        return self._known("e2e")
+
+    @property
+    def itl(self) -> list[float]:
+        """Pooled over all requests."""
+        return [gap for seen in self.succeeded for gap in seen.itl]
+
+    def _tokens(self, *kinds: str) -> int | None:
+        """By the target's count, of requests that succeeded; None if it did not count all."""
+        counts = [getattr(seen, f"num_{kind}_tokens") for seen in self.succeeded for kind in kinds]
+        return sum(counts) if counts and None not in counts else None
+
+    @property
+    def num_output_tokens(self) -> int | None:
+        return self._tokens("output")
+
+    @property
+    def request_rate(self) -> float:
+        """Succeeded requests / seconds."""
+        return len(self.succeeded) / self.seconds if self.seconds > 0 else math.nan
+
+    @property
+    def output_rate(self) -> float | None:
+        """Output tokens of succeeded requests / seconds."""
+        return self._per_second(self._tokens("output"))
+
+    @property
+    def total_rate(self) -> float | None:
+        """Prompt and output tokens of succeeded requests, cached ones included / seconds."""
+        return self._per_second(self._tokens("prompt", "output"))
+
+    def _per_second(self, count: int | None) -> float | None:
+        return None if count is None or self.seconds <= 0 else count / self.seconds
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """None without service levels."""
+        return goodput(self.observations, self.slos, self.seconds) if self.slos.bounds else None
+
+    @property
+    def void(self) -> tuple[str, ...]:
+        """Why the figures are not to be used; empty if they are."""
+        return self.client.faults(percentile(self.ttft, 50), percentile(self.itl, 50))
+
+
+async def run_load(
+    target: LoadTarget,
+    workload: Workload,
+    arrivals: Arrivals,
+    *,
+    slos: Slos | None = None,
+    send_seconds: float = math.inf,
+    progress: Progress = lambda what, done, total: None,
+) -> LoadResult:
+    """Warm up, then send a workload.
+
+    Args:
+        target: takes it. One with a `lead` is given each request that long before it is due, and in
+            a closed loop `SEND_NOW` for its moment; one with `start` and `read` (`OpenAITarget`) is
+            read when the load is over.
+        workload: what is sent.
+        arrivals: when.
+        slos: for goodput.
+        send_seconds: send nothing after so many seconds.
+        progress: told how many requests have ended.
+
+    Raises:
+        InvalidRequestError: the workload does not fit the target, or the arrivals need times that
+            it has not.
+        LoadFailedError: a warm-up request failed.
+    """
+    workload.require_fit(target.facts.context_length)
+    offsets = arrivals.offsets(workload.requests)
+    allow_connections(min(MAX_IN_FLIGHT, len(workload.requests)))
+    await _warm_up(target, workload, progress)
+    client = ClientHealth()
+    sender = _Sender(target, workload.requests, client, progress)
+    if isinstance(arrivals, Closed):
+        beats = await _watched(client, sender.closed(arrivals.concurrency, send_seconds))
+    else:
+        beats = await _watched(client, sender.open(offsets or (), send_seconds))
+    observations = sender.read()
+    _judge(client, observations, beats)
+    return LoadResult(
+        facts=target.facts,
+        workload=workload.description,
+        arrivals=str(arrivals),
+        rate=_rate(arrivals, offsets),
+        concurrency=arrivals.concurrency if isinstance(arrivals, Closed) else None,
+        observations=observations,
+        num_requests=len(workload.requests),
+        client=client,
+        slos=slos or Slos(),
+        conditions={**workload.conditions, "arrivals": str(arrivals)},
+        notes=(*workload.notes, *getattr(target, "notes", ())),
+    )
+
+
+async def _warm_up(target: LoadTarget, workload: Workload, progress: Progress) -> None:
+    """So that the measured requests meet a server that has done this before."""
+    for number, request in enumerate(workload.warm_up):
+        progress("warm-up", number, len(workload.warm_up))
+        seen = await target.send(request.prompt, request.max_tokens, time.perf_counter())
+        if seen.error:
+            raise LoadFailedError(
+                f"{target.facts.name} failed on a warm-up request: {seen.error}.", "See its log."
+            )
+
+
+async def _watched(client: ClientHealth, sending: Coroutine[Any, Any, None]) -> list[Beat]:
+    """Send without garbage collection, and note the client's CPU and heartbeats meanwhile."""
+    beats: list[Beat] = []
+    with _without_garbage_collection():
+        began = time.perf_counter()
+        cpu = time.thread_time()
+        heart = asyncio.ensure_future(watch_loop(beats))
+        try:
+            await sending
+            await asyncio.sleep(
+                2 * HEARTBEAT_SECONDS
+            )  # so that the last stamps have a heartbeat, too
+        finally:
+            client.cpu = (time.thread_time() - cpu) / (time.perf_counter() - began)
+            heart.cancel()
+    return beats
+
+
+def _judge(
+    client: ClientHealth, observations: Sequence[Observation], beats: Sequence[Beat]
+) -> None:
+    """Note how late requests were sent and tokens stamped, and which requests this machine refused."""
+    client.send_lags = [seen.lag for seen in observations if not seen.connected_late]
+    client.connected_late = sum(seen.connected_late for seen in observations)
+    client.loop_lags = lags_of_stamps(
+        beats, [moment for seen in observations for moment in seen.token_times]
+    )
+    refused = [
+        seen.error.partition(": ")[2]
+        for seen in observations
+        if failure_kind(seen.error) == CLIENT_LIMIT
+    ]
+    client.refused = dict(Counter(refused))
+
+
+class _Sender:
+    """Sends a workload and collects what came; replies are read afterwards, where the target can."""
+
+    def __init__(
+        self,
+        target: LoadTarget,
+        requests: Sequence[LoadRequest],
+        client: ClientHealth,
+        progress: Progress,
+    ) -> None:
+        self._requests = requests
+        self._client = client
+        self._progress = progress
+        self._lead = float(getattr(target, "lead", 0.0))
+        self._read: Any = getattr(target, "read", None)
+        self._send: Any = target.send if self._read is None else getattr(target, "start")  # noqa: B009
+        self._replies: dict[int, Any] = {}  # by the request's place in the workload
+        self._in_flight = 0
+
+    async def open(self, offsets: Sequence[float], send_seconds: float) -> None:
+        """Each request at its moment, whatever becomes of the others."""
+        began = time.perf_counter() + START_DELAY + self._lead
+        tasks = []
+        for number, offset in enumerate(offsets):
+            if offset > send_seconds:
+                break
+            await asyncio.sleep(began + offset - self._lead - time.perf_counter())
+            if self._in_flight >= MAX_IN_FLIGHT:
+                self._client.not_sent += 1
+                continue
+            tasks.append(asyncio.ensure_future(self._one(number, began + offset)))
+        await asyncio.gather(*tasks)
+
+    async def closed(self, concurrency: int, send_seconds: float) -> None:
+        """The next request when one has ended."""
+        waiting = iter(range(len(self._requests)))
+        end = time.perf_counter() + send_seconds
+
+        async def user() -> None:
+            for number in waiting:
+                if time.perf_counter() > end:
+                    return
+                await self._one(number, SEND_NOW if self._lead else time.perf_counter())
+
+        await asyncio.gather(*(user() for _ in range(min(concurrency, len(self._requests)))))
+
+    async def _one(self, number: int, intended: float) -> None:
+        request = self._requests[number]
+        self._in_flight += 1
+        try:
+            self._replies[number] = await self._send(request.prompt, request.max_tokens, intended)
+        except (
+            Exception
+        ) as error:  # a target raises for no failure; one that does all the same loses one request
+            self._replies[number] = _broken(error, intended)
+        finally:
+            self._in_flight -= 1
+        self._progress("load", len(self._replies), len(self._requests))
+
+    def read(self) -> list[Observation]:
+        """What became of each, by their intended moments, and as in the workload where these are equal."""
+        replies = [self._replies[number] for number in sorted(self._replies)]
+        return sorted((self._observed(reply) for reply in replies), key=lambda one: one.intended)
+
+    def _observed(self, reply: Any) -> Observation:
+        try:
+            return reply if isinstance(reply, Observation) else self._read(reply)
+        except Exception as error:
+            return _broken(error, reply.intended)
+
+
+def _broken(error: Exception, intended: float) -> Observation:
+    now = time.perf_counter()
+    moment = now if math.isnan(intended) else intended
+    return Observation(
+        "", moment, moment, ended=now, error=f"exception: {type(error).__name__}: {error}"
+    )
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """No garbage collection while it matters: a full one stops everything for longer than a token takes."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def _rate(arrivals: Arrivals, offsets: Sequence[float] | None) -> float | None:
+    """As asked for, or a trace's own."""
+    rate: float | None = getattr(arrivals, "rate", None)
+    if rate is None and offsets and offsets[-1] > 0:
+        return (len(offsets) - 1) / offsets[-1]
+    return None if rate is None or math.isinf(rate) else rate

@@ -1,0 +1,89 @@
+"""A report as one HTML page that holds everything it needs: text, charts, the program that draws them, the raw JSON.
+
+The page asks no network for anything, and its own policy (CSP) forbids it to. Text from outside is
+escaped by the template; data travels in a script element that is not run. What the page looks like
+is in `assets/`, its colours in `theme.py`.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import re
+from importlib import resources
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from twinphase import __version__
+from twinphase_bench.extras import require
+from twinphase_bench.report.report import Report, Table
+from twinphase_bench.report.theme import COLOURS, THEMES, config
+
+NO_NUMBER = ("", "-", "unknown", "none", "n/a")
+NUMBER = re.compile(r"[<>≤≥~≈±+−-]*\s*[\d.,]*\d")
+
+
+def page(report: Report, result: str) -> str:
+    """The page of a report; `result` is the text of `result.json`, which it carries."""
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["number_columns"] = _number_columns
+    environment.filters["anchor"] = lambda number: f"section-{number}"
+    colours = "".join(
+        f"--{role}: light-dark({light}, {dark}); " for role, (light, dark) in COLOURS.items()
+    )
+    style = f":root {{ {colours}}}\n{_asset('page.css')}"
+    program = _asset("page.js")
+    drawing = _drawing_program()
+    return environment.from_string(_asset("page.html.j2")).render(
+        report=report,
+        version=__version__,
+        # Only these two scripts run, only this style holds, and nothing at all is fetched.
+        policy=f"default-src 'none'; script-src {_hash(drawing)} {_hash(program)}; style-src "
+        f"{_hash(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'",
+        style=Markup(style),
+        drawing=Markup(drawing),
+        program=Markup(program),
+        result=_inert(result),
+        themes=_inert(json.dumps({theme: config(theme) for theme in THEMES})),
+    )
+
+
+def _number_columns(table: Table) -> list[bool]:
+    """Which columns hold numbers, and so are read from the right; cells that say that there is none do not count."""
+    columns = zip(*(row[1:] for row in table.rows), strict=True)
+    found = [all(NUMBER.match(cell) or cell in NO_NUMBER for cell in column) for column in columns]
+    return [False, *found] if found else [False for _ in table.columns]
+
+
+def _inert(text: str) -> Markup:
+    """JSON in which nothing can end the script element that holds it, or open a comment: same values, other escapes."""
+    return Markup(
+        text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    )
+
+
+def _asset(name: str) -> str:
+    return (
+        resources.files("twinphase_bench.report")
+        .joinpath("assets", name)
+        .read_text(encoding="utf-8")
+    )
+
+
+@functools.cache
+def _drawing_program() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script."""
+    program: str = require("vl_convert").javascript_bundle()
+    if re.search(r"</script|<!--|\r", program, re.IGNORECASE):
+        raise ValueError("the drawing program cannot be embedded in a page")
+    return program
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

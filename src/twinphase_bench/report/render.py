@@ -1,0 +1,97 @@
+"""A report as files: one page that needs no network, PNGs, JSON with everything raw, and Markdown to paste."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from twinphase.errors import StorageError
+from twinphase_bench.extras import require
+from twinphase_bench.report.markdown import markdown
+from twinphase_bench.report.page import page
+from twinphase_bench.report.report import Plot, Report
+from twinphase_bench.report.result import plain, result_json
+from twinphase_bench.report.theme import config
+
+# of PNGs: CSS pixels, and device pixels for each
+WIDTH = 640
+HEIGHT = 340
+SCALE = 2.0
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where the files of a report are; the PNGs are in the order of the report."""
+
+    html: Path
+    markdown: Path
+    json: Path
+    plots: tuple[Path, ...]
+
+
+def write_report(
+    report: Report,
+    folder: Path,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Written:
+    """Write `report.html`, `report.md`, `result.json` and `plots/NAME.png`; files of the same names are replaced.
+
+    Args:
+        report: what was measured.
+        folder: made if it is not there.
+        progress: called for each file.
+
+    Raises:
+        MissingExtraError: without the bench extra.
+        StorageError: no space or no right to write.
+        ValueError: two plots of one name, or a name that is no file name.
+    """
+    require("vl_convert")  # before anything is written
+    plots = [plot for section in report.sections for plot in section.plots]
+    _check_names([plot.name for plot in plots])
+    text = result_json(report)
+    total = len(plots) + 1
+    progress("page", 0, total)
+    images = []
+    try:
+        _write(folder / "result.json", text.encode())  # first: it has what took long
+        _write(folder / "report.md", markdown(report).encode())
+        _write(folder / "report.html", page(report, text).encode())
+        for number, plot in enumerate(plots, 1):
+            progress(f"plot {plot.name}", number, total)
+            images.append(folder / "plots" / f"{plot.name}.png")
+            _write(images[-1], png(plot))
+    except OSError as error:
+        cause = f"The report cannot be written to {folder}: {error.strerror}."
+        raise StorageError(cause, "Give another folder.") from None
+    progress("report", total, total)
+    return Written(
+        folder / "report.html", folder / "report.md", folder / "result.json", tuple(images)
+    )
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(data)
+    part.replace(path)  # nobody sees half a file
+
+
+def _check_names(names: list[str]) -> None:
+    for number, name in enumerate(names):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+            raise ValueError(f"plot name {name!r} is no file name")
+        if name.lower() in (other.lower() for other in names[:number]):
+            raise ValueError(f"two plots are named {name!r}")
+
+
+def png(plot: Plot) -> bytes:
+    """The chart with its title, on white."""
+    spec = {"title": plot.title, "width": WIDTH, "height": HEIGHT, **plain(plot.spec)}
+    # A report may come from a file: its charts fetch nothing.
+    drawn: bytes = require("vl_convert").vegalite_to_png(
+        spec, scale=SCALE, config=config("light"), allowed_base_urls=[]
+    )
+    return drawn

@@ -1,0 +1,113 @@
+"""What a measurement tells, as data: verdicts first, then conditions, noise, numbers and plots.
+
+Every command that measures or explains ends in a `Report`. Charts are made in `plots.py`, files in
+`render.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+class Status(enum.StrEnum):
+    """What a verdict says of its claim; the value is what files hold."""
+
+    HOLDS = "holds"
+    FAILS = "fails"  # does not hold here
+    UNKNOWN = "unknown"  # the measurement cannot tell
+    INFO = "info"  # a finding, not a claim
+    VOID = "void"  # the measurement itself is not to be used
+
+    @property
+    def word(self) -> str:
+        """What people read, on terminals, pages and in Markdown alike."""
+        return {Status.INFO: "finding", Status.UNKNOWN: "undecided"}.get(self, self.value)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One sentence with its number; `reason` says why it does not hold or cannot be told, "" where that is clear."""
+
+    status: Status
+    text: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column's head, and how its numbers are defined: the formula, printed beside the table."""
+
+    name: str
+    definition: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text, as many cells each as there are columns; the first column names the row."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A Vega-Lite chart (https://vega.github.io/vega-lite), its data inside.
+
+    `name` is unique in its report: the stem of its PNG file. `spec` has no size, theme and title,
+    which whoever draws it adds. `caption` says how it was measured.
+    """
+
+    name: str
+    title: str
+    spec: Mapping[str, Any]
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report: verdicts, then text, tables and plots."""
+
+    title: str
+    verdicts: tuple[Verdict, ...] = ()
+    paragraphs: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    plots: tuple[Plot, ...] = ()
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A measured quantity with every repetition's value, for comparing two results.
+
+    `name` is unique in its report, with its point: "prefill_seconds[n=512]". `unit` is "s",
+    "tok/s", "req/s", ... `definition` is the formula. A repetition without a value is NaN.
+    """
+
+    name: str
+    unit: str
+    better: Literal["lower", "higher"]
+    values: tuple[float, ...]
+    definition: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything a reader needs to judge a measurement, and to repeat it."""
+
+    kind: str  # the command: "bench", "lab", "roofline", "explain", "compare"
+    title: str
+    verdicts: tuple[Verdict, ...]  # the findings, most important first
+    conditions: Mapping[
+        str, str
+    ]  # machine, model and its hash, versions, flags, date (`conditions.py`)
+    noise: tuple[
+        str, ...
+    ] = ()  # how steady the machine was, and what was repeated or left out because it was not
+    sections: tuple[Section, ...] = ()  # the numbers
+    metrics: tuple[Metric, ...] = ()  # what `bench compare` compares
+    data: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # everything raw: timestamps of every token among them

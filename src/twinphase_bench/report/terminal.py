@@ -1,0 +1,72 @@
+"""A report on a terminal: title, verdicts, tables that are short enough to be read here, and the noise."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from twinphase.terminal import answers
+from twinphase_bench.report.report import Report, Status, Table
+
+COLOURS = {
+    Status.HOLDS: "green",
+    Status.FAILS: "red",
+    Status.UNKNOWN: "yellow",
+    Status.INFO: "cyan",
+    Status.VOID: "red",
+}
+INDENT = 10  # columns of a verdict's word
+# rows and characters of a short table
+MOST_ROWS = 40
+WIDEST = 120
+
+
+def show(
+    report: Report,
+    *,
+    tables: Literal["none", "short", "all"] = "short",
+    console: Console | None = None,
+) -> None:
+    """Print what a reader needs; everything else is in the files.
+
+    Args:
+        report: of any command that measures.
+        tables: "short" prints the first table of each section where that is short and narrow.
+        console: where to; stdout unless told.
+    """
+    console = console or answers()
+    console.print(Text(report.title, "bold"))
+    console.print()
+    for verdict in report.verdicts:
+        word = Text(f"{verdict.status.word.upper():<{INDENT}}", f"bold {COLOURS[verdict.status]}")
+        _hanging(console, word, Text(verdict.text))
+        if verdict.reason:
+            _hanging(console, Text(" " * INDENT), Text(verdict.reason, "dim"))
+    for section in report.sections:
+        for table in section.tables[: {"none": 0, "short": 1, "all": None}[tables]]:
+            _table(console, table, only_short=tables == "short")
+    console.print()
+    for line in report.noise:
+        console.print(Text(line, "dim"))
+    if tables != "all":
+        console.print(Text("Conditions, definitions and all other tables: report.md.", "dim"))
+
+
+def _hanging(console: Console, head: Text, text: Text) -> None:
+    for number, line in enumerate(text.wrap(console, max(20, console.width - INDENT))):
+        console.print((head if number == 0 else Text(" " * INDENT)) + line)
+
+
+def _table(console: Console, table: Table, only_short: bool) -> None:
+    """Columns in line, two spaces between them; the first to the left, numbers to the right."""
+    rows = [tuple(column.name for column in table.columns), *table.rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if only_short and (len(table.rows) > MOST_ROWS or sum(widths) + 2 * len(widths) - 2 > WIDEST):
+        return
+    console.print()
+    console.print(Text(table.title, "bold"))
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+        console.print(Text("  ".join(cells).rstrip()), soft_wrap=True)

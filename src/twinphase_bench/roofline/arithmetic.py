@@ -1,0 +1,183 @@
+"""The roofline (Williams, Waterman and Patterson, 2009): what bounds work of a given arithmetic intensity.
+
+A part of a step does so many FLOP on so many bytes: its arithmetic intensity. Below the balance
+point of a machine (peak / bandwidth) memory bounds it, above it the arithmetic unit. Rates come
+from measured `Ceilings`; nothing here measures, and what is unknown stays None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from twinphase.backends.base import Units
+from twinphase.batch import StepWork
+from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
+from twinphase.phases.work import ModelShape, step_cost, weight_bytes_read
+
+UNITS = ("int8", "bfloat16", "float16", "float32")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Memory of one kind: `name` says which, `rate` is bytes per second."""
+
+    name: str
+    rate: float
+
+
+@dataclass(frozen=True)
+class Roof:
+    """The peak of one arithmetic unit, operations per second."""
+
+    unit: str
+    rate: float
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """One machine's roofs and slopes.
+
+    Attributes:
+        title: which machine.
+        roofs: the highest first.
+        slopes: the fastest first.
+    """
+
+    title: str
+    roofs: tuple[Roof, ...]
+    slopes: tuple[Slope, ...]
+
+    @property
+    def balances(self) -> tuple[tuple[Roof, Slope, float], ...]:
+        """Balance point of each unit on each memory: peak / bandwidth, FLOP per byte."""
+        return tuple(
+            (roof, slope, roof.rate / slope.rate) for roof in self.roofs for slope in self.slopes
+        )
+
+
+def measured_roofline(ceilings: Ceilings, caches: Sequence[tuple[str, int]] = ()) -> Roofline:
+    """A roof for each measured unit, and a slope for each level of memory that a measured working set stands for.
+
+    Args:
+        ceilings: of this machine.
+        caches: (name, bytes together) of the caches that `ceilings.threads` threads use, smallest
+            first; without any the slopes are the smallest, the middle and the largest working set.
+    """
+    peaks = [(unit, ceilings.peak(unit)) for unit in UNITS]
+    roofs = sorted((Roof(unit, rate) for unit, rate in peaks if rate), key=lambda roof: -roof.rate)
+    rates = dict(ceilings.bandwidth)
+    slopes = tuple(
+        Slope(name, rates[size]) for size, name in sorted(_memories(sorted(rates), caches).items())
+    )
+    return Roofline(f"{ceilings.processor}, {ceilings.threads} threads", tuple(roofs), slopes)
+
+
+def _memories(sizes: Sequence[int], caches: Sequence[tuple[str, int]]) -> dict[int, str]:
+    """Names of the memories that working sets of these sizes stand for."""
+    if not sizes:
+        return {}
+    if not caches:
+        return {
+            size: f"{size // MIB} MiB" for size in (sizes[0], sizes[len(sizes) // 2], sizes[-1])
+        }
+    chosen: dict[int, str] = {}
+    for name, capacity in caches:
+        # Half of a cache: the other half leaves room for what else lies there.
+        inside = [size for size in sizes if size <= capacity / 2 and size not in chosen]
+        if inside:
+            chosen[inside[-1]] = f"{name}, {inside[-1] // MIB} MiB"
+    dram = "DRAM, " if sizes[-1] > 2 * caches[-1][1] else ""
+    return {sizes[-1]: f"{dram}{sizes[-1] // MIB} MiB", **chosen}
+
+
+@dataclass(frozen=True)
+class PartWork:
+    """The work of a part of one or several steps, by the algorithm.
+
+    Attributes:
+        flops: by arithmetic unit.
+        bytes: moved, activations left out.
+        working_set: bytes that each step goes through, all parts together: chooses the bandwidth,
+            because what one part read has been pushed out by the others when it reads it again.
+    """
+
+    flops: Mapping[str, int]
+    bytes: int
+    working_set: float
+
+    @property
+    def total_flops(self) -> int:
+        return sum(self.flops.values())
+
+    def plus(self, other: PartWork) -> PartWork:
+        """Both together."""
+        units = dict.fromkeys((*self.flops, *other.flops))
+        flops = {unit: self.flops.get(unit, 0) + other.flops.get(unit, 0) for unit in units}
+        return PartWork(flops, self.bytes + other.bytes, max(self.working_set, other.working_set))
+
+
+def parts_of_step(shape: ModelShape, units: Units, work: StepWork) -> tuple[PartWork, PartWork]:
+    """The linear layers with the output head, and attention, of a step.
+
+    Linear: 2 P n FLOP on the weights, read once. Attention: 4 L H d sum of contexts FLOP on the KV,
+    half of them for scores and half for values; in layers with a window no context is longer.
+    """
+    cost = step_cost(shape, work)
+    weights = weight_bytes_read(shape, work.rows, work.logits)
+    working_set = weights + cost.bytes
+    linear = PartWork({units.linear: cost.linear_flops}, weights, working_set)
+    scores = PartWork({units.scores: cost.attention_flops // 2}, cost.bytes, working_set)
+    values = PartWork(
+        {units.values: cost.attention_flops - cost.attention_flops // 2}, 0, working_set
+    )
+    return linear, scores.plus(values)
+
+
+def ideal_seconds(part: PartWork, ceilings: Ceilings | None) -> tuple[float, float] | None:
+    """Seconds that the FLOP of a part and that its bytes take at the ceilings; None if one is unknown."""
+    compute = compute_seconds(part.flops, ceilings)
+    memory = memory_seconds(part.bytes, part.working_set, ceilings)
+    return None if compute is None or memory is None else (compute, memory)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A measured part under the roofline.
+
+    Attributes:
+        intensity: FLOP per byte; None without bytes.
+        rate: FLOP per second.
+        byte_rate: bytes per second.
+        mfu: ideal time of its FLOP at the units' peaks / measured time; None is unknown.
+        mbu: ideal time of its bytes at the working set's bandwidth / measured time; None is
+            unknown.
+        bound: as `hardware.bound` gives it.
+    """
+
+    intensity: float | None
+    rate: float
+    byte_rate: float
+    mfu: float | None
+    mbu: float | None
+    bound: str
+
+    @property
+    def over_ceiling(self) -> bool:
+        """Faster than the machine: a count or a ceiling is wrong."""
+        return any(value is not None and value > 1 for value in (self.mfu, self.mbu))
+
+
+def place(part: PartWork, seconds: float, ceilings: Ceilings | None) -> Placed:
+    """Where a part that took `seconds` (above 0) stands."""
+    compute = compute_seconds(part.flops, ceilings)
+    memory = memory_seconds(part.bytes, part.working_set, ceilings)
+    return Placed(
+        part.total_flops / part.bytes if part.bytes else None,
+        part.total_flops / seconds,
+        part.bytes / seconds,
+        efficiency(compute, seconds),
+        efficiency(memory, seconds),
+        bound(compute, memory, seconds),
+    )

@@ -1,0 +1,364 @@
+"""What `twinphase roofline` measures of a model: its steps, whole and in parts.
+
+Everything is repeated with all points in turn, so that a disturbance does not meet one point alone.
+Not for judging (`findings.py`) nor for showing (`report.py`, `plots.py`).
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, cast
+
+from twinphase.backends.base import Backend, Forward, StepInputs, Units
+from twinphase.config import EngineConfig, available_cores, free_memory
+from twinphase.engine.loading.loading import LoadedEngine
+from twinphase.engine.runner import Runner
+from twinphase.errors import InvalidRequestError
+from twinphase.models.loader import open_model, read_blueprint
+from twinphase.phases.work import ModelShape
+from twinphase.progress import Progress
+from twinphase.weights.hub import resolve_model
+from twinphase_bench.roofline.arithmetic import PartWork, parts_of_step
+from twinphase_bench.targets.stepped import Stepped
+
+TURN_STEPS = 2  # decode steps of one kind, before those of the other
+SHORT_PROMPT = 256  # shorter prefills are over so soon that one repetition measures several
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured, and how often.
+
+    Attributes:
+        prompt_lengths: of the prefills, tokens.
+        batches: of the decodes at `batch_context`.
+        batch_context: tokens before the decoded ones.
+        contexts: of the decodes of one sequence.
+        repetitions: of everything; one value each.
+        steps: decode steps of one repetition, so many whole and as many in parts.
+        threads: of the model; None is one per core.
+        isa, kv_cache_dtype, max_num_batched_tokens, backend, device, dtype: as for `EngineConfig`.
+        tensor_parallel_size: ranks whose exchange is measured, without a model.
+    """
+
+    prompt_lengths: tuple[int, ...] = (16, 64, 256, 512, 1024, 2048, 4096)
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    batch_context: int = 256
+    contexts: tuple[int, ...] = (64, 256, 1024, 4096)
+    repetitions: int = 5
+    steps: int = 8
+    threads: int | None = None
+    isa: str | None = None
+    kv_cache_dtype: str = "auto"
+    max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens
+    backend: str = "cpu"
+    device: str | None = None
+    dtype: str = "auto"
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_lengths", "batches", "contexts"):
+            values = getattr(self, name)
+            if not values or min(values) < 1 or len(set(values)) != len(values):
+                given = ",".join(map(str, values)) or "empty"
+                raise InvalidRequestError(
+                    f"--{name.replace('_', '-')} is {given}.", "Use positive integers, each once."
+                )
+        for name in ("batch_context", "repetitions", "steps"):
+            if getattr(self, name) < 1:
+                raise InvalidRequestError(
+                    f"{name} is {getattr(self, name)}.", "Use a positive integer."
+                )
+
+
+@dataclass(frozen=True)
+class RooflinePoint:
+    """What is measured: a prefill of `tokens`, or decode of `batch` sequences behind `tokens` tokens each."""
+
+    phase: str
+    tokens: int
+    batch: int = 1
+
+    def __str__(self) -> str:
+        if self.phase == "prefill":
+            return f"prefill[n={self.tokens}]"
+        return f"decode[batch={self.batch},context={self.tokens}]"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One repetition of one point: a whole prompt, or the median decode step.
+
+    Attributes:
+        seconds: whole steps: schedule, forward pass, sampling, commit.
+        forward: of which in the forward pass.
+        split_seconds, split_forward: the same of the steps with clock readings inside.
+        parts: seconds of the latter by `stamps.PARTS`.
+        tokens: computed in `seconds`.
+        linear, attention: the work of both parts.
+    """
+
+    seconds: float
+    forward: float
+    split_seconds: float
+    split_forward: float
+    parts: Mapping[str, float]
+    tokens: int
+    linear: PartWork
+    attention: PartWork
+
+
+@dataclass(frozen=True)
+class ModelPoints:
+    """A model's measured points.
+
+    Attributes:
+        samples: by point, one per repetition.
+        left_out: points that do not fit the context or the memory, and why.
+        loaded: the model.
+    """
+
+    samples: Mapping[RooflinePoint, Sequence[Sample]]
+    left_out: Sequence[str]
+    loaded: LoadedEngine
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.loaded.engine.shape
+
+    @property
+    def units(self) -> Units:
+        return self.loaded.units
+
+
+class _TimedBackend:
+    """Stands before a backend, times its forward pass, and on request its parts."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.in_parts = False
+        self.seconds = 0.0
+        self.parts: Mapping[str, float] = {}
+
+    def execute(self, forward: Forward, inputs: StepInputs) -> Any:
+        start = time.perf_counter()
+        if self.in_parts:
+            logits, self.parts = self._backend.execute_in_parts(forward, inputs)
+        else:
+            logits = self._backend.execute(forward, inputs)
+            self.parts = {}
+        self.seconds = time.perf_counter() - start
+        return logits
+
+
+@dataclass
+class _Step:
+    seconds: float
+    forward: float
+    parts: Mapping[str, float]  # empty without clock readings
+    linear: PartWork
+    attention: PartWork
+
+
+def _sample(
+    plain: Sequence[_Step],
+    split: Sequence[_Step],
+    tokens: int,
+    whole: Callable[[Iterable[float]], float],
+) -> Sample:
+    """Of steps without and with clock readings, whose times `whole` makes one; the work is that of `plain`."""
+    return Sample(
+        whole(step.seconds for step in plain),
+        whole(step.forward for step in plain),
+        whole(step.seconds for step in split),
+        whole(step.forward for step in split),
+        {name: whole(step.parts[name] for step in split) for name in split[0].parts},
+        tokens,
+        reduce(PartWork.plus, (step.linear for step in plain)),
+        reduce(PartWork.plus, (step.attention for step in plain)),
+    )
+
+
+@dataclass
+class _Bench:
+    """An engine whose steps are timed."""
+
+    stepped: Stepped
+    backend: _TimedBackend
+    units: Units
+    settings: Settings
+    rng: random.Random = field(default_factory=lambda: random.Random(5))
+
+    def step(self, in_parts: bool) -> _Step:
+        self.backend.in_parts = in_parts
+        start = time.perf_counter()
+        batch = self.stepped.step().batch
+        seconds = time.perf_counter() - start
+        works = parts_of_step(self.stepped.engine.shape, self.units, batch.work)
+        return _Step(seconds, self.backend.seconds, self.backend.parts, *works)
+
+    def prompt(self, length: int, rng: random.Random) -> list[int]:
+        vocabulary = self.stepped.engine.vocab_size
+        return [rng.randrange(vocabulary // 100, vocabulary) for _ in range(length)]
+
+    def one_prefill(self, length: int, first: int) -> list[_Step]:
+        """The steps of a prompt that nothing of is cached, in turn whole and in parts; `first` 1 begins in parts."""
+        ticket = self.stepped.submit(self.prompt(length, self.rng), 1)
+        steps: list[_Step] = []
+        while not ticket.times:
+            steps.append(self.step(in_parts=(len(steps) + first) % 2 == 1))
+        if ticket.request.num_cached_tokens:
+            raise RuntimeError("a random prompt was in the prefix cache")
+        return steps
+
+    def prefill(self, point: RooflinePoint, first: int) -> Sample:
+        """Two prompts at a time, whose steps are timed whole and in parts in turn: both kinds see the same machine."""
+        plains = []
+        splits = []
+        for _ in range(max(1, min(4, SHORT_PROMPT // point.tokens))):
+            pairs = zip(
+                self.one_prefill(point.tokens, first),
+                self.one_prefill(point.tokens, 1 - first),
+                strict=True,
+            )
+            ordered = [sorted(pair, key=lambda step: bool(step.parts)) for pair in pairs]
+            plains.append([plain for plain, _ in ordered])
+            splits.append([split for _, split in ordered])
+        return _sample(_middle(plains), _middle(splits), point.tokens, sum)
+
+    def decode(self, point: RooflinePoint, first: int) -> Sample:
+        # The same prompts in each repetition, and in each batch of one context: the prefix cache
+        # holds their KV, which need not be computed again. Each sequence has its own KV all the
+        # same.
+        room = decode_room(point, self.settings)
+        prompts = [
+            self.prompt(point.tokens, random.Random(f"{point.tokens} {index}"))
+            for index in range(point.batch)
+        ]
+        tickets = [self.stepped.submit(prompt, room) for prompt in prompts]
+        self.backend.in_parts = False
+        self.stepped.run_until(lambda: all(ticket.times for ticket in tickets))
+        found: dict[bool, list[_Step]] = {True: [], False: []}
+        for turn in range(2 * _turns(self.settings)):
+            in_parts = (turn + first) % 2 == 1
+            self.step(in_parts)  # the other kind's threads are still awake
+            found[in_parts] += [self.step(in_parts) for _ in range(TURN_STEPS)]
+        if any(ticket.request.num_preemptions for ticket in tickets):
+            raise RuntimeError("a sequence under measurement was preempted")
+        self.stepped.clear()
+        sample = _sample(found[False], found[True], point.batch, statistics.median)
+        middle = found[False][len(found[False]) // 2]  # of one step, as the times are
+        return Sample(**{**vars(sample), "linear": middle.linear, "attention": middle.attention})
+
+
+def _middle(runs: list[list[_Step]]) -> list[_Step]:
+    """The run of (lower) median time."""
+    return sorted(runs, key=lambda run: sum(step.seconds for step in run))[(len(runs) - 1) // 2]
+
+
+def _turns(settings: Settings) -> int:
+    return -(-settings.steps // TURN_STEPS)
+
+
+def decode_room(point: RooflinePoint, settings: Settings) -> int:
+    """Output tokens a sequence of a decode point may need: those measured, and those while others are prefilled."""
+    prefill_steps = -(-point.batch * point.tokens // settings.max_num_batched_tokens)
+    return 2 * _turns(settings) * (1 + TURN_STEPS) + prefill_steps + point.batch + 2
+
+
+def planned(
+    settings: Settings, max_model_len: int, capacity: int | None
+) -> tuple[list[RooflinePoint], list[str], int]:
+    """The points that fit, why others do not, and the tokens of KV cache that hold all of a repetition.
+
+    Args:
+        settings: what is wanted.
+        max_model_len: longest prompt + output.
+        capacity: tokens of KV cache that the memory has room for; None is unknown, and no limit.
+    """
+    points = [RooflinePoint("prefill", length) for length in settings.prompt_lengths]
+    points += [RooflinePoint("decode", settings.batch_context, batch) for batch in settings.batches]
+    points += [RooflinePoint("decode", context) for context in settings.contexts]
+    fitting: dict[RooflinePoint, int] = {}
+    left_out = []
+    for point in points:
+        longest = point.tokens + (1 if point.phase == "prefill" else decode_room(point, settings))
+        need = point.batch * (
+            longest + EngineConfig.block_size
+        )  # a block of slack for each sequence
+        if longest > max_model_len:
+            left_out.append(f"{point}: the context holds {max_model_len} tokens")
+        elif capacity is not None and need > capacity:
+            left_out.append(
+                f"{point}: needs a KV cache of {need} tokens, and the memory has room for "
+                f"{capacity}"
+            )
+        else:
+            fitting[point] = need
+    # Batches share their prompts; everything else is beside each other.
+    shared = max((need for point, need in fitting.items() if point.batch > 1), default=0)
+    room = shared + sum(need for point, need in fitting.items() if point.batch == 1)
+    return list(fitting), left_out, room if capacity is None else min(room, capacity)
+
+
+def measure_model(
+    model: str, settings: Settings, progress: Progress = lambda what, done, total: None
+) -> ModelPoints:
+    """Load a model and measure its points; after Ctrl-C those repetitions that are complete.
+
+    Raises:
+        TwinphaseError: the model cannot be found, read or run.
+        InvalidRequestError: no point fits.
+    """
+    progress("loading the model", 0, 0)
+    shape = read_blueprint(open_model(resolve_model(model), header_only=True))
+    memory = free_memory()
+    about = 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    capacity = None if memory is None else memory // 4 // about
+    points, left_out, room = planned(settings, shape.context_length, capacity)
+    if not points:
+        raise InvalidRequestError(
+            "No point can be measured: " + "; ".join(left_out) + ".", "Ask for smaller ones."
+        )
+    loaded = LoadedEngine(
+        model,
+        compile_progress=lambda done, total, kernel: progress(f"compiling {kernel}", done, total),
+        threads=settings.threads or available_cores(),
+        backend=settings.backend,
+        device=settings.device,
+        dtype=settings.dtype,
+        isa=settings.isa,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=max(point.batch for point in points),
+        num_kv_blocks=-(-room // EngineConfig.block_size),
+    )
+    runner = cast(Runner, loaded.engine.executor)
+    backend = _TimedBackend(runner.backend)
+    runner.backend = cast(Backend, backend)
+    bench = _Bench(Stepped(loaded.engine), backend, loaded.units, settings)
+    for first in (0, 1):  # captures, and touches the memory
+        bench.one_prefill(
+            min(SHORT_PROMPT, max(settings.prompt_lengths), shape.context_length - 1), first
+        )
+    samples: dict[RooflinePoint, list[Sample]] = {point: [] for point in points}
+    try:
+        for number in range(settings.repetitions * len(points)):
+            repetition, index = divmod(number, len(points))
+            point = points[index]
+            progress(str(point), number, settings.repetitions * len(points))
+            samples[point].append(
+                (bench.prefill if point.phase == "prefill" else bench.decode)(point, repetition % 2)
+            )
+    except KeyboardInterrupt:
+        complete = min(map(len, samples.values()))
+        if not complete:
+            raise
+        samples = {point: many[:complete] for point, many in samples.items()}
+        left_out.append(f"interrupted after {complete} of {settings.repetitions} repetitions")
+    return ModelPoints(samples, left_out, loaded)

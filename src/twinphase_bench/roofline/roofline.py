@@ -1,0 +1,268 @@
+"""`twinphase roofline`: this machine's ceilings, and where a model's two phases stand under them, as a `Report`.
+
+Joins measuring (`ceilings.py`, `measure.py`), meaning (`findings.py`), words (`report.py`) and
+drawings (`plots.py`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from twinphase.backends.cpu.link import LinkRates, measure_link
+from twinphase.backends.device import open_device
+from twinphase.config import EngineConfig, available_cores
+from twinphase.errors import InvalidRequestError
+from twinphase.phases.hardware import Ceilings, cache_levels
+from twinphase.progress import Progress
+from twinphase_bench.conditions import Bystanders, conditions
+from twinphase_bench.report.report import Report, Section
+from twinphase_bench.roofline import report as words
+from twinphase_bench.roofline.arithmetic import (
+    Roofline,
+    measured_roofline,
+)
+from twinphase_bench.roofline.ceilings import CeilingSweep, measure_ceilings
+from twinphase_bench.roofline.findings import PointFinding, find
+from twinphase_bench.roofline.measure import ModelPoints, Settings, measure_model
+from twinphase_bench.roofline.plots import DrawnPart, roofline_plot
+
+
+def roofline(
+    model: str | None,
+    settings: Settings,
+    ceiling_repetitions: int = 3,
+    progress: Progress = lambda what, done, total: None,
+) -> Report:
+    """Measure this machine, and a model on it; the measured ceilings are kept.
+
+    Args:
+        model: as `twinphase run` takes it; None measures the machine alone.
+        settings: of the model's points.
+        ceiling_repetitions: of the ceilings.
+        progress: told what is measured.
+
+    Raises:
+        InvalidRequestError: a model, or another backend, together with ranks.
+        TwinphaseError: the model cannot be found, read or run, or the ceilings could not be
+            measured.
+    """
+    threads = settings.threads or available_cores()
+    device = None
+    if settings.backend == "torch":
+        device = open_device(
+            "torch", settings.threads, settings.isa, settings.device, settings.dtype
+        )
+        threads = device.threads
+    how = threads, settings.isa, ceiling_repetitions, progress, device
+    points = None
+    found = []
+    with Bystanders() as others:
+        link = _link(settings, model, progress)
+        sweep = measure_ceilings(*how)
+        if model is not None:
+            points = measure_model(model, replace(settings, threads=threads), progress)
+            # What memory gives changes, so that ceilings are measured on both sides of the model;
+            # and once more where a step beat them, before the counts are doubted.
+            for _ in range(2):
+                sweep = sweep.with_more(measure_ceilings(*how))
+                found = [
+                    find(point, samples, sweep.now) for point, samples in points.samples.items()
+                ]
+                if not any(placed.over_ceiling for one in found for _, placed in one.placed):
+                    break
+    ceilings = sweep.now
+    sweep = sweep.save()
+    on_gpu = device is not None and device.free_memory() is not None
+    line = measured_roofline(ceilings, () if on_gpu else cache_levels(threads))
+    marks = _marks(found)
+    sections = [_machine_section(sweep, line, marks, link)]
+    if points:
+        sections += [_phase_section(found, phase) for phase in ("prefill", "decode")]
+        sections.append(Section("How the parts were timed", (), (words.HOW_APART,)))
+    return Report(
+        kind="roofline",
+        title=f"Roofline of {points.loaded.checkpoint.path.name if points else 'this machine'}",
+        verdicts=tuple(words.verdicts(line, found)),
+        conditions=_conditions(points, settings, threads, ceilings, ceiling_repetitions),
+        noise=tuple(_noise(sweep, points, others)),
+        sections=tuple(sections),
+        metrics=tuple(words.metrics(sweep, found)),
+        data=_data(sweep, line, points) | {"link": link and asdict(link)},
+    )
+
+
+def _link(settings: Settings, model: str | None, progress: Progress) -> LinkRates | None:
+    """What ranks exchange, if there are to be several; raises InvalidRequestError where that is not measured."""
+    ranks = settings.tensor_parallel_size
+    if ranks == 1:
+        return None
+    if model is not None or settings.backend != "cpu":
+        raise InvalidRequestError(
+            "What ranks exchange is measured on the cpu backend, without a model.",
+            "Leave out MODEL and --backend, or --tensor-parallel-size.",
+        )
+    progress("what ranks exchange", 0, 1)
+    threads = EngineConfig(tensor_parallel_size=ranks, threads=settings.threads).rank_threads
+    return measure_link(ranks, threads or 1, settings.isa)
+
+
+def settings_of(given: Mapping[str, Any]) -> Settings:
+    """Settings from the command line's options, of which those left out are not in `given`.
+
+    Raises:
+        InvalidRequestError: a list that is not one, or a value out of range.
+    """
+    values = {name: given[name] for name in Settings.__dataclass_fields__ if name in given}
+    for name in {"prompt_lengths", "batches", "contexts"} & values.keys():
+        try:
+            values[name] = tuple(int(word) for word in values[name].split(","))
+        except ValueError:
+            option = name.replace("_", "-")
+            raise InvalidRequestError(
+                f"--{option} is {values[name]!r}.", "Use numbers such as 1,2,4."
+            ) from None
+    return Settings(**values)
+
+
+def _conditions(
+    points: ModelPoints | None,
+    settings: Settings,
+    threads: int,
+    ceilings: Ceilings,
+    ceiling_repetitions: int,
+) -> dict[str, str]:
+    flags: dict[str, object] = {
+        "ceilings": f"{ceiling_repetitions} repetitions before and after; MBU counts from the "
+        "best bandwidth of these"
+    }
+    if points is None:
+        return conditions(threads=threads, isa=ceilings.isa, flags=flags)
+    shape = points.shape
+    units = points.units
+    flags |= {
+        "repetitions": f"{min(map(len, points.samples.values()))}, all points in turn; figures "
+        "are medians",
+        "decode steps": f"{settings.steps} whole and {settings.steps} in parts per repetition",
+        "largest prefill chunk": f"{settings.max_num_batched_tokens} tokens",
+        "KV cache": f"{settings.kv_cache_dtype}, {shape.kv_token_bytes:,} bytes per token",
+        "weights": f"{shape.linear_bytes + shape.head_bytes:,} bytes read per step",
+        "units": f"linear layers {units.linear}; attention {units.scores} (scores), "
+        f"{units.values} (values)",
+    }
+    return conditions(
+        model=points.loaded.checkpoint.path, threads=threads, isa=ceilings.isa, flags=flags
+    )
+
+
+def _noise(sweep: CeilingSweep, points: ModelPoints | None, others: Bystanders) -> list[str]:
+    lines = [others.noise()]
+    if sweep.kept.provisional:
+        lines.append(
+            "Other processes took the cores while ceilings were measured: later runs measure "
+            "them again."
+        )
+    if sweep.problem:
+        lines.append(f"The ceilings could not be kept for later runs: {sweep.problem}.")
+    if points:
+        seconds = [[sample.seconds for sample in many] for many in points.samples.values()]
+        middle = statistics.median(
+            (max(many) - min(many)) / statistics.median(many) / 2 for many in seconds
+        )
+        lines.append(
+            f"Half the range of a point's time is {middle:.0%} of its median (median point)."
+        )
+        lines += [f"Left out: {reason}." for reason in points.left_out]
+    return lines
+
+
+def _machine_section(
+    sweep: CeilingSweep, line: Roofline, marks: Sequence[DrawnPart], link: LinkRates | None
+) -> Section:
+    caption = (
+        "Solid lines: bandwidth by working set; dashed: peaks of the arithmetic units; "
+        "crosses: balance points."
+    )
+    if marks:
+        caption += (
+            " Points: medians; the labels are prompt lengths, batches and contexts of a "
+            "line's ends."
+        )
+    plots = (roofline_plot(line, marks, caption),) if line.roofs and line.slopes else ()
+    tables = [
+        words.balance_table(line),
+        words.ceilings_table(sweep),
+        *([words.link_table(link)] if link else []),
+    ]
+    return Section("The machine", (), (), tuple(tables), plots)
+
+
+def _phase_section(found: Sequence[PointFinding], phase: str) -> Section:
+    tables = words.point_table(found, phase), words.part_table(found, phase)
+    return Section(phase.capitalize(), (), (), tuple(table for table in tables if table.rows))
+
+
+def _series(found: Sequence[PointFinding], series: str) -> list[PointFinding]:
+    """Points in which one thing varies: "prefill" the prompt, "batch" at the largest batch's context, "context"."""
+    if series == "prefill":
+        return sorted(
+            (one for one in found if one.point.phase == series), key=lambda one: one.point.tokens
+        )
+    decodes = [one for one in found if one.point.phase == "decode"]
+    if series == "context":
+        return sorted(
+            (one for one in decodes if one.point.batch == 1), key=lambda one: one.point.tokens
+        )
+    context = max(decodes, key=lambda one: one.point.batch).point.tokens if decodes else 0
+    return sorted(
+        (one for one in decodes if one.point.tokens == context), key=lambda one: one.point.batch
+    )
+
+
+def _marks(found: Sequence[PointFinding]) -> list[DrawnPart]:
+    """The parts to be drawn, series by series."""
+    marks = []
+    # Linear layers do not depend on the context.
+    drawn = [("linear", "prefill"), ("linear", "batch")]
+    drawn += [("attention", series) for series in ("prefill", "batch", "context")]
+    for part, series in drawn:
+        for one in _series(found, series):
+            placed = one.linear if part == "linear" else one.attention
+            point = one.point
+            if not one.adds_up or placed.intensity is None or placed.rate <= 0:
+                continue
+            label = f"batch {point.batch}" if series == "batch" else f"context {point.tokens:,}"
+            label = f"n = {point.tokens:,}" if series == "prefill" else label
+            facts = {
+                "MFU": words.percent(placed.mfu),
+                "MBU": words.percent(placed.mbu),
+                "bound by": placed.bound,
+            }
+            name = f"{series} {part}"
+            marks.append(
+                DrawnPart(point.phase, part, name, label, placed.intensity, placed.rate, facts)
+            )
+    return marks
+
+
+def _data(sweep: CeilingSweep, line: Roofline, points: ModelPoints | None) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "ceilings": {
+            "best": asdict(sweep.kept),
+            "runs": [asdict(one) for one in sweep.runs],
+        },
+        "roofline": asdict(line),
+        "balance points": [
+            {"unit": roof.unit, "memory": slope.name, "flop_per_byte": balance}
+            for roof, slope, balance in line.balances
+        ],
+    }
+    if points is not None:
+        data["samples"] = {
+            str(point): [asdict(sample) for sample in many]
+            for point, many in points.samples.items()
+        }
+        data["left out"] = list(points.left_out)
+    return data

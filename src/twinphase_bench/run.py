@@ -1,0 +1,129 @@
+"""`twinphase bench` from a target to a report: runs what was asked for, and puts its parts together.
+
+Not for options (`commands/bench.py`), nor for what a sweep (`sweep/report.py`) or a load
+(`load/report.py`) found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from twinphase.progress import Progress
+from twinphase_bench.conditions import conditions
+from twinphase_bench.report.report import Metric, Report, Section, Status, Verdict
+from twinphase_bench.sweep.plan import UNKNOWN_CONTEXT, SweepOptions, make_plan
+from twinphase_bench.sweep.report import sweep_data, sweep_metrics, sweep_noise, sweep_sections
+from twinphase_bench.sweep.run import PhaseSweep, calibrate, sweep
+from twinphase_bench.sweep.verdicts import sweep_verdicts
+from twinphase_bench.targets.phases_of_url import PhasesOfUrl
+from twinphase_bench.targets.target import Target, TargetFacts
+
+CLIENT = "client"
+TEXT_LENGTHS_OFF = (
+    0.95  # of the context is planned for where prompts are text, whose length is about right only
+)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one measurement gives to the report; `data` is stored under `name`."""
+
+    name: str
+    verdicts: Sequence[Verdict]
+    sections: Sequence[Section]
+    metrics: Sequence[Metric] = ()
+    noise: Sequence[str] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, object] = field(default_factory=dict)
+
+
+def run_sweep(target: Target, options: SweepOptions, progress: Progress) -> PhaseSweep:
+    """Warm up, plan by the target's pace, and measure."""
+    facts = target.facts
+    server = facts.kind == "openai"
+    context = facts.context_length
+    if server and context is not None:
+        context = int(context * TEXT_LENGTHS_OFF)
+    pace = calibrate(target, progress)
+    if isinstance(target, PhasesOfUrl):
+        target.forget()
+    plan = make_plan(context, options, pace)
+    # A server on this machine is one of the others; and what it did elsewhere cannot be seen.
+    return sweep(target, plan, progress, watch_others=not server)
+
+
+def sweep_parts(result: PhaseSweep) -> Parts:
+    """For the report."""
+    plan = result.plan
+    batches = sorted({place.batch for place in plan.places})
+    flags = {
+        "repetitions": plan.repetitions,
+        "longest prompt": f"{plan.longest:,} tokens",
+        "batch sizes": ", ".join(map(str, batches)),
+        "steps of a decode measurement": plan.decode_tokens,
+        "seed of prompts and order": plan.seed,
+    }
+    if result.facts.context_length is None:
+        flags["context length"] = f"unknown to us; planned for {UNKNOWN_CONTEXT:,}"
+    return Parts(
+        "phase sweep",
+        sweep_verdicts(result),
+        sweep_sections(result),
+        sweep_metrics(result),
+        sweep_noise(result),
+        sweep_data(result),
+        flags,
+    )
+
+
+def client_parts(target: Target) -> list[Parts]:
+    """Whether the client kept up with the sweep of a server, and its requests; none for a target in this process."""
+    if not isinstance(target, PhasesOfUrl):
+        return []
+    fault = target.client_fault()
+    verdicts = []
+    if fault:
+        verdicts = [Verdict(Status.VOID, "The client was the limit: this sweep is void.", fault)]
+    noise = [
+        f"The client was late in {len(target.late)} of {target.num_measured} measurements, "
+        "repetitions included."
+    ]
+    data = {"requests": target.observations, "client late": list(target.late)}
+    return [Parts(CLIENT, verdicts, [], noise=noise, data=data)]
+
+
+def bench_report(
+    facts: TargetFacts,
+    parts: Sequence[Parts],
+    *,
+    model: Path | None = None,
+    threads: int | None = None,
+    isa: str = "",
+) -> Report:
+    """The report of a target.
+
+    Args:
+        facts: of the target.
+        parts: what was measured of it, most important first.
+        model: its file, where it is here.
+        threads: that compute; None is unknown.
+        isa: instruction-set path; "" is unknown.
+    """
+    flags = {key: value for part in parts for key, value in part.flags.items()}
+    verdicts = [verdict for part in parts for verdict in part.verdicts]
+    told = facts.details.get("threads", "")
+    threads = int(told) if threads is None and told.isdigit() else threads
+    return Report(
+        kind="bench",
+        title=f"{facts.model} on {facts.engine}: "
+        f"{' and '.join(part.name for part in parts if part.name != CLIENT)}",
+        verdicts=tuple(sorted(verdicts, key=lambda verdict: verdict.status is not Status.VOID)),
+        conditions=conditions(facts, model=model, threads=threads, isa=isa, flags=flags),
+        noise=tuple(line for part in parts for line in part.noise),
+        sections=tuple(section for part in parts for section in part.sections),
+        metrics=tuple(metric for part in parts for metric in part.metrics),
+        data={"target": facts, **{part.name: part.data for part in parts}},
+    )

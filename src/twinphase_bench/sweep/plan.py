@@ -1,0 +1,150 @@
+"""Where a phase sweep measures: prompt lengths, positions and batch sizes, and how much of it a time limit allows.
+
+Not for measuring (`run.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ENOUGH_SECONDS = (
+    0.06  # a prefill shorter than this is measured several times in a row, and their median taken
+)
+SHORTEST_PROMPT = 10
+POWERS = tuple(2**k for k in range(5, 24))
+UNKNOWN_CONTEXT = 2048  # tokens planned for where the target does not say what it holds
+QUICK_LENGTH = 1024
+DECODE_TOKENS = 24
+BUDGET_SHARE = 0.85  # of the time limit that a plan may fill by its estimate
+MARGIN = (
+    1.3  # of the estimate: attention grows with the prompt, and disturbed measurements are repeated
+)
+FEWEST_TOKENS = 128  # a plan is not shortened below
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What a user may choose of a sweep."""
+
+    batches: tuple[int, ...] = (
+        1,
+        2,
+        4,
+        8,
+    )  # sequences at once; only those that the target can hold are measured
+    quick: bool = False  # a look in about a minute, not a result: fewer places, shorter prompts
+    repetitions: int | None = None  # five unless given, three if `quick`
+    max_seconds: float | None = 300.0  # limit of the sweep
+    max_length: int | None = None  # longest prompt + output; the end of the context unless given
+    seed: int = 0  # of prompts and order
+
+
+@dataclass(frozen=True)
+class Place:
+    """A point of the sweep."""
+
+    phase: str  # "prefill" or "decode"
+    length: int  # prompt tokens; in decode, those before the first decoded one
+    batch: int = 1  # sequences that decode together
+
+    def __str__(self) -> str:
+        at = f"{self.length:,} tokens"
+        return (
+            f"prefill of {at}" if self.phase == "prefill" else f"decode of {self.batch} behind {at}"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured."""
+
+    places: tuple[Place, ...]  # prefill first, from short to long
+    repetitions: int = 5  # rounds over all of them
+    decode_tokens: int = DECODE_TOKENS  # steps of one decode measurement
+    max_seconds: float | None = None  # limit of the rounds
+    seed: int = 0  # of the order
+    wanted_length: int = (
+        0  # longest prompt + output to be measured; the time limit may have allowed less
+    )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max((place.length for place in self.places), default=0)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Roughly how fast a target is, to plan by: seconds per prompt token, and per decode step."""
+
+    token: float
+    step: float
+
+    def estimate(self, plan: Plan) -> float:
+        """Seconds that a plan takes, roughly."""
+        decode = plan.decode_tokens * self.step
+        prompts = sum(place.length * place.batch for place in plan.places) * self.token
+        # A short prefill is repeated in a row.
+        more = sum(decode if place.phase == "decode" else ENOUGH_SECONDS for place in plan.places)
+        return MARGIN * plan.repetitions * (prompts + more)
+
+
+def make_plan(context_length: int | None, options: SweepOptions, pace: Pace | None = None) -> Plan:
+    """Places for a context: prompt lengths by ratio; decode on a grid of positions and batches.
+
+    Args:
+        context_length: longest prompt + output; None (unknown) plans up to `UNKNOWN_CONTEXT`.
+        options: what was asked for.
+        pace: of the target (`calibrate`): shortens prompts until the plan fits into `max_seconds`.
+    """
+    quick = options.quick
+    limit = options.max_seconds
+    wanted = min(
+        context_length or UNKNOWN_CONTEXT,
+        options.max_length or (QUICK_LENGTH if quick else 1 << 40),
+    )
+    rounds = options.repetitions or (3 if quick else 5)
+    length = wanted
+    while True:
+        places, tokens = _places(length, options.batches, quick)
+        plan = Plan(places, rounds, tokens, limit, options.seed, wanted)
+        fits = pace is None or limit is None or pace.estimate(plan) <= BUDGET_SHARE * limit
+        if fits or length <= FEWEST_TOKENS:
+            return plan
+        length = max(FEWEST_TOKENS, length * 9 // 10)
+
+
+def _places(length: int, batches: Sequence[int], quick: bool) -> tuple[tuple[Place, ...], int]:
+    """Places for prompts + outputs up to a length, and the steps of a decode measurement."""
+    tokens = min(12 if quick else DECODE_TOKENS, max(1, length // 4))
+    sizes = sorted(set(batches))
+    # Behind the longest prompt there is room for the tokens of a batch whose prompts are read one
+    # after the other.
+    longest = max(2, length - tokens - 4)
+    places = [Place("prefill", n) for n in _lengths(longest, quick)]
+    powers = [n for n in POWERS if n <= longest // 2]
+    low = 32 if longest >= 256 else max(1, longest // 16)
+    middle = powers[-1] if powers else max(1, longest // 2)
+    far = [n for n in powers[2 if quick else 0 :: 2] if n > low]
+    grid = {(position, 1) for position in (low, *far, middle, longest)}
+    # Batches behind short prompts only: each sequence's prompt is read anew for every repetition.
+    near = {low, min(middle, 512), *(() if quick else (min(middle, 1024),))}
+    grid |= {(position, size) for size in sizes if size > 1 for position in near}
+    places += [
+        Place("decode", position, batch)
+        for position, batch in sorted(grid, key=lambda at: at[::-1])
+    ]
+    return tuple(places), tokens
+
+
+def _lengths(longest: int, quick: bool) -> list[int]:
+    """Prompt lengths: powers of two, so that sweeps of other lengths share them, and both ends."""
+    powers = [n for n in (16, *POWERS) if n < 0.75 * longest][quick:]
+    shortest = min(SHORTEST_PROMPT, longest)
+    if len(powers) < 4:
+        count = 6 if quick else 8
+        return sorted(
+            {round(shortest * (longest / shortest) ** (i / (count - 1))) for i in range(count)}
+        )
+    return [shortest, *powers, longest]

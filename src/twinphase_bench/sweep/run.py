@@ -1,0 +1,263 @@
+"""The phase sweep: prefill time against prompt length, decode time against position and batch, each point repeated.
+
+Rounds over all points in an order drawn anew each time, so that a machine that slows down meanwhile
+does not look like a law. Not for what it means (`verdicts.py`).
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+
+from twinphase.errors import TwinphaseError
+from twinphase.progress import Progress
+from twinphase_bench.conditions import Bystanders
+from twinphase_bench.sweep.plan import ENOUGH_SECONDS, UNKNOWN_CONTEXT, Pace, Place, Plan
+from twinphase_bench.targets.target import DecodeSample, PrefillSample, Target, TargetFacts
+
+QUIET_CORES = (
+    0.1  # others may use this much of the machine before a measurement counts as disturbed
+)
+FEWEST_TICKS = 2  # of the kernel's clock: one alone may have been anything
+CLOCK_TICK = 0.01  # seconds
+RETRIES = 2  # of a disturbed measurement
+# measurements, and the disturbed share of them above which retrying is pointless
+BUSY_AFTER = 10
+BUSY_SHARE = 0.5
+MOST_IN_A_ROW = 8
+WARM_UP_OUTPUT = 16  # tokens that must fit behind a warm-up's prompt
+WARM_UP = ((40, 1), (200, 2), (200, 1))  # (prompt tokens, batch)
+
+
+class SweepError(TwinphaseError):
+    """Nothing could be measured; the message carries the target's first failure."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One measurement of one place."""
+
+    place: Place
+    round: int  # from 0
+    began: float  # seconds since the sweep began
+    samples: tuple[
+        PrefillSample | DecodeSample, ...
+    ]  # what the target gave: several for a short prefill
+    foreign_cores: (
+        float | None
+    )  # cores' worth of CPU time that others used meanwhile; None where it cannot be told
+    disturbed: bool  # others used so much that it was measured again, or would have been
+    kept: bool  # False for one that a less disturbed repetition replaced
+
+    @property
+    def x(self) -> tuple[float, float]:
+        """(prompt tokens, 1) by the target's count, or (mean position, batch)."""
+        first = self.samples[0]
+        if isinstance(first, PrefillSample):
+            return float(first.num_tokens), 1.0
+        return first.position, float(first.batch)
+
+    @property
+    def seconds(self) -> float:
+        """Of a prefill: the median of the samples. Of a decode step: the mean of the steps, as TPOT has it."""
+        first = self.samples[0]
+        if isinstance(first, DecodeSample):
+            return sum(first.gaps) / len(first.gaps)
+        return statistics.median(
+            sample.seconds for sample in self.samples if isinstance(sample, PrefillSample)
+        )
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """Where it was measured, as (prompt tokens, 1) or (position, batch), and the seconds of each repetition."""
+
+    x: tuple[float, float]
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+
+@dataclass
+class PhaseSweep:
+    """Everything that a sweep measured."""
+
+    facts: TargetFacts
+    plan: Plan
+    visits: list[Visit] = field(
+        default_factory=list
+    )  # replaced ones too, in the order in which they were made
+    failures: dict[Place, str] = field(default_factory=dict)  # why a place could not be measured
+    seconds: float = 0.0  # that the sweep took
+    stopped: str = ""  # why it ended before all rounds were done
+
+    def kept(self, place: Place | None = None) -> list[Visit]:
+        """The measurements that count, of one place or of all."""
+        return [one for one in self.visits if one.kept and place in (None, one.place)]
+
+    @property
+    def disturbed_share(self) -> float:
+        """Share of the measurements that others disturbed in spite of retries."""
+        kept = self.kept()
+        return sum(one.disturbed for one in kept) / len(kept) if kept else 0.0
+
+    def points(self, phase: str) -> list[tuple[Place, SweepPoint]]:
+        """Places with their repetitions' seconds, in the plan's order."""
+        found = []
+        for place in self.plan.places:
+            kept = self.kept(place)
+            if place.phase == phase and kept:
+                first = statistics.fmean(one.x[0] for one in kept)
+                found.append(
+                    (place, SweepPoint((first, kept[0].x[1]), tuple(one.seconds for one in kept)))
+                )
+        return found
+
+
+def calibrate(target: Target, progress: Progress = lambda what, done, total: None) -> Pace:
+    """Warm a target up with requests that are not measured, and see roughly how fast it is.
+
+    Raises:
+        TwinphaseError: the target failed.
+    """
+    longest = max(2, (target.facts.context_length or UNKNOWN_CONTEXT) - WARM_UP_OUTPUT)
+    token = step = 0.0
+    for number, (length, batch) in enumerate(WARM_UP):
+        progress("warm-up", number, len(WARM_UP))
+        sample = target.prefill(min(length, longest))
+        token = sample.seconds / sample.num_tokens
+        try:
+            gaps = target.decode(min(length, longest), batch, 4).gaps
+        except TwinphaseError:
+            if batch == 1:
+                raise
+            continue  # it does not take two at once: the sweep will say so
+        step = sum(gaps) / len(gaps)
+    return Pace(token, step)
+
+
+def sweep(
+    target: Target,
+    plan: Plan,
+    progress: Progress = lambda what, done, total: None,
+    *,
+    watch_others: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+) -> PhaseSweep:
+    """Measure every place of a plan, round after round; Ctrl-C ends it with what is complete.
+
+    Args:
+        target: idle and warm (`calibrate`).
+        plan: what to measure.
+        progress: told before each measurement.
+        watch_others: repeat what others' use of the CPU disturbed. Not for a server, whose own work
+            would count.
+        clock: monotonic seconds.
+
+    Raises:
+        SweepError: not one place could be measured.
+    """
+    run = _Sweep(target, plan, progress, watch_others, clock)
+    try:
+        run.rounds()
+    except KeyboardInterrupt:
+        run.result.stopped = "interrupted"
+    run.result.seconds = clock() - run.start
+    if not run.result.visits:
+        raise SweepError(
+            "Nothing could be measured: "
+            f"{next(iter(run.result.failures.values()), run.result.stopped)}",
+            "Check that the target answers a short prompt.",
+        )
+    return run.result
+
+
+class _Sweep:
+    """A sweep that is running."""
+
+    def __init__(
+        self,
+        target: Target,
+        plan: Plan,
+        progress: Progress,
+        watch_others: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.target = target
+        self.plan = plan
+        self.progress = progress
+        self.clock = clock
+        self.watch_others = watch_others
+        self.result = PhaseSweep(target.facts, plan)
+        self.start = clock()
+        self.random = random.Random(plan.seed)
+
+    def rounds(self) -> None:
+        """All places, as often as the plan says or the time allows; in each round in an order drawn anew."""
+        done = 0
+        total = len(self.plan.places) * self.plan.repetitions
+        for number in range(self.plan.repetitions):
+            places = list(self.plan.places)
+            self.random.shuffle(places)
+            for place in places:
+                if (
+                    self.plan.max_seconds is not None
+                    and self.clock() - self.start > self.plan.max_seconds
+                ):
+                    self.result.stopped = f"the limit of {self.plan.max_seconds:g} s was reached"
+                    return
+                self.progress(
+                    f"{place}, round {number + 1} of {self.plan.repetitions}", done, total
+                )
+                done += 1
+                if place not in self.result.failures:
+                    self.measure(place, number)
+        self.progress("done", total, total)
+
+    def measure(self, place: Place, number: int) -> None:
+        """One repetition; again with fresh prompts where it was disturbed.
+
+        Keeps the least disturbed one.
+        """
+        always_busy = (
+            len(self.result.kept()) >= BUSY_AFTER and self.result.disturbed_share >= BUSY_SHARE
+        )
+        found: list[Visit] = []
+        for _ in range(1 if always_busy else 1 + RETRIES):
+            began = self.clock()
+            watch = Bystanders() if self.watch_others else None
+            try:
+                with watch or nullcontext():
+                    samples = tuple(self.samples(place))
+            except TwinphaseError as error:
+                self.result.failures[place] = str(error)
+                break
+            cores = watch.cores if watch else None
+            ticks = (cores or 0.0) * (self.clock() - began) / CLOCK_TICK
+            disturbed = cores is not None and cores > QUIET_CORES and ticks >= FEWEST_TICKS
+            found.append(
+                Visit(place, number, began - self.start, samples, cores, disturbed, kept=False)
+            )
+            if not disturbed:
+                break
+        best = min(found, key=lambda one: (one.disturbed, one.foreign_cores or 0.0), default=None)
+        self.result.visits += [replace(one, kept=one is best) for one in found]
+
+    def samples(self, place: Place) -> Iterator[PrefillSample | DecodeSample]:
+        """Ask the target: a decode once, a prefill as often as a short one needs."""
+        if place.phase == "decode":
+            yield self.target.decode(place.length, place.batch, self.plan.decode_tokens)
+            return
+        total = 0.0
+        for _ in range(MOST_IN_A_ROW):
+            sample = self.target.prefill(place.length)
+            total += sample.seconds
+            yield sample
+            if total >= ENOUGH_SECONDS:
+                return

@@ -1,0 +1,208 @@
+"""What a phase sweep says of a target, in sentences with their numbers.
+
+What binds a phase is told from outside, by behaviour: a foreign engine's bytes and operations are
+not known.
+"""
+
+from __future__ import annotations
+
+import math
+
+from twinphase_bench.report.report import Status, Verdict
+from twinphase_bench.statistics import median_interval
+from twinphase_bench.sweep.run import PhaseSweep, SweepPoint
+
+REFERENCE_PROMPT = 512  # tokens: long enough that reading the weights once is spread over many
+# a chunk that takes as long as this many decode steps does not wait for reading the weights
+FEWEST_STEPS = 4.0
+# a batch that takes less than this share of its sequences one by one waits for something they share
+SHARED = 0.6
+SHARING_BATCH = 4  # sequences from which that can be told
+FEWEST_REPETITIONS = 3  # whose spread tells something
+BUSY_SHARE = 0.2  # of disturbed measurements above which it is the first thing to know
+
+
+def time_text(seconds: float) -> str:
+    """Milliseconds to three digits or more."""
+    value = seconds * 1000
+    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 10 else 3
+    return f"{value:,.{digits}f}"
+
+
+def rate_text(rate: float) -> str:
+    """Tokens per second to three digits or more."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:,.1f}" if rate >= 10 else f"{rate:,.2f}"
+
+
+def percent(share: float, signed: bool = False) -> str:
+    value = share * 100
+    digits = 0 if abs(value) >= 10 else 1
+    return f"{value:{'+' if signed else ''},.{digits}f} %"
+
+
+def sweep_verdicts(result: PhaseSweep) -> list[Verdict]:
+    """The findings, most important first."""
+    found = [_busy(result), _rates(result), _prefill_bound(result), _decode_bound(result)]
+    found += [_prefill_growth(result), _decode_growth(result)]
+    return [verdict for verdict in found if verdict is not None]
+
+
+def _busy(result: PhaseSweep) -> Verdict | None:
+    share = result.disturbed_share
+    if share <= BUSY_SHARE:
+        return None
+    return Verdict(
+        Status.INFO,
+        f"The machine was busy: others used the processor in {percent(share)} of the "
+        "measurements, even after "
+        "disturbed ones were repeated. Times are longer than on a quiet machine.",
+    )
+
+
+def _alone(result: PhaseSweep) -> list[SweepPoint]:
+    """Decode at batch 1, by rising position."""
+    return sorted(
+        (point for place, point in result.points("decode") if place.batch == 1),
+        key=lambda point: point.x,
+    )
+
+
+def _reference(result: PhaseSweep) -> SweepPoint | None:
+    """The measured prefill nearest to `REFERENCE_PROMPT` tokens."""
+    points = [point for _, point in result.points("prefill")]
+    return min(points, key=lambda point: abs(point.x[0] - REFERENCE_PROMPT), default=None)
+
+
+def _rates(result: PhaseSweep) -> Verdict | None:
+    prompt = _reference(result)
+    alone = _alone(result)
+    if prompt is None or not alone:
+        return None
+    fast = prompt.x[0] / prompt.median
+    slow = 1 / alone[0].median
+    times = fast / slow
+    relation = f"{times:.1f} times decode's" if times >= 1 else f"only {times:.2f} times decode's"
+    return Verdict(
+        Status.INFO,
+        f"Prefill reads {rate_text(fast)} tok/s ({prompt.x[0]:,.0f}-token prompt), decode writes "
+        f"{rate_text(slow)} "
+        f"tok/s for one request (behind {alone[0].x[0]:,.0f} tokens): prefill's rate is "
+        f"{relation}. One figure for "
+        "both would hide which half was measured.",
+    )
+
+
+def _prefill_bound(result: PhaseSweep) -> Verdict:
+    """How much of prefill's time reading the weights can be at most; more cannot be shown from outside."""
+    prompt = _reference(result)
+    alone = _alone(result)
+    claim = "Prefill does not wait for reading the weights."
+    if prompt is None or not alone:
+        return Verdict(Status.UNKNOWN, claim, "One of the phases was not measured.")
+    if prompt.x[0] < REFERENCE_PROMPT / 4:
+        return Verdict(
+            Status.UNKNOWN,
+            claim,
+            f"The longest prompt had {prompt.x[0]:,.0f} tokens, too few to tell.",
+        )
+    told = _chunks(result, prompt.x[0])
+    chunks = told or 1
+    steps = prompt.median / alone[0].median
+    text = f"A prompt of {prompt.x[0]:,.0f} tokens takes as long as {steps:,.1f} decode steps"
+    low, high = _ratio(prompt, alone[0])
+    if low < FEWEST_STEPS * chunks <= high:
+        return Verdict(Status.UNKNOWN, claim, f"{text}, {_doubt(low, high)}")
+    how = (
+        "assuming that it was read in one chunk"
+        if told is None
+        else f"read in {chunks} chunk{'s'[: chunks != 1]}"
+    )
+    bound = f"{text}, {how}; a step reads all weights once, and so does a chunk: "
+    if steps < FEWEST_STEPS * chunks:
+        share = percent(min(chunks / steps, 1.0))
+        return Verdict(Status.UNKNOWN, claim, f"{bound}that may be as much as {share} of the time.")
+    reason = (
+        f"{bound}that is at most {percent(chunks / steps)} of the time. What the rest is "
+        "(arithmetic, unpacking of "
+        "weights, the program around them) cannot be told from outside."
+    )
+    return Verdict(Status.HOLDS, claim, reason)
+
+
+def _chunks(result: PhaseSweep, num_tokens: float) -> int | None:
+    """In how many chunks the target reads a prompt; None where it does not say."""
+    told = result.facts.details.get("max_num_batched_tokens", "")
+    if told.isdigit() and int(told):
+        return math.ceil(num_tokens / int(told))
+    return 1 if result.facts.kind == "transformers" else None
+
+
+def _decode_bound(result: PhaseSweep) -> Verdict:
+    claim = "Decode of one request is not compute-bound: a batch shares what it waits for."
+    grid = {(place.length, place.batch): point for place, point in result.points("decode")}
+    wide = max(
+        ((p, b) for p, b in grid if b >= SHARING_BATCH and (p, 1) in grid),
+        key=lambda at: at[1],
+        default=None,
+    )
+    if wide is None:
+        return Verdict(
+            Status.UNKNOWN, claim, "No batch of four or more was measured beside one request alone."
+        )
+    position, batch = wide
+    alone = grid[position, 1]
+    times = grid[wide].median / alone.median
+    text = (
+        f"A step for {batch} sequences takes {times:.2f} times as long as a step for one (behind "
+        f"{alone.x[0]:,.0f} "
+        f"tokens), with {batch} times the arithmetic: {percent(times / batch)} of the time per "
+        "token"
+    )
+    low, high = _ratio(grid[wide], alone)
+    if low < SHARED * batch <= high:
+        return Verdict(Status.UNKNOWN, claim, f"{text}, {_doubt(low, high)}")
+    return Verdict(Status.HOLDS if times < SHARED * batch else Status.FAILS, claim, f"{text}.")
+
+
+def _doubt(low: float, high: float) -> str:
+    if math.isinf(high):
+        return f"but fewer than {FEWEST_REPETITIONS} repetitions do not show their noise."
+    return f"but given their noise the ratio may be {low:,.1f} to {high:,.1f}."
+
+
+def _ratio(one: SweepPoint, other: SweepPoint) -> tuple[float, float]:
+    """The least and the most that one / other may be, by the intervals of their medians; anything if too few."""
+    if min(len(one.values), len(other.values)) < FEWEST_REPETITIONS:
+        return 0.0, math.inf
+    top = median_interval(one.values)
+    bottom = median_interval(other.values)
+    return top.low / bottom.high, top.high / bottom.low
+
+
+def _prefill_growth(result: PhaseSweep) -> Verdict | None:
+    points = [point for _, point in result.points("prefill")]
+    best = min(points, key=lambda point: point.median / point.x[0], default=None)
+    if best is None or len(points) < 2:
+        return None
+    prices = {
+        point.x[0]: f"{time_text(point.median / point.x[0])} ms"
+        for point in (points[0], best, points[-1])
+    }
+    told = ", ".join(f"{price} at {tokens:,.0f}" for tokens, price in prices.items())
+    return Verdict(
+        Status.INFO,
+        f"A prompt token takes {told} tokens of prompt.",
+    )
+
+
+def _decode_growth(result: PhaseSweep) -> Verdict | None:
+    alone = _alone(result)
+    if len(alone) < 2:
+        return None
+    change = percent(alone[-1].median / alone[0].median - 1, signed=True)
+    return Verdict(
+        Status.INFO,
+        f"A decode step of one request takes {time_text(alone[0].median)} ms at position "
+        f"{alone[0].x[0]:,.0f} and "
+        f"{time_text(alone[-1].median)} ms at {alone[-1].x[0]:,.0f}: {change}.",
+    )

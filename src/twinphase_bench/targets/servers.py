@@ -1,0 +1,105 @@
+"""Which server answers at a URL, by what it says of itself; "unknown" where it says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+GetJson = Callable[
+    [str], Awaitable[Any]
+]  # of a route at the server's root; None where there is no JSON
+GetText = Callable[[str], Awaitable[str]]
+# Servers that go on behind the end of text when told to; others ignore the field, or refuse it.
+ACCEPTS_IGNORE_EOS = {"twinphase", "vllm", "sglang", "llama.cpp"}
+ACCEPTS_TOKEN_IDS = {"twinphase", "vllm", "sglang", "llama.cpp"}  # as the prompt of /v1/completions
+OWNERS = {
+    "twinphase": "twinphase",
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "llamacpp": "llama.cpp",
+    "library": "ollama",
+}
+METRIC_PREFIXES = {
+    "twinphase:": "twinphase",
+    "vllm:": "vllm",
+    "sglang:": "sglang",
+    "llamacpp:": "llama.cpp",
+}
+VERSION_ROUTES = {
+    "twinphase": ["/version"],
+    "vllm": ["/version"],
+    "sglang": ["/server_info", "/get_server_info"],
+}
+TITLES = {"vllm": "vLLM", "sglang": "SGLang", "ollama": "Ollama"}
+
+
+@dataclass(frozen=True)
+class Server:
+    """What is known of a server.
+
+    Attributes:
+        kind: "twinphase", "vllm", "sglang", "llama.cpp" (its own server), "llama-cpp-python",
+            "ollama", "unknown".
+        version: as it says; "" where it does not.
+        found_by: the route that told.
+        context_length: longest prompt + output, tokens; None is unknown.
+        details: what else it says that a reader should know.
+    """
+
+    kind: str
+    version: str = ""
+    found_by: str = ""
+    context_length: int | None = None
+    details: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Name and version."""
+        return f"{TITLES.get(self.kind, self.kind)} {self.version}".strip()
+
+
+async def detect(model: Mapping[str, Any], get_json: GetJson, get_text: GetText) -> Server:
+    """Ask a server who it is; `model` is its entry in /v1/models."""
+
+    async def page(route: str) -> dict[str, Any]:
+        found = await get_json(route)
+        return found if isinstance(found, dict) else {}
+
+    owner = str(model.get("owned_by") or "").lower()
+    context = _count(model.get("max_model_len"))
+    kind = OWNERS.get(owner, "unknown")
+    found_by = f"owned_by {owner!r} in /v1/models"
+    if kind in ("unknown", "llama.cpp"):
+        props = await page("/props")
+        if isinstance(settings := props.get("default_generation_settings"), dict):
+            details: dict[str, str] = {
+                key: str(props[key]) for key in ("total_slots", "model_path") if key in props
+            }
+            context = _count(settings.get("n_ctx")) or context
+            return Server(
+                "llama.cpp", str(props.get("build_info") or ""), "/props", context, details
+            )
+    if kind in ("unknown", "ollama") and (version := (await page("/api/version")).get("version")):
+        return Server("ollama", str(version), "/api/version", context)
+    if kind == "unknown":
+        text = await get_text("/metrics")
+        kind = next(
+            (name for prefix, name in METRIC_PREFIXES.items() if f"\n{prefix}" in f"\n{text}"),
+            "unknown",
+        )
+        found_by = "/metrics"
+    if kind == "unknown" and owner == "me":  # also says so in the title of its OpenAPI document
+        info = (await page("/openapi.json")).get("info")
+        if isinstance(info, dict) and "llama.cpp" in str(info.get("title")):
+            return Server(
+                "llama-cpp-python", str(info.get("version") or ""), "/openapi.json", context
+            )
+    for route in VERSION_ROUTES.get(kind, ()):
+        if version := (await page(route)).get("version"):
+            return Server(kind, str(version), found_by, context)
+    return Server(kind, "", found_by if kind != "unknown" else "", context)
+
+
+def _count(found: Any) -> int | None:
+    return found if isinstance(found, int) else None

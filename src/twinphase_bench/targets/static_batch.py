@@ -1,0 +1,65 @@
+"""Both phases of an engine in this process that runs one batch at a time: transformers, llama.cpp.
+
+Such an engine only has to generate; what is timed as prefill and as decode is told apart here. Not
+for our own engine, which mixes phases in a step (`engine.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from twinphase_bench.load.workload import PromptMaker, Sizing
+from twinphase_bench.targets.target import DecodeSample, PrefillSample, TargetFacts
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One batch: when its prompts were handed over, when each step's tokens were there, and each sequence's last one.
+
+    The first step gives the first tokens: it has computed all the prompts.
+    """
+
+    began: float
+    step_ends: list[float]
+    last_tokens: list[int]
+
+
+class Generator(Protocol):
+    """An engine that decodes greedily and ignores the end of text."""
+
+    facts: TargetFacts
+    vocab_size: int
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> Generated:
+        """Give each prompt that many tokens; all prompts have one length, and none of them is cached."""
+
+    def close(self) -> None:
+        """Free the model."""
+
+
+class StaticBatchTarget:
+    """A `Target` made of a `Generator`."""
+
+    def __init__(self, engine: Generator, seed: int = 0) -> None:
+        self.engine = engine
+        self.facts = engine.facts
+        self._prompts = PromptMaker(Sizing(vocab_size=engine.vocab_size), seed)
+
+    def prefill(self, num_tokens: int) -> PrefillSample:
+        run = self._generate(1, num_tokens, 1)
+        return PrefillSample(num_tokens, run.step_ends[0] - run.began)
+
+    def decode(self, position: int, batch: int, num_tokens: int) -> DecodeSample:
+        run = self._generate(batch, position, num_tokens + 1)
+        gaps = tuple(end - begin for begin, end in pairwise(run.step_ends))
+        return DecodeSample(position + (num_tokens - 1) / 2, batch, gaps)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _generate(self, batch: int, length: int, num_tokens: int) -> Generated:
+        return self.engine.generate(
+            [list(self._prompts.take(length).token_ids) for _ in range(batch)], num_tokens
+        )

@@ -1,0 +1,104 @@
+"""What is measured: anything that turns a prompt into tokens, ours or another's.
+
+A `Target` can be asked for one phase at a time, as the phase sweep needs it; a `LoadTarget` takes
+many requests at once. The other files of this folder are the targets; `kinds.py` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from twinphase_bench.client.observation import Observation
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a reader must know of a target.
+
+    Attributes:
+        name: as given on the command line.
+        kind: "twinphase", "openai", "transformers", "llama-cpp".
+        engine: name and version of what answers, "unknown" where it does not say.
+        model: as the target names it.
+        precision: of weights, and of the KV cache where known; "unknown" otherwise.
+        context_length: longest prompt + output; None is unknown.
+        prefill_definition, decode_definition: what is timed.
+        details: more conditions for the report: threads, model hash, flags.
+    """
+
+    name: str
+    kind: str
+    engine: str
+    model: str
+    precision: str
+    context_length: int | None
+    prefill_definition: str
+    decode_definition: str
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that shares no prefix with any other of its run.
+
+    Attributes:
+        text: for targets that take text.
+        token_ids: for those that take ids; empty otherwise.
+        num_tokens: exact with ids, about right with text. The target's own count goes into results.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class PrefillSample:
+    """One prefill: `num_tokens` prompt tokens by the target's count, none of them cached, in `seconds`."""
+
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DecodeSample:
+    """Decode of `batch` sequences at once, seen over some tokens.
+
+    Attributes:
+        position: mean number of tokens before the decoded ones.
+        batch: sequences that decoded together all the while.
+        gaps: seconds per step; a step gives every sequence one token.
+    """
+
+    position: float
+    batch: int
+    gaps: tuple[float, ...]
+
+
+class Target(Protocol):
+    """Something whose phases can be measured apart; both raise a TwinphaseError where it fails or refuses."""
+
+    facts: TargetFacts
+
+    def prefill(self, num_tokens: int) -> PrefillSample:
+        """Measure one prefill of about that many tokens, none of them cached."""
+
+    def decode(self, position: int, batch: int, num_tokens: int) -> DecodeSample:
+        """Measure decode of `num_tokens` tokens per sequence, behind prompts of about `position` tokens each."""
+
+    def close(self) -> None:
+        """Let go of the model, or of connections."""
+
+
+class LoadTarget(Protocol):
+    """Something that serves many requests at once."""
+
+    facts: TargetFacts
+
+    async def send(self, prompt: Prompt, max_tokens: int, intended: float) -> Observation:
+        """Send a request when it is due, and take its whole answer; failures are in the observation, never raised."""
+
+    async def close(self) -> None:
+        """Let go of connections."""

@@ -1,0 +1,99 @@
+"""Hugging Face transformers on PyTorch in this process: the baseline that most people have at hand.
+
+The model is called directly with a KV cache, because `generate()` adds its own work to every step.
+Nothing is compiled: not the fastest that PyTorch can do.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from twinphase.config import available_cores
+from twinphase.errors import ModelNotFoundError, UnsupportedModelError
+from twinphase_bench.extras import require
+from twinphase_bench.targets.static_batch import Generated
+from twinphase_bench.targets.target import TargetFacts
+
+INSTALL = "transformers torch"
+PREFILL = (
+    "One call of the model with the whole prompt and an empty KV cache, logits of the last "
+    "position, argmax of them."
+)
+DECODE = (
+    "One call of the model with one token for each sequence (a static batch of equal "
+    "lengths) and argmax."
+)
+
+
+class Transformers:
+    """A folder with a model as transformers loads it, in eager mode with its default attention."""
+
+    def __init__(self, path: str, *, threads: int | None = None) -> None:
+        """Load from a folder; nothing is fetched.
+
+        Raises:
+            MissingExtraError: torch or transformers is not installed.
+            ModelNotFoundError: no such folder.
+            UnsupportedModelError: transformers cannot load it.
+        """
+        folder = Path(path).expanduser()
+        if not (folder / "config.json").is_file():
+            raise ModelNotFoundError(
+                f"{path!r} is not the folder of a transformers model: it has no config.json.",
+                "Give transformers:FOLDER with config.json and the weights in it.",
+            )
+        self._torch = require("torch", INSTALL)
+        transformers = require("transformers", INSTALL)
+        transformers.utils.logging.disable_progress_bar()
+        threads = threads or available_cores()
+        self._torch.set_num_threads(threads)
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype="auto", local_files_only=True
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise UnsupportedModelError(
+                f"transformers cannot load {path}: {reason}", "Try it in Python."
+            ) from None
+        self._model = model.eval()
+        self._new_cache = transformers.DynamicCache
+        text = model.config.get_text_config()
+        self.vocab_size = int(text.vocab_size)
+        dtype = str(model.dtype).removeprefix("torch.")
+        self.facts = TargetFacts(
+            name=f"transformers:{path}",
+            kind="transformers",
+            engine=f"transformers {transformers.__version__}, torch {self._torch.__version__}",
+            model=folder.resolve().name,
+            precision=f"{dtype} weights and KV cache",
+            context_length=getattr(text, "max_position_embeddings", None),
+            prefill_definition=PREFILL,
+            decode_definition=DECODE,
+            details={
+                "threads": str(threads),
+                "attention": str(getattr(model.config, "_attn_implementation", "unknown")),
+            },
+        )
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> Generated:
+        """All prompts in one call of the model, then one token of each per call."""
+        tokens = self._torch.tensor(prompts)
+        step_ends = []
+        began = time.perf_counter()
+        with self._torch.inference_mode():
+            cache = self._new_cache()
+            for _ in range(num_tokens):
+                output = self._model(
+                    input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1
+                )
+                tokens = output.logits[:, -1].argmax(dim=-1, keepdim=True)  # [sequences, 1]
+                last = tokens[
+                    :, 0
+                ].tolist()  # on a device the step is over only when its tokens are here
+                step_ends.append(time.perf_counter())
+        return Generated(began, step_ends, last)
+
+    def close(self) -> None:
+        """Nothing to do: the memory goes with the object."""
