@@ -85,7 +85,7 @@ class Decoder:
         logits = backend.linear(self.hidden(backend), self.head)
         if blueprint.logit_scale != 1.0 or blueprint.logit_softcap:
             logits = backend.cap_logits(logits, blueprint.logit_scale, blueprint.logit_softcap)
-        return self._gather(backend, logits, "vocab")
+        return backend.gather(logits, blueprint.span("vocab"))
 
     def hidden(self, backend: Backend) -> Array:
         """The last hidden state after the final norm, [num_logits, hidden_size]."""
@@ -95,7 +95,7 @@ class Decoder:
             if index in self.kept:
                 backend.keep(x)
             h = self._attention(backend, x, index, layer)
-            h = self._gather(backend, h, "heads")
+            h = backend.gather(h, blueprint.span("heads"))
             if index == blueprint.num_layers - 1:
                 # After the last attention rows are independent: compute only those whose logits
                 # are wanted.
@@ -120,7 +120,7 @@ class Decoder:
         h = self._norm(backend, x, layer.ffn_norm)
         if blueprint.experts is None:
             h = backend.gate_mul(backend.linear(h, layer.gate_up, bias=layer.gate_up_bias))
-            h = self._gather(backend, h, "ffn")
+            h = backend.gather(h, blueprint.span("ffn"))
             return self._add(backend, x, h, layer.down, layer.down_bias, layer.ffn_post_norm)
         h = backend.moe(
             h,
@@ -132,7 +132,8 @@ class Decoder:
             gate_up_bias=layer.gate_up_bias,
             down_bias=layer.down_bias,
         )
-        return backend.add(x, self._gather(backend, h, "hidden"), blueprint.residual_scale)
+        h = backend.gather(h, blueprint.span("hidden"))
+        return backend.add(x, h, blueprint.residual_scale)
 
     def _add(
         self,
@@ -145,21 +146,14 @@ class Decoder:
     ) -> Array:
         """x plus the last linear layer of a half; one operation if nothing is between them."""
         scale = self.blueprint.residual_scale
-        share = self.blueprint.share
+        span = self.blueprint.span("hidden")
         if post_norm is None and bias is None and scale == 1.0:
-            first = 0 if share is None else share.hidden.first
-            return self._gather(
-                backend, backend.linear(h, weight, residual=x, first=first), "hidden"
-            )
-        h = self._gather(backend, backend.linear(h, weight, bias=bias), "hidden")
+            first = span.first if span else 0
+            return backend.gather(backend.linear(h, weight, residual=x, first=first), span)
+        h = backend.gather(backend.linear(h, weight, bias=bias), span)
         if post_norm is not None:
             return backend.add_norm(x, h, post_norm, self.blueprint.norm_eps, scale)
         return backend.add(x, h, scale)
-
-    def _gather(self, backend: Backend, h: Array, columns: str) -> Array:
-        """All-gather columns of which each rank has computed a share, by their name in `Share`."""
-        share = self.blueprint.share
-        return h if share is None else backend.gather(h, getattr(share, columns))
 
     def _norm(self, backend: Backend, x: Array, weight: Array | None) -> Array:
         return x if weight is None else backend.rms_norm(x, weight, self.blueprint.norm_eps)
