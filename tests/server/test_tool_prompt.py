@@ -7,7 +7,7 @@ import pytest
 
 from twinphase.errors import InvalidRequestError
 from twinphase.server.tool_prompt import with_argument_objects, with_tool_prompt
-from twinphase.tokenizer.chat_template import CHATML, ChatTemplate, supports_tools
+from twinphase.tokenizer.chat_template import CHATML, ChatTemplate
 
 TOOLS = [
     {
@@ -79,11 +79,9 @@ def test_arguments_that_are_no_object_are_refused(arguments):
 
 
 def test_templates_tell_whether_they_take_tools():
-    assert supports_tools(ChatTemplate("{%- if tools %}{{ tools | tojson }}{% endif %}"))
-    assert supports_tools(
-        ChatTemplate("{%- if not tools is defined %}{%- set tools = none %}{% endif %}")
-    )
-    assert not supports_tools(
-        ChatTemplate("Your tools: {{ 'tools' }}{# tools #}{{ message.content }}")
-    )
-    assert not supports_tools(ChatTemplate(CHATML))
+    assert ChatTemplate("{%- if tools %}{{ tools | tojson }}{% endif %}").supports_tools
+    unset = "{%- if not tools is defined %}{%- set tools = none %}{% endif %}"
+    assert ChatTemplate(unset).supports_tools
+    only_words = "Your tools: {{ 'tools' }}{# tools #}{{ message.content }}"
+    assert not ChatTemplate(only_words).supports_tools
+    assert not ChatTemplate(CHATML).supports_tools

@@ -13,9 +13,9 @@ from twinphase.constraint import StructuredOutputsParams
 from twinphase.engine.frontends.text import ModelText
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.request import SamplingParams
-from twinphase.tokenizer.chat_template import CHATML, ChatTemplate, supports_tools
+from twinphase.tokenizer.chat_template import CHATML, ChatTemplate
 from twinphase.tokenizer.template_files import template_texts
-from twinphase.tokenizer.think_tags import ThinkTags, think_tags
+from twinphase.tokenizer.think_tags import ThinkTags
 from twinphase.weights.checkpoint import Checkpoint
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -56,7 +56,7 @@ def test_rendered_as_by_transformers(folder, case):
     for tools in (None, TOOL):
         expected = theirs.apply_chat_template(USER, tools=tools, tokenize=False)
         assert ours.render(USER, tools=tools) == expected
-    assert supports_tools(ours) == (case in ("named", "files")) and not ours.is_fallback
+    assert ours.supports_tools == (case in ("named", "files")) and not ours.is_fallback
 
 
 def test_a_chat_is_encoded_as_by_transformers(folder):
@@ -83,7 +83,7 @@ def test_a_chat_is_encoded_as_by_transformers(folder):
 def test_a_model_without_template(folder):
     say(folder)
     template = ModelText(checkpoint_of(folder)).chat_template
-    assert template.is_fallback and template.source == CHATML and not supports_tools(template)
+    assert template.is_fallback and template.source == CHATML and not template.supports_tools
 
 
 def test_a_gguf_file_may_have_one_for_tools():
@@ -91,7 +91,7 @@ def test_a_gguf_file_may_have_one_for_tools():
     texts = template_texts(Checkpoint(Path("x.gguf"), "llama", metadata, {}, (), "0"))
     template = ChatTemplate(texts["default"], tool_use=texts["tool_use"])
     assert (template.render(USER, tools=TOOL), template.render(USER)) == ("tools 1 Hi", "plain Hi")
-    assert supports_tools(template)
+    assert template.supports_tools
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,5 @@ def test_thinking_is_seen_in_any_format(folder):
     )
     for checkpoint in (checkpoint_of(folder), from_gguf):
         template = ChatTemplate(template_texts(checkpoint)["default"])
-        assert think_tags(template.source) == ThinkTags("<think>", "</think>") and supports_tools(
-            template
-        )
+        assert template.think_tags == ThinkTags("<think>", "</think>")
+        assert template.supports_tools

@@ -187,8 +187,7 @@ def _ranks(checkpoint: Checkpoint, b: Blueprint, count: int) -> list[dict[str, A
 
 def _text(checkpoint: Checkpoint) -> dict[str, Any]:
     """Tokenizer and template; `problem` says why one of them cannot be used."""
-    from twinphase.tokenizer.chat_template import ChatTemplate, supports_tools
-    from twinphase.tokenizer.think_tags import think_tags
+    from twinphase.tokenizer.chat_template import ChatTemplate
 
     tokenizer, about = _tokenizer(checkpoint)
     found: dict[str, Any] = {**about, "chat_template": False, "tools": False, "thinking": False}
@@ -202,8 +201,8 @@ def _text(checkpoint: Checkpoint) -> dict[str, Any]:
         return found
     return found | {
         "chat_template": True,
-        "tools": supports_tools(template),
-        "thinking": think_tags(template.source) is not None,
+        "tools": template.supports_tools,
+        "thinking": template.think_tags is not None,
     }
 
 

@@ -33,9 +33,8 @@ from twinphase.server.strict import unread_fields
 from twinphase.server.tool_calls import ToolCallParser
 from twinphase.server.tool_prompt import with_argument_objects, with_tool_prompt
 from twinphase.server.tools import ToolFormat, check_tools, tool_format, tool_grammar
-from twinphase.tokenizer.chat_template import supports_tools
 from twinphase.tokenizer.infill import infill_ends, infill_prompt
-from twinphase.tokenizer.think_tags import ThinkTags, opens_thinking, think_tags
+from twinphase.tokenizer.think_tags import ThinkTags, opens_thinking
 from twinphase.tokenizer.tokenizer import Tokenizer
 
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -169,7 +168,7 @@ async def chat_job(
         prompt = await _with_prediction(engine, prompt, body.prediction.text)
     source = template.tool_source if tools else template.source
     format = tool_format(source) if tools else None
-    tags = think_tags(source)
+    tags = template.think_tags
     text = prompt.text or tokenizer.decode(
         prompt.token_ids[-ENDING:], skip_special_tokens=False
     )  # if truncated
@@ -219,7 +218,7 @@ def template_inputs(
 ) -> TemplateInputs:
     """What the model's chat template is given: messages, tools if it has a place for them, further variables."""
     tools = _plain_tools(body)
-    own_place = supports_tools(text.chat_template)
+    own_place = text.chat_template.supports_tools
     if tools and not own_place and not tool_prompt:
         raise InvalidRequestError(
             "The model's chat template has no place for tools.", "Leave out `tools`."

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -17,6 +17,7 @@ import jinja2
 from twinphase.errors import InvalidRequestError, UnsupportedModelError
 from twinphase.tokenizer.template_files import template_texts
 from twinphase.tokenizer.template_sandbox import ENVIRONMENT, budget
+from twinphase.tokenizer.think_tags import ThinkTags, think_tags
 
 if TYPE_CHECKING:
     from twinphase.tokenizer.tokenizer import Tokenizer
@@ -77,6 +78,17 @@ class ChatTemplate:
         texts = template_texts(checkpoint)
         return cls(texts.get("default"), tool_use=texts.get("tool_use"), **tokenizer.special_names)
 
+    @cached_property
+    def think_tags(self) -> ThinkTags | None:
+        """The tags between which the model thinks; None for a model that does not think."""
+        return think_tags(self.source) or think_tags(self.tool_source)
+
+    @cached_property
+    def supports_tools(self) -> bool:
+        """Whether the template renders `tools` itself."""
+        tokens = ENVIRONMENT.lex(self.tool_source)
+        return any(type_ == "name" and value == "tools" for _, type_, value in tokens)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -128,16 +140,6 @@ class ChatTemplate:
                 f"The chat template fails on the messages: {_one_line(error)}.",
                 "Check roles and contents.",
             ) from None
-
-
-def supports_tools(template: ChatTemplate) -> bool:
-    """Whether a model's template renders `tools` itself."""
-    return _names_tools(template.tool_source)
-
-
-@lru_cache(maxsize=4)
-def _names_tools(source: str) -> bool:
-    return any(kind == "name" and value == "tools" for _, kind, value in ENVIRONMENT.lex(source))
 
 
 def content_texts(message: Mapping[str, Any], index: int) -> list[tuple[str, str | None]] | None:

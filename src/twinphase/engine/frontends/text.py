@@ -18,7 +18,6 @@ from twinphase.engine.frontends.checks import Message, Prompt, is_plain, plain_p
 from twinphase.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from twinphase.models.loader import open_model
 from twinphase.request import SamplingParams
-from twinphase.tokenizer.think_tags import think_tags
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import quantization_name
@@ -124,7 +123,7 @@ class ModelText:
         tags = None
         # A template that is not valid is an error of chats only.
         with contextlib.suppress(UnsupportedModelError, CheckpointError):
-            tags = think_tags(self.chat_template.source)
+            tags = self.chat_template.think_tags
 
         encode = self._encode_plain
         known = ThinkingTags(encode(tags.start), encode(tags.end)) if tags else None

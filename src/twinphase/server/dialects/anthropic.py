@@ -34,7 +34,6 @@ from twinphase.server.problems import Problem, validated
 from twinphase.server.replies import Replies, encode
 from twinphase.server.service import Service
 from twinphase.server.text_routes import documented
-from twinphase.tokenizer.think_tags import think_tags
 
 # Anthropic's word for a status.
 TYPES = {
@@ -60,8 +59,8 @@ def anthropic_shape(problem: Problem) -> dict[str, Any]:
 # What that is in the server's own words.
 
 
-def _chat(body: CountTokensRequest, template: str) -> ChatCompletionRequest:
-    """The same as a chat; `template` is the source of the model's."""
+def _chat(body: CountTokensRequest, thinks: bool) -> ChatCompletionRequest:
+    """The same as a chat; `thinks` is whether the model does."""
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": list(_messages(body)),
@@ -73,9 +72,7 @@ def _chat(body: CountTokensRequest, template: str) -> ChatCompletionRequest:
     variables: dict[str, Any] = {}
     thinking = body.thinking
     effort = body.output_config and body.output_config.effort
-    if (
-        thinking is not None and think_tags(template) is not None
-    ):  # for other models there is nothing to set
+    if thinking is not None and thinks:  # for other models there is nothing to set
         fields["thinking_token_budget"] = thinking.budget_tokens
         fields["include_reasoning"] = thinking.display != "omitted"
         if thinking.type == "disabled":
@@ -278,8 +275,8 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def add_messages(api: APIRouter, service: Service) -> None:
-    def template() -> str:
-        return service.host.text.chat_template.source
+    def thinks() -> bool:
+        return service.host.text.chat_template.think_tags is not None
 
     @api.post("/v1/messages", responses=ANSWER, response_class=Response)
     async def create_message(body: MessagesRequest) -> Response:
@@ -290,7 +287,7 @@ def add_messages(api: APIRouter, service: Service) -> None:
         def adjust(job: Job) -> Job:
             return replace(within_context(job, limit), id=job.id.replace("chatcmpl-", "msg_"))
 
-        return answer(service, _chat(body, template()), partial(MessageReplies, block_size), adjust)
+        return answer(service, _chat(body, thinks()), partial(MessageReplies, block_size), adjust)
 
     @api.post("/v1/messages/count_tokens", responses=ERRORS)
     async def count_tokens(body: CountTokensRequest) -> Response:
@@ -301,7 +298,7 @@ def add_messages(api: APIRouter, service: Service) -> None:
         limit = service.max_model_len
 
         def count() -> int:
-            inputs = template_inputs(text, _chat(body, template()), service.config.tool_prompt)
+            inputs = template_inputs(text, _chat(body, thinks()), service.config.tool_prompt)
             return len(text.encode_chat(*inputs, limit).token_ids)
 
         return JSONResponse({"input_tokens": await asyncio.to_thread(count)})

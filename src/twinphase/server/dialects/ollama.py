@@ -43,8 +43,6 @@ from twinphase.server.replies import ChatReplies, encode
 from twinphase.server.service import Service
 from twinphase.server.text_routes import documented
 from twinphase.server.tool_calls import ToolCall
-from twinphase.tokenizer.chat_template import supports_tools
-from twinphase.tokenizer.think_tags import think_tags
 
 BEFORE_KINDS = (IntervalKind.TOKENIZE, IntervalKind.ROUTE, IntervalKind.QUEUE)
 STREAM = "application/x-ndjson"
@@ -97,7 +95,7 @@ def _thinking(service: Service, body: Generating) -> dict[str, Any]:
     """Whether to think, and how much; a model that cannot is refused, as by Ollama."""
     if not body.think:
         return {} if body.think is None else {"reasoning_effort": "none"}
-    if think_tags(service.host.text.chat_template.source) is None:
+    if service.host.text.chat_template.think_tags is None:
         raise InvalidRequestError(
             f"{body.model!r} does not support thinking.", "Leave out `think`."
         )
@@ -304,8 +302,8 @@ def _shown(service: Service) -> dict[str, Any]:
         template = text.chat_template
         capabilities = ["completion"]
         source = template.source
-        capabilities += ["tools"] if supports_tools(template) or service.config.tool_prompt else []
-        capabilities += ["thinking"] if think_tags(source) is not None else []
+        capabilities += ["tools"] if template.supports_tools or service.config.tool_prompt else []
+        capabilities += ["thinking"] if template.think_tags is not None else []
     shown = {
         key: value
         for key, value in _described(service, service.model_names[0]).items()
