@@ -30,6 +30,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from twinphase.models.loader import open_model
+from twinphase.tokenizer.tokenizer import Tokenizer
+from twinphase.weights.hub import resolve_model
 from twinphase_bench.targets.engine import EngineTarget
 from twinphase_bench.targets.stepped import TimedRequest
 
@@ -78,7 +81,8 @@ def main() -> None:
     targets = [open_variant(text) for text in args.variants]
     tokens = [300 + 7 * i % 600 for i in range(args.prompt + 31 * args.reps)]
     if args.text:
-        tokens = targets[0].stepped.workshop.loaded.tokenizer.encode(args.text.read_text())
+        checkpoint = open_model(resolve_model(args.variants[0].split()[0]))
+        tokens = Tokenizer.from_checkpoint(checkpoint).encode(args.text.read_text())
     runs: list[list[TimedRequest]] = [[] for _ in targets]
     for rep in track(range(args.reps + 1), "repetitions", console=Console(stderr=True)):
         prompt = tokens[31 * rep :][: args.prompt]
