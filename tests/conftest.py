@@ -1,4 +1,4 @@
-"""Settings of all tests: hypothesis without deadlines, Ctrl-C in a known state, and no process left behind."""
+"""Settings of all tests: no deadlines, Ctrl-C in a known state, and no process left behind."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A busy machine is slow now and then, so examples have no deadline. Every run tries the same examples,
-# so that a failure is due to the change; `--hypothesis-profile explore` looks for new ones.
+# A busy machine is slow now and then, so examples have no deadline. Every run tries the same
+# examples, so that a failure is due to the change; `--hypothesis-profile explore` looks for others.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("twinphase", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("twinphase")
 
 PR_SET_CHILD_SUBREAPER = 36
-# The files that take longest, longest first. They start first, so that no process is left alone with
-# one of them at the end; files that the list does not name follow in the order of their folders.
+# The files that take longest, longest first. They start first, so that no process is left alone
+# with one of them at the end; all other files follow in the order of their folders.
 LONGEST_FILES = (
     "invariance/test_mixes.py",
     "parallel/test_ranks.py",
