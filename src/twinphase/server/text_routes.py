@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from twinphase.errors import InvalidRequestError
-from twinphase.server.jobs import template_inputs
+from twinphase.server.jobs import encode_chat
 from twinphase.server.openai_types import (
     ChatCompletionRequest,
     DetokenizeRequest,
@@ -86,8 +86,7 @@ def _add_tokens(api: APIRouter, service: Service) -> None:
 
         def read() -> dict[str, Any]:
             if body.messages is not None:
-                inputs = template_inputs(text, body, service.config.tool_prompt)
-                token_ids = text.encode_chat(*inputs, limit).token_ids
+                token_ids = encode_chat(text, body, service.config.tool_prompt, limit).token_ids
             else:
                 special = body.add_special_tokens is not False
                 token_ids = text.tokenizer.encode(
@@ -113,14 +112,9 @@ def _add_tokens(api: APIRouter, service: Service) -> None:
         """The prompt that a chat request becomes, as text, as llama.cpp tells it."""
         service.check_task("generate")
         service.check_model(body.model)
-        text = service.host.text
-
-        def read() -> str:
-            return text.encode_chat(
-                *template_inputs(text, body, service.config.tool_prompt), service.max_model_len
-            ).text
-
-        return {"prompt": await asyncio.to_thread(read)}
+        known = service.config.tool_prompt, service.max_model_len
+        chat = await asyncio.to_thread(encode_chat, service.host.text, body, *known)
+        return {"prompt": chat.text}
 
     @api.post("/detokenize", responses=ERRORS)
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:

@@ -55,6 +55,11 @@ class ToolCall:
         return found if isinstance(found, dict) else {}
 
 
+def call_of(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call as OpenAI's messages have it; `arguments` is JSON text."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def join_deltas(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
     calls: list[ToolCall] = []
     for delta in deltas:

@@ -33,7 +33,7 @@ from twinphase.server.dialects.ollama_types import (
     Options,
     ShowRequest,
 )
-from twinphase.server.dialects.words import call_of, json_form
+from twinphase.server.dialects.words import json_form
 from twinphase.server.embeddings import Embeddings, embedding_inputs
 from twinphase.server.generation import answer
 from twinphase.server.jobs import Job, within_context
@@ -42,7 +42,7 @@ from twinphase.server.problems import Problem, validated
 from twinphase.server.replies import ChatReplies, encode
 from twinphase.server.service import Service
 from twinphase.server.text_routes import documented
-from twinphase.server.tool_calls import ToolCall
+from twinphase.server.tool_calls import ToolCall, call_of
 
 BEFORE_KINDS = (IntervalKind.TOKENIZE, IntervalKind.ROUTE, IntervalKind.QUEUE)
 STREAM = "application/x-ndjson"
@@ -203,7 +203,7 @@ class _OllamaReplies(ChatReplies):
             "prompt_eval_duration": _ns(prefill),
             "eval_count": len(choice.token_ids),
             "eval_duration": _ns(decode),
-            **self._told(choice),
+            **self._reports(choice),
         }
 
 

@@ -25,7 +25,7 @@ from twinphase.server.dialects.responses_types import (
     ReasoningItem,
     ResponsesRequest,
 )
-from twinphase.server.dialects.words import call_of, content_of, json_form, tool_named
+from twinphase.server.dialects.words import content_of, json_form, tool_named
 from twinphase.server.generation import answer
 from twinphase.server.jobs import Job
 from twinphase.server.openai_types import AnyGeneration, ChatCompletionRequest
@@ -33,7 +33,7 @@ from twinphase.server.problems import validated
 from twinphase.server.replies import ChatReplies, encode, usage
 from twinphase.server.service import Service
 from twinphase.server.text_routes import ANSWER, ERRORS
-from twinphase.server.tool_calls import ToolCallDelta
+from twinphase.server.tool_calls import ToolCallDelta, call_of
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -192,7 +192,7 @@ class ResponseReplies(ChatReplies):
         response = self._response("incomplete" if short else "completed", items)
         response["incomplete_details"] = {"reason": "max_output_tokens"} if short else None
         response["usage"] = _usage(self.job, self.choices)
-        response |= self._told(self._choice)
+        response |= self._reports(self._choice)
         return self._end_with(response)
 
     def _end_with(self, response: dict[str, Any]) -> dict[str, Any]:
