@@ -90,7 +90,7 @@ def test_one_answer_that_fails_ends_all():
 )
 @pytest.mark.parametrize("cut", [1, 3, 99])
 def test_tokens_are_labelled_by_the_part_that_their_text_goes_to(pieces, labels, cut):
-    """However the text is cut into updates, also within tokens, as where a stop string may begin."""
+    """The text may be cut into updates anywhere, also where a stop string may begin in a token."""
     divider = AnswerDivider(Reader(ThinkTags("<think>", "</think>"), tool_format=HERMES))
     text = "".join(pieces)
     ends = list(accumulate(map(len, pieces)))

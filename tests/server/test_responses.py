@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, by its official client: the answers of chats in items and events; what is kept, and whose."""
+"""OpenAI's Responses API, by its official client: items, events, and kept responses."""
 
 import asyncio
 import contextlib
@@ -318,7 +318,7 @@ def test_the_first_end_of_a_response_stands(cancel_first, monkeypatch):
 
         def __init__(self, service, chat, make_replies, adjust):
             prompt = EncodedPrompt("a", [1], 0.0, 0.0, False)
-            job = adjust(Job("x", "chat", 0, "m", [prompt], SamplingParams(), 1, 0, None))
+            job = adjust(Job("x", "chat", "m", [prompt], SamplingParams(), 1, chat))
             choice = SimpleNamespace(
                 job=job,
                 stream=SimpleNamespace(transcript=SimpleNamespace(tokenizer=tokenizer)),
@@ -326,6 +326,7 @@ def test_the_first_end_of_a_response_stands(cancel_first, monkeypatch):
                 reasoning="",
                 tool_calls=[],
                 logprobs=[],
+                labels=[],
                 finish_reason="stop",
             )
             self.replies = make_replies(job, [choice])
@@ -336,7 +337,7 @@ def test_the_first_end_of_a_response_stands(cancel_first, monkeypatch):
     tokenizer = SimpleNamespace(strips_leading_space=False)
     for name, found in (("answer", Asked), ("_usage", lambda *_: {})):
         monkeypatch.setattr(responses, name, found)
-    monkeypatch.setattr(responses.ResponseReplies, "_told", lambda *_: {})
+    monkeypatch.setattr(responses.ResponseReplies, "_reports", lambda *_: {})
     api = APIRouter()
     service = SimpleNamespace(config=SimpleNamespace(kept_responses=4), in_flight=set())
     responses.add_responses(api, service)

@@ -1,4 +1,4 @@
-"""Runs a job: submits its requests to the engine and divides each answer's text into what a reply is made of.
+"""Run a job: submit its requests to the engine and divide each answer's text into deltas.
 
 Streamed and whole replies are made of the same deltas, so they cannot differ. Not for JSON
 (`replies.py`).
@@ -61,7 +61,7 @@ class Pieces:
 
 
 class AnswerDivider:
-    """Divides one answer's text, as it comes, into thoughts, content and calls, and labels its tokens.
+    """Divides one answer's text into thoughts, content and calls, and labels its tokens.
 
     Attributes:
         labels: of the tokens whose part is certain, in order: "content", "thought", "call", or
@@ -80,7 +80,7 @@ class AnswerDivider:
         self._is_thought = False
 
     def take(self, text: str, text_ends: Sequence[int], finished: bool) -> Pieces:
-        """Divide the next text, and label what is certain now of the tokens that end at `text_ends`."""
+        """Divide the next text; label the tokens, which end at `text_ends`, where certain."""
         if self._splitter is None and self._tools is None:
             self.labels += ["content"] * len(text_ends)
             return Pieces("", text, [])
@@ -103,14 +103,23 @@ class AnswerDivider:
         self._is_thought = self._is_thought or self._is_thinking
         self._add(reasoning, content, pieces)
 
-    def _add(self, reasoning: str, content: str, pieces: Pieces) -> None:
+    def _add(self, reasoning: str, content: str, pieces: Pieces, finished: bool = False) -> None:
+        pieces.reasoning += reasoning
         calls: list[ToolCallDelta] = []
         if self._tools is not None:
             content, calls = self._tools.feed(content)
-        self._has_content = self._has_content or bool(content)
-        pieces.reasoning += reasoning
+            if finished:
+                rest, more = self._tools.flush()
+                content += rest
+                calls += more
         pieces.content += content
-        pieces.calls += calls
+        self._has_content = self._has_content or bool(content)
+        for call in calls:
+            # A call that grows with each token has one delta per update.
+            if pieces.calls and pieces.calls[-1].index == call.index:
+                last = pieces.calls.pop()
+                call = replace(last, arguments=last.arguments + call.arguments)
+            pieces.calls.append(call)
 
     def _label_token(self) -> None:
         self._num_held += 1
@@ -128,13 +137,8 @@ class AnswerDivider:
 
     def _finish(self, pieces: Pieces) -> None:
         was_thinking = self._is_thinking
-        if self._splitter is not None:
-            self._add(*self._splitter.flush(), pieces)
-        if self._tools is not None:
-            content, calls = self._tools.flush()
-            self._has_content = self._has_content or bool(content)
-            pieces.content += content
-            pieces.calls += calls
+        held = self._splitter.flush() if self._splitter else ("", "")
+        self._add(*held, pieces, finished=True)
         self._label_held("content" if self._has_content else "end")
         # A stop string cut the text of these.
         self._num_held = len(self._ends)

@@ -1,4 +1,4 @@
-"""From a request of the API to a `Job`: prompts, sampling parameters, and how the answers are divided.
+"""A request of the API as a `Job`: prompts, sampling parameters, how answers are divided.
 
 Not for running it (`answers.py`) nor for the shapes of replies (`replies.py`).
 """
@@ -278,7 +278,7 @@ def completion_job(engine: AsyncEngine, body: CompletionRequest, model: str, arr
 
 
 def prompt_list(prompt: Any) -> list[Any]:
-    """The prompts, or texts to embed, of a request, which may give one alone, or one as token ids."""
+    """The prompts or texts of a request, which may give a single one, as text or token ids."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
     return list(prompt)

@@ -380,7 +380,7 @@ class Metrics:
             gauge.set(0)
 
     def engine_restarted(self, *, totals_last: bool = False) -> None:
-        """A dead engine was started again and takes requests; its totals began at zero, unless they last."""
+        """A dead engine was restarted; its totals began at zero again, unless `totals_last`."""
         self._restarts.inc()
         if not totals_last:
             self._seen = dict.fromkeys(self._since_start, 0)
@@ -392,7 +392,7 @@ class Metrics:
         self._output_tokens.inc()
 
     def token_gap(self, seconds: float, count: int = 1) -> None:
-        """`count` further tokens of a request were handed over together, `seconds` after the one before them.
+        """`count` further tokens of a request were sent together, `seconds` after the one before.
 
         Never divided: the gaps between those of them that came together are zero, as in
         `RequestTimeline.itl`.
@@ -448,7 +448,7 @@ class Metrics:
         self._success[FinishReason.ABORT.value].inc()
 
     def refused(self, status: int, reason: str, tenant: str = "") -> None:
-        """A request was answered with an error before it was queued; `tenant` is whose queue was full.
+        """A request was refused before it was queued; `tenant`: whose queue was full.
 
         `reason` is one of the server's few words, never text from a request: each makes a series
         for good.

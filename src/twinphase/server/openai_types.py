@@ -45,7 +45,7 @@ LogitBias = Annotated[
 
 
 class TextPart(Strict):
-    """A piece of a message; `part` names it in the report of prompt parts (a retrieved chunk, for instance)."""
+    """A piece of a message; `part` names it in the report of prompt parts, such as a document."""
 
     type: Literal["text"]
     text: str
@@ -181,7 +181,7 @@ class StreamOptions(Strict):
 
 
 class Prediction(Strict):
-    """What the answer is expected to be, such as a file of which a line changes: guesses, which change no answer."""
+    """The expected answer, such as a file with one change; it changes speed only."""
 
     type: Literal["content"]
     content: (
@@ -277,7 +277,7 @@ class GenerationRequest(AnyGeneration):
 
 
 class _Templated(Strict):
-    """How a conversation ends: with the beginning of the assistant's turn, or within its last message."""
+    """How a conversation ends: at the start of the assistant's turn, or within its last message."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -1,4 +1,4 @@
-"""Replies in OpenAI's shapes, streamed and whole, both made of the same deltas; usage and timings with them."""
+"""Replies in OpenAI's shapes, streamed and whole, with usage and timings."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Replies:
         shape: ModelShape | None = None,
         spec_metrics: str = "none",
     ) -> None:
-        """`shape` of the model, for the report of prompt parts; `spec_metrics` as in `ServerConfig`."""
+        """`shape`: the model's, for prompt parts; `spec_metrics` as in `ServerConfig`."""
         self.job = job
         self.choices = choices
         self._shape = shape
@@ -253,7 +253,7 @@ class CompletionReplies(Replies):
         self._prompt_lengths: dict[int, int] = {}  # characters of echoed prompts, by answer
 
     def listed(self) -> Sequence[Choice]:
-        """Of each prompt's answers those with the highest log probability per token, as OpenAI's."""
+        """The answers per prompt with the highest log probability per token, as in OpenAI's API."""
         n = self.job.n
         num_listed = self.job.body.n or 1
         if num_listed == n:

@@ -1,4 +1,4 @@
-"""What the objects of all requests have in common: unknown fields are refused, null is a default, some are unread."""
+"""Common rules of all request objects: unknown fields are errors, null is the default."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Strict(BaseModel):
 
 
 def text_or_parts(text_type: str, refused: Sequence[str]) -> Callable[[Any], Any]:
-    """Reads a text as short for one part of it, and refuses parts of some types by name; for a `BeforeValidator`."""
+    """A validator that takes a text as one part, and refuses parts of some types by name."""
 
     def read(given: Any) -> Any:
         if isinstance(given, str):
@@ -74,7 +74,7 @@ def text_or_parts(text_type: str, refused: Sequence[str]) -> Callable[[Any], Any
 
 
 def unread_fields(body: BaseModel) -> list[str]:
-    """The fields of a request that were given and that nothing reads, such as `metadata` or `messages.annotations`."""
+    """The given fields that change nothing, such as `metadata` or `messages.annotations`."""
     found: dict[str, None] = {}
     for name in body.model_fields_set:
         value = getattr(body, name)

@@ -1,4 +1,4 @@
-"""What the server says of its model, and of texts as the model reads them: names, tokens, the chat template."""
+"""Routes about the model and its text: names, tokens, the chat template."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OBJECT = {"application/json": {"schema": {"type": "object"}}}
 def documented(
     error: type[BaseModel], stream_type: str = "text/event-stream"
 ) -> tuple[Documented, Documented]:
-    """What a dialect's routes may answer, for /openapi.json: errors only, and with them bodies and streams."""
+    """A dialect's responses for /openapi.json: the errors, and those with bodies and streams."""
     errors: Documented = {"4XX": {"model": error}, "5XX": {"model": error}}
     return errors, {200: {"content": {**OBJECT, stream_type: {}}}, **errors}
 

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: what its requests mean in the server's own words, and its events and bodies.
+"""Anthropic's Messages API: its requests as OpenAI's, and its events and bodies.
 
 A request's text blocks, tools and tool results are all that is read; images and documents are
 refused. What was cached is told, and needs no `cache_control`.
@@ -153,7 +153,7 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
 
 
 class MessageReplies(Replies):
-    """Replies of /v1/messages: an answer is a list of blocks, of thinking, text and calls in the order of the text."""
+    """Replies of /v1/messages: lists of blocks (thinking, text, calls) in the order of the text."""
 
     def __init__(self, block_size: int, *known: Any) -> None:
         """`block_size` of the KV cache, in tokens; `known` as in `Replies`."""
@@ -259,7 +259,7 @@ class MessageReplies(Replies):
         return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
 
     def _usage(self) -> dict[str, int]:
-        """Tokens of the prompt add up from those read from the cache, written to it, and the rest."""
+        """The prompt's tokens: those read from the cache, written to it, and the rest."""
         prompt = len(self.job.prompts[0].token_ids)
         cached = self._choice.stream.transcript.num_cached_tokens
         written = max(0, prompt // self._block_size * self._block_size - cached)

@@ -186,7 +186,7 @@ class _OllamaReplies(ChatReplies):
         raise NotImplementedError
 
     def _done(self, choice: Choice) -> dict[str, Any]:
-        """The durations are in nanoseconds; `load` is what came before the prompt: tokenizing and the queue."""
+        """Durations in nanoseconds; `load_duration` is tokenizing and queueing."""
         transcript = choice.stream.transcript
         timeline = transcript.timeline
         totals = transcript.timeline.totals()

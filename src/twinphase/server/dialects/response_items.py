@@ -1,4 +1,4 @@
-"""The items of a response of OpenAI's Responses API as they grow, and the events that tell of it."""
+"""Items of a response of OpenAI's Responses API as they grow, and their events."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class TextConfig(Strict):
 
 
 class Reasoning(Strict):
-    """How much the model is to think; its thoughts are told whole, so there is no summary of them."""
+    """How much the model is to think; thoughts are sent whole, so there is no summary."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
