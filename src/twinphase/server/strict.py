@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -11,8 +11,21 @@ from pydantic_core import CoreSchema
 
 MAX_FIELDS = 128
 MAX_PARTS = 4096
-UNREAD = Field(exclude=True)  # what changes no answer here
+UNREAD = Field(exclude=True)  # A field that is accepted and changes nothing.
 Unread = Annotated[Any, UNREAD]
+T = TypeVar("T")
+# Lists stop at their first error: a million errors would take seconds.
+UpTo16 = Annotated[list[T], Field(fail_fast=True, max_length=16)]
+UpTo128 = Annotated[list[T], Field(fail_fast=True, max_length=128)]
+UpTo4096 = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PARTS)]
+UpTo65536 = Annotated[list[T], Field(fail_fast=True, max_length=65536)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Natural = Annotated[int, Field(ge=0, lt=2**31)]
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
+NumLogprobs = Annotated[int, Field(ge=0, le=20)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+ModelName = Annotated[str, Field(max_length=1024)]
 
 
 class Strict(BaseModel):
