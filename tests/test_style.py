@@ -58,13 +58,13 @@ BUDGET: dict[str, int] = {
     "twinphase/phases": 8_500,
     "twinphase/sampling": 9_500,
     "twinphase/scheduler": 6_000,
-    "twinphase/server": 48_000,
+    "twinphase/server": 47_000,
     "twinphase/speculation": 13_000,
     "twinphase/tokenizer": 17_000,
     "twinphase/weights": 21_500,
     "twinphase_bench": 71_000,
 }
-MAX_TOKENS = {"src": 394_000, "tests": 325_000, "benchmarks": 22_000}
+MAX_TOKENS = {"src": 392_500, "tests": 325_000, "benchmarks": 22_000}
 
 SKIPPED = {
     tokenize.COMMENT,
@@ -204,13 +204,13 @@ def lists_of_public_names() -> Iterator[str]:
 
 # The most places that may break a rule; a rule that holds everywhere has 0.
 RULES: list[tuple[Callable[[], Iterator[str]], int]] = [
-    (odd_words_of_sources, 489),
+    (odd_words_of_sources, 467),
     (odd_words_of_pages, 33),
-    (constants_completed_by_a_comment, 285),
-    (long_lines, 1229),
+    (constants_completed_by_a_comment, 281),
+    (long_lines, 1094),
     (long_files, 10),
     (paired_assignments, 0),
-    (many_positional_arguments, 53),
+    (many_positional_arguments, 48),
     (lists_of_public_names, 0),
 ]
 
