@@ -25,8 +25,8 @@ from rich.table import Table
 
 from twinphase.engine.loading.ceilings import learn_ceilings
 from twinphase.phases.hardware import Ceilings
-from twinphase_bench.roofline.arithmetic import PartWork, ideal_seconds, parts_of_step
-from twinphase_bench.targets.stepped import Stepped, Workshop
+from twinphase.phases.roofline import PartWork, ideal_seconds, parts_of_step
+from twinphase.engine.stepped import Stepped, Workshop
 
 SHAPE = "llama-3.1-8b"
 KINDS = ("BF16", "Q4_0")

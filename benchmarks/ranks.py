@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from twinphase_bench.targets.engine import EngineTarget
-from twinphase_bench.targets.stepped import TimedRequest
+from twinphase.engine.stepped import TimedRequest
 
 PROMPT = 512
 NEW = 64

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "speculation": {"cache", "weights", "scheduler", "sampling", "phases.cost"},
     "phases": {"cache", "weights", "models", "backends.base"},
     # Takes values and reads no files: what `run --json` or a server wrote is read by
-    # `commands/explain_saved.py`, a load's result.json by `twinphase_bench/load/results.py`, and
+    # `commands/explain_saved.py`, a load's result.json by `twinphase/explain/loads.py`, and
     # `commands/explain_source.py` chooses between them.
     "explain": {"phases", "backends.base"},
     "estimate": {"phases", "weights", "backends.base", "models"},

@@ -22,7 +22,7 @@ from serving.processes import COMPLETIONS, ask, events, random_prompt, serving
 from twinphase_bench.client.client import Reply
 from twinphase_bench.client.client import run as run_client
 from twinphase_bench.report.report import Column, Section, Table
-from twinphase_bench.statistics import percentile
+from twinphase.phases.statistics import percentile
 
 OPTIONS = {
     "requests": (24, "in flight"),

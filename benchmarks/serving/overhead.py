@@ -16,7 +16,7 @@ from running import RunningServer
 from serving.processes import cpu_seconds, serving, spread
 from twinphase import LLM, SamplingParams
 from twinphase_bench.client.client import run as run_client
-from twinphase_bench.load.arrivals import Constant
+from twinphase.workload.distributions import Constant
 from twinphase_bench.load.run import run_load
 from twinphase_bench.load.workload import Lengths, Sizing, Workload, make_workload
 from twinphase_bench.report.report import Column, Section, Table

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from twinphase.cli import app, main
+from twinphase import app, main
 from twinphase_bench.commands.bench import bench
 from twinphase_bench.commands.lab import lab
 from twinphase_bench.commands.roofline import roofline

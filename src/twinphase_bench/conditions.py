@@ -20,8 +20,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from twinphase import __version__
-from twinphase.config import available_cores
+from twinphase import __version__, available_cores
 from twinphase.phases.hardware import processor_name
 from twinphase_bench.targets.target import TargetFacts
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from twinphase.progress import Progress
+from twinphase import Progress
 from twinphase_bench.conditions import conditions
 from twinphase_bench.report.report import Metric, Report, Section, Status, Verdict
 from twinphase_bench.sweep.plan import UNKNOWN_CONTEXT, SweepOptions, make_plan

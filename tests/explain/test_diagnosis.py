@@ -23,7 +23,7 @@ from twinphase.phases.cost import CostError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 from twinphase.phases.work import Cost, ModelShape
 from twinphase.request import RequestCounts, SamplingParams
-from twinphase_bench.load.diagnosis import CLIENT_RULES
+from twinphase.explain.load_diagnosis import CLIENT_RULES
 
 ROOT = Path(__file__).parents[2]
 LARGE = ModelShape(10**6, 500_000, 600_000, 300_000, 2, 4, 2, 64, 800)

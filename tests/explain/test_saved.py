@@ -14,7 +14,7 @@ from twinphase.commands.explain_view import lines
 from twinphase.explain.explanation import explain_evidence
 from twinphase.explain.waterfall import WaterfallError
 from twinphase.phases.timeline import IntervalKind
-from twinphase_bench.report.result import ResultError
+from twinphase.errors import ResultError
 
 TIMINGS = {
     "cache_n": 16,

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from twinphase.phases.observation import Observation
 from twinphase_bench.client.client import Reply
-from twinphase_bench.client.observation import Observation
 
 SHOWN = 200  # characters of a server's message
 # Thinking, tool calls and refusals are output too; servers name them differently.

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from twinphase.arguments import Options, is_model_name, with_options
-from twinphase.config import EngineConfig
-from twinphase.errors import InvalidRequestError
+from twinphase import EngineConfig, InvalidRequestError, Options, is_model_name, with_options
 
 if TYPE_CHECKING:
     from twinphase_bench.report.report import Report
@@ -261,8 +259,7 @@ def _measured(given: dict[str, Any]) -> Report:
 
 
 def _run(text: str, kind: str, options: Any, sweep: SweepOptions | None, load: Any) -> Report:
-    from twinphase.progress import live
-    from twinphase.terminal import Bar
+    from twinphase import Bar, live
     from twinphase_bench.conditions import public
     from twinphase_bench.load.plan import load_parts
     from twinphase_bench.run import bench_report, client_parts, run_sweep, sweep_parts
@@ -309,8 +306,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _publish(report: Report, out: Path | None, as_json: bool) -> None:
-    from twinphase.progress import live
-    from twinphase.terminal import note
+    from twinphase import live, note
     from twinphase_bench.report.render import write_report
     from twinphase_bench.report.result import result_json
     from twinphase_bench.report.terminal import show

@@ -7,8 +7,7 @@ from typing import Any
 
 import typer
 
-from twinphase.arguments import Options, with_options
-from twinphase.config import EngineConfig
+from twinphase import EngineConfig, Options, with_options
 
 MEASURE = "Measuring"
 MODEL_OPTIONS = Options(
@@ -65,7 +64,7 @@ def roofline(
         from twinphase_bench.extras import require
 
         require("vl_convert")  # before minutes are spent
-    from twinphase.progress import live
+    from twinphase import live
     from twinphase_bench.roofline.roofline import roofline as measure
     from twinphase_bench.roofline.roofline import settings_of
 
@@ -81,7 +80,7 @@ def roofline(
 
         show(report, tables="all")
     if out is not None:
-        from twinphase.terminal import note
+        from twinphase import note
         from twinphase_bench.report.render import write_report
 
         note(f"Report: {write_report(report, out).html}")

@@ -6,8 +6,8 @@ import math
 
 from twinphase.batch import StepWork
 from twinphase.phases.hardware import compute_seconds, memory_seconds
+from twinphase.phases.roofline import parts_of_step
 from twinphase_bench.lab.workbench import Workbench
-from twinphase_bench.roofline.arithmetic import parts_of_step
 
 
 def ideal_milliseconds(bench: Workbench, start: int, num_tokens: int) -> tuple[float, float]:

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from twinphase import InvalidRequestError, Progress, TwinphaseError, Workshop, measured_ceilings
 from twinphase.backends.cpu.ceilings import CeilingsError
-from twinphase.engine.loading.ceilings import ceilings_now, measured_ceilings
-from twinphase.errors import InvalidRequestError, TwinphaseError
+from twinphase.engine.loading.ceilings import ceilings_now
 from twinphase.phases.hardware import Ceilings, save_ceilings
-from twinphase.progress import Progress
 from twinphase_bench.conditions import Bystanders
 from twinphase_bench.lab.experiment import Experiment, Judged, Trial, decide, overall
 from twinphase_bench.lab.experiments.batching import batching
@@ -36,7 +35,6 @@ from twinphase_bench.lab.experiments.speculation import speculation
 from twinphase_bench.lab.experiments.static_batching import static_batching
 from twinphase_bench.lab.workbench import ROUNDS, Workbench
 from twinphase_bench.report.report import Status
-from twinphase_bench.targets.stepped import Workshop
 
 EXPERIMENTS = (
     prefill_length,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from twinphase.config import available_cores
+from twinphase import available_cores
 from twinphase.phases.hardware import Ceilings
 from twinphase.weights.gguf import quantization_name
 from twinphase_bench.conditions import Bystanders, conditions

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from twinphase import Progress, Stepped, Workshop
 from twinphase.phases.hardware import Ceilings
-from twinphase.progress import Progress
-from twinphase_bench.targets.stepped import Stepped, Workshop
 
 ROUNDS = 5  # the fewest repetitions that give a median an interval of 90 % and more
 MOST_ROUNDS = 24

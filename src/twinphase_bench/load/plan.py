@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from twinphase.errors import InvalidRequestError
-from twinphase.progress import Progress
+from twinphase import Arrivals, Closed, Constant, InvalidRequestError, Poisson, Progress, Traced
+from twinphase.phases.slo import Slos
 from twinphase_bench.client.client import run
 from twinphase_bench.load import report
-from twinphase_bench.load.arrivals import Arrivals, Closed, Constant, Poisson, Traced
 from twinphase_bench.load.run import LoadResult, run_load
-from twinphase_bench.load.slo import Slos
 from twinphase_bench.load.traces import Scaling, trace_workload
 from twinphase_bench.load.workload import Lengths, Sizing, Workload, make_workload
 from twinphase_bench.run import Parts

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from twinphase.errors import InvalidRequestError
+from twinphase import InvalidRequestError
 from twinphase_bench.load.workload import LoadRequest, PromptMaker, Sizing, Workload
 from twinphase_bench.targets.target import Prompt
 

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from twinphase.errors import InvalidRequestError
+from twinphase import InvalidRequestError
 from twinphase_bench.targets.target import Prompt
 
 WORDS = tuple(

@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from twinphase.explain.alone import alone_sentences
-from twinphase.explain.levers import duration, percent
+from twinphase import alone_sentences, duration, percentages
+from twinphase.explain.levers import percent
 from twinphase.phases.report import FORMULAS
-from twinphase.terminal import percentages
 from twinphase_bench.conditions import conditions
 from twinphase_bench.report.plots import ROW_HEIGHT, spans
 from twinphase_bench.report.report import Column, Plot, Report, Section, Status, Table, Verdict

@@ -14,17 +14,21 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, cast
 
+from twinphase import (
+    EngineConfig,
+    InvalidRequestError,
+    Progress,
+    Stepped,
+    available_cores,
+    free_memory,
+)
 from twinphase.backends.base import Backend, Forward, StepInputs, Units
-from twinphase.config import EngineConfig, available_cores, free_memory
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.runner import Runner
-from twinphase.errors import InvalidRequestError
 from twinphase.models.loader import open_model, read_blueprint
+from twinphase.phases.roofline import PartWork, parts_of_step
 from twinphase.phases.work import ModelShape
-from twinphase.progress import Progress
 from twinphase.weights.hub import resolve_model
-from twinphase_bench.roofline.arithmetic import PartWork, parts_of_step
-from twinphase_bench.targets.stepped import Stepped
 
 TURN_STEPS = 2  # decode steps of one kind, before those of the other
 SHORT_PROMPT = 256  # shorter prefills are over so soon that one repetition measures several

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from twinphase.phases.roofline import Roofline, Slope
 from twinphase_bench.report.plots import log_labels
 from twinphase_bench.report.report import Plot
 from twinphase_bench.report.theme import PHASES, colour, colour_scale, colours_of
-from twinphase_bench.roofline.arithmetic import Roofline, Slope
 from twinphase_bench.roofline.report import rate_text
 
 Layer = dict[str, Any]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from twinphase.backends.cpu.link import LARGE, SMALL, LinkRates
+from twinphase import LinkRates
+from twinphase.backends.cpu.link import LARGE, SMALL
 from twinphase.phases.hardware import Ceilings
+from twinphase.phases.roofline import UNITS, Placed, Roofline
 from twinphase_bench.report.report import Column, Metric, Status, Table, Verdict
-from twinphase_bench.roofline.arithmetic import UNITS, Placed, Roofline
 from twinphase_bench.roofline.ceilings import CeilingSweep
 from twinphase_bench.roofline.findings import OUTSIDE, TOLERANCE, PointFinding
 

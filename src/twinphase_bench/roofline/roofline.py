@@ -11,19 +11,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from twinphase.backends.cpu.link import LinkRates, measure_link
+from twinphase import (
+    EngineConfig,
+    InvalidRequestError,
+    LinkRates,
+    Progress,
+    available_cores,
+    measure_link,
+)
 from twinphase.backends.device import open_device
-from twinphase.config import EngineConfig, available_cores
-from twinphase.errors import InvalidRequestError
 from twinphase.phases.hardware import Ceilings, cache_levels
-from twinphase.progress import Progress
+from twinphase.phases.roofline import Roofline, measured_roofline
 from twinphase_bench.conditions import Bystanders, conditions
 from twinphase_bench.report.report import Report, Section
 from twinphase_bench.roofline import report as words
-from twinphase_bench.roofline.arithmetic import (
-    Roofline,
-    measured_roofline,
-)
 from twinphase_bench.roofline.ceilings import CeilingSweep, measure_ceilings
 from twinphase_bench.roofline.findings import PointFinding, find
 from twinphase_bench.roofline.measure import ModelPoints, Settings, measure_model

@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from twinphase import __version__
-from twinphase.config import available_cores
+from twinphase import (
+    CacheCapacityError,
+    Stepped,
+    TimedRequest,
+    TwinphaseError,
+    __version__,
+    available_cores,
+)
 from twinphase.engine.loading.loading import LoadedEngine
-from twinphase.errors import CacheCapacityError, TwinphaseError
 from twinphase.weights.gguf import quantization_name
 from twinphase_bench.load.workload import PromptMaker, Sizing
-from twinphase_bench.targets.stepped import Stepped, TimedRequest
 from twinphase_bench.targets.target import DecodeSample, PrefillSample, TargetFacts
 
 PREFILL = (

@@ -10,14 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from twinphase.engine.frontends.async_engine import AsyncEngine
-from twinphase.engine.frontends.outputs import RequestOutput
+from twinphase import AsyncEngine, RequestOutput, SamplingParams, TwinphaseError
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.host import ThreadHost
-from twinphase.errors import TwinphaseError
-from twinphase.request import SamplingParams
+from twinphase.phases.observation import Observation
 from twinphase_bench.client.client import SEND_NOW, wait_until
-from twinphase_bench.client.observation import Observation
 from twinphase_bench.client.sse import broken_off
 from twinphase_bench.load.workload import Sizing
 from twinphase_bench.targets.engine import engine_facts

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from twinphase.errors import InvalidRequestError
+from twinphase import InvalidRequestError
 from twinphase_bench.conditions import public
 from twinphase_bench.targets.target import Target, TargetFacts
 
@@ -221,8 +221,7 @@ def machine_facts(loaded: Any) -> dict[str, Any]:
     """Model file, threads and instruction set of a `LoadedEngine`, as `bench_report` takes them; {} without one."""
     if loaded is None:
         return {}
-    from twinphase.config import available_cores
-    from twinphase.engine.loading.ceilings import device_of
+    from twinphase import available_cores, device_of
 
     config = loaded.config
     isa = device_of(config).isa

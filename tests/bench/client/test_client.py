@@ -24,7 +24,7 @@ from twinphase_bench.client.client import (
     without_secrets,
 )
 from twinphase_bench.client.sse import EventReader, failure_kind, observe, read_events
-from twinphase_bench.load.arrivals import Closed
+from twinphase.workload.distributions import Closed
 from twinphase_bench.load.report import load_data, load_sections
 from twinphase_bench.load.run import run_load
 from twinphase_bench.load.workload import Lengths, Sizing, make_workload

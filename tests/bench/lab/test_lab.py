@@ -24,7 +24,7 @@ from twinphase_bench.report.report import Status
 from twinphase_bench.report.result import read_result, result_json
 from twinphase_bench.report.terminal import show
 from twinphase_bench.roofline.measure import RooflinePoint
-from twinphase_bench.targets.stepped import Workshop
+from twinphase.engine.stepped import Workshop
 
 
 @pytest.fixture(scope="module")

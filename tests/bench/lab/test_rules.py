@@ -34,7 +34,7 @@ from twinphase_bench.lab.workbench import (
     serve,
 )
 from twinphase_bench.report.report import Status
-from twinphase_bench.targets.stepped import Workshop
+from twinphase.engine.stepped import Workshop
 
 HOLDS = Status.HOLDS
 FAILS = Status.FAILS

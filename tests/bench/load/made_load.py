@@ -10,7 +10,7 @@ from typing import Any
 
 from twinphase_bench.client.client import Reply
 from twinphase_bench.client.health import ClientHealth
-from twinphase_bench.client.observation import Observation
+from twinphase.phases.observation import Observation
 from twinphase_bench.load.run import LoadResult
 from twinphase_bench.load.workload import Lengths, Sizing, Workload, make_workload
 from twinphase_bench.report.report import Section

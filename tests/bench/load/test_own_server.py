@@ -11,7 +11,7 @@ from running import RunningServer
 from tiny_gguf import write_tiny_gguf
 from twinphase.errors import InvalidRequestError
 from twinphase_bench.client.client import run
-from twinphase_bench.load.arrivals import Closed, Constant, Poisson
+from twinphase.workload.distributions import Closed, Constant, Poisson
 from twinphase_bench.load.report import load_sections
 from twinphase_bench.load.run import LoadResult, run_load
 from twinphase_bench.load.traces import Scaling, trace_workload

@@ -18,7 +18,7 @@ from twinphase_bench.load.report import (
     runs_verdicts,
     shown,
 )
-from twinphase_bench.load.slo import Slos
+from twinphase.phases.slo import Slos
 from twinphase_bench.report.report import Status
 
 

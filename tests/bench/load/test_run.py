@@ -22,11 +22,11 @@ from twinphase.errors import InvalidRequestError
 from twinphase_bench.client.client import Address, Reply, exchange, run
 from twinphase_bench.client.health import ClientHealth, lags_of_stamps
 from twinphase_bench.client.sse import failure_kind, observe
-from twinphase_bench.load.arrivals import Closed, Constant, Poisson, Traced
+from twinphase.workload.distributions import Closed, Constant, Poisson, Traced
 from twinphase_bench.load.plan import LoadOptions, load_parts
 from twinphase_bench.load.report import load_data
 from twinphase_bench.load.run import LoadFailedError, LoadResult, run_load
-from twinphase_bench.load.slo import Slos
+from twinphase.phases.slo import Slos
 from twinphase_bench.load.workload import Lengths, LoadRequest, Sizing, Workload, make_workload
 from twinphase_bench.targets.openai import OpenAITarget
 from twinphase_bench.targets.target import Prompt

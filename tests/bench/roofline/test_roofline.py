@@ -17,7 +17,7 @@ from twinphase.phases.work import ModelShape, kv_bytes_per_token
 from twinphase_bench.report.report import Status
 from twinphase_bench.report.result import result_json
 from twinphase_bench.roofline import measure as measuring
-from twinphase_bench.roofline.arithmetic import (
+from twinphase.phases.roofline import (
     PartWork,
     measured_roofline,
     parts_of_step,

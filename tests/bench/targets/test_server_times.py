@@ -3,7 +3,7 @@
 import pytest
 
 from twinphase_bench.client.client import run
-from twinphase_bench.load.arrivals import Closed
+from twinphase.workload.distributions import Closed
 from twinphase_bench.load.run import run_load
 from twinphase_bench.load.workload import Lengths, Sizing, make_workload
 from twinphase_bench.targets.openai import OpenAITarget

@@ -3,9 +3,9 @@
 from functools import partial
 from statistics import median
 
+from twinphase import Stepped
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial, median_of, ratios
 from twinphase_bench.lab.workbench import STEPS, Workbench
-from twinphase_bench.targets.stepped import Stepped
 
 DECODES = 4
 OWN = 16

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from twinphase import TimedRequest
 from twinphase.phases.timeline import StepRecord
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial
 from twinphase_bench.lab.workbench import Workbench
-from twinphase_bench.targets.stepped import TimedRequest
 
 PROMPTS = 4
 OUTPUT = 16

@@ -6,14 +6,10 @@ from functools import partial
 from itertools import pairwise
 from time import perf_counter
 
-from twinphase.cluster.config import ClusterConfig
-from twinphase.cluster.launch import make_host
-from twinphase.config import available_cores
-from twinphase.engine.frontends.async_engine import AsyncEngine
-from twinphase.request import SamplingParams
+from twinphase import AsyncEngine, ClusterConfig, SamplingParams, available_cores, make_host
+from twinphase.phases.statistics import percentile
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial, median_of, ratios
 from twinphase_bench.lab.workbench import Workbench
-from twinphase_bench.statistics import percentile
 
 STREAMS = 4
 OWN = 16

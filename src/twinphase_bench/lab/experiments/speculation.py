@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from twinphase import Stepped
 from twinphase.batch import Batch, StepOutput
 from twinphase.request import Request
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial, median_of, ratios
 from twinphase_bench.lab.workbench import Workbench
-from twinphase_bench.targets.stepped import Stepped
 
 PROMPT = 48
 DRAFTED = 7
