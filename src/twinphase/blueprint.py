@@ -69,6 +69,9 @@ class Span:
     firsts: tuple[int, ...]
 
 
+SharedColumns = Literal["heads", "keys", "ffn", "hidden", "vocab"]  # fields of `Share`
+
+
 @dataclass(frozen=True)
 class Share:
     """What one rank of several (tensor parallelism) computes of a model.
@@ -175,11 +178,14 @@ class Blueprint:
     @property
     def norm_spans(self) -> tuple[Span | None, Span | None]:
         """What a rank has of the rows of queries and of keys that are normalized over their whole width, if any are."""
-        return (
-            (self.share.heads, self.share.keys)
-            if self.share and self.qk_norm == "width"
-            else (None, None)
-        )
+        if self.qk_norm != "width":
+            return None, None
+        return self.span("heads"), self.span("keys")
+
+    def span(self, part: SharedColumns) -> Span | None:
+        """The columns that this rank computes of a part; None where it computes all of them."""
+        span: Span | None = getattr(self.share, part, None)
+        return span
 
     @property
     def group(self) -> int:

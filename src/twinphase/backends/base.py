@@ -7,7 +7,7 @@ the step it is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +31,54 @@ class Units:
     linear: str
     scores: str  # queries by keys
     values: str  # probabilities by values; as many FLOP as the scores
+
+
+@dataclass(frozen=True)
+class MeasuredRates:
+    """Best rates seen, operations and bytes per second; None where the processor has no such unit.
+
+    A multiplication and an addition are two operations. `bandwidth` is ((working set in bytes,
+    bytes/s), ...). `provisional` means that others took the cores meanwhile, or that the rounds did
+    not agree: a rate may be too low.
+    """
+
+    bandwidth: tuple[tuple[int, float], ...]
+    int8_ops: float | None
+    float32_flops: float
+    bfloat16_flops: float | None
+    provisional: bool
+    float16_flops: float | None = None
+
+
+class Device(Protocol):
+    """One device as one backend uses it.
+
+    Attributes:
+        name: of the backend.
+        threads: compute threads.
+        isa: instruction-set path that runs; "" where there is no choice of any.
+        best_isa: the one that would run if none were forced; None where there is no choice.
+        ceilings: what its ceilings are kept as; "" where they cannot be measured, and MFU and MBU
+            are unknown.
+    """
+
+    name: str
+    threads: int
+    isa: str
+    best_isa: str | None
+    ceilings: str
+
+    def units(self, weights: Set[tuple[str, int]]) -> Units:
+        """Which arithmetic unit does what, by the types and dimensions (3 of experts) of the layers' weights."""
+
+    def kv_head_bytes(self, head_dim: int, dtype: str) -> float:
+        """Bytes of one token's key and value in one KV head of one layer, with a `kv_cache_dtype`."""
+
+    def free_memory(self) -> int | None:
+        """Bytes of its own memory that could be taken now; None where it computes in the host's."""
+
+    def measure(self) -> MeasuredRates:
+        """What the device can do at best just now (some seconds)."""
 
 
 @dataclass(frozen=True)
@@ -266,8 +314,11 @@ class Backend(Protocol):
     ) -> Array:
         """x @ weight.T, plus columns of `residual` from `first` on, or `bias`, when given; [rows, outputs]."""
 
-    def gather(self, x: Array, span: Span) -> Array:
-        """What every rank has of some rows, side by side: x [rows, span.size] of this one; [rows, span.total]."""
+    def gather(self, x: Array, span: Span | None) -> Array:
+        """The columns of all ranks side by side: this rank's x [rows, span.size] to [rows, span.total].
+
+        Without a span, one rank has all columns, and x is returned as it is.
+        """
 
     def add(self, x: Array, h: Array, scale: float = 1.0) -> Array:
         """x + scale * h; may overwrite x."""

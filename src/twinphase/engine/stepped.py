@@ -241,8 +241,9 @@ class Workshop:
             enable_prefix_caching=enable_prefix_caching,
         )
         loaded = self._loaded.engine
+        eos = self._loaded.text.tokenizer.eos_token_ids
         scheduler = make_scheduler(
-            config, self._loaded.backend, self._loaded.text.tokenizer.eos_token_ids, loaded.cost_model
+            config, self._loaded.backend, eos, loaded.cost_model, self.shape.window
         )
         return Stepped(
             Engine(

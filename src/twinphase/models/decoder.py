@@ -86,7 +86,7 @@ class Decoder:
         )  # of a rank, its share of the vocabulary
         if blueprint.logit_scale != 1.0 or blueprint.logit_softcap:
             logits = backend.cap_logits(logits, blueprint.logit_scale, blueprint.logit_softcap)
-        return logits if blueprint.share is None else backend.gather(logits, blueprint.share.vocab)
+        return backend.gather(logits, blueprint.span("vocab"))
 
     def hidden(self, backend: Backend) -> Array:
         """What the head reads, behind the final norm, [num_logits, hidden_size]: embeddings are made of it."""
@@ -96,7 +96,7 @@ class Decoder:
             if index in self.kept:
                 backend.keep(x)
             h = self._attention(backend, x, index, layer)
-            h = h if blueprint.share is None else backend.gather(h, blueprint.share.heads)
+            h = backend.gather(h, blueprint.span("heads"))
             if index == blueprint.num_layers - 1:
                 # Behind the last attention no row looks at another: only those whose logits are
                 # wanted go on.
@@ -129,7 +129,7 @@ class Decoder:
         )
         if blueprint.experts is None:
             h = backend.gate_mul(backend.linear(h, layer.gate_up, bias=layer.gate_up_bias))
-            h = h if blueprint.share is None else backend.gather(h, blueprint.share.ffn)
+            h = backend.gather(h, blueprint.span("ffn"))
             return self._add(backend, x, h, layer.down, layer.down_bias, layer.ffn_post_norm)
         h = backend.moe(
             h,
@@ -141,7 +141,8 @@ class Decoder:
             gate_up_bias=layer.gate_up_bias,
             down_bias=layer.down_bias,
         )
-        return backend.add(x, self._hidden(backend, h), blueprint.residual_scale)
+        h = backend.gather(h, blueprint.span("hidden"))
+        return backend.add(x, h, blueprint.residual_scale)
 
     def _add(
         self,
@@ -154,19 +155,14 @@ class Decoder:
     ) -> Array:
         """x plus the last linear layer of a half; in one operation where nothing is between them."""
         scale = self.blueprint.residual_scale
-        share = self.blueprint.share
+        span = self.blueprint.span("hidden")
         if post_norm is None and bias is None and scale == 1.0:
-            first = 0 if share is None else share.hidden.first
-            return self._hidden(backend, backend.linear(h, weight, residual=x, first=first))
-        h = self._hidden(backend, backend.linear(h, weight, bias=bias))
+            first = span.first if span else 0
+            return backend.gather(backend.linear(h, weight, residual=x, first=first), span)
+        h = backend.gather(backend.linear(h, weight, bias=bias), span)
         if post_norm is not None:
             return backend.add_norm(x, h, post_norm, self.blueprint.norm_eps, scale)
         return backend.add(x, h, scale)
-
-    def _hidden(self, backend: Backend, h: Array) -> Array:
-        """Whole rows of what the ranks have computed a share of each."""
-        share = self.blueprint.share
-        return h if share is None else backend.gather(h, share.hidden)
 
 
 def _load_layer(

@@ -56,6 +56,11 @@ def open_model(path: Path, *, quantization: str = "none", header_only: bool = Fa
     return open_gguf(path, mark_used=not header_only)
 
 
+def model_blueprint(name: str) -> Blueprint:
+    """What a model is made of, by its name or path; reads the headers of its files only."""
+    return read_blueprint(open_model(resolve_model(name), header_only=True))
+
+
 def read_blueprint(checkpoint: Checkpoint, max_positions: int | None = None) -> Blueprint:
     """What the model is made of, once its architecture and tensors are known to be right.
 

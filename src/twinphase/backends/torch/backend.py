@@ -385,8 +385,10 @@ class TorchBackend:
                 out = out.to(self.wide) + term
         return out
 
-    def gather(self, x: Tensor, span: Span) -> Tensor:
+    def gather(self, x: Tensor, span: Span | None) -> Tensor:
         """See `Backend`."""
+        if span is None:
+            return x
         self._collective = self._collective or Collective(self.group, self.device)
         return self._collective.gather(x, span)
 

@@ -310,7 +310,7 @@ def make_scheduler(
     backend: Backend,
     eos_token_ids: frozenset[int],
     cost_model: CostModel,
-    window: Window | None,
+    window: int | None,
 ) -> Scheduler:
     """A scheduler over the allocated KV cache of a `backend`; `config` is resolved."""
     if config.max_model_len is None or config.num_kv_blocks is None:
