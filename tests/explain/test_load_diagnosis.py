@@ -11,10 +11,10 @@ from provoked import Engine
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase.cli import run_app
-from twinphase.phases.observation import Observation
+from twinphase.errors import ResultError
 from twinphase.explain.load_diagnosis import explain_client
 from twinphase.explain.loads import ObservedLoad, read_loads
-from twinphase.errors import ResultError
+from twinphase.phases.observation import Observation
 
 
 @pytest.fixture(scope="module")

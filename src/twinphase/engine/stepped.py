@@ -16,8 +16,10 @@ from typing import Any, cast
 
 from twinphase.backends.base import Backend, Forward, StepInputs
 from twinphase.engine.engine import Engine, StepResult
+from twinphase.engine.frontends.async_engine import AsyncEngine
 from twinphase.engine.loading.ceilings import device_of
 from twinphase.engine.loading.loading import LoadedEngine, make_scheduler
+from twinphase.engine.process.host import ThreadHost
 from twinphase.engine.recorder import StepRecorder
 from twinphase.engine.runner import Runner
 from twinphase.errors import TwinphaseError
@@ -254,6 +256,10 @@ class Workshop:
                 vocab_size=self.blueprint.vocab_size,
             )
         )
+
+    def start(self) -> AsyncEngine:
+        """Serve the loaded engine from a thread, to which it belongs from then on."""
+        return AsyncEngine(ThreadHost(self._loaded))
 
     def time_forward(self) -> TimedForward:
         """Time the forward passes of all engines from now on."""

@@ -16,6 +16,7 @@ from twinphase.models.decoder import Decoder
 from twinphase.models.tensors import ROPE_TENSORS, check_tensors, model_tensors
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import open_gguf
+from twinphase.weights.hub import resolve_model
 from twinphase.weights.safetensors import open_safetensors, read_folder_config
 
 

@@ -142,6 +142,15 @@ def ideal_seconds(part: PartWork, ceilings: Ceilings | None) -> tuple[float, flo
     return None if compute is None or memory is None else (compute, memory)
 
 
+def ideal_seconds_of_chunk(
+    shape: ModelShape, units: Units, ceilings: Ceilings | None, start: int, num_tokens: int
+) -> tuple[float, float] | None:
+    """As `ideal_seconds`, for a step of one request that computes `num_tokens` after `start`."""
+    work = StepWork.of_chunk(start, num_tokens, True, shape.window)
+    linear, attention = parts_of_step(shape, units, work)
+    return ideal_seconds(linear.plus(attention), ceilings)
+
+
 @dataclass(frozen=True)
 class Placed:
     """A measured part under the roofline.

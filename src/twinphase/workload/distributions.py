@@ -1,6 +1,7 @@
-"""When requests are sent: an open loop sends whatever becomes of the others, a closed loop when another has ended.
+"""Made-up workloads: how long the requests are, and when they are sent.
 
-Independent users are an open loop, and only there a slow server cannot slow its own load down.
+An open loop sends at its own times, a closed loop when another request has ended. Independent users
+are an open loop: only there a slow server cannot slow its own load down.
 """
 
 from __future__ import annotations
@@ -11,74 +12,84 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twinphase.errors import InvalidRequestError
-from twinphase_bench.load.workload import LoadRequest
-
-ALL_AT_ONCE = "open loop, all at once"
 
 
 @dataclass(frozen=True)
-class Poisson:
-    """Independent users: exponential gaps of mean 1 / rate."""
+class Lengths:
+    """(shortest, longest) prompt and output in tokens; lengths are drawn evenly between the two."""
 
-    rate: float  # requests per second; infinite sends all at once
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in (("prompt", self.prompt), ("output", self.output)):
+            if not 1 <= low <= high:
+                raise InvalidRequestError(
+                    f"{name} lengths {low} to {high}.", "Give 1 <= shortest <= longest."
+                )
+
+    def draw(self, generator: random.Random) -> tuple[int, int]:
+        """Prompt and output of one request."""
+        return generator.randint(*self.prompt), generator.randint(*self.output)
+
+    def __str__(self) -> str:
+        prompt, output = (
+            str(low) if low == high else f"{low} to {high} (uniform)"
+            for low, high in (self.prompt, self.output)
+        )
+        return f"prompts of {prompt} tokens, outputs of {output}"
+
+
+@dataclass(frozen=True)
+class Paced:
+    """An open loop of a mean gap of 1 / rate: random (Poisson, independent users) or even."""
+
+    rate: float  # Requests per second; infinite sends all at once.
     seed: int = 0
+    even: bool = False
 
     def __post_init__(self) -> None:
-        _check_rate(self.rate)
+        if not self.rate > 0:
+            raise InvalidRequestError(
+                f"--request-rate is {self.rate}.",
+                "Give requests per second above 0, or inf to send all of them at once.",
+            )
 
-    def offsets(self, requests: Sequence[LoadRequest]) -> tuple[float, ...]:
+    def offsets(self, timestamps: Sequence[float | None]) -> tuple[float, ...]:
         """Seconds after the start; the first request comes at 0."""
-        draw = random.Random(f"poisson/{self.seed}")
-        found = []
+        generator = random.Random(f"poisson/{self.seed}")
+        offsets = []
         now = 0.0
-        for _ in requests:
-            found.append(now)
-            now += draw.expovariate(self.rate)
-        return tuple(found)
+        for number in range(len(timestamps)):
+            offsets.append(number / self.rate if self.even else now)
+            now += generator.expovariate(self.rate)
+        return tuple(offsets)
 
     def __str__(self) -> str:
-        return (
-            ALL_AT_ONCE if math.isinf(self.rate) else f"open loop, Poisson at {self.rate:g} req/s"
-        )
-
-
-@dataclass(frozen=True)
-class Constant:
-    """Even gaps of 1 / rate; an infinite rate sends all at once."""
-
-    rate: float
-
-    def __post_init__(self) -> None:
-        _check_rate(self.rate)
-
-    def offsets(self, requests: Sequence[LoadRequest]) -> tuple[float, ...]:
-        return tuple(number / self.rate for number in range(len(requests)))
-
-    def __str__(self) -> str:
-        return (
-            ALL_AT_ONCE
-            if math.isinf(self.rate)
-            else f"open loop, every {1 / self.rate:g} s ({self.rate:g} req/s)"
-        )
+        if math.isinf(self.rate):
+            return "open loop, all at once"
+        if self.even:
+            return f"open loop, every {1 / self.rate:g} s ({self.rate:g} req/s)"
+        return f"open loop, Poisson at {self.rate:g} req/s"
 
 
 @dataclass(frozen=True)
 class Traced:
     """An open loop at the workload's own timestamps."""
 
-    def offsets(self, requests: Sequence[LoadRequest]) -> tuple[float, ...]:
+    def offsets(self, timestamps: Sequence[float | None]) -> tuple[float, ...]:
         """Seconds after the start.
 
         Raises:
             InvalidRequestError: the workload has no timestamps.
         """
-        times = [request.timestamp for request in requests if request.timestamp is not None]
-        if len(times) < len(requests):
+        known = [timestamp for timestamp in timestamps if timestamp is not None]
+        if len(known) < len(timestamps):
             raise InvalidRequestError(
                 "The workload has no timestamps.",
                 "Give --request-rate or --max-concurrency, or a trace with times.",
             )
-        return tuple(times)
+        return tuple(known)
 
     def __str__(self) -> str:
         return "open loop, at the times of the trace"
@@ -86,11 +97,10 @@ class Traced:
 
 @dataclass(frozen=True)
 class Closed:
-    """A fixed number of users, each of whom sends again as soon as it is answered.
+    """A fixed number of users, each of whom sends the next request after an answer.
 
     The number of requests in flight never grows, so the latencies are those of a load that waits
-    for the server. Each user opens a new connection between two requests; the report says how long
-    that takes.
+    for the server.
     """
 
     concurrency: int
@@ -101,20 +111,12 @@ class Closed:
                 f"--max-concurrency is {self.concurrency}.", "Give at least 1."
             )
 
-    def offsets(self, requests: Sequence[LoadRequest]) -> None:
-        """None: each request is sent when another has ended."""
-        return None
+    def offsets(self, timestamps: Sequence[float | None]) -> tuple[float, ...]:
+        """Empty: each request is sent when another has ended."""
+        return ()
 
     def __str__(self) -> str:
         return f"closed loop, {self.concurrency} at once"
 
 
-Arrivals = Poisson | Constant | Traced | Closed
-
-
-def _check_rate(rate: float) -> None:
-    if not rate > 0:
-        raise InvalidRequestError(
-            f"--request-rate is {rate}.",
-            "Give requests per second above 0, or inf to send all of them at once.",
-        )
+Arrivals = Paced | Traced | Closed

@@ -59,7 +59,7 @@ def roofline(
     engine: dict[str, Any],
 ) -> None:
     """Measure this machine's roofline, and place both phases of a model under it."""
-    given = {name: value for name, value in locals().items() if value is not None} | engine
+    given = {name: value for name, value in locals().items() if value is not None}
     if out is not None:
         from twinphase_bench.extras import require
 
@@ -68,7 +68,7 @@ def roofline(
     from twinphase_bench.roofline.roofline import roofline as measure
     from twinphase_bench.roofline.roofline import settings_of
 
-    settings = settings_of(given)
+    settings = settings_of(given, engine)
     with live("twinphase roofline") as progress:
         report = measure(model, settings, ceiling_repetitions, progress)
     if json:

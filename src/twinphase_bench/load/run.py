@@ -181,7 +181,7 @@ async def run_load(
         LoadFailedError: a warm-up request failed.
     """
     workload.require_fit(target.facts.context_length)
-    offsets = arrivals.offsets(workload.requests)
+    offsets = arrivals.offsets([request.timestamp for request in workload.requests])
     allow_connections(min(MAX_IN_FLIGHT, len(workload.requests)))
     await _warm_up(target, workload, progress)
     client = ClientHealth()
@@ -189,7 +189,7 @@ async def run_load(
     if isinstance(arrivals, Closed):
         beats = await _watched(client, sender.closed(arrivals.concurrency, send_seconds))
     else:
-        beats = await _watched(client, sender.open(offsets or (), send_seconds))
+        beats = await _watched(client, sender.open(offsets, send_seconds))
     observations = sender.read()
     _judge(client, observations, beats)
     return LoadResult(

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from twinphase import alone_sentences, duration, percentages
-from twinphase.explain.levers import percent
 from twinphase.phases.report import FORMULAS
 from twinphase_bench.conditions import conditions
 from twinphase_bench.report.plots import ROW_HEIGHT, spans
@@ -57,7 +56,7 @@ def explain_report(found: Mapping[str, Any]) -> Report:
 def _verdict(one: Mapping[str, Any], kind: str) -> Verdict:
     if kind == "client":  # comparisons, which have no common whole
         return Verdict(Status.INFO, f"{one['cause'].replace('_', ' ')}: {one['evidence']}")
-    share = "an unknown share" if one["share"] is None else percent(one["share"])
+    share = "an unknown share" if one["share"] is None else f"{100 * one['share']:.0f} %"
     cause = one["cause"].replace("_", " ")
     status = Status.UNKNOWN if one["share"] is None else Status.INFO
     return Verdict(status, f"{cause}: {share} {SYMPTOM[one['phase']]}. {one['evidence']}")

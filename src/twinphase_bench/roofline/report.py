@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Sequence
 
 from twinphase import LinkRates
-from twinphase.backends.cpu.link import LARGE, SMALL
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.roofline import UNITS, Placed, Roofline
 from twinphase_bench.report.report import Column, Metric, Status, Table, Verdict
@@ -118,7 +117,8 @@ def link_table(link: LinkRates) -> Table:
         "reads them whole"
     )
     large, small = (
-        f"{rows} row{'s' * (rows > 1)} of {4 * columns:,} bytes" for rows, columns in (LARGE, SMALL)
+        f"{rows} row{'s' * (rows > 1)} of {4 * columns:,} bytes"
+        for rows, columns in (link.large, link.small)
     )
     rows = ((large, f"{link.bandwidth / 1e9:,.1f} GB/s"), (small, f"{1e6 * link.latency:,.1f} µs"))
     return Table(

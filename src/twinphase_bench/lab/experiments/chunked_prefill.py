@@ -67,7 +67,7 @@ def _interrupt(bench: Workbench, engine: Stepped) -> dict[str, float]:
     engine.run_until(lambda: all(ticket.times for ticket in decodes))
     for _ in range(BEFORE):
         engine.step()
-    prompt = engine.submit(bench.workshop.prompt(bench.size), 4)
+    prompt = engine.submit(bench.prompt(bench.size), 4)
     engine.run_until(lambda: len(prompt.times) == 4)
     steps = {
         record.index for record in engine.records if prompt.request.request_id in record.prefill_ids

@@ -92,9 +92,7 @@ async def _start(
     engines = {}
     for name, cluster in clusters.items():
         own = config | {"threads": None if cluster.is_cluster else threads}
-        engines[name] = AsyncEngine(
-            make_host(str(workshop.loaded.checkpoint.path), own, cluster, stall=60.0)
-        )
+        engines[name] = AsyncEngine(make_host(str(workshop.path), own, cluster, stall=60.0))
     while not all(engine.is_running for engine in engines.values()):
         for engine in engines.values():
             if engine.host.failure is not None:
