@@ -116,6 +116,8 @@ class Blueprint:
             its output.
         norm_offset: added to the stored weights of every RMSNorm (1 where they are stored as w of 1
             + w).
+        ffn_norm: GGUF's name of the norm before the feed-forward half; GPT-OSS's is named after its
+            place after attention.
         qk_norm: an RMSNorm of queries and keys before they are rotated: of each head, or over the
             whole width.
         qkv_bias, output_bias: whether the projections into and out of attention have biases.
@@ -149,6 +151,7 @@ class Blueprint:
     norm_before: bool = True
     norm_after: bool = False
     norm_offset: float = 0.0
+    ffn_norm: str = "ffn_norm"
     qk_norm: QkNorm = "none"
     qkv_bias: bool = False
     output_bias: bool = False

@@ -132,22 +132,21 @@ class StepInputs:
 
 
 @dataclass(frozen=True)
-class Draws:
-    """What to draw from a step's logits [rows, vocab_size], and of what to tell log probabilities.
+class SamplingPlan:
+    """What to sample from a step's logits [rows, vocab_size], and which log probabilities to return.
 
     Attributes:
-        edits: three lists of places, each once in a list. The values of the first are added to the
-            logits; by those of the second a positive logit is divided and another multiplied; those
-            of the third are subtracted.
+        edits: for each operation of `sampling/logit_edits.py`, flat indices into the logits, each at
+            most once, and the operands.
         masks: int64 [masked rows], and uint8 [masked rows, ceil(vocab_size / 8)]: a bit for each
-            token that may be drawn, the lowest first. It has the last word.
+            token that may be drawn, the lowest first; applied after the edits.
         temperature: float32 [rows]; 0 takes the largest logit, the lowest id of equal ones.
         min_p, top_p, uniform: float64 [rows]; without effect are 0 and 1, and `uniform` in [0, 1)
             decides a draw.
         top_k: int64 [rows]; 0 is no limit.
         scored: int64 [rows], the token whose log probability is wanted; -1 is the drawn one, -2
             none.
-        num_top: how many of the most likely tokens rows with `scored` tell as well.
+        num_top: how many of the most likely tokens to return for rows with `scored`.
     """
 
     edits: tuple[Edits, Edits, Edits]
@@ -162,8 +161,8 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What came of `Draws`, of each row.
+class SampledRows:
+    """Result of a `SamplingPlan`, one entry per row.
 
     Attributes:
         token_ids: int64 [rows]; -1 where the largest logit was not finite, before or after the
@@ -172,7 +171,7 @@ class Drawn:
             are as likely.
         top_ids, top_logprobs: int64 and float64 [rows, num_top], by falling likelihood, equal ones
             by rising id.
-        forward_seconds, draw_seconds: what the device took for the step before, and for this.
+        forward_seconds, sampling_seconds: what the device took for the step before, and for this.
     """
 
     token_ids: NDArray[np.int64]
@@ -181,11 +180,11 @@ class Drawn:
     top_ids: NDArray[np.int64]
     top_logprobs: NDArray[np.float64]
     forward_seconds: float = 0.0
-    draw_seconds: float = 0.0
+    sampling_seconds: float = 0.0
 
 
-class Drawer(Protocol):
-    """Computes a step and draws its tokens where the logits are: only those come to the host."""
+class DeviceSampler(Protocol):
+    """Computes a step and samples its tokens on the device: only token ids come to the host."""
 
     def capture(
         self,
@@ -202,8 +201,8 @@ class Drawer(Protocol):
     def launch(self, forward: Forward, inputs: StepInputs) -> None:
         """Begin to run `forward` on `inputs`; may return before it is done."""
 
-    def draw(self, draws: Draws) -> Drawn:
-        """Draw from the logits of the step launched last, as `sampling/` does on the host."""
+    def sample(self, plan: SamplingPlan) -> SampledRows:
+        """Sample from the logits of the step launched last, as `sampling/` does on the host."""
 
 
 class Forward(Protocol):
@@ -226,8 +225,8 @@ class Backend(Protocol):
     kv_cache_dtypes: tuple[str, ...]  # what `EngineConfig.kv_cache_dtype` may be
 
     @property
-    def drawer(self) -> Drawer | None:
-        """Who draws tokens where the logits are; None where they are sampled on the host."""
+    def device_sampler(self) -> DeviceSampler | None:
+        """Samples tokens on the device; None if tokens are sampled on the host."""
 
     def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
         """Get ready for this model (compile its kernels, reserve memory); called once, before any weight.

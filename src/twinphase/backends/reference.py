@@ -29,7 +29,7 @@ class ReferenceBackend:
     name = "reference"
     block_multiple = 1
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
-    drawer = None
+    device_sampler = None
     group: Group | None = None  # of ranks, where there are several
     in_blocks = (
         False  # whether one rank multiplies as several do, which takes several times as long
