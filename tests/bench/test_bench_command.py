@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tiny_gguf import write_tiny_gguf
+from twinphase.engine import stepped
 from twinphase.cli import run_app
 from twinphase.errors import InvalidRequestError
 from twinphase_bench.client.health import ClientHealth
@@ -37,14 +38,10 @@ def gguf_path(tmp_path_factory):
 @pytest.fixture
 def small(monkeypatch):
     """The slow reference backend needs no compiled kernels; the command has no option for it."""
-    from twinphase.engine import loading as load
-    from twinphase_bench.targets import engine
-
-    loaded = load.LoadedEngine
-    for module in (engine, load):
-        monkeypatch.setattr(
-            module, "LoadedEngine", lambda *a, **k: loaded(*a, **{**k, "backend": "reference"})
-        )
+    loaded = stepped.LoadedEngine
+    monkeypatch.setattr(
+        stepped, "LoadedEngine", lambda *a, **k: loaded(*a, **{**k, "backend": "reference"})
+    )
 
 
 @pytest.fixture

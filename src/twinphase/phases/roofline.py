@@ -144,11 +144,16 @@ def ideal_seconds(part: PartWork, ceilings: Ceilings | None) -> tuple[float, flo
 
 def ideal_seconds_of_chunk(
     shape: ModelShape, units: Units, ceilings: Ceilings | None, start: int, num_tokens: int
-) -> tuple[float, float] | None:
-    """As `ideal_seconds`, for a step of one request that computes `num_tokens` after `start`."""
+) -> tuple[float | None, float | None]:
+    """Seconds of the FLOP and of the bytes of a step that computes `num_tokens` after `start`.
+
+    Of one request, at the ceilings; None where a ceiling is unknown.
+    """
     work = StepWork.of_chunk(start, num_tokens, True, shape.window)
     linear, attention = parts_of_step(shape, units, work)
-    return ideal_seconds(linear.plus(attention), ceilings)
+    whole = linear.plus(attention)
+    memory = memory_seconds(whole.bytes, whole.working_set, ceilings)
+    return compute_seconds(whole.flops, ceilings), memory
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,8 @@ class Workbench:
         """
         shop = self.workshop
         ideal = ideal_seconds_of_chunk(shop.shape, shop.units, self.ceilings, start, num_tokens)
-        return (math.nan, math.nan) if ideal is None else (1e3 * ideal[0], 1e3 * ideal[1])
+        compute, memory = (1e3 * seconds if seconds else math.nan for seconds in ideal)
+        return compute, memory
 
     def prompts(self, count: int, num_tokens: int) -> list[list[int]]:
         return [self.prompt(num_tokens) for _ in range(count)]

@@ -119,7 +119,7 @@ class NoUpdates:
 @pytest.fixture
 def engine(tmp_path):
     path = write_tiny_gguf(tmp_path / "tiny.gguf", tensor_type="Q4_0", context=512)
-    return EngineLoadTarget.open(path, backend="reference")
+    return EngineLoadTarget(str(path), backend="reference")
 
 
 def test_an_engine_that_fails_loses_one_request(engine, monkeypatch):
