@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tiny_gguf import write_tiny_gguf
-from twinphase.engine import stepped
 from twinphase.cli import run_app
+from twinphase.engine import stepped
 from twinphase.errors import InvalidRequestError
 from twinphase_bench.client.health import ClientHealth
 from twinphase_bench.commands.bench import VOID_EXIT_CODE, _apart
