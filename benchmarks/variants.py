@@ -30,11 +30,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from twinphase.engine.stepped import TimedRequest
 from twinphase.models.loader import open_model
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.hub import resolve_model
 from twinphase_bench.targets.engine import EngineTarget
-from twinphase_bench.targets.stepped import TimedRequest
 
 
 def open_variant(text: str) -> EngineTarget:

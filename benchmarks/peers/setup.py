@@ -34,27 +34,58 @@ ENVIRONMENTS: dict[str, list[list[str]]] = {
     "llamacpp": [["--no-binary", "llama-cpp-python", "llama-cpp-python", "numpy", "psutil"]],
     "hf": [
         TORCH,
-        "transformers gguf accelerate safetensors sentencepiece protobuf psutil".split(),
+        [
+            "transformers",
+            "gguf",
+            "accelerate",
+            "safetensors",
+            "sentencepiece",
+            "protobuf",
+            "psutil",
+        ],
     ],
-    "openvino": ["openvino-genai numpy psutil".split()],
+    "openvino": [["openvino-genai", "numpy", "psutil"]],
     # The exporter wants an older transformers. Without --no-deps optimum brings torchvision, and
     # that a GPU build.
     "ov-export": [
         TORCH,
-        "--no-deps optimum-intel optimum nncf".split(),
-        """
-        transformers<5.6,>=4.51 huggingface-hub<1.22 requests>=2.33 openvino>=2026.0 numpy<2.5
-        openvino-tokenizers>=2026.0 openvino-telemetry networkx<=3.6.1 ninja<1.14 packaging psutil
-        pydot<=4.0.1 rich>=13.5.2 safetensors scikit-learn scipy tabulate sentencepiece protobuf
-        accelerate
-        """.split(),
+        ["--no-deps", "optimum-intel", "optimum", "nncf"],
+        [
+            "transformers<5.6,>=4.51",
+            "huggingface-hub<1.22",
+            "requests>=2.33",
+            "openvino>=2026.0",
+            "numpy<2.5",
+            "openvino-tokenizers>=2026.0",
+            "openvino-telemetry",
+            "networkx<=3.6.1",
+            "ninja<1.14",
+            "packaging",
+            "psutil",
+            "pydot<=4.0.1",
+            "rich>=13.5.2",
+            "safetensors",
+            "scikit-learn",
+            "scipy",
+            "tabulate",
+            "sentencepiece",
+            "protobuf",
+            "accelerate",
+        ],
     ],
-    "ort": ["onnxruntime-genai onnxruntime numpy psutil".split()],
+    "ort": [["onnxruntime-genai", "onnxruntime", "numpy", "psutil"]],
     "ort-export": [
         TORCH,
-        """
-        transformers onnx onnx-ir onnxruntime onnxruntime-genai safetensors sentencepiece protobuf
-        """.split(),
+        [
+            "transformers",
+            "onnx",
+            "onnx-ir",
+            "onnxruntime",
+            "onnxruntime-genai",
+            "safetensors",
+            "sentencepiece",
+            "protobuf",
+        ],
     ],
 }
 VARIABLES = {"llamacpp": {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}}
