@@ -12,18 +12,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from made_up import made_up_machine as machine
+from twinphase.batch import StepTimes
 from twinphase.explain.alone import alone_sentences, had_it_run_alone
 from twinphase.explain.causes import CAUSES
 from twinphase.explain.diagnosis import diagnose
 from twinphase.explain.evidence import Efficiency, Evidence
 from twinphase.explain.explanation import explain, explain_evidence
 from twinphase.explain.levers import Lever, rank
+from twinphase.explain.load_diagnosis import CLIENT_RULES
 from twinphase.outcome import MissReason, PrefixMiss
 from twinphase.phases.cost import CostError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 from twinphase.phases.work import Cost, ModelShape
 from twinphase.request import RequestCounts, SamplingParams
-from twinphase_bench.load.diagnosis import CLIENT_RULES
 
 ROOT = Path(__file__).parents[2]
 LARGE = ModelShape(10**6, 500_000, 600_000, 300_000, 2, 4, 2, 64, 800)
@@ -44,7 +45,17 @@ def decoded(bytes_=0, linear=10, seconds=1.0, **inside):
     timeline.add_prefill(StepRecord(9, 0.0, 0.1, 100, 0, Cost(), Cost()), 100, 0.1)
     timeline.hand_over_tokens(1, 0.1)
     record = StepRecord(
-        10, 0.1, 0.1 + seconds, 0, 1, Cost(), Cost(linear, 0, bytes_), (), 1, 0.0, **inside
+        10,
+        0.1,
+        0.1 + seconds,
+        0,
+        1,
+        Cost(),
+        Cost(linear, 0, bytes_),
+        (),
+        1,
+        0.0,
+        StepTimes(**inside),
     )
     timeline.add_decode(record, 1, seconds, seconds)
     timeline.hand_over_tokens(1, timeline.end)

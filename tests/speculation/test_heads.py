@@ -556,7 +556,7 @@ class TestSameTokens:
         reader = loaded.engine.executor.reader
         assert isinstance(reader, Eagle3) and reader.num_tokens == 2
         assert answers(loaded)[0] == plain
-        assert not reader._seen, "all have ended"
+        assert not reader._sequences, "all have ended"
 
     def test_a_failure_costs_no_token(self, tmp_path, target, plain, monkeypatch):
         heads = opened(write_heads(tmp_path, EAGLE3, eagle3_tensors()), target)

@@ -12,7 +12,7 @@ from itertools import islice
 
 from twinphase.cluster.block_index import BlockIndex
 from twinphase.cluster.routing import Decision, Role, Routing, WorkerLoad
-from twinphase.scheduler.chunk import StepTimes
+from twinphase.scheduler.chunk import StepCost
 
 USUAL_OUTPUT = 128.0  # tokens of an answer, before any has ended
 OUTPUT_FADE = 0.02  # of the difference to each answer that ends
@@ -44,7 +44,7 @@ class Fleet:
         self._routing = routing
         self._sent: dict[str, _Sent] = {}
 
-    def join(self, name: str, role: Role, times: StepTimes) -> None:
+    def join(self, name: str, role: Role, times: StepCost) -> None:
         """A worker is there, with an empty prefix cache; one of that name was there before, and is no more."""
         self.leave(name)
         self.workers[name] = WorkerLoad(name, role, times)

@@ -32,6 +32,7 @@ class Runner:
         self.model.kept = reader.layers
 
     def execute(self, batch: Batch) -> StepOutput:
+        begin = perf_counter()
         inputs = build(batch, self.block_size)
         sampler = getattr(self.backend, "device_sampler", None)
         start = perf_counter()
@@ -44,9 +45,10 @@ class Runner:
             rows = DeviceRows(sampler, batch, self.model.blueprint.vocab_size, self.eos_token_ids)
             output = sample(rows, batch, self.eos_token_ids)
             forward_end = start + rows.sampled.forward_seconds
-            output.device_seconds = rows.sampled.forward_seconds + rows.sampled.sampling_seconds
-        output.rank_wait_seconds = getattr(self.backend, "rank_wait", 0.0)
-        output.sampling_seconds = perf_counter() - forward_end
+            output.times.device = rows.sampled.forward_seconds + rows.sampled.sampling_seconds
+        output.times.building = start - begin
+        output.times.sampling = perf_counter() - forward_end
+        output.times.rank_wait = getattr(self.backend, "rank_wait", 0.0)
         if self.reader is not None:
             self.reader.read(batch, output, self.backend.kept())
         return output

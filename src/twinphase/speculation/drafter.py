@@ -15,6 +15,10 @@ from twinphase.request import Request
 class Drafter(Protocol):
     """Called once per step, before scheduling. Rejected drafts cost time and change no output."""
 
+    @property
+    def num_failures(self) -> int:
+        """Times that a source of guesses failed since the engine started."""
+
     def draft(self, requests: Sequence[Request]) -> Mapping[str, Sequence[int]]:
         """Draft tokens by request id; requests without a draft are left out.
 

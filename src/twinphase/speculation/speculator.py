@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from twinphase.batch import Batch, StepOutput, StepWork
 from twinphase.request import Request
-from twinphase.scheduler.chunk import StepTimes
+from twinphase.scheduler.chunk import StepCost
 from twinphase.speculation.draft_lengths import (
     MIN_GAIN_RATIO,
     ROW_OVERHEAD_SECONDS,
@@ -68,7 +68,7 @@ class Speculator:
     def __init__(
         self,
         proposers: Sequence[Proposer],
-        times: StepTimes,
+        times: StepCost,
         *,
         most: int,
         slo_seconds: Callable[[], float | None] = lambda: None,
@@ -154,7 +154,7 @@ class Speculator:
             if share.num_drafts:
                 counts = self._state(name).sources.setdefault(draft.source, SourceCounts())
                 counts.drafted += share.num_drafts
-                counts.accepted += max(0, len(new) - 1)
+                counts.accepted += output.num_accepted(share)
             for position, (token_id, drafted) in enumerate(zip(new, draft.token_ids, strict=False)):
                 if position >= draft.certain:
                     self.acceptance.observe(name, draft, position, token_id == drafted)
@@ -297,7 +297,7 @@ def _admitted(request: Request, draft: Draft) -> list[int]:
 
 def make_speculator(
     config: SpeculativeConfig,
-    times: StepTimes,
+    times: StepCost,
     slo_seconds: Callable[[], float | None],
     window: int | None,
     heads: Proposer | None = None,
