@@ -30,7 +30,8 @@ from recorded_graph import Recorder, record_kernels
 from steps import Piece, Steps
 from tiny_gguf import random_raw, write_tiny_gguf
 from twinphase.backends.reference import ReferenceBackend
-from twinphase.weights.quant import FORMATS, dequantize
+from twinphase.weights.block_formats import FORMATS
+from twinphase.weights.quant import dequantize
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") != "1":

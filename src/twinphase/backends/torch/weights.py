@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twinphase.weights.quant import FORMATS, dequantize, unpack
+from twinphase.weights.block_formats import FORMATS
+from twinphase.weights.quant import dequantize, unpack
 
 PAIR = 64  # inputs whose nibbles share 32 bytes: byte j has input j below and input 32 + j above
 # Values of MXFP4's codes, doubled.
