@@ -292,7 +292,30 @@ def make_engine(
     backend.allocate_kv_cache(spec)
     shape = replace(shape, kv_token_bytes=backend.kv_bytes_per_token())
     cost_model = CostModel(starting_prices(shape, measured_ceilings(config)), shape.windowed_share)
-    scheduler = Scheduler(
+    scheduler = make_scheduler(config, backend, eos_token_ids, cost_model, shape.window)
+    runner = Runner(model, backend, block_size=config.block_size, eos_token_ids=eos_token_ids)
+    if heads is not None:
+        runner.show_hidden(heads)
+    recorder = StepRecorder(shape, cost_model, trace=_step_log(config, scheduler, cost_model))
+    wanted = speculative_config(config.speculative_config)
+    drafter = make_speculator(
+        wanted, cost_model, lambda: scheduler.slo_seconds, shape.window, heads
+    )
+    sizes: dict[str, Any] = {"shape": shape, "vocab_size": model.blueprint.vocab_size}
+    return Engine(scheduler, runner, recorder, **sizes, seed=config.seed, drafter=drafter)
+
+
+def make_scheduler(
+    config: EngineConfig,
+    backend: Backend,
+    eos_token_ids: frozenset[int],
+    cost_model: CostModel,
+    window: int | None,
+) -> Scheduler:
+    """A scheduler over the allocated KV cache of a `backend`; `config` is resolved."""
+    if config.max_model_len is None or config.num_kv_blocks is None:
+        raise ValueError("the configuration is not resolved")
+    return Scheduler(
         KVCacheManager(
             config.num_kv_blocks,
             config.block_size,
@@ -306,18 +329,8 @@ def make_engine(
         max_num_seqs=config.max_num_seqs,
         policy=config.scheduling_policy,
         itl_slo_ms=config.slo_number,
-        window=shape.window,
+        window=window,
     )
-    runner = Runner(model, backend, block_size=config.block_size, eos_token_ids=eos_token_ids)
-    if heads is not None:
-        runner.show_hidden(heads)
-    recorder = StepRecorder(shape, cost_model, trace=_step_log(config, scheduler, cost_model))
-    wanted = speculative_config(config.speculative_config)
-    drafter = make_speculator(
-        wanted, cost_model, lambda: scheduler.slo_seconds, shape.window, heads
-    )
-    sizes: dict[str, Any] = {"shape": shape, "vocab_size": model.blueprint.vocab_size}
-    return Engine(scheduler, runner, recorder, **sizes, seed=config.seed, drafter=drafter)
 
 
 def _step_log(
