@@ -247,7 +247,7 @@ def make_backend(
         return ReferenceBackend()
     if config.backend == "torch":
         require_torch()
-        from twinphase.backends.torch.backend import open_backend
+        from twinphase.backends.torch.opening import open_backend
 
         eager = (
             config.enforce_eager or config.tensor_parallel_size > 1
