@@ -1,8 +1,8 @@
-"""A fleet larger than this machine under a trace, simulated: prediction against chance in routing, and its cost.
+"""A simulated fleet, larger than this machine, under a trace: predicted against random routing.
 
-    python benchmarks/fleet.py conversation_trace.jsonl
-    python benchmarks/fleet.py conversation_trace.jsonl --prefill 8 --decode 8 --requests 10000
-    --load 0.9 python benchmarks/fleet.py conversation_trace.jsonl --replicas 16
+python benchmarks/fleet.py conversation_trace.jsonl
+python benchmarks/fleet.py conversation_trace.jsonl --prefill 8 --decode 8 --requests 10000
+python benchmarks/fleet.py conversation_trace.jsonl --replicas 16 --load 0.9
 
 Workers are this machine's, one thread each, by the cost model of the model on it, learned from some
 of the trace's own prompts first. Schedulers, KV bookkeeping and routing are those that serve;
@@ -43,7 +43,7 @@ ALONE = 1 << 30  # first token id of what belongs to one prompt only
 
 @dataclass(frozen=True)
 class Trace:
-    """A file's requests, repeated with other prompts; all of a repetition's ids differ from another's."""
+    """A file's requests, repeated; the token ids of one repetition differ from another's."""
 
     lines: list[TraceLine]
     scaling: Scaling
@@ -77,7 +77,7 @@ class Trace:
             yield TraceRequest(arrival, outputs, lambda number=number: self.prompt(number))  # type: ignore[misc]
 
     def work(self) -> list[tuple[int, int, int]]:
-        """By request: tokens with which an earlier prompt begins too, other prompt tokens, and output tokens."""
+        """By request: prompt tokens that are cached, those that are not, output tokens."""
         seen = set[int]()
         found = []
         for line in self.lines:
@@ -93,7 +93,7 @@ class Trace:
 
 
 def learn(args: argparse.Namespace, trace: Trace, console: Console) -> FleetSpec:
-    """A worker as it is on this machine: one thread, its prices learned from prompts of the trace's lengths."""
+    """A worker of this machine with one thread, its prices learned from the trace's lengths."""
     llm = LLM(args.model, threads=1, enable_prefix_caching=False, speculative_config=None)
     vocabulary = llm.engine.vocab_size
     choose = random.Random(0)

@@ -1,8 +1,7 @@
-"""Writes a GGUF file with the shape of a known model and random weights: its speed is the real one's, its text is not.
+"""Writes a GGUF file of a known model's shape with random weights: its speed is real, its text not.
 
-    python benchmarks/random_model.py llama-3.2-1b Q4_0 /tmp/1b.gguf
-    python benchmarks/random_model.py llama-3.2-1b Q4_0 /tmp/small.gguf --layers 4     # fewer
-    layers, for comparisons
+python benchmarks/random_model.py llama-3.2-1b Q4_0 1b.gguf
+python benchmarks/random_model.py llama-3.2-1b Q4_0 small.gguf --layers 4
 
 Names are those of `twinphase estimate --list-models`. Weights are random bytes with sane scales:
 quantizing a billion random numbers would take minutes and change nothing.

@@ -125,7 +125,7 @@ class Run:
             self.fail(spec.name, error)
 
     def measure(self, name: str, point: Point, rep: int, request: dict[str, Any]) -> None:
-        """One engine, one point, one repetition; again, with fresh text, when others were in the way."""
+        """One engine, point and repetition; again, with fresh text, when others disturbed it."""
         for attempt in range(self.retries + 1):
             if attempt:
                 say(f"{name} {point.name}: others were busy, measuring again")
@@ -183,7 +183,7 @@ class Run:
 
 
 def wait_for_quiet() -> None:
-    """Wait, for a while at most, until others leave the processor alone; every engine is stopped meanwhile."""
+    """Wait, for a while at most, until others leave the processor alone; engines are stopped."""
     deadline = time.monotonic() + QUIET_WAIT_SECONDS
     while time.monotonic() < deadline:
         with Bystanders() as others:

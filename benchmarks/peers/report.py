@@ -63,7 +63,7 @@ def medians_table(
 def ratios_table(
     table: Rates, own: Sequence[str], peers: Sequence[str], points: Sequence[str]
 ) -> list[str]:
-    """One line per point: the fastest peer, and each twinphase over it; nothing where no peer was measured."""
+    """One line per point: the fastest peer, and each twinphase over it; no peer, no table."""
     present = [name for name in own if name in table]
     lines = [
         _row(["point", "fastest peer", "tokens/s", *(f"{name} / fastest peer" for name in present)])

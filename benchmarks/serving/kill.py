@@ -1,8 +1,7 @@
-"""`kill -9` of the engine's process under load: how soon everybody knows, and how soon the server serves again.
+"""`kill -9` of the engine's process under load: when clients know, and when it serves again.
 
-A client is told that it can send its request again by status 503, or by an error event in a stream
-that had begun. Served again is the first small request that succeeds; beside it, how long a process
-that only loads the model takes.
+A client learns that it can send its request again by status 503, or by an error event in a stream
+that had begun. The server serves again when the first small request succeeds.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -29,17 +26,11 @@ OPTIONS = {
     "seats": (16, "max_num_seqs"),
     "prompt": (256, "prompt tokens"),
 }
-PAUSE = 0.01  # seconds between looks whether it serves again
-LOAD_ALONE = """
-import sys
-from twinphase.engine.process.child import WARM_UP_PROMPT, WARM_UP_TOKENS
-from twinphase.engine.loading.loading import LoadedEngine
-LoadedEngine(sys.argv[1], threads=int(sys.argv[2])).warm_up(WARM_UP_PROMPT, WARM_UP_TOKENS)
-"""
+RETRY_SECONDS = 0.01
 
 
 async def scenario(server: RunningServer, prompts: list[list[int]], seats: int) -> dict[str, Any]:
-    """Load, kill, and what everybody was told when."""
+    """Load, kill, and which error each client got when."""
     bodies = [
         {
             "prompt": prompt,
@@ -58,12 +49,12 @@ async def scenario(server: RunningServer, prompts: list[list[int]], seats: int) 
     os.kill(server.engine_pid(), signal.SIGKILL)
     small = {**bodies[0], "prompt": prompts[0][:8], "max_tokens": 1, "stream": False}
     while (await ask(server, COMPLETIONS, small)).status != 200:
-        await asyncio.sleep(PAUSE)
+        await asyncio.sleep(RETRY_SECONDS)
     again = time.perf_counter() - killed
     replies = await asyncio.gather(*tasks)
     kinds = [kind_of_error(reply) for reply in replies]
     return {
-        "told": [reply.ended - killed for reply in replies],
+        "heard": [reply.ended - killed for reply in replies],
         "kinds": {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
         "again": again,
     }
@@ -80,13 +71,6 @@ def kind_of_error(reply: Reply) -> str:
     return f"error event {error['type']}" + ("" if reply.whole else ", cut off")
 
 
-def load_alone(args: argparse.Namespace) -> float:
-    """Seconds of a process that loads the model, warms up and ends."""
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", LOAD_ALONE, args.model, str(args.threads)], check=True)
-    return time.perf_counter() - start
-
-
 def run(args: argparse.Namespace) -> tuple[Section, Any]:
     """One server, whose engine is killed again and again."""
     rng = random.Random(0)
@@ -94,25 +78,21 @@ def run(args: argparse.Namespace) -> tuple[Section, Any]:
     with serving(args, max_num_seqs=args.seats) as server:
         for _ in range(args.reps):
             prompts = [random_prompt(rng, args.prompt) for _ in range(args.requests)]
-            found.append(
-                run_client(scenario(server, prompts, args.seats)) | {"alone": load_alone(args)}
-            )
+            found.append(run_client(scenario(server, prompts, args.seats)))
     rows = tuple(
         (
             ", ".join(f"{count} x {kind}" for kind, count in one["kinds"].items()),
-            *(f"{percentile(one['told'], q) * 1e3:.0f}" for q in (50, 100)),
+            *(f"{percentile(one['heard'], q) * 1e3:.0f}" for q in (50, 100)),
             f"{one['again']:.2f}",
-            f"{one['alone']:.2f}",
         )
         for one in found
     )
-    told = "from the kill to the end of a reply"
+    note_of_column = "from the kill to the end of a reply"
     columns = (
         Column("what clients got"),
-        Column("told, median, ms", told),
-        Column("told, last, ms", told),
+        Column("error, median, ms", note_of_column),
+        Column("error, last, ms", note_of_column),
         Column("served again, s"),
-        Column("loading alone, s"),
     )
     note = (
         f"{args.requests} requests on {args.seats} seats, two of three of them streams; "
