@@ -121,7 +121,7 @@ async def soak(
 
 
 def run(args: argparse.Namespace) -> tuple[Section, Any]:
-    """One engine's own answers first, then the load; `--reps` has no meaning here."""
+    """One engine's own answers first, then the load."""
     if args.model == "tiny":
         args.out.mkdir(parents=True, exist_ok=True)
         args.model = str(write_tiny_gguf(args.out / "tiny.gguf", vocab=320, context=2048))
