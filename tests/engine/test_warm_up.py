@@ -8,6 +8,7 @@ import pytest
 from provoked import Script, usual_seconds
 from tiny_gguf import write_tiny_gguf
 from twinphase.batch import Batch
+from twinphase.config import EngineConfig
 from twinphase.engine import loading as load
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.loop import engine_facts
@@ -20,7 +21,7 @@ CEILINGS = Ceilings("p", 1, "generic", ((1, 1e15),), 1e15, 1e15, 1e15)
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory) -> LoadedEngine:
     model = write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", context=2048)
-    return LoadedEngine(model, backend="reference")
+    return LoadedEngine(model, EngineConfig(backend="reference"))
 
 
 def test_the_speed_told_at_the_start_was_measured_on_a_warm_engine(loaded):

@@ -327,16 +327,18 @@ def measure_model(
         )
     loaded = LoadedEngine(
         model,
+        EngineConfig(
+            threads=settings.threads or available_cores(),
+            backend=settings.backend,
+            device=settings.device,
+            dtype=settings.dtype,
+            isa=settings.isa,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=max(point.batch for point in points),
+            num_kv_blocks=-(-room // EngineConfig.block_size),
+        ),
         compile_progress=lambda done, total, kernel: progress(f"compiling {kernel}", done, total),
-        threads=settings.threads or available_cores(),
-        backend=settings.backend,
-        device=settings.device,
-        dtype=settings.dtype,
-        isa=settings.isa,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_num_seqs=max(point.batch for point in points),
-        num_kv_blocks=-(-room // EngineConfig.block_size),
     )
     runner = cast(Runner, loaded.engine.executor)
     backend = _TimedBackend(runner.backend)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from twinphase import __version__
-from twinphase.config import available_cores
+from twinphase.config import EngineConfig, available_cores
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.errors import CacheCapacityError, TwinphaseError
 from twinphase.weights.gguf import quantization_name
@@ -75,7 +75,9 @@ class EngineTarget:
     ) -> None:
         """Load a model; arguments and errors as for `LLM`, but that the prefix cache is off unless switched on."""
         self.loaded = LoadedEngine(
-            model, compile_progress=compile_progress, **{"enable_prefix_caching": False, **config}
+            model,
+            EngineConfig(**{"enable_prefix_caching": False, **config}),
+            compile_progress=compile_progress,
         )
         self.stepped = Stepped(self.loaded.engine)
         self.facts = engine_facts(

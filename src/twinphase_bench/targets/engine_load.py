@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from twinphase.config import EngineConfig
 from twinphase.engine.frontends.async_engine import AsyncEngine
 from twinphase.engine.frontends.outputs import RequestOutput
 from twinphase.engine.loading.loading import LoadedEngine
@@ -49,7 +50,7 @@ class EngineLoadTarget:
     @classmethod
     def open(cls, model: str | Path, **config: Any) -> EngineLoadTarget:
         """Load a model; arguments and errors are those of `LLM`."""
-        return cls(LoadedEngine(model, **config), str(model))
+        return cls(LoadedEngine(model, EngineConfig(**config)), str(model))
 
     async def sizing(self) -> Sizing:
         """Prompts are token ids: their lengths are exact. Given texts become ids of this model."""

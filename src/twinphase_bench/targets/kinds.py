@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from twinphase.config import EngineConfig
 from twinphase.errors import InvalidRequestError
 from twinphase_bench.conditions import public
 from twinphase_bench.targets.target import Target, TargetFacts
@@ -208,7 +209,7 @@ def open_load_target(
 
     # An engine of its own, whatever was measured before: a sweep switches the prefix cache off, a
     # load does not.
-    loaded = LoadedEngine(text, **options.engine)
+    loaded = LoadedEngine(text, EngineConfig(**options.engine))
     return EngineLoadTarget(loaded, public(text)), loaded
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.config import EngineConfig
 from twinphase.engine.engine import Engine, StepResult
 from twinphase.engine.loading.ceilings import compute_units
 from twinphase.engine.loading.loading import LoadedEngine
@@ -170,7 +171,9 @@ class Workshop:
             TwinphaseError: the model cannot be found, read or run, or a field of the configuration
                 is out of range.
         """
-        self.loaded = LoadedEngine(model, max_num_batched_tokens=max_num_batched_tokens, **config)
+        self.loaded = LoadedEngine(
+            model, EngineConfig(max_num_batched_tokens=max_num_batched_tokens, **config)
+        )
         self.config = self.loaded.config
         self.shape = self.loaded.engine.shape
         self.blueprint = self.loaded.blueprint

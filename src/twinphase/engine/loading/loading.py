@@ -15,7 +15,7 @@ from twinphase.backends.device import require_torch
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.config import EngineConfig, available_cores
 from twinphase.engine.engine import Engine
-from twinphase.engine.frontends.checks import Prompt, embeds, engine_config
+from twinphase.engine.frontends.checks import Prompt, embeds
 from twinphase.engine.frontends.text import ModelText
 from twinphase.engine.loading.ceilings import compute_units, device_of, measured_ceilings
 from twinphase.engine.ranks.backend import load_on_ranks
@@ -62,34 +62,33 @@ class LoadedEngine:
     def __init__(
         self,
         model: str | Path | Checkpoint,
+        config: EngineConfig = EngineConfig(),
         *,
         compile_progress: Callable[[int, int, str], None] | None = None,
         load_progress: Callable[[int, int], None] = lambda done, total: None,
-        **config: Any,
     ) -> None:
         """Load a model; see `LLM` for the arguments and errors.
 
         `load_progress` is told (done, total) layers.
         """
         self._paces: deque[Pace] = deque(maxlen=PACES)
-        wanted = engine_config(config)
         self.checkpoint = (
             model
             if isinstance(model, Checkpoint)
-            else open_model(resolve_model(str(model)), quantization=wanted.quantization)
+            else open_model(resolve_model(str(model)), quantization=config.quantization)
         )
-        if embeds(self.checkpoint, wanted):
+        if embeds(self.checkpoint, config):
             raise InvalidRequestError(
                 f"{self.checkpoint.path.name} would be loaded to embed, which is not what this "
                 "does.",
                 "Use LLM.embed, or `twinphase serve` and /v1/embeddings.",
             )
-        b = self.blueprint = read_blueprint(self.checkpoint, wanted.max_model_len)
-        device = device_of(wanted)
+        b = self.blueprint = read_blueprint(self.checkpoint, config.max_model_len)
+        device = device_of(config)
         kv_bytes = (
-            b.num_layers * b.num_kv_heads * device.kv_head_bytes(b.head_dim, wanted.kv_cache_dtype)
+            b.num_layers * b.num_kv_heads * device.kv_head_bytes(b.head_dim, config.kv_cache_dtype)
         )
-        self.config = wanted.resolve(b.context_length, kv_bytes, device.free_memory())
+        self.config = config.resolve(b.context_length, kv_bytes, device.free_memory())
         self.text = ModelText(self.checkpoint)
         backend = make_backend(self.config, compile_progress)
         speculation = speculative_config(self.config.speculative_config)
