@@ -43,7 +43,8 @@ from twinphase.request import Request, SamplingParams
 from twinphase.sampling import sampler
 from twinphase.sampling.thinking import ThinkingTags, make_constraint
 from twinphase.sampling.token_filter import filtered
-from twinphase.scheduler.pace import Pace, Pacing
+from twinphase.scheduler.pace import Pace
+from twinphase.scheduler.pacing import Pacing
 from twinphase.scheduler.scheduler import Scheduler
 from twinphase.speculation.draft_model import DraftModel
 from twinphase.speculation.drafter import Drafter
@@ -168,7 +169,7 @@ def make_drafter(
     text = NgramProposer() if kind == "ngram" else SuffixProposer()
     proposers = [ForcedProposer(), PredictionProposer(), text]
     always = kind != "auto"
-    slo_seconds = lambda: engine.scheduler.slo_seconds  # noqa: E731
+    slo_seconds = lambda: engine.scheduler.pace.slo_seconds  # noqa: E731
     return Speculator(proposers, engine.cost_model, most=8, slo_seconds=slo_seconds, always=always)
 
 
@@ -445,7 +446,7 @@ class Mixes(RuleBasedStateMachine):
             self.engine.keep_pace(Pacing(self.engine.cost_model, *limits).choose())
             self.tally["default SLOs"] += 1
         else:
-            self.engine.keep_pace(Pace(milliseconds, True))
+            self.engine.keep_pace(Pace(milliseconds and milliseconds / 1e3))
 
     @rule(which=st.integers(0, 999))
     def strike(self, which: int) -> None:

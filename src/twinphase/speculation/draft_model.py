@@ -20,6 +20,7 @@ from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.phases.cost import CostModel
 from twinphase.request import Request
 from twinphase.scheduler.chunk import ChunkBudget
+from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.phase import give_tokens
 
 # tokens to catch up with, for each that the output may still have, from which drafts come too late
@@ -235,7 +236,7 @@ class DraftModel:
                     rows -= count
                 continue
             budget = budget or ChunkBudget(
-                rows, work, self.times, slo and slo / 2, self.kv_cache.block_size
+                rows, work, self.times, Pace(slo and slo / 2), self.kv_cache.block_size
             )
             chunk = budget.take(own.num_computed_tokens, count)
             if chunk:

@@ -86,5 +86,5 @@ def load_draft_model(
         max_model_len=length,
         max_num_batched_tokens=config.max_num_batched_tokens,
         eos_token_ids=eos_token_ids,
-        slo_seconds=lambda: target.engine.scheduler.slo_seconds,
+        slo_seconds=lambda: target.engine.scheduler.pace.slo_seconds,
     )

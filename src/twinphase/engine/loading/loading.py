@@ -34,7 +34,8 @@ from twinphase.phases.report import phase_report
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape, model_shape
 from twinphase.request import Request, RequestCounts, SamplingParams
-from twinphase.scheduler.pace import Pace, Pacing
+from twinphase.scheduler.pace import Pace
+from twinphase.scheduler.pacing import Pacing
 from twinphase.scheduler.scheduler import Scheduler
 from twinphase.speculation.heads import open_heads
 from twinphase.speculation.hidden import HiddenProposer
@@ -185,9 +186,7 @@ class LoadedEngine:
         if not self.engine.cost_model.knows_both_phases:
             return None
         auto = self.config.itl_slo_ms == "auto"
-        return self._pacing.told(
-            self.choose_pace() if auto else Pace(self.config.slo_number, False)
-        )
+        return self._pacing.predict(self.choose_pace() if auto else Pace(self.config.slo_seconds))
 
     def choose_pace(self) -> Pace:
         """Choose the gap by what is known of steps now, and keep the middle one of the last choices.
@@ -196,7 +195,7 @@ class LoadedEngine:
         way.
         """
         self._paces.append(self._pacing.choose())
-        pace = sorted(self._paces, key=lambda one: one.itl_slo_ms or 0.0)[
+        pace = sorted(self._paces, key=lambda one: one.slo_seconds or 0.0)[
             (len(self._paces) - 1) // 2
         ]
         self.engine.keep_pace(pace)
@@ -213,9 +212,8 @@ class LoadedEngine:
         self, request: RequestCounts, timeline: RequestTimeline, *, names: bool = False
     ) -> Explanation:
         """Why a request took as long as it did, and what to change; `names` calls other requests by their ids."""
-        slo = self.engine.scheduler.slo_seconds
         machine = Machine(
-            replace(self.config, itl_slo_ms=slo and 1e3 * slo),
+            self.config,
             self.engine.shape,
             self.engine.cost_model,
             measured_ceilings(self.config),
@@ -227,6 +225,7 @@ class LoadedEngine:
                 dtype: self.backend.kv_bytes_per_token(dtype)
                 for dtype in self.backend.kv_cache_dtypes
             },
+            slo_seconds=self.engine.scheduler.pace.slo_seconds,
         )
         return explain(request, timeline, machine, names=names)
 
@@ -304,7 +303,7 @@ def make_engine(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         policy=config.scheduling_policy,
-        itl_slo_ms=config.slo_number,
+        pace=Pace(config.slo_seconds),
         window=shape.window,
     )
     runner = Runner(model, backend, block_size=config.block_size, eos_token_ids=eos_token_ids)
@@ -313,7 +312,7 @@ def make_engine(
     recorder = StepRecorder(shape, cost_model, trace=_step_log(config, scheduler, cost_model))
     wanted = speculative_config(config.speculative_config)
     drafter = make_speculator(
-        wanted, cost_model, lambda: scheduler.slo_seconds, shape.window, heads
+        wanted, cost_model, lambda: scheduler.pace.slo_seconds, shape.window, heads
     )
     sizes: dict[str, Any] = {"shape": shape, "vocab_size": model.blueprint.vocab_size}
     return Engine(scheduler, runner, recorder, **sizes, seed=config.seed, drafter=drafter)
