@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -111,3 +112,20 @@ def test_a_folder_that_cannot_be_made(tmp_path, below):
 def test_a_kernel_that_does_not_compile(tmp_path):
     with pytest.raises(KernelCompileError, match="Q3_X"):
         compile_kernels(tmp_path, ISA, ["pack:Q3_X"])
+
+
+def test_processes_that_start_together_compile_a_kernel_once(compiled, tmp_path, started):
+    """The second one waits, and finds what the first one compiled."""
+
+    def compile_all() -> None:
+        compile_kernels(tmp_path, ISA, SPECS)
+
+    with compiler._locked(tmp_path):
+        second = threading.Thread(target=compile_all)
+        second.start()
+        second.join(0.2)
+        assert second.is_alive()
+        for name, content in compiled.items():
+            (tmp_path / name).write_bytes(content)
+    second.join(60)
+    assert not second.is_alive() and not started

@@ -9,6 +9,7 @@ which keeps a warm start short and its memory small.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -19,13 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu
 from twinphase.config import module_command
 from twinphase.errors import TwinphaseError
+from twinphase.weights import block_formats
 from twinphase.weights.storage import storage_error, write_atomically
 
 # Factory of each kernel: module under `kernels` and function.
@@ -71,9 +73,8 @@ def _sources() -> Any:
     folder = Path(__file__).parent
     digest = hashlib.sha256()
     sources = ("emit", "intrinsics", "formats", "isa", "kv_layout", "program_layout", "tiling")
-    for path in sorted(
-        [*folder.glob("kernels/*.py"), *(folder / f"{name}.py" for name in sources)]
-    ):
+    paths = [*folder.glob("kernels/*.py"), *(folder / f"{name}.py" for name in sources)]
+    for path in [*sorted(paths), Path(block_formats.__file__)]:
         digest.update(path.read_bytes())
     for package in ("numba", "llvmlite", "numpy"):
         digest.update(importlib.metadata.version(package).encode())
@@ -123,11 +124,41 @@ def compile_kernels(
         KernelCompileError: the compiler failed.
         StorageError: the folder cannot be written.
     """
-    missing = [spec for spec in specs if _read_object(_object_path(folder, isa, spec)) is None]
+    missing = _missing(folder, isa, specs)
     if not missing:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise storage_error(error, folder) from error
+    with _locked(folder):
+        # Another process may have compiled them while this one waited for the lock.
+        missing = _missing(folder, isa, missing)
+        if missing:
+            _compile_in_processes(folder, isa, missing, progress)
+
+
+def _missing(folder: Path, isa: Isa, specs: Sequence[str]) -> list[str]:
+    return [spec for spec in specs if _read_object(_object_path(folder, isa, spec)) is None]
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock: engines that start together would compile the same kernels."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        # A file system without locks costs work that is done twice, and nothing else.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _compile_in_processes(
+    folder: Path, isa: Isa, missing: Sequence[str], progress: Progress | None
+) -> None:
+    try:
         for spec in missing:
             _object_path(folder, isa, spec).unlink(missing_ok=True)
     except OSError as error:

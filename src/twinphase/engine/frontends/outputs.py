@@ -92,6 +92,7 @@ class StreamUpdate:
         text: text that became certain, often empty (while the prompt is read, or inside a
             character).
         token_ids, logprobs: of the new output tokens; logprobs only if asked for.
+        text_ends: of the new output tokens, as in `Transcript`.
         phase: what the request does next or did last: PREFILL until its first token.
         num_prefilled: prompt tokens in the KV cache so far, cached ones included.
         finished: True in the last update.
@@ -105,6 +106,7 @@ class StreamUpdate:
     num_prefilled: int
     finished: bool
     transcript: Transcript = field(repr=False)
+    text_ends: Sequence[int] = ()
 
     @property
     def output(self) -> RequestOutput:
@@ -138,6 +140,8 @@ class Transcript:
         num_prefilled: prompt tokens in the KV cache so far, cached ones included.
         num_cached_tokens: those that the prefix cache held.
         token_ids, text, logprobs: the answer so far; logprobs only if asked for.
+        text_ends: for each output token, the position in the text after its last character; beyond
+            the text's end while the text may be the beginning of a stop string.
         prompt_logprobs: of the prompt tokens from the second on, as far as it is read; only if
             asked for.
         stop_string: the one that ended it.
@@ -156,6 +160,7 @@ class Transcript:
     num_cached_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    text_ends: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_string: str | None = None
@@ -203,9 +208,10 @@ class Transcript:
         for index, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
             stops = ended is FinishReason.STOP and index == len(token_ids)
-            if stops and not self.sampling_params.include_stop_str_in_output:
-                break  # the stop token is no part of the text
-            self.text += self._detokenizer.append(token_id)
+            # A stop token is no part of the text, unless asked for.
+            if not stops or self.sampling_params.include_stop_str_in_output:
+                self.text += self._detokenizer.append(token_id)
+            self.text_ends.append(len(self.text) + self._detokenizer.num_held)
             if self._detokenizer.stopped:
                 self.stop_string = self._detokenizer.stop_string
                 break
@@ -251,12 +257,20 @@ class Transcript:
         text = self.text[self._num_chars_given :]
         token_ids = self.token_ids[self.num_tokens_given :]
         logprobs = self.logprobs[self.num_tokens_given : len(self.token_ids)]
+        text_ends = self.text_ends[self.num_tokens_given :]
         self._num_chars_given = len(self.text)
         self.num_tokens_given = len(self.token_ids)
         self._num_prefilled_given = self.num_prefilled
         phase = Phase.DECODE if self.token_ids else Phase.PREFILL
         return StreamUpdate(
-            text, token_ids, logprobs, phase, self.num_prefilled, self.finished, self
+            text,
+            token_ids,
+            logprobs,
+            phase,
+            self.num_prefilled,
+            finished=self.finished,
+            transcript=self,
+            text_ends=text_ends,
         )
 
     def output(self) -> RequestOutput:
