@@ -256,25 +256,55 @@ def _object_code(library: Any, symbol: str) -> bytes:
     return bytes(library._codegen._tm.emit_object(module))
 
 
-def load_kernels(folder: Path, isa: Isa, specs: Sequence[str]) -> tuple[dict[str, int], object]:
-    """Addresses of compiled kernels by spec, and the engine that owns their memory (keep it alive)."""
-    import llvmlite.binding as llvm
+class LoadedKernels(dict[str, int]):
+    """Addresses of kernels by spec; it owns their memory.
 
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-    symbols = {}
-    for spec in specs:
-        found = _read_object(_object_path(folder, isa, spec))
-        if found is None:
-            raise KernelCompileError(
-                f"Kernel {spec} is not compiled.", "Call compile_kernels first."
-            )
-        symbols[spec], code = found
-        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-    engine.finalize_object()
-    return {spec: engine.get_function_address(symbol) for spec, symbol in symbols.items()}, engine
+    A kernel that was not loaded is compiled when it is asked for: steps other than the recorded
+    one, such as those that keep hidden states, may run more kernels.
+    """
+
+    def __init__(self, folder: Path, isa: Isa) -> None:
+        super().__init__()
+        self._folder = folder
+        self._isa = isa
+        self._engines: list[object] = []
+
+    def __missing__(self, spec: str) -> int:
+        compile_kernels(self._folder, self._isa, [spec])
+        self.load([spec])
+        return self[spec]
+
+    def load(self, specs: Sequence[str]) -> None:
+        """Add kernels that are compiled."""
+        import llvmlite.binding as llvm
+
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        symbols = {}
+        for spec in specs:
+            found = _read_object(_object_path(self._folder, self._isa, spec))
+            if found is None:
+                raise KernelCompileError(
+                    f"Kernel {spec} is not compiled.", "Call compile_kernels first."
+                )
+            symbols[spec], code = found
+            engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        self._engines.append(engine)
+        self |= {spec: engine.get_function_address(symbol) for spec, symbol in symbols.items()}
+
+
+def load_kernels(folder: Path, isa: Isa, specs: Sequence[str]) -> LoadedKernels:
+    """The compiled kernels of these specs.
+
+    Raises:
+        KernelCompileError: a kernel has not been compiled.
+    """
+    kernels = LoadedKernels(folder, isa)
+    kernels.load(specs)
+    return kernels
 
 
 if __name__ == "__main__":
