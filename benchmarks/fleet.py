@@ -228,12 +228,13 @@ def decision_costs(spec: FleetSpec, trace: Trace, counts: list[int]) -> Table:
                 {block for chain in choose.sample(chains, 125) for block in chain},
             )
         seconds = []
+        placed = []
         for number, chain in enumerate(chains):
             began = time.thread_time()
-            fleet.send(str(number), spec.block_size * len(chain) + 1, chain)
+            placed.append(fleet.place(spec.block_size * len(chain) + 1, chain))
             seconds.append(time.thread_time() - began)
             if number >= 8 * count:
-                fleet.end(str(number - 8 * count))
+                fleet.end(placed[number - 8 * count])
         shown.add_row(str(count), *pair(seconds, 1e6, 0).split(", "))
     return shown
 

@@ -85,7 +85,7 @@ def random_run(seed, policy="priority", itl_slo_ms=12.0, window=None, tenants=("
                 Pace(choose.choice([None, 9.0, 12.1]), True, choose.choice([0.0, 0.004]))
             )
         if choose.random() < 0.05:
-            engine.read_at_most(choose.choice([None, 4]))
+            engine.limit_prefill(choose.choice([None, 4]))
         machine.now += choose.choice([0.0, 1e-4])  # what the front end takes
         if (
             number % 7 == 3

@@ -248,7 +248,7 @@ def decode_of(engine, length, busy):
     life = engine.serve(engine.prompt(length), 20)
     units = Units("float32", "float32", "float32")
     machine = Machine(engine.llm.config, shape, engine.engine.cost_model, ceilings, units)
-    found = explain(life[0].counts(), life[1], machine)
+    found = explain(life[0].counts, life[1], machine)
     return [one for one in found.diagnoses if one.phase == "decode"]
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from twinphase import __version__
 from twinphase.constraint import StructuredOutputsParams, plain_json
-from twinphase.engine.frontends.async_engine import ENCODED_AT_ONCE, AsyncEngine
+from twinphase.engine.frontends.async_engine import MAX_INLINE_CHARACTERS, AsyncEngine
 from twinphase.engine.frontends.text import EncodedPrompt, ModelText
 from twinphase.errors import ContextLengthError, InvalidRequestError
 from twinphase.request import SamplingParams
@@ -314,7 +314,7 @@ async def _infill(engine: AsyncEngine, prompt: Any, suffix: str, arrival: float)
     text = engine.text
     make = partial(infill_prompt, text.tokenizer, text.checkpoint.metadata, prompt, suffix, limit)
     token_ids = (
-        make() if len(prompt) + len(suffix) <= ENCODED_AT_ONCE else await asyncio.to_thread(make)
+        make() if len(prompt) + len(suffix) <= MAX_INLINE_CHARACTERS else await asyncio.to_thread(make)
     )
     return EncodedPrompt(None, token_ids, arrival, engine.clock(), True)
 
@@ -369,7 +369,7 @@ def _plain_tools(body: ChatCompletionRequest | TokenizeRequest) -> list[dict[str
 async def _with_prediction(engine: AsyncEngine, prompt: EncodedPrompt, text: str) -> EncodedPrompt:
     """The prompt, and as much of the expected answer as the context could hold."""
     encode = partial(engine.text.tokenizer.encode, text, add_special_tokens=False)
-    token_ids = encode() if len(text) <= ENCODED_AT_ONCE else await asyncio.to_thread(encode)
+    token_ids = encode() if len(text) <= MAX_INLINE_CHARACTERS else await asyncio.to_thread(encode)
     return replace(
         prompt, prediction_token_ids=token_ids[: engine.max_model_len], tokenized=engine.clock()
     )

@@ -170,8 +170,8 @@ class Speculator:
         self._resting.pop(request.request_id, None)
         state = self._states.pop(request.request_id, None)
         if state is not None and (counts := state.sources.get("prediction")):
-            request.num_accepted_prediction_tokens = counts.accepted
-            request.num_rejected_prediction_tokens = counts.drafted - counts.accepted
+            request.counts.num_accepted_prediction_tokens = counts.accepted
+            request.counts.num_rejected_prediction_tokens = counts.drafted - counts.accepted
         self.acceptance.forget(request.request_id)
         for proposer in self.proposers:
             proposer.forget(request)
