@@ -208,7 +208,7 @@ def run_once(
     steps = sum(output.metrics.decode.steps for output in outputs)
     tokens = sum(output.metrics.decode.tokens for output in outputs)
     errors = [
-        abs(r.predicted / (r.seconds - r.drafting) - 1)
+        abs(r.predicted / (r.seconds - r.times.drafting) - 1)
         for r in engine.ledger.records
         if r.num_decodes
     ]

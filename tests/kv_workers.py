@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from added import make_add
 from twinphase.cache.prefix_cache import CachedBlock
 from twinphase.cluster.handshake import DIGEST_BYTES, GREETING, NONCE_BYTES, receive_exactly
 from twinphase.cluster.kv.frames import (
@@ -23,7 +24,6 @@ from twinphase.cluster.kv.frames import (
     encode_message,
     open_envelope,
 )
-from added import make_add
 from twinphase.cluster.kv.port import KVPort
 from twinphase.cluster.kv.transport import connect, read_message
 from twinphase.engine.loading.loading import LoadedEngine

@@ -129,5 +129,5 @@ class Script:
         output: StepOutput = self._execute(batch)
         self.now += self._seconds(batch)
         self.waited += self._cpu_wait(batch)
-        output.sampling_seconds = self._sampling
+        output.times.sampling = self._sampling
         return output

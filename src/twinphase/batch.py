@@ -219,22 +219,53 @@ class TokenLogprobs:
 
 
 @dataclass
-class StepOutput:
-    """What a step produced: per request a list of new tokens, one more than drafts that were right.
+class StepTimes:
+    """Seconds measured within one step, or summed over several; parts may overlap.
 
-    A request of the batch that should have sampled and has no tokens failed; `errors` says why, in
-    one line. `sampling_seconds` of the step went to choosing tokens. `computed_singly` where the
-    executor failed on the whole batch, and each request was computed by itself. `device_seconds`
-    are what a device with a clock of its own took; 0 where there is none. For `rank_wait_seconds`
-    the first of several ranks waited for others. `prompt_logprobs` are those of consecutive prompt
-    tokens from an index on.
+    The executor and the recorder fill it in; records, totals and messages carry it whole.
+
+    Attributes:
+        executed: in the executor; the rest of the step is scheduling and bookkeeping.
+        building: turning the batch into input arrays, part of `executed`.
+        sampling: choosing tokens, part of `executed`.
+        drafting: proposing draft tokens, before the executor.
+        cpu_wait: a thread of the engine could run and had no processor; 0 where not known.
+        device: computed by a device with a clock of its own; 0 where there is none.
+        rank_wait: the first of several ranks waited for the others.
+    """
+
+    executed: float = 0.0
+    building: float = 0.0
+    sampling: float = 0.0
+    drafting: float = 0.0
+    cpu_wait: float = 0.0
+    device: float = 0.0
+    rank_wait: float = 0.0
+
+    def add_times(self, other: StepTimes) -> None:
+        for name in StepTimes.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass
+class StepOutput:
+    """What a step produced.
+
+    Attributes:
+        token_ids: new tokens by request, one more than its drafts that were accepted. A request of
+            the batch that should have sampled and has no tokens failed.
+        prompt_logprobs: first index and entries of consecutive prompt tokens, by request.
+        errors: why a request failed, in one line.
+        computed_singly: the executor failed on the whole batch, and each request was computed alone.
     """
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
-    sampling_seconds: float = 0.0
-    device_seconds: float = 0.0
-    rank_wait_seconds: float = 0.0
+    times: StepTimes = field(default_factory=StepTimes)
     computed_singly: bool = False
+
+    def num_accepted(self, share: ScheduledRequest) -> int:
+        """Accepted drafts of a share: every new token but the last one was a draft."""
+        return min(share.num_drafts, max(0, len(self.token_ids.get(share.request_id, ())) - 1))

@@ -69,6 +69,9 @@ class Span:
     firsts: tuple[int, ...]
 
 
+SharedColumns = Literal["heads", "keys", "ffn", "hidden", "vocab"]  # fields of `Share`
+
+
 @dataclass(frozen=True)
 class Share:
     """What one rank of several (tensor parallelism) computes of a model.
@@ -113,6 +116,8 @@ class Blueprint:
             its output.
         norm_offset: added to the stored weights of every RMSNorm (1 where they are stored as w of 1
             + w).
+        ffn_norm: GGUF's name of the norm before the feed-forward half; GPT-OSS's is named after its
+            place after attention.
         qk_norm: an RMSNorm of queries and keys before they are rotated: of each head, or over the
             whole width.
         qkv_bias, output_bias: whether the projections into and out of attention have biases.
@@ -146,6 +151,7 @@ class Blueprint:
     norm_before: bool = True
     norm_after: bool = False
     norm_offset: float = 0.0
+    ffn_norm: str = "ffn_norm"
     qk_norm: QkNorm = "none"
     qkv_bias: bool = False
     output_bias: bool = False
@@ -175,11 +181,14 @@ class Blueprint:
     @property
     def norm_spans(self) -> tuple[Span | None, Span | None]:
         """What a rank has of the rows of queries and of keys that are normalized over their whole width, if any are."""
-        return (
-            (self.share.heads, self.share.keys)
-            if self.share and self.qk_norm == "width"
-            else (None, None)
-        )
+        if self.qk_norm != "width":
+            return None, None
+        return self.span("heads"), self.span("keys")
+
+    def span(self, part: SharedColumns) -> Span | None:
+        """The columns that this rank computes of a part; None where it computes all of them."""
+        span: Span | None = getattr(self.share, part, None)
+        return span
 
     @property
     def group(self) -> int:

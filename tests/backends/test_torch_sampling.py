@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from twinphase.backends.torch.sampling import draw
+from twinphase.backends.torch.sampling import sample as sample_on_device
 from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput
 from twinphase.request import SamplingParams
-from twinphase.sampling.drawn_rows import DrawnRows
+from twinphase.sampling.device_rows import DeviceRows
 from twinphase.sampling.sampler import ConstraintError
 from twinphase.speculation.verify import sample
 
@@ -22,14 +22,14 @@ VOCAB = 1003
 EOS = (2, 5)
 
 
-class Drawer:
+class DeviceSampler:
     """The torch backend's, for given logits."""
 
     def __init__(self, logits: Any) -> None:
         self.logits = torch.from_numpy(logits)
 
-    def draw(self, draws: Any) -> Any:
-        return draw(self.logits, draws)
+    def sample(self, plan: Any) -> Any:
+        return sample_on_device(self.logits, plan)
 
 
 class Some:
@@ -113,7 +113,7 @@ def host(shares: list[ScheduledRequest], logits: Any) -> StepOutput:
 
 def device(shares: list[ScheduledRequest], logits: Any) -> StepOutput:
     batch = Batch(shares, [])
-    return sample(DrawnRows(Drawer(logits), batch, logits.shape[1], EOS), batch, EOS)
+    return sample(DeviceRows(DeviceSampler(logits), batch, logits.shape[1], EOS), batch, EOS)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -158,14 +158,14 @@ def test_a_step_of_greedy_requests_sends_no_edits_up():
     share = ScheduledRequest(
         "r", Phase.DECODE, [7], 4, [0], True, SamplingParams(temperature=0.0), [5], [7]
     )
-    drawer = Mock(wraps=Drawer(logits))
+    sampler = Mock(wraps=DeviceSampler(logits))
     batch = Batch([share], [])
     assert (
-        sample(DrawnRows(drawer, batch, VOCAB, EOS), batch, EOS).token_ids
+        sample(DeviceRows(sampler, batch, VOCAB, EOS), batch, EOS).token_ids
         == host([share], logits).token_ids
     )
-    draws = drawer.draw.call_args.args[0]
+    plan = sampler.sample.call_args.args[0]
     assert (
-        not any(array.size for pair in (*draws.edits, draws.masks) for array in pair)
-        and draws.num_top == 0
+        not any(array.size for pair in (*plan.edits, plan.masks) for array in pair)
+        and plan.num_top == 0
     )

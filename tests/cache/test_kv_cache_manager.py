@@ -77,7 +77,11 @@ def test_the_next_turn_shares_the_full_blocks_of_the_last():
     finished(manager, TEN, [20, 21, 22])  # 12 tokens computed: 3 full blocks, output included
     turn = make_request([*TEN, 20, 21, 22, 30, 31])
     assert start(manager, turn) == [0, 1, 2]
-    assert (turn.num_computed_tokens, turn.counts.num_cached_tokens, len(turn.block_ids)) == (12, 12, 4)
+    assert (turn.num_computed_tokens, turn.counts.num_cached_tokens, len(turn.block_ids)) == (
+        12,
+        12,
+        4,
+    )
     assert turn.counts.prefix_miss == PrefixMiss(MissReason.BLOCK_GRANULARITY, 12)
     assert (manager.num_queried_tokens, manager.num_hit_tokens) == (10 + 15, 12)
     manager.check_integrity([turn])

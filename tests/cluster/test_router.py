@@ -10,7 +10,7 @@ import time
 import pytest
 
 from routed import LONG, all_of, mix, pid_of, read, same, until, whole
-from twinphase.cluster.sent import chain_of
+from twinphase.cluster.routed_request import chain_of
 from twinphase.constraint import StructuredOutputsParams
 from twinphase.engine.process.messages import Add, EngineFacts, Pong
 from twinphase.errors import (

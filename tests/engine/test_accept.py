@@ -2,8 +2,8 @@
 
 import pytest
 
-from tiny_gguf import write_tiny_gguf
 from added import make_add
+from tiny_gguf import write_tiny_gguf
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.loop import EngineLoop
 from twinphase.engine.process.messages import BlocksChanged, StepUpdates, Stop, WatchBlocks
@@ -101,9 +101,7 @@ def test_whoever_watches_is_told_what_can_be_found(path):
     def send(message):
         sent.append(message)
         if isinstance(message, StepUpdates) and message.updates[0].ended is not None:
-            for message in (
-                [make_add("r", left.pop(), PARAMS)] if left else [WatchBlocks(), Stop()]
-            ):
+            for message in [make_add("r", left.pop(), PARAMS)] if left else [WatchBlocks(), Stop()]:
                 loop.put(message)
 
     loop = EngineLoop(other, send)

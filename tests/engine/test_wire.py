@@ -17,9 +17,7 @@ from twinphase.phases.record import RequestRecord
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import RequestCounts, SamplingParams
 
-ADD = make_add(
-    "a", [1, 2], SamplingParams(logit_bias={3: 1.0}, stop=["x"], max_tokens=None), "s"
-)
+ADD = make_add("a", [1, 2], SamplingParams(logit_bias={3: 1.0}, stop=["x"], max_tokens=None), "s")
 
 
 @settings(deadline=None)

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from made_up import made_up_machine as machine
+from twinphase.batch import StepTimes
 from twinphase.explain.alone import alone_sentences, had_it_run_alone
 from twinphase.explain.causes import CAUSES
 from twinphase.explain.diagnosis import diagnose
@@ -44,7 +45,17 @@ def decoded(bytes_=0, linear=10, seconds=1.0, **inside):
     timeline.add_prefill(StepRecord(9, 0.0, 0.1, 100, 0, Cost(), Cost()), 100, 0.1)
     timeline.hand_over_tokens(1, 0.1)
     record = StepRecord(
-        10, 0.1, 0.1 + seconds, 0, 1, Cost(), Cost(linear, 0, bytes_), (), 1, 0.0, **inside
+        10,
+        0.1,
+        0.1 + seconds,
+        0,
+        1,
+        Cost(),
+        Cost(linear, 0, bytes_),
+        (),
+        1,
+        0.0,
+        StepTimes(**inside),
     )
     timeline.add_decode(record, 1, seconds, seconds)
     timeline.hand_over_tokens(1, timeline.end)

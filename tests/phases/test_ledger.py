@@ -118,7 +118,7 @@ def test_the_ledger_sums_over_finished_requests_and_keeps_the_records():
     assert sum(ledger.seconds.values()) == pytest.approx(sum(t.end - t.arrival for t in timelines))
     assert ledger.seconds["unattributed"] == 0.0
     assert all(
-        record.predicted == pytest.approx(record.seconds) == record.executed
+        record.predicted == pytest.approx(record.seconds) == record.times.executed
         for record in ledger.records
     )
 
@@ -249,7 +249,7 @@ def test_guesses_and_the_wrong_ones_among_them_are_told_apart():
         "rejected": 0.2,
     }
     assert (timeline.decode.steps, timeline.decode.tokens) == (2, 5)
-    assert [step.drafting for step in engine.ledger.records] == pytest.approx([0.0, 0.5, 0.5])
+    assert [step.times.drafting for step in engine.ledger.records] == pytest.approx([0.0, 0.5, 0.5])
 
 
 def test_others_guesses_are_batching():

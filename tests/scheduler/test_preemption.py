@@ -80,7 +80,9 @@ def test_what_of_it_was_not_evicted_is_not_computed_again():
     pool.release(pool.allocate(pool.num_free + 1))  # others needed one of its three full blocks
     batch, _ = run_step(scheduler)
     assert chunks(batch) == [("a", 8, 5)]
-    assert request.counts.num_recomputed_tokens == 4  # the last token is computed for the first time
+    assert (
+        request.counts.num_recomputed_tokens == 4
+    )  # the last token is computed for the first time
     assert (
         request.counts.num_cached_tokens == 0
     )  # to find one's own earlier blocks is no hit of the prompt

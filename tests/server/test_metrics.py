@@ -21,7 +21,6 @@ def make_stats(**changes):
         end=2.0,
         prefill_seconds=0.75,
         decode_seconds=0.25,
-        executed=0.9,
         prefill_tokens=64,
         decode_tokens=3,
         prefill_flops=1000,

@@ -25,9 +25,10 @@ from twinphase.errors import (
 )
 from twinphase.weights import gguf as gguf_module
 from twinphase.weights.checkpoint import Checkpoint
-from twinphase.weights.gguf import last_used, open_gguf, quantization_name
+from twinphase.weights.gguf import open_gguf, quantization_name
 from twinphase.weights.gguf_header import read_header
 from twinphase.weights.quant import FORMATS
+from twinphase.weights.storage import last_used
 
 
 @pytest.fixture(scope="module")

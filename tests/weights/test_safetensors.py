@@ -24,10 +24,11 @@ from twinphase.errors import (
 )
 from twinphase.weights import made
 from twinphase.weights.checkpoint import Checkpoint
-from twinphase.weights.gguf import last_used, quantization_name
+from twinphase.weights.gguf import quantization_name
 from twinphase.weights.quant import dequantize
 from twinphase.weights.safetensors import open_safetensors, read_folder_config
 from twinphase.weights.safetensors_header import read_safetensors_header
+from twinphase.weights.storage import last_used
 
 HIDDEN = 32
 FFN = 64

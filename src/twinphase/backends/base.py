@@ -7,7 +7,7 @@ the step it is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +31,54 @@ class Units:
     linear: str
     scores: str  # queries by keys
     values: str  # probabilities by values; as many FLOP as the scores
+
+
+@dataclass(frozen=True)
+class MeasuredRates:
+    """Best rates seen, operations and bytes per second; None where the processor has no such unit.
+
+    A multiplication and an addition are two operations. `bandwidth` is ((working set in bytes,
+    bytes/s), ...). `provisional` means that others took the cores meanwhile, or that the rounds did
+    not agree: a rate may be too low.
+    """
+
+    bandwidth: tuple[tuple[int, float], ...]
+    int8_ops: float | None
+    float32_flops: float
+    bfloat16_flops: float | None
+    provisional: bool
+    float16_flops: float | None = None
+
+
+class Device(Protocol):
+    """One device as one backend uses it.
+
+    Attributes:
+        name: of the backend.
+        threads: compute threads.
+        isa: instruction-set path that runs; "" where there is no choice of any.
+        best_isa: the one that would run if none were forced; None where there is no choice.
+        ceilings: what its ceilings are kept as; "" where they cannot be measured, and MFU and MBU
+            are unknown.
+    """
+
+    name: str
+    threads: int
+    isa: str
+    best_isa: str | None
+    ceilings: str
+
+    def units(self, weights: Set[tuple[str, int]]) -> Units:
+        """Which arithmetic unit does what, by the types and dimensions (3 of experts) of the layers' weights."""
+
+    def kv_head_bytes(self, head_dim: int, dtype: str) -> float:
+        """Bytes of one token's key and value in one KV head of one layer, with a `kv_cache_dtype`."""
+
+    def free_memory(self) -> int | None:
+        """Bytes of its own memory that could be taken now; None where it computes in the host's."""
+
+    def measure(self) -> MeasuredRates:
+        """What the device can do at best just now (some seconds)."""
 
 
 @dataclass(frozen=True)
@@ -84,22 +132,21 @@ class StepInputs:
 
 
 @dataclass(frozen=True)
-class Draws:
-    """What to draw from a step's logits [rows, vocab_size], and of what to tell log probabilities.
+class SamplingPlan:
+    """What to sample from a step's logits [rows, vocab_size], and which log probabilities to return.
 
     Attributes:
-        edits: three lists of places, each once in a list. The values of the first are added to the
-            logits; by those of the second a positive logit is divided and another multiplied; those
-            of the third are subtracted.
+        edits: for each operation of `sampling/logit_edits.py`, flat indices into the logits, each at
+            most once, and the operands.
         masks: int64 [masked rows], and uint8 [masked rows, ceil(vocab_size / 8)]: a bit for each
-            token that may be drawn, the lowest first. It has the last word.
+            token that may be drawn, the lowest first; applied after the edits.
         temperature: float32 [rows]; 0 takes the largest logit, the lowest id of equal ones.
         min_p, top_p, uniform: float64 [rows]; without effect are 0 and 1, and `uniform` in [0, 1)
             decides a draw.
         top_k: int64 [rows]; 0 is no limit.
         scored: int64 [rows], the token whose log probability is wanted; -1 is the drawn one, -2
             none.
-        num_top: how many of the most likely tokens rows with `scored` tell as well.
+        num_top: how many of the most likely tokens to return for rows with `scored`.
     """
 
     edits: tuple[Edits, Edits, Edits]
@@ -114,8 +161,8 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What came of `Draws`, of each row.
+class SampledRows:
+    """Result of a `SamplingPlan`, one entry per row.
 
     Attributes:
         token_ids: int64 [rows]; -1 where the largest logit was not finite, before or after the
@@ -124,7 +171,7 @@ class Drawn:
             are as likely.
         top_ids, top_logprobs: int64 and float64 [rows, num_top], by falling likelihood, equal ones
             by rising id.
-        forward_seconds, draw_seconds: what the device took for the step before, and for this.
+        forward_seconds, sampling_seconds: what the device took for the step before, and for this.
     """
 
     token_ids: NDArray[np.int64]
@@ -133,11 +180,11 @@ class Drawn:
     top_ids: NDArray[np.int64]
     top_logprobs: NDArray[np.float64]
     forward_seconds: float = 0.0
-    draw_seconds: float = 0.0
+    sampling_seconds: float = 0.0
 
 
-class Drawer(Protocol):
-    """Computes a step and draws its tokens where the logits are: only those come to the host."""
+class DeviceSampler(Protocol):
+    """Computes a step and samples its tokens on the device: only token ids come to the host."""
 
     def capture(
         self,
@@ -154,8 +201,8 @@ class Drawer(Protocol):
     def launch(self, forward: Forward, inputs: StepInputs) -> None:
         """Begin to run `forward` on `inputs`; may return before it is done."""
 
-    def draw(self, draws: Draws) -> Drawn:
-        """Draw from the logits of the step launched last, as `sampling/` does on the host."""
+    def sample(self, plan: SamplingPlan) -> SampledRows:
+        """Sample from the logits of the step launched last, as `sampling/` does on the host."""
 
 
 class Forward(Protocol):
@@ -178,8 +225,8 @@ class Backend(Protocol):
     kv_cache_dtypes: tuple[str, ...]  # what `EngineConfig.kv_cache_dtype` may be
 
     @property
-    def drawer(self) -> Drawer | None:
-        """Who draws tokens where the logits are; None where they are sampled on the host."""
+    def device_sampler(self) -> DeviceSampler | None:
+        """Samples tokens on the device; None if tokens are sampled on the host."""
 
     def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
         """Get ready for this model (compile its kernels, reserve memory); called once, before any weight.
@@ -266,8 +313,11 @@ class Backend(Protocol):
     ) -> Array:
         """x @ weight.T, plus columns of `residual` from `first` on, or `bias`, when given; [rows, outputs]."""
 
-    def gather(self, x: Array, span: Span) -> Array:
-        """What every rank has of some rows, side by side: x [rows, span.size] of this one; [rows, span.total]."""
+    def gather(self, x: Array, span: Span | None) -> Array:
+        """The columns of all ranks side by side: this rank's x [rows, span.size] to [rows, span.total].
+
+        Without a span, one rank has all columns, and x is returned as it is.
+        """
 
     def add(self, x: Array, h: Array, scale: float = 1.0) -> Array:
         """x + scale * h; may overwrite x."""

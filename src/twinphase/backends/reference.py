@@ -12,8 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.base import Forward, KVCacheSpec, StepInputs, Units
-from twinphase.backends.device import MeasuredRates
+from twinphase.backends.base import Forward, KVCacheSpec, MeasuredRates, StepInputs, Units
 from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
@@ -30,7 +29,7 @@ class ReferenceBackend:
     name = "reference"
     block_multiple = 1
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
-    drawer = None
+    device_sampler = None
     group: Group | None = None  # of ranks, where there are several
     in_blocks = (
         False  # whether one rank multiplies as several do, which takes several times as long
@@ -161,8 +160,10 @@ class ReferenceBackend:
             out = out + residual[:, first : first + len(weight)]
         return out if bias is None else out + bias
 
-    def gather(self, x: F32, span: Span) -> F32:
-        """Every rank's columns, copied out of the shared memory before anybody writes to it again."""
+    def gather(self, x: F32, span: Span | None) -> F32:
+        """Every rank's columns, copied out of the shared memory before the next rank writes to it."""
+        if span is None:
+            return x
         assert self.group is not None
         if self._shared is None:
             self._shared = self.group.take().view(np.float32)
@@ -308,7 +309,7 @@ class ReferenceBackend:
             rows, rank = np.nonzero(order == expert)
             biases = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
             h = self.gate_mul(self.linear(x[rows], gate_up[expert], bias=biases[0]))
-            h = h if self.blueprint.share is None else self.gather(h, self.blueprint.share.ffn)
+            h = self.gather(h, self.blueprint.span("ffn"))
             results[rows, rank] = self.linear(h, down[expert], bias=biases[1])
         out = np.zeros_like(results[:, 0])
         for k in range(experts.used):

@@ -11,7 +11,7 @@ from itertools import islice
 
 from twinphase.cluster.block_index import BlockIndex
 from twinphase.cluster.routing import Decision, Role, Routing, WorkerLoad
-from twinphase.scheduler.chunk import StepTimes
+from twinphase.scheduler.chunk import StepCost
 
 INITIAL_USUAL_OUTPUT_TOKENS = 128.0
 USUAL_OUTPUT_LEARNING_RATE = 0.02
@@ -50,7 +50,7 @@ class Fleet:
         self.usual_output = INITIAL_USUAL_OUTPUT_TOKENS
         self._routing = routing
 
-    def join(self, name: str, role: Role, times: StepTimes) -> None:
+    def join(self, name: str, role: Role, times: StepCost) -> None:
         """A worker joins with an empty prefix cache; it replaces a former one of that name."""
         self.leave(name)
         self.workers[name] = WorkerLoad(name, role, times)

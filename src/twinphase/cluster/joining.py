@@ -51,9 +51,7 @@ class Door:
         self.make = make
         self._is_closed = False
 
-    def open(
-        self, views: Mapping[str, WorkerView], add: Callable[[str, CalledHost], None]
-    ) -> None:
+    def open(self, views: Mapping[str, WorkerView], add: Callable[[str, CalledHost], None]) -> None:
         """Call `add` with a new name and host for each worker that asks, on the running loop."""
         loop = asyncio.get_running_loop()
 

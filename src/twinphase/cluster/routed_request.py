@@ -198,9 +198,7 @@ class RoutedRequest:
         """A worker's update, changed to what one engine would send that had the request all along."""
         if self.first_token is not None and not self.is_transferring and update.token_ids:
             self.first_token = None
-            update = replace(
-                update, token_ids=update.token_ids[1:], logprobs=update.logprobs[1:]
-            )
+            update = replace(update, token_ids=update.token_ids[1:], logprobs=update.logprobs[1:])
         update = self._prefilled(update) or update
         self.token_ids += update.token_ids
         counts = self.record.counts

@@ -14,8 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from time import perf_counter
 
-from msgspec.structs import replace
-
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.cluster.elastic import Balance, Drains
 from twinphase.cluster.fleet import Fleet

@@ -15,7 +15,7 @@ from typing import Literal
 
 from twinphase.batch import StepWork
 from twinphase.errors import EngineUnavailableError
-from twinphase.scheduler.chunk import StepTimes
+from twinphase.scheduler.chunk import StepCost
 
 Role = Literal["both", "prefill", "decode"]
 FRAME_SECONDS = 3e-4  # for a block that is sent: packing, checks and unpacking
@@ -38,7 +38,7 @@ class WorkerLoad:
 
     name: str
     role: Role
-    times: StepTimes
+    times: StepCost
     prefill_seconds: float = 0.0
     num_decodes: int = 0
     decode_tokens: int = 0
@@ -260,7 +260,7 @@ class _Quote:
 class _Reads(dict[int, float]):
     """Predicted seconds for the rest of a prompt, by the tokens of it that are cached."""
 
-    def __init__(self, times: StepTimes, num_tokens: int) -> None:
+    def __init__(self, times: StepCost, num_tokens: int) -> None:
         self._times = times
         self._num_tokens = num_tokens
 

@@ -22,7 +22,7 @@ from twinphase.cluster.routing import FRAME_SECONDS, Role, Routing
 from twinphase.cluster.worker_view import DECODE_WORKER_CHUNK_TOKENS
 from twinphase.engine.executor import Executor
 from twinphase.request import Request, SamplingParams
-from twinphase.scheduler.chunk import StepTimes
+from twinphase.scheduler.chunk import StepCost
 from twinphase.scheduler.scheduler import Scheduler
 
 TOKEN = 7  # that everybody's answer consists of
@@ -42,7 +42,7 @@ class FleetSpec:
     """
 
     roles: Sequence[Role]
-    times: StepTimes
+    times: StepCost
     num_blocks: int
     block_size: int = 16
     max_num_batched_tokens: int = 512
@@ -121,7 +121,7 @@ class _Live:
 class _Worker:
     name: str
     scheduler: Scheduler
-    times: StepTimes
+    times: StepCost
     executor: Executor = field(default_factory=SimulatedExecutor)
     batch: Batch | None = None  # what it computes now
 

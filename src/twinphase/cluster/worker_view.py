@@ -211,7 +211,9 @@ class WorkerView:
         received = self._received + Counter(self._stats.blocks_received if self._stats else {})
         stats = self._stats if self.num_requests else None
         recent = [one for one in self._recent if one[0] >= now - SHARE_WINDOW_SECONDS]
-        prefill, decode = (sum(one[part] for one in recent) / SHARE_WINDOW_SECONDS for part in (1, 2))
+        prefill, decode = (
+            sum(one[part] for one in recent) / SHARE_WINDOW_SECONDS for part in (1, 2)
+        )
         return WorkerStatus(
             self.name,
             self.role,

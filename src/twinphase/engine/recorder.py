@@ -44,7 +44,7 @@ class StepRecorder:
         self.clock = clock
         self.cpu_wait: Callable[[], float] = thread_cpu_wait
         self.trace = trace
-        self._start = self._executed = self._waited = self._drafting = 0.0
+        self._start = self._drafting = 0.0
         self._last_end: float | None = (
             None  # of the last step, while requests were running after it
         )
@@ -81,8 +81,9 @@ class StepRecorder:
         start = self.clock()
         waited = self.cpu_wait()
         output = compute(batch)
-        self._waited = self.cpu_wait() - waited
-        self._executed = self.clock() - start
+        output.times.cpu_wait = self.cpu_wait() - waited
+        output.times.executed = self.clock() - start
+        output.times.drafting = self._drafting
         if self.trace:
             self.trace.step(drafts, batch, output)
         return output
@@ -99,8 +100,7 @@ class StepRecorder:
         """The step is committed: `work` by tenant, predicted; `running` says whether requests go on after it."""
         start = self._start
         end = self.clock()
-        inside = self._executed, output.sampling_seconds, self._waited
-        record = self.ledger.add_step(batch, start, end, *inside, work, self._drafting, output)
+        record = self.ledger.add_step(batch, output, start, end, work)
         gap = start - self._last_end if self._last_end is not None else 0.0
         if not output.computed_singly:  # then the step did not take what its work takes
             self._learn(batch, end - start - self._drafting, gap if gap < LONGEST_GAP else 0.0)

@@ -9,7 +9,7 @@ from twinphase.backends.base import Backend
 from twinphase.batch import Batch, StepOutput
 from twinphase.engine.inputs import build
 from twinphase.models.decoder import Decoder
-from twinphase.sampling.drawn_rows import DrawnRows
+from twinphase.sampling.device_rows import DeviceRows
 from twinphase.speculation.drafter import HiddenReader
 from twinphase.speculation.verify import sample
 
@@ -32,21 +32,23 @@ class Runner:
         self.model.kept = reader.layers
 
     def execute(self, batch: Batch) -> StepOutput:
+        begin = perf_counter()
         inputs = build(batch, self.block_size)
-        drawer = getattr(self.backend, "drawer", None)
+        sampler = getattr(self.backend, "device_sampler", None)
         start = perf_counter()
-        if drawer is None:
+        if sampler is None:
             logits = self.backend.execute(self.model.forward, inputs)
             forward_end = perf_counter()
             output = sample(logits, batch, self.eos_token_ids)
         else:
-            drawer.launch(self.model.forward, inputs)
-            rows = DrawnRows(drawer, batch, self.model.blueprint.vocab_size, self.eos_token_ids)
+            sampler.launch(self.model.forward, inputs)
+            rows = DeviceRows(sampler, batch, self.model.blueprint.vocab_size, self.eos_token_ids)
             output = sample(rows, batch, self.eos_token_ids)
-            forward_end = start + rows.drawn.forward_seconds
-            output.device_seconds = rows.drawn.forward_seconds + rows.drawn.draw_seconds
-        output.rank_wait_seconds = getattr(self.backend, "rank_wait", 0.0)
-        output.sampling_seconds = perf_counter() - forward_end
+            forward_end = start + rows.sampled.forward_seconds
+            output.times.device = rows.sampled.forward_seconds + rows.sampled.sampling_seconds
+        output.times.building = start - begin
+        output.times.sampling = perf_counter() - forward_end
+        output.times.rank_wait = getattr(self.backend, "rank_wait", 0.0)
         if self.reader is not None:
             self.reader.read(batch, output, self.backend.kept())
         return output

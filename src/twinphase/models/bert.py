@@ -1,4 +1,4 @@
-"""BERT, the encoder behind most small embedding models: every token sees every other, and nothing is generated.
+"""BERT, the encoder of most small embedding models: every token sees every other.
 
 Learned positions and token types are added to the words; each half of a layer is followed by
 LayerNorm (Devlin et al., 2018). The last layer's rows are pooled to one vector of length 1. Not for
@@ -20,12 +20,8 @@ from twinphase.weights.safetensors_header import strict_json
 HF = {"bert": "bert"}  # the model type of config.json, and GGUF's name
 GELU = ("gelu", "gelu_python")
 # llama.cpp's enum llama_pooling_type, and sentence-transformers' flags in 1_Pooling/config.json.
-GGUF_POOLING = {
-    0: "mean",
-    1: "mean",
-    2: "cls",
-    3: "last",
-}  # 0 is none: the model leaves it to who uses it
+# 0 means that the model leaves the choice to its user.
+GGUF_POOLING = {0: "mean", 1: "mean", 2: "cls", 3: "last"}
 FLAGS = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
@@ -69,7 +65,7 @@ def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
     """
     config = Config.of(checkpoint)
     fields = config.fields
-    for field, known in (("hidden_act", GELU), ("position_embedding_type", ("absolute",))):
+    for field, known in {"hidden_act": GELU, "position_embedding_type": ("absolute",)}.items():
         if fields.get(field, known[0]) not in known:
             raise UnsupportedModelError(
                 f"{config.name} has {field} {str(fields[field])[:80]!r}.",
@@ -111,9 +107,11 @@ def _pooling(checkpoint: Checkpoint, config: Config) -> str:
     path = checkpoint.path / "1_Pooling" / "config.json"
     if not path.is_file():
         return "mean"
-    said = strict_json(path.read_bytes(), str(path), FIX)
+    settings = strict_json(path.read_bytes(), str(path), FIX)
     flags = [
-        name for name, value in said.items() if name.startswith("pooling_mode_") and value is True
+        name
+        for name, value in settings.items()
+        if name.startswith("pooling_mode_") and value is True
     ]
     if len(flags) != 1 or flags[0] not in FLAGS:
         raise UnsupportedModelError(
@@ -181,11 +179,10 @@ class Bert:
         return self._norm(backend.add(h, x), f"{prefix}layer_output_norm")
 
     def _linear(self, x: Array, name: str) -> Array:
-        return self._backend.linear(
-            x, self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
-        )
+        return self._backend.linear(x, *self._pair(name))
 
     def _norm(self, x: Array, name: str) -> Array:
-        weight = self._weights[f"{name}.weight"]
-        bias = self._weights[f"{name}.bias"]
-        return self._backend.layer_norm(x, weight, bias, self.shape.norm_eps)
+        return self._backend.layer_norm(x, *self._pair(name), self.shape.norm_eps)
+
+    def _pair(self, name: str) -> tuple[Array, Array]:
+        return self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]

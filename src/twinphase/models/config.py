@@ -1,4 +1,4 @@
-"""Hyper-parameters of a checkpoint in one vocabulary: Hugging Face's field names, whatever the format.
+"""Hyper-parameters of a checkpoint in one vocabulary: Hugging Face's field names.
 
 A GGUF file's metadata is translated, so that `architectures/` describes each model once.
 """
@@ -6,18 +6,18 @@ A GGUF file's metadata is translated, so that `architectures/` describes each mo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from twinphase.errors import CheckpointError
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
-LARGEST = (
-    1 << 24
-)  # no model comes near in any field but rope_theta, so a larger number is a damaged file
-MOST_LAYERS = 10_000
+# No model comes near these in any integer field, so a larger number is a damaged file.
+MAX_INTEGER = 1 << 24
+MAX_LAYERS = 10_000
 FIX = "Convert or fetch the model again."
-# GGUF's keys behind the architecture's prefix (gguf.constants), and the field each stands for.
+# GGUF's keys after the architecture's prefix (gguf.constants), and the field each stands for.
 GGUF_FIELDS = {
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -44,8 +44,17 @@ GGUF_FIELDS = {
     "final_logit_softcapping": "final_logit_softcapping",
     "pooling_type": "pooling_type",
 }
+GGUF_SCALING_FIELDS = {
+    "type": "rope_type",
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "attn_factor": "attention_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
 
 
+@dataclass(frozen=True)
 class Config:
     """Typed reads of hyper-parameters; each failure names the field and the model.
 
@@ -57,28 +66,20 @@ class Config:
         tensors: values of small tensors that carry hyper-parameters (RoPE factors in GGUF), by
             name.
         max_positions: tokens of the longest sequence of this engine; None is the model's own limit.
+        part: what the fields are, for messages.
     """
 
-    def __init__(
-        self,
-        fields: Mapping[str, Any],
-        architecture: str,
-        name: str,
-        *,
-        is_gguf: bool = False,
-        tensors: Mapping[str, tuple[float, ...]] | None = None,
-        max_positions: int | None = None,
-    ) -> None:
-        self.fields = fields
-        self.architecture = architecture
-        self.name = name
-        self.is_gguf = is_gguf
-        self.tensors = tensors or {}
-        self.max_positions = max_positions
+    fields: Mapping[str, Any]
+    architecture: str
+    name: str
+    is_gguf: bool = False
+    tensors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    max_positions: int | None = None
+    part: str = "configuration"
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, max_positions: int | None = None) -> Config:
-        """That of an open checkpoint.
+        """The hyper-parameters of an open checkpoint.
 
         Raises:
             CheckpointError: no token embedding, or a field that is absurd.
@@ -103,57 +104,55 @@ class Config:
         }
         return cls(fields, arch, name, is_gguf=True, tensors=tensors, max_positions=max_positions)
 
-    def integer(self, field: str, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least `least`; `default`, if there is one, where the field is missing or null."""
-        value = self.fields.get(field)
+    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """An integer of at least `least`; `default`, if given, where it is missing or null."""
+        value: Any = self.fields.get(name)
         if value is None and default is not None:
             return default
-        most = MOST_LAYERS if field == "num_hidden_layers" else LARGEST
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self._wrong(field, value)
+        most = MAX_LAYERS if name == "num_hidden_layers" else MAX_INTEGER
+        if type(value) is not int or not least <= value <= most:
+            raise self._wrong(name, value)
         return value
 
-    def real(self, field: str, default: float | None = None) -> float:
+    def real(self, name: str, default: float | None = None) -> float:
         """A positive number; `default`, if there is one, where the field is missing or null."""
-        value = self.fields.get(field)
+        value: Any = self.fields.get(name)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12:
-            raise self._wrong(field, value)
+        if type(value) not in (int, float) or not 0 < value < 1e12:
+            raise self._wrong(name, value)
         return float(value)
 
-    def flag(self, field: str, default: bool) -> bool:
-        value = self.fields.get(field)
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.fields.get(name)
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self._wrong(field, value)
+            raise self._wrong(name, value)
         return value
 
-    def table(self, field: str) -> Mapping[str, Any]:
+    def table(self, name: str) -> Mapping[str, Any]:
         """An object of the configuration; empty where it is missing or null."""
-        value = self.fields.get(field)
+        value = self.fields.get(name)
         if value is not None and not isinstance(value, Mapping):
-            raise self._wrong(field, value)
+            raise self._wrong(name, value)
         return value or {}
 
-    def sequence(self, field: str, length: int) -> list[Any] | None:
+    def sequence(self, name: str, length: int) -> list[Any] | None:
         """A list with one entry per layer; None where it is missing or null."""
-        value = self.fields.get(field)
+        value = self.fields.get(name)
         if value is not None and (not isinstance(value, list) or len(value) < length):
-            raise self._wrong(field, value)
+            raise self._wrong(name, value)
         return None if value is None else value[:length]
 
-    def called(self, field: str) -> str:
+    def called(self, name: str) -> str:
         """The field by the name that the checkpoint's own format has for it."""
-        key = {name: key for key, name in GGUF_FIELDS.items()}.get(field) if self.is_gguf else None
-        return field if key is None else f"{self.architecture}.{key}"
+        key = next((key for key, field in GGUF_FIELDS.items() if field == name), None)
+        return f"{self.architecture}.{key}" if key and self.is_gguf else name
 
-    def _wrong(self, field: str, value: object) -> CheckpointError:
+    def _wrong(self, name: str, value: object) -> CheckpointError:
         what = "has no" if value is None else f"has {str(value)[:80]!r} as"
-        return CheckpointError(
-            f"The configuration of {self.name} {what} {self.called(field)}.", FIX
-        )
+        return CheckpointError(f"The {self.part} of {self.name} {what} {self.called(name)}.", FIX)
 
 
 def _values(checkpoint: Checkpoint, name: str) -> tuple[float, ...]:
@@ -170,23 +169,20 @@ def _gguf_fields(checkpoint: Checkpoint) -> dict[str, Any]:
         k.removeprefix(prefix): v for k, v in checkpoint.metadata.items() if k.startswith(prefix)
     }
     fields = {GGUF_FIELDS[key]: value for key, value in given.items() if key in GGUF_FIELDS}
-    if isinstance(
-        fields.get("sliding_window_pattern"), list
-    ):  # for each layer, whether it has the window
-        has = fields.pop("sliding_window_pattern")
-        fields["layer_types"] = ["sliding_attention" if here else "full_attention" for here in has]
+    if isinstance(fields.get("sliding_window_pattern"), list):
+        # The list says for each layer whether it has the window.
+        fields["layer_types"] = [
+            "sliding_attention" if has_window else "full_attention"
+            for has_window in fields.pop("sliding_window_pattern")
+        ]
     return fields | {"rope_scaling": _gguf_rope_scaling(given)}
 
 
 def _gguf_rope_scaling(given: Mapping[str, Any]) -> dict[str, Any] | None:
     """Hugging Face's `rope_scaling` from GGUF's keys."""
-    kind = given.get("rope.scaling.type")
-    factor = given.get("rope.scaling.factor", given.get("rope.scale_linear"))
-    original = given.get("rope.scaling.original_context_length")
-    scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
-    scaling["attention_factor"] = given.get("rope.scaling.attn_factor")
-    scaling["beta_fast"] = given.get("rope.scaling.yarn_beta_fast")
-    scaling["beta_slow"] = given.get("rope.scaling.yarn_beta_slow")
-    if kind is None and factor not in (None, 0, 1, 1.0):
+    scaling = {name: given.get(f"rope.scaling.{key}") for key, name in GGUF_SCALING_FIELDS.items()}
+    if scaling["factor"] is None:
+        scaling["factor"] = given.get("rope.scale_linear")
+    if scaling["rope_type"] is None and scaling["factor"] not in (None, 0, 1):
         scaling["rope_type"] = "linear"
     return {key: value for key, value in scaling.items() if value is not None} or None

@@ -1,4 +1,4 @@
-"""The forward pass of every decoder, written once over the `Backend` protocol and directed by a `Blueprint`.
+"""The forward pass of every decoder, over the `Backend` protocol and directed by a `Blueprint`.
 
 A layer is two halves, attention and feed-forward, each added to what came in. Read it as Llama
 first: a norm before each half, nothing else that a blueprint may ask for.
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from twinphase.backends.base import Array, Backend
-from twinphase.blueprint import Blueprint
-from twinphase.models.tensors import GATE_UP, QKV, ffn_norm_name, layer_tensors
+from twinphase.blueprint import Blueprint, Rope
+from twinphase.models.tensors import GATE_UP, QKV, layer_tensors
 from twinphase.weights.checkpoint import Checkpoint
 
 
@@ -42,8 +42,8 @@ class Decoder:
     """Weights on one backend, and the forward pass of a step.
 
     Attributes:
-        kept: whose inputs the backend keeps for readers outside (`Backend.kept`), ascending: layers
-            by their index, and `num_layers` for what the head reads. Set before the first step.
+        kept: layers whose inputs the backend keeps (`Backend.kept`), ascending; `num_layers` stands
+            for the input of the head. Set before the first step.
     """
 
     kept: tuple[int, ...] = ()
@@ -62,12 +62,12 @@ class Decoder:
         """
         self.blueprint = blueprint
         backend.prepare(checkpoint, blueprint)
-        tables = {
+        tables: dict[Rope | None, Array] = {
             rope: backend.rope(rope, max_positions)
             for rope in dict.fromkeys(blueprint.ropes)
             if rope
         }
-        self.ropes = [tables[rope] if rope else None for rope in blueprint.ropes]
+        self.ropes = [tables.get(rope) for rope in blueprint.ropes]
         self.embedding = backend.embedding(checkpoint, "token_embd.weight")
         self.layers: list[Layer] = []
         for i in range(blueprint.num_layers):
@@ -81,25 +81,24 @@ class Decoder:
     def forward(self, backend: Backend) -> Array:
         """Logits [num_logits, vocab_size] of the backend's current step."""
         blueprint = self.blueprint
-        logits = backend.linear(
-            self.hidden(backend), self.head
-        )  # of a rank, its share of the vocabulary
+        # A rank computes its share of the vocabulary.
+        logits = backend.linear(self.hidden(backend), self.head)
         if blueprint.logit_scale != 1.0 or blueprint.logit_softcap:
             logits = backend.cap_logits(logits, blueprint.logit_scale, blueprint.logit_softcap)
-        return logits if blueprint.share is None else backend.gather(logits, blueprint.share.vocab)
+        return backend.gather(logits, blueprint.span("vocab"))
 
     def hidden(self, backend: Backend) -> Array:
-        """What the head reads, behind the final norm, [num_logits, hidden_size]: embeddings are made of it."""
+        """The last hidden state after the final norm, [num_logits, hidden_size]."""
         blueprint = self.blueprint
         x = backend.embed(self.embedding, blueprint.embedding_scale)  # [num_tokens, hidden_size]
         for index, layer in enumerate(self.layers):
             if index in self.kept:
                 backend.keep(x)
             h = self._attention(backend, x, index, layer)
-            h = h if blueprint.share is None else backend.gather(h, blueprint.share.heads)
+            h = backend.gather(h, blueprint.span("heads"))
             if index == blueprint.num_layers - 1:
-                # Behind the last attention no row looks at another: only those whose logits are
-                # wanted go on.
+                # After the last attention rows are independent: compute only those whose logits
+                # are wanted.
                 h = backend.logit_rows(h)
                 x = backend.logit_rows(x)
             x = self._add(backend, x, h, layer.output, layer.output_bias, layer.attn_post_norm)
@@ -110,11 +109,7 @@ class Decoder:
         return x
 
     def _attention(self, backend: Backend, x: Array, index: int, layer: Layer) -> Array:
-        h = (
-            backend.rms_norm(x, layer.attn_norm, self.blueprint.norm_eps)
-            if layer.attn_norm is not None
-            else x
-        )
+        h = self._norm(backend, x, layer.attn_norm)
         qkv = backend.linear(h, layer.qkv, bias=layer.qkv_bias)
         q = backend.rope_kv_write(qkv, self.ropes[index], index, layer.q_norm, layer.k_norm)
         return backend.attention(q, index, self.blueprint.windows[index], layer.sinks)
@@ -122,14 +117,10 @@ class Decoder:
     def _feed_forward(self, backend: Backend, x: Array, layer: Layer) -> Array:
         """x plus the second half of a layer."""
         blueprint = self.blueprint
-        h = (
-            backend.rms_norm(x, layer.ffn_norm, blueprint.norm_eps)
-            if layer.ffn_norm is not None
-            else x
-        )
+        h = self._norm(backend, x, layer.ffn_norm)
         if blueprint.experts is None:
             h = backend.gate_mul(backend.linear(h, layer.gate_up, bias=layer.gate_up_bias))
-            h = h if blueprint.share is None else backend.gather(h, blueprint.share.ffn)
+            h = backend.gather(h, blueprint.span("ffn"))
             return self._add(backend, x, h, layer.down, layer.down_bias, layer.ffn_post_norm)
         h = backend.moe(
             h,
@@ -141,7 +132,8 @@ class Decoder:
             gate_up_bias=layer.gate_up_bias,
             down_bias=layer.down_bias,
         )
-        return backend.add(x, self._hidden(backend, h), blueprint.residual_scale)
+        h = backend.gather(h, blueprint.span("hidden"))
+        return backend.add(x, h, blueprint.residual_scale)
 
     def _add(
         self,
@@ -152,21 +144,19 @@ class Decoder:
         bias: Array | None,
         post_norm: Array | None,
     ) -> Array:
-        """x plus the last linear layer of a half; in one operation where nothing is between them."""
+        """x plus the last linear layer of a half; one operation if nothing is between them."""
         scale = self.blueprint.residual_scale
-        share = self.blueprint.share
+        span = self.blueprint.span("hidden")
         if post_norm is None and bias is None and scale == 1.0:
-            first = 0 if share is None else share.hidden.first
-            return self._hidden(backend, backend.linear(h, weight, residual=x, first=first))
-        h = self._hidden(backend, backend.linear(h, weight, bias=bias))
+            first = span.first if span else 0
+            return backend.gather(backend.linear(h, weight, residual=x, first=first), span)
+        h = backend.gather(backend.linear(h, weight, bias=bias), span)
         if post_norm is not None:
             return backend.add_norm(x, h, post_norm, self.blueprint.norm_eps, scale)
         return backend.add(x, h, scale)
 
-    def _hidden(self, backend: Backend, h: Array) -> Array:
-        """Whole rows of what the ranks have computed a share of each."""
-        share = self.blueprint.share
-        return h if share is None else backend.gather(h, share.hidden)
+    def _norm(self, backend: Backend, x: Array, weight: Array | None) -> Array:
+        return x if weight is None else backend.rms_norm(x, weight, self.blueprint.norm_eps)
 
 
 def _load_layer(
@@ -199,7 +189,7 @@ def _load_layer(
         output=matrix("attn_output"),
         output_bias=vector("attn_output.bias"),
         attn_post_norm=norm("post_attention_norm") if blueprint.norm_after else None,
-        ffn_norm=norm(ffn_norm_name(blueprint)),
+        ffn_norm=norm(blueprint.ffn_norm),
         router=matrix("ffn_gate_inp") if blueprint.experts else None,
         router_bias=vector("ffn_gate_inp.bias"),
         gate_up=matrix(*gate_up),

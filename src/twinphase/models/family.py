@@ -1,8 +1,9 @@
-"""A Llama as a configuration describes it, from which each file of `architectures/` says how its family differs."""
+"""A Llama as a configuration describes it; each file of `architectures/` names the differences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from twinphase.blueprint import Blueprint, Experts
@@ -21,7 +22,9 @@ def llama_like(
     *,
     head_dim: int | None = None,
     tied: bool = False,
-    permuted_in_gguf: bool = False,
+    rope: Mapping[str, Any] = MappingProxyType({}),
+    window_rope: Mapping[str, Any] | None = None,
+    rotates: Callable[[int, int | None], bool] = lambda layer, window: True,
     windowed: Callable[[int], bool] = lambda layer: False,
     window: int | None = None,
     **differences: Any,
@@ -33,9 +36,10 @@ def llama_like(
         head_dim: the default of the family's configuration class; None is hidden_size /
             num_attention_heads.
         tied: the default of `tie_word_embeddings`.
-        permuted_in_gguf: see `make_rope`.
-        windowed: which layers have the window, where the configuration does not say it by
-            `layer_types`.
+        rope: arguments of `make_rope`.
+        window_rope: those of layers with a window, if they differ.
+        rotates: whether a layer rotates queries and keys, given its index and its window.
+        windowed: which layers have the window, unless the configuration has `layer_types`.
         window: the default of the family's configuration class for `sliding_window`.
         differences: fields of `Blueprint`.
 
@@ -44,7 +48,6 @@ def llama_like(
         UnsupportedModelError: a feature that is not known; the message names it.
     """
     hidden = config.integer("hidden_size")
-    layers = config.integer("num_hidden_layers")
     heads = config.integer("num_attention_heads")
     counted = config.is_gguf or config.fields.get("model_type") in KV_HEADS_LIKE_HEADS
     kv_heads = config.integer("num_key_value_heads", heads if counted else None)
@@ -54,12 +57,10 @@ def llama_like(
         raise CheckpointError(
             f"{config.name}: {heads} heads do not divide by {kv_heads} KV heads ({field}).", FIX
         )
-    if "ropes" not in differences:
-        differences["ropes"] = (
-            make_rope(config, size, permuted_in_gguf=permuted_in_gguf),
-        ) * layers
-    usual: dict[str, Any] = {"windows": windows(config, windowed, window)}
-    usual["norm_eps"] = config.real("rms_norm_eps", 1e-5)
+    windows = _windows(config, windowed, window)
+    whole = make_rope(config, size, **rope)
+    local = whole if window_rope is None else make_rope(config, size, **window_rope)
+    differences.setdefault("norm_eps", config.real("rms_norm_eps", 1e-5))
     _check_activation(config, differences.get("activation", "silu"))
     mixture = differences.get("experts")
     if mixture is None and config.integer("num_experts", 0, least=0):
@@ -69,7 +70,7 @@ def llama_like(
     return Blueprint(
         architecture=config.architecture,
         hidden_size=hidden,
-        num_layers=layers,
+        num_layers=len(windows),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=size,
@@ -77,7 +78,12 @@ def llama_like(
         vocab_size=config.integer("vocab_size"),
         context_length=config.integer("max_position_embeddings"),
         tied=config.flag("tie_word_embeddings", tied),
-        **usual | differences,
+        windows=windows,
+        ropes=tuple(
+            (local if width else whole) if rotates(layer, width) else None
+            for layer, width in enumerate(windows)
+        ),
+        **differences,
     )
 
 
@@ -93,35 +99,28 @@ def _check_activation(config: Config, activation: str) -> None:
         )
 
 
-def windows(
-    config: Config, windowed: Callable[[int], bool], default: int | None = None
+def _windows(
+    config: Config, windowed: Callable[[int], bool], default: int | None
 ) -> tuple[int | None, ...]:
     """Each layer's window: by `layer_types` where they are given, else by the family's rule.
 
-    `default` is that of the family's configuration class for a `sliding_window` that is not given;
-    null and 0 are none.
-
-    Raises:
-        UnsupportedModelError: a type of layer that is not known.
+    `default` stands in for a `sliding_window` that is not given; null and 0 mean no window.
     """
     layers = config.integer("num_hidden_layers")
     types = config.sequence("layer_types", layers)
-    unknown = next((str(kind)[:80] for kind in types or () if kind not in LAYER_TYPES), None)
-    if unknown is not None:
-        raise UnsupportedModelError(
-            f"{config.name} has layers of type {unknown} (layer_types).",
-            f"Known are: {', '.join(LAYER_TYPES)}.",
-        )
-    given = config.fields.get("sliding_window", default)
-    if given is None or given == 0:
+    for layer_type in types or ():
+        if layer_type not in LAYER_TYPES:
+            raise UnsupportedModelError(
+                f"{config.name} has layers of type {str(layer_type)[:80]} (layer_types).",
+                f"Known are: {', '.join(LAYER_TYPES)}.",
+            )
+    if config.fields.get("sliding_window", default) in (None, 0):
         return (None,) * layers
     window = config.integer("sliding_window", default)
-    has = (
-        [kind == "sliding_attention" for kind in types]
-        if types
-        else [windowed(i) for i in range(layers)]
+    has_window = (
+        [t == "sliding_attention" for t in types] if types else map(windowed, range(layers))
     )
-    return tuple(window if here else None for here in has)
+    return tuple(window if has else None for has in has_window)
 
 
 def experts(config: Config, size: str, *, renormalize: bool, bias: bool = False) -> Experts:

@@ -1,4 +1,4 @@
-"""From a file or folder to a model on a backend: opens it, describes it, checks its tensors, loads it."""
+"""From a file or folder to a model on a backend: open, describe, check tensors, load."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def load_model(
     progress: Callable[[int, int], None] = lambda done, total: None,
     blueprint: Blueprint | None = None,
 ) -> Decoder:
-    """Load `checkpoint` onto `backend`, for sequences of up to `max_positions` tokens (None: the model's context).
+    """Load `checkpoint` onto `backend`, for sequences of up to `max_positions` tokens.
 
-    `progress` is called with (done, total) layers; `blueprint` is what `read_blueprint` gave for
-    these positions.
+    None stands for the model's context. `progress` is called with (done, total) layers; `blueprint`
+    is what `read_blueprint` gave for these positions.
 
     Raises:
         TwinphaseError: as `read_blueprint`, or what the backend cannot compute.

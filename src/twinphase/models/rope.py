@@ -7,7 +7,8 @@ used.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from twinphase.blueprint import Rope
@@ -47,10 +48,10 @@ def make_rope(
         UnsupportedModelError: a scaling that is not known.
         CheckpointError: a field that is missing or absurd.
     """
-    scaling, theta = _scaling(config, theta, theta_field, layer_type)
-    scaling = defaults | dict(scaling)
+    scaling, theta = _scaling(config, theta, theta_field, layer_type, defaults)
+    fields = scaling.fields
     rotated = float(
-        scaling.get("partial_rotary_factor") or config.fields.get("partial_rotary_factor") or 1.0
+        fields.get("partial_rotary_factor") or config.fields.get("partial_rotary_factor") or 1.0
     )
     dim = config.integer("rotary_dim", int(head_dim * rotated))
     if dim % 2 or dim > head_dim:
@@ -59,77 +60,65 @@ def make_rope(
             f"{config.name} rotates {dim} of the {head_dim} dimensions of a head ({named}).", FIX
         )
     plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
-    kind = scaling.get("rope_type", scaling.get("type")) or "default"
+    method = fields.get("rope_type", fields.get("type")) or "default"
     if "rope_factors_long.weight" in config.tensors:
-        kind = "longrope"
-    if kind not in SCALINGS:
+        method = "longrope"
+    if method not in SCALINGS:
         raise UnsupportedModelError(
-            f"{config.name} has RoPE scaling of type {kind!r}, which is not supported.",
+            f"{config.name} has RoPE scaling of type {method!r}, which is not supported.",
             f"Known are: {', '.join(SCALINGS)}.",
         )
     magnitude = 1.0
     frequencies = plain
-    if divisors := config.tensors.get(
-        "rope_freqs.weight"
-    ):  # Llama 3's scaling, worked out by the converter
-        frequencies = [
-            f / d for f, d in zip(plain, _fitting(divisors, len(plain), config), strict=True)
-        ]
-    elif kind == "linear":  # position interpolation (Chen et al., 2023, arXiv:2306.15595)
-        frequencies = [f / _number(scaling, "factor", config) for f in plain]
-    elif kind == "llama3":
-        frequencies = _llama3(plain, scaling, config)
-    elif kind == "yarn":
+    if divisors := config.tensors.get("rope_freqs.weight"):
+        # Llama 3's scaling, worked out by the converter.
+        frequencies = _divided(plain, divisors, config)
+    elif method == "linear":  # position interpolation (Chen et al., 2023, arXiv:2306.15595)
+        frequencies = [f / scaling.real("factor") for f in plain]
+    elif method == "llama3":
+        frequencies = _llama3(plain, scaling)
+    elif method == "yarn":
         frequencies, magnitude = _yarn(plain, theta, scaling, config)
-    elif kind == "longrope":
+    elif method == "longrope":
         frequencies, magnitude = _longrope(plain, scaling, config)
     return Rope(tuple(frequencies), interleaved or (config.is_gguf and permuted_in_gguf), magnitude)
 
 
 def _scaling(
-    config: Config, theta: float, theta_field: str, layer_type: str | None
-) -> tuple[Mapping[str, Any], float]:
-    """The scaling's fields and the frequency base; transformers 5 keeps both in `rope_parameters`."""
+    config: Config,
+    theta: float,
+    theta_field: str,
+    layer_type: str | None,
+    defaults: dict[str, Any],
+) -> tuple[Config, float]:
+    """The scaling's fields and the base; transformers 5 keeps both in `rope_parameters`."""
     parameters = config.table("rope_parameters")
     if isinstance(parameters.get(layer_type or ""), Mapping):
         parameters = parameters[layer_type or ""]
-    elif layer_type == "sliding_attention" and not parameters:
-        return {}, config.real(theta_field, theta)
-    scaling = parameters or config.table("rope_scaling")
-    found = scaling.get("rope_theta")
-    base = (
-        config.real(theta_field, theta) if found is None else _number(scaling, "rope_theta", config)
-    )
-    return scaling, base
+    scaled = layer_type != "sliding_attention" or parameters
+    fields = (parameters or config.table("rope_scaling")) if scaled else {}
+    scaling = replace(config, fields=defaults | dict(fields), part="RoPE scaling", is_gguf=False)
+    named = fields.get("rope_theta") is not None
+    return scaling, scaling.real("rope_theta") if named else config.real(theta_field, theta)
 
 
-def _number(
-    scaling: Mapping[str, Any], field: str, config: Config, default: float | None = None
-) -> float:
-    value = scaling.get(field)
-    if value is None and default is not None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12:
-        raise CheckpointError(f"The RoPE scaling of {config.name} has {value!r} as {field}.", FIX)
-    return float(value)
-
-
-def _fitting(values: Any, count: int, config: Config) -> Sequence[float]:
-    good = isinstance(values, (list, tuple)) and len(values) == count
-    if not good or not all(isinstance(v, (int, float)) and 0 < v < 1e12 for v in values):
+def _divided(plain: list[float], divisors: Any, config: Config) -> list[float]:
+    good = isinstance(divisors, (list, tuple)) and len(divisors) == len(plain)
+    if not good or not all(isinstance(d, (int, float)) and 0 < d < 1e12 for d in divisors):
         raise CheckpointError(
-            f"{config.name} needs {count} positive RoPE factors (rope_freqs.weight, long_factor).",
+            f"{config.name} needs {len(plain)} positive RoPE factors (rope_freqs.weight, "
+            "long_factor).",
             FIX,
         )
-    return tuple(values)
+    return [f / d for f, d in zip(plain, divisors, strict=True)]
 
 
-def _llama3(plain: list[float], scaling: Mapping[str, Any], config: Config) -> list[float]:
-    """Long wavelengths are stretched, short ones stay (Grattafiori et al., 2024, arXiv:2407.21783)."""
-    factor, original = (
-        _number(scaling, f, config) for f in ("factor", "original_max_position_embeddings")
-    )
-    low, high = (_number(scaling, f, config) for f in ("low_freq_factor", "high_freq_factor"))
+def _llama3(plain: list[float], scaling: Config) -> list[float]:
+    """Stretch long wavelengths only (Grattafiori et al., 2024, arXiv:2407.21783)."""
+    factor = scaling.real("factor")
+    original = scaling.real("original_max_position_embeddings")
+    low = scaling.real("low_freq_factor")
+    high = scaling.real("high_freq_factor")
     out = []
     for f in plain:
         turns = original * f / (2 * math.pi)  # over the original context
@@ -139,20 +128,20 @@ def _llama3(plain: list[float], scaling: Mapping[str, Any], config: Config) -> l
 
 
 def _yarn(
-    plain: list[float], theta: float, scaling: Mapping[str, Any], config: Config
+    plain: list[float], theta: float, scaling: Config, config: Config
 ) -> tuple[list[float], float]:
     """Interpolates by wavelength and sharpens attention (Peng et al., 2023, arXiv:2309.00071)."""
     dim = 2 * len(plain)
-    factor = _number(scaling, "factor", config)
+    factor = scaling.real("factor")
     length = config.integer("max_position_embeddings")
-    original = _number(scaling, "original_max_position_embeddings", config, length)
+    original = scaling.real("original_max_position_embeddings", length)
 
     def dimension(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = dimension(_number(scaling, "beta_fast", config, 32.0))
-    high = dimension(_number(scaling, "beta_slow", config, 1.0))
-    if scaling.get("truncate", True):
+    low = dimension(scaling.real("beta_fast", 32.0))
+    high = dimension(scaling.real("beta_slow", 1.0))
+    if scaling.fields.get("truncate", True):
         low = math.floor(low)
         high = math.ceil(high)
     low = max(low, 0)
@@ -164,18 +153,13 @@ def _yarn(
     def sharper(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        usual = sharper(_number(scaling, "mscale", config)) / sharper(
-            _number(scaling, "mscale_all_dim", config)
-        )
-    else:
-        usual = sharper(1.0)
-    return frequencies, _number(scaling, "attention_factor", config, usual)
+    usual = sharper(1.0)
+    if scaling.fields.get("mscale") and scaling.fields.get("mscale_all_dim"):
+        usual = sharper(scaling.real("mscale")) / sharper(scaling.real("mscale_all_dim"))
+    return frequencies, scaling.real("attention_factor", usual)
 
 
-def _longrope(
-    plain: list[float], scaling: Mapping[str, Any], config: Config
-) -> tuple[list[float], float]:
+def _longrope(plain: list[float], scaling: Config, config: Config) -> tuple[list[float], float]:
     """A divisor for each frequency (Ding et al., 2024, arXiv:2402.13753).
 
     One set for short and one for long sequences: chosen once, by the longest sequence of this
@@ -183,17 +167,11 @@ def _longrope(
     other.
     """
     length = config.integer("max_position_embeddings")
-    original = scaling.get("original_max_position_embeddings") or config.fields.get(
-        "original_max_position_embeddings"
-    )
-    original = _number(
-        {"original_max_position_embeddings": original}, "original_max_position_embeddings", config
-    )
+    field = "original_max_position_embeddings"
+    original = (scaling if scaling.fields.get(field) else config).real(field)
     which = "long" if (config.max_positions or length) > original else "short"
-    divisors = config.tensors.get(f"rope_factors_{which}.weight") or scaling.get(f"{which}_factor")
+    divisors = config.tensors.get(f"rope_factors_{which}.weight")
+    divisors = divisors or scaling.fields.get(f"{which}_factor")
     factor = length / original
     usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    frequencies = [
-        f / d for f, d in zip(plain, _fitting(divisors, len(plain), config), strict=True)
-    ]
-    return frequencies, _number(scaling, "attention_factor", config, usual)
+    return _divided(plain, divisors, config), scaling.real("attention_factor", usual)

@@ -1,4 +1,4 @@
-"""What one rank of several has of a model: rows of its tensors, and the blueprint of its share.
+"""One rank's share of a model: rows of its tensors, and the blueprint of its share.
 
 Every linear layer is divided by its outputs and reads whole rows, so that each output is the sum
 that one rank alone would compute, in the same order: the bits do not depend on the number of ranks.
@@ -7,7 +7,7 @@ that one rank alone would compute, in the same order: the bits do not depend on 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from twinphase.blueprint import Blueprint, Share, Span
@@ -17,21 +17,22 @@ from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 Rows = tuple[str, int, int]  # a tensor's name without its ending, the first row, how many
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _SharedCheckpoint(Checkpoint):
-    """A checkpoint of which some tensors are rows of the original's.
+    """A checkpoint some of whose tensors are rows of the original's.
 
     Attributes:
-        rows: of tensors that are rows of every expert: the original's name, and the first row. They
+        original: the checkpoint of all ranks.
+        rows: for tensors that are rows of every expert, the original's name and the first row. They
             are copied.
     """
 
-    rows: dict[str, tuple[str, int]] = field(default_factory=dict)
-    original: Checkpoint | None = None
+    original: Checkpoint
+    rows: dict[str, tuple[str, int]]
     copies: dict[str, Any] = field(default_factory=dict)
 
     def raw(self, name: str) -> Any:
-        if name not in self.rows or self.original is None:
+        if name not in self.rows:
             return super().raw(name)
         if name not in self.copies:
             source, first = self.rows[name]
@@ -40,7 +41,7 @@ class _SharedCheckpoint(Checkpoint):
         return self.copies[name]
 
     def release(self, name: str) -> None:
-        if name not in self.rows or self.original is None:
+        if name not in self.rows:
             return super().release(name)
         self.copies.pop(name, None)
         return self.original.release(self.rows[name][0])
@@ -83,7 +84,7 @@ def share_of(
 
 
 def rank_sizes(checkpoint: Checkpoint, blueprint: Blueprint, ranks: int) -> list[tuple[int, int]]:
-    """What each rank holds: bytes of tensors as they are stored, and KV heads per layer; raises as `share_of` does."""
+    """Bytes of stored tensors and KV heads per layer of each rank; raises as `share_of` does."""
     shares = [share_of(checkpoint, blueprint, rank, ranks) for rank in range(ranks)]
     return [
         (sum(one.nbytes for one in mine.tensors.values()), b.num_kv_heads) for mine, b in shares
@@ -126,7 +127,10 @@ def _columns(b: Blueprint, heads: list[Span], rank: int) -> Span:
 
 
 def _span(total: int, rank: int, ranks: int, multiples: tuple[tuple[int, int], ...]) -> Span:
-    """A rank's share of `total` columns in units of the first of `multiples` that gives as many as it says."""
+    """A rank's share of `total` columns.
+
+    `multiples` are pairs of a unit and a least number of units; the first that fits is used.
+    """
     multiple, units = next(
         (one, -(-total // one)) for one, least in multiples if -(-total // one) >= least
     )
@@ -136,41 +140,35 @@ def _span(total: int, rank: int, ranks: int, multiples: tuple[tuple[int, int], .
 
 def _layer_rows(b: Blueprint, share: Share) -> Iterator[tuple[str, Rows]]:
     """(name, rows) of each tensor of a layer that is divided, names without their endings."""
-    queries = b.num_heads * b.head_dim
-    keys = b.num_kv_heads * b.head_dim
-    size = b.ffn_size
+    dim = b.head_dim
+    queries = b.num_heads * dim
     q = share.heads.first, share.heads.size
-    kv = share.kv_heads.first * b.head_dim, share.kv_heads.size * b.head_dim
-    starts = {"attn_q": 0, "attn_k": queries, "attn_v": queries + keys}
-    for name, (first, count) in (("attn_q", q), ("attn_k", kv), ("attn_v", kv)):
-        yield (
-            name,
-            ("attn_qkv", starts[name] + first, count) if b.fused_qkv else (name, first, count),
-        )
-    yield "attn_sinks", ("attn_sinks", q[0] // b.head_dim, q[1] // b.head_dim)
-    yield "attn_output", ("attn_output", share.hidden.first, share.hidden.size)
+    kv = share.kv_heads.first * dim, share.kv_heads.size * dim
+    fused_at = {"attn_q": 0, "attn_k": queries, "attn_v": queries + b.num_kv_heads * dim}
+    for name, (first, count) in {"attn_q": q, "attn_k": kv, "attn_v": kv}.items():
+        fused = ("attn_qkv", fused_at[name] + first, count)
+        yield name, fused if b.fused_qkv else (name, first, count)
+    yield "attn_sinks", ("attn_sinks", q[0] // dim, q[1] // dim)
     experts = "_exps" if b.experts else ""
+    for name in ("attn_output", "ffn_down" + experts):
+        yield name, (name, share.hidden.first, share.hidden.size)
     ffn = share.ffn
-    for name, start in (("ffn_gate", 0), ("ffn_up", size)):
-        rows = (
-            ("ffn_up", start + ffn.first, ffn.size)
-            if b.fused_gate_up
-            else (name + experts, ffn.first, ffn.size)
-        )
-        yield name + experts, rows
-    yield "ffn_down" + experts, ("ffn_down" + experts, share.hidden.first, share.hidden.size)
+    for name, start in (("ffn_gate", 0), ("ffn_up", b.ffn_size)):
+        target = name + experts
+        fused = ("ffn_up", start + ffn.first, ffn.size)
+        yield target, fused if b.fused_gate_up else (target, ffn.first, ffn.size)
 
 
 def _shared(checkpoint: Checkpoint, b: Blueprint, share: Share) -> Checkpoint:
-    """The checkpoint's tensors of one rank; the embedding is whole, the head always a tensor of its own."""
+    """The tensors of one rank: the embedding is whole, the head always a tensor of its own."""
     tensors = dict(checkpoint.tensors)
-    copied = dict[str, tuple[str, int]]()
+    copied: dict[str, tuple[str, int]] = {}
     head: Rows = ("token_embd" if b.tied else "output", share.vocab.first, share.vocab.size)
     divided = [("output", head)]
     for i in range(b.num_layers):
-        rows = _layer_rows(b, share)
         divided += [
-            (f"blk.{i}.{to}", (f"blk.{i}.{name}", first, size)) for to, (name, first, size) in rows
+            (f"blk.{i}.{target}", (f"blk.{i}.{source}", first, size))
+            for target, (source, first, size) in _layer_rows(b, share)
         ]
     for name in {rows[0] for _, rows in divided} - {"token_embd"}:
         for ending in (".weight", ".bias"):
@@ -184,21 +182,18 @@ def _shared(checkpoint: Checkpoint, b: Blueprint, share: Share) -> Checkpoint:
             if by_expert:
                 copied[target + ending] = source + ending, first
             tensors[target + ending] = _rows_of(info, target + ending, first, size, by_expert)
-    kept = {one.name: getattr(checkpoint, one.name) for one in fields(Checkpoint)}
-    return _SharedCheckpoint(**kept | {"tensors": tensors}, rows=copied, original=checkpoint)
+    fields = vars(checkpoint) | {"tensors": tensors}
+    return _SharedCheckpoint(**fields, rows=copied, original=checkpoint)
 
 
 def _rows_of(info: TensorInfo, name: str, first: int, size: int, by_expert: bool) -> TensorInfo:
-    """Rows of a tensor, or of that of every expert, whose offset then means nothing."""
-    shape = info.shape
-    rows = info.shape[1 if by_expert else 0]
-    nbytes = info.nbytes // rows
-    if by_expert:
-        return replace(info, name=name, shape=(shape[0], size, *shape[2:]), nbytes=nbytes * size)
+    """Rows of a tensor, or the same rows of every expert; the offset then means nothing."""
+    axis = 1 if by_expert else 0
+    nbytes = info.nbytes // info.shape[axis]
     return replace(
         info,
         name=name,
-        shape=(size, *shape[1:]),
+        shape=(*info.shape[:axis], size, *info.shape[axis + 1 :]),
         offset=info.offset + first * nbytes,
         nbytes=nbytes * size,
     )

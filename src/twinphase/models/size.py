@@ -1,4 +1,4 @@
-"""How large a model is, by what uses its tensors: parameters of a blueprint, bytes of an open checkpoint.
+"""How large a model is, by what uses its tensors: parameters of a blueprint, stored bytes.
 
 Every count of FLOP and bytes starts from these numbers, and they from the list in `tensors.py`.
 """
@@ -25,8 +25,8 @@ class Size:
         head: the output head; the embedding where they are tied.
         embedding: of which a row reads one line; 0 where it is the head.
         other: norms, biases, sinks, and RoPE's factors where a file has them.
-        tail, tail_experts: those of `layers` and `experts` that stand behind the last layer's
-            attention: only rows whose logits are wanted go through them.
+        tail, tail_experts: those of `layers` and `experts` after the last layer's attention:
+            only rows whose logits are wanted go through them.
         expert_biases: those of `other` that belong to experts.
     """
 
@@ -44,11 +44,11 @@ class Size:
         return self.layers + self.experts + self.head + self.embedding + self.other
 
     def linear(self, experts: Experts | None) -> int:
-        """P of the formulas: what a row goes through in the layers; of the experts, those that it is sent to."""
+        """P of the formulas: what a row uses in the layers, with the experts that it is sent to."""
         return self.layers + of_one_row(self.experts, experts)
 
     def active(self, experts: Experts | None) -> int:
-        """What a token uses, as model cards count: everything but the experts that it is not sent to."""
+        """What a token uses, as model cards count: all but the experts that it is not sent to."""
         chosen = self.experts + self.expert_biases
         return self.total - chosen + of_one_row(chosen, experts)
 
@@ -73,7 +73,7 @@ def stored_bytes(checkpoint: Checkpoint, blueprint: Blueprint) -> Size:
 
 def _add_up(blueprint: Blueprint, tensors: Iterable[tuple[str, tuple[int, ...], int]]) -> Size:
     """The `Size` of (name, shape, amount) of each tensor."""
-    behind_attention = tuple(
+    after_attention = tuple(
         f"blk.{blueprint.num_layers - 1}.{part}" for part in ("attn_output", "ffn_")
     )
     sums: Counter[str] = Counter()
@@ -82,7 +82,7 @@ def _add_up(blueprint: Blueprint, tensors: Iterable[tuple[str, tuple[int, ...], 
         sums[use] += amount
         if name.endswith("_exps.bias"):
             sums["expert_biases"] += amount
-        if use in ("layers", "experts") and name.startswith(behind_attention):
+        if use in ("layers", "experts") and name.startswith(after_attention):
             sums["tail" if use == "layers" else "tail_experts"] += amount
     return Size(**sums)
 

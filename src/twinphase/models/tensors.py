@@ -1,4 +1,4 @@
-"""Which tensors a blueprint's model has, by GGUF name, and their shapes: the one list that everything else reads."""
+"""Which tensors a blueprint's model has, by GGUF name, and their shapes: the only such list."""
 
 from __future__ import annotations
 
@@ -17,13 +17,8 @@ GATE_UP = {False: ("ffn_gate", "ffn_up"), True: ("ffn_up",)}
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-def ffn_norm_name(blueprint: Blueprint) -> str:
-    """GGUF names the norm in front of GPT-OSS's experts after its place behind attention."""
-    return "post_attention_norm" if blueprint.architecture == "gpt-oss" else "ffn_norm"
-
-
 def layer_tensors(blueprint: Blueprint) -> dict[str, Shape]:
-    """Row-major shape of each tensor of a layer, by its name behind `blk.N.`."""
+    """Row-major shape of each tensor of a layer, by its name after `blk.N.`."""
     b = blueprint
     hidden = b.hidden_size
     queries = b.num_heads * b.head_dim
@@ -36,7 +31,7 @@ def layer_tensors(blueprint: Blueprint) -> dict[str, Shape]:
             shapes[f"{name}.bias"] = (widths[name],)
     if b.qk_norm != "none":
         by_head = b.qk_norm == "head"
-        whole = b.whole  # of which each rank has all weights of a norm
+        whole = b.whole  # Each rank has all weights of a norm.
         shapes["attn_q_norm.weight"] = (b.head_dim if by_head else whole.num_heads * b.head_dim,)
         shapes["attn_k_norm.weight"] = (b.head_dim if by_head else whole.num_kv_heads * b.head_dim,)
     if b.sinks:
@@ -45,7 +40,7 @@ def layer_tensors(blueprint: Blueprint) -> dict[str, Shape]:
     if b.output_bias:
         shapes["attn_output.bias"] = (hidden,)
     if b.norm_before:
-        shapes["attn_norm.weight"] = shapes[f"{ffn_norm_name(b)}.weight"] = (hidden,)
+        shapes["attn_norm.weight"] = shapes[f"{b.ffn_norm}.weight"] = (hidden,)
     if b.norm_after:
         shapes["post_attention_norm.weight"] = shapes["post_ffw_norm.weight"] = (hidden,)
     return shapes | (_expert_tensors(b) if b.experts else _dense_tensors(b))
@@ -59,14 +54,13 @@ def _dense_tensors(b: Blueprint) -> dict[str, Shape]:
 
 def _expert_tensors(b: Blueprint) -> dict[str, Shape]:
     assert b.experts is not None
-    count = b.experts.count
-    size = b.experts.ffn_size
-    hidden = b.hidden_size
+    up = (b.experts.count, b.experts.ffn_size, b.hidden_size)
     shapes: dict[str, Shape] = {
-        "ffn_gate_inp": (count, hidden),
-        "ffn_down_exps": (count, hidden, size),
+        "ffn_gate_inp": (b.experts.count, b.hidden_size),
+        "ffn_down_exps": (b.experts.count, b.hidden_size, b.experts.ffn_size),
+        "ffn_gate_exps": up,
+        "ffn_up_exps": up,
     }
-    shapes |= {"ffn_gate_exps": (count, size, hidden), "ffn_up_exps": (count, size, hidden)}
     tensors: dict[str, Shape] = {f"{name}.weight": shape for name, shape in shapes.items()}
     if b.experts.bias:
         tensors |= {f"{name}.bias": shape[:-1] for name, shape in shapes.items()}
@@ -85,16 +79,16 @@ def model_tensors(blueprint: Blueprint) -> Iterator[tuple[str, Shape]]:
 
 
 def check_tensors(
-    checkpoint: Checkpoint, expected: Mapping[str, Shape], passed_over: Collection[str] = ()
+    checkpoint: Checkpoint, expected: Mapping[str, Shape], optional: Collection[str] = ()
 ) -> None:
-    """Check names and row-major shapes before anything is allocated; what is `passed_over` may be there or not.
+    """Check names and row-major shapes before anything is allocated.
 
     Raises:
         CheckpointError: names the first tensor that is missing or misshapen.
         UnsupportedModelError: names a tensor that would be ignored.
     """
     for name in checkpoint.tensors:
-        if name not in expected and name not in passed_over:
+        if name not in expected and name not in optional:
             raise UnsupportedModelError(
                 f"{checkpoint.path.name} has a tensor {name}, which {checkpoint.architecture} "
                 "does not use here.",

@@ -21,7 +21,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from twinphase.batch import Batch, ScheduledRequest, StepOutput, StepWork
+from twinphase.batch import Batch, ScheduledRequest, StepOutput, StepTimes, StepWork
 from twinphase.phases.cost import CostModel
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 from twinphase.phases.work import Cost, ModelShape, step_cost, weight_bytes_read
@@ -83,19 +83,14 @@ class Ledger:
     def add_step(
         self,
         batch: Batch,
+        output: StepOutput,
         start: float,
         end: float,
-        executed: float,
-        sampling: float = 0.0,
-        cpu_wait: float = 0.0,
-        work: Mapping[str, float] | None = None,
-        drafting: float = 0.0,
-        output: StepOutput | None = None,
+        work: Mapping[str, float],
     ) -> StepRecord:
-        """Write a step into the timelines of all who run.
+        """Write a step from `start` to `end`, seconds, into the timelines of the running requests.
 
-        The times are those of `StepRecord`, seconds; `work` is how the step divides among tenants,
-        in any unit. The `output` tells which drafts were right.
+        `work` is each tenant's part of the step, in any unit.
         """
         settled = min(self._settled, start)
         for timeline in self._running.values():
@@ -104,9 +99,7 @@ class Ledger:
         for request_id in batch.preempted:
             if self._running.pop(request_id, None) is not None:
                 self._begins_to_wait(request_id)
-        of_output = (output.device_seconds, output.rank_wait_seconds) if output else ()
-        inside = executed, sampling, cpu_wait, drafting, *of_output
-        record = self._record(batch, start, end, *inside)
+        record = self._record(batch, start, end, output.times)
         self.records.append(record)
         self.num_steps += 1
         if batch.held_back:
@@ -114,10 +107,10 @@ class Ledger:
                 self._held_back.get(batch.held_back, 0.0) + record.seconds
             )
         self._let_in(batch, record)
-        whole = sum((work or {}).values()) or 1.0
-        for tenant, part in (work or {}).items():
+        whole = sum(work.values()) or 1.0
+        for tenant, part in work.items():
             self._work[tenant] += record.seconds * part / whole
-        self._divide(batch, record, output or StepOutput())
+        self._divide(batch, record, output)
         if len(self._running) > len(batch.decodes) + len(batch.prefills):
             for timeline in self._running.values():
                 timeline.skip_step(record)  # no more than a look where the step was written already
@@ -181,10 +174,12 @@ class Ledger:
         alone_in_step = len(batch.decodes) + len(batch.prefills) == 1
         predict = self._cost_model.seconds
         window = self.shape.window
-        scale = (seconds - record.drafting) / record.predicted if record.predicted > 0 else 0.0
+        scale = (
+            (seconds - record.times.drafting) / record.predicted if record.predicted > 0 else 0.0
+        )
         decodes = seconds
         if batch.prefills:
-            decodes = min(seconds, record.drafting + predict(batch.decode_work) * scale)
+            decodes = min(seconds, record.times.drafting + predict(batch.decode_work) * scale)
         none = predict(StepWork.of_decodes(1, 0)) * scale  # a lone decode with no context ...
         attended = (
             predict(StepWork.of_decodes(1, 1, window)) * scale - none
@@ -192,15 +187,14 @@ class Ledger:
         rows: Counter[str] = Counter()
         for share in batch.prefills:
             rows[share.tenant] += len(share.token_ids)
-        drafting = record.drafting / max(1, len(batch.decodes))
+        drafting = record.times.drafting / max(1, len(batch.decodes))
         for share in batch.decodes:
             context = self.shape.mean_attended(share.num_computed_tokens + 1)
             own = drafting + none + context * attended
             wrong = 0
             rejected = 0.0
             if share.num_drafts:
-                accepted = max(0, len(output.token_ids.get(share.request_id, [])) - 1)
-                wrong = share.num_drafts - min(share.num_drafts, accepted)
+                wrong = share.num_drafts - output.num_accepted(share)
                 whole, right = (
                     predict(self._rows_of(share, count)) * scale for count in (0, wrong)
                 )
@@ -231,7 +225,7 @@ class Ledger:
         kept = share.token_ids[: len(share.token_ids) - without]
         return Batch([replace(share, token_ids=kept)], [], window=self.shape.window).decode_work
 
-    def _record(self, batch: Batch, start: float, end: float, *inside: float) -> StepRecord:
+    def _record(self, batch: Batch, start: float, end: float, times: StepTimes) -> StepRecord:
         work = batch.work
         weights = Cost(bytes=weight_bytes_read(self.shape, work.rows, work.logits))
         prefill, decode = (
@@ -245,12 +239,12 @@ class Ledger:
             self.num_steps,
             start,
             end,
-            batch.prefill_work.rows,
-            batch.decode_work.rows,
-            prefill,
-            decode,
-            tuple(share.request_id for share in batch.prefills),
-            len(batch.decodes),
-            self._cost_model.seconds(work),
-            *inside,
+            prefill_tokens=batch.prefill_work.rows,
+            decode_tokens=batch.decode_work.rows,
+            prefill=prefill,
+            decode=decode,
+            prefill_ids=tuple(share.request_id for share in batch.prefills),
+            num_decodes=len(batch.decodes),
+            predicted=self._cost_model.seconds(work),
+            times=times,
         )

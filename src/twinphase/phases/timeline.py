@@ -11,6 +11,7 @@ import enum
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
+from twinphase.batch import StepTimes
 from twinphase.phases import latency
 from twinphase.phases.work import Cost
 
@@ -61,13 +62,7 @@ class StepRecord:
             request decodes.
         prefill_ids: requests with a prefill chunk.
         predicted: what the cost model expected, seconds.
-        executed: seconds of it that the executor took; the rest is scheduling and bookkeeping.
-        sampling: seconds of `executed` that choosing tokens took.
-        drafting: seconds of it that guessing the next tokens took.
-        cpu_wait: seconds of it in which a thread of the engine's could run and had no processor; 0
-            where not known.
-        device: seconds of it that a device with a clock of its own computed; 0 where there is none.
-        rank_wait: seconds of it that the first of several ranks waited for others.
+        times: what was measured within the step.
     """
 
     index: int
@@ -80,12 +75,7 @@ class StepRecord:
     prefill_ids: tuple[str, ...] = ()
     num_decodes: int = 0
     predicted: float = 0.0
-    executed: float = 0.0
-    sampling: float = 0.0
-    cpu_wait: float = 0.0
-    drafting: float = 0.0
-    device: float = 0.0
-    rank_wait: float = 0.0
+    times: StepTimes = field(default_factory=StepTimes)
 
     @property
     def seconds(self) -> float:
@@ -117,11 +107,8 @@ class Interval:
 
 
 @dataclass
-class StepTotals:
-    """Sums over steps; the work is that of all requests in them.
-
-    Times are seconds, as in `StepRecord`.
-    """
+class StepTotals(StepTimes):
+    """Sums over steps; the work is that of all requests in them."""
 
     steps: int = 0
     decodes: int = 0  # requests that decoded in them
@@ -129,11 +116,6 @@ class StepTotals:
     linear_flops: int = 0
     attention_flops: int = 0
     bytes: int = 0
-    executed: float = 0.0
-    sampling: float = 0.0
-    cpu_wait: float = 0.0
-    device: float = 0.0
-    rank_wait: float = 0.0
 
     @property
     def flops(self) -> int:
@@ -143,11 +125,7 @@ class StepTotals:
         self.steps += 1
         self.decodes += record.num_decodes
         self.seconds += record.seconds
-        self.executed += record.executed
-        self.sampling += record.sampling
-        self.cpu_wait += record.cpu_wait
-        self.device += record.device
-        self.rank_wait += record.rank_wait
+        self.add_times(record.times)
         for cost in (record.prefill, record.decode):
             self.linear_flops += cost.linear_flops
             self.attention_flops += cost.attention_flops

@@ -9,7 +9,7 @@ from twinphase.batch import StepWork
 MOST_SCORED = 128  # rows of logits of one request in a step: 78 MB of a vocabulary of 151,936
 
 
-class StepTimes(Protocol):
+class StepCost(Protocol):
     """Predicts how long a step takes; the measured cost model does."""
 
     def step_limit(self, slo_seconds: float) -> float:
@@ -29,7 +29,7 @@ class ChunkBudget:
         self,
         num_tokens: int,
         decodes: StepWork,
-        times: StepTimes,
+        times: StepCost,
         slo_seconds: float | None,
         block_size: int,
         window: int | None = None,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from twinphase.batch import Batch, Phase, StepWork
 from twinphase.request import Request
-from twinphase.scheduler.chunk import StepTimes
+from twinphase.scheduler.chunk import StepCost
 from twinphase.scheduler.phase import phase_of
 from twinphase.scheduler.policy import Key
 
@@ -120,7 +120,7 @@ class FairQueue:
         return (self.seats[tenant] > 0 or self._times[tenant] > self.now + LEAD, *self.key(first))
 
 
-def work_by_tenant(batch: Batch, times: StepTimes) -> dict[str, float]:
+def work_by_tenant(batch: Batch, times: StepCost) -> dict[str, float]:
     """A step's predicted seconds, divided by what each tenant's tokens add to an empty step.
 
     Tokens that are computed again after a preemption are on nobody's account.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from twinphase.batch import StepWork
-from twinphase.scheduler.chunk import ChunkBudget, StepTimes
+from twinphase.scheduler.chunk import ChunkBudget, StepCost
 
 FULL_RATE = 0.97  # of the tokens per second of a full chunk, that the smallest sensible chunk has
 CONTEXT = 256  # tokens of the stream that a prompt is read beside
@@ -44,7 +44,7 @@ class Pace:
 class Pacing:
     """What a pace is chosen from: step times, and the limits of chunks and contexts in tokens."""
 
-    times: StepTimes
+    times: StepCost
     max_num_batched_tokens: int
     max_model_len: int
     block_size: int

@@ -15,7 +15,7 @@ from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.errors import CacheCapacityError, InvalidRequestError
 from twinphase.outcome import FinishReason, RequestStatus
 from twinphase.request import Request
-from twinphase.scheduler.chunk import ChunkBudget, StepTimes
+from twinphase.scheduler.chunk import ChunkBudget, StepCost
 from twinphase.scheduler.decode import fit_drafts, schedule_decodes, with_drafts
 from twinphase.scheduler.fairness import FairQueue, work_by_tenant
 from twinphase.scheduler.phase import give_tokens
@@ -52,7 +52,7 @@ class Scheduler:
         *,
         max_model_len: int,
         eos_token_ids: Collection[int],
-        times: StepTimes,
+        times: StepCost,
         max_num_batched_tokens: int = 512,
         max_num_seqs: int = 64,
         policy: str = "fcfs",
@@ -203,19 +203,19 @@ class Scheduler:
             if request is None:
                 continue
             before = request.num_computed_tokens
-            known = request.num_tokens
             reason = (
                 self._append(request, output.token_ids.get(share.request_id, []))
                 if share.samples
                 else None
             )
             # Behind the first draft that was wrong, other tokens than the request's were computed.
-            wrong = share.num_drafts - min(share.num_drafts, max(0, request.num_tokens - known - 1))
+            accepted = output.num_accepted(share)
+            wrong = share.num_drafts - accepted
             request.num_computed_tokens += len(share.token_ids) - wrong
             if share.num_drafts:
                 request.counts.num_draft_tokens += share.num_drafts
-                request.counts.num_accepted_draft_tokens += share.num_drafts - wrong
-                request.counts.draft_steps.append((share.num_drafts, share.num_drafts - wrong))
+                request.counts.num_accepted_draft_tokens += accepted
+                request.counts.draft_steps.append((share.num_drafts, accepted))
             if request.counts.num_preemptions:
                 again = max(
                     0, min(request.num_computed_tokens, request.most_computed_tokens) - before

@@ -314,7 +314,9 @@ async def _infill(engine: AsyncEngine, prompt: Any, suffix: str, arrival: float)
     text = engine.text
     make = partial(infill_prompt, text.tokenizer, text.checkpoint.metadata, prompt, suffix, limit)
     token_ids = (
-        make() if len(prompt) + len(suffix) <= MAX_INLINE_CHARACTERS else await asyncio.to_thread(make)
+        make()
+        if len(prompt) + len(suffix) <= MAX_INLINE_CHARACTERS
+        else await asyncio.to_thread(make)
     )
     return EncodedPrompt(None, token_ids, arrival, engine.clock(), True)
 

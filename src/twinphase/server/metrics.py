@@ -7,12 +7,14 @@ each. Not for HTTP, and not for one request's story: that is its timeline's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
+from twinphase.batch import StepTimes
 from twinphase.engine.process.messages import StepStats
 from twinphase.engine.process.status import WorkerStatus
 from twinphase.outcome import FinishReason
@@ -198,6 +200,12 @@ class Metrics:
         self._rank_wait = of.counter(
             "rank_wait_seconds", "Time of steps in which rank 0 waited for other ranks."
         )
+        self._step_parts = of.counters(
+            "step_part_seconds",
+            "Time within steps by what was measured; parts may overlap.",
+            "part",
+            [part.name for part in fields(StepTimes)],
+        )
         self._step_flops = of.counters("step_flops", "FLOP that the algorithm needs.", *by)
         self._step_bytes = of.counters("step_bytes", "Bytes that the algorithm moves.", *by)
 
@@ -328,7 +336,9 @@ class Metrics:
             counters["prefill"].inc(prefill)
             counters["decode"].inc(decode)
 
-        self._rank_wait.inc(stats.rank_wait)
+        self._rank_wait.inc(stats.times.rank_wait)
+        for part, counter in self._step_parts.items():
+            counter.inc(getattr(stats.times, part))
         self._drafts.inc(stats.num_drafts)
         self._draft_tokens.inc(stats.num_draft_tokens)
         self._accepted_tokens.inc(sum(stats.accepted))

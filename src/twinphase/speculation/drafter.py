@@ -15,6 +15,10 @@ from twinphase.request import Request
 class Drafter(Protocol):
     """Asked once a step, before it is scheduled. A wrong guess costs time; it changes no answer."""
 
+    @property
+    def num_failures(self) -> int:
+        """Times that a source of guesses failed since the engine started."""
+
     def draft(self, requests: Sequence[Request]) -> Mapping[str, Sequence[int]]:
         """Guesses at the tokens that follow the last known ones, by request id; those without a guess are left out.
 

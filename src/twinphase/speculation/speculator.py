@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Protocol
 
 from twinphase.batch import Batch, StepOutput, StepWork
 from twinphase.request import Request
+from twinphase.scheduler.chunk import StepCost
 from twinphase.speculation.choose import PAYS, ROW_SECONDS, Acceptance, choose_lengths, drafted_row
 from twinphase.speculation.forced import ForcedProposer
 from twinphase.speculation.lookup import NgramProposer, PredictionProposer, SuffixProposer
@@ -25,16 +25,6 @@ PATIENCE = 8
 RETRY = 4
 # double after as many times again, up to SELDOM
 HOPELESS = 128  # times in a row that anybody was: who comes is asked as seldom from the beginning
-
-
-class StepTimes(Protocol):
-    """Predicts how long a step takes; the measured cost model does."""
-
-    def step_limit(self, slo_seconds: float) -> float:
-        """Predicted time, seconds, at which a step still meets the SLO."""
-
-    def seconds(self, work: StepWork) -> float:
-        """Predicted time of a step, seconds."""
 
 
 @dataclass
@@ -69,7 +59,7 @@ class Speculator:
     def __init__(
         self,
         proposers: Sequence[Proposer],
-        times: StepTimes,
+        times: StepCost,
         *,
         most: int,
         slo_seconds: Callable[[], float | None] = lambda: None,
@@ -158,7 +148,7 @@ class Speculator:
                     draft.source, SourceCounts()
                 )
                 counts.drafted += share.num_drafts
-                counts.accepted += max(0, len(new) - 1)
+                counts.accepted += output.num_accepted(share)
             for position, (token_id, guessed) in enumerate(zip(new, draft.token_ids, strict=False)):
                 if position >= draft.certain:
                     self.acceptance.observe(share.request_id, draft, position, token_id == guessed)
@@ -314,7 +304,7 @@ class Speculator:
 
 def make_speculator(
     config: SpeculativeConfig,
-    times: StepTimes,
+    times: StepCost,
     slo_seconds: Callable[[], float | None],
     window: int | None,
     heads: Proposer | None = None,

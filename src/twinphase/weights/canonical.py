@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.weights.source import Source
 
-# What stands in front where the text model is a part of a larger one.
+# Prefixes of a text model within a larger one.
 _PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -32,7 +32,7 @@ _NOT_WEIGHTS = re.compile(
 def canonical_tensors(
     sources: Mapping[str, Source], architecture: str, layers: int, tied: bool
 ) -> dict[str, Source]:
-    """The tensors of the text model by GGUF's names; one that the table does not know keeps its own.
+    """The tensors of the text model by GGUF's names; those that it does not know keep their own.
 
     Args:
         sources: by Hugging Face's names, experts stacked.

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+SAMPLE_BYTES = 1024
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -35,6 +37,16 @@ class TensorInfo:
     offset: int
     nbytes: int
     file: int = 0
+
+    def sample(self, data: mmap.mmap | NDArray[np.uint8]) -> bytes:
+        """Up to 1 KiB from the middle of the tensor, for fingerprints; `data` is its file."""
+        start = self.offset + max(0, self.nbytes - SAMPLE_BYTES) // 2
+        return bytes(data[start : start + min(SAMPLE_BYTES, self.nbytes)])
+
+
+def quoted(name: str) -> str:
+    """A name from a model's file, safe and short enough for one line of a message."""
+    return repr(name if len(name) <= 64 else name[:64] + "…")
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,7 @@ class Checkpoint:
         return self.files[info.file][info.offset : info.offset + info.nbytes]
 
     def release(self, name: str) -> None:
-        """Let go of the memory that reading a tensor has filled; what is read again comes from the file again."""
+        """Frees the memory that reading a tensor has filled; reading it again goes to the file."""
         info = self.tensors[name]
         source: Any = self.files[info.file].base
         source = source.obj if isinstance(source, memoryview) else source

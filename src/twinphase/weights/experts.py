@@ -1,4 +1,4 @@
-"""Expert matrices of a Hugging Face folder, stacked as GGUF has them: gate, up and down, [experts, outputs, inputs].
+"""Expert matrices of a Hugging Face folder, stacked as in GGUF: [experts, outputs, inputs].
 
 Folders have them one by one (`experts.3.gate_proj.weight`; Mixtral's `w1`, `w3`, `w2`), or stacked
 with gate and up in one tensor, whose rows GPT-OSS interleaves and whose matrices it transposes. Not
@@ -23,7 +23,9 @@ _STACKED = re.compile(r"(.+\.experts)\.(gate_up|down)_proj(_bias)?")
 
 
 def stack_experts(sources: Mapping[str, Source], architecture: str) -> dict[str, Source]:
-    """All tensors, experts stacked: `X.experts.{gate,up,down}_proj.{weight,bias}`, Mixtral's `w1`, `w3`, `w2`.
+    """All tensors, experts stacked as `X.experts.{gate,up,down}_proj.{weight,bias}`.
+
+    Mixtral's are named `w1`, `w3` and `w2`.
 
     Raises:
         CheckpointError: experts that are missing, or that differ from each other.

@@ -1,4 +1,4 @@
-"""Opens a GGUF file, or all parts of a split one, as a `Checkpoint`: mapped, checked once, and remembered.
+"""Opens a GGUF file, or all parts of a split one, as a `Checkpoint`: mapped, checked once.
 
 The first open reads the whole header (`gguf_header.py`) and keeps what the engine needs of it,
 without the vocabulary, in a small index in the user's cache. Later opens of the same file (path,
@@ -8,7 +8,6 @@ the model file, and a cache that cannot be written costs time, never the run.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import mmap
 import os
@@ -20,16 +19,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from twinphase.errors import CheckpointError, ModelNotFoundError
+from twinphase.errors import CheckpointError
+from twinphase.weights import storage
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.gguf_header import Header, read_header
 from twinphase.weights.quant import FORMATS
 from twinphase.weights.split import is_later_part, part_names
-from twinphase.weights.storage import model_cache, write_atomically
+from twinphase.weights.storage import map_file, model_cache, replace_derived
 
 _INDEX_VERSION = 3
 _INDEX_NAME = "index.msgpack"
-_SAMPLE_BYTES = 1024
 _MIN_BYTES = 24  # magic, version and two counts
 _FETCH_PARTS = "Fetch all parts of one model again, and keep their names."
 # llama.cpp's prefixes of vision, audio and their projection: Ollama has them in the file of the
@@ -37,23 +36,24 @@ _FETCH_PARTS = "Fetch all parts of one model again, and keep their names."
 _OTHER_MODALITIES = ("v.", "a.", "mm.")
 # general.file_type, for the mixtures whose name says more than their commonest tensor type.
 _FILE_TYPES = {
-    **{
-        10: "Q2_K",
-        11: "Q3_K_S",
-        12: "Q3_K_M",
-        13: "Q3_K_L",
-        14: "Q4_K_S",
-        15: "Q4_K_M",
-        16: "Q5_K_S",
-        17: "Q5_K_M",
-    },
+    10: "Q2_K",
+    11: "Q3_K_S",
+    12: "Q3_K_M",
+    13: "Q3_K_L",
+    14: "Q4_K_S",
+    15: "Q4_K_M",
+    16: "Q5_K_S",
+    17: "Q5_K_M",
     21: "Q2_K_S",
 }
 
 
 @dataclass(frozen=True)
 class _Index:
-    """The part of a header that every run needs; `states` are size and modification time (ns) of each file."""
+    """The part of a header that every run needs.
+
+    `states` are size and modification time (ns) of each file.
+    """
 
     states: tuple[tuple[int, int], ...]
     fingerprint: str
@@ -63,7 +63,7 @@ class _Index:
 
 
 def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
-    """Opens a model file, of a split model the first; its tensors are mapped and not yet read from disk.
+    """Opens a model file, the first of a split model; tensors are mapped, not yet read from disk.
 
     With `mark_used`, this is remembered as a use of the model (`last_used`).
 
@@ -83,10 +83,10 @@ def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
         metadata = headers[0].metadata
         tensors = _joined_tensors(list(buffers), headers)
         index = _Index(states, _fingerprint(list(buffers.values()), headers), metadata, tensors)
-        cache_dir = folder if _store_index(folder, index) else None
+        kept = replace_derived(folder / _INDEX_NAME, msgspec.msgpack.encode(index))
+        cache_dir = folder if kept else None
     if mark_used:
-        with contextlib.suppress(OSError):
-            (folder / "used").touch()
+        storage.mark_used(path)
     architecture = index.metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise CheckpointError(f"{path} does not name its architecture.", "Convert the model again.")
@@ -105,7 +105,7 @@ def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
 
 
 def quantization_name(checkpoint: Checkpoint) -> str:
-    """The quantization by the name users know: a mixture's, or the type that most of the bytes have."""
+    """The quantization by its usual name: a mixture's, or the type that most of the bytes have."""
     file_type = checkpoint.metadata.get("general.file_type")
     if file_type in _FILE_TYPES:
         return _FILE_TYPES[file_type]
@@ -113,14 +113,6 @@ def quantization_name(checkpoint: Checkpoint) -> str:
     for tensor in checkpoint.tensors.values():
         nbytes[tensor.type] += tensor.nbytes
     return max(nbytes, key=lambda name: nbytes[name])
-
-
-def last_used(path: Path) -> float | None:
-    """When the file was last opened, seconds since the epoch, or None if it never was (or nothing is kept)."""
-    try:
-        return (model_cache(path) / "used").stat().st_mtime
-    except OSError:
-        return None
 
 
 def _map_parts(path: Path) -> tuple[dict[str, mmap.mmap], tuple[tuple[int, int], ...]]:
@@ -137,7 +129,7 @@ def _map_parts(path: Path) -> tuple[dict[str, mmap.mmap], tuple[tuple[int, int],
             raise CheckpointError(
                 f"The model lacks its part {name}.", "Put all parts into one folder."
             )
-        buffers[name], stat = _map_file(Path(name))
+        buffers[name], stat = map_file(Path(name), _MIN_BYTES, "too short for a GGUF file")
         states.append((stat.st_size, stat.st_mtime_ns))
     return buffers, tuple(states)
 
@@ -170,49 +162,24 @@ def _joined_tensors(names: list[str], headers: list[Header]) -> dict[str, Tensor
     return {key: info for key, info in tensors.items() if not key.startswith(_OTHER_MODALITIES)}
 
 
-def _map_file(path: Path) -> tuple[mmap.mmap, os.stat_result]:
-    try:
-        with open(path, "rb") as file:
-            stat = os.fstat(file.fileno())
-            if stat.st_size < _MIN_BYTES:
-                raise CheckpointError(
-                    f"{path} is too short for a GGUF file ({stat.st_size} bytes).",
-                    "Fetch the file again.",
-                )
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), stat
-    except FileNotFoundError:
-        raise ModelNotFoundError(
-            f"There is no file {path}.", "Check the path, or pull the model first."
-        ) from None
-    except IsADirectoryError:
-        raise ModelNotFoundError(f"{path} is a directory.", "Give the .gguf file in it.") from None
-    except (OSError, ValueError) as error:
-        # ValueError: a path with a null byte, or something that cannot be mapped.
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(
-            f"{path} cannot be read: {reason}.", "Check the file and its rights."
-        ) from None
-
-
 def _fingerprint(buffers: list[mmap.mmap], headers: list[Header]) -> str:
-    """SHA-256 over each file's size (8 bytes, little endian), header, and 1 KiB from the middle of every tensor.
+    """SHA-256 over each file's size (8 bytes, little endian), header, and a sample of every tensor.
 
     Not over every byte, which takes seconds for a large model: two files can only share a
     fingerprint if they agree in every hyper-parameter and token, and in the middle of every tensor.
-    Training or quantizing anew changes all of them.
+    Training or quantizing again changes all of them.
     """
     digest = hashlib.sha256()
     for buffer, header in zip(buffers, headers, strict=True):
         digest.update(len(buffer).to_bytes(8, "little"))
         digest.update(buffer[: header.data_start])
         for tensor in header.tensors.values():
-            start = tensor.offset + max(0, tensor.nbytes - _SAMPLE_BYTES) // 2
-            digest.update(buffer[start : start + min(_SAMPLE_BYTES, tensor.nbytes)])
+            digest.update(tensor.sample(buffer))
     return digest.hexdigest()
 
 
 def _load_index(folder: Path, states: tuple[tuple[int, int], ...]) -> _Index | None:
-    """The remembered index, or None when there is none, it is of another state of the files, or it is damaged."""
+    """The remembered index; None if it is missing, damaged, or of another state of the files."""
     try:
         index = msgspec.msgpack.decode((folder / _INDEX_NAME).read_bytes(), type=_Index)
     except (OSError, ValueError, RecursionError):  # ValueError: the base of msgspec's own
@@ -226,16 +193,3 @@ def _load_index(folder: Path, states: tuple[tuple[int, int], ...]) -> _Index | N
         for tensor in index.tensors.values()
     )
     return index if fits else None
-
-
-def _store_index(folder: Path, index: _Index) -> bool:
-    """False if the cache cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # What was derived from the file's former content.
-        for old in folder.iterdir():
-            old.unlink(missing_ok=True)
-        write_atomically(folder / _INDEX_NAME, msgspec.msgpack.encode(index))
-    except OSError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""A bounded reader of the GGUF header: it trusts no count, length or offset until it fits into the file.
+"""A bounded reader of the GGUF header: no count, length or offset is trusted until it fits.
 
 The header of a file someone else wrote is input like any other, and its lengths decide how much is
 read and allocated. Not for tensor data, which stays in the mapped file, nor for caching (gguf.py).
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from twinphase.errors import CheckpointError, UnsupportedModelError
-from twinphase.weights.checkpoint import TensorInfo
+from twinphase.weights.checkpoint import TensorInfo, quoted
 from twinphase.weights.quant import FORMATS, tensor_nbytes
 
 _MAGIC = b"GGUF"
@@ -152,13 +152,13 @@ class _Walker:
         return start
 
     def u32(self, what: str) -> int:
-        return int(struct.unpack_from("<I", self.buffer, self.skip(4, what))[0])
+        return int(self.scalar(_DTYPES[4], what))
 
     def u64(self, what: str) -> int:
-        return int(struct.unpack_from("<Q", self.buffer, self.skip(8, what))[0])
+        return int(self.scalar(_DTYPES[10], what))
 
     def count(self, what: str, min_bytes: int) -> int:
-        """A 64-bit count of things of at least `min_bytes` bytes each, checked against what is left of the file."""
+        """A 64-bit count of things of `min_bytes` or more each, which must fit what is left."""
         count = self.u64(f"the number of {what}")
         if count > (self.size - self.position) // min_bytes:
             self.fail(f"{count} {what} do not fit into a file of {self.size} bytes")
@@ -206,33 +206,33 @@ def _read_metadata(walker: _Walker, count: int) -> tuple[dict[str, Any], dict[st
     arrays: dict[str, Any] = {}
     for i in range(count):
         key = walker.string(f"the name of metadata entry {i}")
-        what = f"metadata entry {_shown(key)}"
+        what = f"metadata entry {quoted(key)}"
         if key in metadata or key in arrays:
             walker.fail(f"{what} occurs twice")
-        kind = walker.u32(f"the type of {what}")
-        if kind == _ARRAY:
+        type_ = walker.u32(f"the type of {what}")
+        if type_ == _ARRAY:
             values = _read_array(walker, what)
             if key.startswith("tokenizer.ggml.") or len(values) > _MAX_METADATA_ARRAY:
                 arrays[key] = values
             else:
                 metadata[key] = values if isinstance(values, list) else values.tolist()
-        elif kind == _STRING:
+        elif type_ == _STRING:
             metadata[key] = walker.string(what)
-        elif kind in _DTYPES:
-            metadata[key] = walker.scalar(_DTYPES[kind], what)
+        elif type_ in _DTYPES:
+            metadata[key] = walker.scalar(_DTYPES[type_], what)
         else:
-            walker.fail(f"{what} has the unknown type {kind}")
+            walker.fail(f"{what} has the unknown type {type_}")
     return metadata, arrays
 
 
 def _read_array(walker: _Walker, what: str) -> Any:
     """A list of strings or a NumPy array, for no array of arrays occurs in models."""
-    kind = walker.u32(f"the element type of {what}")
-    if kind == _STRING:
+    type_ = walker.u32(f"the element type of {what}")
+    if type_ == _STRING:
         return walker.strings(walker.count(f"strings of {what}", 8), what)
-    if kind not in _DTYPES:
-        walker.fail(f"{what} is an array of the unknown type {kind}")
-    dtype = _DTYPES[kind]
+    if type_ not in _DTYPES:
+        walker.fail(f"{what} is an array of the unknown type {type_}")
+    dtype = _DTYPES[type_]
     count = walker.count(f"elements of {what}", dtype.itemsize)
     start = walker.skip(count * dtype.itemsize, what)
     # A copy, so that nothing holds on to the mapped file.
@@ -242,7 +242,7 @@ def _read_array(walker: _Walker, what: str) -> Any:
 def _read_tensor_entry(walker: _Walker) -> tuple[str, tuple[int, ...], str, int]:
     """Name, row-major shape, type, and offset from the start of the tensor data."""
     name = walker.string("a tensor's name")
-    what = f"tensor {_shown(name)}"
+    what = f"tensor {quoted(name)}"
     dimensions = walker.u32(f"the dimensions of {what}")
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
         walker.fail(f"{what} has {dimensions} dimensions")
@@ -265,7 +265,7 @@ def _place_tensors(
 ) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for name, shape, type_name, offset in entries:
-        what = f"tensor {_shown(name)}"
+        what = f"tensor {quoted(name)}"
         if name in tensors:
             walker.fail(f"{what} occurs twice")
         if 0 in shape:
@@ -291,12 +291,5 @@ def _type_name(number: int) -> str:
     # Imported only to word an error: the package takes a fifth of a second to load.
     from gguf import GGMLQuantizationType
 
-    try:
-        return str(GGMLQuantizationType(number).name)
-    except ValueError:
-        return f"number {number}"
-
-
-def _shown(name: str) -> str:
-    """A name from the file, safe and short enough for one line."""
-    return repr(name if len(name) <= 64 else name[:64] + "…")
+    names = {type_.value: type_.name for type_ in GGMLQuantizationType}
+    return names.get(number, f"number {number}")

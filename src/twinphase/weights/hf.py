@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,22 +24,26 @@ from twinphase.weights.storage import storage_error
 
 # What a folder needs beside its weights.
 _FOLDER_FILES = (
-    *(
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "tokenizer.model",
-    ),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"),
-    *("chat_template.jinja", "chat_template.json", "modules.json", "1_Pooling/config.json"),
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "modules.json",
+    "1_Pooling/config.json",
 )
-_LOG_ERRORS = 40  # logging.ERROR
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def fetch_from_hub(repo: str, file: str | None, target: Path) -> Path:
-    """Downloads one GGUF file of a repository; where it has none, its config, tokenizer and safetensors files.
+    """Downloads one GGUF file of a repository, or its config, tokenizer and safetensors files.
 
     Args:
         repo: "org/name".
@@ -79,19 +84,19 @@ def fetch_from_hub(repo: str, file: str | None, target: Path) -> Path:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the library's warnings of each retry off the terminal: the error at the end says it in one line."""
-    from huggingface_hub.utils import logging
+    """Keeps the library's warnings of each retry off the terminal: the final error says it."""
+    from huggingface_hub.utils import logging as hub_logging
 
-    level = logging.get_verbosity()
-    logging.set_verbosity(_LOG_ERRORS)
+    level = hub_logging.get_verbosity()
+    hub_logging.set_verbosity(logging.ERROR)
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        hub_logging.set_verbosity(level)
 
 
 def matching_files(files: list[str], wanted: str | None) -> list[str]:
-    """Those that a name stands for: all for None, the exact one, or else those that contain it in any case."""
+    """The files that a name means: all for None, the exact one, or those that contain it."""
     if wanted is None:
         return files
     exact = [f for f in files if f == wanted]
@@ -100,19 +105,18 @@ def matching_files(files: list[str], wanted: str | None) -> list[str]:
 
 def _choose(files: list[str], repo: str, wanted: str | None) -> str:
     files = [f for f in files if not is_later_part(f)]
-    found = matching_files(files, wanted)
+    fitting = matching_files(files, wanted)
     if not files:
         raise ModelNotFoundError(
             f"The repository {repo} has no .gguf file.", f"Leave out the file: hf:{repo}."
         )
-    if len(found) != 1:
-        cause = f"{repo} has {len(found) or 'no'} GGUF files" + (
-            f" that fit {wanted!r}." if wanted else "."
-        )
+    if len(fitting) != 1:
+        fit = f" that fit {wanted!r}" if wanted else ""
         raise ModelNotFoundError(
-            cause, f"Use hf:{repo}:FILE with one of: {', '.join(found or files)}."
+            f"{repo} has {len(fitting) or 'no'} GGUF files{fit}.",
+            f"Use hf:{repo}:FILE with one of: {', '.join(fitting or files)}.",
         )
-    return found[0]
+    return fitting[0]
 
 
 def _fetch_folder(files: list[str], repo: str, target: Path, fetch: Callable[[str], Path]) -> Path:
@@ -154,8 +158,8 @@ def _failure(error: Exception, repo: str, target: Path) -> TwinphaseError:
         return ModelNotFoundError(
             f"There is no repository {repo} (or it is private).", "Check the name after 'hf:'."
         )
-    lines = str(error).strip().splitlines()
-    reason = (lines[0] if lines else type(error).__name__)[:300].rstrip(".")
+    (reason, *_) = str(error).strip().splitlines() or [type(error).__name__]
+    reason = reason[:300].rstrip(".")
     return DownloadError(
         f"{repo} could not be downloaded: {reason}.",
         "Check the network and try again; it continues where it stopped.",

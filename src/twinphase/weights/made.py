@@ -1,18 +1,16 @@
-"""Tensors that had to be made (stacked, dequantized, quantized) are written down once and mapped from then on.
+"""Tensors that had to be made (stacked, dequantized, quantized) are written once, then mapped.
 
-They are one plain GGUF file in the model's cache folder, there whole or not at all, and made anew
-when the model's files change. Where it cannot be written they stay in memory, and so do small ones.
-Files whose model is gone are removed when another is written. Not for how they are made.
+They are one plain GGUF file in the model's cache folder, complete or absent, and made again
+when the model's files change. If it cannot be written they stay in memory, and so do small ones.
+Files of models that are gone are removed when another is written. Not for how they are made.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +21,7 @@ from twinphase.weights.checkpoint import TensorInfo
 from twinphase.weights.gguf_header import read_header
 from twinphase.weights.progress import Progress, progress_bar
 from twinphase.weights.source import Source
-from twinphase.weights.storage import abandoned
+from twinphase.weights.storage import abandoned, atomically, map_file
 
 _Bytes = NDArray[np.uint8]
 MADE = "tensors-"  # what the files' names begin with
@@ -46,8 +44,8 @@ def make_tensors(
         sources: what to make, by name.
         path: the file to keep them in; None keeps them in memory.
         model: the folder of the model that they are part of.
-        key: names everything they are made from; a file with another key is made anew.
-        progress: told of bytes made; None shows a bar on a terminal.
+        key: names everything they are made from; a file with another key is replaced.
+        progress: called with the bytes made; None shows a bar on a terminal.
 
     Returns:
         The tensors by name, and the arrays they lie in; `TensorInfo.file` counts in these.
@@ -60,36 +58,27 @@ def make_tensors(
     if kept := _kept(sources, path, key):
         return kept
     with contextlib.ExitStack() as stack:
-        steps = _steps(sources, total, progress or stack.enter_context(progress_bar()))
-        try:
+        report = progress or stack.enter_context(progress_bar())
+        with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             _remove_orphans(path.parent.parent)
-            if shutil.disk_usage(path.parent).free < 1.05 * total:
-                return _in_memory(sources, steps)
-            _write(sources, path, model, key, steps)
-        except OSError:
-            return _in_memory(sources, _steps(sources, total, lambda what, done, total: None))
-    return _kept(sources, path, key) or _in_memory(sources, steps)
+            if shutil.disk_usage(path.parent).free >= 1.05 * total:
+                _write(sources, path, model, key, _steps(sources, total, report))
+        return _kept(sources, path, key) or _in_memory(sources, _steps(sources, total, report))
 
 
-def _steps(
-    sources: Mapping[str, Source], total: int, report: Progress
-) -> Callable[[], Iterator[_Bytes]]:
+def _steps(sources: Mapping[str, Source], total: int, report: Progress) -> Iterator[_Bytes]:
     """The tensors' bytes one after the other, with progress; one is in memory at a time."""
-
-    def steps() -> Iterator[_Bytes]:
-        done = 0
-        for source in sources.values():
-            report("Preparing the weights", done, total)
-            yield source.read()
-            done += source.nbytes
-        report("Preparing the weights", total, total)
-
-    return steps
+    done = 0
+    for source in sources.values():
+        report("Preparing the weights", done, total)
+        yield source.read()
+        done += source.nbytes
+    report("Preparing the weights", total, total)
 
 
-def _in_memory(sources: Mapping[str, Source], steps: Callable[[], Iterator[_Bytes]]) -> _Made:
-    arrays = [np.ascontiguousarray(raw) for raw in steps()]
+def _in_memory(sources: Mapping[str, Source], steps: Iterator[_Bytes]) -> _Made:
+    arrays = [np.ascontiguousarray(raw) for raw in steps]
     tensors = {
         name: TensorInfo(name, source.shape, source.type, 0, source.nbytes, i)
         for i, (name, source) in enumerate(sources.items())
@@ -98,51 +87,40 @@ def _in_memory(sources: Mapping[str, Source], steps: Callable[[], Iterator[_Byte
 
 
 def _kept(sources: Mapping[str, Source], path: Path, key: str) -> _Made | None:
-    """The file's tensors, or None if there is no such file, or it is of other sources, or damaged."""
+    """The file's tensors; None if it is missing, damaged, or made of other sources."""
     try:
-        with open(path, "rb") as file:
-            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        buffer, _ = map_file(path, 1, "empty")
         header = read_header(buffer, str(path))
-    except (OSError, ValueError, TwinphaseError):
+    except TwinphaseError:
         return None
-    wanted = {name: (source.shape, source.type) for name, source in sources.items()}
-    if (
-        header.metadata.get(_KEY) != key
-        or {n: (t.shape, t.type) for n, t in header.tensors.items()} != wanted
-    ):
+    kept, wanted = (
+        {name: (tensor.shape, tensor.type) for name, tensor in tensors.items()}
+        for tensors in (header.tensors, sources)
+    )
+    if header.metadata.get(_KEY) != key or kept != wanted:
         return None
     return dict(header.tensors), [np.frombuffer(buffer, dtype=np.uint8)]
 
 
 def _remove_orphans(caches: Path) -> None:
-    """Files that were made from folders that are not there any more."""
+    """Removes files that were made from folders that are gone."""
     for path in caches.glob(f"*/{MADE}*.gguf"):
-        with contextlib.suppress(OSError, ValueError, TwinphaseError):
-            with (
-                open(path, "rb") as file,
-                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer,
-            ):
+        with contextlib.suppress(OSError, TwinphaseError):
+            with map_file(path, 1, "empty")[0] as buffer:
                 model = read_header(buffer, str(path)).metadata.get(_MODEL)
             if isinstance(model, str) and not os.path.exists(model):
                 path.unlink()
 
 
 def _write(
-    sources: Mapping[str, Source],
-    path: Path,
-    model: Path,
-    key: str,
-    steps: Callable[[], Iterator[_Bytes]],
+    sources: Mapping[str, Source], path: Path, model: Path, key: str, steps: Iterator[_Bytes]
 ) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter
 
-    prefix = f".{path.name}-"
-    for old in abandoned(path.parent, prefix):
+    for old in abandoned(path.parent, f".{path.name}-"):
         old.unlink(missing_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f"{prefix}{os.getpid()}-", dir=path.parent)
-    os.close(handle)
-    try:
-        with contextlib.closing(GGUFWriter(name, "twinphase")) as writer:
+    with atomically(path) as temporary:
+        with contextlib.closing(GGUFWriter(temporary, "twinphase")) as writer:
             writer.add_string(_KEY, key)
             writer.add_string(_MODEL, str(model.absolute()))
             for tensor, source in sources.items():
@@ -153,12 +131,7 @@ def _write(
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for raw in steps():
+            for raw in steps:
                 writer.write_tensor_data(raw)
-        with open(name, "rb") as file:
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())  # before the rename: whole even after a power cut
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise

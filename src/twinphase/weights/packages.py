@@ -47,7 +47,7 @@ def known_files() -> tuple[KnownFile, ...]:
 
 
 def expand_packages(text: str) -> list[str]:
-    """The packages that `text` names, in order and as package indexes compare names; empty if it is no such name."""
+    """The packages that `text` names, in order and normalized; empty if it is not valid."""
     names: list[str] = []
     for item in text.split("+"):
         if match := _RANGE.fullmatch(item):
@@ -60,9 +60,8 @@ def expand_packages(text: str) -> list[str]:
 
 
 def canonical_packages(names: list[str]) -> str:
-    """One text for one list of packages, however it was written; empty if it is too long to be a folder's name."""
-    matches = [_NUMBERED.fullmatch(name) for name in names]
-    first = matches[0]
+    """One text for a list of packages, however it was written; empty if too long for a folder."""
+    first = _NUMBERED.fullmatch(names[0])
     text = "+".join(names)
     if first is not None and len(names) > 1:
         start = int(first[2])

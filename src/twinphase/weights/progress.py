@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# what is being done, bytes done, bytes in all (None while unknown)
+# Called with the name of the task, the bytes done, and all bytes (None while unknown).
 Progress = Callable[[str, int, "int | None"], None]
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on stderr, one line for each thing that is done; nothing where stderr is not a terminal."""
+    """A bar on stderr, one line per task; nothing if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield lambda what, done, total: None
         return
@@ -30,13 +30,9 @@ def progress_bar() -> Iterator[Progress]:
     )
     from rich.progress import Progress as Bars
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    with Bars(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bars:
+    columns = (BarColumn, DownloadColumn, TransferSpeedColumn, TimeRemainingColumn)
+    description = TextColumn("{task.description}")
+    with Bars(description, *(c() for c in columns), console=Console(stderr=True)) as bars:
         tasks = {}
 
         def report(what: str, done: int, total: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Opens a Hugging Face folder as a `Checkpoint`: config.json and safetensors files, mapped, under GGUF's tensor names.
+"""Opens a Hugging Face folder as a `Checkpoint`: safetensors files under GGUF's tensor names.
 
 What lies in the files as it is needed stays there; what has to be rearranged is made once
 (`made.py`). Pickles run code when they are opened, so they never are. Not for hyper-parameters (the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from twinphase.weights import storage
 from twinphase.weights.canonical import canonical_tensors
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.experts import stack_experts
@@ -28,9 +28,9 @@ from twinphase.weights.packed import unpacked_tensors
 from twinphase.weights.progress import Progress
 from twinphase.weights.quant import FORMATS, dequantize
 from twinphase.weights.quantize import quantized_tensors
-from twinphase.weights.safetensors_header import Entry, read_safetensors_header, strict_json
+from twinphase.weights.safetensors_header import read_safetensors_header, strict_json
 from twinphase.weights.source import Source
-from twinphase.weights.storage import model_cache, write_atomically
+from twinphase.weights.storage import map_file, model_cache, replace_derived
 
 _RECIPE = "1"  # counted up when what is made from the same files changes
 CONFIG = "config.json"
@@ -38,7 +38,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 64 << 20
 _MAX_LAYERS = 10_000
-_SAMPLE_BYTES = 1024
 _INTEGERS: dict[str, type[np.generic]] = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
 _FETCH = "The folder is damaged or incomplete: fetch it again."
 
@@ -50,7 +49,7 @@ class _Shard:
     name: str
     data: NDArray[np.uint8]
     stat: os.stat_result
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, TensorInfo]
 
     @property
     def state(self) -> str:
@@ -58,7 +57,7 @@ class _Shard:
 
 
 def read_folder_config(folder: Path) -> dict[str, Any]:
-    """A folder's config.json; where it describes a text model within a larger one, `text_config` in front.
+    """A folder's config.json; the `text_config` of a larger model is merged over it.
 
     Raises:
         ModelNotFoundError: no such folder, or none with a config.json.
@@ -86,15 +85,15 @@ def open_safetensors(
     progress: Progress | None = None,
     mark_used: bool = True,
 ) -> Checkpoint:
-    """Opens a folder; its tensors are mapped and not yet read from disk, but for those that have to be made.
+    """Opens a folder; tensors are mapped, not yet read from disk, except those that must be made.
 
     Args:
         folder: holds config.json and model.safetensors, or an index and its shards.
-        architecture: GGUF's name of it; whoever knows the models reads it from the config.
+        architecture: GGUF's name of it, which the caller finds in the config.
         quantization: what float matrices become: "none", "q8_0", "q4_0" or "q4_k"
             (`quantized_tensors`).
-        header_only: make no tensors; those that would have to be made can then not be read.
-        progress: told when tensors are made; None shows a bar on a terminal.
+        header_only: make no tensors; those that must be made cannot be read then.
+        progress: called as tensors are made; None shows a bar on a terminal.
         mark_used: remember this as a use of the model (`last_used`).
 
     Raises:
@@ -124,8 +123,7 @@ def open_safetensors(
     key = hashlib.sha256(state.encode() + config_bytes).hexdigest()
     fingerprint, cache_dir = _remembered(folder, shards, key, config_bytes)
     if mark_used:
-        with contextlib.suppress(OSError):
-            (model_cache(folder) / "used").touch()
+        storage.mark_used(folder)
     to_make = {
         name: source
         for name, source in sources.items()
@@ -148,7 +146,7 @@ def open_safetensors(
 
 
 def read_arrays(folder: Path) -> dict[str, NDArray[Any]]:
-    """All tensors of a folder by the files' own names: floats as float32, integers and booleans as they are.
+    """All tensors of a folder by the files' own names: floats as float32, others unchanged.
 
     For small models that nothing of ours maps, such as the heads of speculative decoding.
 
@@ -159,13 +157,13 @@ def read_arrays(folder: Path) -> dict[str, NDArray[Any]]:
     for shard in _open_shards(folder):
         for name, entry in shard.tensors.items():
             raw = shard.data[entry.offset : entry.offset + entry.nbytes]
-            if entry.dtype in _INTEGERS:
-                arrays[name] = raw.view(_INTEGERS[entry.dtype]).reshape(entry.shape)
-            elif entry.dtype in ("F32", "F16", "BF16"):
-                arrays[name] = dequantize(raw, entry.shape, entry.dtype)
+            if entry.type in _INTEGERS:
+                arrays[name] = raw.view(_INTEGERS[entry.type]).reshape(entry.shape)
+            elif entry.type in ("F32", "F16", "BF16"):
+                arrays[name] = dequantize(raw, entry.shape, entry.type)
             else:
                 raise UnsupportedModelError(
-                    f"Tensor {name[:100]!r} of {folder} has type {entry.dtype}, which is not "
+                    f"Tensor {name[:100]!r} of {folder} has type {entry.type}, which is not "
                     "supported.",
                     "Use F32, F16 or BF16.",
                 )
@@ -184,23 +182,21 @@ def _check_types(sources: Mapping[str, Source], folder: Path) -> None:
 def _placed(
     name: str, source: Source, made: Mapping[str, TensorInfo], num_shards: int
 ) -> TensorInfo:
-    if source.stored is None and name not in made:
-        return TensorInfo(name, source.shape, source.type, 0, source.nbytes, num_shards)
-    if source.stored is None:
+    if source.stored is None and name in made:
         return replace(made[name], file=num_shards + made[name].file)
-    file, offset = source.stored
+    file, offset = source.stored or (num_shards, 0)
     return TensorInfo(name, source.shape, source.type, offset, source.nbytes, file)
 
 
-def _source(shard: _Shard, file: int, entry: Entry) -> Source:
+def _source(shard: _Shard, file: int, entry: TensorInfo) -> Source:
     start = entry.offset
     end = entry.offset + entry.nbytes
-    # What does not lie on a multiple of its size (the format allows it) is copied: kernels read by
-    # address.
-    aligned = entry.dtype in FORMATS and start % FORMATS[entry.dtype].block_bytes == 0
+    # The format allows tensors that are not aligned to their element size. They are copied, since
+    # kernels read by address.
+    aligned = entry.type in FORMATS and start % FORMATS[entry.type].block_bytes == 0
     return Source(
         entry.shape,
-        entry.dtype,
+        entry.type,
         lambda: shard.data[start:end],
         (file, start) if aligned and entry.nbytes else None,
     )
@@ -245,19 +241,17 @@ def read_index(path: Path) -> dict[str, str]:
     Raises:
         CheckpointError: not such an index, or one that names files elsewhere.
     """
-    places = _read_json(path).get("weight_map")
-    if (
-        not isinstance(places, dict)
-        or not places
-        or not all(isinstance(place, str) for place in places.values())
-    ):
+    places: Any = _read_json(path).get("weight_map")
+    valid = isinstance(places, dict) and all(isinstance(file, str) for file in places.values())
+    if not places or not valid:
         raise CheckpointError(f"{path} has no weight_map.", _FETCH)
-    for file in set(places.values()):
+    files: dict[str, str] = places
+    for file in set(files.values()):
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(
                 f"{path} names {file[:100]!r}, which is not a file beside it.", _FETCH
             )
-    return places
+    return files
 
 
 def is_model_folder(folder: Path) -> bool:
@@ -265,15 +259,15 @@ def is_model_folder(folder: Path) -> bool:
     try:
         if not (folder / CONFIG).is_file():
             return False
-        if (folder / SINGLE).is_file():
-            return True
-        return all((folder / file).is_file() for file in set(read_index(folder / INDEX).values()))
+        single = (folder / SINGLE).is_file()
+        files = [] if single else set(read_index(folder / INDEX).values())
+        return all((folder / file).is_file() for file in files)
     except (OSError, CheckpointError):
         return False
 
 
 def folder_weights(folder: Path) -> tuple[int, str]:
-    """Bytes of a folder's tensors, and the quantization that its config names, or the type that most bytes have.
+    """Bytes of a folder's tensors, and the quantization of its config, or the commonest type.
 
     Raises:
         TwinphaseError: as `open_safetensors` for a damaged folder.
@@ -281,7 +275,7 @@ def folder_weights(folder: Path) -> tuple[int, str]:
     nbytes: dict[str, int] = {}
     for shard in _open_shards(folder):
         for entry in shard.tensors.values():
-            nbytes[entry.dtype] = nbytes.get(entry.dtype, 0) + entry.nbytes
+            nbytes[entry.type] = nbytes.get(entry.type, 0) + entry.nbytes
     settings = read_folder_config(folder).get("quantization_config")
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     commonest = max(nbytes, key=lambda name: nbytes[name], default="no tensors")
@@ -289,23 +283,9 @@ def folder_weights(folder: Path) -> tuple[int, str]:
 
 
 def _open_shard(path: Path) -> _Shard:
-    try:
-        with open(path, "rb") as file:
-            stat = os.fstat(file.fileno())
-            if not stat.st_size:
-                raise CheckpointError(f"{path} is empty.", _FETCH)
-            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(
-            f"{path} cannot be read: {reason}.", "Check the file and its rights."
-        ) from None
-    return _Shard(
-        path.name,
-        np.frombuffer(buffer, dtype=np.uint8),
-        stat,
-        read_safetensors_header(buffer, str(path)),
-    )
+    buffer, stat = map_file(path, 1, "empty")
+    tensors = read_safetensors_header(buffer, str(path))
+    return _Shard(path.name, np.frombuffer(buffer, dtype=np.uint8), stat, tensors)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -325,7 +305,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _remembered(
     folder: Path, shards: list[_Shard], key: str, config: bytes
 ) -> tuple[str, Path | None]:
-    """The fingerprint, from the cache if the files are as they were, and the cache folder if it can be written.
+    """The fingerprint, cached while the files stay the same, and the cache folder if writable.
 
     The folder's other JSON files count as well as the weights: a tokenizer built from them may be
     kept there.
@@ -343,19 +323,12 @@ def _remembered(
         if known == state:
             return fingerprint, cache
     fingerprint = _fingerprint(shards, config)
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        for old in cache.iterdir():
-            if old.suffix != ".gguf":  # those carry their own key
-                old.unlink(missing_ok=True)
-        write_atomically(cache / "state", f"{state} {fingerprint}".encode())
-    except OSError:
-        return fingerprint, None
-    return fingerprint, cache
+    kept = replace_derived(cache / "state", f"{state} {fingerprint}".encode())
+    return fingerprint, cache if kept else None
 
 
 def _fingerprint(shards: list[_Shard], config: bytes) -> str:
-    """SHA-256 over config.json, and of each shard its name, size, header and 1 KiB from the middle of every tensor."""
+    """SHA-256 over config.json and each shard's name, size, header and samples of tensors."""
     digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
     for shard in shards:
         digest.update(f"{shard.name} {shard.stat.st_size}\n".encode())
@@ -363,6 +336,5 @@ def _fingerprint(shards: list[_Shard], config: bytes) -> str:
             shard.data[: min((e.offset for e in shard.tensors.values()), default=0)].tobytes()
         )
         for entry in shard.tensors.values():
-            start = entry.offset + max(0, entry.nbytes - _SAMPLE_BYTES) // 2
-            digest.update(shard.data[start : start + min(_SAMPLE_BYTES, entry.nbytes)].tobytes())
+            digest.update(entry.sample(shard.data))
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""A bounded reader of the safetensors header: it trusts no length, offset or shape until it fits the file.
+"""A bounded reader of the safetensors header: no length, offset or shape is trusted until it fits.
 
 The rules are the format's own (https://github.com/huggingface/safetensors): eight bytes of length,
 a JSON object, then data without gaps. The `safetensors` package checks them too, but says nothing
@@ -12,11 +12,11 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from mmap import mmap
 from typing import Any, NoReturn
 
 from twinphase.errors import CheckpointError
+from twinphase.weights.checkpoint import TensorInfo, quoted
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 _MAX_DIMENSIONS = 8
@@ -42,18 +42,10 @@ _ITEM_BYTES = {
 _FIX = "The file is damaged or incomplete: fetch it again."
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One tensor as the header has it: dtype by safetensors' name, row-major shape, bytes from the file's start."""
+def read_safetensors_header(buffer: mmap | bytes, name: str) -> Mapping[str, TensorInfo]:
+    """The tensors of a file by name, with safetensors' names of types.
 
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-def read_safetensors_header(buffer: mmap | bytes, name: str) -> Mapping[str, Entry]:
-    """The tensors of a file by name. `buffer` is the whole file, `name` its name in errors.
+    `buffer` is the whole file, `name` its name in errors.
 
     Raises:
         CheckpointError: a length, JSON, type, shape or offset that is absurd or does not fit the
@@ -70,21 +62,17 @@ def read_safetensors_header(buffer: mmap | bytes, name: str) -> Mapping[str, Ent
     if length > min(size - 8, _MAX_HEADER_BYTES):
         fail(f"a header of {length} bytes does not fit into a file of {size} bytes")
     header = strict_json(bytes(buffer[8 : 8 + length]), f"the header of {name}", _FIX)
-    data_start = 8 + length
+    end = 8 + length
     entries = {
-        key: _entry(key, value, data_start, fail)
-        for key, value in header.items()
-        if key != "__metadata__"
+        key: _entry(key, value, end, fail) for key, value in header.items() if key != "__metadata__"
     }
-    end = data_start
     previous = "the header"
-    for key, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+    for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
+        this = f"tensor {quoted(entry.name)}"
         if entry.offset != end:
-            fail(
-                f"tensor {_shown(key)} starts at byte {entry.offset}, but {previous} ends at {end}"
-            )
-        end = end + entry.nbytes
-        previous = f"tensor {_shown(key)}"
+            fail(f"{this} starts at byte {entry.offset}, but {previous} ends at {end}")
+        end += entry.nbytes
+        previous = this
     if end != size:
         fail(f"the tensors end at byte {end}, the file at {size}")
     return entries
@@ -115,15 +103,15 @@ def strict_json(text: bytes, what: str, fix: str) -> dict[str, Any]:
     return value
 
 
-def _entry(name: str, value: Any, data_start: int, fail: Any) -> Entry:
-    what = f"tensor {_shown(name)}"
+def _entry(name: str, value: Any, data_start: int, fail: Any) -> TensorInfo:
+    what = f"tensor {quoted(name)}"
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
         fail(f"{what} lacks a dtype, a shape or offsets")
     dtype = value["dtype"]
     shape = value["shape"]
     offsets = value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
-        fail(f"{what} has the unknown dtype {_shown(str(dtype))}")
+        fail(f"{what} has the unknown dtype {quoted(str(dtype))}")
     if (
         not isinstance(shape, list)
         or len(shape) > _MAX_DIMENSIONS
@@ -136,13 +124,8 @@ def _entry(name: str, value: Any, data_start: int, fail: Any) -> Entry:
     nbytes = math.prod(shape) * _ITEM_BYTES[dtype]
     if end - begin != nbytes:
         fail(f"{what} has {end - begin} bytes, but {dtype} of shape {shape} takes {nbytes}")
-    return Entry(dtype, tuple(shape), data_start + begin, nbytes)
+    return TensorInfo(name, tuple(shape), dtype, data_start + begin, nbytes)
 
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
-
-
-def _shown(name: str) -> str:
-    """A name from the file, safe and short enough for one line."""
-    return repr(name if len(name) <= 64 else name[:64] + "…")

@@ -1,4 +1,4 @@
-"""A tensor on its way from a model's files to a `Checkpoint`: lying there ready, or made from others when asked.
+"""A tensor on its way from a model's files to a `Checkpoint`: stored, or made when asked.
 
 What `safetensors.py` reads, `experts.py`, `packed.py` and `requantize.py` rearrange, and `made.py`
 writes down.
@@ -64,7 +64,7 @@ def bfloat16_bytes(values: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 
 def stacked(name: str, parts: Sequence[Source]) -> Source:
-    """Equal matrices one behind the other: [len(parts), ...].
+    """Equal matrices stacked: [len(parts), ...].
 
     Raises:
         CheckpointError: they differ in shape or type.

@@ -1,4 +1,4 @@
-"""Names of the parts of a split GGUF file: `m-00001-of-00003.gguf` and so on, as llama.cpp's gguf-split writes them."""
+"""Names of the parts of a split GGUF file, as llama.cpp writes them: `m-00001-of-00003.gguf`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PART = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})(\.gguf)", re.IGNORECASE | re.DOTA
 
 
 def part_names(name: str) -> list[str]:
-    """All parts, given the name of the first (a path or a file name); of any other file just its own."""
+    """All parts, given the first one's name or path; for any other file just its own name."""
     match = _PART.fullmatch(name)
     if not match or int(match[2]) != 1:
         return [name]

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import mmap
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from twinphase.errors import StorageError
+from twinphase.errors import CheckpointError, ModelNotFoundError, StorageError
 
 _CACHE_VARIABLE = "TWINPHASE_CACHE"
 
@@ -32,8 +34,28 @@ def cache_root() -> Path:
 
 
 def model_cache(path: Path) -> Path:
-    """The folder for what is derived from the model at `path`, a file or a folder (it need not exist yet)."""
+    """The folder for what is derived from the model at `path`; it need not exist yet."""
     return cache_root() / "index" / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]
+
+
+@contextlib.contextmanager
+def atomically(path: Path) -> Iterator[Path]:
+    """A temporary file to write, which becomes `path` afterwards: readers never see a part of it.
+
+    Raises:
+        OSError: no space or no right; nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, because a rename is atomic only within one file system.
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-{os.getpid()}-", dir=path.parent)
+    os.close(handle)
+    try:
+        yield Path(name)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -42,27 +64,79 @@ def write_atomically(path: Path, data: bytes) -> None:
     Raises:
         OSError: no space or no right; nothing is left behind.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, because a rename is atomic only within one file system.
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    with atomically(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def replace_derived(path: Path, data: bytes) -> bool:
+    """Writes a file in a model's cache folder, and removes what was derived from older content.
+
+    GGUF files stay: they carry a key of their own. False if the cache cannot be written.
+    """
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for old in path.parent.iterdir():
+            if old.suffix != ".gguf":
+                old.unlink(missing_ok=True)
+        write_atomically(path, data)
+    except OSError:
+        return False
+    return True
+
+
+def mark_used(model: Path) -> None:
+    """Remembers this moment as the last use of a model, if the cache can be written."""
+    with contextlib.suppress(OSError):
+        (model_cache(model) / "used").touch()
+
+
+def last_used(model: Path) -> float | None:
+    """When the model was last opened, seconds since the epoch; None if that is not known."""
+    try:
+        return (model_cache(model) / "used").stat().st_mtime
+    except OSError:
+        return None
+
+
+def map_file(path: Path, min_bytes: int, too_short: str) -> tuple[mmap.mmap, os.stat_result]:
+    """A file's content, mapped for reading, and its state.
+
+    Args:
+        path: of the file.
+        min_bytes: size of the smallest valid file.
+        too_short: what a smaller file is, for the message.
+
+    Raises:
+        ModelNotFoundError: no such file, or a directory.
+        CheckpointError: a file that is too short, or that cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            state = os.fstat(file.fileno())
+            if state.st_size < min_bytes:
+                raise CheckpointError(
+                    f"{path} is {too_short} ({state.st_size} bytes).", "Fetch the file again."
+                )
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), state
+    except FileNotFoundError:
+        raise ModelNotFoundError(
+            f"There is no file {path}.", "Check the path, or pull the model first."
+        ) from None
+    except IsADirectoryError:
+        raise ModelNotFoundError(f"{path} is a directory.", "Give the .gguf file in it.") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte, or what cannot be mapped
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"{path} cannot be read: {reason}.", "Check the file and its rights."
+        ) from None
 
 
 def abandoned(folder: Path, prefix: str) -> list[Path]:
-    """What processes that were killed have left in a folder, under names of prefix, process id and a hyphen."""
-    found = []
-    for path in folder.glob(f"{prefix}*"):
-        owner = path.name.removeprefix(prefix).partition("-")[0]
-        if owner.isdigit() and not _is_running(int(owner)):
-            found.append(path)
-    return found
+    """What killed processes left in a folder, under names of prefix, process id and a hyphen."""
+    owners = {
+        path: path.name.removeprefix(prefix).partition("-")[0] for path in folder.glob(f"{prefix}*")
+    }
+    return [path for path, pid in owners.items() if pid.isdigit() and not _is_running(int(pid))]
 
 
 def _is_running(pid: int) -> bool:

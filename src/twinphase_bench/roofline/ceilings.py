@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
+from twinphase.backends.base import Device
 from twinphase.backends.cpu.ceilings import measure_repeatedly
-from twinphase.backends.device import Device, open_device
+from twinphase.backends.device import open_device
 from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, save_ceilings
 from twinphase.progress import Progress
 

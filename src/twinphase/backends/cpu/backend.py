@@ -52,7 +52,7 @@ class CpuBackend(ExpertOperations):
     name = "cpu"
     block_multiple = kv_layout.CELL
     kv_cache_dtypes: tuple[str, ...] = kv_layout.KV_CACHE_DTYPES
-    drawer = None
+    device_sampler = None
     group: Group | None = None
 
     def __init__(

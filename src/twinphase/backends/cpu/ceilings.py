@@ -13,8 +13,8 @@ import sys
 import tempfile
 from collections.abc import Callable
 
+from twinphase.backends.base import MeasuredRates
 from twinphase.backends.cpu.isa import baseline_cpu, choose_isa
-from twinphase.backends.device import MeasuredRates
 from twinphase.config import module_command
 from twinphase.errors import TwinphaseError
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from twinphase.backends.base import Units
+from twinphase.backends.base import MeasuredRates, Units
 from twinphase.backends.cpu import ceilings, kv_layout
 from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.weights import DENSE_BYTES
-from twinphase.backends.device import MeasuredRates
 from twinphase.config import available_cores
 
 

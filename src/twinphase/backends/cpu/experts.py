@@ -65,7 +65,7 @@ class ExpertOperations(Operations):
 
         h = Buffer(program, pairs, x.width, make=gathered)
         h = self.gate_mul(self._expert_linear(h, gate_up, gate_up_bias, routing, experts))
-        h = h if self.blueprint.share is None else self.gather(h, self.blueprint.share.ffn)
+        h = self.gather(h, self.blueprint.span("ffn"))
         h = self._expert_linear(h, down, down_bias, routing, experts)
         out = Buffer(program, x.rows, h.width)
         source = h.floats

@@ -378,8 +378,10 @@ class Operations:
 
         return Buffer(program, gate_up.rows, padded(width), make=make)
 
-    def gather(self, x: Buffer, span: Span) -> Buffer:
-        """Every rank copies its columns to where all see them, in the kind that its reader wants, and waits."""
+    def gather(self, x: Buffer, span: Span | None) -> Buffer:
+        """Every rank copies its columns to shared memory, as its reader wants them, and waits."""
+        if span is None:
+            return x
         # `make` refers neither to the buffer nor to itself: memory in a cycle is freed whenever the
         # collector runs, but all ranks have to find the same memory free.
         floats: list[Memory] = []

@@ -20,7 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twinphase.backends.base import Array, Drawn, Draws, Forward, KVCacheSpec, StepInputs
+from twinphase.backends.base import (
+    Array,
+    Forward,
+    KVCacheSpec,
+    SampledRows,
+    SamplingPlan,
+    StepInputs,
+)
 from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
@@ -37,7 +44,7 @@ from twinphase.backends.torch.experts import mixture
 from twinphase.backends.torch.graphs import Graph, Graphs, cuda_graphs
 from twinphase.backends.torch.parts import execute_in_parts
 from twinphase.backends.torch.plain import attention, capped, gated, product, rotated
-from twinphase.backends.torch.sampling import draw
+from twinphase.backends.torch.sampling import sample
 from twinphase.blueprint import Blueprint, Experts, Rope, Span
 from twinphase.errors import OutOfMemoryError
 from twinphase.weights.checkpoint import Checkpoint
@@ -70,7 +77,7 @@ class TorchBackend:
         Raises:
             InvalidRequestError: the device does not exist.
         """
-        self.drawer = self
+        self.device_sampler = self
         self.device = find_device(device)
         self.dtype = find_dtype(dtype, self.device)
         self.wide = torch.promote_types(self.dtype, torch.float32)  # of sums
@@ -278,7 +285,7 @@ class TorchBackend:
         max_model_len: int,
         progress: Callable[[int, int, str], None] | None,
     ) -> None:
-        """See `Drawer`; not where something in `forward` needs the host."""
+        """See `DeviceSampler`; not where something in `forward` needs the host."""
         bind(self.device)
         if self.make_graph is None or (self.blueprint.experts is not None and not self.kernels):
             return  # plain torch asks which rows each expert has
@@ -305,13 +312,15 @@ class TorchBackend:
         self._longest = None
         tell(len(graphs.sizes), len(graphs.sizes), "graphs")
 
-    def draw(self, draws: Draws) -> Drawn:
-        """See `Drawer`."""
+    def sample(self, plan: SamplingPlan) -> SampledRows:
+        """See `DeviceSampler`."""
         start = mark(self.device)
         with self._step_memory():
-            drawn = draw(self.logits.to(self.wide), draws)
+            sampled = sample(self.logits.to(self.wide), plan)
         seconds = seconds_between(start, mark(self.device))
-        return replace(drawn, forward_seconds=seconds_between(*self._times), draw_seconds=seconds)
+        return replace(
+            sampled, forward_seconds=seconds_between(*self._times), sampling_seconds=seconds
+        )
 
     @contextmanager
     def _step_memory(self) -> Iterator[None]:
@@ -385,8 +394,10 @@ class TorchBackend:
                 out = out.to(self.wide) + term
         return out
 
-    def gather(self, x: Tensor, span: Span) -> Tensor:
+    def gather(self, x: Tensor, span: Span | None) -> Tensor:
         """See `Backend`."""
+        if span is None:
+            return x
         self._collective = self._collective or Collective(self.group, self.device)
         return self._collective.gather(x, span)
 

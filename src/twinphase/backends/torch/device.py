@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from twinphase.backends.base import Units
-from twinphase.backends.device import MeasuredRates
+from twinphase.backends.base import MeasuredRates, Units
 from twinphase.errors import InvalidRequestError
 
 LEAST_CAPABILITY = (7, 5)  # of the CUDA that torch is built with today

@@ -29,19 +29,19 @@ def mixture(
     `weights` are those of the router, of gates and ups, and of downs.
     """
     router, gate_up, down = weights
-    share = backend.blueprint.share
+    hidden = backend.blueprint.span("hidden")
     logits = backend.linear(x, router, bias=router_bias).to(backend.wide)
     order = logits.argsort(dim=-1, descending=True, stable=True)[:, : experts.used]
     p = torch.softmax(logits, -1).gather(1, order)
     if experts.renormalize:
         p = p / p.sum(1, keepdim=True)
-    width = share.hidden.size if share else x.shape[1]
+    width = hidden.size if hidden else x.shape[1]
     results = torch.zeros(*order.shape, width, dtype=backend.wide, device=backend.device)
     for expert in range(experts.count):
         rows, rank = (order == expert).nonzero(as_tuple=True)
         own = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
         h = backend.gate_mul(backend.linear(x[rows], gate_up[expert], bias=own[0]))
-        h = backend.gather(h, share.ffn) if share else h
+        h = backend.gather(h, backend.blueprint.span("ffn"))
         results[rows, rank] = backend.linear(h, down[expert], bias=own[1]).to(backend.wide)
     out = torch.zeros_like(results[:, 0])
     for k in range(experts.used):

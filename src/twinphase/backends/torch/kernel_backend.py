@@ -202,7 +202,7 @@ class KernelBackend(TorchBackend):
 
     def _norm_columns(self, x: Tensor, weight: Tensor, span: Span | None) -> Tensor:
         """RMSNorm over the whole width, of which a rank has the span."""
-        whole = x if span is None else self.gather(x, span)
+        whole = self.gather(x, span)
         whole = elementwise.rms_norm(whole, weight, self.blueprint.norm_eps, torch.float32)
         return whole if span is None else whole[:, span.first : span.first + span.size]
 
@@ -237,10 +237,9 @@ class KernelBackend(TorchBackend):
         **biases: Tensor | None,
     ) -> Tensor:
         """See `TorchBackend`; all experts in one product, and the host does not learn who was chosen."""
-        share = self.blueprint.share
         bias = biases.get
         routed = route(self.linear(x, router, bias=bias("router_bias")), experts, self.capability)
         h = self.gate_mul(self.linear(x, gate_up, bias=bias("gate_up_bias"), routed=routed))
-        h = self.gather(h, share.ffn) if share else h
+        h = self.gather(h, self.blueprint.span("ffn"))
         h = self.linear(h, down, bias=bias("down_bias"), routed=replace(routed, used=1))
         return combine(h, routed.weights)

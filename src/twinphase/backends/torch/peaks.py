@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from twinphase.backends.device import MeasuredRates
+from twinphase.backends.base import MeasuredRates
 from twinphase.backends.torch.device import mark, seconds_between
 
 MIB = 1 << 20

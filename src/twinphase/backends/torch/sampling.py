@@ -16,36 +16,36 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twinphase.backends.base import Drawn, Draws
+from twinphase.backends.base import SampledRows, SamplingPlan
 from twinphase.backends.torch.device import pinned
 
 
-def draw(logits: Tensor, draws: Draws) -> Drawn:
-    """See `Drawer`; `logits` [rows, vocab_size] stay as they are, and one array comes back to the host."""
+def sample(logits: Tensor, plan: SamplingPlan) -> SampledRows:
+    """Sample from `logits` [rows, vocab_size], which are not changed; one array comes to the host."""
     best, ids = logits.max(-1)  # the first of equal ones
     finite = best.isfinite()
-    processed = _process(logits, draws)
+    processed = _process(logits, plan)
     if processed is not logits:
         best, ids = processed.max(-1)
         finite &= best.isfinite()
-    warm = np.flatnonzero(draws.temperature > 0)
+    warm = np.flatnonzero(plan.temperature > 0)
     if len(warm):
         rows = _put(warm, logits)
-        ids[rows] = _draw(processed[rows] - best[rows, None], draws, warm)
+        ids[rows] = _draw(processed[rows] - best[rows, None], plan, warm)
     ids = torch.where(finite, ids, -1)
-    top = min(draws.num_top, logits.shape[1])
-    told = np.flatnonzero(draws.scored > -2)
+    top = min(plan.num_top, logits.shape[1])
+    wanted = np.flatnonzero(plan.scored > -2)
     table = torch.zeros(
-        len(ids), 3 + 2 * top if len(told) else 1, dtype=torch.float64, device=logits.device
+        len(ids), 3 + 2 * top if len(wanted) else 1, dtype=torch.float64, device=logits.device
     )
     table[:, 0] = ids
-    if len(told):
-        rows = _put(told, logits)
-        table[rows, 1:] = _logprobs(logits[rows], ids[rows], _put(draws.scored[told], logits), top)
+    if len(wanted):
+        rows = _put(wanted, logits)
+        table[rows, 1:] = _logprobs(logits[rows], ids[rows], _put(plan.scored[wanted], logits), top)
     found = table.cpu().numpy()
     whole = found[:, : 2 + top].astype(np.int64)
     found = found[:, 2 + top :]
-    return Drawn(
+    return SampledRows(
         whole[:, 0], found[:, :1].ravel(), whole[:, 1:2].ravel(), whole[:, 2:], found[:, 1:]
     )
 
@@ -54,14 +54,14 @@ def _put(array: NDArray[Any], like: Tensor) -> Tensor:
     return pinned(array, like.device).to(like.device, non_blocking=True)
 
 
-def _process(logits: Tensor, draws: Draws) -> Tensor:
+def _process(logits: Tensor, plan: SamplingPlan) -> Tensor:
     """The logits with everything applied that can change the most likely token; themselves where nothing applies."""
-    rows, bits = draws.masks
-    if not len(rows) and not any(len(at) for at, _ in draws.edits):
+    rows, bits = plan.masks
+    if not len(rows) and not any(len(at) for at, _ in plan.edits):
         return logits
     out = logits.clone()
     flat = out.view(-1)
-    for edited, (places, operands) in zip(EDITS, draws.edits, strict=True):
+    for edited, (places, operands) in zip(EDITS, plan.edits, strict=True):
         if len(places):
             at = _put(places, logits)
             flat[at] = edited(flat[at], _put(operands, logits))
@@ -81,13 +81,13 @@ def _repeat(old: Tensor, penalty: Tensor) -> Tensor:
 EDITS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (torch.add, _repeat, torch.sub)
 
 
-def _draw(below: Tensor, draws: Draws, rows: NDArray[np.signedinteger]) -> Tensor:
+def _draw(below: Tensor, plan: SamplingPlan, rows: NDArray[np.signedinteger]) -> Tensor:
     """Ids drawn from logits `below` the largest of each of `rows`; the weights are exponentials."""
-    top_k = draws.top_k[rows]
-    top_p = draws.top_p[rows]
-    nats = below / _put(draws.temperature[rows], below)[:, None]
+    top_k = plan.top_k[rows]
+    top_p = plan.top_p[rows]
+    nats = below / _put(plan.temperature[rows], below)[:, None]
     with np.errstate(divide="ignore"):
-        floor = _put(np.log(draws.min_p[rows]), below).to(nats.dtype)[:, None]
+        floor = _put(np.log(plan.min_p[rows]), below).to(nats.dtype)[:, None]
     size = nats.shape[1]
     limited = (top_k > 0) & (top_k < size)
     if limited.any():
@@ -104,7 +104,7 @@ def _draw(below: Tensor, draws: Draws, rows: NDArray[np.signedinteger]) -> Tenso
         border = falling.gather(1, index)
         weights = torch.where((nats >= border) | _put(top_p >= 1, below)[:, None], weights, 0)
     edges = weights.double().cumsum(-1)
-    target = _put(draws.uniform[rows], below)[:, None] * edges[:, -1:]
+    target = _put(plan.uniform[rows], below)[:, None] * edges[:, -1:]
     index = torch.searchsorted(edges, target, right=True)
     last = (
         torch.where(weights > 0, torch.arange(size, device=below.device), 0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from twinphase.backends.base import Units
-from twinphase.backends.device import Device, open_device
+from twinphase.backends.base import Device, Units
+from twinphase.backends.device import open_device
 from twinphase.config import EngineConfig
 from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, save_ceilings
 from twinphase.weights.checkpoint import Checkpoint

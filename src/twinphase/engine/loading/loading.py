@@ -114,9 +114,9 @@ class LoadedEngine:
             (self.config.num_kv_blocks or 0) * self.config.block_size * backend.kv_bytes_per_token()
         )
         self.ranks = rank_facts(self.checkpoint, b, self.config, cache_bytes)
-        if backend.drawer is not None:
+        if backend.device_sampler is not None:
             limits = self.config.max_num_seqs, self.config.max_model_len or 1
-            backend.drawer.capture(loaded.forward, *limits, compile_progress)
+            backend.device_sampler.capture(loaded.forward, *limits, compile_progress)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """As `ModelText.encode`, for the longest prompt of this engine."""

@@ -42,7 +42,6 @@ from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.phases.record import RequestRecord
 from twinphase.request import Request
 from twinphase.scheduler.pace import Pace
-from twinphase.speculation.speculator import Speculator
 
 if TYPE_CHECKING:
     from twinphase.constraint import Constraint
@@ -164,7 +163,9 @@ class EngineLoop:
         """Take all waiting messages; without work, wait for one."""
         while not self._stopped:
             try:
-                message = self._inbox.get(block=not (engine.has_work or self._inspections or self._calls))
+                message = self._inbox.get(
+                    block=not (engine.has_work or self._inspections or self._calls)
+                )
             except queue.Empty:
                 return
             self._take(engine, message)
@@ -294,37 +295,33 @@ def _stats(engine: Engine, result: StepResult, block_counts: Mapping[str, int]) 
     if record.num_decodes and record.prefill_ids and record.predicted > 0:
         alone = engine.cost_model.seconds(result.batch.decode_work)
         decode_seconds *= min(1.0, alone / record.predicted)
-    return StepStats(
-        record.start,
-        record.end,
-        record.seconds - decode_seconds,
-        decode_seconds,
-        record.executed,
-        record.prefill_tokens,
-        record.decode_tokens,
-        record.prefill.flops,
-        record.decode.flops,
-        record.prefill.bytes,
-        record.decode.bytes,
-        len(scheduler.running),
-        len(scheduler.fair),
-        kv_cache.pool.num_held / kv_cache.pool.num_blocks,
-        kv_cache.num_queried_tokens,
-        kv_cache.num_hit_tokens,
-        scheduler.num_preemptions,
-        scheduler.step_work,
-        *_drafts(result),
-        engine.drafter.num_failures if isinstance(engine.drafter, Speculator) else 0,
-        dict(block_counts),
-        record.rank_wait,
-    )
-
-
-def _drafts(result: StepResult) -> tuple[int, int, list[int]]:
-    """Requests with guesses, guesses, and how many requests had a right one at each position."""
     drafted = [share for share in result.batch.decodes if share.num_drafts]
-    right = [len(result.output.token_ids.get(share.request_id, [])) - 1 for share in drafted]
-    accepted = [
-        sum(count > position for count in right) for position in range(max(right, default=0))
-    ]
-    return len(drafted), sum(share.num_drafts for share in drafted), accepted
+    accepted = [result.output.num_accepted(share) for share in drafted]
+    return StepStats(
+        start=record.start,
+        end=record.end,
+        prefill_seconds=record.seconds - decode_seconds,
+        decode_seconds=decode_seconds,
+        prefill_tokens=record.prefill_tokens,
+        decode_tokens=record.decode_tokens,
+        prefill_flops=record.prefill.flops,
+        decode_flops=record.decode.flops,
+        prefill_bytes=record.prefill.bytes,
+        decode_bytes=record.decode.bytes,
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.fair),
+        kv_cache_usage=kv_cache.pool.num_held / kv_cache.pool.num_blocks,
+        prefix_queries=kv_cache.num_queried_tokens,
+        prefix_hits=kv_cache.num_hit_tokens,
+        num_preemptions=scheduler.num_preemptions,
+        work=scheduler.step_work,
+        num_drafts=len(drafted),
+        num_draft_tokens=sum(share.num_drafts for share in drafted),
+        accepted=[
+            sum(count > position for count in accepted)
+            for position in range(max(accepted, default=0))
+        ],
+        num_draft_failures=engine.drafter.num_failures if engine.drafter else 0,
+        blocks_received=dict(block_counts),
+        times=record.times,
+    )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from twinphase import errors
-from twinphase.batch import TokenLogprobs
+from twinphase.batch import StepTimes, TokenLogprobs
 from twinphase.config import EngineConfig
 from twinphase.errors import TwinphaseError
 from twinphase.explain.explanation import Explanation
@@ -300,7 +300,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     """One step and how the engine stands after it.
 
     Attributes:
-        start, end, executed: seconds, the last one in the executor.
+        start, end: seconds.
         prefill_seconds, decode_seconds: the step, divided by the cost model.
         kv_cache_usage: fraction of the KV cache's blocks that requests hold.
         prefix_queries, prefix_hits: prompt tokens looked up since the engine started, and found.
@@ -312,14 +312,13 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
         num_draft_failures: times that a source of guesses failed since the engine started.
         blocks_received: KV blocks that other engines sent since the engine started, by what became
             of them.
-        rank_wait: seconds of it that the first of several ranks waited for others.
+        times: what was measured within the step.
     """
 
     start: float
     end: float
     prefill_seconds: float
     decode_seconds: float
-    executed: float
     prefill_tokens: int
     decode_tokens: int
     prefill_flops: int
@@ -338,7 +337,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     accepted: list[int] = []
     num_draft_failures: int = 0
     blocks_received: dict[str, int] = {}
-    rank_wait: float = 0.0
+    times: StepTimes = msgspec.field(default_factory=StepTimes)
 
 
 class StepUpdates(msgspec.Struct, tag=True, frozen=True):

@@ -89,9 +89,7 @@ class EngineRequests:
         self._engine.finish(request_id, reason)
         num_prefilled = min(request.most_computed_tokens, len(request.prompt_token_ids))
         num_cached = request.counts.num_cached_tokens
-        return RequestUpdate(
-            request_id, [], num_prefilled, num_cached, ended=self._ended(request)
-        )
+        return RequestUpdate(request_id, [], num_prefilled, num_cached, ended=self._ended(request))
 
     def copy(self, request_id: str) -> RequestRecord:
         """An independent copy of an unfinished request's record."""

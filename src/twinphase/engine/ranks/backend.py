@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.base import Backend, Drawn, Draws, Forward, KVCacheSpec, StepInputs
+from twinphase.backends.base import (
+    Backend,
+    Forward,
+    KVCacheSpec,
+    SampledRows,
+    SamplingPlan,
+    StepInputs,
+)
 from twinphase.backends.kv_frames import pack_frames, unpack_frames
 from twinphase.blueprint import Blueprint
 from twinphase.config import EngineConfig
@@ -116,18 +123,18 @@ class _RankedBackend:
         return logits
 
     @property
-    def drawer(self) -> Any:
-        return None if self._local.drawer is None else self
+    def device_sampler(self) -> Any:
+        return None if self._local.device_sampler is None else self
 
     def launch(self, forward: Forward, inputs: StepInputs) -> None:
-        """See `Drawer`."""
-        assert self._local.drawer is not None
-        self._run(self._local.drawer.launch, forward, inputs)
+        """See `DeviceSampler`."""
+        assert self._local.device_sampler is not None
+        self._run(self._local.device_sampler.launch, forward, inputs)
 
-    def draw(self, draws: Draws) -> Drawn:
-        """See `Drawer`."""
-        assert self._local.drawer is not None
-        return self._local.drawer.draw(draws)
+    def sample(self, plan: SamplingPlan) -> SampledRows:
+        """See `DeviceSampler`."""
+        assert self._local.device_sampler is not None
+        return self._local.device_sampler.sample(plan)
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
         """The frames that one rank alone would give."""

@@ -6,70 +6,32 @@ and `describe`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
 
 from twinphase.blueprint import Blueprint
 from twinphase.errors import UnsupportedModelError
-from twinphase.models.architectures import (
-    exaone4,
-    gemma,
-    gemma2,
-    gemma3,
-    glm4,
-    gpt_oss,
-    granite,
-    llama,
-    mixtral,
-    olmo2,
-    olmoe,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    smollm3,
-)
 from twinphase.models.config import Config
 
-_MODULES = (
-    llama,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    gemma,
-    gemma2,
-    gemma3,
-    phi3,
-    olmo2,
-    olmoe,
-    granite,
-    smollm3,
-    gpt_oss,
-    exaone4,
-    glm4,
-)
-_MODEL_TYPES: dict[str, str] = {
-    model_type: name for module in _MODULES for model_type, name in module.HF.items()
+_FAMILIES = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
+_GGUF_NAMES: dict[str, str] = {
+    model_type: name for family in _FAMILIES for model_type, name in family.HF.items()
 }
-_DESCRIBE: dict[str, Callable[[Config], Blueprint]] = {}
-for _module in _MODULES:
-    for _name in _module.HF.values():
-        _DESCRIBE.setdefault(_name, _module.describe)
-ARCHITECTURES = tuple(_DESCRIBE)  # by GGUF's names
+_BY_GGUF_NAME = {name: family for family in _FAMILIES for name in family.HF.values()}
 
 
 def gguf_architecture(model_type: object, name: str) -> str:
     """GGUF's name for the `model_type` of a config.json; `name` is the model's, for the message.
 
     Raises:
-        UnsupportedModelError: not one of `ARCHITECTURES`.
+        UnsupportedModelError: not the type of a supported architecture.
     """
-    if not isinstance(model_type, str) or model_type not in _MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in _GGUF_NAMES:
         raise UnsupportedModelError(
             f"The architecture {str(model_type)[:80]!r} (model_type) of {name} is not supported.",
-            f"Use a model of one of: {', '.join(sorted(_MODEL_TYPES))}.",
+            f"Use a model of one of: {', '.join(sorted(_GGUF_NAMES))}.",
         )
-    return _MODEL_TYPES[model_type]
+    return _GGUF_NAMES[model_type]
 
 
 def describe(config: Config) -> Blueprint:
@@ -79,13 +41,10 @@ def describe(config: Config) -> Blueprint:
         UnsupportedModelError: an architecture or a feature that is not known.
         CheckpointError: a field that is missing or absurd.
     """
-    if config.architecture not in _DESCRIBE:
+    if config.architecture not in _BY_GGUF_NAME:
         raise UnsupportedModelError(
             f"The architecture {config.architecture!r} of {config.name} is not supported.",
-            f"Use a model of one of: {', '.join(sorted(ARCHITECTURES))}.",
+            f"Use a model of one of: {', '.join(sorted(_BY_GGUF_NAME))}.",
         )
-    if config.architecture == "llama" and (
-        config.fields.get("model_type") == "mixtral" or config.fields.get("num_experts")
-    ):
-        return mixtral.describe(config)
-    return _DESCRIBE[config.architecture](config)
+    blueprint: Blueprint = _BY_GGUF_NAME[config.architecture].describe(config)
+    return blueprint

@@ -1,4 +1,4 @@
-"""Gemma 2 (Riviere et al., 2024): a Gemma with norms around both halves, softcaps, a window on every other layer."""
+"""Gemma 2 (Riviere et al., 2024): norms around both halves, softcaps, some windows."""
 
 from twinphase.blueprint import Blueprint
 from twinphase.models.architectures import gemma
@@ -9,7 +9,8 @@ LAYERS_OF_27B = 46
 
 
 def describe(config: Config) -> Blueprint:
-    capped = config.is_gguf or "attn_logit_softcapping" not in config.fields  # there, null is none
+    # GGUF files always cap; in a folder a missing field means the default, and null no cap.
+    capped = config.is_gguf or "attn_logit_softcapping" not in config.fields
     return gemma.describe(
         config,
         norm_after=True,
@@ -22,11 +23,13 @@ def describe(config: Config) -> Blueprint:
 
 
 def attention_scale(config: Config, layers_of_largest: int) -> float:
-    """1 / sqrt(query_pre_attn_scalar). GGUF does not have it: the head size, but for the largest model."""
+    """1 / sqrt(query_pre_attn_scalar).
+
+    GGUF does not store the scalar: it is the head size, except for the largest model.
+    """
     if config.is_gguf and config.integer("num_hidden_layers") == layers_of_largest:
         scalar = config.integer("hidden_size") / config.integer("num_attention_heads")
     else:
-        scalar = config.real(
-            "query_pre_attn_scalar", config.integer("head_dim", 256) if config.is_gguf else 256
-        )
+        head_dim = config.integer("head_dim", 256) if config.is_gguf else 256
+        scalar = config.real("query_pre_attn_scalar", head_dim)
     return float(scalar**-0.5)

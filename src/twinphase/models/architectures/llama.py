@@ -1,23 +1,26 @@
-"""Llama 2 and 3 (Touvron et al., 2023), Mistral (Jiang et al., 2023), SmolLM2, and all that share their layout.
+"""Llama (Touvron et al., 2023), Mistral and Mixtral (Jiang et al., 2023, 2024), and SmolLM2.
 
 RMSNorm before each half, rotary embedding, grouped-query attention, SwiGLU. Mistral may add a
-window on every layer.
+window on every layer, Mixtral experts; in GGUF both are a llama.
 """
 
 from twinphase.blueprint import Blueprint
 from twinphase.models.config import Config
-from twinphase.models.family import llama_like
+from twinphase.models.family import experts, llama_like
 
-HF = {"llama": "llama", "mistral": "llama"}
+HF = {"llama": "llama", "mistral": "llama", "mixtral": "llama"}
 
 
 def describe(config: Config) -> Blueprint:
     bias = config.flag("attention_bias", False)
-    has_window = config.is_gguf or config.fields.get("model_type") == "mistral"
+    model_type = config.fields.get("model_type")
+    has_window = config.is_gguf or model_type in ("mistral", "mixtral")
+    has_experts = model_type == "mixtral" or config.fields.get("num_experts")
     return llama_like(
         config,
-        permuted_in_gguf=True,
+        rope={"permuted_in_gguf": True},
         windowed=lambda layer: has_window,
         qkv_bias=bias,
         output_bias=bias,
+        experts=experts(config, "intermediate_size", renormalize=True) if has_experts else None,
     )

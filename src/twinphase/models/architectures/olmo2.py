@@ -1,4 +1,4 @@
-"""OLMo 2 (Team OLMo, 2024): norms behind each half instead of before it, and over all query and all key heads."""
+"""OLMo 2 (Team OLMo, 2024): norms after each half, not before it, and over all heads."""
 
 from twinphase.blueprint import Blueprint
 from twinphase.models.config import Config

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (Yang et al., 2024): biases on queries, keys and values; a window only where it is switched on."""
+"""Qwen2 and Qwen2.5 (Yang et al., 2024): biases on queries, keys and values; optional windows."""
 
 from collections.abc import Callable
 

@@ -4,24 +4,19 @@ from twinphase.blueprint import Blueprint
 from twinphase.models.architectures.qwen2 import window_rule
 from twinphase.models.config import Config
 from twinphase.models.family import llama_like
-from twinphase.models.rope import make_rope
 
 HF = {"smollm3": "smollm3"}
 
 
 def describe(config: Config) -> Blueprint:
     layers = config.integer("num_hidden_layers")
-    head_dim = config.integer(
-        "head_dim", config.integer("hidden_size") // config.integer("num_attention_heads")
-    )
-    rope = make_rope(config, head_dim, theta=2e6, permuted_in_gguf=True)
-    every = config.integer("no_rope_layer_interval", 4)
-    rotates = config.sequence("no_rope_layers", layers) or [
-        (i + 1) % every for i in range(layers)
-    ]  # 0: it does not
+    interval = config.integer("no_rope_layer_interval", 4)
+    flags = config.sequence("no_rope_layers", layers)  # despite the name, 0 where nothing rotates
+    rotated = flags or [(layer + 1) % interval for layer in range(layers)]
     return llama_like(
         config,
         tied=True,
-        ropes=tuple(rope if turns else None for turns in rotates),
+        rope={"theta": 2e6, "permuted_in_gguf": True},
+        rotates=lambda layer, window: bool(rotated[layer]),
         windowed=window_rule(config),
     )

@@ -22,6 +22,8 @@ OTHER = "other text"
 class _Drafts:
     """Drafts of a known answer, or each of them one off."""
 
+    num_failures = 0
+
     def __init__(self, answer: list[int], vocab_size: int, off: int) -> None:
         self._answer = answer
         self._vocab_size = vocab_size

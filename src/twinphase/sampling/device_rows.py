@@ -1,4 +1,4 @@
-"""Rows whose tokens a backend draws where their logits are: what it is told before, and what it told afterwards.
+"""Rows whose tokens are sampled on the device: the plan that it gets, and the results.
 
 A row behind drafts is told as if they were right: if they were not, nobody asks for its token. What
 the tokens are is `sampler.py`'s; the device's arithmetic is the backend's
@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.base import Drawer, Draws
+from twinphase.backends.base import DeviceSampler, SamplingPlan
 from twinphase.batch import Batch, ScheduledRequest, TokenLogprobs
 from twinphase.sampling.logit_filters import subtracted
 from twinphase.sampling.sampler import (
@@ -28,13 +28,13 @@ NOT_SCORED = -2
 DRAWN = -1
 
 
-class DrawnRows(Rows):
+class DeviceRows(Rows):
     """The rows of one step, drawn at once."""
 
     def __init__(
-        self, drawer: Drawer, batch: Batch, vocab_size: int, eos_token_ids: Collection[int]
+        self, sampler: DeviceSampler, batch: Batch, vocab_size: int, eos_token_ids: Collection[int]
     ) -> None:
-        """Draw from the step that `drawer` launched last."""
+        """Sample the step that `sampler` launched last."""
         self._size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._count = sum(share.num_logits for share in batch.scheduled)
@@ -52,8 +52,8 @@ class DrawnRows(Rows):
         bits = np.array(list(self._masks.values()), np.uint8).reshape(
             len(self._masks), -(-vocab_size // 8)
         )
-        self.drawn = drawer.draw(
-            Draws(
+        self.sampled = sampler.sample(
+            SamplingPlan(
                 (_joined(self._edits[0]), _joined(self._edits[1]), _joined(self._edits[2])),
                 (np.array(list(self._masks), np.int64), bits),
                 temperature.astype(np.float32),
@@ -74,21 +74,23 @@ class DrawnRows(Rows):
         self._check_finite(row)
         if row in self._errors:
             raise self._errors[row]
-        return int(self.drawn.token_ids[row])
+        return int(self.sampled.token_ids[row])
 
     def logprobs(self, row: int, token_id: int, num_top: int) -> TokenLogprobs:
         """See `Rows`; of the token that the row gave, or of the prompt's next."""
         self._check_finite(row)
-        drawn = self.drawn
+        sampled = self.sampled
         top = zip(
-            drawn.top_ids[row, :num_top].tolist(),
-            drawn.top_logprobs[row, :num_top].tolist(),
+            sampled.top_ids[row, :num_top].tolist(),
+            sampled.top_logprobs[row, :num_top].tolist(),
             strict=True,
         )
-        return TokenLogprobs(token_id, float(drawn.logprobs[row]), int(drawn.ranks[row]), list(top))
+        return TokenLogprobs(
+            token_id, float(sampled.logprobs[row]), int(sampled.ranks[row]), list(top)
+        )
 
     def _check_finite(self, row: int) -> None:
-        if self.drawn.token_ids[row] < 0:
+        if self.sampled.token_ids[row] < 0:
             raise NonFiniteLogitsError(NON_FINITE_LOGITS)
 
     def _plan(self, share: ScheduledRequest, rows: range) -> None:
