@@ -196,7 +196,7 @@ def test_a_worker_that_is_not_there_is_not_waited_for_and_taken_when_it_comes(
             router = engine.host
             await until(lambda: engine.is_running)
             assert (
-                f"worker-1 is not there yet: {workers[1].address}: Connection refused"
+                f"worker-1 cannot be reached yet: {workers[1].address}: Connection refused"
                 in caplog.text
             )
             assert [one.state for one in router.workers()][0] == "ready"
