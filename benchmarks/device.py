@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from twinphase.engine.loading.ceilings import learn_ceilings
+from twinphase.engine.stepped import Stepped, Workshop
 from twinphase.phases.hardware import Ceilings
-from twinphase_bench.roofline.arithmetic import PartWork, ideal_seconds, parts_of_step
-from twinphase_bench.targets.stepped import Stepped, Workshop
+from twinphase.phases.roofline import PartWork, ideal_seconds, parts_of_step
 
 SHAPE = "llama-3.1-8b"
 KINDS = ("BF16", "Q4_0")
@@ -75,14 +75,14 @@ def show(workshop: Workshop, lengths: list[int], batches: list[int]) -> None:
     """Print the tables of one model."""
     console = Console()
     ceilings, _ = learn_ceilings(workshop.config)
-    title = f"{workshop.loaded.checkpoint.path.name}, {ceilings.isa}"
+    title = f"{workshop.path.name}, {ceilings.isa}"
     table = Table("phase", "tokens", "batch", "ms", "tokens/s", "MFU", "MBU", "host", title=title)
     for row in points(workshop, lengths, batches, ceilings):
         table.add_row(*row)
         console.print(" ".join(row), style="dim")
     console.print(table)
     matrices = getattr(
-        workshop.loaded.backend, "matrices", None
+        workshop.stepped.engine.executor.backend, "matrices", None
     )  # of our kernels; plain torch has none
     if matrices:
         prices = Table(

@@ -33,9 +33,9 @@ from twinphase.cluster.fleet import Fleet
 from twinphase.cluster.routing import Role, Routing
 from twinphase.cluster.simulation import FleetSpec, Outcome, Simulation, TraceRequest
 from twinphase.errors import TwinphaseError
-from twinphase_bench.load.slo import Slos
-from twinphase_bench.load.traces import BLOCK_TOKENS, Scaling, TraceLine, read_trace
-from twinphase_bench.statistics import percentile
+from twinphase.phases.slo import Slos
+from twinphase.phases.statistics import percentile
+from twinphase.workload.traces import BLOCK_TOKENS, Scaling, TraceLine, read_trace
 
 POLICIES = ("predicted", "random")
 LAP = 1 << 20  # ids of prefix blocks in one repetition of the trace, at most

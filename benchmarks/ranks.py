@@ -16,8 +16,8 @@ import statistics
 from rich.console import Console
 from rich.table import Table
 
+from twinphase.engine.stepped import TimedRequest
 from twinphase_bench.targets.engine import EngineTarget
-from twinphase_bench.targets.stepped import TimedRequest
 
 PROMPT = 512
 NEW = 64

@@ -19,10 +19,10 @@ from typing import Any
 
 from running import RunningServer
 from serving.processes import COMPLETIONS, ask, events, random_prompt, serving
+from twinphase.phases.statistics import percentile
 from twinphase_bench.client.client import Reply
 from twinphase_bench.client.client import run as run_client
 from twinphase_bench.report.report import Column, Section, Table
-from twinphase_bench.statistics import percentile
 
 OPTIONS = {
     "requests": (24, "in flight"),

@@ -15,10 +15,10 @@ from typing import Any
 from running import RunningServer
 from serving.processes import cpu_seconds, serving, spread
 from twinphase import LLM, SamplingParams
+from twinphase.workload.distributions import Lengths, Paced
 from twinphase_bench.client.client import run as run_client
-from twinphase_bench.load.arrivals import Constant
 from twinphase_bench.load.run import run_load
-from twinphase_bench.load.workload import Lengths, Sizing, Workload, make_workload
+from twinphase_bench.load.workload import Sizing, Workload, make_workload
 from twinphase_bench.report.report import Column, Section, Table
 from twinphase_bench.targets.openai import OpenAITarget
 
@@ -55,7 +55,7 @@ def served(server: RunningServer, target: OpenAITarget, workload: Workload) -> d
     """The same through the server, all at once: from the first intended send to the last end."""
     pids = {"server": server.process.pid, "engine": server.engine_pid()}
     before = {name: cpu_seconds(pid) for name, pid in pids.items()}
-    result = run_client(run_load(target, workload, Constant(math.inf)))
+    result = run_client(run_load(target, workload, Paced(math.inf, even=True)))
     if result.failures or not result.num_output_tokens or not result.output_rate:
         raise SystemExit(f"requests failed: {result.failures}")
     used = {name: cpu_seconds(pid) - before[name] for name, pid in pids.items()}

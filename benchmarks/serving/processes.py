@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from running import RunningServer
+from twinphase.server.event_stream import read_events
 from twinphase_bench.client.client import DONE, SEND_NOW, Address, Reply, exchange
-from twinphase_bench.client.sse import read_events
 
 COMPLETIONS = "/v1/completions"
 VOCABULARY = (1000, 40000)  # ordinary tokens of the model

@@ -1,4 +1,4 @@
-"""aider, a coding agent: asked to add a function to a file, it gets an answer and ends in good order."""
+"""aider, a coding agent: asked to add a function to a file, it gets an answer and exits with 0."""
 
 import os
 import subprocess

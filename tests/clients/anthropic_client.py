@@ -1,4 +1,4 @@
-"""The official `anthropic` client: messages, streams, tools, structured output, counting, refusals."""
+"""The official `anthropic` client: messages, streams, tools, structured output, counts, errors."""
 
 import anthropic
 from pydantic import BaseModel

@@ -1,4 +1,4 @@
-"""instructor: a pydantic model out of an answer, by tools and by JSON modes, over OpenAI's API and Anthropic's."""
+"""instructor: pydantic models from answers, by tools and JSON modes, over two APIs."""
 
 import anthropic
 import instructor

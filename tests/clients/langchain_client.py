@@ -1,4 +1,4 @@
-"""LangChain over each of the three APIs: chat, stream, tools, structured output; embeddings over two."""
+"""LangChain over three APIs: chat, stream, tools, structured output; embeddings over two."""
 
 from langchain_anthropic import ChatAnthropic
 from langchain_core.tools import tool

@@ -1,4 +1,4 @@
-"""The `llm` command: a prompt over OpenAI's API by its own settings file, and over Ollama's by its plugin."""
+"""The `llm` command: a prompt over OpenAI's API, and over Ollama's with its plugin."""
 
 import json
 import os

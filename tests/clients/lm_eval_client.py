@@ -1,4 +1,4 @@
-"""lm-eval's `local-completions` (log likelihoods) and `local-chat-completions`, on a task of 50 sentences to complete.
+"""lm-eval's `local-completions` (log likelihoods) and `local-chat-completions`, on 50 sentences.
 
 `hf` in items.jsonl is what transformers says of each choice with SmolLM2-135M-Instruct (Q4_1,
 dequantized, float32): the sum of the log probabilities of the choice's tokens, as lm-eval's own

@@ -1,4 +1,4 @@
-"""The official `ollama` client: chats, prompts, streams, tools, formats, embeddings, and what it asks of the model."""
+"""The official `ollama` client: chats, prompts, streams, tools, formats, embeddings, models."""
 
 import ollama
 from pydantic import BaseModel

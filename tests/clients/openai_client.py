@@ -1,4 +1,4 @@
-"""The official `openai` client: chats, streams, tools, structured output, completions, embeddings, refusals."""
+"""The official `openai` client: chats, streams, tools, forms, completions, embeddings, errors."""
 
 import openai
 from pydantic import BaseModel

@@ -1,4 +1,4 @@
-"""Clients that were not written for this server, each in an environment of its own: `make test-clients`.
+"""Other projects' clients, each in an environment of its own: `make test-clients`.
 
     python tests/clients/run.py [NAME ...]
 

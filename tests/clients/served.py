@@ -1,4 +1,4 @@
-"""What every script here is told, where the servers are and what they serve, and a line for each thing that worked."""
+"""Where the servers are and what they serve, and a line for each check that passed."""
 
 import sys
 

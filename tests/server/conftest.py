@@ -46,7 +46,7 @@ def shared(start):
 
 @pytest.fixture(scope="session")
 def limited(start):
-    """Runs one request at a time, lets two wait, and has what is off by default; `lister` is one test's own key."""
+    """Runs one request at a time, lets two wait, and enables what is off by default."""
     names = ("--served-model-name", "a", "--served-model-name", "b")
     keys = ("--api-key", "one", "--api-key", "two", "--api-key", "lister")
     limits = (
@@ -78,7 +78,7 @@ def limited(start):
 
 @pytest.fixture(scope="session")
 def drafting(start):
-    """Drafts whatever is guessed and tells of it; elsewhere that is up to what steps take on this machine."""
+    """Always drafts, and reports it; elsewhere that depends on this machine's step times."""
     flags = ("--per-request-spec-decode-metrics", "detailed")
     with start(*flags, path=Path(__file__).parent / "always_drafts") as running:
         yield running

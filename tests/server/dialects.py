@@ -31,7 +31,7 @@ class Said:
 def ask(
     dialect: str, model: str, text: str = "hello", *, max_tokens: int = 4000, **more: Any
 ) -> dict[str, Any]:
-    """A greedy request's body, of an answer that goes on as long as it may unless `more` says what form it has."""
+    """A greedy request's body, of an endless answer unless `more` gives its form."""
     body: dict[str, Any] = {
         "model": model,
         "messages": [{"role": "user", "content": text}],

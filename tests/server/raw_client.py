@@ -38,7 +38,7 @@ PROBE = {
 
 @contextmanager
 def surviving(server: RunningServer, *, restarts: bool = False, **headers: str) -> Iterator[None]:
-    """After whatever happens inside, an idle server holds nothing of it, and serves as before, with the same tokens.
+    """Afterwards the idle server holds nothing, and serves the same tokens as before.
 
     `restarts`: whether the engine is to be started again; `headers`: of the requests that look.
     """
@@ -117,7 +117,7 @@ def read_reply(client: socket.socket) -> tuple[int, dict[str, str], Any]:
 
 
 def events(client: socket.socket) -> Iterator[Any]:
-    """The events of a streamed reply as they come; the last is "[DONE]" if the stream was not cut."""
+    """The events of a streamed reply; the last is "[DONE]" if the stream was not cut."""
     response = http.client.HTTPResponse(client)
     response.begin()
     assert response.status == 200, response.read()
@@ -134,7 +134,7 @@ def reset(client: socket.socket) -> None:
 
 
 def is_cut(client: socket.socket) -> int:
-    """Bytes that can still be read until the server's end of the connection is found closed; fails if it is not."""
+    """Bytes left to read until the server closes the connection; fails if it stays open."""
     count = 0
     try:
         while data := client.recv(1 << 16):

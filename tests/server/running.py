@@ -132,7 +132,7 @@ class RunningServer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The engine stands still meanwhile: what comes to the server comes before its next step, however late.
+        """Stop the engine's process: all requests sent inside come before its next step.
 
         A request gets no answer, and a stream no head, before the engine goes on.
         """

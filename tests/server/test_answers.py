@@ -1,9 +1,13 @@
 import asyncio
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
 
-from twinphase.server.answers import run_job
+from twinphase.server.answers import AnswerDivider, run_job
+from twinphase.server.jobs import Reader
+from twinphase.server.tools import HERMES
+from twinphase.tokenizer.think_tags import ThinkTags
 
 
 class Stream:
@@ -67,3 +71,38 @@ def test_one_answer_that_fails_ends_all():
         assert streams[0].num_asked == asked and len(asyncio.all_tasks()) == 1
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "pieces, labels",
+    [
+        (["<think>", "hm", ".", "</think>", "\n", "Hi", " you"], "ttttccc"),
+        (["<think>", "hm</", "think>", "H", "i", ""], "tttcce"),
+        (["<think>", "hm"], "tt"),
+        (
+            ["Sure", ". ", "<tool", "_call>", '{"name": "f", "arg', 'uments": {}}']
+            + ["\n</tool_call>", "Done"],
+            "ccxxxxxc",
+        ),
+        (["a", "<", "b", "<tool"], "cccc"),
+        (["<tool_call>", '{"name": "f", "arguments": {"a": ', "1"], "xxx"),
+    ],
+)
+@pytest.mark.parametrize("cut", [1, 3, 99])
+def test_tokens_are_labelled_by_the_part_that_their_text_goes_to(pieces, labels, cut):
+    """The text may be cut into updates anywhere, also where a stop string may begin in a token."""
+    divider = AnswerDivider(Reader(ThinkTags("<think>", "</think>"), tool_format=HERMES))
+    text = "".join(pieces)
+    ends = list(accumulate(map(len, pieces)))
+    divider.take("", ends, finished=False)
+    for start in range(0, len(text), cut):
+        divider.take(text[start : start + cut], [], finished=False)
+    divider.take("", [], finished=True)
+    assert "".join({"call": "x"}.get(label, label[0]) for label in divider.labels) == labels
+
+
+def test_tokens_that_a_stop_string_cut_off_are_labelled_like_the_text_before():
+    divider = AnswerDivider(Reader(ThinkTags("<think>", "</think>")))
+    divider.take("<think>a", [7, 8, 9], finished=False)
+    divider.take("", [8], finished=True)
+    assert divider.labels == ["thought"] * 4

@@ -1,4 +1,4 @@
-"""Anthropic's and Ollama's APIs: the same answers as OpenAI's, in their own shapes; what is not honoured is refused."""
+"""Anthropic's and Ollama's APIs: OpenAI's answers in their own shapes; the rest is refused."""
 
 import json
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, by OpenAI's client: vectors are those of `LLM.embed`, refusals name what is wrong."""
+"""POST /v1/embeddings, by OpenAI's client: the vectors of `LLM.embed`, and plain refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request of a running server, explained: what the routes give, to whom, and what the command makes of it."""
+"""Explaining a request of a running server: the routes, who may ask, and the command."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What clients do to a server besides asking: leave, do not read, do not end their requests, send what is no HTTP."""
+"""Clients that misbehave: they leave, do not read, do not end requests, send no HTTP."""
 
 import select
 import socket
@@ -32,7 +32,7 @@ LARGE = {**LONG, "max_tokens": 1600, "logprobs": 20}  # an answer of 700 KB
 
 @pytest.fixture(scope="module")
 def slow(start, tmp_path_factory):
-    """Steps of some ten milliseconds: a client can leave in the middle of a prompt, and a message comes within one."""
+    """Steps take some ten milliseconds, so that clients can leave in the middle of a prompt."""
     path = tmp_path_factory.mktemp("slow") / "tiny.gguf"
     model = write_tiny_gguf(path, hidden=512, ffn=2048, context=8192)
     with start(

@@ -1,4 +1,4 @@
-"""What goes wrong behind the API: full caches and queues, signals, a dead or stuck engine, damaged model files."""
+"""Faults of the engine: full caches and queues, signals, dead or stuck processes, damaged files."""
 
 import os
 import resource
@@ -317,7 +317,7 @@ class FakeHost:
 
 
 def test_an_engine_that_stands_still_is_unhealthy_and_ended():
-    """The watch's clock is the test's: in a running server that moment is over before it can be asked for."""
+    """With the test's own clock: in a running server the moment is too short to observe."""
     host = FakeHost()
     service = Service(host, "m", ServerConfig(stall_timeout=2.0))
     engine = service.engine = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Values that no server should trust, in requests and in model files: out of range, endless, huge, expanding."""
+"""Untrusted values in requests and model files: out of range, endless, huge, expanding."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ PROMPT = {COMPLETION: {"prompt": "hello"}, CHAT: {"messages": MESSAGES}}
 
 @contextmanager
 def at_once(server, seconds=5):
-    """For what took half a minute, or never ended, in servers that were less careful; of their processors' time."""
+    """A bound for requests that took other servers half a minute or more of processor time."""
     begin = server.cpu_seconds()
     yield
     assert server.cpu_seconds() - begin < seconds
@@ -463,7 +463,7 @@ def test_a_form_that_cannot_be_is_refused(server, kind):
 
 
 def test_expensive_forms_do_not_hold_up_others(server):
-    """What server and engine compute while a form is dealt with are the tokens of another's stream, and little else."""
+    """While a form is compiled, another stream's tokens take most of the processor."""
     over = threading.Event()
     pieces = []
     statuses = {}

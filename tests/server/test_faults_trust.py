@@ -1,4 +1,4 @@
-"""What must not get from one user to another, nor from outside into the server: keys, caches, code, addresses."""
+"""What must not leak between users or into the server: keys, caches, code, addresses."""
 
 import ast
 import inspect

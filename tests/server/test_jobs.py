@@ -11,10 +11,10 @@ from twinphase.tokenizer.chat_template import ChatTemplate
 from twinphase.tokenizer.prompt_parts import chat_prompt, find_parts
 
 
-def make_job(num_prompts=1, **changes):
+def make_job(num_prompts=1, n=1, seed=2**64 - 2):
     prompts = [EncodedPrompt("a", [i], 0.0, 0.0, True) for i in range(num_prompts)]
-    fields = dict(params=SamplingParams(seed=2**64 - 2), n=1, priority=0, cache_salt=None)
-    return Job("id", "chat", 0, "m", prompts, **{**fields, **changes})
+    body = CompletionRequest(prompt="a")
+    return Job("id", "chat", "m", prompts, SamplingParams(seed=seed), n, body)
 
 
 def test_answers_are_numbered_prompt_by_prompt():
@@ -26,7 +26,7 @@ def test_answers_are_numbered_prompt_by_prompt():
 
 def test_seeds_go_on_from_the_first_and_begin_again_at_their_end():
     assert [make_job(2, n=3).params_of(i).seed for i in range(6)] == [2**64 - 2, 2**64 - 1, 0] * 2
-    assert make_job(n=3, params=SamplingParams()).params_of(2).seed is None
+    assert make_job(n=3, seed=None).params_of(2).seed is None
 
 
 def test_template_variables_cannot_take_the_names_of_what_renders_them():

@@ -1,4 +1,4 @@
-"""OpenAI's Python client, as it comes, against a server: what it sends is taken, and answers are the engine's own."""
+"""OpenAI's unchanged Python client against a server: answers are the engine's own."""
 
 import asyncio
 import json
@@ -288,7 +288,7 @@ def test_completions_of_texts_and_of_tokens(client, model, llm, words):
 
 
 def test_log_probabilities_of_prompts(client, model, llm):
-    """As evaluation harnesses ask for them: of the prompt's tokens alone, of prompts by ids, of several at once."""
+    """As evaluation harnesses ask: prompt tokens alone, prompts as ids, several at once."""
     texts = ["one two hello", "the world is é and ü, or is it?"]
     prompts = [llm.tokenizer.encode(text) for text in texts]
     params = SamplingParams(max_tokens=3, temperature=0, logprobs=2, prompt_logprobs=2)

@@ -1,4 +1,4 @@
-"""What OpenAI's client makes of refusals: the exception it has for each, with what was wrong and what to do."""
+"""Refusals as OpenAI's client raises them, with what was wrong and what to do."""
 
 import json
 from contextlib import ExitStack

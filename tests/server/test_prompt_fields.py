@@ -1,4 +1,4 @@
-"""vLLM's and OpenAI's fields that change what is read, or which answers are told: streamed, whole, by two engines."""
+"""vLLM's and OpenAI's fields that change the prompt or the listed answers."""
 
 import json
 

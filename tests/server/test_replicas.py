@@ -1,4 +1,4 @@
-"""`twinphase serve --replicas`: what a lone server does, by two engines, and what is seen of them."""
+"""`twinphase serve --replicas`: two engines do what one does, and report themselves."""
 
 import os
 import signal
@@ -118,7 +118,7 @@ def test_while_the_decode_pool_stands_still_no_more_is_let_in_than_it_has_seats_
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_server_outlives_ray_and_has_its_workers_again_when_ray_is_back(start):
-    """Answers go on without Ray, until it is given up and started again: those that are open then can be sent again."""
+    """Answers continue without Ray until it is restarted; open requests can then be sent again."""
     pytest.importorskip("ray")
     flags = ("--replicas", "1", "--threads-per-worker", "1", "--ray-address", "local")
     with start(*flags, path=Path(__file__).parent / "impatient") as running:

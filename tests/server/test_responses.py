@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, by its official client: the answers of chats in items and events; what is kept, and whose."""
+"""OpenAI's Responses API, by its official client: items, events, and kept responses."""
 
 import asyncio
 import contextlib
@@ -15,22 +15,15 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 
 from raw_client import events, send
-from twinphase.batch import TokenLogprobs
 from twinphase.engine.frontends.text import EncodedPrompt
 from twinphase.errors import InvalidRequestError, RequestNotFoundError
 from twinphase.request import SamplingParams
-from twinphase.server import answers
-from twinphase.server.answers import ContentTokens
 from twinphase.server.dialects import responses
 from twinphase.server.dialects.kept_responses import Kept, Responses
 from twinphase.server.dialects.responses import ResponseCancelledError
 from twinphase.server.dialects.responses_types import ResponsesRequest
 from twinphase.server.jobs import Job
 from twinphase.server.problems import headers
-from twinphase.server.reasoning import ReasoningSplitter
-from twinphase.server.tool_calls import ToolCallParser
-from twinphase.server.tools import HERMES
-from twinphase.tokenizer.think_tags import ThinkTags
 
 CHAT = "/v1/chat/completions"
 PATH = "/v1/responses"
@@ -325,7 +318,7 @@ def test_the_first_end_of_a_response_stands(cancel_first, monkeypatch):
 
         def __init__(self, service, chat, make_replies, adjust):
             prompt = EncodedPrompt("a", [1], 0.0, 0.0, False)
-            job = adjust(Job("x", "chat", 0, "m", [prompt], SamplingParams(), 1, 0, None))
+            job = adjust(Job("x", "chat", "m", [prompt], SamplingParams(), 1, chat))
             choice = SimpleNamespace(
                 job=job,
                 stream=SimpleNamespace(transcript=SimpleNamespace(tokenizer=tokenizer)),
@@ -333,6 +326,7 @@ def test_the_first_end_of_a_response_stands(cancel_first, monkeypatch):
                 reasoning="",
                 tool_calls=[],
                 logprobs=[],
+                labels=[],
                 finish_reason="stop",
             )
             self.replies = make_replies(job, [choice])
@@ -343,7 +337,7 @@ def test_the_first_end_of_a_response_stands(cancel_first, monkeypatch):
     tokenizer = SimpleNamespace(strips_leading_space=False)
     for name, found in (("answer", Asked), ("_usage", lambda *_: {})):
         monkeypatch.setattr(responses, name, found)
-    monkeypatch.setattr(responses.ResponseReplies, "_told", lambda *_: {})
+    monkeypatch.setattr(responses.ResponseReplies, "_reports", lambda *_: {})
     api = APIRouter()
     service = SimpleNamespace(config=SimpleNamespace(kept_responses=4), in_flight=set())
     responses.add_responses(api, service)
@@ -450,51 +444,3 @@ PARSED = {"type": "output_text", "text": "a", "parsed": 1}  # by a client, not b
 def test_what_is_not_honoured_is_refused_by_name(server, fields, part):
     status, body = server.post(PATH, {"input": "hello", "max_output_tokens": 2, **fields})
     assert status == 400 and part in body["error"]["message"], body
-
-
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        ["<think>", "hm", ".", "</think>", "*\n", "*Hi", "* you"],
-        ["<think>", "hm</", "think>", "*H", "*i"],
-        [
-            "*Sure",
-            "*. ",
-            "<tool",
-            "_call>",
-            '{"name": "f", "arg',
-            'uments": {}}',
-            "\n</tool_call>",
-            "*Done",
-        ],
-        ["*a", "*<", "*b", "*<tool"],
-        ["<tool_call>", '{"name": "f", "arguments": {"a": ', "1"],
-    ],
-)
-def test_only_tokens_of_the_message_have_their_probabilities_told(pieces, monkeypatch):
-    wanted = [number for number, piece in enumerate(pieces) if piece.startswith("*")]
-    texts = [piece.removeprefix("*") for piece in pieces]
-
-    class Texts:
-        def __init__(self, tokenizer, keep_special):
-            pass
-
-        def append(self, token_id):
-            return texts[token_id]
-
-    monkeypatch.setattr(answers, "Detokenizer", Texts)
-    tags = ThinkTags("<think>", "</think>")
-    reader = SimpleNamespace(
-        splitter=lambda: ReasoningSplitter(tags, opened=False),
-        tool_parser=lambda: ToolCallParser(HERMES),
-        markers=(),
-    )
-    choice = SimpleNamespace(
-        job=SimpleNamespace(reader=reader),
-        stream=SimpleNamespace(transcript=SimpleNamespace(tokenizer=None)),
-    )
-    tokens = [TokenLogprobs(number, -1.0, 1, []) for number in range(len(pieces))]
-    assert [token.token_id for token in ContentTokens(choice).take(tokens, True)] == wanted
-    one_by_one = ContentTokens(choice)
-    found = [one_by_one.take([token], token is tokens[-1]) for token in tokens]
-    assert [token.token_id for some in found for token in some] == wanted

@@ -1,4 +1,4 @@
-"""Tenants of a server: names and weights of keys, limits of each by itself, shares, and what one sees of another."""
+"""Tenants of a server: names and weights of keys, limits, shares, and isolation."""
 
 import json
 import math

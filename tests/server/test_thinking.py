@@ -1,4 +1,4 @@
-"""A model that thinks before it answers, over HTTP: thoughts are apart from the answer, in text, tokens and time."""
+"""A thinking model over HTTP: thoughts are apart from the answer in text, tokens and time."""
 
 import pytest
 

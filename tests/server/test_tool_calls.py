@@ -180,7 +180,8 @@ def test_text_behind_a_call_comes_behind_its_end_in_every_stream():
     )
     tokenizer = SimpleNamespace(strips_leading_space=False)
     transcript = SimpleNamespace(num_cached_tokens=0, tokenizer=tokenizer)
-    choice = SimpleNamespace(stream=SimpleNamespace(transcript=transcript), token_ids=[], job=job)
+    stream = SimpleNamespace(transcript=transcript)
+    choice = SimpleNamespace(stream=stream, job=job, token_ids=[], logprobs=[], labels=[])
     body = ResponsesRequest.model_validate({"input": "a"})
     for replies in (
         ResponseReplies(body, "", None, [], job, [choice]),

@@ -24,10 +24,10 @@ from twinphase.errors import (
     UnsupportedModelError,
 )
 from twinphase.weights import gguf as gguf_module
+from twinphase.weights.block_formats import FORMATS
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import open_gguf, quantization_name
 from twinphase.weights.gguf_header import read_header
-from twinphase.weights.quant import FORMATS
 from twinphase.weights.storage import last_used
 
 

@@ -8,7 +8,8 @@ import pytest
 from tests.tiny_gguf import random_raw
 
 from twinphase.errors import CheckpointError, UnsupportedModelError
-from twinphase.weights.quant import FORMATS, dequantize, tensor_nbytes, unpack
+from twinphase.weights.block_formats import FORMATS
+from twinphase.weights.quant import dequantize, tensor_nbytes, unpack
 
 QUANTIZED = [name for name, fmt in FORMATS.items() if fmt.quantized]
 SHAPE = (24, 768)

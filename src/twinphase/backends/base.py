@@ -149,7 +149,7 @@ class SamplingPlan:
         num_top: how many of the most likely tokens to return for rows with `scored`.
     """
 
-    edits: tuple[Edits, Edits, Edits]
+    edits: tuple[Edits, ...]
     masks: tuple[NDArray[np.int64], NDArray[np.uint8]]
     temperature: NDArray[np.float32]
     min_p: NDArray[np.float64]

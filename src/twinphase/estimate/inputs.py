@@ -167,7 +167,7 @@ def bytes_per_weight(dtype: str) -> float:
     """
     if dtype.lower() in DTYPES:
         return DTYPES[dtype.lower()]
-    from twinphase.weights.quant import FORMATS
+    from twinphase.weights.block_formats import FORMATS
 
     block = FORMATS.get(dtype.upper())
     if block is None:

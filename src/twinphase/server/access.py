@@ -57,7 +57,7 @@ class Access:
 
 
 def salted(tenant: str, cache_salt: str | None) -> str | None:
-    """The salt of the prefix cache for a tenant's request: tenants never share, whatever salt they choose."""
+    """The prefix cache's salt for a tenant's request: tenants never share cached prefixes."""
     return f"{tenant}|{cache_salt or ''}" if tenant else cache_salt
 
 
@@ -176,7 +176,7 @@ class Admission:
             self._recent.popleft()
 
     def share(self, name: str) -> dict[str, float | None]:
-        """The part of the last seconds' work that a tenant had, and the part due to it beside those who are here."""
+        """A tenant's share of the last seconds' work, and its due among active tenants."""
         had = sum(work.get(name, 0.0) for _, work in self._recent)
         whole = sum(sum(work.values()) for _, work in self._recent)
         return {
@@ -185,7 +185,7 @@ class Admission:
         }
 
     def overloaded(self, tenant: Tenant | None, why: str) -> OverloadedError:
-        """The refusal, with the time after which to try again: that of the tenant's queue at its share."""
+        """The refusal, with the seconds that the tenant's queue takes at its share."""
         seconds = 0.0
         if tenant is not None:
             seconds = max(1, self._waiting(tenant)) * tenant.usual_work / self._due(tenant)
@@ -198,7 +198,7 @@ class Admission:
 
     @property
     def queue_seconds(self) -> float:
-        """Until those who wait now could all have been served, by what the requests of late took."""
+        """Predicted seconds until all waiting requests are served."""
         return sum(self._waiting(tenant) * tenant.usual_work for tenant in self.tenants.values())
 
     def _waiting(self, tenant: Tenant) -> int:

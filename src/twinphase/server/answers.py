@@ -1,4 +1,4 @@
-"""Runs a job: submits its requests to the engine and divides each answer's text into what a reply is made of.
+"""Run a job: submit its requests to the engine and divide each answer's text into deltas.
 
 Streamed and whole replies are made of the same deltas, so they cannot differ. Not for JSON
 (`replies.py`).
@@ -7,6 +7,7 @@ Streamed and whole replies are made of the same deltas, so they cannot differ. N
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -19,17 +20,17 @@ from twinphase.engine.frontends.outputs import StreamUpdate, plain_logprobs
 from twinphase.engine.frontends.stream import RequestStream
 from twinphase.errors import EngineUnavailableError, InvalidRequestError, TwinphaseError
 from twinphase.outcome import FinishReason
-from twinphase.server.jobs import Job
-from twinphase.server.tool_calls import ToolCall, ToolCallDelta, join_deltas
-from twinphase.tokenizer.detokenizer import Detokenizer
+from twinphase.server.jobs import Job, Reader
+from twinphase.server.reasoning import ReasoningSplitter
+from twinphase.server.tool_calls import ToolCall, ToolCallDelta, ToolCallParser, join_deltas
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What an update brought to an answer.
+    """What an update adds to an answer.
 
     Attributes:
-        num_prefilled: prompt tokens read so far, while nothing else is new; None otherwise.
+        num_prefilled: prompt tokens computed so far, while nothing else is new; None otherwise.
         first: True until the first delta that is not empty, and in it.
     """
 
@@ -45,17 +46,119 @@ class Delta:
 
     @property
     def is_empty(self) -> bool:
-        """Whether a client would learn nothing from it."""
         if self.content or self.reasoning or self.tool_calls or self.logprobs or self.finished:
             return False
-        return not (self.token_ids and self.choice.job.return_token_ids)
+        return not (self.token_ids and self.choice.job.body.return_token_ids)
+
+
+@dataclass
+class Pieces:
+    """Parts of an answer's next text."""
+
+    reasoning: str
+    content: str
+    calls: list[ToolCallDelta]
+
+
+class AnswerDivider:
+    """Divides one answer's text into thoughts, content and calls, and labels its tokens.
+
+    Attributes:
+        labels: of the tokens whose part is certain, in order: "content", "thought", "call", or
+            "end" for tokens without text that end the answer. White space between thoughts and
+            content counts as content. Without thinking and tools all tokens are content.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self.labels: list[str] = []
+        self._splitter = ReasoningSplitter(reader.tags, reader.thinking) if reader.tags else None
+        self._tools = ToolCallParser(reader.tool_format) if reader.tool_format else None
+        self._ends: deque[int] = deque()  # of tokens whose text is not complete
+        self._position = 0  # characters taken so far
+        self._num_held = 0  # tokens whose text is complete, but may become content or a call
+        self._has_content = False  # since the last label
+        self._is_thought = False
+
+    def take(self, text: str, text_ends: Sequence[int], finished: bool) -> Pieces:
+        """Divide the next text; label the tokens, which end at `text_ends`, where certain."""
+        if self._splitter is None and self._tools is None:
+            self.labels += ["content"] * len(text_ends)
+            return Pieces("", text, [])
+        pieces = Pieces("", "", [])
+        self._ends += text_ends
+        while self._ends and self._ends[0] <= self._position + len(text):
+            length = max(0, self._ends.popleft() - self._position)
+            self._feed(text[:length], pieces)
+            text = text[length:]
+            self._label_token()
+        self._feed(text, pieces)
+        if finished:
+            self._finish(pieces)
+        return pieces
+
+    def _feed(self, text: str, pieces: Pieces) -> None:
+        self._position += len(text)
+        self._is_thought = self._is_thought or self._is_thinking
+        reasoning, content = self._splitter.feed(text) if self._splitter else ("", text)
+        self._is_thought = self._is_thought or self._is_thinking
+        self._add(reasoning, content, pieces)
+
+    def _add(self, reasoning: str, content: str, pieces: Pieces, finished: bool = False) -> None:
+        pieces.reasoning += reasoning
+        calls: list[ToolCallDelta] = []
+        if self._tools is not None:
+            content, calls = self._tools.feed(content)
+            if finished:
+                rest, more = self._tools.flush()
+                content += rest
+                calls += more
+        pieces.content += content
+        self._has_content = self._has_content or bool(content)
+        for call in calls:
+            # A call that grows with each token has one delta per update.
+            if pieces.calls and pieces.calls[-1].index == call.index:
+                last = pieces.calls.pop()
+                call = replace(last, arguments=last.arguments + call.arguments)
+            pieces.calls.append(call)
+
+    def _label_token(self) -> None:
+        self._num_held += 1
+        if self._has_content:
+            self._label_held("content")
+        elif self._is_thought:
+            self._label_held("thought")
+        elif self._is_beside_call:
+            self._label_held("call")
+        self._has_content = self._is_thought = False
+
+    def _label_held(self, label: str) -> None:
+        self.labels += [label] * self._num_held
+        self._num_held = 0
+
+    def _finish(self, pieces: Pieces) -> None:
+        was_thinking = self._is_thinking
+        held = self._splitter.flush() if self._splitter else ("", "")
+        self._add(*held, pieces, finished=True)
+        self._label_held("content" if self._has_content else "end")
+        # A stop string cut the text of these.
+        self._num_held = len(self._ends)
+        outside = "thought" if was_thinking else "call" if self._is_beside_call else "content"
+        self._label_held(outside)
+
+    @property
+    def _is_thinking(self) -> bool:
+        return self._splitter is not None and self._splitter.reasoning
+
+    @property
+    def _is_beside_call(self) -> bool:
+        return self._tools is not None and self._tools.is_beside_call
 
 
 class Choice:
-    """One answer: the engine's stream, and what was made of it so far.
+    """One answer: the engine's stream, and the parts of its text so far.
 
     Attributes:
-        num_reasoning_tokens: known when the answer has finished.
+        num_reasoning_tokens: tags included; known when the answer has finished.
         finish_reason: in OpenAI's words, when it has finished.
     """
 
@@ -66,8 +169,7 @@ class Choice:
         self.content = self.reasoning = ""
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
-        self._splitter = job.reader.splitter()
-        self._tools = job.reader.tool_parser()
+        self._divider = AnswerDivider(job.reader)
         self._calls: list[ToolCallDelta] = []
         self._begun = self._echoed = False
 
@@ -80,8 +182,13 @@ class Choice:
         return [] if self.job.prompt_only else self.stream.transcript.logprobs
 
     @property
+    def labels(self) -> list[str]:
+        """Of the tokens, as in `AnswerDivider`."""
+        return self._divider.labels
+
+    @property
     def prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
-        """Of each prompt token, in vLLM's shape; None of the first, and altogether if not asked for."""
+        """Of each prompt token, in vLLM's shape, None for the first; None if not asked for."""
         found = self.stream.transcript.output().prompt_logprobs
         return None if found is None else [plain_logprobs(position) for position in found]
 
@@ -94,50 +201,36 @@ class Choice:
         return self.stream.transcript.stop_reason
 
     def take(self, update: StreamUpdate) -> Delta:
-        """The next delta; raises what the request failed with."""
+        """The next delta.
+
+        Raises:
+            TwinphaseError: the request failed.
+        """
         if update.phase is Phase.PREFILL and not update.finished:
             return Delta(self, num_prefilled=update.num_prefilled)
         if self.job.prompt_only:
-            update = replace(update, text="", token_ids=[], logprobs=[])
-        reasoning, content, calls = self._divide(update.text, update.finished)
+            update = replace(update, text="", token_ids=[], logprobs=[], text_ends=[])
+        pieces = self._divider.take(update.text, update.text_ends, update.finished)
         if self.job.echo and not self._echoed:
-            content = self._prompt_text() + content
+            pieces.content = self._prompt_text() + pieces.content
             self._echoed = True
-        self.content = self.content + content
-        self.reasoning = self.reasoning + reasoning
-        self._calls += calls
+        self.content += pieces.content
+        self.reasoning += pieces.reasoning
+        self._calls += pieces.calls
         if update.finished:
             self._finish()
-        shown = reasoning if self.job.reader.keep_reasoning else ""
-        first = not self._begun
         delta = Delta(
             self,
-            content,
-            shown,
-            calls,
-            update.token_ids,
-            update.logprobs,
-            None,
-            first,
-            update.finished,
+            content=pieces.content,
+            reasoning=pieces.reasoning if self.job.reader.keep_reasoning else "",
+            tool_calls=pieces.calls,
+            token_ids=update.token_ids,
+            logprobs=update.logprobs,
+            first=not self._begun,
+            finished=update.finished,
         )
         self._begun = self._begun or not delta.is_empty
         return delta
-
-    def _divide(self, text: str, finished: bool) -> tuple[str, str, list[ToolCallDelta]]:
-        reasoning, content = self._splitter.feed(text) if self._splitter else ("", text)
-        if self._splitter and finished:
-            last = self._splitter.flush()
-            reasoning = reasoning + last[0]
-            content = content + last[1]
-        if self._tools is None:
-            return reasoning, content, []
-        content, calls = self._tools.feed(content)
-        if finished:
-            rest, more = self._tools.flush()
-            content = content + rest
-            calls = calls + more
-        return reasoning, content, calls
 
     def _finish(self) -> None:
         transcript = self.stream.transcript
@@ -157,78 +250,13 @@ class Choice:
             "tool_calls" if self._calls and reason == "stop" else reason and reason.value
         )
         if self.reasoning:
-            self.num_reasoning_tokens = self._count_reasoning()
-
-    def _count_reasoning(self) -> int:
-        """Tokens up to the end of the thinking part, tags included."""
-        splitter = self.job.reader.splitter()
-        assert splitter is not None, "there is reasoning"
-        detokenizer = Detokenizer(
-            self.stream.transcript.tokenizer, keep_special=self.job.reader.markers
-        )
-        thought = self.job.reader.thinking
-        for index, token_id in enumerate(self.token_ids):
-            splitter.feed(detokenizer.append(token_id))
-            if thought and not splitter.reasoning:
-                return index + 1
-            thought = thought or splitter.reasoning
-        return len(self.token_ids)
+            self.num_reasoning_tokens = self.labels.count("thought")
 
     def _prompt_text(self) -> str:
         prompt = self.job.prompt_of(self.index)
-        return (
-            prompt.text
-            if prompt.text is not None
-            else self.stream.transcript.tokenizer.decode(prompt.token_ids)
-        )
-
-
-class ContentTokens:
-    """Finds the tokens of an answer whose text is content, neither thoughts nor calls: divides it token by token."""
-
-    def __init__(self, choice: Choice) -> None:
-        reader = choice.job.reader
-        self._splitter = reader.splitter()
-        self._tools = reader.tool_parser()
-        self._detokenizer = Detokenizer(
-            choice.stream.transcript.tokenizer, keep_special=reader.markers
-        )
-        self._held: list[TokenLogprobs] = []  # which way their text goes is not certain yet
-
-    def take(self, tokens: Sequence[TokenLogprobs], finished: bool) -> list[TokenLogprobs]:
-        """Those of the next `tokens`, and of those held back before, that are content for certain.
-
-        White space between thoughts and content counts as content.
-        """
-        if self._splitter is None and self._tools is None:
-            return list(tokens)
-        found: list[TokenLogprobs] = []
-        for token in tokens:
-            self._held.append(token)
-            text = self._detokenizer.append(token.token_id)
-            thought = self._is_thinking
-            _, content = self._splitter.feed(text) if self._splitter else ("", text)
-            calls: list[ToolCallDelta] = []
-            if self._tools:
-                content, calls = self._tools.feed(content)
-            if content:
-                found += self._held
-            beside_call = self._tools is not None and self._tools.is_beside_call
-            if content or calls or beside_call or thought or self._is_thinking:
-                self._held = []
-        if finished and self._flush():
-            found += self._held
-        return found
-
-    @property
-    def _is_thinking(self) -> bool:
-        return self._splitter is not None and self._splitter.reasoning
-
-    def _flush(self) -> str:
-        content = self._splitter.flush()[1] if self._splitter else ""
-        if self._tools:
-            content = self._tools.feed(content)[0] + self._tools.flush()[0]
-        return content
+        if prompt.text is not None:
+            return prompt.text
+        return self.stream.transcript.tokenizer.decode(prompt.token_ids)
 
 
 async def submit_all(
@@ -241,7 +269,7 @@ async def submit_all(
             job.prompt_of(index),
             job.params_of(index),
             request_id=job.request_id(index),
-            priority=job.priority,
+            priority=job.body.priority,
             cache_salt=cache_salt,
             tenant=tenant,
             weight=weight,
@@ -265,11 +293,9 @@ async def submit_all(
 async def run_job(
     choices: list[Choice], on_update: Callable[[Choice, StreamUpdate], None]
 ) -> AsyncGenerator[Delta, None]:
-    """Deltas of all answers as they come.
+    """Deltas of all answers as they come; `on_update` is called before each.
 
     Leaving the iteration, or an answer that fails, aborts the others.
-
-    `on_update` is told of each update before its delta is given.
     """
     try:
         if len(choices) == 1:
@@ -292,8 +318,8 @@ async def _merged(choices: list[Choice]) -> AsyncGenerator[tuple[Choice, StreamU
     )
 
     async def read(choice: Choice) -> None:
-        # Asking a stream for more says that what it gave has been handed over; meanwhile it gathers
-        # text.
+        # A stream asked for more takes it that its last update was handed over; until then it
+        # gathers text.
         handed_over = asyncio.Event()
         try:
             async for update in choice.stream:

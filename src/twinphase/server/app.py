@@ -68,7 +68,7 @@ METRICS: Documented = {
 
 
 def make_app(service: Service, *, when_ready: bool = False) -> Gate:
-    """The server's ASGI application; starting it starts the service, and waits for the engine if `when_ready`."""
+    """The ASGI application, which starts the service; `when_ready` waits for the engine."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -126,13 +126,13 @@ def _add_embeddings(api: APIRouter, service: Service) -> None:
 def _add_requests(api: APIRouter, service: Service) -> None:
     @api.get("/v1/cluster", responses=ERRORS)
     async def get_cluster() -> Response:
-        """The engines behind this server: where they are, what they have, what their time goes to."""
+        """The engines of this server: addresses, load, and where their time goes."""
         found = {"object": "cluster", "workers": service.workers()}
         return Response(msgspec.json.encode(found), media_type="application/json")
 
     @api.get("/v1/requests", responses=ERRORS)
     async def list_requests(request: Request) -> dict[str, Any]:
-        """The asking key's own requests, running and lately finished, newest first; and its share of the engine."""
+        """The key's running and recently finished requests, newest first, and its share."""
         tenant = request.state.tenant
         share = {"tenant": tenant, "share": service.admission.share(tenant)} if tenant else {}
         return {"object": "list", "data": service.timelines.newest(tenant), **share}
@@ -161,7 +161,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/health/live", responses=HEALTH)
     async def live() -> Response:
-        """Whether the server works: 503 when its engine has work and makes no step, or could not be loaded."""
+        """Whether the server works: 503 when its engine is stalled, or cannot load."""
         return JSONResponse(service.state(), 503 if service.stage in ("stalled", "failed") else 200)
 
     @app.get("/health/ready", responses=HEALTH)
@@ -240,7 +240,7 @@ def _add_problems(app: FastAPI, service: Service) -> None:
 
 
 class Gate:
-    """What every request passes first: it is timed, who sends it is checked, and its body is read within limits."""
+    """The entrance of every request: records its arrival, checks its key, and bounds its body."""
 
     def __init__(self, app: FastAPI, service: Service) -> None:
         self.app = app
@@ -380,7 +380,7 @@ async def _send_problem(send: Send, error: TwinphaseError, shape: Shape) -> None
 
 
 def _abort(send: Send) -> Callable[[], None]:
-    """Cuts the connection without waiting for what is buffered; ASGI has no word for it, uvicorn's object has."""
+    """Cuts the connection without flushing buffers, through uvicorn's object: ASGI cannot."""
     transport = getattr(getattr(send, "__self__", None), "transport", None)
     abort: Callable[[], None] = getattr(transport, "abort", lambda: None)
     return abort

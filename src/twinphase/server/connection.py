@@ -1,4 +1,4 @@
-"""uvicorn's connection, with a bound on time and size of a request's head; the body's are the gate's business.
+"""uvicorn's connection, with bounds on time and size of a request's head; `Gate` bounds bodies.
 
 What a client sends before its answer is over (a second request, garbage) is not read: uvicorn would
 no longer see that the client leaves, and would write the error into the answer. The connection is

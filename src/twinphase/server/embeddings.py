@@ -15,6 +15,7 @@ from twinphase.engine.frontends.text import EncodedPrompt
 from twinphase.errors import ContextLengthError, InvalidRequestError
 from twinphase.server.access import Ticket
 from twinphase.server.exchange import Exchange
+from twinphase.server.jobs import prompt_list
 from twinphase.server.openai_types import EmbeddingRequest
 from twinphase.server.replies import ignored
 from twinphase.server.service import Service
@@ -25,10 +26,7 @@ Inputs = Sequence[str | list[int]]
 
 def embedding_inputs(body: EmbeddingRequest, limit: int) -> Inputs:
     """The texts, or lists of token ids, of a request: at least 1 and at most `limit`."""
-    given: Any = body.input
-    inputs = (
-        [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
-    )
+    inputs = prompt_list(body.input)
     if not 0 < len(inputs) <= limit:
         raise InvalidRequestError(
             f"`input` has {len(inputs)} texts.", f"Use 1 to {limit} in a request."

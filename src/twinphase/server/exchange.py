@@ -1,4 +1,4 @@
-"""One request over HTTP that the engine works on, from its validated body to the last byte, whatever the answer is.
+"""One HTTP request that the engine works on, from its validated body to the last byte.
 
 It ends early when the client leaves, reads too slowly, or takes more time than is allowed; the
 engine then lets go of the request within a step. What the answer is, its kinds say:
@@ -77,7 +77,7 @@ class Exchange(Response):
             self._service.in_flight.discard(self)
 
     def check(self, now: float) -> None:
-        """End the request if its client reads too slowly or its time is up; called a few times per second."""
+        """End the request if its client is too slow or its time is up; called often."""
         config = self._service.config
         if self.sending_since is not None and now - self.sending_since > config.slow_reader_timeout:
             self._service.metrics.refused(0, "slow_reader")
@@ -91,7 +91,7 @@ class Exchange(Response):
             )
 
     def expire(self, error: TwinphaseError) -> None:
-        """End it now; the client gets the error, or loses the connection if it has not taken what came before."""
+        """End it with an error, or cut the connection of a client that does not read."""
         if self.sending_since is not None:
             self._abort_connection()
         if self._work is not None and not self._work.done() and self._failure is None:
@@ -132,7 +132,7 @@ class Exchange(Response):
         )
 
     async def _end_with(self, error: TwinphaseError) -> None:
-        """The end of an answer that has begun; a body that is not streamed has no place for an error."""
+        """End a started answer; only streams have a place for an error."""
 
     async def _send_body(
         self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]

@@ -61,7 +61,7 @@ def one_constraint(
 
 
 def closed(schema: Any) -> Any:
-    """A schema whose objects have the properties that it names and no others, as OpenAI's `strict` means it.
+    """The schema with all its objects closed to other properties, as OpenAI's `strict` means it.
 
     It has to have passed `plain_json`. What says something of further properties itself stays as it
     is.

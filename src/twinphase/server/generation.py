@@ -8,13 +8,14 @@ deltas in its lines (`dialects/`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import aclosing
+from functools import partial
 from time import perf_counter
 
 import msgspec
 
-from twinphase.engine.frontends.async_engine import AsyncEngine
+from twinphase.engine.frontends.async_engine import AsyncEngine, run_inline_if_short
 from twinphase.engine.frontends.outputs import StreamUpdate
 from twinphase.errors import TwinphaseError
 from twinphase.phases import latency
@@ -22,7 +23,14 @@ from twinphase.server import problems
 from twinphase.server.access import Ticket, salted
 from twinphase.server.answers import Choice, Delta, run_job, submit_all
 from twinphase.server.exchange import Exchange
-from twinphase.server.jobs import Job, chat_job, completion_job, count_prompts, with_defaults
+from twinphase.server.jobs import (
+    Job,
+    chat_job,
+    completion_job,
+    count_prompts,
+    num_characters,
+    with_defaults,
+)
 from twinphase.server.observe import server_timing
 from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest
 from twinphase.server.replies import Replies
@@ -37,16 +45,18 @@ class Generation(Exchange):
     def __init__(
         self,
         service: Service,
-        make_job: Callable[[AsyncEngine, float], Awaitable[Job]],
+        make_job: Callable[[AsyncEngine, float], Job],
         make_replies: Callable[..., Replies],
         *,
         num_requests: int,
+        num_characters: int,
         stream: bool,
     ) -> None:
-        """`make_job` encodes the prompts, given engine and time of arrival; `num_requests`: answers to ask for."""
+        """`make_job` encodes the prompts of `num_characters`, given engine and time of arrival."""
         super().__init__(service, num_requests)
         self._make_job = make_job
         self._make_replies = make_replies
+        self._num_characters = num_characters
         self._stream = stream
         self.replies: Replies | None = None  # once the prompts are queued
         self._last_token: dict[int, float] = {}  # by choice, when its last token was handed over
@@ -54,9 +64,10 @@ class Generation(Exchange):
     async def _answer(self, ticket: Ticket) -> None:
         service = self._service
         engine = service.require_engine()
-        job = await self._make_job(engine, self._arrival)
+        make_job = partial(self._make_job, engine, self._arrival)
+        job = await run_inline_if_short(make_job, self._num_characters)
         ticket.queue(sum(len(prompt.token_ids) for prompt in job.prompts))
-        salt = salted(self._tenant, job.cache_salt)
+        salt = salted(self._tenant, job.body.cache_salt)
         choices = await submit_all(engine, job, salt, self._tenant, ticket.tenant.weight)
         waiting = set(range(len(job.prompts)))
 
@@ -82,7 +93,7 @@ class Generation(Exchange):
                 headers = [
                     (b"content-type", b"application/json"),
                     (b"server-timing", spent.encode()),
-                    *replies.names(),
+                    *replies.headers(),
                 ]
                 # Long lists of log probabilities take a while: others' answers go on.
                 body = await asyncio.to_thread(lambda: msgspec.json.encode(replies.body()))
@@ -99,7 +110,7 @@ class Generation(Exchange):
         on_update: Callable[[Choice, StreamUpdate], None],
     ) -> None:
         await self._start(
-            200, [(b"content-type", replies.stream_type), *STREAMED, *replies.names()]
+            200, [(b"content-type", replies.stream_type), *STREAMED, *replies.headers()]
         )
         async with aclosing(run_job(choices, on_update)) as deltas:
             async for delta in deltas:
@@ -148,15 +159,18 @@ def answer(
             body.best_of or num_requests
         )
 
-    async def make_job(engine: AsyncEngine, arrival: float) -> Job:
+    def make_job(engine: AsyncEngine, arrival: float) -> Job:
         own = with_defaults(body, service.config.override_generation_config)
         name = body.model or service.model_names[0]
         if isinstance(own, CompletionRequest):
-            return adjust(await completion_job(engine, own, name, arrival))
-        return adjust(
-            await chat_job(engine, own, name, arrival, tool_prompt=service.config.tool_prompt)
-        )
+            return adjust(completion_job(engine, own, name, arrival))
+        return adjust(chat_job(engine, own, name, arrival, tool_prompt=service.config.tool_prompt))
 
     return Generation(
-        service, make_job, make_replies, num_requests=num_requests, stream=bool(body.stream)
+        service,
+        make_job,
+        make_replies,
+        num_requests=num_requests,
+        num_characters=num_characters(body),
+        stream=bool(body.stream),
     )

@@ -64,13 +64,108 @@ def _series(mantissas: Sequence[float], first: int, last: int) -> tuple[float, .
     )
 
 
-REQUEST_BUCKETS = (*_series((1, 2, 5), -3, 2), 1000.0)  # seconds, as the next two
+# In seconds.
+REQUEST_BUCKETS = (*_series((1, 2, 5), -3, 2), 1000.0)
 GAP_BUCKETS = (
     *_series((1, 1.25, 1.6, 2, 2.5, 3.2, 4, 5, 6.4, 8), -3, -1),
     *_series((1, 2, 5), 0, 1),
 )
 DELIVERY_BUCKETS = _series((1, 2, 5), -4, 0)
 TOKEN_BUCKETS = _series((1, 2, 5), 0, 5)
+
+# Gauges and the attributes of `StepStats` that set them.
+STEP_GAUGES = {
+    "num_requests_running": ("num_running", "Requests with a share in the steps."),
+    "num_requests_waiting": ("num_waiting", "Requests in the queue, preempted ones included."),
+    "kv_cache_usage_perc": (
+        "kv_cache_usage",
+        "Blocks of the KV cache that requests hold, a fraction of 1.",
+    ),
+}
+# Counters and the attributes of `StepStats` that count since the engine's start.
+ENGINE_COUNTERS = {
+    "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache."),
+    "num_preemptions": ("num_preemptions", "Times that a request lost its KV to others."),
+    "spec_decode_num_failures": ("num_draft_failures", "Times that a source of drafts failed."),
+}
+# Counters by phase; `StepStats` has an attribute of both names, such as `prefill_tokens`.
+PHASE_COUNTERS = {
+    "tokens": "Tokens computed in steps.",
+    "seconds": "Time of steps, divided by the cost model.",
+    "flops": "FLOP that the algorithm needs.",
+    "bytes": "Bytes that the algorithm moves.",
+}
+COUNTERS = {
+    "engine_restarts": "Times that a dead engine was started again.",
+    "rank_wait_seconds": "Time of steps in which rank 0 waited for other ranks.",
+    "spec_decode_num_drafts": "Requests of steps that had drafts of their next tokens.",
+    "spec_decode_num_draft_tokens": "Draft tokens that were computed.",
+    "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
+    "prompt_tokens": "Prompt tokens of ended requests, cached ones included.",
+    "prompt_tokens_cached": "Prompt tokens of ended requests that the prefix cache held.",
+    "generation_tokens": "Output tokens handed to readers.",
+    "reasoning_tokens": "Output tokens of ended requests that were reasoning.",
+    "stall_seconds": "Added to decode steps by others' prefill chunks.",
+    "batching_seconds": "Added to decode steps by others' decodes.",
+    "unattributed_seconds": "Time of requests without a known cause.",
+    "embedding_texts": "Texts of answered embedding requests.",
+    "embedding_tokens": "Tokens of answered embedding requests.",
+}
+HISTOGRAMS = {
+    "request_prompt_tokens": ("Prompt tokens of ended requests.", TOKEN_BUCKETS),
+    "request_generation_tokens": ("Output tokens of ended requests.", TOKEN_BUCKETS),
+    "time_to_first_token_seconds": ("First output token handed over - arrival.", REQUEST_BUCKETS),
+    "inter_token_latency_seconds": ("Each gap between consecutive output tokens.", GAP_BUCKETS),
+    "request_time_per_output_token_seconds": (
+        "(last token - first token) / (output tokens - 1), per request.",
+        GAP_BUCKETS,
+    ),
+    "token_delivery_seconds": (
+        "From the end of the step that made a token to the socket.",
+        DELIVERY_BUCKETS,
+    ),
+    "e2e_request_latency_seconds": ("Last byte handed over - arrival.", REQUEST_BUCKETS),
+    "request_queue_time_seconds": (
+        "Time in the queue, again after each preemption.",
+        REQUEST_BUCKETS,
+    ),
+    "request_prefill_time_seconds": (
+        "prefill + prefill_wait + recompute, of requests that had any.",
+        REQUEST_BUCKETS,
+    ),
+    "request_decode_time_seconds": (
+        "drafting + decode + rejected + batching + stall, of requests that had any.",
+        REQUEST_BUCKETS,
+    ),
+    "embedding_request_seconds": (
+        "Last byte handed over - arrival, of answered embedding requests.",
+        REQUEST_BUCKETS,
+    ),
+}
+PHASE_HISTOGRAMS = {
+    "request_prefill_time_seconds": PREFILL_KINDS,
+    "request_decode_time_seconds": DECODE_KINDS,
+}
+# Gauges and counters by worker, and the attributes of `WorkerStatus` that set them.
+WORKER_GAUGES = {
+    "worker_up": ("is_ready", "Whether a worker takes requests."),
+    "worker_requests_running": ("running", "Requests that run at a worker."),
+    "worker_requests_waiting": ("waiting", "Requests that wait at a worker."),
+    "worker_kv_cache_usage_perc": ("kv_cache_usage", "Fraction of a worker's blocks in use."),
+    "worker_kv_transfers": ("transfers", "Requests whose KV blocks are being transferred."),
+}
+WORKER_COUNTERS = {
+    "worker_first_token_mismatches": (
+        "first_token_mismatches",
+        "First tokens of a worker that another one computed otherwise.",
+    ),
+    "worker_kv_blocks_sent": (
+        "blocks_sent",
+        "KV blocks of prompts that a worker computed for others, and that arrived.",
+    ),
+    "worker_kv_bytes_sent": ("bytes_sent", "Bytes of KV blocks that a worker sent."),
+}
 
 
 class _Families:
@@ -135,7 +230,7 @@ def _alias(family: Metric) -> Metric:
 
 
 class Metrics:
-    """Counts what it is told; from any thread."""
+    """All metrics of a server; may be called from any thread."""
 
     def __init__(
         self,
@@ -146,275 +241,156 @@ class Metrics:
     ) -> None:
         """`tenants`: weights by name; without any there are no metrics by tenant."""
         self.registry = CollectorRegistry()
-        self._families = families = _Families(model_name, vllm_aliases)
-        self.registry.register(families)
-        self._make_step_metrics(families)
-        self._make_request_metrics(families)
-        self._make_tenant_metrics(families, tenants or {})
-        self._make_worker_metrics(families)
-
-    def _make_step_metrics(self, of: _Families) -> None:
+        self._families = of = _Families(model_name, vllm_aliases)
+        self.registry.register(of)
         self._up = of.gauge("engine_up", "1 while the engine takes requests.")
-        self._restarts = of.counter(
-            "engine_restarts", "Times that a dead engine was started again."
-        )
-        self._running = of.gauge("num_requests_running", "Requests with a share in the steps.")
-        self._waiting = of.gauge(
-            "num_requests_waiting", "Requests in the queue, preempted ones included."
-        )
-        self._kv_usage = of.gauge(
-            "kv_cache_usage_perc", "Blocks of the KV cache that requests hold, a fraction of 1."
-        )
-        self._since_start = {
-            "prefix_queries": of.counter(
-                "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
-            ),
-            "prefix_hits": of.counter(
-                "prefix_cache_hits", "Prompt tokens found in the prefix cache."
-            ),
-            "num_preemptions": of.counter(
-                "num_preemptions", "Times that a request lost its KV to others."
-            ),
-            "num_draft_failures": of.counter(
-                "spec_decode_num_failures", "Times that a source of guesses failed."
-            ),
+        self._gauges = {name: of.gauge(name, text) for name, (_, text) in STEP_GAUGES.items()}
+        totals = {name: text for name, (_, text) in ENGINE_COUNTERS.items()}
+        self._counters = {
+            name: of.counter(name, text) for name, text in (COUNTERS | totals).items()
         }
-        self._seen = dict.fromkeys(self._since_start, 0)
-        text = "Requests of steps that had guesses at their next tokens."
-        self._drafts = of.counter("spec_decode_num_drafts", text)
-        self._draft_tokens = of.counter(
-            "spec_decode_num_draft_tokens", "Guesses that were computed."
-        )
-        self._accepted_tokens = of.counter(
-            "spec_decode_num_accepted_tokens", "Those of them that were right."
-        )
-        text = "The same by their position among the guesses of a step."
+        self._seen = dict.fromkeys(totals, 0)
+        self._by_phase = {
+            name: of.counters(f"step_{name}", text, "phase", PHASES)
+            for name, text in PHASE_COUNTERS.items()
+        }
+        self._histograms = {
+            name: of.histogram(name, text, buckets) for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        parts = [part.name for part in fields(StepTimes)]
+        text = "Time within steps by what was measured; parts may overlap."
+        self._step_parts = of.counters("step_part_seconds", text, "part", parts)
+        text = "Draft tokens that were accepted, by their position in the draft."
         self._accepted_at = of.counter_by(
             "spec_decode_num_accepted_tokens_per_pos", text, "position"
         )
-        by = "phase", PHASES
-        self._step_tokens = of.counters("step_tokens", "Tokens computed in steps.", *by)
-        self._step_seconds = of.counters(
-            "step_seconds", "Time of steps, divided by the cost model.", *by
-        )
-        self._rank_wait = of.counter(
-            "rank_wait_seconds", "Time of steps in which rank 0 waited for other ranks."
-        )
-        self._step_parts = of.counters(
-            "step_part_seconds",
-            "Time within steps by what was measured; parts may overlap.",
-            "part",
-            [part.name for part in fields(StepTimes)],
-        )
-        self._step_flops = of.counters("step_flops", "FLOP that the algorithm needs.", *by)
-        self._step_bytes = of.counters("step_bytes", "Bytes that the algorithm moves.", *by)
-
-    def _make_request_metrics(self, of: _Families) -> None:
-        self._prompt_tokens = of.counter(
-            "prompt_tokens", "Prompt tokens of ended requests, cached ones included."
-        )
-        self._cached_tokens = of.counter(
-            "prompt_tokens_cached", "Those of them that the prefix cache held."
-        )
-        self._output_tokens = of.counter("generation_tokens", "Output tokens handed to readers.")
-        self._reasoning_tokens = of.counter(
-            "reasoning_tokens", "Output tokens of ended requests that were reasoning."
-        )
         reasons = [reason.value for reason in FinishReason]
-        self._success = of.counters(
-            "request_success", "Requests that ended.", "finished_reason", reasons
-        )
-        self._refused = of.counter_by(
-            "requests_refused", "Requests that were not taken.", "status", "reason"
-        )
-
-        text = "Token counts of ended requests."
-        self._request_prompt_tokens = of.histogram("request_prompt_tokens", text, TOKEN_BUCKETS)
-        self._request_output_tokens = of.histogram("request_generation_tokens", text, TOKEN_BUCKETS)
-
-        text = "First output token handed over - arrival."
-        self._ttft = of.histogram("time_to_first_token_seconds", text, REQUEST_BUCKETS)
-        text = "Each gap between consecutive output tokens."
-        self._gap = of.histogram("inter_token_latency_seconds", text, GAP_BUCKETS)
-        text = "(last token - first token) / (output tokens - 1), per request."
-        self._tpot = of.histogram("request_time_per_output_token_seconds", text, GAP_BUCKETS)
-        text = "From the end of the step that made a token to the socket."
-        self._delivery = of.histogram("token_delivery_seconds", text, DELIVERY_BUCKETS)
-        text = "Last byte handed over - arrival."
-        self._e2e = of.histogram("e2e_request_latency_seconds", text, REQUEST_BUCKETS)
-        text = "Time in the queue, again after each preemption."
-        self._queue_time = of.histogram("request_queue_time_seconds", text, REQUEST_BUCKETS)
-        text = "prefill + prefill_wait + recompute, of requests that had any."
-        self._prefill_time = of.histogram("request_prefill_time_seconds", text, REQUEST_BUCKETS)
-        text = "drafting + decode + rejected + batching + stall, of requests that had any."
-        self._decode_time = of.histogram("request_decode_time_seconds", text, REQUEST_BUCKETS)
-
+        text = "Requests that ended."
+        self._success = of.counters("request_success", text, "finished_reason", reasons)
+        text = "Requests that were not taken."
+        self._refused = of.counter_by("requests_refused", text, "status", "reason")
+        kinds = [kind.value for kind in IntervalKind]
         text = "Time of ended requests, by what it was spent on."
-        self._seconds = of.counters(
-            "request_seconds", text, "interval", [kind.value for kind in IntervalKind]
-        )
-        self._seconds_apart = {
-            IntervalKind.STALL: of.counter(
-                "stall_seconds", "Added to decode steps by others' prefill chunks."
-            ),
-            IntervalKind.BATCHING: of.counter(
-                "batching_seconds", "Added to decode steps by others' decodes."
-            ),
-            IntervalKind.UNATTRIBUTED: of.counter(
-                "unattributed_seconds", "Time of requests that nothing names."
-            ),
-        }
-
-        self._texts = of.counter("embedding_texts", "Texts of answered embedding requests.")
-        self._text_tokens = of.counter("embedding_tokens", "Their tokens.")
-        text = "Last byte handed over - arrival, of answered embedding requests."
-        self._embedding_seconds = of.histogram("embedding_request_seconds", text, REQUEST_BUCKETS)
+        self._seconds = of.counters("request_seconds", text, "interval", kinds)
+        self._make_worker_metrics(of)
+        self._tenant_work = self._tenant_refused = dict[str, Counter]()
+        if tenants:
+            self._make_tenant_metrics(of, tenants)
 
     def _make_worker_metrics(self, of: _Families) -> None:
         by = "worker"
-        self._worker_up = of.gauge_by("worker_up", "Whether a worker takes requests.", by)
-        self._worker_running = of.gauge_by(
-            "worker_requests_running", "Requests that run at a worker.", by
-        )
-        self._worker_waiting = of.gauge_by(
-            "worker_requests_waiting", "Requests that wait at a worker.", by
-        )
-        self._worker_usage = of.gauge_by(
-            "worker_kv_cache_usage_perc", "Fraction of its blocks that are held.", by
-        )
-        self._worker_seconds = of.counter_by(
-            "worker_step_seconds", "Time of a worker's steps, by phase.", by, "phase"
-        )
-        text = "First tokens of a worker that another one computed otherwise."
-        self._worker_mismatches = of.counter_by("worker_first_token_mismatches", text, by)
-        text = "KV blocks of prompts that a worker read for others, and that are there."
-        self._worker_sent = of.counter_by("worker_kv_blocks_sent", text, by)
-        self._worker_bytes = of.counter_by(
-            "worker_kv_bytes_sent", "Bytes of KV blocks that a worker sent.", by
-        )
-        text = "KV blocks that others sent a worker, by what became of them."
+        self._worker_gauges = {
+            name: of.gauge_by(name, text, by) for name, (_, text) in WORKER_GAUGES.items()
+        }
+        self._worker_counters = {
+            name: of.counter_by(name, text, by) for name, (_, text) in WORKER_COUNTERS.items()
+        }
+        text = "Time of a worker's steps, by phase."
+        self._worker_seconds = of.counter_by("worker_step_seconds", text, by, "phase")
+        text = "KV blocks that others sent a worker, by the receiver's verdict."
         self._worker_received = of.counter_by("worker_kv_blocks_received", text, by, "verdict")
-        self._worker_transfers = of.gauge_by(
-            "worker_kv_transfers", "Requests whose KV blocks are on their way.", by
-        )
-        self._worker_known: dict[tuple[object, ...], float] = {}
+        self._worker_totals: dict[tuple[object, ...], float] = {}
         self._workers: set[str] = set()
 
     def _make_tenant_metrics(self, of: _Families, tenants: Mapping[str, float]) -> None:
-        names = list(tenants)
-        by = "tenant"
-        if not names:
-            self._tenant_work = self._tenant_refused = dict[str, Counter]()
-            return
-        self._tenant_work = of.counters(
-            "tenant_work_seconds", "Predicted time of steps, by tenant.", by, names
-        )
-        self._tenant_refused = of.counters(
-            "tenant_requests_refused", "Requests that met a full queue.", by, names
-        )
-        weights = of.gauge_by("tenant_weight", "Share of a tenant beside others.", by)
+        by = "tenant", list(tenants)
+        text = "Predicted time of steps, by tenant."
+        self._tenant_work = of.counters("tenant_work_seconds", text, *by)
+        text = "Requests that met a full queue."
+        self._tenant_refused = of.counters("tenant_requests_refused", text, *by)
+        weights = of.gauge_by("tenant_weight", "Share of a tenant beside others.", "tenant")
         for name, weight in tenants.items():
             weights.labels(of.model_name, name).set(weight)
 
     def step(self, stats: StepStats) -> None:
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        self._kv_usage.set(stats.kv_cache_usage)
+        for name, (attribute, _) in STEP_GAUGES.items():
+            self._gauges[name].set(getattr(stats, attribute))
         for tenant, seconds in stats.work.items():
             if tenant in self._tenant_work:
                 self._tenant_work[tenant].inc(seconds)
-        for name, counter in self._since_start.items():
-            total = getattr(stats, name)
-            counter.inc(total - self._seen[name] if total >= self._seen[name] else total)
+        for name, (attribute, _) in ENGINE_COUNTERS.items():
+            total = getattr(stats, attribute)
+            seen = self._seen[name]
+            self._counters[name].inc(total - seen if total >= seen else total)
             self._seen[name] = total
-        for counters, prefill, decode in (
-            (self._step_tokens, stats.prefill_tokens, stats.decode_tokens),
-            (self._step_seconds, stats.prefill_seconds, stats.decode_seconds),
-            (self._step_flops, stats.prefill_flops, stats.decode_flops),
-            (self._step_bytes, stats.prefill_bytes, stats.decode_bytes),
-        ):
-            counters["prefill"].inc(prefill)
-            counters["decode"].inc(decode)
-
-        self._rank_wait.inc(stats.times.rank_wait)
+        for name, counters in self._by_phase.items():
+            for phase, counter in counters.items():
+                counter.inc(getattr(stats, f"{phase}_{name}"))
+        self._counters["rank_wait_seconds"].inc(stats.times.rank_wait)
         for part, counter in self._step_parts.items():
             counter.inc(getattr(stats.times, part))
-        self._drafts.inc(stats.num_drafts)
-        self._draft_tokens.inc(stats.num_draft_tokens)
-        self._accepted_tokens.inc(sum(stats.accepted))
+        self._counters["spec_decode_num_drafts"].inc(stats.num_drafts)
+        self._counters["spec_decode_num_draft_tokens"].inc(stats.num_draft_tokens)
+        self._counters["spec_decode_num_accepted_tokens"].inc(sum(stats.accepted))
         for position, count in enumerate(stats.accepted):
             self._accepted_at.labels(self._families.model_name, position).inc(count)
 
     def workers(self, found: Sequence[WorkerStatus]) -> None:
-        """The engines behind a router, as they are now; nothing for a lone engine."""
+        """The engines of a router, as they are now; empty for a single engine."""
         model = self._families.model_name
-        for one in found:
-            self._worker_up.labels(model, one.id).set(one.state == "ready")
-            self._worker_running.labels(model, one.id).set(one.running)
-            self._worker_waiting.labels(model, one.id).set(one.waiting)
-            self._worker_usage.labels(model, one.id).set(one.kv_cache_usage)
-            self._worker_transfers.labels(model, one.id).set(one.transfers)
-            for counter, labels, total in (
-                (self._worker_seconds, (one.id, "prefill"), one.prefill_seconds),
-                (self._worker_seconds, (one.id, "decode"), one.decode_seconds),
-                (self._worker_mismatches, (one.id,), one.first_token_mismatches),
-                (self._worker_sent, (one.id,), one.blocks_sent),
-                (self._worker_bytes, (one.id,), one.bytes_sent),
-                *(
-                    (self._worker_received, (one.id, key), count)
-                    for key, count in one.blocks_received.items()
-                ),
-            ):
-                known = counter, *labels
-                counter.labels(model, *labels).inc(total - self._worker_known.get(known, 0.0))
-                self._worker_known[known] = total
-        for gone in self._workers - {one.id for one in found}:
-            for gauge in (
-                self._worker_up,
-                self._worker_running,
-                self._worker_waiting,
-                self._worker_usage,
-            ):
+        for worker in found:
+            for name, gauge in self._worker_gauges.items():
+                gauge.labels(model, worker.id).set(getattr(worker, WORKER_GAUGES[name][0]))
+            totals: list[tuple[Counter, tuple[str, ...], float]] = [
+                (self._worker_seconds, (worker.id, "prefill"), worker.prefill_seconds),
+                (self._worker_seconds, (worker.id, "decode"), worker.decode_seconds),
+            ]
+            totals += [
+                (counter, (worker.id,), getattr(worker, WORKER_COUNTERS[name][0]))
+                for name, counter in self._worker_counters.items()
+            ]
+            totals += [
+                (self._worker_received, (worker.id, verdict), count)
+                for verdict, count in worker.blocks_received.items()
+            ]
+            for counter, labels, total in totals:
+                key = counter, *labels
+                counter.labels(model, *labels).inc(total - self._worker_totals.get(key, 0.0))
+                self._worker_totals[key] = total
+        ids = {worker.id for worker in found}
+        for gone in self._workers - ids:
+            for gauge in self._worker_gauges.values():
                 gauge.labels(model, gone).set(0)
-        self._workers |= {one.id for one in found}
+        self._workers |= ids
 
     def engine_up(self, is_up: bool) -> None:
-        """Whether the engine takes requests; what it held died with it."""
+        """Whether the engine takes requests; a dead engine holds none."""
         self._up.set(is_up)
         if not is_up:
             self.idle()
 
     def idle(self) -> None:
-        """The engine has no request; it makes no step that would say so."""
-        for gauge in (self._running, self._waiting, self._kv_usage):
+        """The engine has no request, and so makes no step to report it."""
+        for gauge in self._gauges.values():
             gauge.set(0)
 
     def engine_restarted(self, *, totals_last: bool = False) -> None:
-        """A dead engine was started again and takes requests; its totals began at zero, unless they last."""
-        self._restarts.inc()
+        """A dead engine was restarted; its totals began at zero again, unless `totals_last`."""
+        self._counters["engine_restarts"].inc()
         if not totals_last:
-            self._seen = dict.fromkeys(self._since_start, 0)
+            self._seen = dict.fromkeys(self._seen, 0)
         self.engine_up(True)
 
     def first_token(self, seconds: float) -> None:
         """A request's first output token was handed over, `seconds` after its arrival."""
-        self._ttft.observe(seconds)
-        self._output_tokens.inc()
+        self._histograms["time_to_first_token_seconds"].observe(seconds)
+        self._counters["generation_tokens"].inc()
 
     def token_gap(self, seconds: float, count: int = 1) -> None:
-        """`count` further tokens of a request were handed over together, `seconds` after the one before them.
+        """`count` further tokens of a request were sent together, `seconds` after the one before.
 
-        Never divided: the gaps between those of them that came together are zero, as in
+        Never divided: the gaps between tokens that came together are zero, as in
         `RequestTimeline.itl`.
         """
-        self._gap.observe(seconds)
+        gaps = self._histograms["inter_token_latency_seconds"]
+        gaps.observe(seconds)
         for _ in range(count - 1):
-            self._gap.observe(0.0)
-        self._output_tokens.inc(count)
+            gaps.observe(0.0)
+        self._counters["generation_tokens"].inc(count)
 
     def delivered(self, seconds: float) -> None:
         """Tokens were handed to the socket, `seconds` after the end of the step that made them."""
-        self._delivery.observe(seconds)
+        self._histograms["token_delivery_seconds"].observe(seconds)
 
     def finished(
         self,
@@ -425,40 +401,39 @@ class Metrics:
     ) -> None:
         """A request has ended, for whatever reason."""
         self._success[reason.value].inc()
-        self._prompt_tokens.inc(counts.num_prompt_tokens)
-        self._cached_tokens.inc(counts.num_cached_tokens)
-        self._reasoning_tokens.inc(num_reasoning_tokens)
-        self._request_prompt_tokens.observe(counts.num_prompt_tokens)
-        self._request_output_tokens.observe(counts.num_output_tokens)
+        self._counters["prompt_tokens"].inc(counts.num_prompt_tokens)
+        self._counters["prompt_tokens_cached"].inc(counts.num_cached_tokens)
+        self._counters["reasoning_tokens"].inc(num_reasoning_tokens)
         seconds = timeline.totals()
-        self._e2e.observe(timeline.end - timeline.arrival)
-        self._queue_time.observe(seconds[IntervalKind.QUEUE])
-        for histogram, kinds in (
-            (self._prefill_time, PREFILL_KINDS),
-            (self._decode_time, DECODE_KINDS),
-        ):
-            phase = sum(seconds[kind] for kind in kinds)
-            if phase > 0:
-                histogram.observe(phase)
-        if timeline.tpot is not None:
-            self._tpot.observe(timeline.tpot)
+        values = {
+            "request_prompt_tokens": counts.num_prompt_tokens,
+            "request_generation_tokens": counts.num_output_tokens,
+            "e2e_request_latency_seconds": timeline.end - timeline.arrival,
+            "request_queue_time_seconds": seconds[IntervalKind.QUEUE],
+            "request_time_per_output_token_seconds": timeline.tpot,
+        }
+        for name, kinds in PHASE_HISTOGRAMS.items():
+            values[name] = sum(seconds[kind] for kind in kinds) or None
+        for name, value in values.items():
+            if value is not None:
+                self._histograms[name].observe(value)
         for kind, amount in seconds.items():
             self._seconds[kind].inc(amount)
-        for apart, counter in self._seconds_apart.items():
-            counter.inc(seconds[apart])
+        for kind in (IntervalKind.STALL, IntervalKind.BATCHING, IntervalKind.UNATTRIBUTED):
+            self._counters[f"{kind.value}_seconds"].inc(seconds[kind])
 
     def embedded(self, num_texts: int, num_tokens: int, seconds: float) -> None:
         """An embedding request was answered, `seconds` after its arrival."""
-        self._texts.inc(num_texts)
-        self._text_tokens.inc(num_tokens)
-        self._embedding_seconds.observe(seconds)
+        self._counters["embedding_texts"].inc(num_texts)
+        self._counters["embedding_tokens"].inc(num_tokens)
+        self._histograms["embedding_request_seconds"].observe(seconds)
 
     def aborted(self) -> None:
         """A request was given up before its end; only the engine knew where its time went."""
         self._success[FinishReason.ABORT.value].inc()
 
     def refused(self, status: int, reason: str, tenant: str = "") -> None:
-        """A request was answered with an error before it was queued; `tenant` is whose queue was full.
+        """A request was refused before it was queued; `tenant`: whose queue was full.
 
         `reason` is one of the server's few words, never text from a request: each makes a series
         for good.

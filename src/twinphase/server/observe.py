@@ -1,4 +1,4 @@
-"""What a client is told about where its time went: the `timings` object, `Server-Timing`, and finished timelines.
+"""Reports of where a request's time went: `timings`, `Server-Timing`, and finished timelines.
 
 Times on the wire are in milliseconds, as in llama.cpp's `timings`, of which ours is a superset.
 """
@@ -138,7 +138,7 @@ def _histogram(counts: Sequence[int]) -> list[int]:
 
 
 def server_timing(timeline: RequestTimeline) -> str:
-    """The header of that name (https://www.w3.org/TR/server-timing): the intervals that took time."""
+    """The Server-Timing header (https://www.w3.org/TR/server-timing) of all intervals."""
     return ", ".join(
         f"{kind};dur={_ms(seconds)}" for kind, seconds in timeline.totals().items() if seconds > 0
     )
@@ -183,7 +183,7 @@ class Timelines:
         self._running[choice.stream.request_id] = (tenant, choice)
 
     def end(self, choice: Choice, runs: Sequence[tuple[PromptPart, int, int]] = ()) -> None:
-        """It has ended, finished or not; `runs` are the parts of its prompt, where they are known."""
+        """The request has ended, finished or not; `runs` are the parts of its prompt, if known."""
         tenant, _ = self._running.pop(choice.stream.request_id, ("", choice))
         transcript = choice.stream.transcript
         if not transcript.finished:
@@ -199,7 +199,7 @@ class Timelines:
             self._finished.popitem(last=False)
 
     def newest(self, tenant: str) -> list[dict[str, Any]]:
-        """That tenant's requests in short, the running ones and then the last finished ones, newest first."""
+        """Summaries of the tenant's requests: running ones, then finished ones, newest first."""
         running = [
             {"id": name, "finished": False}
             for name, (owner, _) in reversed(self._running.items())

@@ -5,9 +5,8 @@ A field that is not here is refused by name; null is its default.
 What clients always send and nothing here could mean anything by (`Unread`) is taken, and named in
 the reply's header.
 
-Ranges that `SamplingParams` checks are checked there; here is what keeps a request small before
-anything is done. Lists are left at their first error and objects of too many keys are not looked
-into: a million errors would take seconds, in which nobody else is served.
+`SamplingParams` checks its ranges itself; the bounds here keep a request small before anything is
+done. Objects of too many keys are refused unseen: a million errors would delay other requests.
 """
 
 from __future__ import annotations
@@ -16,21 +15,30 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from twinphase.server.strict import MAX_PARTS, UNREAD, Strict, Unread
+from twinphase.server.strict import (
+    UNREAD,
+    Int32,
+    ModelName,
+    Name,
+    Natural,
+    NumLogprobs,
+    Positive,
+    Strict,
+    ToolName,
+    Unread,
+    UpTo16,
+    UpTo128,
+    UpTo4096,
+    UpTo65536,
+)
 
-MAX_MESSAGES = 4096
-MAX_TOOLS = 128
-MAX_STOPS = 16
 MAX_BIASES = 1024
 MAX_PREDICTION = 1 << 20  # characters
-MAX_TEXTS = 65536
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Stops = Name | UpTo16[Name]
 TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # JSON's keys are texts
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
-Stop = Annotated[str, Field(min_length=1, max_length=256)]
-Name = Annotated[str, Field(min_length=1, max_length=256)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_TEXTS)]
+TokenIds = Annotated[list[Natural], Field(fail_fast=True)]
+Texts = str | TokenIds | UpTo65536[str] | UpTo65536[TokenIds]  # One or several.
 
 
 def _check_biases(given: Any) -> Any:
@@ -45,7 +53,7 @@ LogitBias = Annotated[
 
 
 class TextPart(Strict):
-    """A piece of a message; `part` names it in the report of prompt parts (a retrieved chunk, for instance)."""
+    """A piece of a message; `part` names it in the report of prompt parts, such as a document."""
 
     type: Literal["text"]
     text: str
@@ -74,13 +82,9 @@ class Message(Strict):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = (
-        None
-    )
+    content: str | UpTo4096[TextPart] | None = None
     name: Name | None = None
-    tool_calls: (
-        Annotated[list[PastToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None
-    ) = None
+    tool_calls: UpTo128[PastToolCall] | None = None
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
     audio: None = None
@@ -103,7 +107,7 @@ class Message(Strict):
 class Function(Strict):
     """A function the model may call; `parameters` is a JSON schema."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -144,7 +148,7 @@ class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     structures: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    triggers: Texts | None = None
+    triggers: UpTo65536[str] | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
@@ -162,7 +166,7 @@ class StructuredOutputs(Strict):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: Texts | None = None
+    choice: UpTo65536[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
@@ -181,13 +185,10 @@ class StreamOptions(Strict):
 
 
 class Prediction(Strict):
-    """What the answer is expected to be, such as a file of which a line changes: guesses, which change no answer."""
+    """The expected answer, such as a file with one change; it changes speed only."""
 
     type: Literal["content"]
-    content: (
-        Annotated[str, Field(max_length=MAX_PREDICTION)]
-        | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
-    )
+    content: Annotated[str, Field(max_length=MAX_PREDICTION)] | UpTo4096[TextPart]
 
     @model_validator(mode="after")
     def _short_enough(self) -> Prediction:
@@ -204,20 +205,25 @@ class Prediction(Strict):
         )
 
 
-class AnyGeneration(Strict):
-    """What chats, completions and responses have in common."""
+class Sampling(Strict):
+    """The sampling fields of more than one API; `SamplingParams` checks their ranges."""
 
-    model: Annotated[str, Field(max_length=1024)] | None = None
-    repetition_penalty: float | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    top_k: Int32 | None = None
     min_p: float | None = None
     seed: Seed | None = None
-    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop: Stops | None = None
+
+
+class AnyGeneration(Sampling):
+    """What chats, completions and responses have in common."""
+
+    model: ModelName | None = None
+    repetition_penalty: float | None = None
     ignore_eos: bool = False
     stream: bool | None = False
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    priority: Int32 = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     # For the client's own books; prefixes are found by what they are.
     user: Annotated[str | None, UNREAD] = None
@@ -238,26 +244,24 @@ class GenerationRequest(AnyGeneration):
     presence_penalty: float | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=256)] | None = None
     logit_bias: LogitBias | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Positive | None = None
+    min_tokens: Natural = 0
+    prompt_logprobs: NumLogprobs | None = None
+    n: Positive | None = None
     stream_options: StreamOptions | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: Texts | None = None
+    guided_choice: UpTo65536[str] | None = None
     guided_grammar: str | None = None
     response_format: ResponseFormat | None = None
     return_progress: bool = False
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    bad_words: Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_BIASES)] | None = None
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TEXTS)] | None = None
+    bad_words: Annotated[list[Name], Field(fail_fast=True, max_length=MAX_BIASES)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=65536)] | None = None
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] | None = (
-        None  # -1: to the context
-    )
+    truncate_prompt_tokens: Literal[-1] | Positive | None = None  # -1: to the context
     # For the client's own books; answers are not stored.
     metadata: Annotated[dict[str, Any] | None, UNREAD] = None
     store: Annotated[bool | None, UNREAD] = None
@@ -277,7 +281,7 @@ class GenerationRequest(AnyGeneration):
 
 
 class _Templated(Strict):
-    """How a conversation ends: with the beginning of the assistant's turn, or within its last message."""
+    """How a conversation ends: at the start of the assistant's turn, or within its last message."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -295,16 +299,16 @@ class _Templated(Strict):
 class ChatCompletionRequest(_Templated, GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    messages: Annotated[UpTo4096[Message], Field(min_length=1)]
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    top_logprobs: NumLogprobs | None = None
+    tools: UpTo128[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
-    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    thinking_token_budget: Natural | None = None
     # Read where the model's template has them.
     reasoning_effort: Annotated[
         Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None, UNREAD
@@ -333,18 +337,11 @@ class ChatCompletionRequest(_Templated, GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: (
-        str
-        | TokenIds
-        | Texts
-        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_TEXTS)]
-    )
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = (
-        None  # 0 with `echo`: the prompt's log probabilities
-    )
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt: Texts
+    max_tokens: Natural | None = None  # 0 with `echo`: the prompt's log probabilities
+    logprobs: NumLogprobs | None = None
     echo: bool | None = False
-    best_of: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    best_of: Positive | None = None
     suffix: str | None = None  # of vocabularies with tokens to fill in the middle
     add_special_tokens: Literal[True] = True
 
@@ -369,29 +366,21 @@ class CompletionRequest(GenerationRequest):
 class EmbeddingRequest(Strict):
     """POST /v1/embeddings."""
 
-    model: Annotated[str, Field(max_length=1024)] | None = None
-    input: (
-        str
-        | TokenIds
-        | Texts
-        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_TEXTS)]
-    )
+    model: ModelName | None = None
+    input: Texts
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    dimensions: Positive | None = None
     user: Annotated[str | None, UNREAD] = None
 
 
 class TokenizeRequest(_Templated):
     """POST /tokenize, of a text or of a conversation."""
 
-    model: Annotated[str, Field(max_length=1024)] | None = None
+    model: ModelName | None = None
     prompt: str | None = None
-    messages: (
-        Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-        | None
-    ) = None
+    messages: Annotated[UpTo4096[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: UpTo128[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
@@ -405,7 +394,7 @@ class TokenizeRequest(_Templated):
 class DetokenizeRequest(Strict):
     """POST /detokenize."""
 
-    model: Annotated[str, Field(max_length=1024)] | None = None
+    model: ModelName | None = None
     tokens: Annotated[TokenIds, Field(max_length=65536)]
 
 

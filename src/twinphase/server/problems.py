@@ -1,4 +1,4 @@
-"""Errors as clients read them: the right status, a shape for each dialect, nothing of the server's inside."""
+"""Errors as clients get them: status, a shape for each dialect, and no internals."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def body(error: TwinphaseError | Problem, shape: Shape = openai_shape) -> bytes:
 
 
 def validated(kind: type[RequestT], fields: Mapping[str, Any]) -> RequestT:
-    """What a dialect's request was translated into; where it is not valid, the client is told as if it had sent it."""
+    """A dialect's request in OpenAI's fields; the client gets its errors as if it had sent them."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -138,7 +138,7 @@ def headers(error: TwinphaseError) -> dict[str, str]:
 
 
 def invalid_fields(errors: Sequence[Any], given: Any, known: Set[str]) -> Problem:
-    """What pydantic found in `given`, as one sentence for the first few fields; hints name `known` fields."""
+    """pydantic's errors in `given`, as sentences; hints name `known` fields."""
     sentences = []
     first = None
     for error in errors[:3]:
@@ -170,7 +170,7 @@ def invalid_fields(errors: Sequence[Any], given: Any, known: Set[str]) -> Proble
 
 
 def _path(error: Any, given: Any) -> list[str]:
-    """Where in the body an error is; pydantic also names types that it tried and tags of unions, which nobody sent."""
+    """Where in the body an error is, without the types and union tags in pydantic's path."""
     path: list[str] = []
     *parts, last = error["loc"][1:] or [""]  # the first says that it is of the body
     for part in parts:

@@ -18,7 +18,7 @@ class ReasoningSplitter:
     """
 
     def __init__(self, tags: ThinkTags, opened: bool) -> None:
-        """If not `opened` (see `opens_thinking`), only an answer that begins with the start tag has a thinking part."""
+        """`opened`: the prompt ends inside the thinking part (see `opens_thinking`)."""
         self._tags = tags
         self._beginning = True  # the answer may still turn out to begin with the start tag
         self._thinking = opened
@@ -27,11 +27,11 @@ class ReasoningSplitter:
 
     @property
     def reasoning(self) -> bool:
-        """Whether the answer is inside its thinking part now; False while the start tag is incomplete."""
+        """Whether the answer is now inside its thinking part, after a complete start tag."""
         return self._thinking
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Takes the next piece of the answer; returns what is certain of reasoning and content now."""
+        """Take the next piece of the answer; return certain reasoning and content."""
         self._held += text
         if self._beginning and not self._begin():
             return "", ""
@@ -51,7 +51,7 @@ class ReasoningSplitter:
         return (held, "") if self._thinking else ("", held)
 
     def _begin(self) -> bool:
-        """Takes the tag away that an answer begins with, if there is one; False while that cannot be told."""
+        """Remove the tag that the answer begins with, if any; False while that is uncertain."""
         text = self._held.lstrip()
         start = self._tags.start
         without = self._tags.without

@@ -1,9 +1,10 @@
-"""Replies in OpenAI's shapes, streamed and whole, both made of the same deltas; usage and timings with them."""
+"""Replies in OpenAI's shapes, streamed and whole, with usage and timings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -12,13 +13,13 @@ from twinphase.phases.work import ModelShape
 from twinphase.server.answers import Choice, Delta
 from twinphase.server.jobs import Job
 from twinphase.server.observe import spec_decode_metrics, timings
-from twinphase.server.tool_calls import ToolCallDelta
+from twinphase.server.openai_types import CompletionRequest, StreamOptions
+from twinphase.server.tool_calls import ToolCallDelta, call_of
 from twinphase.tokenizer.detokenizer import Detokenizer
-from twinphase.tokenizer.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
-LOWEST_LOGPROB = -9999.0  # as vLLM: JSON has no infinity
-encode = msgspec.json.Encoder().encode  # to JSON
+LOWEST_LOGPROB = -9999.0  # vLLM's; JSON has no infinity.
+encode = msgspec.json.Encoder().encode
 
 
 def event(data: Any) -> bytes:
@@ -50,8 +51,9 @@ def ignored(fields: Sequence[str]) -> list[tuple[bytes, bytes]]:
 
 
 class Replies:
-    """What chats and completions have in common; `chunk_object` and `body_object` are OpenAI's words for the reply.
+    """What chats and completions have in common.
 
+    `chunk_object` and `body_object` are OpenAI's names for the reply.
     Other dialects override `chunk`, `end`, `body` and `failure`.
     """
 
@@ -65,95 +67,98 @@ class Replies:
         shape: ModelShape | None = None,
         spec_metrics: str = "none",
     ) -> None:
-        """`shape` is the model's, for the report of prompt parts; `spec_metrics` as in `ServerConfig`."""
+        """`shape`: the model's, for prompt parts; `spec_metrics` as in `ServerConfig`."""
         self.job = job
         self.choices = choices
         self._shape = shape
         self._spec_metrics = spec_metrics
         self.tokenizer = choices[0].stream.transcript.tokenizer
-        self._head = self.head()
-        self._read: set[int] = set()  # answers whose prompt was told to be read
-        self._plain = encode(self._head)[
-            :-1
-        ]  # of a chunk that brings nothing but text, the most common kind
+        self._prefilled: set[int] = set()  # answers whose whole prompt was reported
 
     def head(self) -> dict[str, Any]:
         """What every part of the reply begins with."""
         job = self.job
-        kind = self.chunk_object
-        told = {"id": job.id, "object": kind, "created": job.created, "model": job.model}
-        return {**told, "system_fingerprint": job.fingerprint}
+        return {
+            "id": job.id,
+            "object": self.chunk_object,
+            "created": job.created,
+            "model": job.model,
+            "system_fingerprint": job.fingerprint,
+        }
 
     def chunk(self, delta: Delta) -> bytes:
-        """The event of a delta; empty for one that brings nothing."""
-        if self.job.return_progress and delta.choice.index not in self._read:
-            return self._progress(delta) + self._chunk(delta)
-        return self._chunk(delta)
-
-    def _chunk(self, delta: Delta) -> bytes:
+        """The event of a delta; empty if there is nothing to send."""
+        job = self.job
+        choice = delta.choice
+        events = b""
+        if job.body.return_progress and choice.index not in self._prefilled:
+            events = self._progress(delta)
         if delta.num_prefilled is not None or delta.is_empty:
-            return b""
-        choice = self.chunk_choice(delta)
-        if self.job.return_token_ids:
-            choice["token_ids"] = delta.token_ids
-        extra: dict[str, Any] = {"choices": [choice]}
+            return events
+        shown = {"index": choice.index, **self.chunk_choice(delta), "finish_reason": None}
+        chunk = {**self.head(), "choices": [shown]}
+        if job.body.return_token_ids:
+            shown["token_ids"] = delta.token_ids
         if delta.finished:
-            choice["stop_reason"] = delta.choice.stop_reason
-            extra |= self._told(delta.choice)
-            if self.job.return_token_ids:
-                choice["prompt_token_ids"] = self.job.prompt_of(delta.choice.index).token_ids
-        if self.job.include_usage:
-            extra["usage"] = usage(self.job, self.choices) if self.job.continuous_usage else None
-        return b"data: " + self._plain + b"," + encode(extra)[1:] + b"\n\n"
+            shown |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+            chunk |= self._reports(choice)
+            if job.body.return_token_ids:
+                shown["prompt_token_ids"] = job.prompt_of(choice.index).token_ids
+        if self._options.include_usage:
+            continuous = self._options.continuous_usage_stats
+            chunk["usage"] = usage(job, self.choices) if continuous else None
+        return events + event(chunk)
 
-    def names(self) -> list[tuple[bytes, bytes]]:
-        """Headers that name the request, and what of it was not read."""
+    @property
+    def _options(self) -> StreamOptions:
+        return self.job.body.stream_options or StreamOptions()
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers that name the request, and the fields of it that changed nothing."""
         return [(b"x-request-id", self.job.id.encode()), *ignored(self.job.unread)]
 
     def failure(self, problem: bytes) -> bytes:
-        """The end of a stream that failed; `problem` is the body that the error would have had."""
+        """The end of a stream that failed; `problem` is the error's body outside streams."""
         return b"data: " + problem + b"\n\n" + DONE
 
     def end(self) -> bytes:
-        if not self.job.include_usage:
+        if not self._options.include_usage:
             return DONE
-        return event({**self._head, "choices": [], "usage": usage(self.job, self.choices)}) + DONE
+        return event({**self.head(), "choices": [], "usage": usage(self.job, self.choices)}) + DONE
 
     def body(self) -> dict[str, Any]:
         """The whole reply, when all answers have finished."""
         choices = []
-        for index, choice in enumerate(self.shown()):
+        for index, choice in enumerate(self.listed()):
             shown = {**self.body_choice(choice), "index": index}
-            shown["stop_reason"] = choice.stop_reason
-            if self.job.return_token_ids:
+            shown |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+            if self.job.body.return_token_ids:
                 shown["token_ids"] = choice.token_ids
                 shown["prompt_token_ids"] = self.job.prompt_of(choice.index).token_ids
             if len(self.choices) > 1:
-                shown |= self._told(choice)
+                shown |= self._reports(choice)
             choices.append(shown)
         last = max(self.choices, key=lambda choice: choice.stream.transcript.timeline.end)
         return {
-            **self._head,
+            **self.head(),
             "object": self.body_object,
             "choices": choices,
             "usage": usage(self.job, self.choices),
-            **self._told(last),
+            **self._reports(last),
         }
 
-    def shown(self) -> Sequence[Choice]:
-        """The answers that are told, in their order."""
+    def listed(self) -> Sequence[Choice]:
+        """The answers of the whole reply, in their order."""
         return self.choices
 
     def token_text(self, token_id: int) -> str:
         """A token as log probabilities name it."""
-        return (
-            f"token_id:{token_id}"
-            if self.job.return_tokens_as_token_ids
-            else _token_text(self.tokenizer, token_id)
-        )
+        if self.job.body.return_tokens_as_token_ids:
+            return f"token_id:{token_id}"
+        return self.tokenizer.decode([token_id], skip_special_tokens=False, continuation=True)
 
-    def _told(self, choice: Choice) -> dict[str, Any]:
-        """Where the time of an answer went, and what became of its drafted tokens."""
+    def _reports(self, choice: Choice) -> dict[str, Any]:
+        """Where the time of an answer went, and how many drafted tokens were accepted."""
         counts = choice.stream.transcript.counts
         return {
             "timings": timings(choice, self._shape),
@@ -168,21 +173,21 @@ class Replies:
 
     def _progress(self, delta: Delta) -> bytes:
         choice = delta.choice
-        processed = delta.num_prefilled
         prompt = self.job.prompt_of(choice.index)
-        transcript = choice.stream.transcript
-        if processed is None:  # the step that read the prompt's end brought the first token
-            self._read.add(choice.index)
-            processed = len(prompt.token_ids)
+        total = processed = len(prompt.token_ids)
+        # The step that computed the prompt's end also made the first token.
+        if delta.num_prefilled is None:
+            self._prefilled.add(choice.index)
+        else:
+            processed = delta.num_prefilled
         progress = {
-            "total": len(prompt.token_ids),
-            "cache": transcript.counts.num_cached_tokens,
+            "index": choice.index,
+            "total": total,
+            "cache": choice.stream.transcript.counts.num_cached_tokens,
             "processed": processed,
             "time_ms": round(1e3 * (choice.stream.last_update - prompt.arrival), 3),
         }
-        return event(
-            {**self._head, "choices": [], "prompt_progress": {"index": choice.index, **progress}}
-        )
+        return event({**self.head(), "choices": [], "prompt_progress": progress})
 
 
 class ChatReplies(Replies):
@@ -192,11 +197,11 @@ class ChatReplies(Replies):
     body_object = "chat.completion"
 
     def body(self) -> dict[str, Any]:
-        """See `Replies`; log probabilities of the prompt, which all answers share, stand beside them, as vLLM's do."""
-        prompt = (
-            {"prompt_token_ids": self.job.prompts[0].token_ids} if self.job.return_token_ids else {}
-        )
-        return super().body() | {"prompt_logprobs": self.choices[0].prompt_logprobs, **prompt}
+        body = super().body()
+        # All answers share the prompt: its fields stand beside them, as vLLM's do.
+        if self.job.body.return_token_ids:
+            body["prompt_token_ids"] = self.job.prompts[0].token_ids
+        return body | {"prompt_logprobs": self.choices[0].prompt_logprobs}
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant"} if delta.first else {}
@@ -206,11 +211,8 @@ class ChatReplies(Replies):
             message["reasoning_content"] = delta.reasoning
         if delta.tool_calls:
             message["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
-        choice: dict[str, Any] = {"index": delta.choice.index, "delta": message, "logprobs": None}
-        if delta.logprobs:
-            choice["logprobs"] = {"content": [self._logprob(entry) for entry in delta.logprobs]}
-        choice["finish_reason"] = delta.choice.finish_reason if delta.finished else None
-        return choice
+        logprobs = self._logprobs(delta.logprobs)
+        return {"delta": message, "logprobs": {"content": logprobs} if logprobs else None}
 
     def body_choice(self, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
@@ -219,25 +221,13 @@ class ChatReplies(Replies):
         calls = choice.tool_calls
         if calls:
             message["content"] = choice.content or None
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in calls
-            ]
+            message["tool_calls"] = [call_of(call.id, call.name, call.arguments) for call in calls]
         asked = self.job.params.logprobs is not None
-        logprobs = (
-            {"content": [self._logprob(entry) for entry in choice.logprobs]} if asked else None
-        )
-        reason = choice.finish_reason
-        return {
-            "index": choice.index,
-            "message": message,
-            "logprobs": logprobs,
-            "finish_reason": reason,
-        }
+        logprobs = {"content": self._logprobs(choice.logprobs)} if asked else None
+        return {"message": message, "logprobs": logprobs}
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        return [self._logprob(entry) for entry in entries]
 
     def _logprob(self, entry: TokenLogprobs) -> dict[str, Any]:
         top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
@@ -259,106 +249,76 @@ class CompletionReplies(Replies):
     def __init__(self, job: Job, choices: Sequence[Choice], *known: Any) -> None:
         """`known` as in `Replies`."""
         super().__init__(job, choices, *known)
-        self._told_tokens: dict[int, _ToldTokens] = {}  # by answer
-        self._asked = self.job.params.logprobs is not None and not self.job.hides_logprobs
+        self._num_sent: Counter[int] = Counter()  # tokens with log probabilities, by answer
+        self._prompt_lengths: dict[int, int] = {}  # characters of echoed prompts, by answer
 
-    def shown(self) -> Sequence[Choice]:
-        """See `Replies`: of each prompt's answers those with the highest log probability per token, as OpenAI's."""
-        job = self.job
-        if job.num_shown in (None, job.n):
+    def listed(self) -> Sequence[Choice]:
+        """The answers per prompt with the highest log probability per token, as in OpenAI's API."""
+        n = self.job.n
+        num_listed = self.job.body.n or 1
+        if num_listed == n:
             return self.choices
-        groups = [
-            self.choices[first : first + job.n] for first in range(0, len(self.choices), job.n)
-        ]
-        return [
-            choice for group in groups for choice in sorted(group, key=_surprise)[: job.num_shown]
-        ]
+        groups = [self.choices[first : first + n] for first in range(0, len(self.choices), n)]
+        return [choice for group in groups for choice in sorted(group, key=_surprise)[:num_listed]]
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
         index = delta.choice.index
-        logprobs = self._logprobs(delta.choice, delta.logprobs)
-        finish_reason = delta.choice.finish_reason if delta.finished else None
+        num_sent = self._num_sent[index]
+        logprobs = self._columns(delta.choice, delta.logprobs, num_sent, begins=delta.first)
+        self._num_sent[index] += len(delta.logprobs)
         return {
-            "index": index,
             "text": delta.content,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
+            "logprobs": logprobs if logprobs and logprobs["tokens"] else None,
         }
 
     def body_choice(self, choice: Choice) -> dict[str, Any]:
-        self._told_tokens.pop(choice.index, None)
-        logprobs = self._logprobs(choice, choice.logprobs) or (
-            _ToldTokens.EMPTY if self._asked else None
-        )
-        reason = choice.finish_reason
-        shown = {
-            "index": choice.index,
+        return {
             "text": choice.content,
-            "logprobs": logprobs,
-            "finish_reason": reason,
+            "logprobs": self._columns(choice, choice.logprobs, num_sent=0, begins=True),
+            "prompt_logprobs": choice.prompt_logprobs,
         }
-        return shown | {"prompt_logprobs": choice.prompt_logprobs}
 
-    def _logprobs(
-        self, choice: Choice, entries: Sequence[TokenLogprobs]
+    def _columns(
+        self, choice: Choice, entries: Sequence[TokenLogprobs], num_sent: int, begins: bool
     ) -> dict[str, list[Any]] | None:
-        """Those of the next tokens, behind the prompt's where it is echoed; None where there are none."""
-        if not self._asked:
-            return None
-        told = self._told_tokens.get(choice.index)
-        first: list[tuple[int, TokenLogprobs | None]] = []
-        if told is None:
-            told = self._told_tokens[choice.index] = _ToldTokens(
-                self.tokenizer, self.job, self.token_text
-            )
-            if self.job.echo:
-                first = [(self.job.prompt_of(choice.index).token_ids[0], None)]
-                first += [
-                    (entry.token_id, entry) for entry in choice.stream.transcript.prompt_logprobs
-                ]
-        return told.next([*first, *((entry.token_id, entry) for entry in entries)])
+        """Log probabilities of the tokens after `num_sent`, in OpenAI's shape.
 
-
-class _ToldTokens:
-    """The tokens of one answer whose log probabilities were told, and the characters that they are."""
-
-    EMPTY: ClassVar[dict[str, list[Any]]] = {
-        "tokens": [],
-        "token_logprobs": [],
-        "top_logprobs": [],
-        "text_offset": [],
-    }
-
-    def __init__(self, tokenizer: Tokenizer, job: Job, token_text: Callable[[int], str]) -> None:
-        self._token_text = token_text
-        self._most = job.params.logprobs or 0
-        self._offset = 0
-        self._text = Detokenizer(
-            tokenizer, keep_special=job.reader.markers, continuation=not job.echo
-        )
-
-    def next(
-        self, entries: Sequence[tuple[int, TokenLogprobs | None]]
-    ) -> dict[str, list[Any]] | None:
-        """The next tokens in OpenAI's shape; nothing is known of the first of a text.
-
-        None without tokens.
+        `begins`: those of an echoed prompt come first.
         """
-        if not entries:
+        body = self.job.body
+        if not isinstance(body, CompletionRequest) or body.logprobs is None:
             return None
-        shown: dict[str, list[Any]] = {name: [] for name in self.EMPTY}
-        for token_id, entry in entries:
-            shown["tokens"].append(self._token_text(token_id))
-            shown["text_offset"].append(self._offset)
-            self._offset += len(self._text.append(token_id))
-            shown["token_logprobs"].append(entry and max(entry.logprob, LOWEST_LOGPROB))
-            shown["top_logprobs"].append(entry and self._top(entry))
-        return shown
+        columns: dict[str, list[Any]] = {
+            name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        }
+
+        def add(token_id: int, entry: TokenLogprobs | None, offset: int) -> None:
+            columns["tokens"].append(self.token_text(token_id))
+            columns["token_logprobs"].append(entry and max(entry.logprob, LOWEST_LOGPROB))
+            columns["top_logprobs"].append(entry and self._top(entry))
+            columns["text_offset"].append(offset)
+
+        transcript = choice.stream.transcript
+        if begins:
+            length = 0
+            text = Detokenizer(self.tokenizer)
+            prompt = self.job.prompt_of(choice.index).token_ids if self.job.echo else []
+            known = [None, *transcript.prompt_logprobs]  # nothing is known of a text's first token
+            for token_id, prompt_entry in zip(prompt, known, strict=False):
+                add(token_id, prompt_entry, length)
+                length += len(text.append(token_id))
+            self._prompt_lengths[choice.index] = length
+        ends = transcript.text_ends
+        starts = ends[num_sent - 1 :] if num_sent else [0, *ends]
+        for entry, start in zip(entries, starts, strict=False):
+            add(entry.token_id, entry, self._prompt_lengths[choice.index] + start)
+        return columns
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token_id, logprob in [(entry.token_id, entry.logprob), *entry.top[: self._most]]:
-            text = self._token_text(token_id)  # parts of characters all look alike
+        most = self.job.params.logprobs or 0
+        for token_id, logprob in [(entry.token_id, entry.logprob), *entry.top[:most]]:
+            text = self.token_text(token_id)  # Parts of characters all look alike.
             top[text] = max(logprob, top.get(text, LOWEST_LOGPROB))
         return top
 
@@ -368,12 +328,7 @@ def _surprise(choice: Choice) -> float:
     return -sum(entry.logprob for entry in choice.logprobs) / max(1, len(choice.logprobs))
 
 
-def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    return tokenizer.decode([token_id], skip_special_tokens=False, continuation=True)
-
-
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     if call.id is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+    return {"index": call.index, **call_of(call.id, call.name or "", call.arguments)}

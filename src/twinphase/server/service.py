@@ -182,7 +182,7 @@ class Service:
         return self.engine
 
     def admit(self, tenant: str, num_requests: int) -> Ticket:
-        """Let in a request that becomes `num_requests` for the engine; refuses as `Admission.enter` does."""
+        """Admit a request that becomes `num_requests` for the engine, as `Admission.enter`."""
         facts = self.require_engine().facts
         assert facts is not None, "the engine is running"
         self.admission.num_seats = facts.config.max_num_seqs
@@ -217,7 +217,7 @@ class Service:
             )
 
     def drain(self, seconds: float) -> None:
-        """Let nothing more in; `drained` is set when what runs has finished, or after so many seconds."""
+        """Admit nothing more; set `drained` when all requests have finished, or after `seconds`."""
         self.admission.draining = True
         self._drain_until = perf_counter() + seconds
 

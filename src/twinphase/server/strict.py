@@ -1,9 +1,9 @@
-"""What the objects of all requests have in common: unknown fields are refused, null is a default, some are unread."""
+"""Common rules of all request objects: unknown fields are errors, null is the default."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -11,8 +11,21 @@ from pydantic_core import CoreSchema
 
 MAX_FIELDS = 128
 MAX_PARTS = 4096
-UNREAD = Field(exclude=True)  # what changes no answer here
+UNREAD = Field(exclude=True)  # A field that is accepted and changes nothing.
 Unread = Annotated[Any, UNREAD]
+T = TypeVar("T")
+# Lists stop at their first error: a million errors would take seconds.
+UpTo16 = Annotated[list[T], Field(fail_fast=True, max_length=16)]
+UpTo128 = Annotated[list[T], Field(fail_fast=True, max_length=128)]
+UpTo4096 = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PARTS)]
+UpTo65536 = Annotated[list[T], Field(fail_fast=True, max_length=65536)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Natural = Annotated[int, Field(ge=0, lt=2**31)]
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
+NumLogprobs = Annotated[int, Field(ge=0, le=20)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+ModelName = Annotated[str, Field(max_length=1024)]
 
 
 class Strict(BaseModel):
@@ -60,7 +73,7 @@ class Strict(BaseModel):
 
 
 def text_or_parts(text_type: str, refused: Sequence[str]) -> Callable[[Any], Any]:
-    """Reads a text as short for one part of it, and refuses parts of some types by name; for a `BeforeValidator`."""
+    """A validator that takes a text as one part, and refuses parts of some types by name."""
 
     def read(given: Any) -> Any:
         if isinstance(given, str):
@@ -74,7 +87,7 @@ def text_or_parts(text_type: str, refused: Sequence[str]) -> Callable[[Any], Any
 
 
 def unread_fields(body: BaseModel) -> list[str]:
-    """The fields of a request that were given and that nothing reads, such as `metadata` or `messages.annotations`."""
+    """The given fields that change nothing, such as `metadata` or `messages.annotations`."""
     found: dict[str, None] = {}
     for name in body.model_fields_set:
         value = getattr(body, name)

@@ -1,4 +1,4 @@
-"""What the server says of its model, and of texts as the model reads them: names, tokens, the chat template."""
+"""Routes about the model and its text: names, tokens, the chat template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from twinphase.errors import InvalidRequestError
-from twinphase.server.jobs import template_inputs
+from twinphase.server.jobs import encode_chat
 from twinphase.server.openai_types import (
     ChatCompletionRequest,
     DetokenizeRequest,
@@ -28,7 +28,7 @@ OBJECT = {"application/json": {"schema": {"type": "object"}}}
 def documented(
     error: type[BaseModel], stream_type: str = "text/event-stream"
 ) -> tuple[Documented, Documented]:
-    """What a dialect's routes may answer, for /openapi.json: errors only, and with them bodies and streams."""
+    """A dialect's responses for /openapi.json: the errors, and those with bodies and streams."""
     errors: Documented = {"4XX": {"model": error}, "5XX": {"model": error}}
     return errors, {200: {"content": {**OBJECT, stream_type: {}}}, **errors}
 
@@ -86,8 +86,7 @@ def _add_tokens(api: APIRouter, service: Service) -> None:
 
         def read() -> dict[str, Any]:
             if body.messages is not None:
-                inputs = template_inputs(text, body, service.config.tool_prompt)
-                token_ids = text.encode_chat(*inputs, limit).token_ids
+                token_ids = encode_chat(text, body, service.config.tool_prompt, limit).token_ids
             else:
                 special = body.add_special_tokens is not False
                 token_ids = text.tokenizer.encode(
@@ -113,14 +112,9 @@ def _add_tokens(api: APIRouter, service: Service) -> None:
         """The prompt that a chat request becomes, as text, as llama.cpp tells it."""
         service.check_task("generate")
         service.check_model(body.model)
-        text = service.host.text
-
-        def read() -> str:
-            return text.encode_chat(
-                *template_inputs(text, body, service.config.tool_prompt), service.max_model_len
-            ).text
-
-        return {"prompt": await asyncio.to_thread(read)}
+        known = service.config.tool_prompt, service.max_model_len
+        chat = await asyncio.to_thread(encode_chat, service.host.text, body, *known)
+        return {"prompt": chat.text}
 
     @api.post("/detokenize", responses=ERRORS)
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:

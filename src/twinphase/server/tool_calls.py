@@ -29,7 +29,7 @@ _REST_OF_CALL = re.compile(r"^[^{}<]+")
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A piece of a call: the first of a call has its id and name, the others only more of its arguments' JSON text."""
+    """A piece of a call: the first has id and name, the others only more of the arguments' JSON."""
 
     index: int
     id: str | None
@@ -53,6 +53,11 @@ class ToolCall:
         except ValueError:
             return {}
         return found if isinstance(found, dict) else {}
+
+
+def call_of(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call as OpenAI's messages have it; `arguments` is JSON text."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def join_deltas(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
@@ -100,14 +105,14 @@ class ToolCallParser:
         return self._beside_call
 
     def feed(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-        """Takes the next piece of the answer; returns what is new: content, and a delta for each call that grew."""
+        """Take the next piece of the answer; return new content, and a delta per call."""
         self._text += text
         while self._next():
             pass
         return self._news()
 
     def flush(self) -> tuple[str, list[ToolCallDelta]]:
-        """Ends the answer and returns what was held back: an unfinished call without arguments is content.
+        """End the answer; return the held text: an unfinished call without arguments is content.
 
         Behind a whole call it is nothing: the answer was cut off where the next one began.
         """
@@ -201,7 +206,7 @@ class ToolCallParser:
         return end is not None
 
     def _end_call(self) -> bool:
-        """Passes over further keys, and does without the closing brace, which small models forget."""
+        """Skip further keys, and the closing brace if it comes: small models forget it."""
         self._text = _REST_OF_CALL.sub("", self._text)
         if self._text:
             self._next = self._expect_call

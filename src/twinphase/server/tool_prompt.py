@@ -31,7 +31,7 @@ You then get its result within <tool_response></tool_response>."""
 
 
 def with_argument_objects(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """For templates that take tools: the arguments of earlier calls as objects, which OpenAI sends as JSON text."""
+    """For templates that take tools: the arguments of earlier calls as objects, not JSON text."""
     return [
         {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")

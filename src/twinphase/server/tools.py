@@ -1,4 +1,4 @@
-"""What a request says about tools, how a model family writes calls of them, and the grammar that holds it to that.
+"""Tools of a request: the formats of calls, and the grammar that an answer with calls obeys.
 
 Not for the prompt (tool_prompt.py), nor for reading what the model wrote (tool_calls.py). Whether
 the JSON of a request has the right types is checked before it comes here.
@@ -57,7 +57,7 @@ MISTRAL = ToolFormat("[TOOL_CALLS]", " [", ", ", "]")
 
 
 def tool_format(template_source: str) -> ToolFormat:
-    """The format a model was trained on, judged by its chat template; Hermes' when that does not tell."""
+    """The format a model was trained on, judged by its chat template; Hermes' if unknown."""
     if HERMES.begin in template_source:
         return HERMES
     if MISTRAL.begin in template_source:
@@ -96,7 +96,7 @@ def tool_grammar(
     format: ToolFormat,
     special_token: SpecialToken,
 ) -> StructuredOutputsParams | None:
-    """What an answer may be, so that every call in it names a tool of the request and obeys its parameters.
+    """The grammar by which every call names a tool of the request and obeys its parameters.
 
     "auto" leaves the text free until a call begins; after calls the answer ends.
 
@@ -163,7 +163,7 @@ def _call(function: Mapping[str, Any], format: ToolFormat) -> str:
 
 
 def _without_prose(schema: Any) -> Any:
-    """A schema without what the model reads in the prompt only, which is most of it; names of properties stay."""
+    """A schema without titles and descriptions, which only the prompt needs."""
     if isinstance(schema, list):
         return [_without_prose(each) for each in schema]
     if not isinstance(schema, Mapping):
@@ -176,7 +176,7 @@ def _without_prose(schema: Any) -> Any:
 
 
 def _other_than(beginning: str) -> str:
-    """A regular expression for texts that do not begin like this, nor with what a call is found behind."""
+    """A regular expression for texts that begin neither with `beginning` nor with separators."""
     pattern = ""
     for character in map(re.escape, reversed(beginning)):
         pattern = f"([^{character}]{_ANY}{pattern and f'|{character}{pattern}'})?"

@@ -1,4 +1,4 @@
-"""A finished request as an OpenTelemetry trace: one span from arrival to the last byte, with one per phase in it.
+"""A finished request as an OpenTelemetry trace: a span per request and one per phase.
 
 Attribute names are those of the GenAI semantic conventions, whose status is Development; ours begin
 with `twinphase.`. OpenTelemetry is an extra, imported only when asked for. Prompts and answers are
@@ -92,7 +92,7 @@ class PhaseSpan:
 
 
 def phase_spans(timeline: RequestTimeline) -> list[PhaseSpan]:
-    """The phases that a request went through, in order of time; a preempted one goes through some again.
+    """The phases of a request in order of time; a preempted request repeats some.
 
     Text and sending belong to the decode before or after them, as in a compact timeline their
     places within it are notional; to a span of their own where there is no decode. Time that
@@ -122,7 +122,7 @@ def phase_spans(timeline: RequestTimeline) -> list[PhaseSpan]:
 
 @dataclass(frozen=True)
 class RequestFacts:
-    """What a trace says of a request besides its times; `operation` is "chat" or "text_completion"."""
+    """A request in a trace, besides its times; `operation` is "chat" or "text_completion"."""
 
     operation: str
     model: str
@@ -264,7 +264,7 @@ def _stall_attributes(stall: Interval) -> dict[str, Any]:
 
 
 def make_tracer(endpoint: str | None) -> RequestTracer | None:
-    """A tracer that sends to a collector by OTLP over HTTP, or None without an endpoint (a URL without path).
+    """A tracer that sends by OTLP over HTTP to an endpoint (a URL without path); None without one.
 
     Raises:
         InvalidRequestError: OpenTelemetry is not installed, or the endpoint is not a URL.

@@ -58,6 +58,11 @@ class Detokenizer:
         """Whether part of a character, or of what may be a stop string, is not out yet."""
         return bool(self._held or self._decoder.getstate()[0])
 
+    @property
+    def num_held(self) -> int:
+        """Characters of whole text that may be the beginning of a stop string."""
+        return len(self._held)
+
     def append(self, token_id: int) -> str:
         """Takes one token and returns the text that is certain now, often empty."""
         if self.stopped or self._skips(token_id):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.errors import CheckpointError, UnsupportedModelError
-from twinphase.weights.quant import FORMATS
+from twinphase.weights.block_formats import FORMATS
 from twinphase.weights.source import FLOATS, Source, stacked
 
 _Words = NDArray[np.unsignedinteger]

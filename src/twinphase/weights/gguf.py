@@ -21,9 +21,9 @@ import numpy as np
 
 from twinphase.errors import CheckpointError
 from twinphase.weights import storage
+from twinphase.weights.block_formats import FORMATS
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.gguf_header import Header, read_header
-from twinphase.weights.quant import FORMATS
 from twinphase.weights.split import is_later_part, part_names
 from twinphase.weights.storage import map_file, model_cache, replace_derived
 

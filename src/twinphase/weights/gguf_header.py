@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from twinphase.errors import CheckpointError, UnsupportedModelError
+from twinphase.weights.block_formats import FORMATS
 from twinphase.weights.checkpoint import TensorInfo, quoted
-from twinphase.weights.quant import FORMATS, tensor_nbytes
+from twinphase.weights.quant import tensor_nbytes
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

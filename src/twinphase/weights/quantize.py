@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from twinphase.config import available_cores
 from twinphase.errors import InvalidRequestError
-from twinphase.weights.quant import FORMATS, dequantize, tensor_nbytes
+from twinphase.weights.block_formats import FORMATS
+from twinphase.weights.quant import dequantize, tensor_nbytes
 from twinphase.weights.source import FLOATS, Source
 
 _Floats = NDArray[np.float32]

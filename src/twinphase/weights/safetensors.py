@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 
 from twinphase.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from twinphase.weights import storage
+from twinphase.weights.block_formats import FORMATS
 from twinphase.weights.canonical import canonical_tensors
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.experts import stack_experts
 from twinphase.weights.made import MADE, make_tensors
 from twinphase.weights.packed import unpacked_tensors
 from twinphase.weights.progress import Progress
-from twinphase.weights.quant import FORMATS, dequantize
+from twinphase.weights.quant import dequantize
 from twinphase.weights.quantize import quantized_tensors
 from twinphase.weights.safetensors_header import read_safetensors_header, strict_json
 from twinphase.weights.source import Source

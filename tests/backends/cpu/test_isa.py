@@ -13,7 +13,7 @@ from llvmlite import ir
 from twinphase.backends.cpu import isa as isa_module
 from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.cpu.emit import I8, I32, I64, Emit, Value, vector
-from twinphase.backends.cpu.formats import IQ4_VALUES
+from twinphase.backends.cpu.formats import FORMATS
 from twinphase.backends.cpu.isa import ISAS, Isa, available_isas, baseline_cpu, choose_isa
 from twinphase.errors import InvalidRequestError
 
@@ -119,7 +119,7 @@ def test_dot_products_are_the_instruction(name, triple, cpu, features, instructi
 )
 def test_lookups_are_the_instruction(name, triple, cpu, features, instruction):
     def write(e: Emit, codes: Value, *others: Value) -> Value:
-        return e.lookup(codes, [value + 128 for value in IQ4_VALUES])
+        return e.lookup(codes, [value + 128 for value in FORMATS["IQ4_NL"].values])
 
     lines = _assembly(ISAS[name], triple, cpu, features, write).splitlines()
     assert sum(line.split()[:1] == [instruction] for line in lines) == 1

@@ -50,7 +50,7 @@ def read_group(record: Bytes, header: Bytes, fmt: PackedFormat) -> NDArray[np.fl
         small = scales.view(np.int8 if fmt.signed_scales else np.uint8).reshape(parts, 32)
         scale = shared[0] * small.astype(np.float32)
         minimum = shared[1] * minima.reshape(parts, 32).astype(np.float32) if fmt.minimum else None
-    elif fmt.exponents:
+    elif fmt.power_scales:
         scale = (
             np.where(scales == 0, 0, 2.0 ** (scales.astype(np.float32) - 128))
             .astype(np.float32)

@@ -1,4 +1,4 @@
-"""On the path of a server, it gives Ray up sooner, and looks for a worker that is away more often."""
+"""On a server's path: gives up Ray sooner, and looks for lost workers more often."""
 
 from twinphase.cluster import pools
 from twinphase.engine.process import host

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu
 from twinphase.config import module_command
 from twinphase.errors import TwinphaseError
+from twinphase.weights import block_formats
 from twinphase.weights.storage import storage_error, write_atomically
 
 # Factory of each kernel: module under `kernels` and function.
@@ -71,9 +72,8 @@ def _sources() -> Any:
     folder = Path(__file__).parent
     digest = hashlib.sha256()
     sources = ("emit", "intrinsics", "formats", "isa", "kv_layout", "program_layout", "tiling")
-    for path in sorted(
-        [*folder.glob("kernels/*.py"), *(folder / f"{name}.py" for name in sources)]
-    ):
+    paths = [*folder.glob("kernels/*.py"), *(folder / f"{name}.py" for name in sources)]
+    for path in [*sorted(paths), Path(block_formats.__file__)]:
         digest.update(path.read_bytes())
     for package in ("numba", "llvmlite", "numpy"):
         digest.update(importlib.metadata.version(package).encode())

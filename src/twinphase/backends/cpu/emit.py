@@ -276,11 +276,16 @@ class Emit:
         elif self.isa.dot == "sdot":
             found = self.call("llvm.aarch64.neon.tbl1.v16i8", ty, ir.Constant(ty, entries), numbers)
         else:
-            found = self.splat(ty, entries[0])
-            for code in range(1, 16):
-                here = self.b.icmp_signed("==", numbers, self.splat(ty, code))
-                found = self.b.select(here, self.splat(ty, entries[code]), found)
+            found = self.select_by_code(numbers, entries)
         return self.b.bitcast(found, codes.type)
+
+    def select_by_code(self, codes: Value, table: Sequence[int]) -> Value:
+        """table[code] of a vector of bytes, without an instruction for it."""
+        found = self.splat(codes.type, table[0])
+        for code, entry in enumerate(table):
+            here = self.b.icmp_signed("==", codes, self.splat(codes.type, code))
+            found = self.b.select(here, self.splat(codes.type, entry), found)
+        return found
 
     # Dot products: the only instructions that differ between paths
     def dot(self, total: Value, weights: Value, inputs: Value, *, signed: bool = False) -> Value:

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from twinphase.weights.block_formats import FORMATS as BLOCK_FORMATS
+from twinphase.weights.block_formats import BlockFormat
+
 STRIP = 32  # outputs
 GROUP = 32  # inputs
 SUPER = 8  # groups that share a float16 scale in the K formats
-# What the codes of IQ4_NL and IQ4_XS stand for (ggml-common.h, `kvalues_iq4nl`), and twice what
-# those of MXFP4 do (OCP Microscaling Formats 1.0, E2M1).
-IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class PackedFormat:
         offset: subtracted from every code.
         signed_scales: whether nested 8-bit scales have a sign.
         values: what each code stands for, where that is not itself; kernels look it up, plus 128.
-        exponents: scales are 8-bit exponents of 2, 128 more than they are, in place of float16.
+        power_scales: scales are 8-bit exponents of 2, 128 more than they are, in place of float16.
     """
 
     name: str
@@ -50,9 +49,24 @@ class PackedFormat:
     nested: bool
     minimum: bool
     offset: int
-    signed_scales: bool = False
-    values: tuple[int, ...] = ()
-    exponents: bool = False
+    signed_scales: bool
+    values: tuple[int, ...]
+    power_scales: bool
+
+    @classmethod
+    def of(cls, fmt: BlockFormat) -> PackedFormat:
+        """The packed layout of a checkpoint's format."""
+        return cls(
+            name=fmt.name,
+            bits=max(4, fmt.code_bits),
+            group=fmt.group_size,
+            nested=bool(fmt.scales),
+            minimum=fmt.has_minimum,
+            offset=128 if fmt.bits == 8 else fmt.offset,
+            signed_scales=not fmt.has_minimum,
+            values=fmt.values,
+            power_scales=fmt.power_scales,
+        )
 
     @property
     def bits_multiplied(self) -> int:
@@ -62,7 +76,7 @@ class PackedFormat:
     @property
     def scale_size(self) -> int:
         """Bytes of a scale or minimum in a record."""
-        return 1 if self.nested or self.exponents else 2
+        return 1 if self.nested or self.power_scales else 2
 
     @property
     def low_lines(self) -> int:
@@ -107,21 +121,4 @@ class PackedFormat:
         )
 
 
-FORMATS = {
-    f.name: f
-    for f in (
-        PackedFormat("Q4_0", 4, 32, False, False, 8),
-        PackedFormat("Q4_1", 4, 32, False, True, 0),
-        PackedFormat("Q5_0", 5, 32, False, False, 16),
-        PackedFormat("Q5_1", 5, 32, False, True, 0),
-        PackedFormat("Q8_0", 8, 32, False, False, 128),
-        PackedFormat("Q4_K", 4, 32, True, True, 0),
-        PackedFormat("Q5_K", 5, 32, True, True, 0),
-        PackedFormat("Q6_K", 6, 16, True, False, 32, signed_scales=True),
-        PackedFormat("Q2_K", 4, 16, True, True, 0),
-        PackedFormat("Q3_K", 4, 16, True, False, 4, signed_scales=True),
-        PackedFormat("IQ4_NL", 4, 32, False, False, 128, values=IQ4_VALUES),
-        PackedFormat("IQ4_XS", 4, 32, True, False, 128, signed_scales=True, values=IQ4_VALUES),
-        PackedFormat("MXFP4", 4, 32, False, False, 128, values=MXFP4_VALUES, exponents=True),
-    )
-}
+FORMATS = {fmt.name: PackedFormat.of(fmt) for fmt in BLOCK_FORMATS.values() if fmt.quantized}

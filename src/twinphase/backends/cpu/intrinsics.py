@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from twinphase.backends.cpu.emit import F16, F32, I8, I16, I32, I64, Emit, Value
+from twinphase.backends.cpu.emit import F32, I8, I16, I32, I64, Emit, Value
 from twinphase.backends.cpu.isa import Isa
 
 # A kernel: (address of its int64 arguments, tile number, address of the thread's scratch memory).
@@ -112,24 +112,9 @@ def _storer(element: ir.Type, argument: Any, doc: str) -> Any:
 
 
 load_u8 = _loader(I8, types.int64, "The unsigned byte at an address, as int64.")
-load_u16 = _loader(I16, types.int64, "The unsigned 16 bits at an address, as int64.")
 load_u32 = _loader(I32, types.int64, "The unsigned 32 bits at an address, as int64.")
 load_i64 = _loader(I64, types.int64, "The int64 at an address.")
 load_f32 = _loader(F32, types.float32, "The float32 at an address.")
-
-
-def load_f16(isa: Isa) -> Any:
-    """Numba-callable (address): the float16 there, as float32."""
-
-    def load(ctx: Any, address: Any) -> Any:
-        def codegen(
-            context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]
-        ) -> Value:
-            return Emit(builder, isa).widen(Emit(builder, isa).load(F16, args[0]))
-
-        return types.float32(types.int64), codegen
-
-    return intrinsic(load)
 
 
 store_u8 = _storer(I8, types.int64, "Write the low byte.")

@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import ClassVar
 
 from twinphase.backends.cpu.ceilings import CeilingsError
 from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
@@ -41,6 +42,8 @@ LIMIT_SECONDS = 60.0
 class LinkRates:
     """Between ranks: bytes per second of LARGE rows that each gathers and reads, and seconds that SMALL ones take."""
 
+    large: ClassVar = LARGE
+    small: ClassVar = SMALL
     ranks: int
     bandwidth: float
     latency: float

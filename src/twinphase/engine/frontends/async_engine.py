@@ -12,13 +12,13 @@ import functools
 import struct
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from twinphase import errors
 from twinphase.engine.embedding.embedder import EmbeddingOutput, EmbeddingRequestOutput, load
@@ -57,8 +57,16 @@ from twinphase.phases.record import RequestRecord
 from twinphase.request import SamplingParams, check_priority_and_salt, check_tenant
 from twinphase.sampling.rng import derive_seed
 
-# A longer text is encoded in a thread, so that other answers continue meanwhile.
+# A longer text is encoded on a thread, so that other answers continue.
 MAX_INLINE_CHARACTERS = 4096
+T = TypeVar("T")
+
+
+async def run_inline_if_short(work: Callable[[], T], num_characters: int) -> T:
+    """The result of `work` on a text: done here if the text is short, else on a thread."""
+    if num_characters <= MAX_INLINE_CHARACTERS:
+        return work()
+    return await asyncio.to_thread(work)
 
 
 class AsyncEngine:
@@ -128,33 +136,10 @@ class AsyncEngine:
         """
         arrival = self.clock() if arrival is None else arrival
         limit = self.max_model_len if last is None else None
-        if isinstance(prompt, str) and len(prompt) <= MAX_INLINE_CHARACTERS:
-            text, token_ids = self.text.encode(prompt, limit)
-        else:
-            text, token_ids = await asyncio.to_thread(self.text.encode, prompt, limit)
+        encode = functools.partial(self.text.encode, prompt, limit)
+        length = len(prompt) if isinstance(prompt, str) else MAX_INLINE_CHARACTERS + 1
+        text, token_ids = await run_inline_if_short(encode, length)
         return EncodedPrompt(text, token_ids, arrival, self.clock(), is_plain(prompt)).last(last)
-
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-        arrival: float | None = None,
-        *,
-        last: int | None = None,
-    ) -> EncodedPrompt:
-        """Token ids of a conversation, and the part of the prompt that each belongs to.
-
-        Arguments and errors are those of `chat_prompt`; `arrival` and `last` as for `encode`.
-        """
-        arrival = self.clock() if arrival is None else arrival
-        limit = self.max_model_len if last is None else None
-        encode = functools.partial(self.text.encode_chat, messages, tools, variables or {}, limit)
-        short = len(str(messages)) + len(str(tools)) <= MAX_INLINE_CHARACTERS
-        prompt = encode() if short else await asyncio.to_thread(encode)
-        return EncodedPrompt(
-            prompt.text, prompt.token_ids, arrival, self.clock(), False, prompt.runs
-        ).last(last)
 
     async def submit(
         self,

@@ -117,6 +117,7 @@ class StreamUpdate:
     Attributes:
         text: text that became certain; often empty during prefill, or inside a character.
         token_ids, logprobs: of the new output tokens; logprobs only if asked for.
+        text_ends: of the new output tokens, as in `Transcript`.
         phase: PREFILL until the first token, DECODE from then on.
         num_prefilled: prompt tokens in the KV cache so far, cached ones included.
         finished: True in the last update.
@@ -130,6 +131,7 @@ class StreamUpdate:
     num_prefilled: int
     finished: bool
     transcript: Transcript = field(repr=False)
+    text_ends: Sequence[int] = ()
 
     @property
     def output(self) -> RequestOutput:
@@ -161,6 +163,8 @@ class Transcript:
         keep_special: control tokens that are part of the text, such as those around a tool call.
         num_prefilled: prompt tokens in the KV cache so far, cached ones included.
         token_ids, text, logprobs: the answer so far; logprobs only if asked for.
+        text_ends: for each output token, the position in the text after its last character; beyond
+            the text's end while the text may be the beginning of a stop string.
         prompt_logprobs: of the prompt tokens prefilled so far, from the second one; only if asked
             for.
         stop_string: the one that ended the answer.
@@ -176,6 +180,7 @@ class Transcript:
     num_prefilled: int = 0
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    text_ends: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_string: str | None = None
@@ -250,9 +255,10 @@ class Transcript:
         for index, token_id in enumerate(update.token_ids, start=1):
             self.token_ids.append(token_id)
             is_stop_token = stopped and index == len(update.token_ids)
-            if is_stop_token and not self.sampling_params.include_stop_str_in_output:
-                break
-            self.text += self._detokenizer.append(token_id)
+            # A stop token is no part of the text, unless asked for.
+            if not is_stop_token or self.sampling_params.include_stop_str_in_output:
+                self.text += self._detokenizer.append(token_id)
+            self.text_ends.append(len(self.text) + self._detokenizer.num_held)
             if self._detokenizer.stopped:
                 self.stop_string = self._detokenizer.stop_string
                 break
@@ -282,12 +288,20 @@ class Transcript:
         text = self.text[self._num_chars_given :]
         token_ids = self.token_ids[self.num_tokens_given :]
         logprobs = self.logprobs[self.num_tokens_given : len(self.token_ids)]
+        text_ends = self.text_ends[self.num_tokens_given :]
         self._num_chars_given = len(self.text)
         self.num_tokens_given = len(self.token_ids)
         self._num_prefilled_given = self.num_prefilled
         phase = Phase.DECODE if self.token_ids else Phase.PREFILL
         return StreamUpdate(
-            text, token_ids, logprobs, phase, self.num_prefilled, self.finished, self
+            text,
+            token_ids,
+            logprobs,
+            phase,
+            self.num_prefilled,
+            finished=self.finished,
+            transcript=self,
+            text_ends=text_ends,
         )
 
     def output(self) -> RequestOutput:

@@ -36,8 +36,8 @@ from twinphase.phases.work import ModelShape, model_shape
 from twinphase.request import Request, RequestCounts, SamplingParams
 from twinphase.scheduler.pace import Pace, Pacing
 from twinphase.scheduler.scheduler import Scheduler
-from twinphase.speculation.heads import open_heads
-from twinphase.speculation.hidden import HiddenProposer
+from twinphase.speculation.hidden_states import HiddenStateProposer
+from twinphase.speculation.load_heads import load_heads
 from twinphase.speculation.speculator import make_speculator
 from twinphase.speculative import HEADS, speculative_config
 from twinphase.weights.checkpoint import Checkpoint
@@ -97,7 +97,7 @@ class LoadedEngine:
         if speculation.method in HEADS:
             folder = Path(speculation.model)
             most = speculation.num_speculative_tokens
-            heads = open_heads(folder, speculation.method, self.checkpoint, b.num_layers, most)
+            heads = load_heads(folder, speculation.method, self.checkpoint, b.num_layers, most)
         drafts = None
         if speculation.method == "draft_model":
             from twinphase.engine.loading.drafting import add_draft_model, open_draft_model
@@ -247,7 +247,7 @@ def make_backend(
         return ReferenceBackend()
     if config.backend == "torch":
         require_torch()
-        from twinphase.backends.torch.backend import open_backend
+        from twinphase.backends.torch.opening import open_backend
 
         eager = (
             config.enforce_eager or config.tensor_parallel_size > 1
@@ -274,7 +274,7 @@ def make_engine(
     backend: Backend,
     shape: ModelShape,
     eos_token_ids: frozenset[int],
-    heads: HiddenProposer | None = None,
+    heads: HiddenStateProposer | None = None,
 ) -> Engine:
     """Allocate the KV cache of a `backend` that has `model`, and put an engine together.
 
@@ -292,7 +292,30 @@ def make_engine(
     backend.allocate_kv_cache(spec)
     shape = replace(shape, kv_token_bytes=backend.kv_bytes_per_token())
     cost_model = CostModel(starting_prices(shape, measured_ceilings(config)), shape.windowed_share)
-    scheduler = Scheduler(
+    scheduler = make_scheduler(config, backend, eos_token_ids, cost_model, shape.window)
+    runner = Runner(model, backend, block_size=config.block_size, eos_token_ids=eos_token_ids)
+    if heads is not None:
+        runner.show_hidden(heads)
+    recorder = StepRecorder(shape, cost_model, trace=_step_log(config, scheduler, cost_model))
+    wanted = speculative_config(config.speculative_config)
+    drafter = make_speculator(
+        wanted, cost_model, lambda: scheduler.slo_seconds, shape.window, heads
+    )
+    sizes: dict[str, Any] = {"shape": shape, "vocab_size": model.blueprint.vocab_size}
+    return Engine(scheduler, runner, recorder, **sizes, seed=config.seed, drafter=drafter)
+
+
+def make_scheduler(
+    config: EngineConfig,
+    backend: Backend,
+    eos_token_ids: frozenset[int],
+    cost_model: CostModel,
+    window: int | None,
+) -> Scheduler:
+    """A scheduler over the allocated KV cache of a `backend`; `config` is resolved."""
+    if config.max_model_len is None or config.num_kv_blocks is None:
+        raise ValueError("the configuration is not resolved")
+    return Scheduler(
         KVCacheManager(
             config.num_kv_blocks,
             config.block_size,
@@ -306,18 +329,8 @@ def make_engine(
         max_num_seqs=config.max_num_seqs,
         policy=config.scheduling_policy,
         itl_slo_ms=config.slo_number,
-        window=shape.window,
+        window=window,
     )
-    runner = Runner(model, backend, block_size=config.block_size, eos_token_ids=eos_token_ids)
-    if heads is not None:
-        runner.show_hidden(heads)
-    recorder = StepRecorder(shape, cost_model, trace=_step_log(config, scheduler, cost_model))
-    wanted = speculative_config(config.speculative_config)
-    drafter = make_speculator(
-        wanted, cost_model, lambda: scheduler.slo_seconds, shape.window, heads
-    )
-    sizes: dict[str, Any] = {"shape": shape, "vocab_size": model.blueprint.vocab_size}
-    return Engine(scheduler, runner, recorder, **sizes, seed=config.seed, drafter=drafter)
 
 
 def _step_log(

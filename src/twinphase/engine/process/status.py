@@ -53,3 +53,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     blocks_received: dict[str, int] = {}
     role_reason: str = ""
     ranks: list[RankFacts] = []
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == "ready"

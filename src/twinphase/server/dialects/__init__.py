@@ -1,4 +1,4 @@
-"""APIs beside OpenAI's: one file each, of what requests mean in the server's own words and how answers are written."""
+"""Other APIs than OpenAI's: each translates its requests to OpenAI's and writes its own replies."""
 
 from twinphase.server.dialects.anthropic import anthropic_shape
 from twinphase.server.dialects.ollama import ollama_shape

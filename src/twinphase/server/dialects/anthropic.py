@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: what its requests mean in the server's own words, and its events and bodies.
+"""Anthropic's Messages API: its requests as OpenAI's, and its events and bodies.
 
 A request's text blocks, tools and tool results are all that is read; images and documents are
 refused. What was cached is told, and needs no `cache_control`.
@@ -26,14 +26,15 @@ from twinphase.server.dialects.anthropic_types import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from twinphase.server.dialects.words import call_of, content_of, json_form, tool_named
+from twinphase.server.dialects.words import content_of, json_form, tool_named
 from twinphase.server.generation import answer
-from twinphase.server.jobs import Job, template_inputs, within_context
+from twinphase.server.jobs import Job, encode_chat, within_context
 from twinphase.server.openai_types import ChatCompletionRequest
 from twinphase.server.problems import Problem, validated
 from twinphase.server.replies import Replies, encode
 from twinphase.server.service import Service
 from twinphase.server.text_routes import documented
+from twinphase.server.tool_calls import call_of
 
 # Anthropic's word for a status.
 TYPES = {
@@ -152,7 +153,7 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
 
 
 class MessageReplies(Replies):
-    """Replies of /v1/messages: an answer is a list of blocks, of thinking, text and calls in the order of the text."""
+    """Replies of /v1/messages: lists of blocks (thinking, text, calls) in the order of the text."""
 
     def __init__(self, block_size: int, *known: Any) -> None:
         """`block_size` of the KV cache, in tokens; `known` as in `Replies`."""
@@ -164,8 +165,8 @@ class MessageReplies(Replies):
         self._index = -1
         self._kind = ""
 
-    def names(self) -> list[tuple[bytes, bytes]]:
-        return [*super().names(), (b"request-id", self.job.id.encode())]
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [*super().headers(), (b"request-id", self.job.id.encode())]
 
     def failure(self, problem: bytes) -> bytes:
         return b"event: error\ndata: " + problem + b"\n\n"
@@ -175,7 +176,7 @@ class MessageReplies(Replies):
         if not self._begun:  # it is known now how much of the prompt was cached
             self._begun = True
             message = {
-                **self._head,
+                **self.head(),
                 "content": [],
                 "stop_reason": None,
                 "stop_sequence": None,
@@ -201,7 +202,7 @@ class MessageReplies(Replies):
                 )
         if delta.finished:
             events += self._end_block()
-            told = self._told(self._choice)
+            told = self._reports(self._choice)
             events += _event("message_delta", delta=self._stop(), usage=self._usage(), **told)
         return events
 
@@ -220,11 +221,11 @@ class MessageReplies(Replies):
                 {"type": "tool_use", "id": call.id, "name": call.name, "input": call.given}
             )
         return {
-            **self._head,
+            **self.head(),
             "content": blocks,
             **self._stop(),
             "usage": self._usage(),
-            **self._told(choice),
+            **self._reports(choice),
         }
 
     def head(self) -> dict[str, Any]:
@@ -258,7 +259,7 @@ class MessageReplies(Replies):
         return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
 
     def _usage(self) -> dict[str, int]:
-        """Tokens of the prompt add up from those read from the cache, written to it, and the rest."""
+        """The prompt's tokens: those read from the cache, written to it, and the rest."""
         prompt = len(self.job.prompts[0].token_ids)
         cached = self._choice.stream.transcript.counts.num_cached_tokens
         written = max(0, prompt // self._block_size * self._block_size - cached)
@@ -294,11 +295,7 @@ def add_messages(api: APIRouter, service: Service) -> None:
         """Count the tokens of a conversation, as Anthropic's API does."""
         service.check_task("generate")
         service.check_model(body.model)
-        text = service.host.text
-        limit = service.max_model_len
-
-        def count() -> int:
-            inputs = template_inputs(text, _chat(body, thinks()), service.config.tool_prompt)
-            return len(text.encode_chat(*inputs, limit).token_ids)
-
-        return JSONResponse({"input_tokens": await asyncio.to_thread(count)})
+        known = service.config.tool_prompt, service.max_model_len
+        chat = _chat(body, thinks())
+        prompt = await asyncio.to_thread(encode_chat, service.host.text, chat, *known)
+        return JSONResponse({"input_tokens": len(prompt.token_ids)})

@@ -9,8 +9,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from twinphase.server.openai_types import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Name, Stop
-from twinphase.server.strict import MAX_PARTS, Strict, text_or_parts
+from twinphase.server.strict import (
+    ModelName,
+    Name,
+    Natural,
+    Positive,
+    Strict,
+    ToolName,
+    UpTo16,
+    UpTo128,
+    UpTo4096,
+    text_or_parts,
+)
 
 _as_blocks = text_or_parts("text", ("image", "document", "search_result", "container_upload"))
 
@@ -45,8 +55,7 @@ class ToolUseBlock(_Block):
 
 
 TextBlocks = Annotated[
-    list[TextBlock],
-    Field(fail_fast=True, max_length=MAX_PARTS),
+    UpTo4096[TextBlock],
     BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock]),
 ]
 
@@ -64,8 +73,7 @@ Block = Annotated[
     TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
 ]
 Blocks = Annotated[
-    list[Block],
-    Field(fail_fast=True, max_length=MAX_PARTS),
+    UpTo4096[Block],
     BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block]),
 ]
 
@@ -81,7 +89,7 @@ class CustomTool(_Block):
     """A tool of the client's; Anthropic's own, which run on its servers, are refused."""
 
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
@@ -108,7 +116,7 @@ class Thinking(Strict):
     """Whether the model thinks, and for how long; left out, the model decides."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    budget_tokens: Natural | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -129,10 +137,10 @@ class OutputConfig(Strict):
 class CountTokensRequest(Strict):
     """POST /v1/messages/count_tokens."""
 
-    model: Annotated[str, Field(max_length=1024)]
-    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    model: ModelName
+    messages: Annotated[UpTo4096[Turn], Field(min_length=1)]
     system: TextBlocks | None = None
-    tools: Annotated[list[CustomTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: UpTo128[CustomTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -143,9 +151,9 @@ class CountTokensRequest(Strict):
 class MessagesRequest(CountTokensRequest):
     """POST /v1/messages."""
 
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
+    max_tokens: Positive
     stream: bool | None = False
-    stop_sequences: Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop_sequences: UpTo16[Name] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None

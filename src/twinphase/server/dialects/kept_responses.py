@@ -18,7 +18,7 @@ MAX_KEPT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Kept:
-    """A response: its body as JSON, the conversation up to its end, as messages of a chat, and what was sent for it."""
+    """A kept response, as JSON: its body, the conversation with its answer, and its input items."""
 
     body: bytes
     messages: bytes
@@ -29,7 +29,7 @@ class Kept:
         return len(self.body) + len(self.messages) + len(self.input_items)
 
     def page(self, limit: int, order: str, after: str | None) -> dict[str, Any]:
-        """So many of the items, as OpenAI's lists have them: the last ones first, unless `order` is "asc"."""
+        """Up to `limit` items as an OpenAI list, newest first unless `order` is "asc"."""
         items = msgspec.json.decode(self.input_items)
         items = items if order == "asc" else items[::-1]
         ids = [item["id"] for item in items]
@@ -56,7 +56,7 @@ class Responses:
         self.running: WeakValueDictionary[tuple[str, str], Generation] = WeakValueDictionary()
 
     def put(self, tenant: str, response_id: str, kept: Kept) -> None:
-        """What is too much goes from the tenant who has the most of that: nobody can push out what others keep."""
+        """Evict from the tenant that stores most, so that no tenant can evict another's."""
         with self._lock:
             self._kept.setdefault(tenant, {})[response_id] = kept
             self._limit(len, self._most)

@@ -33,22 +33,27 @@ from twinphase.server.dialects.ollama_types import (
     Options,
     ShowRequest,
 )
-from twinphase.server.dialects.words import call_of, json_form
+from twinphase.server.dialects.words import json_form
 from twinphase.server.embeddings import Embeddings, embedding_inputs
 from twinphase.server.generation import answer
 from twinphase.server.jobs import Job, within_context
-from twinphase.server.openai_types import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from twinphase.server.openai_types import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    Sampling,
+)
 from twinphase.server.problems import Problem, validated
 from twinphase.server.replies import ChatReplies, encode
 from twinphase.server.service import Service
 from twinphase.server.text_routes import documented
-from twinphase.server.tool_calls import ToolCall
+from twinphase.server.tool_calls import ToolCall, call_of
 
 BEFORE_KINDS = (IntervalKind.TOKENIZE, IntervalKind.ROUTE, IntervalKind.QUEUE)
 STREAM = "application/x-ndjson"
 ERRORS, ANSWER = documented(OllamaErrorResponse, STREAM)
 FOREVER = "2318-01-01T00:00:00Z"  # Ollama's date for a model that is not unloaded
-NONE_ASKED = 2**31 - 1  # tokens: to the end of the context
+TO_CONTEXT_END = 2**31 - 1  # tokens
 
 
 def ollama_shape(problem: Problem) -> dict[str, Any]:
@@ -60,22 +65,14 @@ def ollama_shape(problem: Problem) -> dict[str, Any]:
 
 def _common(service: Service, body: Generating, *, is_chat: bool) -> dict[str, Any]:
     """Fields of chats, or of prompts that the model simply goes on with."""
-    given = (body.options or Options()).model_dump(exclude_none=True)
-    names = (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "stop",
-    )
-    fields = {name: given[name] for name in names if name in given}
-    fields |= {"repetition_penalty": given["repeat_penalty"]} if "repeat_penalty" in given else {}
-    fields |= {"seed": given["seed"]} if given.get("seed", -1) != -1 else {}
-    most = given.get("num_predict", -1)
+    options = (body.options or Options()).model_dump(exclude_none=True)
+    names = {*Sampling.model_fields, "repetition_penalty", "presence_penalty", "frequency_penalty"}
+    fields = {name: value for name, value in options.items() if name in names}
+    if fields.get("seed") == -1:
+        del fields["seed"]
+    most = options.get("num_predict", -1)
     fields |= {"model": served_name(service, body.model), "stream": body.stream is not False}
-    fields["max_tokens"] = most if most > 0 else NONE_ASKED
+    fields["max_tokens"] = most if most > 0 else TO_CONTEXT_END
     if body.format == "json":
         fields["response_format"] = {"type": "json_object"}
     elif body.format:
@@ -186,7 +183,7 @@ class _OllamaReplies(ChatReplies):
         raise NotImplementedError
 
     def _done(self, choice: Choice) -> dict[str, Any]:
-        """The durations are in nanoseconds; `load` is what came before the prompt: tokenizing and the queue."""
+        """Durations in nanoseconds; `load_duration` is tokenizing and queueing."""
         transcript = choice.stream.transcript
         timeline = transcript.timeline
         totals = transcript.timeline.totals()
@@ -203,7 +200,7 @@ class _OllamaReplies(ChatReplies):
             "prompt_eval_duration": _ns(prefill),
             "eval_count": len(choice.token_ids),
             "eval_duration": _ns(decode),
-            **self._told(choice),
+            **self._reports(choice),
         }
 
 

@@ -6,35 +6,31 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from twinphase.server.openai_types import (
-    MAX_MESSAGES,
-    MAX_STOPS,
-    MAX_TOOLS,
+from twinphase.server.openai_types import Sampling
+from twinphase.server.strict import (
+    Int32,
+    ModelName,
     Name,
-    Seed,
-    Stop,
-    Texts,
+    NumLogprobs,
+    Positive,
+    Strict,
+    Unread,
+    UpTo128,
+    UpTo4096,
+    UpTo65536,
 )
-from twinphase.server.strict import Strict, Unread
 
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
 One = Annotated[float, Field(ge=1, le=1)] | None
 Zero = Annotated[int, Field(ge=0, le=0)] | None
-Count = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 KeepAlive = float | str | None  # the model stays
 
 
-class Options(Strict):
+class Options(Sampling):
     """How an answer is drawn; what is left out is the server's, not the model's Modelfile."""
 
-    num_predict: Count | None = None
-    temperature: float | None = None
-    top_k: Count | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: Seed | None = None
-    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    num_predict: Int32 | None = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=100, alias="repeat_penalty")] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     # Accepted at the value that means what is done anyway: penalties look at the whole text.
@@ -45,12 +41,12 @@ class Options(Strict):
     mirostat_tau: Unread = None
     mirostat_eta: Unread = None
     # Where and how the model is run, which was said when the server was started.
-    num_ctx: Count | None = None
-    num_batch: Count | None = None
-    num_gpu: Count | None = None
-    main_gpu: Count | None = None
-    num_thread: Count | None = None
-    num_keep: Count | None = None
+    num_ctx: Int32 | None = None
+    num_batch: Int32 | None = None
+    num_gpu: Int32 | None = None
+    main_gpu: Int32 | None = None
+    num_thread: Int32 | None = None
+    num_keep: Int32 | None = None
     numa: bool | None = None
     low_vram: bool | None = None
     f16_kv: bool | None = None
@@ -73,7 +69,7 @@ class Generating(Asked):
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: NumLogprobs | None = None
 
 
 class CalledFunction(Strict):
@@ -99,7 +95,7 @@ class OllamaMessage(Strict):
     content: str | None = ""
     thinking: str | None = None
     images: Nothing = None
-    tool_calls: Annotated[list[Call], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_calls: UpTo128[Call] | None = None
     tool_name: str | None = None
     tool_call_id: Name | None = None
 
@@ -107,12 +103,8 @@ class OllamaMessage(Strict):
 class OllamaChatRequest(Generating):
     """POST /api/chat."""
 
-    messages: (
-        Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None
-    ) = None
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
-        None
-    )
+    messages: UpTo4096[OllamaMessage] | None = None
+    tools: UpTo128[dict[str, Any]] | None = None
 
 
 class OllamaGenerateRequest(Generating):
@@ -130,9 +122,9 @@ class OllamaGenerateRequest(Generating):
 class EmbedRequest(Asked):
     """POST /api/embed; a text that is too long is refused, whatever `truncate` says."""
 
-    input: str | Texts
+    input: str | UpTo65536[str]
     truncate: bool | None = None
-    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    dimensions: Positive | None = None
     options: Unread = None
 
 
@@ -146,8 +138,8 @@ class OldEmbedRequest(Asked):
 class ShowRequest(Strict):
     """POST /api/show."""
 
-    model: Annotated[str, Field(max_length=1024)] | None = None
-    name: Annotated[str, Field(max_length=1024)] | None = None
+    model: ModelName | None = None
+    name: ModelName | None = None
     verbose: bool | None = None
 
 

@@ -1,4 +1,4 @@
-"""The items of a response of OpenAI's Responses API as they grow, and the events that tell of it."""
+"""Items of a response of OpenAI's Responses API as they grow, and their events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from twinphase.batch import TokenLogprobs
-from twinphase.server.answers import Choice, ContentTokens, Delta
+from twinphase.server.answers import Choice, Delta
 from twinphase.server.replies import encode
 
 PREFIXES = {
@@ -38,8 +38,8 @@ class ResponseItems:
         self._choice = choice
         self._logprob = logprob
         self._open = False
-        self._tokens = ContentTokens(choice)
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
+        self._num_labelled = 0  # tokens taken from the answer's labels
+        self._logprobs: list[dict[str, Any]] = []  # of content tokens whose text is still to come
 
     def event(self, kind: str, **fields: Any) -> bytes:
         data = encode({"type": kind, "sequence_number": self.num_events, **fields})
@@ -49,9 +49,10 @@ class ResponseItems:
     def take(self, delta: Delta) -> bytes:
         """The events of what an update brought."""
         events = b""
-        self._logprobs += [
-            self._logprob(token) for token in self._tokens.take(delta.logprobs, delta.finished)
-        ]
+        first = self._num_labelled
+        labelled = zip(self._choice.logprobs[first:], self._choice.labels[first:], strict=False)
+        self._logprobs += [self._logprob(token) for token, label in labelled if label == "content"]
+        self._num_labelled = len(self._choice.labels)
         if delta.reasoning:
             events += self._text("reasoning", delta.reasoning)
         for call in delta.tool_calls:

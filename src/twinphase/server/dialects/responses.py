@@ -25,7 +25,7 @@ from twinphase.server.dialects.responses_types import (
     ReasoningItem,
     ResponsesRequest,
 )
-from twinphase.server.dialects.words import call_of, content_of, json_form, tool_named
+from twinphase.server.dialects.words import content_of, json_form, tool_named
 from twinphase.server.generation import answer
 from twinphase.server.jobs import Job
 from twinphase.server.openai_types import AnyGeneration, ChatCompletionRequest
@@ -33,7 +33,7 @@ from twinphase.server.problems import validated
 from twinphase.server.replies import ChatReplies, encode, usage
 from twinphase.server.service import Service
 from twinphase.server.text_routes import ANSWER, ERRORS
-from twinphase.server.tool_calls import ToolCallDelta
+from twinphase.server.tool_calls import ToolCallDelta, call_of
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -119,12 +119,12 @@ def _turn(said: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponseReplies(ChatReplies):
-    """Replies of /v1/responses: an answer is a list of items, of thoughts, a message and calls, in the text's order."""
+    """Replies of /v1/responses: lists of items (reasoning, message, calls) in the text's order."""
 
     def __init__(
         self, body: ResponsesRequest, tenant: str, known: Responses, chat: Any, *others: Any
     ) -> None:
-        """`known` are the kept responses, `chat` the messages that are answered; `others` as in `Replies`."""
+        """`known` keeps responses, `chat` are the messages to answer; `others` as in `Replies`."""
         super().__init__(*others)
         self._body = body
         self._tenant = tenant
@@ -165,7 +165,7 @@ class ResponseReplies(ChatReplies):
         return self._finished(self._whole(finished=True))
 
     def cancelled(self) -> dict[str, Any] | None:
-        """The response as far as it came, which is kept like a finished one; None if it has finished."""
+        """The response so far, kept like a finished one; None if it has finished."""
         response = self._response("cancelled", self._whole(finished=False))
         return response if self._end_with(response) is response else None
 
@@ -192,11 +192,11 @@ class ResponseReplies(ChatReplies):
         response = self._response("incomplete" if short else "completed", items)
         response["incomplete_details"] = {"reason": "max_output_tokens"} if short else None
         response["usage"] = _usage(self.job, self.choices)
-        response |= self._told(self._choice)
+        response |= self._reports(self._choice)
         return self._end_with(response)
 
     def _end_with(self, response: dict[str, Any]) -> dict[str, Any]:
-        """The first end that a response comes to stands, and is kept: threads write bodies while others cancel."""
+        """Keep the response's first end: a thread may write its body during a cancellation."""
         first = self._ended.setdefault(
             "response", response
         )  # which no other thread can come between
@@ -255,7 +255,7 @@ class ResponseReplies(ChatReplies):
 
 
 def _given_items(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """The items of a request as they are listed: the client's name for one, or a new one where another has it."""
+    """The input items as listed, with the client's ids where these are unique."""
     found: dict[str, dict[str, Any]] = {}
     for item in items:
         known = isinstance(item.id, str) and item.id and item.id not in found
@@ -265,7 +265,7 @@ def _given_items(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def _said(choice: Choice) -> dict[str, Any]:
-    """The answer as a message of a chat; of a call that was cut off, the arguments that came whole."""
+    """The answer as a chat message; of a call that was cut off, the complete arguments."""
     message: dict[str, Any] = {"role": "assistant", "content": choice.content}
     if choice.reasoning:
         message["reasoning_content"] = choice.reasoning

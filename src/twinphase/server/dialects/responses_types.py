@@ -6,16 +6,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from twinphase.server.openai_types import (
-    MAX_MESSAGES,
-    MAX_STOPS,
-    MAX_TOOLS,
-    AnyGeneration,
-    Function,
+from twinphase.server.openai_types import AnyGeneration, Function, NamedFunction
+from twinphase.server.strict import (
+    UNREAD,
     Name,
-    NamedFunction,
+    NumLogprobs,
+    Positive,
+    Strict,
+    Unread,
+    UpTo16,
+    UpTo128,
+    UpTo4096,
+    text_or_parts,
 )
-from twinphase.server.strict import MAX_PARTS, UNREAD, Strict, Unread, text_or_parts
 
 
 def _as_items(given: Any) -> Any:
@@ -56,8 +59,7 @@ class RefusalContent(Strict):
 
 
 Contents = Annotated[
-    list[Annotated[TextContent | RefusalContent, Field(discriminator="type")]],
-    Field(fail_fast=True, max_length=MAX_PARTS),
+    UpTo4096[Annotated[TextContent | RefusalContent, Field(discriminator="type")]],
     BeforeValidator(text_or_parts("input_text", ("input_image", "input_file", "input_audio"))),
 ]
 
@@ -100,10 +102,8 @@ class ReasoningItem(_Item):
     """What the model thought before an earlier answer."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[Thought], Field(fail_fast=True, max_length=MAX_PARTS)] = Field(
-        default_factory=list
-    )
-    content: Annotated[list[Thought], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    summary: UpTo4096[Thought] = Field(default_factory=list)
+    content: UpTo4096[Thought] | None = None
     encrypted_content: None = None  # nothing here can read another server's
 
 
@@ -148,7 +148,7 @@ class TextConfig(Strict):
 
 
 class Reasoning(Strict):
-    """How much the model is to think; its thoughts are told whole, so there is no summary of them."""
+    """How much the model is to think; thoughts are sent whole, so there is no summary."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -164,28 +164,21 @@ class ResponseStreamOptions(Strict):
 class ResponsesRequest(AnyGeneration):
     """POST /v1/responses."""
 
-    input: Annotated[
-        list[Item],
-        Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
-        BeforeValidator(_as_items),
-    ]
+    input: Annotated[UpTo4096[Item], Field(min_length=1), BeforeValidator(_as_items)]
     instructions: str | None = None
     previous_response_id: Name | None = None
     store: bool = True
     stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(
-        default_factory=list
-    )
+    max_output_tokens: Positive | None = None
+    tools: UpTo128[FunctionTool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    include: Annotated[
-        list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
-        Field(fail_fast=True, max_length=MAX_STOPS),
-    ] = Field(default_factory=list)
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    include: UpTo16[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
+        default_factory=list
+    )
+    top_logprobs: NumLogprobs | None = None
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],

@@ -13,11 +13,6 @@ def content_of(parts: Sequence[Any]) -> str | list[dict[str, Any]]:
     return [{"type": "text", "text": part.text} for part in parts]
 
 
-def call_of(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A tool call of an earlier message; `arguments` is JSON text."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
 def tool_named(name: str) -> dict[str, Any]:
     """The choice of that tool."""
     return {"type": "function", "function": {"name": name}}

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from twinphase import TimedRequest
 from twinphase.phases.timeline import StepRecord
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial
 from twinphase_bench.lab.workbench import Workbench
-from twinphase_bench.targets.stepped import TimedRequest
 
 PROMPTS = 4
 OUTPUT = 16
@@ -81,9 +81,7 @@ def _answer(bench: Workbench, way: str, prompt: list[int]) -> tuple[TimedRequest
     if way is BATCHED:
         for number in range(min(OTHERS, bench.workshop.config.max_num_seqs - 1)):
             # Of different lengths, so that they come and go while it runs.
-            engine.submit(
-                bench.workshop.prompt(max(1, len(prompt) // (number + 1))), OUTPUT + number
-            )
+            engine.submit(bench.prompt(max(1, len(prompt) // (number + 1))), OUTPUT + number)
     if way is CACHED:
         engine.prefill(prompt)
     ticket = engine.submit(prompt, OUTPUT, logprobs=True)

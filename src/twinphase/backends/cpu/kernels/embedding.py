@@ -1,4 +1,4 @@
-"""Rows of the token embedding, read straight from the checkpoint's blocks to float32."""
+"""Rows of the token embedding, from the checkpoint's blocks to float32."""
 
 from __future__ import annotations
 
@@ -6,218 +6,96 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
 
-from twinphase.backends.cpu.emit import F32, Value
-from twinphase.backends.cpu.formats import FORMATS, IQ4_VALUES, MXFP4_VALUES
+from twinphase.backends.cpu.emit import F32, I8, I16, I32, Emit, Value, vector
+from twinphase.backends.cpu.formats import GROUP
 from twinphase.backends.cpu.intrinsics import (
     KERNEL_SIGNATURE,
+    emitted,
     fields,
-    load_f16,
-    load_f32,
-    load_u8,
-    load_u16,
     load_u32,
     store_f32,
 )
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.kernels.packing import BLOCK_BYTES
+from twinphase.backends.cpu.kernels.blocks import Blocks
+from twinphase.backends.cpu.kernels.linear import DENSE, dense_values
+from twinphase.weights.block_formats import FORMATS, BlockFormat
+
+VALUES = vector(F32, GROUP)
 
 
-@intrinsic
-def _float_from_bits(ctx: Any, bits: Any) -> Any:
-    """The float32 whose bits are the low 32 of an int64."""
-
-    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Value:
-        return b.bitcast(b.trunc(args[0], ir.IntType(32)), F32)
-
-    return types.float32(types.int64), codegen
-
-
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def _k_scale(block: int, j: int) -> int:
-    """6-bit scale j of a Q4_K or Q5_K block."""
-    if j < 4:
-        return load_u8(block + 4 + j) & 63
-    return (load_u8(block + 8 + j) & 15) | (load_u8(block + j) >> 6 << 4)
+def _codes(e: Emit, blocks: Blocks, fmt: BlockFormat, group: int) -> Value:
+    """What the codes of a group stand for, less their offset, float32 [32]."""
+    words = ir.Constant(vector(I32, GROUP // 4), ir.Undefined)
+    for i in range(GROUP // 4):
+        quad = blocks.codes(GROUP * group + 4 * i)
+        words = e.b.insert_element(words, quad, ir.Constant(I32, i))
+    codes = e.b.bitcast(words, vector(I8, GROUP))
+    if fmt.values:
+        return e.b.sitofp(e.select_by_code(codes, fmt.values), VALUES)
+    offset = 128 if fmt.bits == 8 else fmt.offset
+    numbers = vector(I32, GROUP)
+    return e.b.sitofp(e.b.sub(e.b.zext(codes, numbers), e.splat(numbers, offset)), VALUES)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def _k_minimum(block: int, j: int) -> int:
-    """6-bit minimum j of a Q4_K or Q5_K block."""
-    if j < 4:
-        return load_u8(block + 8 + j) & 63
-    return (load_u8(block + 8 + j) >> 4) | (load_u8(block + 4 + j) >> 6 << 4)
+def _parameters(e: Emit, blocks: Blocks, fmt: BlockFormat, group: int) -> tuple[Value, Value]:
+    """Scale and minimum of each value of a group, float32 [32]; None for no minimum."""
+    numbers = blocks.parameters(group)
+
+    def half(bits: Value) -> Value:
+        return e.widen(e.b.bitcast(e.b.trunc(bits, I16), ir.HalfType()))
+
+    if fmt.power_scales:
+        bits = e.b.shl(numbers[0], ir.Constant(I32, 23))
+        floats = [e.b.fmul(e.b.bitcast(bits, F32), ir.Constant(F32, 0.5))]
+    elif fmt.scales:
+        halves = [half(blocks.word(at, I16)) for at in fmt.halves]
+        count = GROUP // fmt.group_size
+        floats = [
+            e.b.fmul(halves[i // count], e.b.sitofp(number, F32))
+            for i, number in enumerate(numbers)
+        ]
+    else:
+        floats = [half(number) for number in numbers]
+    lanes = [e.broadcast(value, fmt.group_size) for value in floats]
+    if fmt.group_size < GROUP:
+        lanes = [e.shuffle(lanes[i], lanes[i + 1], range(GROUP)) for i in range(0, len(lanes), 2)]
+    return lanes[0], lanes[1] if fmt.has_minimum else None
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def _q3_scale(block: int, i: int) -> int:
-    """Scale i of the 16 of a Q3_K block: 6 bits, less 32."""
-    low = load_u8(block + 96 + i % 8) >> 4 * (i // 8) & 15
-    return (low | (load_u8(block + 104 + i % 4) >> 2 * (i // 4) & 3) << 4) - 32
+def _quantized_row(isa: Isa, fmt: BlockFormat) -> Any:
+    """Numba function (row, width, out, bits of the scale) of a row in blocks."""
+
+    def write(e: Emit, row: Value, width: Value, out: Value, bits: Value) -> None:
+        factor = e.broadcast(e.b.bitcast(e.b.trunc(bits, I32), F32), GROUP)
+        with e.loop(0, e.b.sdiv(width, e.i64(fmt.block_size))) as i:
+            blocks = Blocks(e, fmt, [row], e.mul(i, fmt.block_bytes))
+            to = e.add(out, e.mul(i, 4 * fmt.block_size))
+            for group in range(fmt.block_size // GROUP):
+                scale, minimum = _parameters(e, blocks, fmt, group)
+                values = e.b.fmul(scale, _codes(e, blocks, fmt, group))
+                if minimum is not None:
+                    add = e.b.fsub if fmt.minima else e.b.fadd
+                    values = add(values, minimum)
+                e.store(e.b.fmul(values, factor), to, 4 * GROUP * group)
+
+    return emitted(isa, 4, write)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def _iq4_scale(block: int, j: int) -> int:
-    """Scale j of the 8 of an IQ4_XS block: 6 bits, less 32."""
-    low = load_u8(block + 4 + j // 2) >> 4 * (j % 2) & 15
-    return (low | (load_u16(block + 2) >> 2 * j & 3) << 4) - 32
+def _dense_row(isa: Isa, dtype: str) -> Any:
+    """The same of a row of F32, F16 or BF16."""
+    element, size = DENSE[dtype]
 
+    def write(e: Emit, row: Value, width: Value, out: Value, bits: Value) -> None:
+        factor = e.b.bitcast(e.b.trunc(bits, I32), F32)
+        whole = e.mul(e.b.sdiv(width, e.i64(GROUP)), GROUP)
+        for start, end, lanes in ((0, whole, GROUP), (whole, width, 1)):
+            with e.loop(start, end, lanes) as i:
+                raw = e.load(vector(element, lanes), row, e.mul(i, size))
+                values = e.b.fmul(dense_values(e, dtype, raw), e.broadcast(factor, lanes))
+                e.store(values, out, e.mul(i, 4))
 
-def _code_of(name: str) -> Any:
-    """The function (block address, group within the block, input within the group) -> code."""
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q4(block: int, j: int, k: int) -> int:
-        return load_u8(block + header + k % 16) >> 4 * (k // 16) & 15
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q5(block: int, j: int, k: int) -> int:
-        low = load_u8(block + header + 4 + k % 16) >> 4 * (k // 16) & 15
-        return low | (load_u32(block + header) >> k & 1) << 4
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q8(block: int, j: int, k: int) -> int:
-        return load_u8(block + 2 + k) ^ 128
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q4_k(block: int, j: int, k: int) -> int:
-        return load_u8(block + 16 + j // 2 * 32 + k) >> 4 * (j % 2) & 15
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q5_k(block: int, j: int, k: int) -> int:
-        low = load_u8(block + 48 + j // 2 * 32 + k) >> 4 * (j % 2) & 15
-        return low | (load_u8(block + 16 + k) >> j & 1) << 4
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q6_k(block: int, j: int, k: int) -> int:
-        half = j // 4
-        part = j % 4
-        low = load_u8(block + half * 64 + part % 2 * 32 + k) >> 4 * (part // 2) & 15
-        return low | (load_u8(block + 128 + half * 32 + k) >> 2 * part & 3) << 4
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q2_k(block: int, j: int, k: int) -> int:
-        return load_u8(block + 16 + j // 4 * 32 + k) >> 2 * (j % 4) & 3
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q3_k(block: int, j: int, k: int) -> int:
-        low = load_u8(block + 32 + j // 4 * 32 + k) >> 2 * (j % 4) & 3
-        return low | (load_u8(block + k) >> j & 1) << 2
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def iq4_xs(block: int, j: int, k: int) -> int:
-        return load_u8(block + 8 + 16 * j + k % 16) >> 4 * (k // 16) & 15
-
-    header = 4 if name.endswith("_1") else 1 if name == "MXFP4" else 2
-    return {
-        "Q4_0": q4,
-        "Q4_1": q4,
-        "Q5_0": q5,
-        "Q5_1": q5,
-        "Q8_0": q8,
-        "Q4_K": q4_k,
-        "Q5_K": q5_k,
-        "Q6_K": q6_k,
-        "Q2_K": q2_k,
-        "Q3_K": q3_k,
-        "IQ4_NL": q4,
-        "IQ4_XS": iq4_xs,
-        "MXFP4": q4,
-    }[name]
-
-
-def _value_of(isa: Isa, name: str) -> Any:
-    """The function (row address, input index) -> float32."""
-    half = load_f16(isa)
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def f32(row: int, k: int) -> float:
-        return load_f32(row + 4 * k)
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def f16(row: int, k: int) -> float:
-        return half(row + 2 * k)
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def bf16(row: int, k: int) -> float:
-        return _float_from_bits(load_u16(row + 2 * k) << 16)
-
-    if name in ("F32", "F16", "BF16"):
-        return {"F32": f32, "F16": f16, "BF16": bf16}[name]
-    fmt = FORMATS[name]
-    size = BLOCK_BYTES[name]
-    code = _code_of(name)
-    offset = fmt.offset
-    minimum = fmt.minimum
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def flat(row: int, k: int) -> float:
-        block = row + k // 32 * size
-        value = half(block) * types.float32(code(block, 0, k % 32) - offset)
-        return value + half(block + 2) if minimum else value
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def nested(row: int, k: int) -> float:
-        block = row + k // 256 * size
-        j = k // 32 % 8
-        scale = half(block) * types.float32(_k_scale(block, j))
-        return scale * types.float32(code(block, j, k % 32)) - half(block + 2) * types.float32(
-            _k_minimum(block, j)
-        )
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q6_k(row: int, k: int) -> float:
-        block = row + k // 256 * size
-        j = k // 32 % 8
-        small = (load_u32(block + 192 + k // 16 % 16) & 255 ^ 128) - 128
-        return half(block + 208) * types.float32(small) * types.float32(code(block, j, k % 32) - 32)
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q2_k(row: int, k: int) -> float:
-        block = row + k // 256 * size
-        j = k // 32 % 8
-        both = load_u8(block + k // 16 % 16)
-        scale = half(block + 80) * types.float32(both & 15)
-        return scale * types.float32(code(block, j, k % 32)) - half(block + 82) * types.float32(
-            both >> 4
-        )
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def q3_k(row: int, k: int) -> float:
-        block = row + k // 256 * size
-        j = k // 32 % 8
-        scale = half(block + 108) * types.float32(_q3_scale(block, k // 16 % 16))
-        return scale * types.float32(code(block, j, k % 32) - 4)
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def iq4_nl(row: int, k: int) -> float:
-        block = row + k // 32 * size
-        return half(block) * types.float32(IQ4_VALUES[code(block, 0, k % 32)])
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def iq4_xs(row: int, k: int) -> float:
-        block = row + k // 256 * size
-        j = k // 32 % 8
-        scale = half(block) * types.float32(_iq4_scale(block, j))
-        return scale * types.float32(IQ4_VALUES[code(block, j, k % 32)])
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def mxfp4(row: int, k: int) -> float:
-        block = row + k // 32 * size
-        scale = _float_from_bits(load_u8(block) << 23) * types.float32(0.5)
-        return scale * types.float32(MXFP4_VALUES[code(block, 0, k % 32)])
-
-    special = {
-        "Q6_K": q6_k,
-        "Q2_K": q2_k,
-        "Q3_K": q3_k,
-        "IQ4_NL": iq4_nl,
-        "IQ4_XS": iq4_xs,
-        "MXFP4": mxfp4,
-    }
-    return special.get(name, nested if fmt.nested else flat)
+    return emitted(isa, 4, write)
 
 
 def embed(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], None]]:
@@ -226,16 +104,14 @@ def embed(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], No
     Arguments: address of token ids (int32), table, bytes of a table row, width, out, out stride,
     bits of the scale.
     """
-    value_of = _value_of(isa, format_name)
+    fmt = FORMATS[format_name]
+    write_row = _quantized_row(isa, fmt) if fmt.quantized else _dense_row(isa, format_name)
     arguments = fields(7)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        ids, table, row_bytes, width, out, stride, bits = arguments(args)
-        scale = _float_from_bits(bits)
-        row = table + load_u32(ids + 4 * tile) * row_bytes
+        ids, table, row_bytes, width, out, stride, scale = arguments(args)
         to = out + tile * stride
-        for k in range(width):
-            store_f32(to + 4 * k, value_of(row, k) * scale)
+        write_row(table + load_u32(ids + 4 * tile) * row_bytes, width, to, scale)
         for k in range(width, stride // 4):
             # Memory is shared with other rows of this width, whose last columns need not be
             # padding.

@@ -153,18 +153,24 @@ def _quantized(isa: Isa, format_name: str) -> tuple[Any, int, int]:
     return write, fmt.record_bytes, fmt.header_bytes
 
 
+DENSE = {"F32": (F32, 4), "F16": (F16, 2), "BF16": (I16, 2)}  # element and bytes
+
+
+def dense_values(e: Emit, dtype: str, raw: Value) -> Value:
+    """A vector of a dense type's elements in float32."""
+    if dtype == "F16":
+        return e.widen(raw)
+    if dtype == "F32":
+        return raw
+    ints = vector(I32, raw.type.count)
+    wide = e.b.shl(e.b.zext(raw, ints), e.splat(ints, 16))
+    return e.b.bitcast(wide, vector(F32, raw.type.count))
+
+
 def _dense(isa: Isa, dtype: str) -> tuple[Any, int, int]:
     """The same for dense weights."""
-    element, size = {"F32": (F32, 4), "F16": (F16, 2), "BF16": (I16, 2)}[dtype]
+    element, size = DENSE[dtype]
     floats = vector(F32, isa.lanes)
-
-    def widened(e: Emit, raw: Value) -> Value:
-        if dtype == "F16":
-            return e.widen(raw)
-        if dtype == "BF16":
-            wide = e.b.zext(raw, vector(I32, isa.lanes))
-            return e.b.bitcast(e.b.shl(wide, e.splat(wide.type, 16)), floats)
-        return raw
 
     def write(e: Emit, rows: int, vectors: int, w: Weights, x: Inputs) -> list[list[Any]]:
         totals = [[e.variable(e.splat(floats, 0.0)) for _ in range(vectors)] for _ in range(rows)]
@@ -173,7 +179,7 @@ def _dense(isa: Isa, dtype: str) -> tuple[Any, int, int]:
             loads = [
                 e.load(vector(element, isa.lanes), at, n * isa.lanes * size) for n in range(vectors)
             ]
-            weights = [widened(e, raw) for raw in loads]
+            weights = [dense_values(e, dtype, raw) for raw in loads]
             for m in range(rows):
                 value = e.broadcast(
                     e.load(F32, x.data, e.mul(x.data_stride, m), e.mul(k, 4)), isa.lanes

@@ -120,7 +120,7 @@ class RegisterTile:
         """Scales (or minima) of vector n's outputs, float32."""
         e = self.e
         b = self.e.b
-        if self.fmt.exponents:  # 0, the padding's, is 0
+        if self.fmt.power_scales:  # 0, the padding's, is 0
             small = e.load(vector(I8, self.lanes), address, self.scale_at, offset + n * self.lanes)
             power = b.bitcast(b.shl(b.zext(small, self.ints), e.splat(self.ints, 23)), self.floats)
             return b.fmul(power, e.splat(self.floats, 0.5))
