@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import replace as replace_fields
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -18,6 +17,7 @@ from twinphase import __version__
 from twinphase.cluster.address import connect
 from twinphase.cluster.handshake import authenticate
 from twinphase.cluster.timelines import shifted
+from twinphase.config import EngineConfig
 from twinphase.engine.process.host import LinkHost
 from twinphase.engine.process.messages import (
     FromEngine,
@@ -46,7 +46,7 @@ class RemoteHost(LinkHost):
         address: str | Callable[[], str],
         key: bytes,
         model: str | Path,
-        config: dict[str, Any],
+        config: EngineConfig,
         silence: float | None = 1.5,
     ) -> None:
         """Arguments and errors as `LinkHost`; an `address` function is called for each connection."""

@@ -91,7 +91,9 @@ class TorchBackend:
             torch.set_num_threads(threads)
 
     # Weights.
-    def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
+    def prepare(
+        self, checkpoint: Checkpoint, blueprint: Blueprint, forward_on: Callable[..., Forward]
+    ) -> None:
         """Remember what the model is made of."""
         self.blueprint = blueprint
         self._checkpoint = checkpoint
