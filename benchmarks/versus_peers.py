@@ -66,7 +66,6 @@ QUIET_WAIT_SECONDS = 5.0
 
 
 def say(text: str) -> None:
-    """One line of progress."""
     print(text, file=sys.stderr, flush=True)
 
 
