@@ -67,17 +67,10 @@ def linear(
     )
     cells = np.array([rows, per_tile, ROW_CHUNK], np.int64)
     source = x.x if spec.startswith("dense") else x.data
-    args = [
-        weights,
-        groups,
-        strips,
-        source.ctypes.data,
-        source.strides[0],
-        x.scale.ctypes.data,
-        x.fsum.ctypes.data,
-    ]
-    args += [4 * (x.x.shape[1] // 32), x.isum.ctypes.data, out.ctypes.data, out.strides[0]]
-    args += [base.ctypes.data, stride, *(cells.ctypes.data + 8 * i for i in range(3))]
+    args = [weights, groups, source.ctypes.data, source.strides[0]]
+    args += [x.scale.ctypes.data, x.fsum.ctypes.data, 4 * (x.x.shape[1] // 32), x.isum.ctypes.data]
+    args += [out.ctypes.data, out.strides[0], base.ctypes.data, stride]
+    args += [strips, *(cells.ctypes.data + 8 * i for i in range(3))]
     tiles = -(-strips // per_tile) * -(-rows // ROW_CHUNK)
     call_kernel(kernel(isa, spec), args, tiles)
     return out

@@ -154,18 +154,9 @@ class Chain:
                 rows + 16,
             )
         )
-        args = [
-            weights.ctypes.data,
-            groups,
-            OUTPUTS // 32,
-            at[0],
-            inputs,
-            at[1],
-            at[2],
-            4 * groups,
-            at[3],
-        ]
-        args += [out.ctypes.data, out.strides[0], zeros.ctypes.data, 0, rows, rows + 8, rows + 32]
+        args = [weights.ctypes.data, groups, at[0], inputs, *at[1:3], 4 * groups, at[3]]
+        args += [out.ctypes.data, out.strides[0], zeros.ctypes.data, 0]
+        args += [OUTPUTS // 32, rows, rows + 8, rows + 32]
         self.calls.append((kernel(BEST, "quantized_linear:Q4_1"), args, rows + 24))
 
     def load(self, pool: ThreadPool) -> None:

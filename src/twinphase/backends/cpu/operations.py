@@ -164,16 +164,8 @@ class Operations:
             strips_per_tile, chunk, tiles = self._linear_tiles(
                 x.rows, part.strips, source.stride, part.tiled
             )
-            args = [
-                part.address,
-                part.groups,
-                part.strips,
-                at[0],
-                source.stride,
-                *at[1:3],
-                source.groups * 4,
-                at[3],
-            ]
+            args = [part.address, part.groups, at[0], source.stride, *at[1:3]]
+            args += [4 * source.groups, at[3]]
             args += [out.floats.data + column, out.floats.stride]
             if bias is not None:
                 args += [bias.values.ctypes.data + column, 0]  # one row for all
@@ -183,7 +175,7 @@ class Operations:
                     if base is None
                     else [base.data + 4 * first + column, base.stride]
                 )
-            args += [program.count(x.rows), strips_per_tile, chunk]
+            args += [part.strips, program.count(x.rows), strips_per_tile, chunk]
             reads = [source.data] if base is None else [source.data, base.data]
             program.add(
                 layer_spec("linear", part.type),

@@ -116,90 +116,17 @@ def _attention(
     find_cells = find_cells_kernel(isa, dim, dtype, at, in_place=in_place)
     copy_query = copy_query_kernel(dim, at)
     fetch_scales = fetch_scales_kernel(isa)
-    scores = scores_kernel(isa, dim, rows, ahead)
-    softmax = softmax_kernel(isa, dtype, softcap)
-    weighted_values, merge_values = (
-        weighted_values_kernel(isa, dim, rows, merge, ahead=ahead, convert=convert)
-        for merge in (False, True)
-    )
-    merge_stats = merge_stats_kernel(isa)
+    row_block = _row_block_kernel(isa, dim, group, dtype, softcap, at, rows, ahead, convert)
     divide = divide_kernel(isa, dim, sinks)
     at_places = at["places"]
-    at_scores = at["scores"]
-    at_weights = at["weights"]
-    at_stats = at["tile_stats"]
-    at_queries = at["queries"]
     at_out = at["out"]
-    at_query_scales = at["query_scales"]
-    at_query_sums = at["query_sums"]
     at_maxima = at["maxima"]
     at_sums = at["sums"]
-    weight_row = (2 if isa.bf16_dot else 4) * TILE
-    chunk = 4 * isa.lanes
     partial_bytes = 64 + 4 * dim
     row_bytes = 4 * dim
 
     arguments = fields(16)
     unit_of = fields(UNIT, I32)
-
-    @njit  # type: ignore[untyped-decorator]
-    def row_block(
-        r: int,
-        seen: int,
-        window: int,
-        tokens: int,
-        now: int,
-        coming: int,
-        partial: int,
-        scratch: int,
-    ) -> None:
-        # Rows r.. of the unit against the KV tile at `now`; token i of the unit sees its tokens up
-        # to `seen` + i, the last `window` of them.
-        most = min(TILE, seen + min(tokens - 1, (r + rows - 1) // group))
-        if most <= 0 or (window and seen + r // group - window >= TILE):
-            return
-        scores(
-            scratch + at_queries + r * dim,
-            scratch + at_query_sums + 4 * r,
-            now,
-            coming,
-            scratch + at_scores,
-            (most + chunk - 1) // chunk,
-        )
-        stats = scratch + at_stats
-        cells = (most + CELL - 1) // CELL
-        maximum, total, stride = (
-            (partial, partial + 4, partial_bytes) if partial else (stats, stats + 4 * STATS, 4)
-        )
-        for i in range(rows):
-            end = seen + (r + i) // group
-            first = max(0, min(TILE, end - window)) if window else 0
-            softmax(
-                scratch + at_scores + 4 * TILE * i,
-                scratch + at_weights + weight_row * i,
-                scratch + at_query_scales + 4 * (r + i),
-                first,
-                max(0, min(TILE, end)),
-                maximum + stride * i,
-                total + stride * i,
-                now,
-            )
-        if partial:
-            weighted_values(
-                scratch + at_weights, now, coming, cells, partial + 64, partial_bytes, stats
-            )
-        else:
-            block = 4 * STATS * (r // rows)
-            merge_stats(scratch + at_maxima + block, scratch + at_sums + block, stats)
-            merge_values(
-                scratch + at_weights,
-                now,
-                coming,
-                cells,
-                scratch + at_out + row_bytes * r,
-                row_bytes,
-                stats,
-            )
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         (
@@ -312,6 +239,101 @@ def _attention(
                 )
 
     return KERNEL_SIGNATURE, kernel
+
+
+def _row_block_kernel(
+    isa: Isa,
+    dim: int,
+    group: int,
+    dtype: str,
+    softcap: float,
+    at: dict[str, int],
+    rows: int,
+    ahead: bool,
+    convert: bool,
+) -> Any:
+    """Numba function of a register tile of a unit's rows against one KV tile; `_attention` says more."""
+    scores = scores_kernel(isa, dim, rows, ahead)
+    softmax = softmax_kernel(isa, dtype, softcap)
+    weighted_values, merge_values = (
+        weighted_values_kernel(isa, dim, rows, merge, ahead=ahead, convert=convert)
+        for merge in (False, True)
+    )
+    merge_stats = merge_stats_kernel(isa)
+    at_scores = at["scores"]
+    at_weights = at["weights"]
+    at_stats = at["tile_stats"]
+    at_queries = at["queries"]
+    at_out = at["out"]
+    at_query_scales = at["query_scales"]
+    at_query_sums = at["query_sums"]
+    at_maxima = at["maxima"]
+    at_sums = at["sums"]
+    weight_row = (2 if isa.bf16_dot else 4) * TILE
+    chunk = 4 * isa.lanes
+    partial_bytes = 64 + 4 * dim
+    row_bytes = 4 * dim
+
+    @njit  # type: ignore[untyped-decorator]
+    def row_block(
+        r: int,
+        seen: int,
+        window: int,
+        tokens: int,
+        now: int,
+        coming: int,
+        partial: int,
+        scratch: int,
+    ) -> None:
+        # Rows r.. of the unit against the KV tile at `now`; token i of the unit sees its tokens up
+        # to `seen` + i, the last `window` of them.
+        most = min(TILE, seen + min(tokens - 1, (r + rows - 1) // group))
+        if most <= 0 or (window and seen + r // group - window >= TILE):
+            return
+        scores(
+            scratch + at_queries + r * dim,
+            scratch + at_query_sums + 4 * r,
+            now,
+            coming,
+            scratch + at_scores,
+            (most + chunk - 1) // chunk,
+        )
+        stats = scratch + at_stats
+        cells = (most + CELL - 1) // CELL
+        maximum, total, stride = (
+            (partial, partial + 4, partial_bytes) if partial else (stats, stats + 4 * STATS, 4)
+        )
+        for i in range(rows):
+            end = seen + (r + i) // group
+            first = max(0, min(TILE, end - window)) if window else 0
+            softmax(
+                scratch + at_scores + 4 * TILE * i,
+                scratch + at_weights + weight_row * i,
+                scratch + at_query_scales + 4 * (r + i),
+                first,
+                max(0, min(TILE, end)),
+                maximum + stride * i,
+                total + stride * i,
+                now,
+            )
+        if partial:
+            weighted_values(
+                scratch + at_weights, now, coming, cells, partial + 64, partial_bytes, stats
+            )
+        else:
+            block = 4 * STATS * (r // rows)
+            merge_stats(scratch + at_maxima + block, scratch + at_sums + block, stats)
+            merge_values(
+                scratch + at_weights,
+                now,
+                coming,
+                cells,
+                scratch + at_out + row_bytes * r,
+                row_bytes,
+                stats,
+            )
+
+    return row_block
 
 
 def attention_merge(isa: Isa, head_dim: str, group_size: str, sinks: str) -> Kernel:

@@ -15,6 +15,7 @@ from numba import njit
 from twinphase.backends.cpu.emit import F32, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.kernels.register_tile import Operands
 from twinphase.backends.cpu.tiling import DENSE_PANEL, DENSE_TILE, MATRIX_ROWS
 
 ROWS = MATRIX_ROWS
@@ -105,24 +106,15 @@ def strips_in_dense_tiles(isa: Isa) -> Any:
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def run(
-        w: int,
-        groups: int,
+        operands: Operands,
         first_strip: int,
         end_strip: int,
-        data: int,
-        data_stride: int,
-        scale: int,
-        fsum: int,
-        scale_stride: int,
-        isum: int,
-        out: int,
-        out_stride: int,
-        residual: int,
-        residual_stride: int,
         first_row: int,
         rows: int,
         scratch: int,
     ) -> None:
+        w, groups, data, data_stride = operands[:4]
+        out, out_stride, residual, residual_stride = operands[8:]
         tiles = (groups + DENSE_TILE - 1) // DENSE_TILE
         whole = rows // (2 * ROWS) * 2 * ROWS
         rest = rows - whole

@@ -22,6 +22,7 @@ from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.register_tile import (
     Inputs,
+    Operands,
     RegisterTile,
     each_group,
     store_tile,
@@ -184,24 +185,15 @@ def strips_in_matrix_tiles(isa: Isa, format_name: str) -> Any:
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def run(
-        w: int,
-        groups: int,
+        operands: Operands,
         first_strip: int,
         end_strip: int,
-        data: int,
-        data_stride: int,
-        scale: int,
-        fsum: int,
-        scale_stride: int,
-        isum: int,
-        out: int,
-        out_stride: int,
-        residual: int,
-        residual_stride: int,
         first_row: int,
         rows: int,
         scratch: int,
     ) -> None:
+        (w, groups, data, data_stride, scale, fsum, scale_stride, isum) = operands[:8]
+        out, out_stride, residual, residual_stride = operands[8:]
         panel_bytes = PANEL * record + PANEL // SUPER * header
         strip_bytes = groups * record + groups // SUPER * header
         blocks = (rows + ROWS - 1) // ROWS

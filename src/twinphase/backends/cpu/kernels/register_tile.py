@@ -17,6 +17,10 @@ from twinphase.backends.cpu.formats import GROUP, STRIP, SUPER, PackedFormat
 
 # lines of the next strip's weights that one of many or of few tiles asks for in a group
 FEW_LINES = 3
+OPERANDS = 12
+# w, groups, data, data stride, scale, fsum, scale stride, isum, out, out stride, residual, residual
+# stride of a linear layer; strides are bytes.
+Operands = tuple[int, ...]
 AHEAD_LINES = 9
 STREAM_AHEAD = 8192  # bytes; a single tile asks for the weights so far behind those that it reads
 FEWEST_AHEAD = 4  # rows of the smallest tile that does: fewer are never one of several
