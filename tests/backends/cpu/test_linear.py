@@ -77,7 +77,7 @@ def linear(
 
 
 def random_rows(rng: np.random.Generator, rows: int, inputs: int) -> F32:
-    """Activations with a few outliers, as models have, and groups of zeros where there are several."""
+    """Activations with a few outliers, as models have, and some groups of zeros."""
     x = aligned(rows * inputs, np.float32).reshape(rows, inputs)
     x[:] = rng.standard_normal((rows, inputs)) * np.where(rng.random((rows, inputs)) < 0.01, 30, 1)
     x[0, : inputs // 64 * 32] = 0
@@ -215,7 +215,7 @@ def test_residual(isa):
 
 
 def dense(isa: str, name: str, matrix: F32, x: F32, residual: F32 | None = None) -> F32:
-    """x @ matrix.T by the kernel, [rows, outputs rounded up to strips]; the order of strips is the backend's."""
+    """x @ matrix.T by the kernel, [rows, outputs rounded up to strips]."""
     outputs, inputs = matrix.shape
     kind = gguf.GGMLQuantizationType[name]
     info = TensorInfo("a.weight", matrix.shape, name, 0, 0)

@@ -1,4 +1,4 @@
-"""The thread pool: every tile runs once, and what depends on a tile waits for it, however late a thread is.
+"""The thread pool: every tile runs once, and its dependents wait for it, however late it is.
 
 Kernels here are Python functions where order is looked at, and compiled ones where bits are.
 """
@@ -160,7 +160,7 @@ class Chain:
         self.calls.append((kernel(BEST, "quantized_linear:Q4_1"), args, rows + 24))
 
     def load(self, pool: ThreadPool) -> None:
-        """Make the calls the pool's program; what they should give is computed first, in order by this thread."""
+        """Load the calls as the pool's program; the expected result is computed first, in order."""
         self._set_rows(ROWS, 1)
         for fn, args, tiles in self.calls:
             call_kernel(fn, args, int(self.counts[(tiles - self.counts.ctypes.data) // 8]))

@@ -1,4 +1,4 @@
-"""A mixture of experts as commands: route, sort rows by expert, gather them, the layers of experts, add up."""
+"""A mixture of experts as commands: route, sort and gather rows, experts' layers, add up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operations that models call while their forward pass is captured: each adds commands to a program."""
+"""The operations that models call during capture: each adds commands to a program."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class Operations:
         """Addresses of the strips and of the rows a tile takes, and of the number of tiles.
 
         Many rows: one strip, so that its weights stay in the first-level cache and the rows in the
-        second; several of `tiled` weights, for each of which a panel of the rows comes from there.
+        second; several strips of `tiled` weights, which share each panel of the rows.
         Few rows: about eight tiles a thread, long enough to stream memory, short enough to even
         out.
         """
@@ -342,7 +342,7 @@ class Operations:
     def attention(
         self, q: StepMemory, layer: int, window: int | None = None, sinks: Vector | None = None
     ) -> Buffer:
-        """Units of one token, units of several and the merge of those that were cut; whichever the step has."""
+        """Units of few rows, units of many, and the merge of units that were cut into pieces."""
         program = self.program
         cache = self._cache.layers[layer]
         b = self.blueprint
@@ -360,7 +360,8 @@ class Operations:
         cap = b.attention_softcap or 0
         for part, (phase, units) in enumerate(q.units.items()):
             args = [units.ctypes.data, *common, target, partials, *limits]
-            spec = f"attention_{phase}:{b.head_dim}:{b.group}:{self._cache.dtype}:{cap:g}:{int(b.sinks)}"
+            shape = f"{b.head_dim}:{b.group}:{self._cache.dtype}:{cap:g}:{int(b.sinks)}"
+            spec = f"attention_{phase}:{shape}"
             program.add(
                 spec,
                 program.count(f"{phase}_units"),

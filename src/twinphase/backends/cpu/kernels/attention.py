@@ -1,4 +1,4 @@
-"""Attention of both phases: a unit of work is some rows of one sequence and a KV head, its KV tiles merged in order.
+"""Attention of both phases: a unit of work is some rows of a sequence and one KV head.
 
 The rows are the query heads of the group (GQA) for one new token (decode), for the few whose drafts
 a step verifies, or for many (prefill): a tile's keys and values are read once for all. Where units
@@ -51,7 +51,7 @@ def _first_tile(context: int, window: int) -> int:
 def attention_decode(
     isa: Isa, head_dim: str, group: str, dtype: str, softcap: str, sinks: str
 ) -> Kernel:
-    """Few rows, bound by memory: a register tile as high as the group, while the next KV tile is fetched.
+    """Few rows, bound by memory: a tile as high as the group, while the next KV tile is fetched.
 
     int8 values are converted in registers.
     """
@@ -71,7 +71,7 @@ def attention_decode(
 def attention_prefill(
     isa: Isa, head_dim: str, group: str, dtype: str, softcap: str, sinks: str
 ) -> Kernel:
-    """Many rows, bound by arithmetic: the highest register tile; int8 values are converted once for all of them."""
+    """Many rows, bound by arithmetic: the highest tile; int8 values are converted once for all."""
     return _attention(
         isa,
         int(head_dim),
@@ -252,7 +252,7 @@ def _row_block_kernel(
     ahead: bool,
     convert: bool,
 ) -> Any:
-    """Numba function of a register tile of a unit's rows against one KV tile; `_attention` says more."""
+    """Numba function of a register tile of a unit's rows against one KV tile."""
     scores = scores_kernel(isa, dim, rows, ahead)
     softmax = softmax_kernel(isa, dtype, softcap)
     weighted_values, merge_values = (
@@ -337,7 +337,7 @@ def _row_block_kernel(
 
 
 def attention_merge(isa: Isa, head_dim: str, group_size: str, sinks: str) -> Kernel:
-    """One head of a row whose tiles were spread over pieces: merge its partials in order of position.
+    """One head of a row with tiles in several pieces: merge its partials in order of position.
 
     Arguments: merges, partials, KV heads, out, window, sinks. A merge is int32 [5]: row, context
     length, number of the row's first partial, partials from one tile to the next and from one KV

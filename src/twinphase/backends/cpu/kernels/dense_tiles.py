@@ -1,4 +1,4 @@
-"""Linear layers on BF16 weights in matrix tiles (AMX), both phases: 16 rows x 16 outputs x 32 inputs an instruction.
+"""Linear layers on BF16 weights in matrix tiles (AMX): 16 rows x 16 outputs x 32 inputs.
 
 Rows come as bfloat16 too, as such models were trained, and sums stay in float32 tiles over a panel
 of inputs, waiting in the output's own memory between panels. A row of a tile is added by itself,
@@ -26,7 +26,7 @@ AHEAD = 8192  # bytes; one row asks for the weights so far behind those that it 
 
 
 def _begin(e: Emit, scratch: Value, first: Value, second: Value) -> None:
-    """Shape the tiles: sums of `first` and of `second` rows by two blocks of outputs, rows of inputs, weights."""
+    """Shape the tiles: sums of `first` and of `second` rows by two blocks of outputs."""
     e.shape_tiles(
         [(rows, 64) for rows in (first, first, second, second, first, second, ROWS, ROWS)], scratch
     )
@@ -87,7 +87,7 @@ def _add_rows(
 
 
 def strips_in_dense_tiles(isa: Isa) -> Any:
-    """As `linear._strips_kernel`, for any number of rows, which are bfloat16; `groups` is the number of inputs."""
+    """As `linear._strips_kernel`, for bfloat16 rows; `groups` is the number of inputs."""
 
     def release(e: Emit) -> None:
         e.matrix("tilerelease")

@@ -1,4 +1,4 @@
-"""Linear layers on quantized weights, both phases: a register tile of rows x outputs, and the loops around it.
+"""Linear layers of both phases: a register tile of rows x outputs, and the loops around it.
 
 Prefill has many rows: the widest tile, each weight unpacked once for all its rows. Decode has one
 or a few: the narrow tiles, bound by how fast weights stream from memory. Every row's sum runs over
@@ -68,7 +68,7 @@ def dense_experts(isa: Isa, dtype: str) -> tuple[Any, Callable[[int, int, int], 
 
 
 def _quantized_run(isa: Isa, format_name: str) -> Any:
-    """Some rows through some strips of packed weights, many of them in matrix tiles where the processor has those."""
+    """Some rows through some strips of packed weights; many rows in matrix tiles if possible."""
     few = _strips_kernel(isa, *_quantized(isa, format_name))
     if not isa.matrix_tiles:
         return few
@@ -147,7 +147,7 @@ def _dense(isa: Isa, dtype: str) -> tuple[Any, int, int]:
 
 
 def _strips_kernel(isa: Isa, write: Any, record: int, header: int) -> Any:
-    """Numba function of some rows through some strips: the loops around register tiles of every height.
+    """Numba function of some rows through some strips: loops around tiles of every height.
 
     Args:
         isa: the path.
