@@ -100,7 +100,7 @@ _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural
 
 
 def plain_json(name: str, value: str | dict[str, Any]) -> dict[str, Any]:
-    """The JSON object in a text or a mapping, once it is known to be small, flat and plain enough to work with.
+    """The JSON object in a text or a mapping, checked to be small, flat and plain.
 
     `name` is the field's, for errors.
 
@@ -181,11 +181,11 @@ class Constraint(Protocol):
         ...
 
     def forced(self, output_token_ids: Sequence[int], limit: int) -> list[int]:
-        """The tokens, `limit` at most, that follow an output because no other one is allowed; none that ends it."""
+        """Up to `limit` tokens that must follow an output; none that ends it."""
         ...
 
     def admits(self, output_token_ids: Sequence[int], draft: Sequence[int]) -> int:
-        """How many leading tokens of `draft` may follow an output; an upper bound where that takes long to tell."""
+        """Leading tokens of `draft` that may follow an output; may be an upper bound."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a request: its status, why it finished, why the prefix cache did not hold more of its prompt."""
+"""A request's outcome: its status, its finish reason, and why the prefix cache missed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RequestStatus(enum.Enum):
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request finished, in the words of OpenAI's API (abort and error are ours, as in vLLM)."""
+    """Why a request finished, in OpenAI's words (abort and error are ours, as in vLLM)."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -44,7 +44,7 @@ class MissReason(enum.StrEnum):
 
 @dataclass(frozen=True)
 class PrefixMiss:
-    """The first prompt token that had to be computed although a longer cached prefix would have spared it, and why.
+    """The first prompt token that the prefix cache could have spared but did not, and why.
 
     `part` is the kind of prompt part it lies in ("system", "question", ...), where a front end
     knows the parts. `num_known` tokens from there on are known to have been computed before: of an

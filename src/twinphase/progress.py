@@ -1,4 +1,4 @@
-"""Live progress of a measurement on stderr: what is measured now, how far it is, and about how long it still takes."""
+"""Live progress of a measurement on stderr: what is measured, how far, and time left."""
 
 from __future__ import annotations
 

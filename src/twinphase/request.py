@@ -1,4 +1,4 @@
-"""What a user asks for (`SamplingParams`) and the state of one request (`Request`) on its way through the engine.
+"""What a user asks for (`SamplingParams`), and a request's state in the engine (`Request`).
 
 Holds ids and numbers only: no text, no arrays, no engine.
 """
@@ -313,7 +313,7 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log probabilities of prompt tokens are still wanted: then the rows before them are all computed."""
+        """Whether prompt log probabilities are still wanted: then all prompt rows are computed."""
         return self.sampling_params.prompt_logprobs is not None and not self.output_token_ids
 
     def token_ids(self, start: int, stop: int) -> list[int]:

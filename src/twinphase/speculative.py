@@ -1,4 +1,4 @@
-"""`--speculative-config`: which proposers there are, and how many tokens they may draft; the keys are vLLM's.
+"""`--speculative-config`: the proposers and how many tokens they draft, in vLLM's keys.
 
 What vLLM has and this has not is refused by name.
 """
@@ -70,7 +70,7 @@ class SpeculativeConfig:
 
 
 def speculative_config(given: str | Mapping[str, Any] | None) -> SpeculativeConfig:
-    """What a method's name, or an object of vLLM's keys (as a mapping or as JSON), asks for; None is "none".
+    """The configuration of a method's name or of an object with vLLM's keys; None is "none".
 
     Raises:
         InvalidRequestError: an unknown method or key, a value out of its range, or a text that is
@@ -140,7 +140,8 @@ def _object(given: str | Mapping[str, Any]) -> dict[str, Any]:
         except (ValueError, RecursionError):
             _refuse(
                 f"is {given[:60]!r}, neither a method nor valid JSON.",
-                """Use auto, none, or such as '{"method": "ngram", "num_speculative_tokens": 5}'.""",
+                "Use auto, none, or an object such as "
+                """'{"method": "ngram", "num_speculative_tokens": 5}'.""",
             )
     if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
         _refuse(f"is of type {type(values).__name__}.", "Use a method's name, or a JSON object.")

@@ -66,7 +66,7 @@ class BlockPool:
         return self._owners[block_id] > 0
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take `num_blocks` blocks, all or none; cached ones are evicted only when no free one is left.
+        """Take `num_blocks` blocks, all or none; evict cached ones only when no free one is left.
 
         Raises:
             CacheFullError: fewer are available; nothing was taken.
@@ -101,7 +101,7 @@ class BlockPool:
     def release(
         self, block_ids: Collection[int], cached: Callable[[int], bool] = lambda block_id: False
     ) -> None:
-        """Take one owner from each block; the last ones first, so that the end of a prefix is evicted before it.
+        """Take one owner from each block, the last first: the end of a prefix is evicted first.
 
         Args:
             block_ids: in order of position.
@@ -127,7 +127,7 @@ class BlockPool:
             self._free.append(block_id)
 
     def check_integrity(self, owned: Iterable[Iterable[int]]) -> None:
-        """Prove that free + held + cached = all, and that every block has as many owners as it should.
+        """Prove that free + held + cached = all, and that every block has the right owners.
 
         Args:
             owned: the block ids of every owner.

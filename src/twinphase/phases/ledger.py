@@ -152,7 +152,7 @@ class Ledger:
         self._waits[request_id] = _Wait(dict(self._held_back), sum(self._work.values()), own)
 
     def _waited_for(self, request_id: str) -> tuple[str, float]:
-        """What held the first in line back for most of the time that the request waited ("" if nothing did).
+        """What held the first in line back for most of the request's wait ("" if nothing did).
 
         And the seconds of that time in which other tenants' work was done.
         """

@@ -1,4 +1,4 @@
-"""What a user reads at the end of an answer, as data: one row per phase, and rows for the rest of the wall time.
+"""The report at the end of an answer: a row per phase, and rows for other wall time.
 
 The shares of all rows sum to 1 by construction: the last row is unattributed time. Drawing is the
 terminal's.
@@ -97,7 +97,7 @@ class PhaseReport:
 
 
 def flops_by_unit(totals: StepTotals, units: Units) -> Mapping[str, int]:
-    """The phase's FLOP divided between the units of the linear layers and of attention's two products."""
+    """A phase's FLOP by unit: the linear layers' and those of attention's two products."""
     linear = totals.linear_flops
     attention = totals.attention_flops
     parts = (

@@ -144,7 +144,7 @@ class PhaseTotals(StepTotals):
 
 @dataclass
 class RequestTimeline:
-    """Intervals that partition [arrival, end] of one request: no gap and no overlap, by construction.
+    """Intervals that partition one request's [arrival, end]: no gap, no overlap.
 
     Each interval begins where the last one ended.
 
@@ -180,7 +180,7 @@ class RequestTimeline:
             self.mark(kind, until, reason=reason)
 
     def queue_until(self, until: float, reason: str, other_tenants: float = 0.0) -> None:
-        """The request was not running; `reason` is what held the first in line back for most of that time.
+        """The request was not running; `reason` held the first in line back most of that time.
 
         For `other_tenants` seconds of it, the work of other tenants was done.
         """
@@ -195,7 +195,7 @@ class RequestTimeline:
             self.intervals[-1].end = self.end = until
 
     def text_until(self, until: float, alone: bool) -> None:
-        """Up to `until`, the front end turned tokens into text or sent them: its own if `alone`, else others'."""
+        """The front end handled text up to `until`: this request's if `alone`, else others'."""
         if until <= self.end:
             return
         if alone:
@@ -233,7 +233,7 @@ class RequestTimeline:
         drafting: float = 0.0,
         rejected: float = 0.0,
     ) -> None:
-        """A step computed `num_tokens` of this request in its decode phase, to which `own` seconds of it went.
+        """A step decoded `num_tokens` of this request; `own` seconds of the step are its share.
 
         Of these, `drafting` seconds went to guesses, and `rejected` ones to computing those that
         were wrong. Without the prefill chunks in it the step would have taken `decodes` seconds;
@@ -272,7 +272,7 @@ class RequestTimeline:
             totals.unmixed.add(record)
 
     def copy(self) -> RequestTimeline:
-        """The same life so far, which goes on by itself; of a timeline that another thread may be growing."""
+        """An independent copy, safe while another thread extends the timeline."""
         intervals = [replace(interval) for interval in self.intervals[:]]
         return RequestTimeline(
             self.arrival,

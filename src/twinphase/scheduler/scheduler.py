@@ -23,10 +23,14 @@ from twinphase.scheduler.phase import give_tokens
 from twinphase.scheduler.policy import policy_key
 from twinphase.scheduler.prefill import schedule_prefills, worth_waiting_for
 
-USUAL_OUTPUT = 128.0  # tokens of an answer, before any has finished
-LOSS = 0.03  # of the time at most may go to computing again what was lost when tenants took seats
-PATIENCE = 0.05  # seconds that a tenant waits for a first seat, where there is no SLO
-OUTPUT_FADE = 0.1  # of the difference to each answer that finishes
+# Expected length of an answer before any has finished.
+INITIAL_OUTPUT_TOKENS = 128.0
+# Share of step time that recomputing after fairness preemptions may take.
+MAX_RECOMPUTE_SHARE = 0.03
+# Longest wait of a tenant for a first seat, where there is no SLO.
+FIRST_SEAT_WAIT_SECONDS = 0.05
+# Weight of each finished answer in the mean output length.
+OUTPUT_LEARNING_RATE = 0.1
 
 
 class Scheduler:
@@ -57,7 +61,7 @@ class Scheduler:
         max_num_seqs: int = 64,
         policy: str = "fcfs",
         pace: Pace = Pace(),
-        usual_output: float = USUAL_OUTPUT,
+        usual_output: float = INITIAL_OUTPUT_TOKENS,
         window: int | None = None,
     ) -> None:
         """Start without requests; the settings are those of `EngineConfig`.
@@ -138,7 +142,7 @@ class Scheduler:
                 self._preempt(other)
 
     def schedule(self, drafts: Mapping[str, Sequence[int]] = MappingProxyType({})) -> Batch:
-        """The next step's work: decodes first, then prefill chunks of running requests and of those that are let in.
+        """The next step's work: decodes, then prefill chunks of running and admitted requests.
 
         `drafts` are guesses at what follows the last known tokens, by request. A request that does
         not decode in this step gets none of its own verified; for the others see
@@ -235,13 +239,13 @@ class Scheduler:
         return finished
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
-        """End a request now, between steps; one that has finished already, or was never there, is left alone."""
+        """End a request now, between steps; ignore unknown and finished ones."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request, reason)
 
     def max_tokens_total(self, request: Request) -> int:
-        """Prompt and output tokens the request may have; without `max_tokens`, what context and cache can hold."""
+        """Prompt plus output tokens it may have; by default what context and cache can hold."""
         max_tokens = request.sampling_params.max_tokens
         if max_tokens is not None:
             return min(len(request.prompt_token_ids) + max_tokens, self.max_model_len)
@@ -253,7 +257,7 @@ class Scheduler:
         return self.max_tokens_total(request) - request.num_tokens - 1
 
     def check_integrity(self) -> None:
-        """Prove that free + held + cached blocks are all, and that lists and statuses agree (AssertionError if not)."""
+        """Prove that no block is lost and that lists and statuses agree (AssertionError if not)."""
         self.kv_cache.check_integrity(self._requests.values())
         lines = self.fair.lines
         for tenant in {request.tenant for request in self._requests.values()}:
@@ -320,7 +324,7 @@ class Scheduler:
         return total
 
     def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it waits at its old place in the line and computes again what is lost."""
+        """Take a running request's blocks; it queues at its old place and recomputes the rest."""
         request.most_computed_tokens = max(
             request.most_computed_tokens, request.num_computed_tokens
         )
@@ -333,7 +337,7 @@ class Scheduler:
         self.fair.add(request)
 
     def _note_wait(self, held_back: str) -> None:
-        """Remember since when a tenant without a running request has been waiting for seats or blocks."""
+        """Record since when a tenant without a running request has waited for a seat or blocks."""
         first = (
             self.fair.first() if self.fair.is_shared and held_back in ("seats", "blocks") else None
         )
@@ -344,14 +348,14 @@ class Scheduler:
             self._seat_wanted_since = self.seconds
 
     def _make_room(self, preempt: Callable[[Request], None]) -> None:
-        """Where a tenant has waited too long for a first seat, take one from the tenant that holds most.
+        """If a tenant has waited too long for its first seat, take one from the largest holder.
 
         It goes to the tenant's newest request, if the tenant holds more than its share and keeps
         one. So seldom that computing the lost tokens again takes little of the whole.
         """
         since = self._seat_wanted_since
         if since is None or self.seconds < max(
-            since + (self.pace.slo_seconds or PATIENCE), self._next_seat_taken
+            since + (self.pace.slo_seconds or FIRST_SEAT_WAIT_SECONDS), self._next_seat_taken
         ):
             return
         excess = {
@@ -365,7 +369,7 @@ class Scheduler:
             if self._wanted == "seats" and self.kv_cache.enable_prefix_caching:
                 lost %= self.kv_cache.block_size  # the others are found again
             again = self._times.seconds(StepWork.of_chunk(0, lost, False, self.window))
-            self._next_seat_taken = self.seconds + again / LOSS
+            self._next_seat_taken = self.seconds + again / MAX_RECOMPUTE_SHARE
             preempt(victim)
 
     def _charge(self, batch: Batch) -> None:
@@ -375,7 +379,7 @@ class Scheduler:
             self.fair.charge(tenant, seconds)
 
     def _append(self, request: Request, token_ids: list[int]) -> FinishReason | None:
-        """Append sampled tokens up to the one that ends the request; returns why it ended, if it did."""
+        """Append sampled tokens up to the one that ends the request; returns the finish reason."""
         if not token_ids:
             return FinishReason.ERROR
         for token_id in token_ids:
@@ -398,5 +402,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.usual_output += OUTPUT_FADE * (len(request.output_token_ids) - self.usual_output)
+            self.usual_output += OUTPUT_LEARNING_RATE * (
+                len(request.output_token_ids) - self.usual_output
+            )
         self.kv_cache.free(request)

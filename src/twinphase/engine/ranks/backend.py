@@ -39,7 +39,7 @@ def load_on_ranks(
     backend: Backend,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Decoder, Backend]:
-    """As `load_model`, on as many ranks as the resolved `config` says: rank 0's model, and what stands for all ranks.
+    """As `load_model`, on the ranks of a resolved `config`: rank 0's model, all ranks' backend.
 
     Raises:
         TwinphaseError: as `load_model`, on any rank.
@@ -61,7 +61,7 @@ def load_on_ranks(
 
 
 class _RankedBackend:
-    """Stands for all ranks where an engine expects one backend; whatever is not here is rank 0's."""
+    """One backend that computes on all ranks; other attributes are those of rank 0's backend."""
 
     def __init__(self, local: Backend, ranks: Ranks, model: Decoder) -> None:
         self._local = local
