@@ -30,7 +30,7 @@ class StepWork(NamedTuple):
 
     Work of parts adds up by `plus`.
 
-    The `windowed` counts are those of layers in which a token attends to a window only; 0 where no
+    The `windowed` counts are those of layers whose tokens attend to a window only; 0 where no
     layer has one.
 
     Attributes:
@@ -153,7 +153,7 @@ class Batch:
         held_back: what kept the first waiting request from being admitted: "seats"
             (`max_num_seqs`), "blocks" (KV cache), "budget" (tokens of this step, or the SLO),
             "prefix" (most of its prompt is being computed in this step, for another); None when
-            nobody waits.
+            no request waits.
         window: tokens that a row attends to at most in those layers of the model that have a
             window; None is no window.
     """

@@ -175,7 +175,7 @@ class Blueprint:
 
     @property
     def whole(self) -> Blueprint:
-        """The model's blueprint, of which this may be the share of one rank."""
+        """The whole model's blueprint; this one may be a rank's share."""
         return self.share.whole if self.share else self
 
     @property

@@ -301,7 +301,7 @@ def run_app(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         note("Interrupted.")
         return 130
-    except BrokenPipeError:  # the reader of stdout is gone, and with it whoever wanted more
+    except BrokenPipeError:  # The reader of stdout has closed it.
         sys.stdout = None  # or the interpreter would try to flush it again
         return 1  # as typer does where it notices first
     except Exception as error:

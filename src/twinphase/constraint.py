@@ -12,7 +12,8 @@ from typing import Any, NoReturn, Protocol
 
 from twinphase.errors import InvalidRequestError
 
-MAX_GRAMMAR_SIZE = 65536  # bytes, or characters of JSON
+# In bytes, or in characters of JSON.
+MAX_GRAMMAR_SIZE = 65536
 MAX_JSON_DEPTH = 32
 MAX_CHOICES = 1024
 CONSTRAINT_FAILURE = (
@@ -33,7 +34,7 @@ class StructuredOutputsParams:
         json: a JSON schema, as an object or as text.
         regex: a regular expression that the whole output matches, in the syntax of Rust's `regex`,
             with the classes of digits, words and spaces of ASCII.
-        choice: texts, one of which is the output.
+        choice: texts; the output is one of them.
         grammar: in Lark, or in GBNF (EBNF with `::=`) as llama.cpp has it.
         json_object: any JSON object.
         structural_tag: {"type": "structural_tag", "structures": [{"begin", "schema", "end"}, ...],

@@ -27,18 +27,20 @@ class FinishReason(enum.StrEnum):
 class MissReason(enum.StrEnum):
     """Why the prefix cache did not hold more of a prompt.
 
-    A reason never tells of another salt's content.
+    A reason never reveals another salt's content.
     """
 
-    DIVERGED = "diverged"  # a cached prompt goes on with other tokens
-    BLOCK_GRANULARITY = "block_granularity"  # what is left is shorter than a block
+    # A cached prompt continues with other tokens.
+    DIVERGED = "diverged"
+    # The rest is shorter than a block.
+    BLOCK_GRANULARITY = "block_granularity"
     # nothing is cached under this request's `cache_salt`, and nothing is shared across salts
     SALT = "salt"
-    EVICTED = "evicted"  # it was there, and its blocks were needed for others
-    NEVER_SEEN = "never_seen"  # in no full block
-    PROMPT_LOGPROBS = (
-        "prompt_logprobs"  # they are computed with the prompt, of which they need every row
-    )
+    # It was cached, and its blocks were needed for other requests.
+    EVICTED = "evicted"
+    # No full block ever held it.
+    NEVER_SEEN = "never_seen"
+    PROMPT_LOGPROBS = "prompt_logprobs"  # They need every row of the prompt to be computed.
     DISABLED = "disabled"
 
 

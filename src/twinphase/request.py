@@ -86,17 +86,17 @@ class SamplingParams:
         16, "Maximum output tokens.", minimum=1, default_text="the rest of the context"
     )
     min_tokens: int = setting(0, "Output tokens before the output may end.", minimum=0)
-    ignore_eos: bool = setting(False, "Go on after the token that ends the output.")
+    ignore_eos: bool = setting(False, "Continue after the token that ends the output.")
     logprobs: int | None = setting(
         None,
-        "Log probabilities per output token: the sampled token's, and those of so many most "
-        "likely ones.",
+        "Log probabilities per output token: the sampled token's, and those of this many "
+        "most likely ones.",
         minimum=0,
         maximum=MAX_LOGPROBS,
     )
     prompt_logprobs: int | None = setting(
         None,
-        "Log probabilities per prompt token, but for the first: its own, and those of so many "
+        "Log probabilities per prompt token, but for the first: its own, and those of this many "
         "most likely ones.",
         minimum=0,
         maximum=MAX_LOGPROBS,
@@ -157,7 +157,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, whatever shape it was given in."""
+        """`stop` as a tuple."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -189,7 +189,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class RequestCounts:
-    """A request in numbers, without its tokens: for whoever explains, lists or reports it.
+    """A request in numbers, without its tokens, for explanations, lists and reports.
 
     Attributes:
         num_cached_tokens: prompt tokens that the prefix cache held.

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 from twinphase.errors import InvalidRequestError
 from twinphase.settings import ConfigField, check_value
 
-MOST_DRAFTED = 64  # tokens; a step has 512 rows for all
+# A step has 512 rows for all requests.
+MOST_DRAFTED = 64
 USUAL_DRAFTED = 16
 USUAL_BY_HEADS = 3
 DRAFTED = ConfigField("Tokens.", minimum=1, maximum=MOST_DRAFTED)
@@ -24,7 +25,8 @@ NUMBERS = {
         ConfigField("Drafts per token that agrees.", above=0),
     ),
 }
-USUAL_NGRAM = 5  # as in vLLM, where neither bound is given
+# As in vLLM, if neither bound is given.
+USUAL_NGRAM = 5
 HEADS = ("medusa", "eagle3")
 METHODS = ("auto", "ngram", "suffix", "draft_model", *HEADS, "none")
 ELSEWHERE = ("self", "heads", "eagle", "mtp", "mlp_speculator", "dflash", "dspark", "custom_class")

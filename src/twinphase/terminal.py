@@ -27,7 +27,8 @@ RED = "31"
 YELLOW = "33"
 BAR_WIDTH = 28
 REDRAW_SECONDS = 0.1
-PLAIN_WIDTH = 120  # columns where no terminal says
+# Columns where the output is not a terminal.
+PLAIN_WIDTH = 120
 
 
 def _is_terminal() -> bool:
@@ -63,7 +64,7 @@ def transient(text: str) -> None:
 
 
 def error_line(error: TwinphaseError) -> None:
-    """Cause and fix, in one line whatever they contain."""
+    """Cause and fix, joined into one line."""
     cause, fix = (" ".join(part.split()) for part in (error.cause, error.fix))
     _write(f"{paint('error:', BOLD, RED)} {cause}{' ' + fix if fix else ''}\n")
 

@@ -26,7 +26,7 @@ class BlockPool:
 
         Args:
             num_blocks: size of the pool.
-            on_evict: told the id of a cached block whose content is given up.
+            on_evict: called with the id of each evicted block.
         """
         self.num_blocks = num_blocks
         self._on_evict = on_evict
@@ -105,14 +105,14 @@ class BlockPool:
 
         Args:
             block_ids: in order of position.
-            cached: whether a block's content is to be kept when nobody owns it.
+            cached: whether a block's content is kept when the block has no owner.
 
         Raises:
             ValueError: a block has no owner (a bug of the caller).
         """
         for block_id in reversed(list(block_ids)):
             if self._owners[block_id] == 0:
-                raise ValueError(f"block {block_id} is released but nobody holds it")
+                raise ValueError(f"block {block_id} is released, but it has no owner")
             self._owners[block_id] -= 1
             if self._owners[block_id] == 0:
                 if cached(block_id):
@@ -121,7 +121,7 @@ class BlockPool:
                     self._free.append(block_id)
 
     def empty(self, block_id: int) -> None:
-        """The block's content is no longer kept; whoever holds the block keeps it."""
+        """Stop keeping the block's content; its owners keep the block."""
         if block_id in self._cached:
             del self._cached[block_id]
             self._free.append(block_id)

@@ -125,7 +125,7 @@ class KVCacheManager:
             request.prefix_miss = self._miss(request, first + len(prefix))
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Make room for `num_tokens` tokens in all; without enough blocks, change nothing: False."""
+        """Make room for `num_tokens` tokens in all; False and no change without enough blocks."""
         missing = self.blocks_for(num_tokens) - len(request.block_ids)
         if missing > self.pool.num_available:
             return False
@@ -152,14 +152,14 @@ class KVCacheManager:
     ) -> list[Acceptance]:
         """Make blocks that were computed elsewhere findable here.
 
-        Nobody owns them: they may be evicted at once.
+        They have no owner and may be evicted at once.
 
         They take free blocks, then cached ones, oldest use first; never one that a request holds,
         and never one of their own beginnings.
 
         Args:
             blocks: a parent before its children.
-            write: told block ids, and which of `blocks` go there; what it raises leaves everything
+            write: called with block ids, and which of `blocks` go there; what it raises leaves everything
                 as it was.
 
         Returns:
@@ -193,7 +193,7 @@ class KVCacheManager:
     def forget(self, request: Request) -> set[int]:
         """Evict a prompt and everything that begins with its first block; returns those blocks.
 
-        Nobody finds them any more; requests that hold some keep them.
+        They cannot be found any more; requests that hold some keep them.
         """
         if not self.enable_prefix_caching or len(request.prompt_token_ids) < self.block_size:
             return set()

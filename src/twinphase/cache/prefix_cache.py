@@ -40,10 +40,14 @@ class Acceptance(StrEnum):
     """What became of a block that came from elsewhere."""
 
     STORED = "stored"
-    KNOWN = "known"  # its content is here already
-    WRONG = "wrong"  # its hash is not that of its tokens, or its index not its parent's plus one
-    ORPHAN = "orphan"  # its parent is not here, so nobody could find it
-    NO_ROOM = "no_room"  # requests hold all blocks, or its own beginning would have to go
+    # The content is cached already.
+    KNOWN = "known"
+    # The hash is not that of the tokens, or the index is not the parent's plus one.
+    WRONG = "wrong"
+    # The parent is not cached, so that the block could not be found.
+    ORPHAN = "orphan"
+    # Requests hold all blocks, or the block's own ancestors would have to be evicted.
+    NO_ROOM = "no_room"
 
 
 class BlockChanges:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from twinphase.tokenizer.tokenizer import Tokenizer
     from twinphase.weights.checkpoint import Checkpoint
 
-PROMPT_TOKENS = 512  # of the request that both phases are estimated for
+# Prompt of the request that both phases are estimated for.
+PROMPT_TOKENS = 512
 
 
 def show(
@@ -35,7 +36,7 @@ def show(
         "--tensor-parallel-size",
         "-tp",
         min=1,
-        help="Show as well what each of so many ranks would hold.",
+        help="Also show what each of this many ranks would hold.",
     ),
 ) -> None:
     """Show a model: architecture, parameters, formats, context, KV cache, template, both phases."""
@@ -55,7 +56,7 @@ def model_facts(name: str, ranks: int = 1) -> dict[str, Any]:
 
     Raises:
         ModelNotFoundError: there is no such model here.
-        InvalidRequestError: it cannot be divided among so many `ranks`.
+        InvalidRequestError: it cannot be divided among `ranks`.
         TwinphaseError: it cannot be read, or is of an architecture that is not known.
     """
     from twinphase.estimate.shapes import from_checkpoint

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Iterable
 
 NANOSECOND = 1e-9
-THREAD_PREFIX = "twinphase-"  # of the names of a backend's threads
+# Names of a backend's threads begin with it.
+THREAD_PREFIX = "twinphase-"
 
 
 class CpuWait:

@@ -89,7 +89,7 @@ class Engine:
         """Validate and queue a request.
 
         Args:
-            request: new, or with output tokens of an answer that another engine began: it goes on
+            request: new, or with output tokens of an answer that another engine began: it continues
                 as that one would have. A seed is chosen for it if it needs one and has none.
             timeline: what happened to the request before, such as tokenizing; a new one if None.
 
@@ -140,7 +140,7 @@ class Engine:
 
     def read_at_most(self, num_tokens: int | None) -> None:
         """From the next step on, cap the prefill tokens of a step; None removes the cap."""
-        self.scheduler.most_prefill_tokens = num_tokens
+        self.scheduler.max_prefill_tokens = num_tokens
         if self.recorder.trace:
             self.recorder.trace.read_at_most(num_tokens)
 

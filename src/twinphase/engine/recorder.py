@@ -19,13 +19,12 @@ from twinphase.phases.timeline import RequestTimeline, StepRecord
 from twinphase.phases.work import ModelShape
 from twinphase.request import Request
 
-MAX_GAP_SECONDS = (
-    0.1  # seconds between steps that count as the front end's work on a token; more is idleness
-)
+# A gap between steps up to this is the front end's work on a token; a longer one is idleness.
+MAX_GAP_SECONDS = 0.1
 
 
 class StepRecorder:
-    """Told by the engine what it does; tells where the time went, and teaches the cost model.
+    """Records what the engine does: fills the ledger and trains the cost model.
 
     Attributes:
         clock: monotonic seconds, the clock of `Request.arrival_time`.

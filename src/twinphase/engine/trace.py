@@ -235,7 +235,7 @@ class _Replaying:
         elif kind == "pace":
             scheduler.pace = Pace(**event)
         elif kind == "bound":
-            scheduler.most_prefill_tokens = event["num_tokens"]
+            scheduler.max_prefill_tokens = event["num_tokens"]
         elif kind == "observe":
             self._cost_model.observe(self._work, event["seconds"], event["gap"])
         elif kind == "step":

@@ -70,7 +70,7 @@ class CostError:
 def features(work: StepWork, windowed_share: float = 0.0) -> tuple[float, ...]:
     """The counts that prices multiply, in the order of `FEATURES`.
 
-    Contexts are the mean of the layers, of which `windowed_share` attend to a window only.
+    Contexts are the mean of the layers, and `windowed_share` of the layers attend to a window only.
     """
     few = min(work.rows, FEW_ROWS)
     prefill = work.prefill_contexts - windowed_share * (

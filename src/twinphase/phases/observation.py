@@ -36,15 +36,12 @@ class Observation:
     finish_reason: str = ""  # as the target named it
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    claims: dict[str, Any] = field(
-        default_factory=dict
-    )  # what the target said of its own time, as it came
-    finished: float | None = (
-        None  # when the target said that the output was complete: with the last token or behind it
-    )
-    first_answer: float | None = (
-        None  # when the first piece of the answer came, of an output that reasons first
-    )
+    # The target's own timings, as it sent them.
+    claims: dict[str, Any] = field(default_factory=dict)
+    # When the target reported the end of the output: with the last token or after it.
+    finished: float | None = None
+    # When the first piece of the answer came, after reasoning.
+    first_answer: float | None = None
     num_reasoning_tokens: int | None = None
     connected_late: bool = (
         False  # it waited for a connection asked for in time: not the client's lag
@@ -76,7 +73,7 @@ class Observation:
         """When the last token came.
 
         With fewer pieces than tokens, the last tokens may have had no text: the target sent nothing
-        for them until it said that it was done, and that moment counts.
+        for them until it reported the end, and that moment counts.
         """
         if not self.token_times:
             return None
@@ -92,8 +89,7 @@ class Observation:
     def tpot(self) -> float | None:
         """None below two tokens, without the target's count, or without the last token's time.
 
-        It is not known where there are fewer pieces than tokens and nothing said when the output
-        was complete.
+        It is unknown if there are fewer pieces than tokens and the target did not report the end.
         """
         number = self.num_output_tokens
         if self.last_token is None or number is None:

@@ -1,7 +1,7 @@
 """The roofline (Williams, Waterman, Patterson, 2009): bounds by arithmetic intensity.
 
-A part of a step does so many FLOP on so many bytes: its arithmetic intensity. Below the balance
-point of a machine (peak / bandwidth) memory bounds it, above it the arithmetic unit. Rates come
+Arithmetic intensity is FLOP per byte. Below the balance point of a machine (peak / bandwidth)
+memory bounds a part of a step, above it the arithmetic unit. Rates come
 from measured `Ceilings`; nothing here measures, and what is unknown stays None.
 """
 

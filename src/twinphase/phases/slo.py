@@ -93,7 +93,7 @@ class Goodput:
 
     @property
     def by_level(self) -> dict[str, int]:
-        """Requests that missed each level, whatever else they missed."""
+        """Requests that missed each level; one request may miss several."""
         found: Counter[str] = Counter()
         for names, number in self.missed.items():
             found.update({name: number for name in names.split(" + ")})

@@ -1,6 +1,6 @@
 """What a step must do by the algorithm: floating-point operations and bytes, from a model's shape.
 
-These are the numerators of MFU and MBU. Activations are left out, and so is whatever an
+These are the numerators of MFU and MBU. Activations are left out, and so is what an
 implementation does on top. Not for measured rates, ceilings or times.
 """
 
@@ -74,7 +74,7 @@ def model_shape(checkpoint: Checkpoint, blueprint: Blueprint) -> ModelShape:
 def make_shape(
     blueprint: Blueprint, parameters: Size, nbytes: Size, kv_token_bytes: int = 0
 ) -> ModelShape:
-    """The numbers of the cost formulas for a model of so many parameters and bytes."""
+    """The numbers of the cost formulas for a model given by its parameter and byte counts."""
     b = blueprint
     experts = blueprint.experts
     windowed = [window for window in b.windows if window is not None]

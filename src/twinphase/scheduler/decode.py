@@ -4,7 +4,7 @@ Where blocks run out, the last in the policy's order gives up its own, as often 
 first in order always gets through, since no request is accepted that the whole cache could not
 hold; so there is progress in every step.
 
-Drafts are guests: they take what nobody else wants of a step's rows and blocks, and get shorter
+Drafts are guests: they take only unused rows and blocks of a step, and get shorter
 where that is little.
 """
 
@@ -75,7 +75,7 @@ def fit_drafts(
 ) -> None:
     """Take free blocks for the drafts in `decodes`, and shorten the others; evict nothing.
 
-    Call it when everybody else has the blocks of this step. `get` finds a request by its id.
+    Call it last, when all other requests have their blocks of this step. `get` finds a request by its id.
     """
     for index, share in enumerate(decodes):
         request = get(share.request_id) if share.num_drafts else None

@@ -3,7 +3,7 @@
 Each tenant has a virtual time: the seconds of work that were done for it, divided by its weight.
 The smallest goes first. A tenant that has wanted nothing for a while begins at the system's virtual
 time, which is the smallest of those who want something: what it left unused is no credit, and what
-it used while nobody else wanted it is no debt.
+it used while no other tenant wanted it is no debt.
 
 Goyal, Vin and Cheng, "Start-time Fair Queuing" (SIGCOMM 1996). Sheng et al., "Fairness in Serving
 Large Language Models" (OSDI 2024) count tokens in the same way; here it is the cost model's
@@ -126,7 +126,7 @@ class FairQueue:
 def work_by_tenant(batch: Batch, times: StepCost) -> dict[str, float]:
     """A step's predicted seconds, divided by what each tenant's tokens add to an empty step.
 
-    Tokens that are computed again after a preemption are on nobody's account.
+    Tokens that are computed again after a preemption are charged to no tenant.
     """
     seconds = times.seconds(batch.work)
     tenants = sorted({share.tenant for share in batch.scheduled})

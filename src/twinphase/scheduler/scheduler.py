@@ -41,7 +41,7 @@ class Scheduler:
         fair: requests that hold no blocks, new or preempted, by tenant; and whose turn it is.
         running: requests that hold blocks; in a step, in the order of `fair`.
         pace: the gap between tokens that chunks leave to running requests.
-        most_prefill_tokens: of a step, whatever decodes in it; None is no bound but the budget.
+        max_prefill_tokens: cap on the prefill tokens of a step; None is only the token budget.
         seconds: predicted, of all steps so far: the scheduler's clock.
         step_work: seconds of the last step by tenant, predicted.
         num_preemptions: so far.
@@ -78,7 +78,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.policy = policy
         self.pace = pace
-        self.most_prefill_tokens: int | None = None
+        self.max_prefill_tokens: int | None = None
         self.fair = FairQueue(policy_key(policy))
         self.running: list[Request] = []
         self.num_preemptions = self.num_recomputed_tokens = 0
@@ -136,7 +136,8 @@ class Scheduler:
         self._num_added = self._num_added + 1
         self._requests[request.request_id] = request
         self.fair.add(request)
-        if request.fresh:  # whoever computes with what is given up computes it again as well
+        # Other requests that use the evicted blocks must recompute them too.
+        if request.fresh:
             wrong = self.kv_cache.forget(request)
             for other in [other for other in self.running if not wrong.isdisjoint(other.block_ids)]:
                 self._preempt(other)
@@ -165,7 +166,7 @@ class Scheduler:
             decodes = with_drafts(decodes, drafts, tokens // 2, self._longest_draft)
             tokens -= sum(share.num_drafts for share in decodes)
         budget = ChunkBudget(
-            tokens if self.most_prefill_tokens is None else min(tokens, self.most_prefill_tokens),
+            tokens if self.max_prefill_tokens is None else min(tokens, self.max_prefill_tokens),
             Batch(decodes, [], window=self.window).decode_work,
             self._times,
             self.pace,
@@ -226,7 +227,7 @@ class Scheduler:
                 self.num_recomputed_tokens += again
             if (
                 share.request_id not in output.errors
-            ):  # what failed may never have been computed: nobody may find it
+            ):  # A failed request's blocks may be incomplete.
                 self.kv_cache.keep_computed(request, before)
             if wrong:
                 self.kv_cache.give_back(request)

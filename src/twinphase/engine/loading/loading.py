@@ -71,7 +71,7 @@ class LoadedEngine:
     ) -> None:
         """Load a model; see `LLM` for the arguments and errors.
 
-        `load_progress` is told (done, total) layers.
+        `load_progress` is called with (done, total) layers.
         """
         self._paces: deque[Pace] = deque(maxlen=MAX_KEPT_PACES)
         self.checkpoint = (
@@ -131,7 +131,7 @@ class LoadedEngine:
     def warm_up(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Compute made-up requests: some that touch memory, and one timed in `warm_timeline`.
 
-        The first are short ones of several lengths, so that the cost model tells a step's own time
+        The first are short ones of several lengths, so that the cost model separates a step's own time
         from its tokens'.
         """
         for part in WARM_UP_PROMPT_DIVISORS:

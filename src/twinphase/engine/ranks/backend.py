@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model computed by several processes, of which rank 0 is the engine's own.
+"""Tensor parallelism: a model computed by several processes; rank 0 is the engine's own.
 
 Every rank has a share of each layer and the KV cache of its heads; to an engine they are one
 backend.
@@ -171,7 +171,7 @@ class _RankedBackend:
         return sum(rows * heads * size for rows, size in self._local.frame_parts())
 
     def _parts(self, blocks: NDArray[np.uint8], heads: int) -> list[NDArray[np.uint8]]:
-        """Views [blocks, rows, heads, bytes] of blocks with so many heads."""
+        """Views [blocks, rows, heads, bytes] of blocks with `heads` heads."""
         views = []
         start = 0
         for rows, size in self._local.frame_parts():

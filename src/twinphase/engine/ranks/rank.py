@@ -1,6 +1,6 @@
 """A rank's process: `python -m twinphase.engine.ranks.rank SOCKET MEMORY`, from `ranks.py`.
 
-It computes its share of every step it is told, and ends when the other end is gone.
+It computes its share of every step, and ends when rank 0 has ended.
 """
 
 from __future__ import annotations

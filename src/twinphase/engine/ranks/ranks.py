@@ -214,7 +214,7 @@ class _Link:
         self.socket.sendall(encode(message))
 
     def receive(self) -> FromRank | None:
-        """The next message; None when there is nobody any more."""
+        """The next message; None when the connection is closed."""
         while data := self.socket.recv(RECEIVE_BYTES):
             found = list(self._decoder.feed(data))
             if found:
