@@ -195,7 +195,10 @@ def not_found(method: str, path: str) -> str:
         )
     if path in ("/chat/completions", "/completions", "/embeddings", "/models"):
         return f"There is no {path} here. Give clients a base_url that ends in /v1."
-    return f"There is no {method} {path[:MAX_PATH_CHARACTERS]} here. GET /openapi.json lists the routes."
+    return (
+        f"There is no {method} {path[:MAX_PATH_CHARACTERS]} here. "
+        "GET /openapi.json lists the routes."
+    )
 
 
 def _instead(name: str, known: Set[str]) -> str:

@@ -12,8 +12,8 @@ from twinphase.tokenizer.think_tags import ThinkTags
 class ReasoningSplitter:
     """Divides the text of one answer, as it comes, into reasoning and content.
 
-    Tags and the newlines beside them belong to neither. The joined output does not depend on how the
-    text was cut into pieces.
+    Tags and the newlines beside them belong to neither. The joined output does not depend on the
+    cuts between pieces of text.
     """
 
     def __init__(self, tags: ThinkTags, opened: bool) -> None:

@@ -95,7 +95,7 @@ def phase_spans(timeline: RequestTimeline) -> list[PhaseSpan]:
     """The phases of a request in order of time; a preempted request repeats some.
 
     Detokenizing and sending belong to the adjacent decode, as a compact timeline has no exact
-    places for them, or to a span of their own without one. Unattributed time is a gap between two spans.
+    places for them, or to a span of their own without one. Unattributed time is a gap.
     """
     spans: list[PhaseSpan] = []
     between: list[Interval] = []  # since the last span
