@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 from pydantic_core import from_json
 
-from dialects import bearer, text_part, turn, user
+from dialects import bearer, function, text_part, turn, user
 from raw_client import events, send
 from twinphase.engine.frontends.text import EncodedPrompt
 from twinphase.errors import InvalidRequestError, RequestNotFoundError
