@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md, read from the source: who may import whom, and how long things may be."""
+"""The rules of docs/architecture.md, read from the source: imports, lengths, and calls."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1] / "src" / "twinphase"
+import twinphase
+
+SOURCE = Path(__file__).parents[1] / "src"
+ROOT = SOURCE / "twinphase"
+BENCH = SOURCE / "twinphase_bench"
 FILES = sorted(ROOT.rglob("*.py"))
 NAMES = [str(path.relative_to(ROOT)) for path in FILES]
+BENCH_FILES = sorted(BENCH.rglob("*.py"))
+ALL_FILES = FILES + BENCH_FILES
+ALL_NAMES = [str(path.relative_to(SOURCE)) for path in ALL_FILES]
 
 WORDS = {
     "request",
@@ -37,9 +44,9 @@ MAY_IMPORT = {
     "speculation": {"cache", "weights", "scheduler", "sampling", "phases.cost"},
     "phases": {"cache", "weights", "models", "backends.base"},
     # Takes values and reads no files: what `run --json` or a server wrote is read by
-    # `commands/explain_saved.py`, a load's result.json by `twinphase_bench/load/results.py`, and
-    # `commands/explain_source.py` chooses between them.
+    # `commands/explain_saved.py`, and `commands/explain_source.py` chooses what reads a file.
     "explain": {"phases", "backends.base"},
+    "workload": set(),
     "estimate": {"phases", "weights", "backends.base", "models"},
     "engine": {
         "cache",
@@ -76,12 +83,17 @@ THIRD_PARTY_HOME = {
     "fastapi": "server",
     "uvicorn": "server",
     "prometheus_client": "server",
-    "transformers": (),  # measured beside us by twinphase_bench, never used by us
+    # Only the workbench uses these, and imports them by `extras.require`.
+    "transformers": (),
     "llama_cpp": (),
     "scipy": (),
+    "altair": (),
     "vl_convert": (),
     "opentelemetry": "server",
 }
+
+
+KNOWN_CIRCLES: set[str] = set()
 
 
 def imports(path: Path) -> Iterator[tuple[str, ast.AST]]:
@@ -141,7 +153,70 @@ def test_third_party_packages_stay_in_their_folder(path):
             )
 
 
+def modules_imported(path: Path) -> set[str]:
+    """Modules of both packages that a file imports when it is imported itself."""
+    found: set[str] = set()
+
+    def visit(body: list[ast.stmt]) -> None:
+        for node in body:
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                continue
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                found.update(inner & MODULES.keys() or {node.module})
+            elif isinstance(node, (ast.If, ast.Try, ast.With, ast.ClassDef)):
+                visit(node.body)
+
+    visit(ast.parse(path.read_text()).body)
+    return found & MODULES.keys()
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in ALL_FILES}
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {name: modules_imported(path) - {name} for name, path in MODULES.items()}
+    while leaves := [name for name, used in graph.items() if not used & graph.keys()]:
+        for name in leaves:
+            del graph[name]
+    # What is left imports a circle, or lies on one.
+    circles = {name for name in graph if name in reachable(graph, name)}
+    assert circles <= KNOWN_CIRCLES
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = (graph[waiting.pop()] & graph.keys()) - found
+        found |= new
+        waiting += new
+    return found
+
+
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_the_house_does_not_know_the_workbench(path):
+    assert "twinphase_bench" not in path.read_text()
+
+
+@pytest.mark.parametrize("path", BENCH_FILES, ids=str)
+def test_the_workbench_imports_the_public_api_and_the_phases(path):
+    public = {f"twinphase.{name}" for name in twinphase.__all__}
+    for name, node in imports(path):
+        if name.partition(".")[0] == "twinphase":
+            allowed = name in public or name.startswith("twinphase.phases")
+            assert allowed, f"{path}:{node.lineno} imports {name}"
+        assert name.partition(".")[0] not in THIRD_PARTY_HOME, f"{path}:{node.lineno}"
+
+
+@pytest.mark.parametrize("path", ALL_FILES, ids=ALL_NAMES)
 def test_files_and_functions_are_short(path):
     text = path.read_text()
     assert text.count("\n") <= 500, f"{path} has {text.count(chr(10))} lines"
@@ -150,6 +225,6 @@ def test_files_and_functions_are_short(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             # The signature of a command is the list of its options, however many there are.
             command = any("command" in ast.unparse(decorator) for decorator in node.decorator_list)
-            command |= node.name == path.stem and layer(path) == "commands"
+            command |= node.name == path.stem and path.parent.name == "commands"
             length = (node.end_lineno or 0) - (node.body[0].lineno if command else node.lineno) + 1
             assert length <= limit, f"{path}:{node.lineno} {node.name} has {length} lines"

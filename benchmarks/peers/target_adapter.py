@@ -49,7 +49,7 @@ class OurEngine:
         tickets = [self._stepped.submit(prompt, n) for prompt in prompts]
         widest = max(len(record.prefill_ids) + record.num_decodes for record in self._stepped.run())
         self._stepped.clear()
-        if any(len(one.tokens) != n or one.request.num_cached_tokens for one in tickets):
+        if any(len(one.tokens) != n or one.request.counts.num_cached_tokens for one in tickets):
             raise RuntimeError("a request lacks tokens, or had some from a cache")
         began = tickets[0].submitted
         end = max(one.times[-1] for one in tickets)

@@ -138,7 +138,7 @@ def section(args: argparse.Namespace, found: dict[str, Any]) -> Section:
     counts = found["counts"]
     kills = found["kills"]
     log = found["log"]
-    continued = sum(map(int, re.findall(r"goes on elsewhere, (\d+) requests", log)))
+    continued = sum(map(int, re.findall(r"other workers continue its (\d+) requests", log)))
     again = sum(
         "service_unavailable_error" in one[5] for one in found["unexpected"]
     )  # and not wrong, nor lost

@@ -1,6 +1,7 @@
 """twinphase: an LLM inference engine in which prefill and decode are first-class.
 
 The public names load on first use, so that `import twinphase` costs next to nothing.
+docs/python.md says what each group of them is for.
 """
 
 from __future__ import annotations
@@ -9,20 +10,152 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from twinphase.arguments import DEFAULT_MODEL, Options, is_model_name, with_options
+    from twinphase.backends.cpu.link import LinkRates, measure_link
+    from twinphase.cli import app, main
+    from twinphase.cluster.config import ClusterConfig
+    from twinphase.cluster.launch import make_host
+    from twinphase.config import EngineConfig, available_cores, free_memory
     from twinphase.engine.frontends.async_engine import AsyncEngine
     from twinphase.engine.frontends.llm import LLM
     from twinphase.engine.frontends.outputs import RequestOutput
+    from twinphase.engine.loading.ceilings import device_of, measure_ceilings, measured_ceilings
+    from twinphase.engine.stepped import Stepped, TimedForward, TimedRequest, Workshop
+    from twinphase.errors import (
+        CacheCapacityError,
+        ContextLengthError,
+        InvalidRequestError,
+        ModelNotFoundError,
+        ResultError,
+        StorageError,
+        TwinphaseError,
+        UnsupportedModelError,
+    )
+    from twinphase.explain.alone import alone_sentences
+    from twinphase.explain.levers import duration
+    from twinphase.models.loader import model_blueprint
+    from twinphase.progress import Progress, live
     from twinphase.request import SamplingParams
+    from twinphase.server.event_stream import read_events
+    from twinphase.terminal import Bar, answers, note, percentages
+    from twinphase.workload.distributions import (
+        Arrivals,
+        Closed,
+        Lengths,
+        Paced,
+        Traced,
+    )
+    from twinphase.workload.traces import BLOCK_TOKENS, Scaling, TraceLine, read_trace
 
-__all__ = ["LLM", "AsyncEngine", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "Arrivals",
+    "AsyncEngine",
+    "BLOCK_TOKENS",
+    "Bar",
+    "CacheCapacityError",
+    "Closed",
+    "ClusterConfig",
+    "ContextLengthError",
+    "DEFAULT_MODEL",
+    "EngineConfig",
+    "InvalidRequestError",
+    "LLM",
+    "Lengths",
+    "LinkRates",
+    "ModelNotFoundError",
+    "Options",
+    "Paced",
+    "Progress",
+    "RequestOutput",
+    "ResultError",
+    "SamplingParams",
+    "Scaling",
+    "Stepped",
+    "StorageError",
+    "TimedForward",
+    "TimedRequest",
+    "TraceLine",
+    "Traced",
+    "TwinphaseError",
+    "UnsupportedModelError",
+    "Workshop",
+    "__version__",
+    "alone_sentences",
+    "answers",
+    "app",
+    "available_cores",
+    "device_of",
+    "duration",
+    "free_memory",
+    "is_model_name",
+    "live",
+    "main",
+    "make_host",
+    "measure_ceilings",
+    "measure_link",
+    "measured_ceilings",
+    "model_blueprint",
+    "note",
+    "percentages",
+    "read_events",
+    "read_trace",
+    "with_options",
+]
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Arrivals": "twinphase.workload.distributions",
     "AsyncEngine": "twinphase.engine.frontends.async_engine",
+    "BLOCK_TOKENS": "twinphase.workload.traces",
+    "Bar": "twinphase.terminal",
+    "CacheCapacityError": "twinphase.errors",
+    "Closed": "twinphase.workload.distributions",
+    "ClusterConfig": "twinphase.cluster.config",
+    "ContextLengthError": "twinphase.errors",
+    "DEFAULT_MODEL": "twinphase.arguments",
+    "EngineConfig": "twinphase.config",
+    "InvalidRequestError": "twinphase.errors",
     "LLM": "twinphase.engine.frontends.llm",
+    "Lengths": "twinphase.workload.distributions",
+    "LinkRates": "twinphase.backends.cpu.link",
+    "ModelNotFoundError": "twinphase.errors",
+    "Options": "twinphase.arguments",
+    "Paced": "twinphase.workload.distributions",
+    "Progress": "twinphase.progress",
     "RequestOutput": "twinphase.engine.frontends.outputs",
+    "ResultError": "twinphase.errors",
     "SamplingParams": "twinphase.request",
+    "Scaling": "twinphase.workload.traces",
+    "Stepped": "twinphase.engine.stepped",
+    "StorageError": "twinphase.errors",
+    "TimedForward": "twinphase.engine.stepped",
+    "TimedRequest": "twinphase.engine.stepped",
+    "TraceLine": "twinphase.workload.traces",
+    "Traced": "twinphase.workload.distributions",
+    "TwinphaseError": "twinphase.errors",
+    "UnsupportedModelError": "twinphase.errors",
+    "Workshop": "twinphase.engine.stepped",
+    "alone_sentences": "twinphase.explain.alone",
+    "answers": "twinphase.terminal",
+    "app": "twinphase.cli",
+    "available_cores": "twinphase.config",
+    "device_of": "twinphase.engine.loading.ceilings",
+    "duration": "twinphase.explain.levers",
+    "free_memory": "twinphase.config",
+    "is_model_name": "twinphase.arguments",
+    "live": "twinphase.progress",
+    "main": "twinphase.cli",
+    "make_host": "twinphase.cluster.launch",
+    "measure_ceilings": "twinphase.engine.loading.ceilings",
+    "measure_link": "twinphase.backends.cpu.link",
+    "measured_ceilings": "twinphase.engine.loading.ceilings",
+    "model_blueprint": "twinphase.models.loader",
+    "note": "twinphase.terminal",
+    "percentages": "twinphase.terminal",
+    "read_events": "twinphase.server.event_stream",
+    "read_trace": "twinphase.workload.traces",
+    "with_options": "twinphase.arguments",
 }
 
 

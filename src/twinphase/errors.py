@@ -42,6 +42,12 @@ class CacheCapacityError(InvalidRequestError):
     """A request that the whole KV cache could not hold; the message carries the numbers."""
 
 
+class ResultError(TwinphaseError):
+    """A file is not a result of this version, or is damaged."""
+
+    exit_code = 2
+
+
 class RequestNotFoundError(TwinphaseError):
     """No unfinished request of that id."""
 

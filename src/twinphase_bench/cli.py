@@ -5,11 +5,26 @@
 
 from __future__ import annotations
 
-from twinphase.cli import app, main
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from twinphase import app, main
 from twinphase_bench.commands.bench import bench
 from twinphase_bench.commands.lab import lab
 from twinphase_bench.commands.roofline import roofline
 
+
+def write_explanation(found: Mapping[str, Any], folder: Path) -> Path:
+    """Write the report of `explain --out`; returns the path of its page."""
+    from twinphase_bench.report.explanation import explain_report
+    from twinphase_bench.report.render import write_report
+
+    return write_report(explain_report(found), folder).html
+
+
+# `twinphase.commands.explain` finds it in its context.
+app.info.context_settings = {"obj": write_explanation}
 for command in (roofline, lab, bench):
     app.command()(command)
 

@@ -20,8 +20,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from twinphase import __version__
-from twinphase.config import available_cores
+from twinphase import __version__, available_cores
 from twinphase.phases.hardware import processor_name
 from twinphase_bench.targets.target import TargetFacts
 
@@ -62,9 +61,7 @@ def conditions(
         found["context length"] = f"{facts.context_length:,}" if facts.context_length else UNKNOWN
         found |= {key: public(value) for key, value in facts.details.items()}
     if model is not None:
-        size = _known(lambda: f", {model.stat().st_size:,} bytes")
-        found["model file"] = model.name + (size if size != UNKNOWN else "")
-        found["model SHA-256"] = file_sha256(model)
+        found |= model_file(model)
     distribution = _known(lambda: platform.freedesktop_os_release()["PRETTY_NAME"])
     found |= {
         key: "***" if _is_secret(key) else public(str(value))
@@ -74,8 +71,8 @@ def conditions(
         **found,
         "processor": processor_name(),
         "cores": f"{available_cores()} usable of {os.cpu_count() or UNKNOWN}",
-        "threads": str(threads or UNKNOWN),
-        "instruction set": isa or UNKNOWN,
+        "threads": str(threads or found.get("threads", UNKNOWN)),
+        "instruction set": isa or found.get("instruction set") or UNKNOWN,
         "memory": _known(
             lambda: f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
         ),
@@ -87,6 +84,15 @@ def conditions(
         "load average": _known(
             lambda: "{:.2f}, {:.2f}, {:.2f} (1, 5, 15 minutes before)".format(*os.getloadavg())
         ),
+    }
+
+
+def model_file(path: Path) -> dict[str, str]:
+    """Name, size and hash of a model's file."""
+    size = _known(lambda: f", {path.stat().st_size:,} bytes")
+    return {
+        "model file": path.name + (size if size != UNKNOWN else ""),
+        "model SHA-256": file_sha256(path),
     }
 
 

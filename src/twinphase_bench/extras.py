@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from twinphase.errors import TwinphaseError
+from twinphase import TwinphaseError
 
 
 class MissingExtraError(TwinphaseError):

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from twinphase.progress import Progress
+from twinphase import Progress
 from twinphase_bench.conditions import conditions
 from twinphase_bench.report.report import Metric, Report, Section, Status, Verdict
 from twinphase_bench.sweep.plan import UNKNOWN_CONTEXT, SweepOptions, make_plan
@@ -95,33 +94,16 @@ def client_parts(target: Target) -> list[Parts]:
     return [Parts(CLIENT, verdicts, [], noise=noise, data=data)]
 
 
-def bench_report(
-    facts: TargetFacts,
-    parts: Sequence[Parts],
-    *,
-    model: Path | None = None,
-    threads: int | None = None,
-    isa: str = "",
-) -> Report:
-    """The report of a target.
-
-    Args:
-        facts: of the target.
-        parts: what was measured of it, most important first.
-        model: its file, where it is here.
-        threads: that compute; None is unknown.
-        isa: instruction-set path; "" is unknown.
-    """
+def bench_report(facts: TargetFacts, parts: Sequence[Parts]) -> Report:
+    """The report of a target; `parts` are what was measured, most important first."""
     flags = {key: value for part in parts for key, value in part.flags.items()}
     verdicts = [verdict for part in parts for verdict in part.verdicts]
-    told = facts.details.get("threads", "")
-    threads = int(told) if threads is None and told.isdigit() else threads
     return Report(
         kind="bench",
         title=f"{facts.model} on {facts.engine}: "
         f"{' and '.join(part.name for part in parts if part.name != CLIENT)}",
         verdicts=tuple(sorted(verdicts, key=lambda verdict: verdict.status is not Status.VOID)),
-        conditions=conditions(facts, model=model, threads=threads, isa=isa, flags=flags),
+        conditions=conditions(facts, flags=flags),
         noise=tuple(line for part in parts for line in part.noise),
         sections=tuple(section for part in parts for section in part.sections),
         metrics=tuple(metric for part in parts for metric in part.metrics),

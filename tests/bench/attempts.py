@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from twinphase_bench.client.observation import Observation
+from twinphase.phases.observation import Observation
 
 __all__ = ["check_errors", "moment_errors", "seconds_waited"]
 

@@ -8,16 +8,16 @@ import random
 
 from tests.bench.made_target import MadeTarget
 
+from twinphase.phases.observation import Observation
+from twinphase.phases.roofline import Roof, Roofline, Slope
+from twinphase.phases.slo import Slos
 from twinphase.phases.timeline import IntervalKind
 from twinphase_bench.client.health import ClientHealth
-from twinphase_bench.client.observation import Observation
 from twinphase_bench.load.plots import timeline_plot
 from twinphase_bench.load.run import LoadResult
-from twinphase_bench.load.slo import Slos
 from twinphase_bench.report import plots
 from twinphase_bench.report.explanation import waterfall_plot
 from twinphase_bench.report.report import Plot, Report, Section, Status, Verdict
-from twinphase_bench.roofline.arithmetic import Roof, Roofline, Slope
 from twinphase_bench.roofline.plots import DrawnPart, roofline_plot
 from twinphase_bench.sweep.plan import SweepOptions, make_plan
 from twinphase_bench.sweep.report import sweep_metrics, sweep_sections

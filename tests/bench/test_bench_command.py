@@ -7,6 +7,7 @@ import pytest
 
 from tiny_gguf import write_tiny_gguf
 from twinphase.cli import run_app
+from twinphase.engine import stepped
 from twinphase.errors import InvalidRequestError
 from twinphase_bench.client.health import ClientHealth
 from twinphase_bench.commands.bench import VOID_EXIT_CODE, _apart
@@ -37,14 +38,10 @@ def gguf_path(tmp_path_factory):
 @pytest.fixture
 def small(monkeypatch):
     """The slow reference backend needs no compiled kernels; the command has no option for it."""
-    from twinphase.engine import loading as load
-    from twinphase_bench.targets import engine
-
-    loaded = load.LoadedEngine
-    for module in (engine, load):
-        monkeypatch.setattr(
-            module, "LoadedEngine", lambda *a, **k: loaded(*a, **{**k, "backend": "reference"})
-        )
+    loaded = stepped.LoadedEngine
+    monkeypatch.setattr(
+        stepped, "LoadedEngine", lambda *a, **k: loaded(*a, **{**k, "backend": "reference"})
+    )
 
 
 @pytest.fixture

@@ -19,12 +19,12 @@ from twinphase.explain.diagnosis import diagnose
 from twinphase.explain.evidence import Efficiency, Evidence
 from twinphase.explain.explanation import explain, explain_evidence
 from twinphase.explain.levers import Lever, rank
+from twinphase.explain.load_diagnosis import CLIENT_RULES
 from twinphase.outcome import MissReason, PrefixMiss
 from twinphase.phases.cost import CostError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 from twinphase.phases.work import Cost, ModelShape
 from twinphase.request import RequestCounts, SamplingParams
-from twinphase_bench.load.diagnosis import CLIENT_RULES
 
 ROOT = Path(__file__).parents[2]
 LARGE = ModelShape(10**6, 500_000, 600_000, 300_000, 2, 4, 2, 64, 800)

@@ -11,10 +11,10 @@ from twinphase.cli import run_app
 from twinphase.commands.explain_saved import SavedLedgerError, read_ledger
 from twinphase.commands.explain_source import from_file
 from twinphase.commands.explain_view import lines
+from twinphase.errors import ResultError
 from twinphase.explain.explanation import explain_evidence
 from twinphase.explain.waterfall import WaterfallError
 from twinphase.phases.timeline import IntervalKind
-from twinphase_bench.report.result import ResultError
 
 TIMINGS = {
     "cache_n": 16,

@@ -14,6 +14,7 @@ from steps import own_cache
 from tiny_gguf import tiny_vocabulary, write_tiny_gguf
 from twinphase.batch import Batch, StepOutput
 from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.config import EngineConfig
 from twinphase.engine.loading.drafting import load_draft_model, open_draft_model
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.errors import InvalidRequestError
@@ -88,7 +89,7 @@ def test_only_what_it_has_not_seen_is_computed():
     """After right drafts the last of them and the token behind it, after a wrong one what replaced it."""
     model, counter = draft_model()
     one = request("a", [1, 2, 3, 4, 5], 6)
-    assert model.behind(one) == 6
+    assert model.num_missing(one) == 6
     model.draft([one])
     one.output_token_ids += [7, 8, 9, 10]  # all right
     assert model.draft([one]) == {"a": [11, 12, 13]}
@@ -249,7 +250,9 @@ def pair(folder) -> tuple[LoadedEngine, DraftModel]:
     """The same weights in eight bits and in 32: a draft model that is often right, and not always."""
     target = write_tiny_gguf(folder / "target.gguf", vocab=320, tensor_type="Q8_0")
     draft = write_tiny_gguf(folder / "draft.gguf", vocab=320, tensor_type="F32")
-    loaded = LoadedEngine(target, num_kv_blocks=100, max_num_batched_tokens=64, threads=2)
+    loaded = LoadedEngine(
+        target, EngineConfig(num_kv_blocks=100, max_num_batched_tokens=64, threads=2)
+    )
     return loaded, load_draft_model(open_draft_model(str(draft), loaded), 3, loaded)
 
 
@@ -323,16 +326,17 @@ def test_the_option_loads_it_and_the_chooser_asks_it(folder, pair):
         "num_speculative_tokens": 3,
     }
     speculating = LoadedEngine(
-        loaded.checkpoint.path, speculative_config=config, num_kv_blocks=100, threads=2
+        loaded.checkpoint.path,
+        EngineConfig(speculative_config=config, num_kv_blocks=100, threads=2),
     )
     drafter = speculating.engine.drafter
     assert isinstance(drafter, Speculator)
     drafted, accepted = answers(speculating, drafter, temperature=0.7)
     assert plain == drafted
     assert accepted > 0.1
-    assert drafter.writing is not None
-    assert drafter.writing.model.kv_cache.pool.num_held == 0
-    assert drafter.writing.num_failures == 0
+    assert drafter.draft_model is not None
+    assert drafter.draft_model.model.kv_cache.pool.num_held == 0
+    assert drafter.draft_model.num_failures == 0
 
 
 def test_another_vocabulary_is_refused_by_its_first_token_that_differs(folder, pair, monkeypatch):
@@ -365,5 +369,7 @@ def test_another_vocabulary_is_refused_by_its_first_token_that_differs(folder, p
         ):
             LoadedEngine(
                 loaded.checkpoint.path,
-                speculative_config={"model": str(swapped), "num_speculative_tokens": 2},
+                EngineConfig(
+                    speculative_config={"model": str(swapped), "num_speculative_tokens": 2}
+                ),
             )

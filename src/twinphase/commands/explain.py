@@ -10,6 +10,7 @@ from twinphase.errors import InvalidRequestError
 
 
 def explain(
+    context: typer.Context,
     what: str = typer.Argument(
         None,
         help="Id of a server's request, or a JSON file: a saved ledger, an answer, or a load's "
@@ -26,6 +27,10 @@ def explain(
     out: Path = typer.Option(None, help="Write a report with plots into this folder."),
 ) -> None:
     """Explain one request: a waterfall of its time, what bound each phase, the causes, and what to change."""
+    if out is not None and context.obj is None:
+        raise InvalidRequestError(
+            "--out needs the `twinphase` script, which writes reports.", "Leave --out out."
+        )
     if (what is None) is not last:
         raise InvalidRequestError(
             "explain needs one thing to explain.", "Give a request's id, a JSON file, or --last."
@@ -43,7 +48,5 @@ def explain(
         print("\n".join(view.lines(found)))
     if out is not None:
         from twinphase.terminal import note
-        from twinphase_bench.report.explanation import explain_report
-        from twinphase_bench.report.render import write_report
 
-        note(str(write_report(explain_report(found), out).html))
+        note(str(context.obj(found, out)))

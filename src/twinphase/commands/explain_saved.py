@@ -3,7 +3,7 @@
 Four forms are taken: what `twinphase run --json` printed, what `GET /v1/requests/{id}/timeline`
 gave, an answer's body (or its last chunk) with `timings`, and the `timings` alone. What a form does
 not say stays unknown. Not for opening files (`explain_source.py`), nor for results of loads
-(`twinphase_bench/load/results.py`).
+(`twinphase/explain/loads.py`).
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from twinphase.errors import (
 )
 from twinphase.explain.explanation import Explanation, explain_evidence
 from twinphase.explain.levers import Lever, rank
-from twinphase_bench.load.diagnosis import ClientExplanation, explain_client
-from twinphase_bench.load.results import read_loads
+from twinphase.explain.load_diagnosis import ClientExplanation, explain_client
+from twinphase.explain.loads import read_loads
 
 LARGEST_FILE = 1 << 30  # bytes
 LARGEST_REPLY = 64 << 20

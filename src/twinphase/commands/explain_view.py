@@ -13,15 +13,15 @@ from typing import Any
 
 from twinphase.explain.alone import alone_sentences
 from twinphase.explain.levers import duration, percent
+from twinphase.phases.colours import TERMINAL_CODES
 from twinphase.terminal import percentages
 
 BOLD = "1"
 DIM = "2"
 YELLOW = "33"
-# As in reports (`twinphase_bench/report/theme.py`): prefill blue, decode orange. Waiting red,
-# others in the same steps yellow.
-PREFILL = "34"
-DECODE = "38;5;208"
+# Waiting is red, other requests in the same steps are yellow.
+PREFILL = TERMINAL_CODES["prefill"]
+DECODE = TERMINAL_CODES["decode"]
 OTHERS = "33"
 COLOURS = {
     "queue": "31",

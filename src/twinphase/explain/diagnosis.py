@@ -2,7 +2,7 @@
 
 `attribution.py` gives every second to one cause, so that the shares of one symptom add up to 1 at
 most; `causes.py` has the words. docs/explain.md lists the causes, each with the test that provokes
-it. Not for what only a client can see (`twinphase_bench/load/diagnosis.py`).
+it. Not for what only a client can see (`twinphase/explain/load_diagnosis.py`).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from twinphase.models.decoder import Decoder
 from twinphase.models.tensors import ROPE_TENSORS, check_tensors, model_tensors
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import open_gguf
+from twinphase.weights.hub import resolve_model
 from twinphase.weights.safetensors import open_safetensors, read_folder_config
 
 
@@ -54,6 +55,11 @@ def open_model(path: Path, *, quantization: str = "none", header_only: bool = Fa
             "Leave quantization out, or give the model's Hugging Face folder.",
         )
     return open_gguf(path, mark_used=not header_only)
+
+
+def model_blueprint(name: str) -> Blueprint:
+    """What a model is made of, by its name or path; reads the headers of its files only."""
+    return read_blueprint(open_model(resolve_model(name), header_only=True))
 
 
 def read_blueprint(checkpoint: Checkpoint, max_positions: int | None = None) -> Blueprint:

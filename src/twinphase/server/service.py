@@ -223,7 +223,7 @@ class Service:
     def observe_end(self, job: Job, choice: Choice, headers: Mapping[bytes, bytes]) -> None:
         self.timelines.end(choice, job.prompt_of(choice.index).runs)
         transcript = choice.stream.transcript
-        counts = transcript.counts()
+        counts = transcript.counts
         timeline = transcript.timeline
         reason = transcript.finish_reason
         if reason is None:

@@ -33,7 +33,7 @@ import httptools
 import msgspec
 import uvloop
 
-from twinphase.errors import InvalidRequestError
+from twinphase import InvalidRequestError
 
 SEND_NOW = (
     math.nan

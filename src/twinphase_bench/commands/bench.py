@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from twinphase.arguments import Options, is_model_name, with_options
-from twinphase.config import EngineConfig
-from twinphase.errors import InvalidRequestError
+from twinphase import EngineConfig, InvalidRequestError, Options, is_model_name, with_options
 
 if TYPE_CHECKING:
     from twinphase_bench.report.report import Report
@@ -261,12 +259,11 @@ def _measured(given: dict[str, Any]) -> Report:
 
 
 def _run(text: str, kind: str, options: Any, sweep: SweepOptions | None, load: Any) -> Report:
-    from twinphase.progress import live
-    from twinphase.terminal import Bar
+    from twinphase import Bar, live
     from twinphase_bench.conditions import public
     from twinphase_bench.load.plan import load_parts
     from twinphase_bench.run import bench_report, client_parts, run_sweep, sweep_parts
-    from twinphase_bench.targets.kinds import machine_facts, open_load_target, open_target
+    from twinphase_bench.targets.kinds import open_load_target, open_target
 
     bar = Bar("Compiling kernels", "kernels")
     parts: list[Parts] = []
@@ -280,17 +277,15 @@ def _run(text: str, kind: str, options: Any, sweep: SweepOptions | None, load: A
             bar.clear()
             parts.append(sweep_parts(run_sweep(target, sweep, progress)))
             parts += client_parts(target)
-        loaded = getattr(target, "loaded", None)
         facts = getattr(target, "facts", None)
         if load.wanted:
-            if loaded is not None:  # its weights and cache are not held twice
-                target.close()
-                target = loaded = None
-            server, loaded = open_load_target(text, kind, options, target)
+            if kind == "model":  # its weights and cache are not held twice
+                target = None
+            server = open_load_target(text, kind, options, target)
             facts = facts or server.facts
             parts.append(load_parts(server, load, progress))
     assert facts is not None
-    report = bench_report(facts, parts, **machine_facts(loaded))
+    report = bench_report(facts, parts)
     if target is not None:
         target.close()
     return report
@@ -309,8 +304,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _publish(report: Report, out: Path | None, as_json: bool) -> None:
-    from twinphase.progress import live
-    from twinphase.terminal import note
+    from twinphase import live, note
     from twinphase_bench.report.render import write_report
     from twinphase_bench.report.result import result_json
     from twinphase_bench.report.terminal import show

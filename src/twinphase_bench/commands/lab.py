@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from twinphase.arguments import DEFAULT_MODEL
+from twinphase import DEFAULT_MODEL
 
 
 def lab(
@@ -42,8 +42,7 @@ def lab(
         _list()
         return
     require("altair")  # before minutes are spent
-    from twinphase.progress import live
-    from twinphase.terminal import note
+    from twinphase import live, note
     from twinphase_bench.report.render import write_report
     from twinphase_bench.report.result import result_json
     from twinphase_bench.report.terminal import show
@@ -76,7 +75,7 @@ def _list() -> None:
     from rich.markup import escape
     from rich.padding import Padding
 
-    from twinphase.terminal import answers
+    from twinphase import answers
     from twinphase_bench.lab.lab import EXPERIMENTS
 
     console = answers()

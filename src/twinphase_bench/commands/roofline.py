@@ -7,8 +7,7 @@ from typing import Any
 
 import typer
 
-from twinphase.arguments import Options, with_options
-from twinphase.config import EngineConfig
+from twinphase import EngineConfig, Options, with_options
 
 MEASURE = "Measuring"
 MODEL_OPTIONS = Options(
@@ -60,16 +59,16 @@ def roofline(
     engine: dict[str, Any],
 ) -> None:
     """Measure this machine's roofline, and place both phases of a model under it."""
-    given = {name: value for name, value in locals().items() if value is not None} | engine
+    given = {name: value for name, value in locals().items() if value is not None}
     if out is not None:
         from twinphase_bench.extras import require
 
         require("vl_convert")  # before minutes are spent
-    from twinphase.progress import live
+    from twinphase import live
     from twinphase_bench.roofline.roofline import roofline as measure
     from twinphase_bench.roofline.roofline import settings_of
 
-    settings = settings_of(given)
+    settings = settings_of(given, engine)
     with live("twinphase roofline") as progress:
         report = measure(model, settings, ceiling_repetitions, progress)
     if json:
@@ -81,7 +80,7 @@ def roofline(
 
         show(report, tables="all")
     if out is not None:
-        from twinphase.terminal import note
+        from twinphase import note
         from twinphase_bench.report.render import write_report
 
         note(f"Report: {write_report(report, out).html}")

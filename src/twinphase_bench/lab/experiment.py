@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from twinphase.phases.statistics import median_interval
 from twinphase_bench.lab.workbench import ROUNDS, Runs, Workbench
 from twinphase_bench.report.report import Status
-from twinphase_bench.statistics import median_interval
 
 CONFIDENCE = 0.9  # an interval with less decides nothing
 BUSY_CORES = 0.25  # used by other programs: from here on the machine was not quiet

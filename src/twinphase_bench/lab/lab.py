@@ -14,11 +14,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from twinphase.backends.cpu.ceilings import CeilingsError
-from twinphase.engine.loading.ceilings import ceilings_now, measured_ceilings
-from twinphase.errors import InvalidRequestError, TwinphaseError
+from twinphase import (
+    InvalidRequestError,
+    Progress,
+    TwinphaseError,
+    Workshop,
+    measure_ceilings,
+    measured_ceilings,
+)
 from twinphase.phases.hardware import Ceilings, save_ceilings
-from twinphase.progress import Progress
 from twinphase_bench.conditions import Bystanders
 from twinphase_bench.lab.experiment import Experiment, Judged, Trial, decide, overall
 from twinphase_bench.lab.experiments.batching import batching
@@ -36,7 +40,6 @@ from twinphase_bench.lab.experiments.speculation import speculation
 from twinphase_bench.lab.experiments.static_batching import static_batching
 from twinphase_bench.lab.workbench import ROUNDS, Workbench
 from twinphase_bench.report.report import Status
-from twinphase_bench.targets.stepped import Workshop
 
 EXPERIMENTS = (
     prefill_length,
@@ -54,6 +57,7 @@ EXPERIMENTS = (
     separate_pools,
 )
 USUAL_ROUNDS = 8  # from here on one disturbed repetition on either side does not count
+MAX_STEP_TOKENS = 4096  # The largest step of any engine of the lab.
 OTHER_BLOCKS = 256  # KV cache of a model that is loaded beside the first
 REQUEST_TOKENS = 160  # of KV cache for each request, where a size counts requests
 
@@ -191,6 +195,7 @@ def _prepare(model: str, config: dict[str, Any], progress: Progress) -> LabSetti
     progress("loading the model", 0, 0)
     workshop = Workshop(
         model,
+        max_num_batched_tokens=MAX_STEP_TOKENS,
         compile_progress=lambda done, total, kernel: progress(
             f"compiling kernels {done}/{total}", 0, 0
         ),
@@ -202,7 +207,7 @@ def _prepare(model: str, config: dict[str, Any], progress: Progress) -> LabSetti
         try:
             # What memory gives is shared with others on the host and changes: peaks are the best
             # ever measured, bandwidth is that of now.
-            now = ceilings_now(workshop.config)
+            [now] = measure_ceilings(workshop.config)
             best = setting.ceilings.merged(now) if setting.ceilings else now
             setting.ceilings = replace(best, bandwidth=now.bandwidth)
             save_ceilings(best)
@@ -210,10 +215,10 @@ def _prepare(model: str, config: dict[str, Any], progress: Progress) -> LabSetti
             setting.notes.append(
                 f"The ceilings could not be kept for later runs: {error.strerror}."
             )
-        except CeilingsError as error:
+        except TwinphaseError as error:
             setting.notes.append(str(error))
     progress("warming up", 0, 0)
-    workshop.engine().prefill(workshop.prompt(min(1024, workshop.max_model_len - 8)))
+    workshop.engine().prefill([1] * min(1024, workshop.max_model_len - 8))
     return setting
 
 
@@ -226,12 +231,16 @@ def _try(
 ) -> Conclusion:
     """One experiment with its verdict; what keeps it from being measured leaves it undecided, and the lab goes on."""
     # What an experiment opens takes a path and not a name, so that no lookup is repeated.
-    path = str(setting.workshop.loaded.checkpoint.path)
+    path = str(setting.workshop.path)
     bench = Workbench(
         setting.workshop,
         setting.ceilings,
         seconds,
-        lambda **changed: Workshop(path, **{**config, "num_kv_blocks": OTHER_BLOCKS, **changed}),
+        lambda **changed: Workshop(
+            path,
+            max_num_batched_tokens=MAX_STEP_TOKENS,
+            **{**config, "num_kv_blocks": OTHER_BLOCKS, **changed},
+        ),
         progress,
         experiment.name,
     )

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from twinphase.config import available_cores
+from twinphase import available_cores
 from twinphase.phases.hardware import Ceilings
-from twinphase.weights.gguf import quantization_name
 from twinphase_bench.conditions import Bystanders, conditions
 from twinphase_bench.lab.experiment import BUSY_CORES
 from twinphase_bench.lab.lab import EXPERIMENTS, Conclusion, LabSetting
@@ -21,17 +20,16 @@ def make_report(
     setting: LabSetting, conclusions: Sequence[Conclusion], bystanders: Bystanders
 ) -> Report:
     workshop = setting.workshop
-    checkpoint = workshop.loaded.checkpoint
     config = workshop.config
     flags = {
         "model": setting.model,
-        "precision": f"{quantization_name(checkpoint)} weights, KV cache {config.kv_cache_dtype}",
+        "precision": f"{workshop.quantization} weights, KV cache {config.kv_cache_dtype}",
         "context length": f"{workshop.max_model_len:,}",
         "time to measure": f"{sum(one.seconds for one in conclusions):.0f} s",
         "ceilings": _ceilings(setting.ceilings, workshop.shape.weight_bytes),
     }
     stated = conditions(
-        model=checkpoint.path,
+        model=workshop.path,
         threads=config.threads or available_cores(),
         isa=setting.ceilings.isa if setting.ceilings else "",
         flags=flags,

@@ -6,17 +6,20 @@ time is used.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import fmean, median
 from typing import Any, TypeVar
 
 import numpy as np
 
+from twinphase import Progress, Stepped, Workshop
 from twinphase.phases.hardware import Ceilings
-from twinphase.progress import Progress
-from twinphase_bench.targets.stepped import Stepped, Workshop
+from twinphase.phases.roofline import ideal_seconds_of_chunk
+from twinphase_bench.load.workload import PromptMaker, Sizing
 
 ROUNDS = 5  # the fewest repetitions that give a median an interval of 90 % and more
 MOST_ROUNDS = 24
@@ -103,8 +106,26 @@ class Workbench:
         """A new engine on the loaded model; see `Workshop.engine`."""
         return self.workshop.engine(**settings)  # type: ignore[arg-type]
 
+    def ideal_milliseconds(self, start: int, num_tokens: int) -> tuple[float, float]:
+        """Of the FLOP alone and of the bytes alone, for `num_tokens` of a request after `start`.
+
+        NaN where a ceiling is unknown.
+        """
+        shop = self.workshop
+        ideal = ideal_seconds_of_chunk(shop.shape, shop.units, self.ceilings, start, num_tokens)
+        compute, memory = (1e3 * seconds if seconds else math.nan for seconds in ideal)
+        return compute, memory
+
     def prompts(self, count: int, num_tokens: int) -> list[list[int]]:
-        return [self.workshop.prompt(num_tokens) for _ in range(count)]
+        return [self.prompt(num_tokens) for _ in range(count)]
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """Random token ids; no other prompt of the lab shares their beginning."""
+        return list(self._prompts.take(num_tokens).token_ids)
+
+    @cached_property
+    def _prompts(self) -> PromptMaker:
+        return PromptMaker(Sizing(vocab_size=self.workshop.blueprint.vocab_size))
 
 
 def serve(engine: Stepped, prompts: Sequence[list[int]], output: int = 1) -> dict[str, float]:

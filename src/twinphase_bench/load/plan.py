@@ -8,15 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from twinphase.errors import InvalidRequestError
-from twinphase.progress import Progress
+from twinphase import (
+    Arrivals,
+    Closed,
+    InvalidRequestError,
+    Lengths,
+    Paced,
+    Progress,
+    Scaling,
+    Traced,
+)
+from twinphase.phases.slo import Slos
 from twinphase_bench.client.client import run
 from twinphase_bench.load import report
-from twinphase_bench.load.arrivals import Arrivals, Closed, Constant, Poisson, Traced
 from twinphase_bench.load.run import LoadResult, run_load
-from twinphase_bench.load.slo import Slos
-from twinphase_bench.load.traces import Scaling, trace_workload
-from twinphase_bench.load.workload import Lengths, Sizing, Workload, make_workload
+from twinphase_bench.load.traces import trace_workload
+from twinphase_bench.load.workload import Sizing, Workload, make_workload
 from twinphase_bench.run import Parts
 
 NUM_PROMPTS = 100
@@ -113,11 +120,7 @@ class LoadOptions:
         if self.max_concurrency is not None:
             return Closed(self.max_concurrency)
         if self.request_rate is not None:
-            return (
-                Constant(self.request_rate)
-                if self.constant
-                else Poisson(self.request_rate, self.seed + run)
-            )
+            return Paced(self.request_rate, self.seed + run, self.constant)
         return Traced()
 
     @property

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from twinphase.phases.slo import BLAMED_PHASE, Goodput
+from twinphase.phases.statistics import has_percentile, percentile
 from twinphase_bench.client.health import CPU_OF_CORE, HEARTBEAT_SECONDS
 from twinphase_bench.client.sse import failure_kind
 from twinphase_bench.load.plots import latency_plots, timeline_plot
 from twinphase_bench.load.run import LoadResult
-from twinphase_bench.load.slo import BLAMED_PHASE, Goodput
 from twinphase_bench.report.report import Column, Metric, Section, Status, Table, Verdict
-from twinphase_bench.statistics import has_percentile, percentile
 from twinphase_bench.targets.server_times import claims_section
 
 DEFINITIONS = {

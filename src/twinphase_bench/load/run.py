@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from twinphase.errors import TwinphaseError
-from twinphase.progress import Progress
+from twinphase import Arrivals, Closed, Progress, TwinphaseError
+from twinphase.phases.observation import Observation
+from twinphase.phases.slo import Goodput, Slos, goodput
+from twinphase.phases.statistics import percentile
 from twinphase_bench.client.client import CLIENT_LIMIT, SEND_NOW, allow_connections
 from twinphase_bench.client.health import (
     HEARTBEAT_SECONDS,
@@ -25,12 +27,8 @@ from twinphase_bench.client.health import (
     lags_of_stamps,
     watch_loop,
 )
-from twinphase_bench.client.observation import Observation
 from twinphase_bench.client.sse import failure_kind
-from twinphase_bench.load.arrivals import Arrivals, Closed
-from twinphase_bench.load.slo import Goodput, Slos, goodput
 from twinphase_bench.load.workload import LoadRequest, Workload
-from twinphase_bench.statistics import percentile
 from twinphase_bench.targets.target import LoadTarget, TargetFacts
 
 MAX_IN_FLIGHT = 4096  # of an open loop: what is due above it is not sent, and the run is void
@@ -183,7 +181,7 @@ async def run_load(
         LoadFailedError: a warm-up request failed.
     """
     workload.require_fit(target.facts.context_length)
-    offsets = arrivals.offsets(workload.requests)
+    offsets = arrivals.offsets([request.timestamp for request in workload.requests])
     allow_connections(min(MAX_IN_FLIGHT, len(workload.requests)))
     await _warm_up(target, workload, progress)
     client = ClientHealth()
@@ -191,7 +189,7 @@ async def run_load(
     if isinstance(arrivals, Closed):
         beats = await _watched(client, sender.closed(arrivals.concurrency, send_seconds))
     else:
-        beats = await _watched(client, sender.open(offsets or (), send_seconds))
+        beats = await _watched(client, sender.open(offsets, send_seconds))
     observations = sender.read()
     _judge(client, observations, beats)
     return LoadResult(

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from twinphase.errors import InvalidRequestError
+from twinphase import InvalidRequestError, Lengths
 from twinphase_bench.targets.target import Prompt
 
 WORDS = tuple(
@@ -139,28 +139,6 @@ class LoadRequest:
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """(shortest, longest) prompt and output in tokens; lengths are drawn evenly between the two."""
-
-    prompt: tuple[int, int]
-    output: tuple[int, int]
-
-    def __post_init__(self) -> None:
-        for name, (low, high) in (("prompt", self.prompt), ("output", self.output)):
-            if not 1 <= low <= high:
-                raise InvalidRequestError(
-                    f"{name} lengths {low} to {high}.", "Give 1 <= shortest <= longest."
-                )
-
-    def __str__(self) -> str:
-        prompt, output = (
-            str(low) if low == high else f"{low} to {high} (uniform)"
-            for low, high in (self.prompt, self.output)
-        )
-        return f"prompts of {prompt} tokens, outputs of {output}"
-
-
-@dataclass(frozen=True)
 class Workload:
     """What is asked of a target."""
 
@@ -200,13 +178,11 @@ def make_workload(
     lengths: Lengths, num_prompts: int, sizing: Sizing, *, seed: int = 0, num_warm_up: int = 3
 ) -> Workload:
     """Requests with unique prompts; `sizing` is `await target.sizing()`, `seed` that of lengths and texts."""
-    draw = random.Random(f"lengths/{seed}")
+    generator = random.Random(f"lengths/{seed}")
     maker = PromptMaker(sizing, seed)
 
     def requests(number: int) -> tuple[LoadRequest, ...]:
-        drawn = (
-            (draw.randint(*lengths.prompt), draw.randint(*lengths.output)) for _ in range(number)
-        )
+        drawn = (lengths.draw(generator) for _ in range(number))
         return tuple(LoadRequest(maker.take(prompt), output) for prompt, output in drawn)
 
     counted = "" if sizing.counted else "; the target does not count tokens: lengths are in words"

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from twinphase import ResultError
+from twinphase.phases.statistics import Interval
 from twinphase_bench.extras import require
 from twinphase_bench.report.report import Column, Metric, Report, Section, Status, Table, Verdict
-from twinphase_bench.report.result import ResultError, read_result
-from twinphase_bench.statistics import Interval
+from twinphase_bench.report.result import read_result
 
 CONFIDENCE = 0.95
 FEWEST = 5  # values on each side: fewer give an interval that is too narrow

@@ -6,10 +6,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from twinphase.explain.alone import alone_sentences
-from twinphase.explain.levers import duration, percent
+from twinphase import alone_sentences, duration, percentages
 from twinphase.phases.report import FORMULAS
-from twinphase.terminal import percentages
 from twinphase_bench.conditions import conditions
 from twinphase_bench.report.plots import ROW_HEIGHT, spans
 from twinphase_bench.report.report import Column, Plot, Report, Section, Status, Table, Verdict
@@ -58,7 +56,7 @@ def explain_report(found: Mapping[str, Any]) -> Report:
 def _verdict(one: Mapping[str, Any], kind: str) -> Verdict:
     if kind == "client":  # comparisons, which have no common whole
         return Verdict(Status.INFO, f"{one['cause'].replace('_', ' ')}: {one['evidence']}")
-    share = "an unknown share" if one["share"] is None else percent(one["share"])
+    share = "an unknown share" if one["share"] is None else f"{100 * one['share']:.0f} %"
     cause = one["cause"].replace("_", " ")
     status = Status.UNKNOWN if one["share"] is None else Status.INFO
     return Verdict(status, f"{cause}: {share} {SYMPTOM[one['phase']]}. {one['evidence']}")

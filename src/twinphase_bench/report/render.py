@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from twinphase.errors import StorageError
+from twinphase import StorageError
 from twinphase_bench.extras import require
 from twinphase_bench.report.markdown import markdown
 from twinphase_bench.report.page import page

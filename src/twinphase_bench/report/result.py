@@ -14,18 +14,12 @@ from typing import Any
 
 import msgspec
 
-from twinphase.errors import TwinphaseError
+from twinphase import ResultError
 from twinphase_bench.report.report import Report
 
 FORMAT = "twinphase-result"
 VERSION = 1
 LARGEST = 1 << 30  # bytes of a file that is read whole
-
-
-class ResultError(TwinphaseError):
-    """A file that is not a result of this version, or is damaged."""
-
-    exit_code = 2
 
 
 def result_json(report: Report) -> str:

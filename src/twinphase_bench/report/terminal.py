@@ -7,7 +7,7 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from twinphase.terminal import answers
+from twinphase import answers
 from twinphase_bench.report.report import Report, Status, Table
 
 COLOURS = {

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from twinphase.phases.colours import PAGE_COLOURS
+
 THEMES = ("light", "dark")
-PHASES = ("prefill", "decode")
 # Role: (on a light page, on a dark page).
 COLOURS = {
-    "prefill": ("#0067b0", "#56b4e9"),
-    "decode": ("#c24a00", "#f08a3c"),
+    **PAGE_COLOURS,
     # Further series of the same phase: "decode, batch 4" beside "decode, batch 1".
     "prefill2": ("#5ba3dc", "#2a7fb8"),
     "prefill3": ("#003a66", "#b5def7"),
@@ -40,7 +40,7 @@ COLOURS = {
     "muted": ("#59636e", "#a3adb8"),
     "grid": ("#e4e7eb", "#2c333c"),
 }
-SHADES = {phase: [phase, *(f"{phase}{number}" for number in (2, 3, 4))] for phase in PHASES}
+SHADES = {phase: [phase, *(f"{phase}{number}" for number in (2, 3, 4))] for phase in PAGE_COLOURS}
 SERIES = [f"series{number}" for number in range(1, 7)]
 FONT = (
     "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation "
@@ -57,7 +57,7 @@ def colour(role: str) -> dict[str, str]:
 
 def phase_of_name(name: str) -> str | None:
     """The phase that a series belongs to: the one that its name begins with ("prefill, 512 tokens")."""
-    return next((phase for phase in PHASES if name.lower().startswith(phase)), None)
+    return next((phase for phase in PAGE_COLOURS if name.lower().startswith(phase)), None)
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twinphase.phases.hardware import Ceilings
-from twinphase_bench.roofline.arithmetic import Placed, place
+from twinphase.phases.roofline import Placed, place
 from twinphase_bench.roofline.measure import RooflinePoint, Sample
 
 TOLERANCE = 0.10  # of a whole step's time, within which the parts must add up

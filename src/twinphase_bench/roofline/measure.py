@@ -10,21 +10,20 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
-from typing import Any, cast
+from typing import Any
 
-from twinphase.backends.base import Backend, Forward, StepInputs, Units
-from twinphase.config import EngineConfig, available_cores, free_memory
-from twinphase.engine.loading.loading import LoadedEngine
-from twinphase.engine.runner import Runner
-from twinphase.errors import InvalidRequestError
-from twinphase.models.loader import open_model, read_blueprint
-from twinphase.phases.work import ModelShape
-from twinphase.progress import Progress
-from twinphase.weights.hub import resolve_model
-from twinphase_bench.roofline.arithmetic import PartWork, parts_of_step
-from twinphase_bench.targets.stepped import Stepped
+from twinphase import (
+    EngineConfig,
+    InvalidRequestError,
+    Progress,
+    TimedForward,
+    Workshop,
+    free_memory,
+    model_blueprint,
+)
+from twinphase.phases.roofline import PartWork, parts_of_step
 
 TURN_STEPS = 2  # decode steps of one kind, before those of the other
 SHORT_PROMPT = 256  # shorter prefills are over so soon that one repetition measures several
@@ -41,9 +40,7 @@ class Settings:
         contexts: of the decodes of one sequence.
         repetitions: of everything; one value each.
         steps: decode steps of one repetition, so many whole and as many in parts.
-        threads: of the model; None is one per core.
-        isa, kv_cache_dtype, max_num_batched_tokens, backend, device, dtype: as for `EngineConfig`.
-        tensor_parallel_size: ranks whose exchange is measured, without a model.
+        config: of the engine; with several ranks and no model, their exchange is measured.
     """
 
     prompt_lengths: tuple[int, ...] = (16, 64, 256, 512, 1024, 2048, 4096)
@@ -52,14 +49,7 @@ class Settings:
     contexts: tuple[int, ...] = (64, 256, 1024, 4096)
     repetitions: int = 5
     steps: int = 8
-    threads: int | None = None
-    isa: str | None = None
-    kv_cache_dtype: str = "auto"
-    max_num_batched_tokens: int = EngineConfig.max_num_batched_tokens
-    backend: str = "cpu"
-    device: str | None = None
-    dtype: str = "auto"
-    tensor_parallel_size: int = 1
+    config: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
         for name in ("prompt_lengths", "batches", "contexts"):
@@ -120,40 +110,12 @@ class ModelPoints:
     Attributes:
         samples: by point, one per repetition.
         left_out: points that do not fit the context or the memory, and why.
-        loaded: the model.
+        workshop: the loaded model.
     """
 
     samples: Mapping[RooflinePoint, Sequence[Sample]]
     left_out: Sequence[str]
-    loaded: LoadedEngine
-
-    @property
-    def shape(self) -> ModelShape:
-        return self.loaded.engine.shape
-
-    @property
-    def units(self) -> Units:
-        return self.loaded.units
-
-
-class _TimedBackend:
-    """Stands before a backend, times its forward pass, and on request its parts."""
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-        self.in_parts = False
-        self.seconds = 0.0
-        self.parts: Mapping[str, float] = {}
-
-    def execute(self, forward: Forward, inputs: StepInputs) -> Any:
-        start = time.perf_counter()
-        if self.in_parts:
-            logits, self.parts = self._backend.execute_in_parts(forward, inputs)
-        else:
-            logits = self._backend.execute(forward, inputs)
-            self.parts = {}
-        self.seconds = time.perf_counter() - start
-        return logits
+    workshop: Workshop
 
 
 @dataclass
@@ -188,31 +150,30 @@ def _sample(
 class _Bench:
     """An engine whose steps are timed."""
 
-    stepped: Stepped
-    backend: _TimedBackend
-    units: Units
+    forward: TimedForward
+    workshop: Workshop
     settings: Settings
     rng: random.Random = field(default_factory=lambda: random.Random(5))
 
     def step(self, in_parts: bool) -> _Step:
-        self.backend.in_parts = in_parts
+        self.forward.in_parts = in_parts
         start = time.perf_counter()
-        batch = self.stepped.step().batch
+        batch = self.workshop.stepped.step().batch
         seconds = time.perf_counter() - start
-        works = parts_of_step(self.stepped.engine.shape, self.units, batch.work)
-        return _Step(seconds, self.backend.seconds, self.backend.parts, *works)
+        works = parts_of_step(self.workshop.shape, self.workshop.units, batch.work)
+        return _Step(seconds, self.forward.seconds, self.forward.parts, *works)
 
     def prompt(self, length: int, rng: random.Random) -> list[int]:
-        vocabulary = self.stepped.engine.vocab_size
+        vocabulary = self.workshop.blueprint.vocab_size
         return [rng.randrange(vocabulary // 100, vocabulary) for _ in range(length)]
 
     def one_prefill(self, length: int, first: int) -> list[_Step]:
         """The steps of a prompt that nothing of is cached, in turn whole and in parts; `first` 1 begins in parts."""
-        ticket = self.stepped.submit(self.prompt(length, self.rng), 1)
+        ticket = self.workshop.stepped.submit(self.prompt(length, self.rng), 1)
         steps: list[_Step] = []
         while not ticket.times:
             steps.append(self.step(in_parts=(len(steps) + first) % 2 == 1))
-        if ticket.request.num_cached_tokens:
+        if ticket.request.counts.num_cached_tokens:
             raise RuntimeError("a random prompt was in the prefix cache")
         return steps
 
@@ -240,17 +201,17 @@ class _Bench:
             self.prompt(point.tokens, random.Random(f"{point.tokens} {index}"))
             for index in range(point.batch)
         ]
-        tickets = [self.stepped.submit(prompt, room) for prompt in prompts]
-        self.backend.in_parts = False
-        self.stepped.run_until(lambda: all(ticket.times for ticket in tickets))
+        tickets = [self.workshop.stepped.submit(prompt, room) for prompt in prompts]
+        self.forward.in_parts = False
+        self.workshop.stepped.run_until(lambda: all(ticket.times for ticket in tickets))
         found: dict[bool, list[_Step]] = {True: [], False: []}
         for turn in range(2 * _turns(self.settings)):
             in_parts = (turn + first) % 2 == 1
             self.step(in_parts)  # the other kind's threads are still awake
             found[in_parts] += [self.step(in_parts) for _ in range(TURN_STEPS)]
-        if any(ticket.request.num_preemptions for ticket in tickets):
+        if any(ticket.request.counts.num_preemptions for ticket in tickets):
             raise RuntimeError("a sequence under measurement was preempted")
-        self.stepped.clear()
+        self.workshop.stepped.clear()
         sample = _sample(found[False], found[True], point.batch, statistics.median)
         middle = found[False][len(found[False]) // 2]  # of one step, as the times are
         return Sample(**{**vars(sample), "linear": middle.linear, "attention": middle.attention})
@@ -267,7 +228,7 @@ def _turns(settings: Settings) -> int:
 
 def decode_room(point: RooflinePoint, settings: Settings) -> int:
     """Output tokens a sequence of a decode point may need: those measured, and those while others are prefilled."""
-    prefill_steps = -(-point.batch * point.tokens // settings.max_num_batched_tokens)
+    prefill_steps = -(-point.batch * point.tokens // settings.config.max_num_batched_tokens)
     return 2 * _turns(settings) * (1 + TURN_STEPS) + prefill_steps + point.batch + 2
 
 
@@ -316,7 +277,7 @@ def measure_model(
         InvalidRequestError: no point fits.
     """
     progress("loading the model", 0, 0)
-    shape = read_blueprint(open_model(resolve_model(model), header_only=True))
+    shape = model_blueprint(model)
     memory = free_memory()
     about = 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim
     capacity = None if memory is None else memory // 4 // about
@@ -325,23 +286,16 @@ def measure_model(
         raise InvalidRequestError(
             "No point can be measured: " + "; ".join(left_out) + ".", "Ask for smaller ones."
         )
-    loaded = LoadedEngine(
+    sizes: dict[str, Any] = {
+        "max_num_seqs": max(point.batch for point in points),
+        "num_kv_blocks": -(-room // EngineConfig.block_size),
+    }
+    workshop = Workshop(
         model,
         compile_progress=lambda done, total, kernel: progress(f"compiling {kernel}", done, total),
-        threads=settings.threads or available_cores(),
-        backend=settings.backend,
-        device=settings.device,
-        dtype=settings.dtype,
-        isa=settings.isa,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_num_seqs=max(point.batch for point in points),
-        num_kv_blocks=-(-room // EngineConfig.block_size),
+        **asdict(replace(settings.config, **sizes)),
     )
-    runner = cast(Runner, loaded.engine.executor)
-    backend = _TimedBackend(runner.backend)
-    runner.backend = cast(Backend, backend)
-    bench = _Bench(Stepped(loaded.engine), backend, loaded.units, settings)
+    bench = _Bench(workshop.time_forward(), workshop, settings)
     for first in (0, 1):  # captures, and touches the memory
         bench.one_prefill(
             min(SHORT_PROMPT, max(settings.prompt_lengths), shape.context_length - 1), first
@@ -361,4 +315,4 @@ def measure_model(
             raise
         samples = {point: many[:complete] for point, many in samples.items()}
         left_out.append(f"interrupted after {complete} of {settings.repetitions} repetitions")
-    return ModelPoints(samples, left_out, loaded)
+    return ModelPoints(samples, left_out, workshop)

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from twinphase.phases.colours import PAGE_COLOURS
+from twinphase.phases.roofline import Roofline, Slope
 from twinphase_bench.report.plots import log_labels
 from twinphase_bench.report.report import Plot
-from twinphase_bench.report.theme import PHASES, colour, colour_scale, colours_of
-from twinphase_bench.roofline.arithmetic import Roofline, Slope
+from twinphase_bench.report.theme import colour, colour_scale, colours_of
 from twinphase_bench.roofline.report import rate_text
 
 Layer = dict[str, Any]
@@ -179,7 +180,7 @@ def _mark_layers(marks: Sequence[DrawnPart]) -> list[Layer]:
         {**facts, "x": mark.intensity, "y": mark.rate / 1e9, "series": mark.series, "order": order}
         for order, (mark, facts) in enumerate(zip(marks, said, strict=True))
     ]
-    shade = _nominal("phase", scale=colour_scale(colours_of(PHASES)))
+    shade = _nominal("phase", scale=colour_scale(colours_of(PAGE_COLOURS)))
     shape = _nominal("part", scale={"domain": list(PARTS.values()), "range": ["circle", "diamond"]})
     trail = {"strokeWidth": 1, "opacity": 0.6}
     dot = {"filled": True, "size": 70, "opacity": 0.9}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from twinphase.backends.cpu.link import LARGE, SMALL, LinkRates
+from twinphase import LinkRates
 from twinphase.phases.hardware import Ceilings
+from twinphase.phases.roofline import UNITS, Placed, Roofline
 from twinphase_bench.report.report import Column, Metric, Status, Table, Verdict
-from twinphase_bench.roofline.arithmetic import UNITS, Placed, Roofline
 from twinphase_bench.roofline.ceilings import CeilingSweep
 from twinphase_bench.roofline.findings import OUTSIDE, TOLERANCE, PointFinding
 
@@ -117,7 +117,8 @@ def link_table(link: LinkRates) -> Table:
         "reads them whole"
     )
     large, small = (
-        f"{rows} row{'s' * (rows > 1)} of {4 * columns:,} bytes" for rows, columns in (LARGE, SMALL)
+        f"{rows} row{'s' * (rows > 1)} of {4 * columns:,} bytes"
+        for rows, columns in (link.large, link.small)
     )
     rows = ((large, f"{link.bandwidth / 1e9:,.1f} GB/s"), (small, f"{1e6 * link.latency:,.1f} µs"))
     return Table(

@@ -11,20 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from twinphase.backends.cpu.link import LinkRates, measure_link
-from twinphase.backends.device import open_device
-from twinphase.config import EngineConfig, available_cores
-from twinphase.errors import InvalidRequestError
+from twinphase import (
+    EngineConfig,
+    InvalidRequestError,
+    LinkRates,
+    Progress,
+    device_of,
+    measure_ceilings,
+    measure_link,
+    measured_ceilings,
+)
 from twinphase.phases.hardware import Ceilings, cache_levels
-from twinphase.progress import Progress
+from twinphase.phases.roofline import Roofline, measured_roofline
 from twinphase_bench.conditions import Bystanders, conditions
 from twinphase_bench.report.report import Report, Section
 from twinphase_bench.roofline import report as words
-from twinphase_bench.roofline.arithmetic import (
-    Roofline,
-    measured_roofline,
-)
-from twinphase_bench.roofline.ceilings import CeilingSweep, measure_ceilings
+from twinphase_bench.roofline.ceilings import CeilingSweep
 from twinphase_bench.roofline.findings import PointFinding, find
 from twinphase_bench.roofline.measure import ModelPoints, Settings, measure_model
 from twinphase_bench.roofline.plots import DrawnPart, roofline_plot
@@ -49,34 +51,36 @@ def roofline(
         TwinphaseError: the model cannot be found, read or run, or the ceilings could not be
             measured.
     """
-    threads = settings.threads or available_cores()
-    device = None
-    if settings.backend == "torch":
-        device = open_device(
-            "torch", settings.threads, settings.isa, settings.device, settings.dtype
-        )
-        threads = device.threads
-    how = threads, settings.isa, ceiling_repetitions, progress, device
+    config = settings.config
+    device = device_of(config)
+    if model is not None and config.backend == "cpu":
+        config = replace(config, threads=device.threads)
     points = None
     found = []
+
+    def measured() -> list[Ceilings]:
+        return measure_ceilings(
+            config, ceiling_repetitions, lambda done, total: progress("ceilings", done, total)
+        )
+
     with Bystanders() as others:
-        link = _link(settings, model, progress)
-        sweep = measure_ceilings(*how)
+        link = _link(config, model, progress)
+        sweep = CeilingSweep(measured(), measured_ceilings(config))
         if model is not None:
-            points = measure_model(model, replace(settings, threads=threads), progress)
-            # What memory gives changes, so that ceilings are measured on both sides of the model;
-            # and once more where a step beat them, before the counts are doubted.
+            points = measure_model(model, replace(settings, config=config), progress)
+            # Bandwidth changes, so ceilings are measured before and after the model; and once more
+            # if a step beat them, before the counts are doubted.
             for _ in range(2):
-                sweep = sweep.with_more(measure_ceilings(*how))
+                sweep = replace(sweep, runs=[*sweep.runs, *measured()])
                 found = [
                     find(point, samples, sweep.now) for point, samples in points.samples.items()
                 ]
                 if not any(placed.over_ceiling for one in found for _, placed in one.placed):
                     break
     ceilings = sweep.now
-    sweep = sweep.save()
-    on_gpu = device is not None and device.free_memory() is not None
-    line = measured_roofline(ceilings, () if on_gpu else cache_levels(threads))
+    problem = sweep.save()
+    on_gpu = device.free_memory() is not None
+    line = measured_roofline(ceilings, () if on_gpu else cache_levels(device.threads))
     marks = _marks(found)
     sections = [_machine_section(sweep, line, marks, link)]
     if points:
@@ -84,32 +88,31 @@ def roofline(
         sections.append(Section("How the parts were timed", (), (words.HOW_APART,)))
     return Report(
         kind="roofline",
-        title=f"Roofline of {points.loaded.checkpoint.path.name if points else 'this machine'}",
+        title=f"Roofline of {points.workshop.path.name if points else 'this machine'}",
         verdicts=tuple(words.verdicts(line, found)),
-        conditions=_conditions(points, settings, threads, ceilings, ceiling_repetitions),
-        noise=tuple(_noise(sweep, points, others)),
+        conditions=_conditions(points, settings, ceilings, ceiling_repetitions),
+        noise=tuple(_noise(sweep, problem, points, others)),
         sections=tuple(sections),
         metrics=tuple(words.metrics(sweep, found)),
         data=_data(sweep, line, points) | {"link": link and asdict(link)},
     )
 
 
-def _link(settings: Settings, model: str | None, progress: Progress) -> LinkRates | None:
+def _link(config: EngineConfig, model: str | None, progress: Progress) -> LinkRates | None:
     """What ranks exchange, if there are to be several; raises InvalidRequestError where that is not measured."""
-    ranks = settings.tensor_parallel_size
+    ranks = config.tensor_parallel_size
     if ranks == 1:
         return None
-    if model is not None or settings.backend != "cpu":
+    if model is not None or config.backend != "cpu":
         raise InvalidRequestError(
             "What ranks exchange is measured on the cpu backend, without a model.",
             "Leave out MODEL and --backend, or --tensor-parallel-size.",
         )
     progress("what ranks exchange", 0, 1)
-    threads = EngineConfig(tensor_parallel_size=ranks, threads=settings.threads).rank_threads
-    return measure_link(ranks, threads or 1, settings.isa)
+    return measure_link(ranks, config.rank_threads or 1, config.isa)
 
 
-def settings_of(given: Mapping[str, Any]) -> Settings:
+def settings_of(given: Mapping[str, Any], engine: Mapping[str, Any]) -> Settings:
     """Settings from the command line's options, of which those left out are not in `given`.
 
     Raises:
@@ -124,13 +127,12 @@ def settings_of(given: Mapping[str, Any]) -> Settings:
             raise InvalidRequestError(
                 f"--{option} is {values[name]!r}.", "Use numbers such as 1,2,4."
             ) from None
-    return Settings(**values)
+    return Settings(**values, config=EngineConfig(**engine))
 
 
 def _conditions(
     points: ModelPoints | None,
     settings: Settings,
-    threads: int,
     ceilings: Ceilings,
     ceiling_repetitions: int,
 ) -> dict[str, str]:
@@ -139,33 +141,35 @@ def _conditions(
         "best bandwidth of these"
     }
     if points is None:
-        return conditions(threads=threads, isa=ceilings.isa, flags=flags)
-    shape = points.shape
-    units = points.units
+        return conditions(threads=ceilings.threads, isa=ceilings.isa, flags=flags)
+    shape = points.workshop.shape
+    units = points.workshop.units
     flags |= {
         "repetitions": f"{min(map(len, points.samples.values()))}, all points in turn; figures "
         "are medians",
         "decode steps": f"{settings.steps} whole and {settings.steps} in parts per repetition",
-        "largest prefill chunk": f"{settings.max_num_batched_tokens} tokens",
-        "KV cache": f"{settings.kv_cache_dtype}, {shape.kv_token_bytes:,} bytes per token",
+        "largest prefill chunk": f"{settings.config.max_num_batched_tokens} tokens",
+        "KV cache": f"{settings.config.kv_cache_dtype}, {shape.kv_token_bytes:,} bytes per token",
         "weights": f"{shape.linear_bytes + shape.head_bytes:,} bytes read per step",
         "units": f"linear layers {units.linear}; attention {units.scores} (scores), "
         f"{units.values} (values)",
     }
     return conditions(
-        model=points.loaded.checkpoint.path, threads=threads, isa=ceilings.isa, flags=flags
+        model=points.workshop.path, threads=ceilings.threads, isa=ceilings.isa, flags=flags
     )
 
 
-def _noise(sweep: CeilingSweep, points: ModelPoints | None, others: Bystanders) -> list[str]:
+def _noise(
+    sweep: CeilingSweep, problem: str, points: ModelPoints | None, others: Bystanders
+) -> list[str]:
     lines = [others.noise()]
     if sweep.kept.provisional:
         lines.append(
             "Other processes took the cores while ceilings were measured: later runs measure "
             "them again."
         )
-    if sweep.problem:
-        lines.append(f"The ceilings could not be kept for later runs: {sweep.problem}.")
+    if problem:
+        lines.append(f"The ceilings could not be kept for later runs: {problem}.")
     if points:
         seconds = [[sample.seconds for sample in many] for many in points.samples.values()]
         middle = statistics.median(

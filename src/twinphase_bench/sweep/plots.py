@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from twinphase.phases.statistics import median_interval
 from twinphase_bench.report.plots import Row, lines
 from twinphase_bench.report.report import Plot
-from twinphase_bench.statistics import median_interval
 from twinphase_bench.sweep.plan import Place
 from twinphase_bench.sweep.run import PhaseSweep, SweepPoint
 

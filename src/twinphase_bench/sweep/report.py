@@ -8,8 +8,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from twinphase.phases.statistics import median_interval
 from twinphase_bench.report.report import Column, Metric, Section, Table
-from twinphase_bench.statistics import median_interval
 from twinphase_bench.sweep.plan import Place
 from twinphase_bench.sweep.plots import decode_plots, prefill_plots
 from twinphase_bench.sweep.run import PhaseSweep, SweepPoint

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from twinphase.errors import TwinphaseError
-from twinphase.progress import Progress
+from twinphase import Progress, TwinphaseError
 from twinphase_bench.conditions import Bystanders
 from twinphase_bench.sweep.plan import ENOUGH_SECONDS, UNKNOWN_CONTEXT, Pace, Place, Plan
 from twinphase_bench.targets.target import DecodeSample, PrefillSample, Target, TargetFacts

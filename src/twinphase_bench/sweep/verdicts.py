@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
+from twinphase.phases.statistics import median_interval
 from twinphase_bench.report.report import Status, Verdict
-from twinphase_bench.statistics import median_interval
 from twinphase_bench.sweep.run import PhaseSweep, SweepPoint
 
 REFERENCE_PROMPT = 512  # tokens: long enough that reading the weights once is spread over many

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from twinphase import __version__
-from twinphase.config import available_cores
-from twinphase.engine.loading.loading import LoadedEngine
-from twinphase.errors import CacheCapacityError, TwinphaseError
-from twinphase.weights.gguf import quantization_name
+from twinphase import (
+    CacheCapacityError,
+    TimedRequest,
+    TwinphaseError,
+    Workshop,
+    __version__,
+    available_cores,
+)
+from twinphase_bench.conditions import model_file
 from twinphase_bench.load.workload import PromptMaker, Sizing
-from twinphase_bench.targets.stepped import Stepped, TimedRequest
 from twinphase_bench.targets.target import DecodeSample, PrefillSample, TargetFacts
 
 PREFILL = (
@@ -29,29 +32,34 @@ DECODE = (
 
 
 def engine_facts(
-    loaded: LoadedEngine, name: str, prefill: str, decode: str, caching: str
+    workshop: Workshop, name: str, prefill: str, decode: str, caching: str
 ) -> TargetFacts:
-    """Facts of a model loaded here; `prefill` and `decode` say what is timed, `caching` names the detail of caching."""
-    config = loaded.config
-    checkpoint = loaded.checkpoint
+    """Facts of a model loaded here.
+
+    Args:
+        workshop: the model.
+        name: of the target.
+        prefill, decode: what is timed.
+        caching: name of the detail that says whether prefixes are cached.
+    """
+    config = workshop.config
     return TargetFacts(
         name=name,
         kind="twinphase",
         engine=f"twinphase {__version__}",
-        model=checkpoint.path.name,
-        precision=f"{quantization_name(checkpoint)} weights, KV cache {config.kv_cache_dtype}",
-        context_length=min(
-            config.max_model_len or 0, (config.num_kv_blocks or 0) * config.block_size
-        )
-        or None,
+        model=workshop.path.name,
+        precision=f"{workshop.quantization} weights, KV cache {config.kv_cache_dtype}",
+        context_length=min(workshop.max_model_len, workshop.capacity) or None,
         prefill_definition=prefill,
         decode_definition=decode,
         details={
-            "model fingerprint": checkpoint.fingerprint,
-            "threads": str(config.threads or available_cores()),
+            "model fingerprint": workshop.fingerprint,
             "engine configuration": str(config),
             "max_num_batched_tokens": str(config.max_num_batched_tokens),
             caching: "on" if config.enable_prefix_caching else "off",
+            **model_file(workshop.path),
+            "threads": str(config.threads or available_cores()),
+            "instruction set": workshop.isa,
         },
     )
 
@@ -61,8 +69,7 @@ class EngineTarget:
 
     Attributes:
         facts: what a reader must know.
-        loaded: the engine, its model and configuration.
-        stepped: the engine's driver.
+        stepped: the engine, driven step by step.
     """
 
     def __init__(
@@ -73,15 +80,15 @@ class EngineTarget:
         compile_progress: Callable[[int, int, str], None] | None = None,
         **config: Any,
     ) -> None:
-        """Load a model; arguments and errors as for `LLM`, but that the prefix cache is off unless switched on."""
-        self.loaded = LoadedEngine(
+        """Load a model; arguments and errors as for `LLM`, but the prefix cache is off by default."""
+        self.workshop = Workshop(
             model, compile_progress=compile_progress, **{"enable_prefix_caching": False, **config}
         )
-        self.stepped = Stepped(self.loaded.engine)
+        self.stepped = self.workshop.stepped
         self.facts = engine_facts(
-            self.loaded, model, PREFILL, DECODE, "prefix caching in the sweep"
+            self.workshop, model, PREFILL, DECODE, "prefix caching in the sweep"
         )
-        self._prompts = PromptMaker(Sizing(vocab_size=self.loaded.engine.vocab_size), seed)
+        self._prompts = PromptMaker(Sizing(vocab_size=self.workshop.blueprint.vocab_size), seed)
 
     def prefill(self, num_tokens: int) -> PrefillSample:
         """Time one prompt's prefill on the idle engine."""
@@ -101,7 +108,7 @@ class EngineTarget:
             CacheCapacityError: the engine cannot hold so many sequences of that length at once.
         """
         # The first sequences decode already while the chunks of the others' prompts are computed.
-        chunks = -(-position // max(1, self.loaded.config.max_num_batched_tokens - batch)) + 1
+        chunks = -(-position // max(1, self.workshop.config.max_num_batched_tokens - batch)) + 1
         room = num_tokens + 1 + (batch - 1) * chunks
         self._check_room(position + room, batch)
         gaps = []
@@ -131,7 +138,7 @@ class EngineTarget:
         """Nothing to do: the memory goes with the object."""
 
     def _check_room(self, length: int, batch: int) -> None:
-        config = self.loaded.config
+        config = self.workshop.config
         needed = -(-length // config.block_size) * batch
         blocks = config.num_kv_blocks or 0
         if batch > config.max_num_seqs:
@@ -151,7 +158,7 @@ class EngineTarget:
 
 
 def _refuse_cached(tickets: list[TimedRequest]) -> None:
-    cached = sum(ticket.request.num_cached_tokens for ticket in tickets)
+    cached = sum(ticket.request.counts.num_cached_tokens for ticket in tickets)
     if cached:
         raise TwinphaseError(
             f"{cached} prompt tokens came from the prefix cache: that is no prefill.",

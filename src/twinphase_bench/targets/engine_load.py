@@ -7,17 +7,11 @@ from __future__ import annotations
 
 import math
 import time
-from pathlib import Path
 from typing import Any
 
-from twinphase.engine.frontends.async_engine import AsyncEngine
-from twinphase.engine.frontends.outputs import RequestOutput
-from twinphase.engine.loading.loading import LoadedEngine
-from twinphase.engine.process.host import ThreadHost
-from twinphase.errors import TwinphaseError
-from twinphase.request import SamplingParams
+from twinphase import RequestOutput, SamplingParams, TwinphaseError, Workshop
+from twinphase.phases.observation import Observation
 from twinphase_bench.client.client import SEND_NOW, wait_until
-from twinphase_bench.client.observation import Observation
 from twinphase_bench.client.sse import broken_off
 from twinphase_bench.load.workload import Sizing
 from twinphase_bench.targets.engine import engine_facts
@@ -39,23 +33,17 @@ class EngineLoadTarget:
 
     lead = 0.003
 
-    def __init__(self, loaded: LoadedEngine, name: str) -> None:
-        """Take a loaded engine over; needs no event loop yet."""
-        self._engine = AsyncEngine(ThreadHost(loaded))
-        self._loaded = loaded
+    def __init__(self, model: str, **config: Any) -> None:
+        """Load a model; arguments and errors are those of `LLM`. Needs no event loop yet."""
+        workshop = Workshop(model, **config)
+        self._engine = workshop.start()
+        self._vocab_size = workshop.blueprint.vocab_size
         self.notes = [SHARED]
-        self.facts = engine_facts(loaded, name, PREFILL, DECODE, "prefix caching")
-
-    @classmethod
-    def open(cls, model: str | Path, **config: Any) -> EngineLoadTarget:
-        """Load a model; arguments and errors are those of `LLM`."""
-        return cls(LoadedEngine(model, **config), str(model))
+        self.facts = engine_facts(workshop, model, PREFILL, DECODE, "prefix caching")
 
     async def sizing(self) -> Sizing:
         """Prompts are token ids: their lengths are exact. Given texts become ids of this model."""
-        return Sizing(
-            vocab_size=self._loaded.blueprint.vocab_size, encode=self._loaded.text.tokenizer.encode
-        )
+        return Sizing(vocab_size=self._vocab_size, encode=self._engine.text.tokenizer.encode)
 
     async def send(
         self, prompt: Prompt, max_tokens: int, intended: float = SEND_NOW

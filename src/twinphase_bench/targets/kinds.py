@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from twinphase.errors import InvalidRequestError
+from twinphase import InvalidRequestError
 from twinphase_bench.conditions import public
 from twinphase_bench.targets.target import Target, TargetFacts
 
@@ -184,50 +184,31 @@ def open_target(
     return target
 
 
-def open_load_target(
-    text: str, kind: str, options: TargetOptions, swept: Any = None
-) -> tuple[Any, Any]:
-    """A target for many requests at once: our engine, loaded anew, or a server, that of the sweep where there was one.
+def open_load_target(text: str, kind: str, options: TargetOptions, swept: Any = None) -> Any:
+    """A target for many requests at once: our engine, or a server, that of the sweep where there was one.
 
-    Returns:
-        The target, and the `LoadedEngine` behind it, None for a server.
+    Our engine is loaded again, because a sweep switches the prefix cache off and a load does not.
 
     Raises:
         TwinphaseError: as for `open_target`.
     """
     options.check(text, kind)
-    if kind == "url":
+    target: Any
+    if kind != "url":
+        from twinphase_bench.targets.engine_load import EngineLoadTarget
+
+        target = EngineLoadTarget(text, **options.engine)
+    elif swept is not None:
+        target = swept.target
+    else:
         from twinphase_bench.client.client import run
         from twinphase_bench.targets.openai import OpenAITarget
 
-        server = run(OpenAITarget.open(text, **options.server)) if swept is None else swept.target
-        server.facts = _shown(server.facts)
-        return server, None
-    from twinphase.engine.loading.loading import LoadedEngine
-    from twinphase_bench.targets.engine_load import EngineLoadTarget
-
-    # An engine of its own, whatever was measured before: a sweep switches the prefix cache off, a
-    # load does not.
-    loaded = LoadedEngine(text, **options.engine)
-    return EngineLoadTarget(loaded, public(text)), loaded
+        target = run(OpenAITarget.open(text, **options.server))
+    target.facts = _shown(target.facts)
+    return target
 
 
 def _shown(facts: TargetFacts) -> TargetFacts:
     """Facts that may be shown around: no secrets of a URL, no home folder."""
     return replace(facts, name=public(facts.name), model=public(facts.model))
-
-
-def machine_facts(loaded: Any) -> dict[str, Any]:
-    """Model file, threads and instruction set of a `LoadedEngine`, as `bench_report` takes them; {} without one."""
-    if loaded is None:
-        return {}
-    from twinphase.config import available_cores
-    from twinphase.engine.loading.ceilings import device_of
-
-    config = loaded.config
-    isa = device_of(config).isa
-    return {
-        "model": loaded.checkpoint.path,
-        "threads": config.threads or available_cores(),
-        "isa": isa,
-    }

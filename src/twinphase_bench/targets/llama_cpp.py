@@ -12,12 +12,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from twinphase.config import available_cores
-from twinphase.errors import (
+from twinphase import (
     ContextLengthError,
     ModelNotFoundError,
     TwinphaseError,
     UnsupportedModelError,
+    available_cores,
 )
 from twinphase_bench.extras import require
 from twinphase_bench.targets.static_batch import Generated

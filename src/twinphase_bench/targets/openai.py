@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from twinphase.errors import InvalidRequestError, TwinphaseError
+from twinphase import InvalidRequestError, TwinphaseError
+from twinphase.phases.observation import Observation
 from twinphase_bench.client.client import (
     SEND_NOW,
     Address,
@@ -23,7 +24,6 @@ from twinphase_bench.client.client import (
     exchange,
     without_secrets,
 )
-from twinphase_bench.client.observation import Observation
 from twinphase_bench.client.sse import SHOWN, observe
 from twinphase_bench.load.workload import WORDS, Sizing, TextMaker
 from twinphase_bench.targets.servers import ACCEPTS_IGNORE_EOS, ACCEPTS_TOKEN_IDS, Server, detect

@@ -8,9 +8,9 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
+from twinphase import Closed
+from twinphase.phases.observation import Observation
 from twinphase_bench.client.client import run
-from twinphase_bench.client.observation import Observation
-from twinphase_bench.load.arrivals import Closed
 from twinphase_bench.load.run import run_load
 from twinphase_bench.load.workload import LoadRequest, PromptMaker, Workload
 from twinphase_bench.targets.openai import OpenAITarget, TargetFailedError

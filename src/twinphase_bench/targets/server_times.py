@@ -10,7 +10,7 @@ import statistics
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from twinphase_bench.client.observation import Observation
+from twinphase.phases.observation import Observation
 from twinphase_bench.load.run import LoadResult
 from twinphase_bench.report.report import Column, Section, Table
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from twinphase_bench.client.observation import Observation
+from twinphase.phases.observation import Observation
 
 
 @dataclass(frozen=True)

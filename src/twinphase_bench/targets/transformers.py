@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from twinphase.config import available_cores
-from twinphase.errors import ModelNotFoundError, UnsupportedModelError
+from twinphase import ModelNotFoundError, UnsupportedModelError, available_cores
 from twinphase_bench.extras import require
 from twinphase_bench.targets.static_batch import Generated
 from twinphase_bench.targets.target import TargetFacts

@@ -14,6 +14,8 @@ from bench.attempts import check_errors, moment_errors
 from bench.load.made_load import delta, stream, text, usage
 from bench.stub_server import RunningStub
 from twinphase.errors import InvalidRequestError
+from twinphase.server.event_stream import EventReader, read_events
+from twinphase.workload.distributions import Closed, Lengths
 from twinphase_bench.client.client import (
     LEFT,
     SEND_NOW,
@@ -23,11 +25,10 @@ from twinphase_bench.client.client import (
     run,
     without_secrets,
 )
-from twinphase_bench.client.sse import EventReader, failure_kind, observe, read_events
-from twinphase_bench.load.arrivals import Closed
+from twinphase_bench.client.sse import failure_kind, observe
 from twinphase_bench.load.report import load_data, load_sections
 from twinphase_bench.load.run import run_load
-from twinphase_bench.load.workload import Lengths, Sizing, make_workload
+from twinphase_bench.load.workload import Sizing, make_workload
 from twinphase_bench.targets.openai import OpenAITarget, TargetFailedError
 from twinphase_bench.targets.target import Prompt
 

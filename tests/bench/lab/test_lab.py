@@ -14,6 +14,7 @@ from tiny_gguf import write_tiny_gguf
 from twinphase import LLM, SamplingParams
 from twinphase.cli import run_app
 from twinphase.cluster.address import KEY_VARIABLE
+from twinphase.engine.stepped import Workshop
 from twinphase.errors import OutOfMemoryError
 from twinphase.phases.hardware import Ceilings
 from twinphase.progress import live
@@ -24,7 +25,6 @@ from twinphase_bench.report.report import Status
 from twinphase_bench.report.result import read_result, result_json
 from twinphase_bench.report.terminal import show
 from twinphase_bench.roofline.measure import RooflinePoint
-from twinphase_bench.targets.stepped import Workshop
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def known_ceilings():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (
             ("measured_ceilings", None),
-            ("ceilings_now", ceilings),
+            ("measure_ceilings", [ceilings]),
             ("save_ceilings", None),
         ):
             patch.setattr(f"twinphase_bench.lab.lab.{name}", lambda _, value=value: value)
@@ -256,7 +256,7 @@ def test_one_experiment_that_fails_loses_only_itself(tiny, tmp_path):
 
 def test_an_engine_stepped_by_hand_gives_the_tokens_of_an_llm(tiny):
     workshop = Workshop(tiny, max_num_batched_tokens=128)
-    prompt = workshop.prompt(40)
+    prompt = list(range(3, 43))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     expected = (
         LLM(tiny)
@@ -271,7 +271,7 @@ def test_an_engine_stepped_by_hand_gives_the_tokens_of_an_llm(tiny):
         {"max_num_seqs": 1},
     ):
         engine = workshop.engine(**settings)
-        tickets = [engine.submit(prompt, 8), engine.submit(workshop.prompt(20), 3)]
+        tickets = [engine.submit(prompt, 8), engine.submit(list(range(50, 70)), 3)]
         records = engine.run()
         assert tickets[0].tokens == list(expected)
         assert sum(record.prefill_tokens for record in records) == 60

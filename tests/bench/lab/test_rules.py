@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from tiny_gguf import write_tiny_gguf
+from twinphase.engine.stepped import Workshop
 from twinphase.errors import InvalidRequestError
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.timeline import StepRecord
 from twinphase.phases.work import Cost
-from twinphase_bench.lab.ceilings import ideal_milliseconds
 from twinphase_bench.lab.experiment import Figure, Rule, decide, overall, ratios
 from twinphase_bench.lab.experiments import same_tokens as same_file
 from twinphase_bench.lab.lab import EXPERIMENTS, _choose_size, choose
@@ -34,7 +34,6 @@ from twinphase_bench.lab.workbench import (
     serve,
 )
 from twinphase_bench.report.report import Status
-from twinphase_bench.targets.stepped import Workshop
 
 HOLDS = Status.HOLDS
 FAILS = Status.FAILS
@@ -51,7 +50,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def workshop(model):
-    return Workshop(model, threads=2, num_kv_blocks=1024)
+    return Workshop(model, threads=2, num_kv_blocks=1024, max_num_batched_tokens=4096)
 
 
 class MadeUp(Workbench):
@@ -75,12 +74,13 @@ class MadeUp(Workbench):
 
 
 def bench_of(workshop, size=0, ceilings=CEILINGS, kind=MadeUp):
-    path = str(workshop.loaded.checkpoint.path)
+    path = str(workshop.path)
+    opened = {"num_kv_blocks": 256, "max_num_batched_tokens": 4096}
     return kind(
         workshop,
         ceilings,
         100.0,
-        lambda **config: Workshop(path, **{"num_kv_blocks": 256, **config}),
+        lambda **config: Workshop(path, **{**opened, **config}),
         size=size,
     )
 
@@ -252,12 +252,12 @@ def test_ideal_times_count_what_the_engine_counts(workshop):
         workshop, ceilings=replace(CEILINGS, int8_ops=1e12, float32_flops=1e12, bfloat16_flops=1e12)
     )
     engine = workshop.engine()
-    engine.submit(workshop.prompt(64), 2)
+    engine.submit(bench.prompt(64), 2)
     for record, start, tokens in zip(engine.run(), (0, 64), (64, 1), strict=True):
         cost = record.prefill + record.decode
         ideal = (cost.flops / 1e12 * 1e3, cost.bytes / 1e10 * 1e3)
-        assert ideal_milliseconds(bench, start, tokens) == pytest.approx(ideal)
-    assert all(map(math.isnan, ideal_milliseconds(bench_of(workshop, ceilings=None), 0, 64)))
+        assert bench.ideal_milliseconds(start, tokens) == pytest.approx(ideal)
+    assert all(map(math.isnan, bench_of(workshop, ceilings=None).ideal_milliseconds(0, 64)))
 
 
 def measured(experiment, workshop, size):
@@ -319,7 +319,7 @@ def records_of(seconds, prefill=0, decode=0):
 
 @pytest.mark.parametrize("way", [same_file.BATCHED, same_file.CHUNKED, same_file.CACHED])
 def test_a_way_must_have_happened(way):
-    asked = SimpleNamespace(request_id="r", num_cached_tokens=0)
+    asked = SimpleNamespace(request_id="r", counts=SimpleNamespace(num_cached_tokens=0))
     ticket = SimpleNamespace(request=asked, steps=[1, 2])
     alone = replace(records_of([0.1], prefill=8)[0], prefill_ids=("r",))
     others = [
@@ -327,7 +327,7 @@ def test_a_way_must_have_happened(way):
     ]  # while it was not there
     assert not same_file._happened(way, ticket, [alone, *others])
     if way is same_file.CACHED:
-        asked.num_cached_tokens = 16
+        asked.counts.num_cached_tokens = 16
         assert same_file._happened(way, ticket, [alone])
     else:
         seen = (

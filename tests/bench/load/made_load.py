@@ -8,11 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from twinphase.phases.observation import Observation
+from twinphase.workload.distributions import Lengths
 from twinphase_bench.client.client import Reply
 from twinphase_bench.client.health import ClientHealth
-from twinphase_bench.client.observation import Observation
 from twinphase_bench.load.run import LoadResult
-from twinphase_bench.load.workload import Lengths, Sizing, Workload, make_workload
+from twinphase_bench.load.workload import Sizing, Workload, make_workload
 from twinphase_bench.report.report import Section
 from twinphase_bench.targets.target import TargetFacts
 

@@ -10,12 +10,13 @@ from bench.load.made_load import check_sections
 from running import RunningServer
 from tiny_gguf import write_tiny_gguf
 from twinphase.errors import InvalidRequestError
+from twinphase.workload.distributions import Closed, Lengths, Paced
+from twinphase.workload.traces import Scaling
 from twinphase_bench.client.client import run
-from twinphase_bench.load.arrivals import Closed, Constant, Poisson
 from twinphase_bench.load.report import load_sections
 from twinphase_bench.load.run import LoadResult, run_load
-from twinphase_bench.load.traces import Scaling, trace_workload
-from twinphase_bench.load.workload import Lengths, PromptMaker, make_workload
+from twinphase_bench.load.traces import trace_workload
+from twinphase_bench.load.workload import PromptMaker, make_workload
 from twinphase_bench.targets.engine_load import EngineLoadTarget
 from twinphase_bench.targets.openai import OpenAITarget
 from twinphase_bench.targets.server_times import claims_of
@@ -40,7 +41,7 @@ def test_a_load_counts_what_the_server_counts(server):
         workload = make_workload(
             Lengths((60, 90), (6, 6)), 12, await target.sizing(), num_warm_up=2
         )
-        return target, await run_load(target, workload, Poisson(40))
+        return target, await run_load(target, workload, Paced(40))
 
     target, result = run(work())
     assert (
@@ -118,7 +119,7 @@ class NoUpdates:
 @pytest.fixture
 def engine(tmp_path):
     path = write_tiny_gguf(tmp_path / "tiny.gguf", tensor_type="Q4_0", context=512)
-    return EngineLoadTarget.open(path, backend="reference")
+    return EngineLoadTarget(str(path), backend="reference")
 
 
 def test_an_engine_that_fails_loses_one_request(engine, monkeypatch):
@@ -148,7 +149,7 @@ def test_our_engine_in_this_process_as_a_target(engine):
         sizing = await engine.sizing()
         assert sizing.encode is not None and sizing.encode("ab")
         workload = make_workload(Lengths((10, 20), (4, 4)), 6, sizing, num_warm_up=1)
-        result = await run_load(engine, workload, Constant(50))
+        result = await run_load(engine, workload, Paced(50, even=True))
         closed = await run_load(
             engine, make_workload(Lengths((8, 8), (3, 3)), 4, sizing, seed=1), Closed(2)
         )

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from bench.load.made_load import LATE, check_sections, every, made
+from twinphase.phases.slo import Slos
 from twinphase_bench.client.health import ClientHealth
 from twinphase_bench.load.plots import timeline_plot
 from twinphase_bench.load.report import (
@@ -18,7 +19,6 @@ from twinphase_bench.load.report import (
     runs_verdicts,
     shown,
 )
-from twinphase_bench.load.slo import Slos
 from twinphase_bench.report.report import Status
 
 

@@ -19,15 +19,15 @@ import pytest
 from bench.attempts import check_errors, moment_errors
 from bench.load.made_load import FACTS, Instant, requests, stream, text, usage
 from twinphase.errors import InvalidRequestError
+from twinphase.phases.slo import Slos
+from twinphase.workload.distributions import Closed, Lengths, Paced, Traced
 from twinphase_bench.client.client import Address, Reply, exchange, run
 from twinphase_bench.client.health import ClientHealth, lags_of_stamps
 from twinphase_bench.client.sse import failure_kind, observe
-from twinphase_bench.load.arrivals import Closed, Constant, Poisson, Traced
 from twinphase_bench.load.plan import LoadOptions, load_parts
 from twinphase_bench.load.report import load_data
 from twinphase_bench.load.run import LoadFailedError, LoadResult, run_load
-from twinphase_bench.load.slo import Slos
-from twinphase_bench.load.workload import Lengths, LoadRequest, Sizing, Workload, make_workload
+from twinphase_bench.load.workload import LoadRequest, Sizing, Workload, make_workload
 from twinphase_bench.targets.openai import OpenAITarget
 from twinphase_bench.targets.target import Prompt
 
@@ -74,7 +74,7 @@ def test_every_figure_of_a_load_is_right_within_a_millisecond(stub):
     tokens = [7, 4, 5, 5, 7, 5]  # of those that succeed
 
     def errors(number):
-        result, log = load(stub, scripts, Constant(60), slos=slos)
+        result, log = load(stub, scripts, Paced(60, even=True), slos=slos)
         assert result.num_output_tokens == sum(tokens) and result.failures == {
             "http 429": 1,
             "truncated": 1,
@@ -173,7 +173,7 @@ def test_a_connection_that_the_server_takes_late_is_no_lag_of_the_client():
                 seen, sent=sent, token_times=[intended + 0.6], connected_late=late
             )
 
-    result = run(run_load(SlowToConnect(), requests(10), Constant(200)))
+    result = run(run_load(SlowToConnect(), requests(10), Paced(200, even=True)))
     assert (
         not any("sent late" in fault for fault in result.void) and result.client.connected_late == 5
     )
@@ -212,7 +212,7 @@ def test_connecting_late_is_told_from_asking_late(stub):
     )
 
 
-@pytest.mark.parametrize("arrivals", [Constant(500), Closed(2)])
+@pytest.mark.parametrize("arrivals", [Paced(500, even=True), Closed(2)])
 @pytest.mark.parametrize("step", ["send", "read"])
 def test_one_exception_loses_one_request(stub, arrivals, step):
     """Of a target that raises though it should not, or of a reply that cannot be read."""
@@ -243,13 +243,13 @@ def test_too_few_files_are_the_fault_of_the_client(stub):
     scripts = [{"first": 0.8}] * 60
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
-        assert not load(stub, scripts, Constant(2000))[0].failures, "the limit was raised"
+        assert not load(stub, scripts, Paced(2000, even=True))[0].failures, "the limit was raised"
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 resource, "setrlimit", lambda *_: (_ for _ in ()).throw(ValueError("not allowed"))
             )
-            result, _ = load(stub, scripts, Constant(2000))
+            result, _ = load(stub, scripts, Paced(2000, even=True))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert result.failures["client limit"] > 5 and any(
@@ -279,14 +279,14 @@ def test_a_trace_with_texts_of_its_own_is_not_repeated(tmp_path):
 
 
 def test_an_infinite_rate_sends_all_at_once():
-    result = run(run_load(Instant(), requests(5), Poisson(math.inf)))
+    result = run(run_load(Instant(), requests(5), Paced(math.inf)))
     assert (
         len({one.intended for one in result.observations}) == 1
         and result.rate is None
         and result.offered is None
     )
     assert (
-        result.arrivals == str(Constant(math.inf)) == "open loop, all at once"
+        result.arrivals == str(Paced(math.inf, even=True)) == "open loop, all at once"
         and len(result.succeeded) == 5
     )
     json.dumps(load_data(result), allow_nan=False)
@@ -295,7 +295,7 @@ def test_an_infinite_rate_sends_all_at_once():
 def test_a_slow_server_slows_no_open_loop_down(stub):
     """Requests go out when they are due though none was answered: no coordinated omission."""
     for seconds in (0.5, 1, 2, 4, 8):  # longer than the machine does other things
-        result, log = load(stub, [{"first": seconds}] * 10, Constant(100))
+        result, log = load(stub, [{"first": seconds}] * 10, Paced(100, even=True))
         sent = [one.sent for one in result.observations]
         if sent[-1] < log[0]["sent"][0]:
             break
@@ -339,12 +339,12 @@ def test_a_blocked_event_loop_voids_the_run(stub):
             time.sleep(0.04)  # what a client does that parses, logs or collects garbage in between
             await asyncio.sleep(0.05)
 
-    result, _ = load(stub, [QUICK] * 20, Constant(50), beside=block)
+    result, _ = load(stub, [QUICK] * 20, Paced(50, even=True), beside=block)
     assert any("loop's lag" in fault for fault in result.void)
 
 
 def test_more_than_the_client_can_send_voids_the_run():
-    result = run(run_load(Instant(), requests(5000), Constant(1e6)))
+    result = run(run_load(Instant(), requests(5000), Paced(1e6, even=True)))
     assert any("sent late" in fault for fault in result.void)
 
 
@@ -356,7 +356,7 @@ def test_a_client_that_never_rests_voids_the_run(stub):
                 pass
             await asyncio.sleep(0)
 
-    result, _ = load(stub, [QUICK] * 20, Constant(50), beside=compute)
+    result, _ = load(stub, [QUICK] * 20, Paced(50, even=True), beside=compute)
     # By its processor time; or, where others left it less than that of a core, by what came late
     # for it.
     assert any("of a core" in fault or "late" in fault for fault in result.void)
@@ -364,12 +364,12 @@ def test_a_client_that_never_rests_voids_the_run(stub):
 
 def test_too_many_in_flight_voids_the_run(stub, monkeypatch):
     monkeypatch.setattr("twinphase_bench.load.run.MAX_IN_FLIGHT", 4)
-    result, _ = load(stub, [{"first": 1.0}] * 10, Constant(200))
+    result, _ = load(stub, [{"first": 1.0}] * 10, Paced(200, even=True))
     assert len(result.observations) == 4 and "6 requests were not sent" in result.void[-1]
 
 
 def test_a_limit_of_time_ends_the_sending(stub):
-    result, _ = load(stub, [{}] * 40, Constant(100), send_seconds=0.1)
+    result, _ = load(stub, [{}] * 40, Paced(100, even=True), send_seconds=0.1)
     assert (
         len(result.observations) == 11 and result.num_requests == 40 and not result.client.not_sent
     )
@@ -377,21 +377,21 @@ def test_a_limit_of_time_ends_the_sending(stub):
 
 def test_garbage_collection_is_off_in_the_measurement_and_on_after_it():
     target = Instant()
-    run(run_load(target, requests(3), Constant(1000)))
+    run(run_load(target, requests(3), Paced(1000, even=True)))
     assert [collecting for _, collecting in target.asked] == [False] * 3 and gc.isenabled()
 
 
 def test_warm_up_is_sent_first_and_not_counted(stub):
     workload = make_workload(Lengths((5, 5), (4, 4)), 3, Sizing(), num_warm_up=2)
-    result, log = load(stub, [{}] * 5, Constant(100), workload=workload)
+    result, log = load(stub, [{}] * 5, Paced(100, even=True), workload=workload)
     assert len(log) == 5 and len(result.observations) == 3
     with pytest.raises(LoadFailedError, match="http 500"):
-        load(stub, [{"status": 500}], Constant(100), workload=workload)
+        load(stub, [{"status": 500}], Paced(100, even=True), workload=workload)
 
 
 def test_poisson_is_seeded_and_has_its_rate():
-    many = [LoadRequest(Prompt(""), 1)] * 20000
-    offsets = Poisson(50, seed=3).offsets(many)
+    many = [None] * 20000
+    offsets = Paced(50, seed=3).offsets(many)
     gaps = [b - a for a, b in itertools.pairwise(offsets)]
     mean = sum(gaps) / len(gaps)
     deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
@@ -400,17 +400,17 @@ def test_poisson_is_seeded_and_has_its_rate():
         and mean == pytest.approx(0.02, rel=0.03)
         and deviation == pytest.approx(mean, rel=0.05)
     )
-    assert offsets == Poisson(50, seed=3).offsets(many) != Poisson(50, seed=4).offsets(many)
+    assert offsets == Paced(50, seed=3).offsets(many) != Paced(50, seed=4).offsets(many)
 
 
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: Poisson(0), "--request-rate"),
-        (lambda: Constant(math.nan), "--request-rate"),
-        (lambda: Constant(-1), "--request-rate"),
+        (lambda: Paced(0), "--request-rate"),
+        (lambda: Paced(math.nan, even=True), "--request-rate"),
+        (lambda: Paced(-1, even=True), "--request-rate"),
         (lambda: Closed(0), "--max-concurrency"),
-        (lambda: Traced().offsets([LoadRequest(Prompt(""), 1)]), "no timestamps"),
+        (lambda: Traced().offsets([None]), "no timestamps"),
     ],
 )
 def test_arrivals_that_make_no_sense(make, told):

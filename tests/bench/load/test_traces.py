@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from twinphase.errors import InvalidRequestError
-from twinphase_bench.load.traces import Scaling, read_trace, trace_workload
+from twinphase.workload.traces import Scaling, read_trace
+from twinphase_bench.load.traces import trace_workload
 from twinphase_bench.load.workload import Sizing
 
 MOONCAKE = [

@@ -6,14 +6,8 @@ from dataclasses import replace
 import pytest
 
 from twinphase.errors import InvalidRequestError
-from twinphase_bench.load.workload import (
-    WORDS,
-    Lengths,
-    PromptMaker,
-    Sizing,
-    TextMaker,
-    make_workload,
-)
+from twinphase.workload.distributions import Lengths
+from twinphase_bench.load.workload import WORDS, PromptMaker, Sizing, TextMaker, make_workload
 
 
 def test_the_words_are_words_of_one_kind():

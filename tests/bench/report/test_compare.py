@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 from tests.bench.sample_report import sample_report
 
+from twinphase.errors import ResultError
 from twinphase_bench.report.compare import CANNOT, SAME, Comparison, compare, compare_reports
 from twinphase_bench.report.render import write_report
 from twinphase_bench.report.report import Metric, Report, Section, Status, Verdict
-from twinphase_bench.report.result import ResultError, result_json
+from twinphase_bench.report.result import result_json
 
 
 def noisy(centre: float, n: int = 9, seed: int = 0, spread: float = 0.01) -> tuple[float, ...]:

@@ -8,15 +8,16 @@ import re
 import pytest
 from tests.bench.sample_report import all_plots, falls, load_result, sample_report
 
+from twinphase.phases.colours import PAGE_COLOURS
 from twinphase_bench.extras import require
 from twinphase_bench.load.plots import timeline_plot
 from twinphase_bench.report import plots
 from twinphase_bench.report.explanation import waterfall_plot
 from twinphase_bench.report.report import Plot
-from twinphase_bench.report.theme import COLOURS, PHASES, THEMES, colour, colours_of, config
+from twinphase_bench.report.theme import COLOURS, THEMES, colour, colours_of, config
 
 SAMPLES = {plot.name: plot for plot in all_plots(sample_report())}
-ROWS = [{"n": n, "ms": n * 2.0, "phase": phase} for n in (10, 100, 1000) for phase in PHASES]
+ROWS = [{"n": n, "ms": n * 2.0, "phase": phase} for n in (10, 100, 1000) for phase in PAGE_COLOURS]
 LIGHT = {role: pair[0] for role, pair in COLOURS.items()}
 
 
@@ -177,7 +178,7 @@ def test_grouped_bars_stand_below_each_other_and_each_begins_at_zero():
 
 
 def test_bars_named_after_phases_have_their_colours_and_intervals():
-    rows = [{"phase": phase, "ms": 2.0, "low": 1.0, "high": 3.0} for phase in PHASES]
+    rows = [{"phase": phase, "ms": 2.0, "low": 1.0, "high": 3.0} for phase in PAGE_COLOURS]
     plot = plots.bars("x", "t", rows, ("phase", ""), ("ms", "ms"))
     assert [item["fill"] for item in marks(plot, "rect")] == [LIGHT["prefill"], LIGHT["decode"]]
     assert len(marks(plot, "rule")) == 2 and "chosen" not in json.dumps(plot.spec)

@@ -11,18 +11,20 @@ from tiny_gguf import write_tiny_gguf
 from twinphase.backends.base import Units
 from twinphase.batch import StepWork
 from twinphase.cli import run_app
+from twinphase.config import EngineConfig, available_cores
+from twinphase.engine.stepped import TimedForward
 from twinphase.errors import InvalidRequestError
 from twinphase.phases.hardware import Ceilings, cache_levels
-from twinphase.phases.work import ModelShape, kv_bytes_per_token
-from twinphase_bench.report.report import Status
-from twinphase_bench.report.result import result_json
-from twinphase_bench.roofline import measure as measuring
-from twinphase_bench.roofline.arithmetic import (
+from twinphase.phases.roofline import (
     PartWork,
     measured_roofline,
     parts_of_step,
     place,
 )
+from twinphase.phases.work import ModelShape, kv_bytes_per_token
+from twinphase_bench.report.report import Status
+from twinphase_bench.report.result import result_json
+from twinphase_bench.roofline import measure as measuring
 from twinphase_bench.roofline.ceilings import CeilingSweep
 from twinphase_bench.roofline.findings import TOLERANCE, find
 from twinphase_bench.roofline.measure import ModelPoints, RooflinePoint, Sample, Settings, planned
@@ -215,7 +217,7 @@ def test_points_that_do_not_fit_are_named():
 )
 def test_settings_out_of_range_are_refused(given):
     with pytest.raises(InvalidRequestError):
-        settings_of(given)
+        settings_of(given, {})
 
 
 # Drawings
@@ -264,7 +266,7 @@ SMALL = Settings(
     contexts=(16, 1000),
     repetitions=2,
     steps=3,
-    max_num_batched_tokens=64,
+    config=EngineConfig(max_num_batched_tokens=64),
 )
 
 
@@ -291,14 +293,19 @@ def test_every_point_is_measured_with_its_own_work(measured):
             assert all(spent > 0 for spent in one.parts.values())
         if point.phase == "decode":
             assert (
-                samples[0].linear.bytes == measured.shape.linear_bytes + measured.shape.head_bytes
+                samples[0].linear.bytes
+                == measured.workshop.shape.linear_bytes + measured.workshop.shape.head_bytes
             )
-            contexts = samples[0].attention.bytes / kv_bytes_per_token(measured.shape) / point.batch
+            contexts = (
+                samples[0].attention.bytes
+                / kv_bytes_per_token(measured.workshop.shape)
+                / point.batch
+            )
             assert point.tokens < contexts < point.tokens + 40
     chunks = measured.samples[RooflinePoint("prefill", 100)][0]
     # Two chunks of 64 and 36 tokens: weights twice, the last with the head, KV of 64 and of 100
     # tokens.
-    shape = measured.shape
+    shape = measured.workshop.shape
     assert chunks.linear.bytes == 2 * shape.linear_bytes + shape.head_bytes
     assert chunks.attention.bytes == 164 * kv_bytes_per_token(shape)
     assert (
@@ -331,7 +338,7 @@ def test_steps_in_parts_compute_the_same(tiny):
         llm = LLM(tiny, max_model_len=256)
         if in_parts:
             backend = llm.engine.executor.backend
-            llm.engine.executor.backend = watched = measuring._TimedBackend(backend)
+            llm.engine.executor.backend = watched = TimedForward(backend)
             watched.in_parts = True
         tokens.append(
             llm.generate([list(range(5, 90))], params, use_tqdm=False)[0].outputs[0].token_ids
@@ -347,14 +354,15 @@ def given_ceilings(monkeypatch) -> tuple[list[int], list[Ceilings]]:
     counts: list[int] = []
     kept: list[Ceilings] = []
 
-    def ceilings(threads: int, isa: str | None, repetitions: int, *_: object) -> CeilingSweep:
+    def ceilings(config: EngineConfig, repetitions: int, _: object) -> list[Ceilings]:
+        threads = config.threads or available_cores()
         counts.append(threads)
         # The second measurement, which is the first after the model, is too low.
         rate = 1.0 if len(counts) < 3 and repetitions == 1 else 400e9
         one = replace(
             CEILINGS, threads=threads, int8_ops=rate, float32_flops=rate, bfloat16_flops=rate
         )
-        return CeilingSweep([one] * repetitions, None)
+        return [one] * repetitions
 
     monkeypatch.setattr(module, "measure_ceilings", ceilings)
     monkeypatch.setattr("twinphase_bench.roofline.ceilings.save_ceilings", kept.append)
@@ -394,7 +402,7 @@ def test_a_whole_report(tiny, given_ceilings, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_what_ranks_exchange(tiny, given_ceilings):
-    settings = Settings(threads=1, tensor_parallel_size=2)
+    settings = Settings(config=EngineConfig(threads=1, tensor_parallel_size=2))
     report = roofline(None, settings, 1)
     assert report.data["link"]["bandwidth"] > 0 and report.data["link"]["latency"] > 0
     table = report.sections[0].tables[-1]
@@ -404,7 +412,11 @@ def test_what_ranks_exchange(tiny, given_ceilings):
 
 
 def test_ceilings_too_low_are_measured_again(tiny, given_ceilings):
-    report = roofline(str(tiny), replace(SMALL, repetitions=1, threads=1), 1)
+    report = roofline(
+        str(tiny),
+        replace(SMALL, repetitions=1, config=EngineConfig(max_num_batched_tokens=64, threads=1)),
+        1,
+    )
     assert given_ceilings[0] == [1, 1, 1], "before the model, after it, and once more"
     assert report.verdicts[0].status is not Status.VOID, "the last measurement was right"
 
@@ -416,6 +428,5 @@ def test_efficiencies_count_from_the_bandwidth_of_this_run_and_the_best_peaks_ev
     second = replace(
         CEILINGS, int8_ops=900e9, bandwidth=((MIB, 90e9), (64 * MIB, 40e9)), provisional=True
     )
-    sweep = CeilingSweep([first], CEILINGS).with_more(CeilingSweep([second], CEILINGS))
-    assert sweep.runs == [first, second]
+    sweep = CeilingSweep([first, second], CEILINGS)
     assert (sweep.now.int8_ops, sweep.now.bandwidth) == (1000e9, ((MIB, 90e9), (64 * MIB, 50e9)))

@@ -2,10 +2,10 @@
 
 import pytest
 
+from twinphase.workload.distributions import Closed, Lengths
 from twinphase_bench.client.client import run
-from twinphase_bench.load.arrivals import Closed
 from twinphase_bench.load.run import run_load
-from twinphase_bench.load.workload import Lengths, Sizing, make_workload
+from twinphase_bench.load.workload import Sizing, make_workload
 from twinphase_bench.targets.openai import OpenAITarget
 from twinphase_bench.targets.server_times import claims_of, claims_section
 

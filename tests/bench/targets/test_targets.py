@@ -18,7 +18,7 @@ from twinphase.errors import (
     InvalidRequestError,
     ModelNotFoundError,
 )
-from twinphase_bench.client.observation import Observation
+from twinphase.phases.observation import Observation
 from twinphase_bench.extras import MissingExtraError
 from twinphase_bench.report.report import Status
 from twinphase_bench.run import client_parts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from twinphase.backends.base import Device, Units
 from twinphase.backends.device import open_device
 from twinphase.config import EngineConfig
@@ -30,10 +32,26 @@ def measured_ceilings(config: EngineConfig) -> Ceilings | None:
     return load_ceilings(device.threads, device.ceilings) if device.ceilings else None
 
 
-def ceilings_now(config: EngineConfig) -> Ceilings:
-    """Measure what this machine can do at best just now (some seconds); nothing is kept."""
+def measure_ceilings(
+    config: EngineConfig,
+    repetitions: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Ceilings]:
+    """Measure what this machine can do at best (some seconds per repetition); nothing is stored.
+
+    Raises:
+        InvalidRequestError: this processor cannot run `config.isa`.
+        CeilingsError: the measuring process failed.
+    """
     device = device_of(config)
-    return Ceilings(processor_name(), device.threads, device.ceilings, **vars(device.measure()))
+    if config.backend == "cpu":
+        from twinphase.backends.cpu.ceilings import measure_repeatedly
+
+        rates = measure_repeatedly(device.threads, device.isa, repetitions, progress)
+    else:
+        rates = [device.measure() for _ in range(repetitions)]
+    processor = processor_name()
+    return [Ceilings(processor, device.threads, device.ceilings, **vars(one)) for one in rates]
 
 
 def learn_ceilings(config: EngineConfig) -> tuple[Ceilings, OSError | None]:
@@ -43,7 +61,7 @@ def learn_ceilings(config: EngineConfig) -> tuple[Ceilings, OSError | None]:
         The ceilings, and why they could not be kept, if they could not.
     """
     known = measured_ceilings(config)
-    found = ceilings_now(config)
+    [found] = measure_ceilings(config)
     best = known.merged(found) if known else found
     try:
         save_ceilings(best)

@@ -15,7 +15,7 @@ from twinphase.backends.device import require_torch
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.config import EngineConfig, available_cores
 from twinphase.engine.engine import Engine
-from twinphase.engine.frontends.checks import Prompt, embeds, engine_config
+from twinphase.engine.frontends.checks import Prompt, embeds
 from twinphase.engine.frontends.text import ModelText
 from twinphase.engine.loading.ceilings import compute_units, device_of, measured_ceilings
 from twinphase.engine.ranks.backend import load_on_ranks
@@ -34,10 +34,11 @@ from twinphase.phases.report import phase_report
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape, model_shape
 from twinphase.request import Request, RequestCounts, SamplingParams
-from twinphase.scheduler.pace import Pace, Pacing
+from twinphase.scheduler.pace import Pace
+from twinphase.scheduler.pacing import Pacing
 from twinphase.scheduler.scheduler import Scheduler
-from twinphase.speculation.heads import open_heads
-from twinphase.speculation.hidden import HiddenProposer
+from twinphase.speculation.hidden_states import HiddenStateProposer
+from twinphase.speculation.load_heads import load_heads
 from twinphase.speculation.speculator import make_speculator
 from twinphase.speculative import HEADS, speculative_config
 from twinphase.weights.checkpoint import Checkpoint
@@ -62,34 +63,33 @@ class LoadedEngine:
     def __init__(
         self,
         model: str | Path | Checkpoint,
+        config: EngineConfig = EngineConfig(),
         *,
         compile_progress: Callable[[int, int, str], None] | None = None,
         load_progress: Callable[[int, int], None] = lambda done, total: None,
-        **config: Any,
     ) -> None:
         """Load a model; see `LLM` for the arguments and errors.
 
         `load_progress` is told (done, total) layers.
         """
         self._paces: deque[Pace] = deque(maxlen=PACES)
-        wanted = engine_config(config)
         self.checkpoint = (
             model
             if isinstance(model, Checkpoint)
-            else open_model(resolve_model(str(model)), quantization=wanted.quantization)
+            else open_model(resolve_model(str(model)), quantization=config.quantization)
         )
-        if embeds(self.checkpoint, wanted):
+        if embeds(self.checkpoint, config):
             raise InvalidRequestError(
                 f"{self.checkpoint.path.name} would be loaded to embed, which is not what this "
                 "does.",
                 "Use LLM.embed, or `twinphase serve` and /v1/embeddings.",
             )
-        b = self.blueprint = read_blueprint(self.checkpoint, wanted.max_model_len)
-        device = device_of(wanted)
+        b = self.blueprint = read_blueprint(self.checkpoint, config.max_model_len)
+        device = device_of(config)
         kv_bytes = (
-            b.num_layers * b.num_kv_heads * device.kv_head_bytes(b.head_dim, wanted.kv_cache_dtype)
+            b.num_layers * b.num_kv_heads * device.kv_head_bytes(b.head_dim, config.kv_cache_dtype)
         )
-        self.config = wanted.resolve(b.context_length, kv_bytes, device.free_memory())
+        self.config = config.resolve(b.context_length, kv_bytes, device.free_memory())
         self.text = ModelText(self.checkpoint)
         backend = make_backend(self.config, compile_progress)
         speculation = speculative_config(self.config.speculative_config)
@@ -97,7 +97,7 @@ class LoadedEngine:
         if speculation.method in HEADS:
             folder = Path(speculation.model)
             most = speculation.num_speculative_tokens
-            heads = open_heads(folder, speculation.method, self.checkpoint, b.num_layers, most)
+            heads = load_heads(folder, speculation.method, self.checkpoint, b.num_layers, most)
         drafts = None
         if speculation.method == "draft_model":
             from twinphase.engine.loading.drafting import add_draft_model, open_draft_model
@@ -186,9 +186,7 @@ class LoadedEngine:
         if not self.engine.cost_model.knows_both_phases:
             return None
         auto = self.config.itl_slo_ms == "auto"
-        return self._pacing.told(
-            self.choose_pace() if auto else Pace(self.config.slo_number, False)
-        )
+        return self._pacing.predict(self.choose_pace() if auto else Pace(self.config.slo_seconds))
 
     def choose_pace(self) -> Pace:
         """Choose the gap by what is known of steps now, and keep the middle one of the last choices.
@@ -197,7 +195,7 @@ class LoadedEngine:
         way.
         """
         self._paces.append(self._pacing.choose())
-        pace = sorted(self._paces, key=lambda one: one.itl_slo_ms or 0.0)[
+        pace = sorted(self._paces, key=lambda one: one.slo_seconds or 0.0)[
             (len(self._paces) - 1) // 2
         ]
         self.engine.keep_pace(pace)
@@ -214,9 +212,8 @@ class LoadedEngine:
         self, request: RequestCounts, timeline: RequestTimeline, *, names: bool = False
     ) -> Explanation:
         """Why a request took as long as it did, and what to change; `names` calls other requests by their ids."""
-        slo = self.engine.scheduler.slo_seconds
         machine = Machine(
-            replace(self.config, itl_slo_ms=slo and 1e3 * slo),
+            self.config,
             self.engine.shape,
             self.engine.cost_model,
             measured_ceilings(self.config),
@@ -228,6 +225,7 @@ class LoadedEngine:
                 dtype: self.backend.kv_bytes_per_token(dtype)
                 for dtype in self.backend.kv_cache_dtypes
             },
+            slo_seconds=self.engine.scheduler.pace.slo_seconds,
         )
         return explain(request, timeline, machine, names=names)
 
@@ -247,7 +245,7 @@ def make_backend(
         return ReferenceBackend()
     if config.backend == "torch":
         require_torch()
-        from twinphase.backends.torch.backend import open_backend
+        from twinphase.backends.torch.opening import open_backend
 
         eager = (
             config.enforce_eager or config.tensor_parallel_size > 1
@@ -274,7 +272,7 @@ def make_engine(
     backend: Backend,
     shape: ModelShape,
     eos_token_ids: frozenset[int],
-    heads: HiddenProposer | None = None,
+    heads: HiddenStateProposer | None = None,
 ) -> Engine:
     """Allocate the KV cache of a `backend` that has `model`, and put an engine together.
 
@@ -292,7 +290,30 @@ def make_engine(
     backend.allocate_kv_cache(spec)
     shape = replace(shape, kv_token_bytes=backend.kv_bytes_per_token())
     cost_model = CostModel(starting_prices(shape, measured_ceilings(config)), shape.windowed_share)
-    scheduler = Scheduler(
+    scheduler = make_scheduler(config, backend, eos_token_ids, cost_model, shape.window)
+    runner = Runner(model, backend, block_size=config.block_size, eos_token_ids=eos_token_ids)
+    if heads is not None:
+        runner.show_hidden(heads)
+    recorder = StepRecorder(shape, cost_model, trace=_step_log(config, scheduler, cost_model))
+    wanted = speculative_config(config.speculative_config)
+    drafter = make_speculator(
+        wanted, cost_model, lambda: scheduler.pace.slo_seconds, shape.window, heads
+    )
+    sizes: dict[str, Any] = {"shape": shape, "vocab_size": model.blueprint.vocab_size}
+    return Engine(scheduler, runner, recorder, **sizes, seed=config.seed, drafter=drafter)
+
+
+def make_scheduler(
+    config: EngineConfig,
+    backend: Backend,
+    eos_token_ids: frozenset[int],
+    cost_model: CostModel,
+    window: int | None,
+) -> Scheduler:
+    """A scheduler over the allocated KV cache of a `backend`; `config` is resolved."""
+    if config.max_model_len is None or config.num_kv_blocks is None:
+        raise ValueError("the configuration is not resolved")
+    return Scheduler(
         KVCacheManager(
             config.num_kv_blocks,
             config.block_size,
@@ -305,19 +326,9 @@ def make_engine(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         policy=config.scheduling_policy,
-        itl_slo_ms=config.slo_number,
-        window=shape.window,
+        pace=Pace(config.slo_seconds),
+        window=window,
     )
-    runner = Runner(model, backend, block_size=config.block_size, eos_token_ids=eos_token_ids)
-    if heads is not None:
-        runner.show_hidden(heads)
-    recorder = StepRecorder(shape, cost_model, trace=_step_log(config, scheduler, cost_model))
-    wanted = speculative_config(config.speculative_config)
-    drafter = make_speculator(
-        wanted, cost_model, lambda: scheduler.slo_seconds, shape.window, heads
-    )
-    sizes: dict[str, Any] = {"shape": shape, "vocab_size": model.blueprint.vocab_size}
-    return Engine(scheduler, runner, recorder, **sizes, seed=config.seed, drafter=drafter)
 
 
 def _step_log(

@@ -261,7 +261,7 @@ class MessageReplies(Replies):
     def _usage(self) -> dict[str, int]:
         """The prompt's tokens: those read from the cache, written to it, and the rest."""
         prompt = len(self.job.prompts[0].token_ids)
-        cached = self._choice.stream.transcript.num_cached_tokens
+        cached = self._choice.stream.transcript.counts.num_cached_tokens
         written = max(0, prompt // self._block_size * self._block_size - cached)
         return {
             "input_tokens": prompt - cached - written,

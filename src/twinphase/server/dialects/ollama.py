@@ -187,7 +187,7 @@ class _OllamaReplies(ChatReplies):
             "done_reason": "length" if choice.finish_reason == "length" else "stop",
             "total_duration": _ns(timeline.end - timeline.arrival),
             "load_duration": _ns(before),
-            "prompt_eval_count": transcript.counts().num_prompt_tokens,
+            "prompt_eval_count": transcript.counts.num_prompt_tokens,
             "prompt_eval_duration": _ns(prefill),
             "eval_count": len(choice.token_ids),
             "eval_duration": _ns(decode),

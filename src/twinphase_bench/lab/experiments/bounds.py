@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from twinphase_bench.lab.ceilings import ideal_milliseconds
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial, median_of, ratios
 from twinphase_bench.lab.workbench import DECODE, PREFILL, Workbench, serve
 
@@ -45,8 +44,8 @@ def bounds(bench: Workbench) -> Trial:
         return Trial({}, [unknown] * 4, unknown)
     engine = bench.engine(max_num_batched_tokens=bench.size)
     ideal = {
-        PREFILL: ideal_milliseconds(bench, 0, bench.size),
-        DECODE: ideal_milliseconds(bench, CONTEXT, 1),
+        PREFILL: bench.ideal_milliseconds(0, bench.size),
+        DECODE: bench.ideal_milliseconds(CONTEXT, 1),
     }
 
     def shares(step: str, prompt: int, output: int) -> dict[str, float]:

@@ -3,9 +3,9 @@
 from functools import partial
 from statistics import median
 
+from twinphase import Stepped
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial, median_of, ratios
 from twinphase_bench.lab.workbench import STEPS, Workbench
-from twinphase_bench.targets.stepped import Stepped
 
 DECODES = 4
 OWN = 16
@@ -67,7 +67,7 @@ def _interrupt(bench: Workbench, engine: Stepped) -> dict[str, float]:
     engine.run_until(lambda: all(ticket.times for ticket in decodes))
     for _ in range(BEFORE):
         engine.step()
-    prompt = engine.submit(bench.workshop.prompt(bench.size), 4)
+    prompt = engine.submit(bench.prompt(bench.size), 4)
     engine.run_until(lambda: len(prompt.times) == 4)
     steps = {
         record.index for record in engine.records if prompt.request.request_id in record.prefill_ids

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from twinphase.config import available_cores
+from twinphase import available_cores
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial, median_of, ratios
 from twinphase_bench.lab.workbench import DECODE, PREFILL, Workbench, serve
 

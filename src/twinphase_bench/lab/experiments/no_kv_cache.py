@@ -60,7 +60,7 @@ def no_kv_cache(bench: Workbench) -> Trial:
 
     variants = {}
     for length in (bench.size >> shift for shift in (3, 2, 1, 0)):
-        prompt = bench.workshop.prompt(length)
+        prompt = bench.prompt(length)
         answer = with_cache.submit(prompt, TOKENS).tokens
         with_cache.run()
         variants[length] = partial(next_token, prompt, answer)

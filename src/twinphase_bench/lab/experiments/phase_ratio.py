@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from twinphase_bench.lab.ceilings import ideal_milliseconds
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial, ratios
 from twinphase_bench.lab.workbench import DECODE, PREFILL, Workbench, serve
 
@@ -34,7 +33,7 @@ def phase_ratio(bench: Workbench) -> Trial:
     prefill = [bench.size * 1e3 / time for time in found[PREFILL]]
     decode = [1e3 / time for time in found[DECODE]]
     ideal_prefill, ideal_decode = (
-        max(ideal_milliseconds(bench, *step)) for step in ((0, bench.size), (bench.size, 1))
+        max(bench.ideal_milliseconds(*step)) for step in ((0, bench.size), (bench.size, 1))
     )
     return Trial(
         {"prefill": {RATE: prefill}, "decode": {RATE: decode}},

@@ -40,7 +40,7 @@ def prompt_cache(bench: Workbench) -> Trial:
     engine = bench.engine(enable_prefix_caching=True)
 
     def visit(length: int) -> dict[str, float]:
-        prompt = bench.workshop.prompt(length + QUESTION)
+        prompt = bench.prompt(length + QUESTION)
         cold = engine.submit(prompt, OUTPUT, logprobs=True)
         engine.run()
         warm = engine.submit(prompt, OUTPUT, logprobs=True)

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from twinphase import TimedRequest
 from twinphase.phases.timeline import StepRecord
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial
 from twinphase_bench.lab.workbench import Workbench
-from twinphase_bench.targets.stepped import TimedRequest
 
 PROMPTS = 4
 OUTPUT = 16
@@ -81,9 +81,7 @@ def _answer(bench: Workbench, way: str, prompt: list[int]) -> tuple[TimedRequest
     if way is BATCHED:
         for number in range(min(OTHERS, bench.workshop.config.max_num_seqs - 1)):
             # Of different lengths, so that they come and go while it runs.
-            engine.submit(
-                bench.workshop.prompt(max(1, len(prompt) // (number + 1))), OUTPUT + number
-            )
+            engine.submit(bench.prompt(max(1, len(prompt) // (number + 1))), OUTPUT + number)
     if way is CACHED:
         engine.prefill(prompt)
     ticket = engine.submit(prompt, OUTPUT, logprobs=True)
@@ -96,4 +94,4 @@ def _happened(way: str, ticket: TimedRequest, records: Sequence[StepRecord]) -> 
         return any(record.num_decodes > 1 and record.index in ticket.steps for record in records)
     if way is CHUNKED:
         return sum(ticket.request.request_id in record.prefill_ids for record in records) > 1
-    return ticket.request.num_cached_tokens > 0
+    return ticket.request.counts.num_cached_tokens > 0

@@ -1,19 +1,15 @@
 """Claim: separate pools keep prefill out of decode's way."""
 
 import asyncio
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from time import perf_counter
 
-from twinphase.cluster.config import ClusterConfig
-from twinphase.cluster.launch import make_host
-from twinphase.config import available_cores
-from twinphase.engine.frontends.async_engine import AsyncEngine
-from twinphase.request import SamplingParams
+from twinphase import AsyncEngine, ClusterConfig, SamplingParams, available_cores, make_host
+from twinphase.phases.statistics import percentile
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial, median_of, ratios
 from twinphase_bench.lab.workbench import Workbench
-from twinphase_bench.statistics import percentile
 
 STREAMS = 4
 OWN = 16
@@ -88,17 +84,13 @@ async def _start(
 ) -> dict[str, AsyncEngine]:
     workshop = bench.workshop
     blocks = (PROMPTS * bench.size + STREAMS * (OWN + bench.size)) // workshop.config.block_size + 8
-    config = asdict(workshop.config) | {
-        "speculative_config": None,
-        "itl_slo_ms": "auto",
-        "num_kv_blocks": blocks,
-    }
+    config = replace(
+        workshop.config, speculative_config=None, itl_slo_ms="auto", num_kv_blocks=blocks
+    )
     engines = {}
     for name, cluster in clusters.items():
-        own = config | {"threads": None if cluster.is_cluster else threads}
-        engines[name] = AsyncEngine(
-            make_host(str(workshop.loaded.checkpoint.path), own, cluster, stall=60.0)
-        )
+        own = replace(config, threads=None if cluster.is_cluster else threads)
+        engines[name] = AsyncEngine(make_host(str(workshop.path), own, cluster, stall=60.0))
     while not all(engine.is_running for engine in engines.values()):
         for engine in engines.values():
             if engine.host.failure is not None:

@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
-from twinphase.batch import Batch, StepOutput
-from twinphase.request import Request
+from twinphase import Stepped
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial, median_of, ratios
 from twinphase_bench.lab.workbench import Workbench
-from twinphase_bench.targets.stepped import Stepped
 
 PROMPT = 48
 DRAFTED = 7
@@ -29,7 +28,7 @@ class _Drafts:
         self._vocab_size = vocab_size
         self._off = off
 
-    def draft(self, requests: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+    def draft(self, requests: Sequence[Any]) -> Mapping[str, Sequence[int]]:
         """The next tokens of each request."""
         return {
             request.request_id: self._next(len(request.output_token_ids)) for request in requests
@@ -41,10 +40,10 @@ class _Drafts:
             for token in self._answer[known : known + DRAFTED]
         ]
 
-    def observe(self, batch: Batch, output: StepOutput) -> None:
+    def observe(self, batch: Any, output: Any) -> None:
         """Nothing is learned."""
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: Any) -> None:
         """Nothing is kept."""
 
 
@@ -68,7 +67,7 @@ class _Drafts:
 )
 def speculation(bench: Workbench) -> Trial:
     engine = bench.engine(enable_prefix_caching=True)
-    prompt = bench.workshop.prompt(PROMPT)
+    prompt = bench.prompt(PROMPT)
     expected = _answer(engine, prompt, bench.size, None)[0]
     vocab_size = bench.workshop.blueprint.vocab_size
 

@@ -49,7 +49,7 @@ def static_batching(bench: Workbench) -> Trial:
     def play(groups: list[list[int]]) -> dict[str, float]:
         for group in groups:
             for output in group:
-                engine.submit(bench.workshop.prompt(PROMPT), output)
+                engine.submit(bench.prompt(PROMPT), output)
             engine.run()
         seconds = sum(record.seconds for record in engine.records)
         steps = len(engine.records)

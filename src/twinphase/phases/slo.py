@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twinphase.errors import InvalidRequestError
-from twinphase_bench.client.observation import Observation
+from twinphase.phases.observation import Observation
 
 BLAMED_PHASE = {
     "ttft": "prefill, and the queue before it",

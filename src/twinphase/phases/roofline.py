@@ -142,6 +142,20 @@ def ideal_seconds(part: PartWork, ceilings: Ceilings | None) -> tuple[float, flo
     return None if compute is None or memory is None else (compute, memory)
 
 
+def ideal_seconds_of_chunk(
+    shape: ModelShape, units: Units, ceilings: Ceilings | None, start: int, num_tokens: int
+) -> tuple[float | None, float | None]:
+    """Seconds of the FLOP and of the bytes of a step that computes `num_tokens` after `start`.
+
+    Of one request, at the ceilings; None where a ceiling is unknown.
+    """
+    work = StepWork.of_chunk(start, num_tokens, True, shape.window)
+    linear, attention = parts_of_step(shape, units, work)
+    whole = linear.plus(attention)
+    memory = memory_seconds(whole.bytes, whole.working_set, ceilings)
+    return compute_seconds(whole.flops, ceilings), memory
+
+
 @dataclass(frozen=True)
 class Placed:
     """A measured part under the roofline.

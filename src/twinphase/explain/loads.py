@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from twinphase_bench.client.observation import Observation
-from twinphase_bench.report.result import ResultError
+from twinphase.errors import ResultError
+from twinphase.phases.observation import Observation
 
 DEEPEST = 64  # levels of JSON that are searched
 LARGEST = 1e15  # of a time or a count; more is a damaged file

@@ -1,8 +1,8 @@
 import pytest
 
 from twinphase.errors import InvalidRequestError
-from twinphase_bench.client.observation import Observation
-from twinphase_bench.load.slo import Slos, goodput
+from twinphase.phases.observation import Observation
+from twinphase.phases.slo import Slos, goodput
 
 
 def seen(times, tokens=None, error=""):

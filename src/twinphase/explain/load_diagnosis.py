@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import correlation, linear_regression, mean, median
 
+from twinphase.errors import ResultError
 from twinphase.explain.attribution import WORTH_NAMING
 from twinphase.explain.diagnosis import Diagnosis
 from twinphase.explain.levers import Lever, duration, percent
+from twinphase.explain.loads import ObservedLoad
 from twinphase.explain.waterfall import Waterfall, WaterfallBar
-from twinphase_bench.client.observation import Observation
-from twinphase_bench.load.results import ObservedLoad
-from twinphase_bench.report.result import ResultError
+from twinphase.phases.observation import Observation
 
 FEW = 4  # requests on each side of a comparison, below which nothing is concluded
 SPREAD = 1.5  # longest prompt / shortest, below which nothing is said about length

@@ -11,10 +11,10 @@ from provoked import Engine
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase.cli import run_app
-from twinphase_bench.client.observation import Observation
-from twinphase_bench.load.diagnosis import explain_client
-from twinphase_bench.load.results import ObservedLoad, read_loads
-from twinphase_bench.report.result import ResultError
+from twinphase.errors import ResultError
+from twinphase.explain.load_diagnosis import explain_client
+from twinphase.explain.loads import ObservedLoad, read_loads
+from twinphase.phases.observation import Observation
 
 
 @pytest.fixture(scope="module")

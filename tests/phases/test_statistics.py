@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from twinphase_bench.statistics import has_percentile, median_interval, percentile
+from twinphase.phases.statistics import has_percentile, median_interval, percentile
 from twinphase_bench.sweep.plan import Place
 from twinphase_bench.sweep.run import Visit
 from twinphase_bench.targets.target import PrefillSample
