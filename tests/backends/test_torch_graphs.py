@@ -1,4 +1,4 @@
-"""The bookkeeping of captured decode steps, with a graph that records what is done and does it again."""
+"""The bookkeeping of captured decode steps, with a graph that records and repeats calls."""
 
 from __future__ import annotations
 

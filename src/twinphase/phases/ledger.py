@@ -1,7 +1,7 @@
 """Divides each step's time among the requests that lived through it, by the cost model.
 
-A step that took T and for which the model predicted P is divided as the model would divide P, scaled
-by T / P:
+A step that took T and for which the model predicted P is divided as the model divides P,
+scaled by T / P:
 
     drafting      its part of the time that guessing the next tokens took
     decode        what the step would have taken with this request alone

@@ -75,7 +75,8 @@ def fit_drafts(
 ) -> None:
     """Take free blocks for the drafts in `decodes`, and shorten the others; evict nothing.
 
-    Call it last, when all other requests have their blocks of this step. `get` finds a request by its id.
+    Call it last, when all other requests have their blocks of this step. `get` finds a request
+    by its id.
     """
     for index, share in enumerate(decodes):
         request = get(share.request_id) if share.num_drafts else None

@@ -131,8 +131,8 @@ class LoadedEngine:
     def warm_up(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Compute made-up requests: some that touch memory, and one timed in `warm_timeline`.
 
-        The first are short ones of several lengths, so that the cost model separates a step's own time
-        from its tokens'.
+        The first are short ones of several lengths, so that the cost model separates the fixed time
+        of a step from that of its tokens.
         """
         for part in WARM_UP_PROMPT_DIVISORS:
             self._compute(f"touch-{part}", num_prompt_tokens // part, 2)
