@@ -1,4 +1,4 @@
-"""`twinphase bench` from a target to a report: runs what was asked for, and puts its parts together.
+"""`twinphase bench` from a target to a report: runs the measurements and joins their parts.
 
 Not for options (`commands/bench.py`), nor for what a sweep (`sweep/report.py`) or a load
 (`load/report.py`) found.
@@ -79,7 +79,7 @@ def sweep_parts(result: PhaseSweep) -> Parts:
 
 
 def client_parts(target: Target) -> list[Parts]:
-    """Whether the client kept up with the sweep of a server, and its requests; none for a target in this process."""
+    """Whether the client kept up with the sweep of a server; empty for other targets."""
     if not isinstance(target, PhasesOfUrl):
         return []
     fault = target.client_fault()

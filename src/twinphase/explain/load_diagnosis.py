@@ -1,4 +1,4 @@
-"""What a client alone can tell of a server's phases, from the result of a load: the same causes, by other evidence.
+"""The causes of slow phases that the result of a load shows, seen from its client alone.
 
 A client sees when it sent a prompt and when each piece of the answer came, nothing of the steps in
 between. Rules here compare requests with each other: those sent into an idle server with those sent
@@ -171,7 +171,7 @@ def _prompt_length(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Each value's place in the order, the mean place for equal ones: correlated, they give Spearman's coefficient."""
+    """Ranks, equal values having their mean rank; their correlation is Spearman's coefficient."""
     ordered = sorted(values)
     return [(bisect_left(ordered, value) + bisect_right(ordered, value)) / 2 for value in values]
 
@@ -248,7 +248,7 @@ def _decode_batching(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
 
 
 def _claims(everyone: Sequence[Observation]) -> str:
-    """What the server itself says, where it is ours: its word, and no cause that was seen from outside."""
+    """A sentence on the ledgers of a twinphase server; the client cannot verify them."""
     totals: Counter[str] = Counter()
     ledgers = [ledger for request in everyone if (ledger := _ledger(request))]
     for ledger in ledgers:

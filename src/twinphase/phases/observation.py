@@ -1,4 +1,4 @@
-"""One request as a client saw it: moments on one monotonic clock, and the latencies computed from them.
+"""One request as a client saw it: times on one monotonic clock, and latencies.
 
 All times are seconds of `time.perf_counter`. Tokens are counted by the target, never by stream
 events. Not for sending (`client.py`, `targets/`).
@@ -68,7 +68,7 @@ class Observation:
 
     @property
     def ttfo(self) -> float | None:
-        """Time to the first piece of the answer itself, of an output that reasons first; None of others."""
+        """Time to the first piece of the answer after reasoning; None without reasoning."""
         return None if self.first_answer is None else self.first_answer - self.intended
 
     @property
@@ -90,7 +90,7 @@ class Observation:
 
     @property
     def tpot(self) -> float | None:
-        """None below two tokens, without the target's count, and where the last token's moment is not known.
+        """None below two tokens, without the target's count, or without the last token's time.
 
         It is not known where there are fewer pieces than tokens and nothing said when the output
         was complete.

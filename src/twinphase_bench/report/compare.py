@@ -1,4 +1,4 @@
-"""Two results of one kind, metric by metric: by what factor they differ, and whether that is more than chance.
+"""Compares two results metric by metric: the factor, and whether it is beyond chance.
 
 The ratio of medians B/A with a bootstrap interval (Efron and Tibshirani, An Introduction to the
 Bootstrap, chapter 13). An interval that has 1 in it shows no difference, which is not the same as
@@ -177,7 +177,7 @@ def _interval(a: Sequence[float], b: Sequence[float]) -> Interval:
 
 
 def _differing(a: Report, b: Report, found: Sequence[Comparison]) -> list[tuple[str, str, str]]:
-    """(condition, A's, B's): other definitions of a metric first, what differs between any two runs last."""
+    """(condition, A's, B's): definitions of metrics first, incidental conditions last."""
     defined = {item.family: (item.a.definition, item.b.definition) for item in found}
     differing = [
         (f"definition of {family}", *pair) for family, pair in defined.items() if pair[0] != pair[1]

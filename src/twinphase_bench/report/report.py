@@ -1,4 +1,4 @@
-"""What a measurement tells, as data: verdicts first, then conditions, noise, numbers and plots.
+"""A measurement as data: verdicts first, then conditions, noise, numbers and plots.
 
 Every command that measures or explains ends in a `Report`. Charts are made in `plots.py`, files in
 `render.py`.
@@ -29,7 +29,7 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """One sentence with its number; `reason` says why it does not hold or cannot be told, "" where that is clear."""
+    """One sentence with its number; `reason` says why it fails or is undecided."""
 
     status: Status
     text: str

@@ -29,7 +29,7 @@ class DrawnPart:
         label: what varies in the series: "n = 512", "batch 8", "context 1024".
         intensity: FLOP per byte.
         rate: FLOP per second.
-        facts: more for whoever points at it.
+        facts: more rows of the tooltip.
     """
 
     phase: str
@@ -44,7 +44,7 @@ class DrawnPart:
 def _ranges(
     line: Roofline, marks: Sequence[DrawnPart]
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Domains of intensity and of rate that show every ridge and every mark, in whole decades of the former."""
+    """Domains of intensity and of rate that show every ridge and every mark."""
     ridges = [balance for _, _, balance in line.balances]
     xs = [*ridges, *(mark.intensity for mark in marks)]
     # room for names
@@ -68,7 +68,7 @@ def _distinct(slopes: Sequence[Slope]) -> list[Slope]:
 
 
 def roofline_plot(line: Roofline, marks: Sequence[DrawnPart], caption: str) -> Plot:
-    """Roofs, slopes, the balance points with the slowest memory (crosses), and measured parts; log-log."""
+    """Roofs, slopes, balance points with the slowest memory (crosses), measured parts."""
     xs, ys = _ranges(line, marks)
     x = _scaled("x", "arithmetic intensity, FLOP / byte", xs)
     axes = {"x": x, "y": _scaled("y", "GFLOP/s", (ys[0] / 1e9, ys[1] / 1e9))}

@@ -1,4 +1,4 @@
-"""Where a phase sweep measures: prompt lengths, positions and batch sizes, and how much of it a time limit allows.
+"""The points of a phase sweep, shortened to fit a time limit.
 
 Not for measuring (`run.py`).
 """

@@ -89,7 +89,7 @@ def _phase(result: PhaseSweep, phase: str) -> Section:
 
 
 def sweep_metrics(result: PhaseSweep) -> list[Metric]:
-    """Every place under the name of what was asked for, so that two targets can be compared; one value per round."""
+    """Every place by its planned name, so that two targets compare; one value per round."""
     definitions = {
         "prefill": result.facts.prefill_definition,
         "decode": result.facts.decode_definition,

@@ -1,4 +1,4 @@
-"""The phase sweep: prefill time against prompt length, decode time against position and batch, each point repeated.
+"""The phase sweep: prefill time by prompt length, decode time by position and batch.
 
 Rounds over all points in an order drawn anew each time, so that a machine that slows down meanwhile
 does not look like a law. Not for what it means (`verdicts.py`).
@@ -62,7 +62,7 @@ class Visit:
 
     @property
     def seconds(self) -> float:
-        """Of a prefill: the median of the samples. Of a decode step: the mean of the steps, as TPOT has it."""
+        """Of a prefill: the median of the samples. Of a decode step: the mean, like TPOT."""
         first = self.samples[0]
         if isinstance(first, DecodeSample):
             return sum(first.gaps) / len(first.gaps)
@@ -73,7 +73,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """Where it was measured, as (prompt tokens, 1) or (position, batch), and the seconds of each repetition."""
+    """(prompt tokens, 1) or (position, batch), and the seconds of each repetition."""
 
     x: tuple[float, float]
     values: tuple[float, ...]
@@ -154,7 +154,7 @@ def sweep(
     Args:
         target: idle and warm (`calibrate`).
         plan: what to measure.
-        progress: told before each measurement.
+        progress: called before each measurement.
         watch_others: repeat what others' use of the CPU disturbed. Not for a server, whose own work
             would count.
         clock: monotonic seconds.
@@ -198,7 +198,7 @@ class _Sweep:
         self.random = random.Random(plan.seed)
 
     def rounds(self) -> None:
-        """All places, as often as the plan says or the time allows; in each round in an order drawn anew."""
+        """Measure all places, each round in another order, until the plan or the time ends."""
         done = 0
         total = len(self.plan.places) * self.plan.repetitions
         for number in range(self.plan.repetitions):

@@ -93,7 +93,7 @@ def _rates(result: PhaseSweep) -> Verdict | None:
 
 
 def _prefill_bound(result: PhaseSweep) -> Verdict:
-    """How much of prefill's time reading the weights can be at most; more cannot be shown from outside."""
+    """The largest share of prefill's time that reading the weights can take."""
     prompt = _reference(result)
     alone = _alone(result)
     claim = "Prefill does not wait for reading the weights."
@@ -171,7 +171,7 @@ def _doubt(low: float, high: float) -> str:
 
 
 def _ratio(one: SweepPoint, other: SweepPoint) -> tuple[float, float]:
-    """The least and the most that one / other may be, by the intervals of their medians; anything if too few."""
+    """Bounds of one / other by the intervals of their medians; (0, inf) if too few values."""
     if min(len(one.values), len(other.values)) < FEWEST_REPETITIONS:
         return 0.0, math.inf
     top = median_interval(one.values)

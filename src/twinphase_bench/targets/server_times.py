@@ -1,4 +1,4 @@
-"""What a server says of its own time beside what its client saw: both definitions, and the difference.
+"""A server's own latencies beside those of its client: definitions and differences.
 
 A claim comes with the replies to the requests that were measured. Where a server says nothing,
 nothing is made up.
