@@ -7,8 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.stamp-run
 TEST_STAMP := $(VENV)/.stamp-test
-# One process per core, a file to a process: a file's tests share the server that they start. In the order of the
-# folders, so that the longest files (tests/parity) are not left to the end.
+# One process per core, and each file in one process, because its tests share the server that they start. The order
+# is that of tests/conftest.py, which starts the longest files first.
 PARALLEL ?= -n auto --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 

@@ -8,7 +8,7 @@ Workers are this machine's, one thread each, by the cost model of the model on i
 of the trace's own prompts first. Schedulers, KV bookkeeping and routing are those that serve;
 tokens are made up. The trace is repeated, with other prompts each time, and played at a share of
 what the fleet can do by that cost model if every prefix is read once. Prints one line for each
-routing policy, then what a decision costs with more workers.
+routing policy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from rich.table import Table
 
 from twinphase import LLM, SamplingParams
 from twinphase.batch import StepWork
-from twinphase.cluster.fleet import Fleet
 from twinphase.cluster.routing import Role, Routing
 from twinphase.cluster.simulation import FleetSpec, Outcome, Simulation, TraceRequest
 from twinphase.errors import TwinphaseError
@@ -130,11 +129,6 @@ def learn(args: argparse.Namespace, trace: Trace, console: Console) -> FleetSpec
     )
 
 
-def reading(spec: FleetSpec, trace: Trace) -> list[float]:
-    """Predicted seconds for each prompt on an idle worker that has cached what there is."""
-    return [spec.times.seconds(StepWork.of_chunk(old, new, True)) for old, new, _ in trace.work()]
-
-
 def capacity(spec: FleetSpec, trace: Trace, slos: Slos) -> float:
     """Requests per second that the fleet can do by the cost model, if each prefix is read once.
 
@@ -142,7 +136,8 @@ def capacity(spec: FleetSpec, trace: Trace, slos: Slos) -> float:
     counts.
     """
     old, new, outputs = zip(*trace.work(), strict=True)
-    read = mean(reading(spec, trace))
+    chunks = (StepWork.of_chunk(cached, rest, True) for cached, rest, _ in trace.work())
+    read = mean(map(spec.times.seconds, chunks))
     context = mean(old) + mean(new)
     steps = [
         (count, spec.times.seconds(StepWork.of_decodes(count, context)))
@@ -211,33 +206,6 @@ def is_good(one: Outcome, slos: Slos) -> bool:
     )
 
 
-def decision_costs(spec: FleetSpec, trace: Trace, counts: list[int]) -> Table:
-    """What a decision takes with so many workers, each of which holds an eighth of the trace's conversations."""
-    shown = Table(title="A decision by number of workers", title_justify="left")
-    for name in ("workers", "median (us)", "p99 (us)"):
-        shown.add_column(name, justify="right")
-    some = Simulation(FleetSpec(["both"], spec.times, 1 << 16), Routing(block_size=spec.block_size))
-    chains = [some.chain_of(trace.prompt(number)) for number in range(1000)]
-    for count in counts:
-        fleet = Fleet(Routing(block_size=spec.block_size))
-        choose = random.Random(0)
-        for worker in range(count):
-            fleet.join(f"worker-{worker}", "both", spec.times)
-            fleet.index.expect(
-                f"worker-{worker}",
-                {block for chain in choose.sample(chains, 125) for block in chain},
-            )
-        seconds = []
-        for number, chain in enumerate(chains):
-            began = time.thread_time()
-            fleet.send(str(number), spec.block_size * len(chain) + 1, chain)
-            seconds.append(time.thread_time() - began)
-            if number >= 8 * count:
-                fleet.end(str(number - 8 * count))
-        shown.add_row(str(count), *pair(seconds, 1e6, 0).split(", "))
-    return shown
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -296,13 +264,6 @@ def main() -> None:
             ),
         )
     )
-    if slos.ttft is not None:
-        soon = mean(seconds <= slos.ttft for seconds in reading(spec, trace))
-        console.print(
-            f"An idle worker that has cached what it can reads {soon:.1%} of the prompts within "
-            "that TTFT."
-        )
-    console.print(decision_costs(spec, trace, [2, 8, 32, 128, 512]))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,8 @@
-"""What the server costs and what it survives: one subcommand per question.
+"""What the server survives: one subcommand per question.
 
-    python benchmarks/server.py overhead     # throughput over HTTP against the engine alone, and
-    CPU per token python benchmarks/server.py soak         # minutes of mixed load, clients that
-    leave: leaks, and every token right python benchmarks/server.py drain        # SIGTERM under
-    load: nothing accepted is lost python benchmarks/server.py kill         # the engine's process
-    killed under load: errors, and back again python benchmarks/server.py pools        # workers of
-    pools killed under load: every answer right, nothing leaked
+python benchmarks/server.py soak     # mixed load, clients that leave: leaks, and every token right
+python benchmarks/server.py kill     # the engine's process is killed: errors, and back again
+python benchmarks/server.py pools    # workers of pools are killed: every answer right, no leak
 
 Prints Markdown and saves every value as JSON. Engine, server and client share this machine's cores.
 It needs the extras `bench` and `test`.
@@ -21,7 +18,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "server")]  # the server that tests start
-from serving import drain, kill, overhead, pools, soak  # noqa: E402
+from serving import kill, pools, soak  # noqa: E402
 
 from twinphase.weights.hub import resolve_model  # noqa: E402
 from twinphase_bench.conditions import Bystanders, conditions  # noqa: E402
@@ -29,7 +26,7 @@ from twinphase_bench.report.markdown import markdown  # noqa: E402
 from twinphase_bench.report.report import Report  # noqa: E402
 from twinphase_bench.report.result import result_json  # noqa: E402
 
-SUBJECTS = {"overhead": overhead, "soak": soak, "drain": drain, "kill": kill, "pools": pools}
+SUBJECTS = {"soak": soak, "kill": kill, "pools": pools}
 RESULTS = Path(__file__).resolve().parent / "results"
 
 

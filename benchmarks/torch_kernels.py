@@ -1,11 +1,9 @@
-"""The Triton kernels compiled for GPUs that are not here: registers, shared memory, and what a roofline allows.
+"""The Triton kernels compiled for GPUs that are not here: registers, shared memory, tensor cores.
 
-    python benchmarks/torch_kernels.py            # the table of docs/devices.md; --json for all of
-    it
+python benchmarks/torch_kernels.py            # the table of docs/devices.md; --json for all of it
 
-No GPU and no driver is needed: Triton compiles for a target that it is told, and brings its own
-ptxas. Shapes are those of Llama-3.1-8B, those of mixtures Qwen3-30B-A3B's. Times are lower bounds
-from datasheets, not measurements. Without TRITON_INTERPRET in the environment.
+No GPU and no driver is needed: Triton compiles for a given target and brings its own ptxas. Shapes
+are those of Llama-3.1-8B, and of Qwen3-30B-A3B for mixtures. TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
@@ -26,36 +24,30 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from twinphase.backends.torch.kernels import attention, elementwise, experts, linear, rope, tiles
-from twinphase.estimate.datasheets import find_datasheet
 
 HIDDEN = 4096
-FFN = 14336
 HEADS = 32
 KV_HEADS = 8
 DIM = 128
 BLOCK = 16
 ROWS = {"decode": 1, "prefill": 2048}
-CONTEXT = 2048
 # Limits of a multiprocessor, shared memory in bytes (CUDA C++ Programming Guide, compute
 # capabilities).
 SHARED = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
 REGISTERS = 65536
 THREADS = {80: 2048, 90: 2048, 120: 1536}
-SHEETS = {80: "a100-80gb-sxm", 90: "h100-sxm"}
 FORMATS = {
-    "BF16": (0, 0, False, 16.0),
-    "Q4_0": (4, 8, False, 4.5),
-    "Q4_K": (4, 0, True, 5.0),
-    "Q8_0": (8, 0, False, 8.5),
-    "MXFP4": (4, 0, False, 4.5),
+    "BF16": (0, 0, False),
+    "Q4_0": (4, 8, False),
+    "Q4_K": (4, 0, True),
+    "Q8_0": (8, 0, False),
+    "MXFP4": (4, 0, False),
 }
 
 
 class Mixture(NamedTuple):
-    """Of Qwen3-30B-A3B, unless other numbers are given."""
+    """The experts of Qwen3-30B-A3B."""
 
-    hidden: int = 2048
-    ffn: int = 768
     count: int = 128
     used: int = 8
 
@@ -66,7 +58,7 @@ ALIGNED = [["tt.divisibility", 16]]
 
 @dataclass
 class Compiled:
-    """One kernel for one compute capability; the times are what its bytes and FLOP take at least, in microseconds."""
+    """One kernel for one compute capability."""
 
     kernel: str
     phase: str
@@ -77,10 +69,9 @@ class Compiled:
     shared_limit: int
     blocks: int  # that fit on a multiprocessor, by registers and shared memory
     tensor_cores: str
-    microseconds: float | None
 
 
-def compiled(name, phase, capability, fn, types, constants, tile, nbytes, flops) -> Compiled:
+def compiled(name, phase, capability, fn, types, constants, tile) -> Compiled:
     """Compile `fn`; `types` are those of its first arguments, None for one that is not given."""
     names = fn.arg_names
     signature = {**dict(zip(names, types, strict=False)), **dict.fromkeys(constants, "constexpr")}
@@ -109,14 +100,18 @@ def compiled(name, phase, capability, fn, types, constants, tile, nbytes, flops)
     ]
     limits += [SHARED[capability] // shared] if shared else []
     found = [word for word in ("wgmma", "mma.sync") if word in ptx]
-    bound = None
-    if capability in SHEETS:
-        sheet = find_datasheet(SHEETS[capability])
-        bound = 1e6 * max(nbytes / sheet.bandwidth, flops / sheet.peaks["bf16"])
     cores = found[0] if found else ""
     limit = SHARED[capability]
     return Compiled(
-        name, phase, capability, registers, spilled, shared, limit, min(limits), cores, bound
+        name,
+        phase,
+        capability,
+        registers,
+        spilled,
+        shared,
+        limit,
+        blocks=min(limits),
+        tensor_cores=cores,
     )
 
 
@@ -151,21 +146,10 @@ def linears(capability: int) -> list[Compiled]:
 
 
 def product_of(capability: int, phase: str, rows: int, kind: str, moe: Mixture | None) -> Compiled:
-    bits, offset, minimum, width = FORMATS[kind]
-    # matrices read, rows of all and of one
-    hidden = HIDDEN
-    outputs = 2 * FFN
-    read = 1.0
-    num_rows = rows
+    bits, offset, minimum = FORMATS[kind]
     own = rows
     if moe is not None:
-        hidden = moe.hidden
-        outputs = 2 * moe.ffn
-        num_rows = rows * moe.used
-        own = max(1, num_rows // moe.count)
-        read = moe.count * (
-            1 - (1 - moe.used / moe.count) ** rows
-        )  # on average, if all are equally likely
+        own = max(1, rows * moe.used // moe.count)
     tile = tiles.tile_of(tiles.TILES[own <= tiles.FEW], capability)
     scale = None if bits == 0 else "*fp16"
     weights = [{0: "*bf16", 4: "*u8", 8: "*i8"}[bits], scale, scale if minimum else None]
@@ -191,18 +175,15 @@ def product_of(capability: int, phase: str, rows: int, kind: str, moe: Mixture |
         "OUTPUTS": tile.outputs,
         "PRECISION": "tf32",
     }
-    nbytes = read * hidden * outputs * width / 8 + 2 * (rows * hidden + num_rows * outputs)
     name = f"{'experts' if moe else 'linear'} {kind}"
     kernel = linear.linear_kernel
-    shape = (tile.num_warps, tile.num_stages), nbytes, 2 * num_rows * hidden * outputs
-    return compiled(name, phase, capability, kernel, types, constants, *shape)
+    shape = tile.num_warps, tile.num_stages
+    return compiled(name, phase, capability, kernel, types, constants, shape)
 
 
 def routings(capability: int) -> list[Compiled]:
     """Which experts the rows of a prefill choose, their order, and the sum of what they give."""
     moe = MOE
-    rows = ROWS["prefill"]
-    pairs = rows * moe.used
     block = experts.BLOCK
     choice = {"USED": moe.used, "RENORMALIZE": True, "CHOICES": 8, "BLOCK": moe.count}
     order = {"ROWS": 128, "BINS": 2 * moe.count, "BLOCK": block}
@@ -214,30 +195,26 @@ def routings(capability: int) -> list[Compiled]:
             ["*bf16", "*i32", "*fp32", "i32"],
             choice,
             1,
-            2 * rows * moe.count,
         ),
-        ("sort", experts.sort_kernel, ["*i32", "*i32", "*i32", "i32", "i32"], order, 4, 8 * pairs),
+        ("sort", experts.sort_kernel, ["*i32", "*i32", "*i32", "i32", "i32"], order, 4),
         (
             "combine",
             experts.combine_kernel,
             types,
             {"USED": moe.used, "BLOCK": block},
             4,
-            2 * pairs * moe.hidden,
         ),
     )
     return [
-        compiled(
-            f"experts, {name}", "both", capability, fn, types, constants, (warps, 3), nbytes, 0
-        )
-        for name, fn, types, constants, warps, nbytes in each
+        compiled(f"experts, {name}", "both", capability, fn, types, constants, (warps, 3))
+        for name, fn, types, constants, warps in each
     ]
 
 
 def attentions(capability: int, dim: int) -> list[Compiled]:
     found = []
     where = ["*i64"] * 5 + ["i32", "fp32"]
-    for phase, rows in ROWS.items():
+    for phase in ROWS:
         decode = phase == "decode"
         layer = {
             "HEADS": HEADS,
@@ -255,11 +232,8 @@ def attentions(capability: int, dim: int) -> list[Compiled]:
         results = ["*fp32"] * 3 if decode else [None, "*bf16"]
         fn = attention.decode_kernel if decode else attention.prefill_kernel
         constants = layer if decode else layer | {"HAS_SINKS": False}
-        seen = CONTEXT if decode else CONTEXT / 2  # of each row, half of them behind it
         tile = attention.WARPS[decode], attention.STAGES
-        nbytes = 4 * KV_HEADS * dim * CONTEXT + 4 * rows * HEADS * dim
         types = ["*bf16"] * 3 + results + where
-        flops = 4 * rows * seen * HEADS * dim
         found.append(
             compiled(
                 f"attention, {dim} wide",
@@ -269,30 +243,23 @@ def attentions(capability: int, dim: int) -> list[Compiled]:
                 types,
                 constants,
                 tile,
-                nbytes,
-                flops,
             )
         )
         if decode:
             for name in ("BLOCK_SIZE", "SOFTCAP", "PRECISION"):
                 constants.pop(name)
             types = [*results, None, "*bf16", *["*i64"] * 3, "i32"]
-            parts = 4 * CONTEXT // attention.SPAN * KV_HEADS * layer["ROWS"] * (dim + 2)
             fn = attention.merge_kernel
             constants = constants | {"HAS_SINKS": False}
             found.append(
-                compiled(
-                    f"merge, {dim} wide", phase, capability, fn, types, constants, tile, parts, 0
-                )
+                compiled(f"merge, {dim} wide", phase, capability, fn, types, constants, tile)
             )
     return found
 
 
 def rows_of_a_step(capability: int) -> list[Compiled]:
     """The kernels that are the same in both phases, with the rows of a prefill."""
-    rows = ROWS["prefill"]
     block = triton.next_power_of_2(HIDDEN)
-    width = HEADS + 2 * KV_HEADS
     norm = ["*fp32", "*fp32", None, "*bf16", "i32", "i32", "fp32", "fp32"]
     turn = [
         "*bf16",
@@ -323,27 +290,23 @@ def rows_of_a_step(capability: int) -> list[Compiled]:
             norm,
             {"HAS_ADD": False, "BLOCK": block},
             (4, 3),
-            6 * HIDDEN,
         ),
-        ("rope, KV write", rope.rope_kernel, turn, {**head, "BLOCK": DIM}, (1, 3), 4 * width * DIM),
-        ("gate_mul", elementwise.gate_mul_kernel, ["*bf16", "*bf16", "i32"], gate, (4, 3), 6 * FFN),
+        ("rope, KV write", rope.rope_kernel, turn, {**head, "BLOCK": DIM}, (1, 3)),
+        ("gate_mul", elementwise.gate_mul_kernel, ["*bf16", "*bf16", "i32"], gate, (4, 3)),
     )
     return [
-        compiled(name, "both", capability, fn, types, constants, tile, rows * nbytes, 0)
-        for name, fn, types, constants, tile, nbytes in each
+        compiled(name, "both", capability, fn, types, constants, tile)
+        for name, fn, types, constants, tile in each
     ]
 
 
 def table(found: list[Compiled]) -> str:
     """Markdown: a row for each kernel, a column for each capability."""
     capabilities = sorted(SHARED)
-    heads = [f"sm_{one}: registers, shared KB, blocks" for one in capabilities] + [
-        "A100 µs",
-        "H100 µs",
-    ]
+    heads = [f"sm_{one}: registers, shared KB, blocks" for one in capabilities]
     lines = [
         "| kernel | phase | " + " | ".join(heads) + " |",
-        "|---|---|" + "---|" * 3 + "---:|---:|",
+        "|---|---|" + "---|" * 3,
     ]
     for key in dict.fromkeys((one.kernel, one.phase) for one in found):
         own = {one.capability: one for one in found if (one.kernel, one.phase) == key}
@@ -352,8 +315,7 @@ def table(found: list[Compiled]) -> str:
             + (f", {one.tensor_cores}" if one.tensor_cores else "")
             for one in own.values()
         ]
-        times = [f"{own[one].microseconds:.1f}" for one in SHEETS]
-        lines.append("| " + " | ".join([*key, *cells, *times]) + " |")
+        lines.append("| " + " | ".join([*key, *cells]) + " |")
     return "\n".join(lines)
 
 

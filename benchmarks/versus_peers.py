@@ -1,24 +1,23 @@
-"""twinphase beside the engines a user would pick on the same CPU: one table, one run, the same prompts.
+"""twinphase beside the engines that a user would pick on the same CPU: one table, the same prompts.
 
-    PEERS_DIR=/some/folder python benchmarks/peers/setup.py        # once: installs the peers, makes
-    the models PEERS_DIR=/some/folder python benchmarks/versus_peers.py                # one request
-    at a time PEERS_DIR=/some/folder python benchmarks/versus_peers.py --concurrent   # 1, 4, 16 and
-    64 requests at once PEERS_DIR=/some/folder python benchmarks/versus_peers.py --model FILE.gguf
-    # beside llama.cpp on any file python benchmarks/versus_peers.py --engines NAME=URL,NAME=URL,...
-    # servers that are up, as their clients
+PEERS_DIR=/some/folder python benchmarks/peers/setup.py       # once: installs peers, makes models
+PEERS_DIR=/some/folder python benchmarks/versus_peers.py      # one request at a time
+PEERS_DIR=... python benchmarks/versus_peers.py --concurrent  # 1, 4, 16 and 64 requests at once
+PEERS_DIR=... python benchmarks/versus_peers.py --model FILE.gguf     # with llama.cpp on any file
+python benchmarks/versus_peers.py --engines NAME=URL,NAME=URL         # running servers
 
 Points: `prefill_N` is N prompt tokens in to the first token out; `decode_at_N` is 127 further
 greedy tokens after that prompt (0: an 8-token prompt), end of text ignored; `batchN` is N requests
-of 256 prompt and 128 new tokens, submitted at once, of which the new tokens are counted (a second
-table counts the prompts too).
+of 256 prompt and 128 output tokens, submitted at once. The rate of a batch counts its output
+tokens; a second table counts the prompts too.
 
 How it stays fair: within a repetition every engine measures a point before the next point comes, in
-an order that rotates; all get the same prompts (servers: random words), and no slice of text is
-used twice; all get the same threads on the same cores; an engine that is not measured is stopped by
-signal (a server is not: one that spins while idle slows the others); a measurement during which
-other processes used more than a tenth of a core is taken again, and left out of the median where an
-undisturbed one exists (not a server's, which is such a process); DRAM bandwidth is read in the same
-run. Medians and half ranges are printed, all raw values saved.
+an order that rotates. All engines get the same prompts (servers: random words), and no slice of
+text is used twice. All use the same number of threads on the same cores. An engine whose turn it is
+not is stopped by a signal (a server is not: one that spins while idle slows the others). A
+measurement during which other processes used more than a tenth of a core is repeated, and left out
+of the median where an undisturbed one exists (except for a server, which is such a process).
+Medians and half ranges are printed, all raw values saved.
 
 Not for: quality. The precisions differ and are listed; a 4-bit file made from another has been
 rounded twice.
@@ -41,7 +40,6 @@ from pathlib import Path
 from typing import Any
 
 from peers import report
-from peers.dram import METHOD, DramProbe
 from peers.engines import (
     CONCURRENT_ENGINES,
     DEFAULT_ENGINES,
@@ -273,8 +271,6 @@ def main() -> int:
     peers_dir = Path(args.peers_dir).resolve() if args.peers_dir else None
     prompts = Prompts(peers_dir / "models" / "prompt_tokens.json" if peers_dir else None)
     run = Run(args.point_list, args.threads, args.retries, prompts)
-    probe = DramProbe(args.threads)
-    bandwidth = []
     conditions = {
         "machine": f"{processor_name()}, {os.cpu_count()} cores, {platform.system()} "
         f"{platform.release()}",
@@ -294,9 +290,7 @@ def main() -> int:
         for spec in args.specs:
             run.load(spec, Places(peers_dir, args.python), logs)
         for rep in range(args.reps):
-            bandwidth += probe.gigabytes_per_second()
             run.repetition(rep)
-            bandwidth += probe.gigabytes_per_second()
     except KeyboardInterrupt:
         say("interrupted: reporting what was measured so far")
     finally:
@@ -306,8 +300,6 @@ def main() -> int:
         "conditions": conditions,
         "engines": run.engines,
         "absent": run.absent,
-        "dram_method": METHOD,
-        "dram_gigabytes_per_second": bandwidth,
         "measurements": run.measurements,
     }
     path = result_path(args.json)

@@ -1,43 +1,73 @@
-"""Settings of all tests: hypothesis without deadlines, Ctrl-C in a known state, and no process left behind."""
+"""Settings of all tests: no deadlines, Ctrl-C in a known state, and no process left behind."""
 
 from __future__ import annotations
 
 import os
 
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # one process per core: libraries that would take all cores wait for each other
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # There is one process per core: libraries that take all cores would wait for each other. They
+    # read these variables when they are loaded, so before anything below.
     for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ.setdefault(
-            _variable, "1"
-        )  # read when the library is loaded, so before anything below
+        os.environ.setdefault(_variable, "1")
 
-os.environ.setdefault(
-    "TRITON_INTERPRET", "1"
-)  # there is no GPU to run its kernels; read when it is imported
+# There is no GPU to run Triton's kernels, which read this variable when they are imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import contextlib
 import ctypes
 import signal
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
-# A busy machine is slow now and then: how long an example takes says nothing of what it tests. The
-# same examples are tried each time, so that a change is judged by what it changed;
-# `--hypothesis-profile explore` looks for new ones.
+# A busy machine is slow now and then, so examples have no deadline. Every run tries the same
+# examples, so that a failure is due to the change; `--hypothesis-profile explore` looks for others.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("twinphase", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("twinphase")
 
 PR_SET_CHILD_SUBREAPER = 36
+# The files that take longest, longest first. They start first, so that no process is left alone
+# with one of them at the end; all other files follow in the order of their folders.
+LONGEST_FILES = (
+    "invariance/test_mixes.py",
+    "parallel/test_ranks.py",
+    "backends/cpu/test_attention.py",
+    "backends/cpu/test_linear.py",
+    "parity/test_perplexity.py",
+    "backends/test_torch_kernels.py",
+    "server/test_fuzz.py",
+    "server/test_replicas.py",
+    "parity/test_families_cpu.py",
+    "cluster/test_faults_of_pools.py",
+    "invariance/test_mixes_torch.py",
+    "invariance/test_logits_bitwise.py",
+    "bench/test_bench_command.py",
+    "bench/targets/test_targets.py",
+    "cluster/test_pools_of_roles.py",
+    "server/test_faults_engine.py",
+    "server/test_faults_clients.py",
+    "cluster/test_pools.py",
+    "cluster/test_deploy.py",
+    "bench/load/test_run.py",
+    "bench/lab/test_rules.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the longest files first."""
+    tests = Path(__file__).parent
+    ranks = {tests / name: rank for rank, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
 def pytest_sessionstart() -> None:
-    """A shell starts background jobs with SIGINT ignored, which every child would inherit: Ctrl-C is tested here.
+    """Handle SIGINT, and adopt orphans.
 
-    Processes whose parent has died become children of this one, so that the end of the session
-    finds them.
+    A shell starts background jobs with SIGINT ignored, which every child would inherit, and these
+    tests press Ctrl-C. Processes that lost their parent become children of this one, so that the
+    end of the session finds them.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(OSError, AttributeError):
@@ -45,14 +75,14 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Whatever a test did not end computes for no one, and would slow whatever runs next."""
+    """End every process that a test has left: it would slow down what runs next."""
     for pid in reversed(_descendants(os.getpid())):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _descendants(pid: int) -> list[int]:
-    """Process ids, parents first; empty where the system does not tell."""
+    """Process ids, parents first; empty on a system without `/proc`."""
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):

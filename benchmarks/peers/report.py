@@ -106,7 +106,6 @@ def markdown(
     """The whole report."""
     measurements = result["measurements"]
     absent = result["absent"]
-    bandwidth = result["dram_gigabytes_per_second"]
     table = rates(measurements)
     totals = rates(measurements, "total_tokens_per_second")
     lines = medians_table(table, engines, points, absent, "tokens/s")
@@ -121,11 +120,6 @@ def markdown(
         for name, point, widest in sorted(narrow)
     ]
     lines += [f"- {key}: {value}" for key, value in result["conditions"].items()]
-    if bandwidth:
-        lines.append(
-            f"- DRAM read in this run: {spread(bandwidth)} GB/s ({result['dram_method']}, "
-            f"n={len(bandwidth)})"
-        )
     lines.append(f"- CPU used by others while measuring: {foreign_summary(measurements)}")
     for name, conditions in result["engines"].items():
         lines.append(f"- {name}: {conditions['version']}; {conditions['precision']}")

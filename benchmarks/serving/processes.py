@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
-import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,20 +71,3 @@ def process_state(pid: int) -> ProcessState:
     )
     resident = int(fields["VmRSS"].split()[0]) / 1024
     return ProcessState(resident, int(fields["Threads"]), len(os.listdir(f"/proc/{pid}/fd")))
-
-
-def cpu_seconds(pid: int) -> float:
-    """Used so far by a process's threads that still run; to the nanosecond, where `stat` counts 10 ms."""
-    times = [path.read_text().split()[0] for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
-    return sum(map(int, times)) / 1e9
-
-
-def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Median (lowest .. highest) of the values that are known."""
-    known = [value for value in values if math.isfinite(value)]
-    if not known:
-        return "-"
-    middle, low, high = (
-        f"{value:,.{digits}f}" for value in (statistics.median(known), min(known), max(known))
-    )
-    return f"{middle} ({low} .. {high})"

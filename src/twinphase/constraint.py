@@ -187,3 +187,12 @@ class Constraint(Protocol):
     def admits(self, output_token_ids: Sequence[int], draft: Sequence[int]) -> int:
         """How many leading tokens of `draft` may follow an output; an upper bound where that takes long to tell."""
         ...
+
+
+def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of leading tokens that are equal; fast if `second` begins with all of `first`."""
+    if second[: len(first)] == first:
+        return len(first)
+    pairs = enumerate(zip(first, second, strict=False))
+    shorter = min(len(first), len(second))
+    return next((place for place, (old, new) in pairs if old != new), shorter)

@@ -134,7 +134,7 @@ except Exception as error:
 
 def test_ceilings_and_the_share_of_the_host(tmp_path, monkeypatch):
     """Both phases have their efficiency once the device is measured, and say what passed outside it."""
-    monkeypatch.setattr("twinphase.backends.torch.peaks.LIMIT_SECONDS", 0)
+    monkeypatch.setattr("twinphase.backends.torch.peaks.TOTAL_SECONDS", 0)
     monkeypatch.setitem(peaks.WORKING_SETS, "cpu", (1, 2))
     monkeypatch.setitem(peaks.SIDE, "cpu", 64)
     with own_cache(tmp_path / "cache"):
@@ -158,7 +158,7 @@ def test_ceilings_and_the_share_of_the_host(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_roofline_and_estimate_of_this_backend(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("twinphase.backends.torch.peaks.LIMIT_SECONDS", 0)
+    monkeypatch.setattr("twinphase.backends.torch.peaks.TOTAL_SECONDS", 0)
     monkeypatch.setitem(peaks.WORKING_SETS, "cpu", (1, 2))
     monkeypatch.setitem(peaks.SIDE, "cpu", 64)
     path = str(write_tiny_gguf(tmp_path / "tiny.gguf"))

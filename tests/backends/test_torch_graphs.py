@@ -41,7 +41,7 @@ def decodes(steps: Steps, starts: list[int]) -> Any:
 
 @pytest.fixture
 def path(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr("twinphase.backends.torch.graphs.SHORTEST", 64)
+    monkeypatch.setattr("twinphase.backends.torch.graphs.MIN_CONTEXT_TOKENS", 64)
     return write_tiny_gguf(tmp_path / "tiny.gguf", window=40)
 
 

@@ -104,7 +104,7 @@ def test_architectures(tmp_path, family):
 @pytest.mark.parametrize("experts", [None, (5, 2)], ids=["dense", "experts"])
 def test_a_captured_step_has_the_bits_of_the_step(tmp_path, monkeypatch, experts):
     """Of two sequences, in a step for four of them behind longer contexts; the host learns nothing in between."""
-    monkeypatch.setattr("twinphase.backends.torch.graphs.SHORTEST", 48)
+    monkeypatch.setattr("twinphase.backends.torch.graphs.MIN_CONTEXT_TOKENS", 48)
     record_kernels(monkeypatch)
     path = write_tiny_gguf(tmp_path / "tiny.gguf", layers=1, experts=experts)
     results = []

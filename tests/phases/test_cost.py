@@ -8,7 +8,7 @@ from twinphase.phases.cost import FEATURES, CostError, CostModel, features, star
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.work import ModelShape
 from twinphase.request import SamplingParams
-from twinphase.speculation.choose import drafted_row
+from twinphase.speculation.draft_lengths import drafted_row
 
 SHAPE = ModelShape(10**8, 3 * 10**7, 6 * 10**7, 3 * 10**7, 30, 9, 3, 64)
 # A machine that is not what the model starts from: seconds for one of each feature.

@@ -5,13 +5,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from twinphase.request import SamplingParams
-from twinphase.sampling.logit_filters import (
-    candidates,
-    log_normalizer,
-    penalize,
-    process,
-    threshold,
-)
+from twinphase.sampling.logit_edits import edited, logit_edits
+from twinphase.sampling.logit_filters import candidates, log_normalizer, threshold
 
 INF = np.inf
 
@@ -20,31 +15,48 @@ def row(*values):
     return np.array(values, np.float32)
 
 
-def test_nothing_asked_nothing_copied():
+def edit(logits, params, prompt, output, eos=()):
+    return edited(logits, logit_edits(params, prompt, output, eos))
+
+
+def test_without_edits_logits_are_not_copied():
     logits = row(1, 2, 3)
-    assert process(logits, SamplingParams(), [0], [1], [2]) is logits
+    assert edit(logits, SamplingParams(), [0], [1], [2]) is logits
 
 
-def test_repetition_divides_positive_and_multiplies_negative_over_prompt_and_output():
-    out = penalize(row(2, -2, 3, 4, 0), SamplingParams(repetition_penalty=2.0), [0, 0, 1], [3])
-    assert_array_equal(out, row(1, -4, 3, 2, 0))
+@pytest.mark.parametrize(
+    ("params", "logits", "prompt", "output", "expected"),
+    [
+        # Repetition divides positive logits, multiplies negative ones, over prompt and output.
+        ({"repetition_penalty": 2.0}, (2, -2, 3, 4, 0), [0, 0, 1], [3], (1, -4, 3, 2, 0)),
+        # Presence and frequency count the output only.
+        (
+            {"presence_penalty": 0.5, "frequency_penalty": 0.25},
+            (2, 2, 2),
+            [2, 2],
+            [0, 0, 0, 1],
+            (0.75, 1.25, 2),
+        ),
+        # Repetition comes first.
+        (
+            {"repetition_penalty": 2.0, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+            (8, 8),
+            [],
+            [0, 0],
+            (2, 8),
+        ),
+    ],
+)
+def test_penalties(params, logits, prompt, output, expected):
+    out = edit(row(*logits), SamplingParams(**params), prompt, output)
+    assert_array_equal(out, row(*expected))
 
 
-def test_presence_and_frequency_look_at_the_output_only():
-    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
-    assert_array_equal(penalize(row(2, 2, 2), params, [2, 2], [0, 0, 0, 1]), row(0.75, 1.25, 2))
-
-
-def test_penalties_together_with_repetition_first():
-    params = SamplingParams(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5)
-    assert_array_equal(penalize(row(8, 8), params, [], [0, 0]), row(2, 8))
-
-
-def test_bias_is_added_and_min_tokens_hold_back_every_end():
+def test_bias_is_added_and_min_tokens_exclude_every_end():
     params = SamplingParams(logit_bias={1: 5.0, 0: -1.0}, min_tokens=2, stop_token_ids=[3])
     logits = row(1, 1, 1, 1)
-    assert_array_equal(process(logits, params, [0], [0], [2]), row(0, 6, -INF, -INF))
-    assert_array_equal(process(logits, params, [0], [0, 0], [2]), row(0, 6, 1, 1))
+    assert_array_equal(edit(logits, params, [0], [0], [2]), row(0, 6, -INF, -INF))
+    assert_array_equal(edit(logits, params, [0], [0, 0], [2]), row(0, 6, 1, 1))
     assert_array_equal(logits, row(1, 1, 1, 1))
 
 
@@ -154,7 +166,7 @@ def test_transformers_agrees(params):
     scores = makers[name](value)(torch.tensor([prompt]), torch.tensor(logits)[None])
     expected = torch.softmax(scores, -1)[0].numpy()
     given_params = SamplingParams(**params)
-    ids, weights = candidates(process(logits, given_params, prompt, [], []), given_params)
+    ids, weights = candidates(edit(logits, given_params, prompt, []), given_params)
     actual = np.zeros(200)
     actual[slice(None) if ids is None else ids] = weights / weights.sum()
     assert_allclose(actual, expected, atol=1e-6)

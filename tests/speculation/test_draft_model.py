@@ -88,7 +88,7 @@ def test_only_what_it_has_not_seen_is_computed():
     """After right drafts the last of them and the token behind it, after a wrong one what replaced it."""
     model, counter = draft_model()
     one = request("a", [1, 2, 3, 4, 5], 6)
-    assert model.behind(one) == 6
+    assert model.num_missing(one) == 6
     model.draft([one])
     one.output_token_ids += [7, 8, 9, 10]  # all right
     assert model.draft([one]) == {"a": [11, 12, 13]}
@@ -330,9 +330,9 @@ def test_the_option_loads_it_and_the_chooser_asks_it(folder, pair):
     drafted, accepted = answers(speculating, drafter, temperature=0.7)
     assert plain == drafted
     assert accepted > 0.1
-    assert drafter.writing is not None
-    assert drafter.writing.model.kv_cache.pool.num_held == 0
-    assert drafter.writing.num_failures == 0
+    assert drafter.draft_model is not None
+    assert drafter.draft_model.model.kv_cache.pool.num_held == 0
+    assert drafter.draft_model.num_failures == 0
 
 
 def test_another_vocabulary_is_refused_by_its_first_token_that_differs(folder, pair, monkeypatch):

@@ -31,7 +31,7 @@ from twinphase.errors import (
 from twinphase.models.loader import open_model
 from twinphase.request import Request, SamplingParams
 from twinphase.speculation.eagle3 import Eagle3
-from twinphase.speculation.heads import open_heads
+from twinphase.speculation.load_heads import load_heads
 from twinphase.speculation.medusa import Medusa
 from twinphase.speculation.speculator import Speculator
 from twinphase.speculative import speculative_config
@@ -138,7 +138,7 @@ def write_heads(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]
 
 def opened(folder: Path, target: Path, num_tokens: int = 3) -> Medusa | Eagle3:
     method = "medusa" if "medusa" in (folder / "config.json").read_text() else "eagle3"
-    return open_heads(folder, method, open_model(target), LAYERS, num_tokens)
+    return load_heads(folder, method, open_model(target), LAYERS, num_tokens)
 
 
 def drafts(heads: Medusa | Eagle3, requests: Sequence[Request]) -> dict[str, list[int]]:
@@ -242,8 +242,8 @@ class TestMedusa:
 def test_who_asks_at_the_same_time_is_guessed_together(tmp_path, target):
     heads = opened(write_heads(tmp_path, MEDUSA, medusa_tensors(MEDUSA)), target)
     together = []
-    guess = heads.guess
-    heads.guess = lambda names: [together.append(list(names)), guess(names)][1]
+    draft_batch = heads.draft_batch
+    heads.draft_batch = lambda names: [together.append(list(names)), draft_batch(names)][1]
     output: list[int] = []
     for limits in ([1, 0, 1], [1, 1, 1], [1, 1, 0], [0, 1, 0]):
         batch = Batch([share(name, [1, *output], [2], 1 + len(output), 1) for name in "abc"], [])
@@ -263,8 +263,8 @@ def test_who_is_asked_seldom_is_guessed_with_those_of_the_last_time(tmp_path, ta
     heads = opened(write_heads(tmp_path, MEDUSA, medusa_tensors(MEDUSA)), target)
     together = []
     output = [2]
-    guess = heads.guess
-    heads.guess = lambda names: [together.append(list(names)), guess(names)][1]
+    draft_batch = heads.draft_batch
+    heads.draft_batch = lambda names: [together.append(list(names)), draft_batch(names)][1]
     for step in range(9):
         batch = Batch([share(name, [1], output, len(output), 1) for name in "abc"], [])
         heads.read(
@@ -412,7 +412,7 @@ class TestEagle3:
         )
         own = request("a", [1] * 20, [3])
         assert len(drafts(heads, [own])["a"]) == 3
-        assert heads._seen["a"].positions[:4].tolist() == [16, 17, 18, 19]
+        assert heads._sequences["a"].positions[:4].tolist() == [16, 17, 18, 19]
         heads.forget(own)
         assert drafts(heads, [own]) == {}
 
@@ -556,14 +556,14 @@ class TestSameTokens:
         reader = loaded.engine.executor.reader
         assert isinstance(reader, Eagle3) and reader.num_tokens == 2
         assert answers(loaded)[0] == plain
-        assert not reader._seen, "all have ended"
+        assert not reader._sequences, "all have ended"
 
     def test_a_failure_costs_no_token(self, tmp_path, target, plain, monkeypatch):
         heads = opened(write_heads(tmp_path, EAGLE3, eagle3_tensors()), target)
-        follow = heads.follow
+        update = heads.update
         calls = count()
         monkeypatch.setattr(
-            heads, "follow", lambda *args: follow(*args) if next(calls) % 3 else 1 // 0
+            heads, "update", lambda *args: update(*args) if next(calls) % 3 else 1 // 0
         )
         found, drafted, _ = answers(self.with_heads(target, heads))
         assert found == plain and drafted > 0

@@ -6,7 +6,7 @@ import pytest
 
 from twinphase.request import Request, SamplingParams
 from twinphase.speculation.lookup import NgramProposer, PredictionProposer, SuffixProposer
-from twinphase.speculation.token_index import LONGEST_MATCH, PLACES, TokenIndex
+from twinphase.speculation.token_index import LONGEST_MATCH, MAX_PLACES, TokenIndex
 
 
 def make_request(name, prompt, output=(), prediction=(), **options):
@@ -56,7 +56,7 @@ def test_the_longest_match_is_found(letters):
         # Only the last places of a run are looked at; of short matches, only the last one.
         common = (
             expected[1] >= 4
-            and sum(text[i - 4 : i] == context[-4:] for i in range(4, len(text))) > PLACES
+            and sum(text[i - 4 : i] == context[-4:] for i in range(4, len(text))) > MAX_PLACES
         )
         if match:
             assert text[at - match : at] == context[-match:]
@@ -112,8 +112,8 @@ def test_answers_are_drafts_for_the_same_tenant_and_salt_only(other, shared):
 
 
 def test_shelves_are_bounded(monkeypatch):
-    monkeypatch.setattr("twinphase.speculation.lookup.SHELF_TOKENS", 100)
-    monkeypatch.setattr("twinphase.speculation.lookup.MOST_SHELVES", 3)
+    monkeypatch.setattr("twinphase.speculation.lookup.MAX_SHELF_TOKENS", 100)
+    monkeypatch.setattr("twinphase.speculation.lookup.MAX_SHELVES", 3)
     proposer = SuffixProposer()
     for number in range(40):
         proposer.forget(

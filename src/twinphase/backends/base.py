@@ -149,7 +149,7 @@ class SamplingPlan:
         num_top: how many of the most likely tokens to return for rows with `scored`.
     """
 
-    edits: tuple[Edits, Edits, Edits]
+    edits: tuple[Edits, ...]
     masks: tuple[NDArray[np.int64], NDArray[np.uint8]]
     temperature: NDArray[np.float32]
     min_p: NDArray[np.float64]
@@ -205,94 +205,9 @@ class DeviceSampler(Protocol):
         """Sample from the logits of the step launched last, as `sampling/` does on the host."""
 
 
-class Forward(Protocol):
-    """A model's forward pass: calls the backend's operations and returns the logits' array."""
+class Operations(Protocol):
+    """What a model's forward pass calls. Row counts are those of the current step."""
 
-    def __call__(self, backend: Backend) -> Array:
-        """Compute the current step on `backend`."""
-
-
-class Backend(Protocol):
-    """How the operations are computed on one device. Row counts are those of the current step.
-
-    A backend may call `forward` once, record the operations, and replay the record for every later
-    step; so a model calls the same operations whatever the step, and looks at no value.
-    """
-
-    name: str
-    group: Group | None  # of the ranks that compute a model together; set before `prepare`
-    block_multiple: int  # the block size of the KV cache is a multiple of this
-    kv_cache_dtypes: tuple[str, ...]  # what `EngineConfig.kv_cache_dtype` may be
-
-    @property
-    def device_sampler(self) -> DeviceSampler | None:
-        """Samples tokens on the device; None if tokens are sampled on the host."""
-
-    def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
-        """Get ready for this model (compile its kernels, reserve memory); called once, before any weight.
-
-        Raises:
-            UnsupportedModelError: the model's shape or tensor types cannot be computed here.
-        """
-
-    # Weights: read from the checkpoint in its own precision, laid out as the device likes.
-    def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
-        """Weights of a linear layer; several names are stacked along the outputs, [sum of outputs, inputs]."""
-
-    def experts(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
-        """The same linear layer of every expert; several names are stacked, [experts, sum of outputs, inputs]."""
-
-    def vector(self, checkpoint: Checkpoint, names: Sequence[str], plus: float = 0.0) -> Array:
-        """Float32 values of tensors, such as a norm's weight or the biases of stacked matrices, `plus` added.
-
-        A tensor with rows, such as the biases of experts, keeps them: [experts, sum of widths].
-        """
-
-    def embedding(self, checkpoint: Checkpoint, name: str) -> Array:
-        """The token embedding, [vocab_size, hidden_size]."""
-
-    def rope(self, rope: Rope, max_positions: int) -> Array:
-        """Rotation tables for positions below `max_positions`."""
-
-    def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
-        """Make the KV cache; called once, after the weights and before the first step."""
-
-    def kv_bytes_per_token(self, dtype: str | None = None) -> int:
-        """Bytes of one token in the allocated cache, over all layers; or in one of another of `kv_cache_dtypes`."""
-
-    @property
-    def kv_fingerprint(self) -> str:
-        """What the bits of a block of the allocated cache depend on besides its tokens; see `kv_frames`."""
-
-    # Between two steps: blocks in a form that another backend with the same fingerprint can use.
-    def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
-        """A frame for each block: the fingerprint, then its keys and values of every layer."""
-
-    def write_blocks(self, block_ids: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
-        """Put what `read_blocks` gave into these blocks; nothing is written if a frame is refused.
-
-        Raises:
-            KVFrameError: a frame of another fingerprint, or of another length.
-        """
-
-    def frame_parts(self) -> list[tuple[int, int]]:
-        """How the bits of a frame lie, for ranks that each have some KV heads: (rows, bytes of a head in a row)."""
-
-    def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
-        """Whether a frame of this fingerprint and length holds no NaN and no infinity; from any thread.
-
-        Either would outlive its block: attention multiplies what lies behind a sequence's end in
-        its last block by 0.
-        """
-
-    # One step.
-    def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:
-        """Run `forward` on `inputs`; float32 logits [num_logits, vocab_size], valid until the next call."""
-
-    def kept(self) -> list[NDArray[np.float32]]:
-        """What the model kept in the last step, float32 [num_tokens or num_logits, width]; valid until the next."""
-
-    # Operations, called by models inside `execute`.
     def keep(self, x: Array) -> None:
         """Leave these rows readable behind the step (`kept`); changes no bit of anything else."""
 
@@ -376,6 +291,105 @@ class Backend(Protocol):
 
     def cap_logits(self, logits: Array, scale: float, softcap: float | None) -> Array:
         """The logits times `scale`, then softcap * tanh(logits / softcap) when there is one."""
+
+
+class Forward(Protocol):
+    """A model's forward pass: calls the backend's operations and returns the logits' array."""
+
+    def __call__(self, backend: Operations) -> Array:
+        """Compute the current step on `backend`."""
+
+
+class WeightLoader(Protocol):
+    """Takes a model's weights from the checkpoint, in its own precision, and lays them out."""
+
+    def prepare(
+        self,
+        checkpoint: Checkpoint,
+        blueprint: Blueprint,
+        forward_on: Callable[[WeightLoader], Forward],
+    ) -> None:
+        """Get ready for this model; called once, before any weight.
+
+        `forward_on` loads the model on another loader and returns its forward pass: a backend can
+        record the model's first step, and compile the kernels that it runs.
+
+        Raises:
+            UnsupportedModelError: the model's shape or tensor types cannot be computed here.
+        """
+
+    def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
+        """Weights of a linear layer; several names are stacked along the outputs, [sum of outputs, inputs]."""
+
+    def experts(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
+        """The same linear layer of every expert; several names are stacked, [experts, sum of outputs, inputs]."""
+
+    def vector(self, checkpoint: Checkpoint, names: Sequence[str], plus: float = 0.0) -> Array:
+        """Float32 values of tensors, such as a norm's weight or the biases of stacked matrices, `plus` added.
+
+        A tensor with rows, such as the biases of experts, keeps them: [experts, sum of widths].
+        """
+
+    def embedding(self, checkpoint: Checkpoint, name: str) -> Array:
+        """The token embedding, [vocab_size, hidden_size]."""
+
+    def rope(self, rope: Rope, max_positions: int) -> Array:
+        """Rotation tables for positions below `max_positions`."""
+
+
+class Backend(WeightLoader, Protocol):
+    """How the operations are computed on one device. Row counts are those of the current step.
+
+    A backend may call `forward` once, record the operations, and replay the record for every later
+    step; so a model calls the same operations whatever the step, and looks at no value.
+    """
+
+    name: str
+    group: Group | None  # of the ranks that compute a model together; set before `prepare`
+    block_multiple: int  # the block size of the KV cache is a multiple of this
+    kv_cache_dtypes: tuple[str, ...]  # what `EngineConfig.kv_cache_dtype` may be
+
+    @property
+    def device_sampler(self) -> DeviceSampler | None:
+        """Samples tokens on the device; None if tokens are sampled on the host."""
+
+    def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
+        """Make the KV cache; called once, after the weights and before the first step."""
+
+    def kv_bytes_per_token(self, dtype: str | None = None) -> int:
+        """Bytes of one token in the allocated cache, over all layers; or in one of another of `kv_cache_dtypes`."""
+
+    @property
+    def kv_fingerprint(self) -> str:
+        """What the bits of a block of the allocated cache depend on besides its tokens; see `kv_frames`."""
+
+    # Between two steps: blocks in a form that another backend with the same fingerprint can use.
+    def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
+        """A frame for each block: the fingerprint, then its keys and values of every layer."""
+
+    def write_blocks(self, block_ids: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
+        """Put what `read_blocks` gave into these blocks; nothing is written if a frame is refused.
+
+        Raises:
+            KVFrameError: a frame of another fingerprint, or of another length.
+        """
+
+    def frame_parts(self) -> list[tuple[int, int]]:
+        """How the bits of a frame lie, for ranks that each have some KV heads: (rows, bytes of a head in a row)."""
+
+    def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
+        """Whether a frame of this fingerprint and length holds no NaN and no infinity; from any thread.
+
+        Either would outlive its block: attention multiplies what lies behind a sequence's end in
+        its last block by 0.
+        """
+
+    # One step.
+    def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:
+        """Run `forward` on `inputs`; float32 logits [num_logits, vocab_size], valid until the next call."""
+
+    def kept(self) -> list[NDArray[np.float32]]:
+        """What the model kept in the last step, float32 [num_tokens or num_logits, width]; valid until the next."""
 
 
 class EncoderBackend(Protocol):

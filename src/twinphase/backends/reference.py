@@ -6,7 +6,7 @@ order stands between it and a textbook implementation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from functools import cached_property
 
 import numpy as np
@@ -36,7 +36,9 @@ class ReferenceBackend:
     )
     _shared: F32 | None = None
 
-    def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
+    def prepare(
+        self, checkpoint: Checkpoint, blueprint: Blueprint, forward_on: Callable[..., Forward]
+    ) -> None:
         """Nothing but to remember what the model is made of."""
         self.blueprint = blueprint
         self._checkpoint = checkpoint

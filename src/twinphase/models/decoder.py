@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from twinphase.backends.base import Array, Backend
+from twinphase.backends.base import Array, Operations, WeightLoader
 from twinphase.blueprint import Blueprint, Rope
 from twinphase.models.tensors import GATE_UP, QKV, layer_tensors
 from twinphase.weights.checkpoint import Checkpoint
@@ -52,7 +52,7 @@ class Decoder:
         self,
         checkpoint: Checkpoint,
         blueprint: Blueprint,
-        backend: Backend,
+        backend: WeightLoader,
         max_positions: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
@@ -61,7 +61,11 @@ class Decoder:
         `progress` counts layers.
         """
         self.blueprint = blueprint
-        backend.prepare(checkpoint, blueprint)
+        backend.prepare(
+            checkpoint,
+            blueprint,
+            lambda other: Decoder(checkpoint, blueprint, other, max_positions).forward,
+        )
         tables: dict[Rope | None, Array] = {
             rope: backend.rope(rope, max_positions)
             for rope in dict.fromkeys(blueprint.ropes)
@@ -78,7 +82,7 @@ class Decoder:
             checkpoint, ["token_embd.weight" if blueprint.tied else "output.weight"]
         )
 
-    def forward(self, backend: Backend) -> Array:
+    def forward(self, backend: Operations) -> Array:
         """Logits [num_logits, vocab_size] of the backend's current step."""
         blueprint = self.blueprint
         # A rank computes its share of the vocabulary.
@@ -87,7 +91,7 @@ class Decoder:
             logits = backend.cap_logits(logits, blueprint.logit_scale, blueprint.logit_softcap)
         return backend.gather(logits, blueprint.span("vocab"))
 
-    def hidden(self, backend: Backend) -> Array:
+    def hidden(self, backend: Operations) -> Array:
         """The last hidden state after the final norm, [num_logits, hidden_size]."""
         blueprint = self.blueprint
         x = backend.embed(self.embedding, blueprint.embedding_scale)  # [num_tokens, hidden_size]
@@ -108,13 +112,13 @@ class Decoder:
             backend.keep(x)
         return x
 
-    def _attention(self, backend: Backend, x: Array, index: int, layer: Layer) -> Array:
+    def _attention(self, backend: Operations, x: Array, index: int, layer: Layer) -> Array:
         h = self._norm(backend, x, layer.attn_norm)
         qkv = backend.linear(h, layer.qkv, bias=layer.qkv_bias)
         q = backend.rope_kv_write(qkv, self.ropes[index], index, layer.q_norm, layer.k_norm)
         return backend.attention(q, index, self.blueprint.windows[index], layer.sinks)
 
-    def _feed_forward(self, backend: Backend, x: Array, layer: Layer) -> Array:
+    def _feed_forward(self, backend: Operations, x: Array, layer: Layer) -> Array:
         """x plus the second half of a layer."""
         blueprint = self.blueprint
         h = self._norm(backend, x, layer.ffn_norm)
@@ -137,7 +141,7 @@ class Decoder:
 
     def _add(
         self,
-        backend: Backend,
+        backend: Operations,
         x: Array,
         h: Array,
         weight: Array,
@@ -155,12 +159,12 @@ class Decoder:
             return backend.add_norm(x, h, post_norm, self.blueprint.norm_eps, scale)
         return backend.add(x, h, scale)
 
-    def _norm(self, backend: Backend, x: Array, weight: Array | None) -> Array:
+    def _norm(self, backend: Operations, x: Array, weight: Array | None) -> Array:
         return x if weight is None else backend.rms_norm(x, weight, self.blueprint.norm_eps)
 
 
 def _load_layer(
-    checkpoint: Checkpoint, blueprint: Blueprint, backend: Backend, prefix: str
+    checkpoint: Checkpoint, blueprint: Blueprint, backend: WeightLoader, prefix: str
 ) -> Layer:
     expected = layer_tensors(blueprint)
 

@@ -1,8 +1,7 @@
-"""Chooses the next token of a request from one row of logits.
+"""Samples the next token of a request from one row of logits on the host.
 
-Works on host logits and holds no state: what a request draws depends on its own row, its own
-tokens, its constraint, its seed and the position, never on the batch. Not for drafts
-(`speculation/verify.py`), stopping (scheduler) nor text.
+There is no state: the token depends on the request's row, tokens, constraint, seed and the position,
+never on the batch. Drafts are verified in `speculation/verify.py`; the scheduler stops requests.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from numpy.typing import NDArray
 
 from twinphase.batch import ScheduledRequest, TokenLogprobs
 from twinphase.request import SamplingParams
-from twinphase.sampling.logit_filters import candidates, log_normalizer, process, threshold
+from twinphase.sampling.logit_edits import edited, logit_edits
+from twinphase.sampling.logit_filters import candidates, log_normalizer, threshold
 from twinphase.sampling.rng import uniform
 
 F32 = NDArray[np.float32]
@@ -23,20 +23,21 @@ F32 = NDArray[np.float32]
 NON_FINITE_LOGITS = (
     "The model's logits were not finite (NaN or infinite), so no token could be chosen."
 )
-GREEDY_BELOW = 1e-5  # as vLLM: colder than this is greedy, and the division below stays in range
+# As in vLLM, lower temperatures are greedy; dividing by this one does not overflow.
+GREEDY_BELOW = 1e-5
 _DRAW_BLOCK = 256
 
 
 class ConstraintError(RuntimeError):
-    """A constraint that cannot go on, such as a grammar that turned out too complex; it fails its own request only."""
+    """A constraint failed, such as a grammar that is too complex; only its request fails."""
 
 
 class NonFiniteLogitsError(ArithmeticError):
-    """A row of logits has no finite maximum; it fails its own request only."""
+    """A row of logits has no finite maximum; only its request fails."""
 
 
 class Rows:
-    """A step's rows of logits, by number: the token that each gives, and log probabilities in it."""
+    """Rows of a step's logits by number: the sampled token of each, and log probabilities."""
 
     def __init__(self, logits: F32, eos_token_ids: Collection[int]) -> None:
         self._logits = logits
@@ -46,11 +47,9 @@ class Rows:
         return len(self._logits)
 
     def token(self, row: int, share: ScheduledRequest, accepted: Sequence[int]) -> int:
-        """See `sample_row`."""
         return sample_row(self._logits[row], share, self._eos_token_ids, accepted)
 
     def logprobs(self, row: int, token_id: int, num_top: int) -> TokenLogprobs:
-        """See `token_logprobs`."""
         return token_logprobs(self._logits[row], token_id, num_top)
 
 
@@ -60,19 +59,20 @@ def sample_row(
     eos_token_ids: Collection[int],
     accepted: Sequence[int] = (),
 ) -> int:
-    """The next token of one request; ties of the greedy choice go to the lowest id.
+    """The next token of one request; the greedy choice among ties is the lowest id.
 
-    `accepted` are the drafts before this row, known by now to be the output's next tokens.
+    `accepted` are the drafts before this row, which are accepted already.
 
     Raises:
-        NonFiniteLogitsError: the largest logit is NaN or infinite, before or after processing.
-        Exception: whatever the request's constraint fails with.
+        NonFiniteLogitsError: the largest logit is NaN or infinite, before or after the edits.
+        Exception: as the request's constraint.
     """
     params = share.sampling_params
     best = _argmax(logits)
     output = [*share.output_token_ids, *accepted] if accepted else share.output_token_ids
-    processed = process(logits, params, share.prompt_token_ids, output, eos_token_ids)
-    if share.constraint is not None:  # last, so that nothing lifts what it forbids
+    edits = logit_edits(params, share.prompt_token_ids, output, eos_token_ids)
+    processed = edited(logits, edits)
+    if share.constraint is not None:  # Last, so that no edit lifts a restriction.
         processed = share.constraint.restrict(processed, output)
     if processed is not logits:
         best = _argmax(processed)
@@ -82,14 +82,14 @@ def sample_row(
 
 
 def position_of(share: ScheduledRequest, num_accepted: int) -> int:
-    """The position of the token that a request draws behind so many of its drafts."""
+    """The position of the token that a request samples after `num_accepted` of its drafts."""
     return share.num_computed_tokens + share.num_scheduled_tokens - share.num_drafts + num_accepted
 
 
 def draw(logits: F32, params: SamplingParams, position: int) -> int:
-    """Draw the token at `position` from processed logits, by inversion of the cumulative distribution in id order.
+    """Draw the token at `position` from edited logits by inverting the cumulative distribution.
 
-    `params.seed` must be set: the engine gives requests without a seed one of their own.
+    `params.seed` must be set: the engine derives a seed for requests without one.
     """
     ids, weights = candidates(logits, params)
     index = _invert(weights, random_of(params, position))
@@ -104,10 +104,9 @@ def random_of(params: SamplingParams, position: int) -> float:
 
 
 def token_logprobs(logits: F32, token_id: int, num_top: int) -> TokenLogprobs:
-    """Log probabilities of raw logits: the sampled token's with its rank, and the `num_top` most likely tokens'.
+    """Log probabilities of raw logits: the token's, with its rank, and the `num_top` largest.
 
-    The rank counts the tokens at least as likely, as vLLM does. Ties among the top are in order of
-    id.
+    As in vLLM, the rank counts the tokens at least as likely. Ties among the top are ordered by id.
 
     Raises:
         NonFiniteLogitsError: the largest logit is NaN or infinite.
@@ -128,16 +127,16 @@ def token_logprobs(logits: F32, token_id: int, num_top: int) -> TokenLogprobs:
 
 
 def _argmax(logits: F32) -> int:
-    best = int(logits.argmax())  # the position of the first NaN, if there is one
+    best = int(logits.argmax())  # The place of the first NaN, if there is one.
     if not math.isfinite(logits[best]):
         raise NonFiniteLogitsError(NON_FINITE_LOGITS)
     return best
 
 
 def _invert(weights: F32, u: float) -> int:
-    """The index i where the cumulative weight first exceeds `u` times the total; never one of zero weight.
+    """The first index, of positive weight, whose cumulative weight exceeds `u` times the total.
 
-    Two levels, since the cumulative sum of a whole vocabulary is the slowest part of a draw.
+    In two levels, since the cumulative sum of a whole vocabulary is the slowest part of a draw.
     """
     starts = np.arange(0, len(weights), _DRAW_BLOCK)
     edges = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
@@ -148,8 +147,6 @@ def _invert(weights: F32, u: float) -> int:
     if block:
         target -= edges[block - 1]
     index = begin + int(np.searchsorted(within, target, side="right"))
-    if index >= min(
-        begin + _DRAW_BLOCK, len(weights)
-    ):  # rounding put the target on the block's end
+    if index >= min(begin + _DRAW_BLOCK, len(weights)):  # By rounding.
         index = int(np.flatnonzero(weights[: begin + _DRAW_BLOCK])[-1])
     return index

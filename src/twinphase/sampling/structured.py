@@ -18,7 +18,11 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
-from twinphase.constraint import CONSTRAINT_FAILURE, StructuredOutputsParams
+from twinphase.constraint import (
+    CONSTRAINT_FAILURE,
+    StructuredOutputsParams,
+    common_prefix_length,
+)
 from twinphase.errors import InvalidRequestError
 from twinphase.sampling.lark import to_lark
 from twinphase.sampling.sampler import ConstraintError
@@ -228,7 +232,7 @@ class GrammarConstraint:
         return int(self._matcher.validate_tokens(list(draft)))
 
     def _follow(self, token_ids: Sequence[int]) -> None:
-        kept = num_in_common(self._seen, token_ids)
+        kept = common_prefix_length(self._seen, token_ids)
         too_many = len(self._seen) - kept
         # A matcher that has stopped did not count what came after; one that failed cannot go back.
         if too_many and (self._matcher.is_stopped() or not self._matcher.rollback(too_many)):
@@ -238,16 +242,6 @@ class GrammarConstraint:
         self._seen[kept:] = new
         if new and not self._matcher.is_stopped():  # after the end, only ends follow
             self._matcher.consume_tokens(new)
-
-
-def num_in_common(seen: list[int], token_ids: Sequence[int]) -> int:
-    """How many tokens at the beginning are the same; quick when all of `seen` are, as nearly always."""
-    if token_ids[: len(seen)] == seen:
-        return len(seen)
-    pairs = zip(seen, token_ids, strict=False)
-    return next(
-        (i for i, (old, new) in enumerate(pairs) if old != new), min(len(seen), len(token_ids))
-    )
 
 
 def _one_line(matcher: LLMatcher) -> str:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.constraint import Constraint
+from twinphase.constraint import Constraint, common_prefix_length
 from twinphase.errors import InvalidRequestError
 from twinphase.request import SamplingParams
-from twinphase.sampling.structured import GrammarCompiler, num_in_common
+from twinphase.sampling.structured import GrammarCompiler
 
 F32 = NDArray[np.float32]
 
@@ -163,7 +163,7 @@ class ThinkingConstraint:
         return None
 
     def _find_end(self, token_ids: Sequence[int]) -> int | None:
-        kept = num_in_common(self._seen, token_ids)
+        kept = common_prefix_length(self._seen, token_ids)
         if self._end is not None and self._end > kept:
             self._end = None
         for count in range(kept + 1, len(token_ids) + 1):

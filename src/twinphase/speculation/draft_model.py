@@ -1,10 +1,10 @@
-"""The proposer `draft_model`: a smaller model of the same vocabulary writes ahead, one step per token of all requests.
+"""The draft model: a smaller model of the same vocabulary, one step per token of all requests.
 
-It follows each request as a `Request` of its own, whose output ends with the drafts: so the
-engine's bookkeeping of blocks and prefixes serves it as it is, on blocks of its own. What it
-computed behind a wrong draft lies beyond `num_computed_tokens`. It draws with the request's own
-random numbers of the same positions, so that it agrees more often than a greedy draft would. Not
-for loading the model (`engine/loading/drafting.py`).
+Each request has a copy, a `Request` whose output ends with the drafts, so that the engine's code
+for KV blocks and prefixes works on the draft model's own blocks. KV after a rejected draft lies
+beyond `num_computed_tokens`. Drafts are sampled with the request's random numbers for the same
+positions, so they are accepted more often than greedy drafts. `engine/loading/drafting.py` loads
+the model.
 """
 
 from __future__ import annotations
@@ -12,33 +12,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from types import MappingProxyType
 
 from twinphase.batch import Batch, ScheduledRequest, StepOutput, StepWork
 from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.constraint import common_prefix_length
 from twinphase.phases.cost import CostModel
 from twinphase.request import Request
 from twinphase.scheduler.chunk import ChunkBudget
 from twinphase.scheduler.phase import give_tokens
 
-# tokens to catch up with, for each that the output may still have, from which drafts come too late
-# to pay
-LATE = 8
-FEW_ROWS = (
-    4  # of a sequence, up to which attention takes them as decode's; more are a chunk of prefill
-)
+# Uncomputed draft-model tokens per remaining output token; with more, drafts come too late to pay.
+MAX_CATCH_UP_RATIO = 8
+# Up to this many rows of a sequence are scheduled as decodes; more are a prefill chunk.
+MAX_DECODE_ROWS = 4
 
 
 @dataclass(eq=False)
 class _Sequence:
-    """A request as the draft model sees it.
+    """The draft model's state of a request.
 
     Attributes:
-        own: prompt and output of the request, then drafts; its blocks are those of the draft model.
-        known: output tokens that are the request's.
-        kept: computed tokens whose full blocks can be found by now.
-        wanted: drafts to make in this step.
+        own: prompt, output and then drafts of the request, with blocks of the draft model.
+        known: number of output tokens that are the request's.
+        kept: number of computed tokens whose full blocks are in the prefix cache.
+        wanted: number of drafts to make in this step.
     """
 
     own: Request
@@ -48,7 +46,7 @@ class _Sequence:
 
     @property
     def missing(self) -> int:
-        """Tokens to compute before the next draft."""
+        """Number of tokens to compute before the next draft."""
         return self.own.num_tokens - self.own.num_computed_tokens
 
     @property
@@ -76,17 +74,17 @@ class DraftModel:
         """Draft up to `num_speculative_tokens` tokens at a time.
 
         Args:
-            execute: computes a step of the draft model and samples, as the engine's executor does.
-            kv_cache: its blocks, from now on this object's.
-            times: learns what its steps take.
-            num_speculative_tokens: most drafts of a request in a step.
-            vocab_size: tokens that it knows; a request with others is not drafted for.
-            max_model_len: positions that it was loaded for.
-            max_num_batched_tokens: most rows of a step.
-            eos_token_ids: tokens that end an output, by the target.
-            slo_seconds: longest gap between two tokens as it is now; half of it may go to catching
-                up.
-            clock: seconds.
+            execute: computes a step of the draft model and samples, like the engine's executor.
+            kv_cache: KV blocks of the draft model, used by this object only.
+            times: learns the draft model's step times.
+            num_speculative_tokens: largest number of drafts per request and step.
+            vocab_size: size of the draft model's vocabulary; a request with other tokens gets no
+                drafts.
+            max_model_len: context length of the draft model.
+            max_num_batched_tokens: largest number of rows in a step.
+            eos_token_ids: the target's tokens that end an output.
+            slo_seconds: the current inter-token SLO; catching up may take half of it.
+            clock: returns seconds.
         """
         self.kv_cache = kv_cache
         self.times = times
@@ -103,78 +101,71 @@ class DraftModel:
     def draft(
         self, requests: Sequence[Request], limits: Mapping[str, int] = MappingProxyType({})
     ) -> Mapping[str, Sequence[int]]:
-        """See `Drafter`; `limits` are the most drafts of a request, where that is less than usual.
+        """Draft tokens by request id, at most `limits` per request where given.
 
-        A request of which much is not computed yet, such as its prompt, is caught up with first, in
-        chunks.
+        A request with many uncomputed tokens, such as a new prompt, is prefilled in chunks first.
         """
-        following = [self._follow(request, limits.get(request.request_id)) for request in requests]
-        sequences = {one.own.request_id: one for one in following if one is not None}
+        updated = [self._update(request, limits.get(request.request_id)) for request in requests]
+        sequences = {sequence.own.request_id: sequence for sequence in updated if sequence}
         batch = self._first_step([*sequences.values()])
         while batch.scheduled:
             start = self._clock()
             output = self._execute(batch)
             self.times.observe(batch.work, self._clock() - start)
-            going = [
+            unfinished = [
                 sequences[share.request_id]
                 for share in batch.scheduled
                 if self._take(sequences, share, output)
             ]
-            batch = Batch([give_tokens(sequence.own, 1) for sequence in going], [])
+            batch = Batch([give_tokens(sequence.own, 1) for sequence in unfinished], [])
         return {name: sequence.drafts for name, sequence in sequences.items() if sequence.drafts}
 
     def observe(self, batch: Batch, output: StepOutput) -> None:
-        """Whoever lost its blocks in the target may wait for long: here, others may have them too."""
+        """Free the blocks of preempted requests, which may wait for long."""
         for name in batch.preempted:
             self._release(name)
 
     def forget(self, request: Request) -> None:
-        """What is computed of it can still be found, for whoever continues it."""
+        """Free the request's blocks; they stay in the prefix cache for a continuation."""
         self._release(request.request_id)
 
-    def behind(self, request: Request) -> int:
-        """Tokens to compute before it can draft for the request, but for those that the prefix cache may have."""
+    def num_missing(self, request: Request) -> int:
+        """Tokens to compute before a draft for the request, without hits in the prefix cache."""
         sequence = self._sequences.get(request.request_id)
-        return request.num_tokens - (
-            min(sequence.own.num_computed_tokens, sequence.kept) if sequence else 0
-        )
+        computed = min(sequence.own.num_computed_tokens, sequence.kept) if sequence else 0
+        return request.num_tokens - computed
 
     def check_integrity(self) -> None:
         """Prove that no block leaked (AssertionError if one did)."""
         self.kv_cache.check_integrity(sequence.own for sequence in self._sequences.values())
 
-    def _follow(self, request: Request, limit: int | None) -> _Sequence | None:
-        """The request's sequence with its new tokens in and wrong drafts out; None if no draft is to be made."""
+    def _update(self, request: Request, limit: int | None) -> _Sequence | None:
+        """Add new tokens to the request's sequence, remove rejected drafts; None for no draft."""
         wanted = self._wanted(request, limit)
-        sequence = self._sequences.get(request.request_id) or (
-            self._begin(request) if wanted > 0 else None
-        )
-        if sequence is None or wanted <= 0:
+        if wanted <= 0:
+            return None
+        sequence = self._sequences.get(request.request_id) or self._begin(request)
+        if sequence is None:
             return None
         own = sequence.own
         known = sequence.known
         new = request.output_token_ids[known:]
-        right = sum(
-            1
-            for _ in takewhile(
-                lambda pair: pair[0] == pair[1], zip(sequence.drafts, new, strict=False)
-            )
-        )
-        computed = len(own.prompt_token_ids) + known + right
+        accepted = common_prefix_length(sequence.drafts, new)
+        computed = len(own.prompt_token_ids) + known + accepted
         own.num_computed_tokens = min(own.num_computed_tokens, computed, request.num_tokens - 1)
         own.output_token_ids[known:] = new
         self.kv_cache.keep_computed(own, sequence.kept)
         sequence.known = known + len(new)
         sequence.kept = own.num_computed_tokens
         sequence.wanted = wanted
-        # The last draft is not computed.
+        # The KV of the last draft is not computed.
         if not self._knows(new) or not self.kv_cache.grow(own, own.num_tokens + wanted - 1):
             self._release(request.request_id)
             return None
         return sequence
 
     def _begin(self, request: Request) -> _Sequence | None:
-        """Start to follow a request, from what the prefix cache has of it; None without room, or too near its end."""
+        """Begin a request's sequence with its cached prefix; None without room or near its end."""
         params = replace(request.sampling_params, logprobs=None, prompt_logprobs=None)
         own = Request(
             request.request_id,
@@ -189,7 +180,7 @@ class DraftModel:
         needed = self.kv_cache.free_blocks_needed(own, own.num_tokens, prefix)
         if params.max_tokens is not None:
             left = params.max_tokens - len(own.output_token_ids)
-            if own.num_tokens - len(prefix) * self.kv_cache.block_size > LATE * left:
+            if own.num_tokens - len(prefix) * self.kv_cache.block_size > MAX_CATCH_UP_RATIO * left:
                 return None
         if needed > self.kv_cache.pool.num_available or not self._knows(
             own.token_ids(0, own.num_tokens)
@@ -204,32 +195,28 @@ class DraftModel:
         return not token_ids or max(token_ids) < self._vocab_size
 
     def _wanted(self, request: Request, limit: int | None) -> int:
-        """Drafts that the request can use: behind the last of them it samples one more."""
-        wanted = (
-            self.num_speculative_tokens
-            if limit is None
-            else min(limit, self.num_speculative_tokens)
-        )
-        most = request.sampling_params.max_tokens
-        if most is not None:
-            wanted = min(wanted, most - len(request.output_token_ids) - 1)
-        return min(wanted, self._max_model_len - request.num_tokens)
+        """Drafts that the request can use: the target samples one more token after the last."""
+        bounds = [self.num_speculative_tokens, self._max_model_len - request.num_tokens]
+        if limit is not None:
+            bounds.append(limit)
+        if (max_tokens := request.sampling_params.max_tokens) is not None:
+            bounds.append(max_tokens - len(request.output_token_ids) - 1)
+        return min(bounds)
 
     def _first_step(self, sequences: list[_Sequence]) -> Batch:
-        """Everything not computed yet, those with the least of it first, as far as a step's rows and the SLO go."""
+        """Uncomputed tokens, sequences with the fewest first, within a step's rows and the SLO."""
         decodes: list[ScheduledRequest] = []
         prefills: list[ScheduledRequest] = []
         rows = self._max_rows
         context = sum(sequence.own.num_tokens for sequence in sequences) / max(1, len(sequences))
-        work = StepWork.of_decodes(
-            len(sequences), context
-        )  # they decode in the same step of the engine
+        # The sequences decode in the same step of the engine.
+        work = StepWork.of_decodes(len(sequences), context)
         slo = self._slo_seconds()
         budget = None
-        for sequence in sorted(sequences, key=lambda one: one.missing):
+        for sequence in sorted(sequences, key=lambda sequence: sequence.missing):
             own = sequence.own
             count = sequence.missing
-            if count <= FEW_ROWS:
+            if count <= MAX_DECODE_ROWS:
                 if count <= rows:
                     decodes.append(give_tokens(own, count))
                     rows -= count
@@ -245,7 +232,7 @@ class DraftModel:
     def _take(
         self, sequences: Mapping[str, _Sequence], share: ScheduledRequest, output: StepOutput
     ) -> bool:
-        """Put what a step made behind the sequence; whether it goes on."""
+        """Append a step's output to the sequence; whether it needs another step."""
         sequence = sequences[share.request_id]
         own = sequence.own
         own.num_computed_tokens += len(share.token_ids)

@@ -1,10 +1,10 @@
-"""EAGLE-3 (Li et al., 2025, arXiv:2503.01840): one decoder layer that goes on from the target's hidden states.
+"""EAGLE-3 (Li et al., 2025, arXiv:2503.01840): one decoder layer on the target's hidden states.
 
-The hidden states of a low, a middle and a high layer at position p become one (`fc`); with the
-embedding of the token at p + 1 beside it, the layer says what comes at p + 2. Further tokens follow
-from the layer's own output in the place of the target's. It has keys and values of its own, of the
-tokens that the target computed while it was watched: behind a prefix hit it sees less. Not for
-loading it (`heads.py`).
+`fc` joins the hidden states of a low, a middle and a high layer at position p. From that and the
+embedding of the token at p + 1, the layer predicts the token at p + 2. For later tokens the layer's
+own output replaces the target's hidden state. The layer has its own keys and values, of tokens that
+the target computed: after a prefix hit it attends to fewer tokens. `load_heads.py` loads the
+weights.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.batch import Batch, ScheduledRequest, StepOutput
-from twinphase.speculation.hidden import HiddenProposer, silu
+from twinphase.speculation.hidden_states import HiddenStateProposer, silu
 
 F32 = NDArray[np.float32]
-FIRST_ROOM = 256  # tokens that a request's keys and values begin with
+INITIAL_KV_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Eagle3Shape:
-    """Numbers of the layer. `norm_before_residual`: what is added back is the normalized hidden state."""
+    """Sizes of the layer; `norm_before_residual`: the residual is the normalized hidden state."""
 
     num_heads: int
     num_kv_heads: int
@@ -36,12 +36,12 @@ class Eagle3Shape:
 
 @dataclass(frozen=True)
 class Eagle3Weights:
-    """Float32 matrices [outputs, inputs] and the norms' weights; names as in the published files.
+    """Float32 matrices [outputs, inputs] and weights of norms, named as in the published files.
 
     Attributes:
-        qkv: queries, keys and values, of embedding and hidden state side by side.
+        qkv: queries, keys and values, from embedding and hidden state concatenated.
         gate_up: gate, then up.
-        token_ids: int64 [draft_vocab_size], the target's id of each of the head's rows.
+        token_ids: int64 [draft_vocab_size], the target's token id of each row of `lm_head`.
     """
 
     fc: F32
@@ -58,8 +58,8 @@ class Eagle3Weights:
 
 
 @dataclass
-class _Seen:
-    """What the layer knows of a request: keys and values by position, and the pair that the next guess starts from."""
+class _Sequence:
+    """Keys and values of a request by position, and the pair that its next draft starts from."""
 
     keys: F32
     values: F32
@@ -69,8 +69,8 @@ class _Seen:
     hidden: F32 = field(default_factory=lambda: np.empty(0, np.float32))
 
 
-class Eagle3(HiddenProposer):
-    """Keeps keys and values for each request."""
+class Eagle3(HiddenStateProposer):
+    """Keeps keys and values per request."""
 
     source = "eagle3"
 
@@ -82,19 +82,19 @@ class Eagle3(HiddenProposer):
         embed: Callable[[Sequence[int]], F32],
         num_tokens: int,
     ) -> None:
-        """Draft `num_tokens` tokens from the inputs of the target's `layers`; `embed` gives rows for token ids."""
+        """Draft `num_tokens` tokens from inputs of the target's `layers`; `embed` takes token ids."""
         super().__init__()
         self.layers = tuple(layers)
         self.num_tokens = num_tokens
         self._weights = weights
         self._shape = shape
         self._embed = embed
-        self._seen: dict[str, _Seen] = {}
+        self._sequences: dict[str, _Sequence] = {}
         half = shape.head_dim // 2
         self._frequencies = shape.rope_theta ** (-np.arange(half) / half)
 
-    def follow(self, batch: Batch, output: StepOutput, hidden: Sequence[F32]) -> None:
-        """See `HiddenProposer`: fused, and into keys and values, all rows but those of wrong drafts."""
+    def update(self, batch: Batch, output: StepOutput, hidden: Sequence[F32]) -> None:
+        """Compute keys and values of all rows but those of rejected drafts."""
         row = 0
         for share in batch.scheduled:
             new = output.token_ids.get(share.request_id, [])
@@ -107,57 +107,54 @@ class Eagle3(HiddenProposer):
     def _extend(self, share: ScheduledRequest, new: Sequence[int], fused: F32) -> None:
         count = len(fused)
         start = share.num_computed_tokens
-        token_ids = _tokens(share, new, start + 1, start + 1 + count)
+        # The layer pairs the hidden state at p with the token at p + 1.
+        token_ids = [*share.token_ids[1:count], _token_at(share, new, start + count)]
         positions = np.arange(start, start + count)
         _, keys, values = self._qkv(self._pairs(token_ids, fused)[0], positions)
-        seen = self._seen.get(share.request_id) or self._seen.setdefault(
-            share.request_id, self._room(FIRST_ROOM)
-        )
-        seen.count = int(
-            np.searchsorted(seen.positions[: seen.count], start)
-        )  # what lay behind is computed again
-        self._put(seen, seen.count, positions, keys, values)
-        seen.count += count
-        seen.token_id = token_ids[-1]
-        seen.hidden = fused[-1]
+        sequence = self._sequences.get(share.request_id)
+        if sequence is None:
+            sequence = self._sequences[share.request_id] = self._room(INITIAL_KV_TOKENS)
+        # Positions from `start` on are replaced.
+        sequence.count = int(np.searchsorted(sequence.positions[: sequence.count], start))
+        self._put(sequence, sequence.count, positions, keys, values)
+        sequence.count += count
+        sequence.token_id = token_ids[-1]
+        sequence.hidden = fused[-1]
 
-    def guess(self, names: Sequence[str]) -> list[list[int]]:
-        """See `HiddenProposer`."""
-        seen = [self._seen[name] for name in names]
-        token_ids = [each.token_id for each in seen]
-        hidden = np.stack([each.hidden for each in seen])
-        positions = np.array([each.positions[each.count - 1] for each in seen])
+    def draft_batch(self, names: Sequence[str]) -> list[list[int]]:
+        sequences = [self._sequences[name] for name in names]
+        token_ids = [each.token_id for each in sequences]
+        hidden = np.stack([each.hidden for each in sequences])
+        positions = np.array([each.positions[each.count - 1] for each in sequences])
         drafts = []
         for ahead in range(self.num_tokens):
-            logits, hidden = self._forward(seen, token_ids, hidden, positions + ahead, ahead)
+            logits, hidden = self._forward(sequences, token_ids, hidden, positions + ahead, ahead)
             token_ids = self._weights.token_ids[logits.argmax(axis=1)].tolist()
             drafts.append(token_ids)
         return [list(row) for row in zip(*drafts, strict=True)]
 
-    def drop(self, name: str) -> None:
-        """See `HiddenProposer`."""
-        self._seen.pop(name, None)
+    def discard(self, name: str) -> None:
+        self._sequences.pop(name, None)
 
-    # The layer.
     def _forward(
         self,
-        seen: Sequence[_Seen],
+        sequences: Sequence[_Sequence],
         token_ids: Sequence[int],
         hidden: F32,
         positions: NDArray[np.int64],
         ahead: int,
     ) -> tuple[F32, F32]:
-        """Logits [requests, draft_vocab_size], and the layer's output, for a pair of each request.
+        """Logits [requests, draft_vocab_size] and the layer's output for one pair per request.
 
-        `ahead` of them lie between this pair and the last of the target's, which has its keys and
-        values already.
+        `ahead` counts drafted pairs since the target's last pair, whose keys and values exist
+        already.
         """
         weights = self._weights
         shape = self._shape
         pairs, residual = self._pairs(token_ids, hidden)
         queries, keys, values = self._qkv(pairs, positions)
-        mixed = np.empty((len(seen), shape.num_heads * shape.head_dim), np.float32)
-        for index, each in enumerate(seen):
+        mixed = np.empty((len(sequences), shape.num_heads * shape.head_dim), np.float32)
+        for index, each in enumerate(sequences):
             end = each.count + ahead
             if ahead:
                 row = slice(index, index + 1)
@@ -171,7 +168,7 @@ class Eagle3(HiddenProposer):
         return self._norm(x, weights.norm) @ weights.lm_head.T, x
 
     def _pairs(self, token_ids: Sequence[int], hidden: F32) -> tuple[F32, F32]:
-        """Embeddings and hidden states, normalized, side by side; and what is added back."""
+        """Normalized embeddings and hidden states, concatenated; and the residual."""
         normed = self._norm(hidden, self._weights.hidden_norm)
         embedded = self._norm(self._embed(token_ids), self._weights.input_layernorm)
         return np.concatenate(
@@ -184,7 +181,7 @@ class Eagle3(HiddenProposer):
         return x / root * weight
 
     def _qkv(self, pairs: F32, positions: NDArray[np.int64]) -> tuple[F32, F32, F32]:
-        """Rotated queries and keys, and values, [rows, heads, head_dim] each."""
+        """Rotated queries, rotated keys, and values, each [rows, heads, head_dim]."""
         shape = self._shape
         heads = (pairs @ self._weights.qkv.T).reshape(len(pairs), -1, shape.head_dim)
         turned = shape.num_heads + shape.num_kv_heads
@@ -196,7 +193,7 @@ class Eagle3(HiddenProposer):
         return rotated[:, : shape.num_heads], rotated[:, shape.num_heads :], heads[:, turned:]
 
     def _attend(self, query: F32, keys: F32, values: F32) -> F32:
-        """softmax(q k^T / sqrt(head_dim)) v for one row [heads, head_dim]; flat."""
+        """softmax(q k^T / sqrt(head_dim)) v for one row [heads, head_dim], flattened."""
         shape = self._shape
         grouped = query.reshape(shape.num_kv_heads, -1, shape.head_dim)
         scores = grouped @ keys.transpose(1, 2, 0) * np.float32(shape.head_dim**-0.5)
@@ -204,33 +201,32 @@ class Eagle3(HiddenProposer):
         out: F32 = (p / p.sum(axis=2, keepdims=True)) @ values.transpose(1, 0, 2)
         return out.reshape(-1)
 
-    # Its memory.
-    def _room(self, num_tokens: int) -> _Seen:
+    def _room(self, num_tokens: int) -> _Sequence:
         size = num_tokens, self._shape.num_kv_heads, self._shape.head_dim
-        return _Seen(
+        return _Sequence(
             np.empty(size, np.float32), np.empty(size, np.float32), np.empty(num_tokens, np.int64)
         )
 
     def _put(
-        self, seen: _Seen, start: int, positions: NDArray[np.int64], keys: F32, values: F32
+        self, sequence: _Sequence, start: int, positions: NDArray[np.int64], keys: F32, values: F32
     ) -> None:
-        """Write rows behind the first `start`; they count when `seen.count` is raised."""
+        """Write rows after the first `start`; they become valid when `sequence.count` is raised."""
         end = start + len(keys)
-        if end > len(seen.positions):
+        if end > len(sequence.positions):
             room = self._room(2 * end)
             for name in ("keys", "values", "positions"):
-                getattr(room, name)[:start] = getattr(seen, name)[:start]
-                setattr(seen, name, getattr(room, name))
-        seen.keys[start:end] = keys
-        seen.values[start:end] = values
-        seen.positions[start:end] = positions
+                getattr(room, name)[:start] = getattr(sequence, name)[:start]
+                setattr(sequence, name, getattr(room, name))
+        sequence.keys[start:end] = keys
+        sequence.values[start:end] = values
+        sequence.positions[start:end] = positions
 
 
-def _tokens(share: ScheduledRequest, new: Sequence[int], start: int, end: int) -> list[int]:
-    """Tokens at positions `start` .. `end` - 1 of prompt, output and `new`."""
-    found: list[int] = []
-    for part in (share.prompt_token_ids, share.output_token_ids, new):
-        found += part[max(0, start) : max(0, end)]
-        start = start - len(part)
-        end = end - len(part)
-    return found
+def _token_at(share: ScheduledRequest, new: Sequence[int], position: int) -> int:
+    """The token at `position`, which follows the accepted rows of `share`."""
+    if new:
+        return new[-1]
+    num_prompt = len(share.prompt_token_ids)
+    if position < num_prompt:
+        return share.prompt_token_ids[position]
+    return share.output_token_ids[position - num_prompt]

@@ -1,7 +1,7 @@
-"""What a guess is, and the seam of those who make them.
+"""A draft, and the interface of proposers, which each know one way to draft.
 
-A proposer knows one way to guess what a request says next. Whether its guess is worth a step's time
-is not its business (`choose.py`), and whether it was right neither (`verify.py`).
+A proposer does not decide how many of its tokens are verified (`draft_lengths.py`), and does not
+learn which are accepted (`verify.py`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from twinphase.request import Request
 
 @dataclass(frozen=True)
 class Draft:
-    """Guessed tokens.
+    """Draft tokens.
 
     Attributes:
-        source: who guesses; acceptance is learned for each by itself.
-        match: how many of the last known tokens speak for it; the more, the surer.
-        certain: leading tokens that cannot be wrong.
+        source: name of the proposer's method; acceptance rates are learned per source.
+        match: length of the matching context, in tokens; longer matches are accepted more often.
+        certain: number of leading tokens that are always accepted.
     """
 
     source: str
@@ -29,17 +29,16 @@ class Draft:
 
 
 class Proposer(Protocol):
-    """Guesses for one request at a time; keeps what it needs for the next guess."""
+    """Drafts for one request at a time; keeps the state that its next draft needs."""
 
     def propose(self, request: Request, limit: int) -> list[Draft]:
-        """Guesses at what follows the last known token, `limit` tokens long at most; none is an answer too.
+        """Drafts of at most `limit` tokens after the last known token; there may be none.
 
-        Steps may pass in which a request is not asked about. With a `limit` of 0 no guess is
-        wanted.
+        Steps may pass without a call for a request. A `limit` of 0 only updates the state.
 
         Raises:
-            Exception: it cannot go on; it is not asked about this request again.
+            Exception: the proposer failed; it is not called again for this request.
         """
 
     def forget(self, request: Request) -> None:
-        """The request has ended, or never was."""
+        """Drop the state of a request that has ended; the request may be unknown."""

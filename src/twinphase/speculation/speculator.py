@@ -1,4 +1,4 @@
-"""Drafts for a step: asks the proposers, chooses what is worth its time, learns from what came of it."""
+"""Drafts for a step: calls the proposers, verifies drafts that pay, learns from the outputs."""
 
 from __future__ import annotations
 
@@ -11,25 +11,35 @@ from itertools import takewhile
 from twinphase.batch import Batch, StepOutput, StepWork
 from twinphase.request import Request
 from twinphase.scheduler.chunk import StepCost
-from twinphase.speculation.choose import PAYS, ROW_SECONDS, Acceptance, choose_lengths, drafted_row
+from twinphase.speculation.draft_lengths import (
+    MIN_GAIN_RATIO,
+    ROW_OVERHEAD_SECONDS,
+    Acceptance,
+    choose_lengths,
+    drafted_row,
+)
+from twinphase.speculation.draft_model_policy import DraftModelPolicy
 from twinphase.speculation.forced import ForcedProposer
 from twinphase.speculation.lookup import NgramProposer, PredictionProposer, SuffixProposer
 from twinphase.speculation.proposer import Draft, Proposer
-from twinphase.speculation.writing import Writing
 from twinphase.speculative import SpeculativeConfig
 
-# steps after which a guess is looked for again where none could pay, or where making one takes long
-SELDOM = 16
-# times in a row that a request was asked for nothing; steps between times from then on, which
-PATIENCE = 8
-RETRY = 4
-# double after as many times again, up to SELDOM
-HOPELESS = 128  # times in a row that anybody was: who comes is asked as seldom from the beginning
+# Requests whose drafts do not pay are asked for drafts less often: after this many useless drafts
+# in a row with the first interval, and after as many again with twice the interval, up to the
+# largest.
+BACKOFF_AFTER_MISSES = 8
+FIRST_RETRY_INTERVAL_STEPS = 4
+MAX_RETRY_INTERVAL_STEPS = 16
+# After this many useless drafts in a row over all requests, a new request starts as if it had
+# missed BACKOFF_AFTER_MISSES times.
+BACKOFF_NEW_REQUESTS_AFTER = 128
+# Weight of a new measurement in the running mean of the time to draft for one request.
+DRAFT_SECONDS_WEIGHT = 0.1
 
 
 @dataclass
 class SourceCounts:
-    """Tokens drafted from one source, verified or not, and those of the verified that were right."""
+    """Draft tokens from one source that were verified, and how many of them were accepted."""
 
     drafted: int = 0
     accepted: int = 0
@@ -37,24 +47,23 @@ class SourceCounts:
 
 @dataclass
 class _State:
-    """What is known of one request."""
+    """State of one request."""
 
     proposers: list[Proposer]
     sources: dict[str, SourceCounts] = field(default_factory=dict)
-    num_unwanted: int = 0  # times in a row that it was asked, and nothing was drafted
+    # Drafts in a row that did not pay, and the steps between drafts that follow from it.
+    num_misses: int = 0
+    interval_steps: int = 1
 
 
 class Speculator:
-    """A `Drafter` made of proposers and a choice among their guesses.
+    """A `Drafter` that chooses among the drafts of several proposers.
 
     Attributes:
-        proposers: asked in this order.
-        acceptance: how often guesses were right.
-        writing: a draft model, asked about requests for which no proposer has a guess; None without
-            one.
+        proposers: called in this order.
+        acceptance: learned acceptance rates.
+        draft_model: drafts for requests without a draft from a proposer; None without one.
     """
-
-    writing: Writing | None = None
 
     def __init__(
         self,
@@ -65,23 +74,23 @@ class Speculator:
         slo_seconds: Callable[[], float | None] = lambda: None,
         window: int | None = None,
         always: bool = False,
-        retry: int = RETRY,
+        retry: int = FIRST_RETRY_INTERVAL_STEPS,
     ) -> None:
-        """Draft as many tokens as are worth it.
+        """Draft as many tokens as pay.
 
         Args:
-            proposers: in the order in which they are asked.
+            proposers: in the order in which they are called.
             times: predicts the target's steps.
-            most: tokens drafted for a request at a time.
-            slo_seconds: the gap between tokens that holds now; drafts make no step longer than
-                that.
-            window: of the model's layers that have one.
-            always: drafts as many as there are, worth it or not, for comparison.
-            retry: steps between guesses for a request where they are not wanted.
+            most: largest number of draft tokens per request and step.
+            slo_seconds: the current inter-token SLO; drafts make no step longer.
+            window: sliding window of the model's layers, in tokens.
+            always: verify all drafts, whether they pay or not, for comparison.
+            retry: steps between drafts of a request whose drafts do not pay.
         """
         self.acceptance = Acceptance()
-        self._num_failures = 0
         self.proposers = tuple(proposers)
+        self.draft_model: DraftModelPolicy | None = None
+        self._num_failures = 0
         self._times = times
         self._most = most
         self._slo_seconds = slo_seconds
@@ -89,75 +98,71 @@ class Speculator:
         self._always = always
         self._retry = retry
         self._states: dict[str, _State] = {}
-        self._guesses: dict[str, Draft] = {}  # of this step
-        self._resting: dict[
-            str, int
-        ] = {}  # steps between times for who was asked for nothing too often
-        self._num_steps = self._num_requests = self._num_unwanted = 0
-        self._least = 0.0  # chance of being right from which a guess pays
-        self._token_seconds = self._row_seconds = (
-            0.0  # what a token costs without drafts; what a drafted row adds
-        )
-        self._asking_seconds = (
-            0.0  # what asking about one request takes; most for heads, which compute their guess
-        )
+        # Drafts of this step, verified or not.
+        self._drafts: dict[str, Draft] = {}
+        self._num_steps = 0
+        self._num_requests = 0
+        self._num_misses = 0
+        # Smallest acceptance rate with which a draft pays.
+        self._min_rate = 0.0
+        # Time per token without drafts, added time per drafted row, time to draft for one request.
+        # The last one is largest for heads, which compute their drafts.
+        self._token_seconds = 0.0
+        self._row_seconds = 0.0
+        self._draft_seconds = 0.0
 
     def draft(self, requests: Sequence[Request]) -> dict[str, list[int]]:
-        """See `Drafter`."""
         self._num_steps += 1
-        if len(requests) != self._num_requests or not self._num_steps % SELDOM:
-            self._least = self._least_chance(self._decodes(requests))
+        if len(requests) != self._num_requests or self._num_steps % MAX_RETRY_INTERVAL_STEPS == 0:
+            self._predict_costs(self._decodes(requests))
             self._num_requests = len(requests)
         drafts: dict[str, Draft] = {}
-        self._guesses = guesses = {}
-        asked = self._asked(requests)
+        self._drafts = {}
+        asked = self._to_ask(requests)
         start = time.perf_counter()
         for request in asked:
             name = request.request_id
-            draft = self._best(request, self._state(name))
+            draft = self._best(request)
             if draft is not None:
-                guesses[name] = draft
-                if self._always or self.acceptance.probability(name, draft, 0) >= self._least:
+                self._drafts[name] = draft
+                if self._always or self.acceptance.probability(name, draft, 0) >= self._min_rate:
                     drafts[name] = draft
         if asked:
-            self._asking_seconds += 0.1 * (
-                (time.perf_counter() - start) / len(asked) - self._asking_seconds
-            )
-        if self.writing is not None:
+            seconds = (time.perf_counter() - start) / len(asked)
+            self._draft_seconds += DRAFT_SECONDS_WEIGHT * (seconds - self._draft_seconds)
+        if self.draft_model is not None:
             others = [request for request in requests if request.request_id not in drafts]
-            written = self.writing.drafts(others, self.acceptance, self._always)
-            drafts |= written
-            guesses |= written
+            from_model = self.draft_model.drafts(others, self.acceptance, self._always)
+            drafts |= from_model
+            self._drafts |= from_model
         lengths = self._lengths(requests, drafts) if drafts else {}
-        self._learn_who_to_ask(asked, drafts, lengths)
+        self._update_intervals(asked, drafts, lengths)
         return {name: drafts[name].token_ids[:length] for name, length in lengths.items()}
 
     def observe(self, batch: Batch, output: StepOutput) -> None:
-        """See `Drafter`: what was said shows which guesses were right, those that were not verified too."""
-        if self.writing is not None:
-            self.writing.observe(batch, output)
-        guesses = self._guesses
-        self._guesses = {}
-        for share in batch.decodes if guesses else ():
-            draft = guesses.get(share.request_id)
+        """Compare the step's tokens with all drafts, those that were not verified included."""
+        if self.draft_model is not None:
+            self.draft_model.observe(batch, output)
+        drafts = self._drafts
+        self._drafts = {}
+        for share in batch.decodes if drafts else ():
+            name = share.request_id
+            draft = drafts.get(name)
             if draft is None:
                 continue
-            new = output.token_ids.get(share.request_id, [])
+            new = output.token_ids.get(name, [])
             if share.num_drafts:
-                counts = self._state(share.request_id).sources.setdefault(
-                    draft.source, SourceCounts()
-                )
+                counts = self._state(name).sources.setdefault(draft.source, SourceCounts())
                 counts.drafted += share.num_drafts
                 counts.accepted += output.num_accepted(share)
-            for position, (token_id, guessed) in enumerate(zip(new, draft.token_ids, strict=False)):
+            for position, (token_id, drafted) in enumerate(zip(new, draft.token_ids, strict=False)):
                 if position >= draft.certain:
-                    self.acceptance.observe(share.request_id, draft, position, token_id == guessed)
-                if token_id != guessed:
+                    self.acceptance.observe(name, draft, position, token_id == drafted)
+                if token_id != drafted:
                     break
 
     def forget(self, request: Request) -> None:
-        """See `Drafter`; the request learns what its prediction was worth."""
-        self._resting.pop(request.request_id, None)
+        """Drop the request's state; the request gets the counts of its prediction."""
         state = self._states.pop(request.request_id, None)
         if state is not None and (counts := state.sources.get("prediction")):
             request.num_accepted_prediction_tokens = counts.accepted
@@ -165,16 +170,17 @@ class Speculator:
         self.acceptance.forget(request.request_id)
         for proposer in self.proposers:
             proposer.forget(request)
-        if self.writing is not None:
-            self.writing.forget(request)
+        if self.draft_model is not None:
+            self.draft_model.forget(request)
 
     @property
     def num_failures(self) -> int:
-        """Times that a proposer raised, or the draft model failed in a step; those requests ask it no more."""
-        return self._num_failures + (self.writing.num_failures if self.writing is not None else 0)
+        """Failures of proposers and steps in which the draft model failed."""
+        model = self.draft_model
+        return self._num_failures + (model.num_failures if model is not None else 0)
 
     def sources(self, request_id: str) -> dict[str, SourceCounts]:
-        """What each source brought to an unfinished request."""
+        """Counts of an unfinished request by source."""
         state = self._states.get(request_id)
         return state.sources if state is not None else {}
 
@@ -182,8 +188,8 @@ class Speculator:
         state = self._states.get(name)
         if state is None:
             state = self._states[name] = _State(list(self.proposers))
-            if self._num_unwanted >= HOPELESS:
-                state.num_unwanted = PATIENCE
+            if self._num_misses >= BACKOFF_NEW_REQUESTS_AFTER:
+                state.num_misses = BACKOFF_AFTER_MISSES
         return state
 
     def _decodes(self, requests: Sequence[Request]) -> StepWork:
@@ -191,115 +197,102 @@ class Speculator:
         context = sum(request.num_tokens for request in requests) / len(requests)
         return StepWork.of_decodes(len(requests), context, self._window)
 
-    def _least_chance(self, decodes: StepWork) -> float:
-        """How likely the first drafted row has to be right to be worth its time; 1 or more where none is."""
+    def _predict_costs(self, decodes: StepWork) -> None:
+        """Predict the cost of a token and of a drafted row, and the acceptance rate that pays."""
         row = drafted_row(decodes.decode_contexts // decodes.sequences, self._window)
-        now = self._times.seconds(decodes)
-        then = self._times.seconds(decodes.plus(row))
-        self._token_seconds = now / decodes.sequences
-        self._row_seconds = then - now + ROW_SECONDS
-        return PAYS * self._row_seconds / self._token_seconds
+        seconds = self._times.seconds(decodes)
+        self._token_seconds = seconds / decodes.sequences
+        with_row = self._times.seconds(decodes.plus(row))
+        self._row_seconds = with_row - seconds + ROW_OVERHEAD_SECONDS
+        self._min_rate = MIN_GAIN_RATIO * self._row_seconds / self._token_seconds
 
-    def _asked(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Who is asked in this step."""
+    def _to_ask(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Requests to draft for in this step."""
         if self._always:
             return requests
-        if (
-            self._least >= 1
-        ):  # no guess could pay; one request in turn, so that what is known stays true
-            place = self._num_steps % max(SELDOM, len(requests))
+        if self._min_rate >= 1:
+            # No draft can pay. One request in turn keeps the acceptance rates up to date.
+            place = self._num_steps % max(MAX_RETRY_INTERVAL_STEPS, len(requests))
             return requests[place : place + 1]
-        resting = self._resting
-        step = self._num_steps
-        return (
-            [one for one in requests if not step % resting.get(one.request_id, 1)]
-            if resting
-            else requests
-        )
+        return [
+            request
+            for request in requests
+            if self._num_steps % self._state(request.request_id).interval_steps == 0
+        ]
 
-    def _learn_who_to_ask(
+    def _update_intervals(
         self, asked: Sequence[Request], drafts: Mapping[str, Draft], lengths: Mapping[str, int]
     ) -> None:
-        """Requests whose drafts were not worth asking for rest, ever longer, until one is."""
-        worth = {
-            name for name, length in lengths.items() if self._saves(name, drafts[name], length)
+        """Ask requests less often whose drafts do not pay, until one pays."""
+        paying = {
+            name for name, length in lengths.items() if self._pays(name, drafts[name], length)
         }
-        self._num_unwanted = 0 if worth else self._num_unwanted + len(asked)
-        for name in worth:
-            self._state(name).num_unwanted = 0
-            self._resting.pop(name, None)
-        for request in asked if self._least < 1 else ():
-            name = request.request_id
-            if name not in worth:
-                state = self._state(name)
-                state.num_unwanted += 1
-                if times := state.num_unwanted // PATIENCE:
-                    self._resting[name] = min(SELDOM, self._retry << min(times, 8) - 1)
+        self._num_misses = 0 if paying else self._num_misses + len(asked)
+        for name in paying:
+            state = self._state(name)
+            state.num_misses = 0
+            state.interval_steps = 1
+        for request in asked if self._min_rate < 1 else ():
+            if request.request_id not in paying:
+                state = self._state(request.request_id)
+                state.num_misses += 1
+                if doublings := state.num_misses // BACKOFF_AFTER_MISSES:
+                    interval = self._retry << min(doublings, 8) - 1
+                    state.interval_steps = min(MAX_RETRY_INTERVAL_STEPS, interval)
 
-    def _saves(self, name: str, draft: Draft, length: int) -> bool:
-        """Whether the draft is expected to save more time than its rows and asking for it take."""
+    def _pays(self, name: str, draft: Draft, length: int) -> bool:
+        """Whether the draft is expected to save more time than drafting and its rows take."""
         saved = self.acceptance.expected(name, draft, length) * self._token_seconds
-        return saved > length * self._row_seconds + self._asking_seconds
+        return saved > length * self._row_seconds + self._draft_seconds
 
     def _lengths(self, requests: Sequence[Request], drafts: Mapping[str, Draft]) -> dict[str, int]:
-        """Tokens to draft of each draft; those of which none is worth it are left out."""
+        """Number of tokens to verify of each draft; drafts that do not pay are left out."""
         if self._always:
             return {name: len(draft.token_ids) for name, draft in drafts.items()}
-        contexts = {request.request_id: request.num_tokens + 1 for request in requests}
         slo = self._slo_seconds()
-        decodes = self._decodes(requests)
-        limit = None if slo is None else self._times.step_limit(slo)
         return choose_lengths(
             drafts,
-            contexts,
-            decodes,
+            {request.request_id: request.num_tokens + 1 for request in requests},
+            self._decodes(requests),
             self._times.seconds,
             self.acceptance,
             window=self._window,
-            limit=limit,
+            limit=None if slo is None else self._times.step_limit(slo),
         )
 
-    def _best(self, request: Request, state: _State) -> Draft | None:
-        """The guess that is expected to bring most."""
-        found: list[Draft] = []
-        for proposer in state.proposers[:]:
+    def _best(self, request: Request) -> Draft | None:
+        """The admitted draft with the most expected tokens."""
+        name = request.request_id
+        drafts: list[Draft] = []
+        proposers = self._state(name).proposers
+        for proposer in proposers[:]:
             try:
-                found += proposer.propose(request, self._most)
-            # a guess is a favour: whoever fails at it is not asked again, and the answer goes on
-            except Exception:
-                state.proposers.remove(proposer)
+                drafts += proposer.propose(request, self._most)
+            except Exception:  # The request continues without this proposer.
+                proposers.remove(proposer)
                 self._num_failures += 1
                 logging.getLogger("twinphase").warning(
-                    "A proposer failed and is switched off for request %s.",
-                    request.request_id,
-                    exc_info=True,
+                    "A proposer failed and is switched off for request %s.", name, exc_info=True
                 )
-        if not found:
+        if not drafts:
             return None
-        name = request.request_id
-        best = (
-            found[0]
-            if len(found) == 1
-            else max(
-                found, key=lambda draft: self.acceptance.expected(name, draft, len(draft.token_ids))
-            )
-        )
-        best = self._admitted(request, best)
-        return best if best.token_ids else None
+        best = drafts[0]
+        if len(drafts) > 1:
+            expected = self.acceptance.expected
+            best = max(drafts, key=lambda draft: expected(name, draft, len(draft.token_ids)))
+        token_ids = _admitted(request, best)
+        return replace(best, token_ids=token_ids) if token_ids else None
 
-    def _admitted(self, request: Request, draft: Draft) -> Draft:
-        """The draft up to what is no token, or what the request's constraint forbids."""
-        token_ids = draft.token_ids
-        if min(token_ids, default=0) < 0:
-            token_ids = list(takewhile(lambda token_id: token_id >= 0, token_ids))
-        if request.constraint is not None and not draft.certain:
-            try:
-                token_ids = token_ids[
-                    : request.constraint.admits(request.output_token_ids, token_ids)
-                ]
-            except Exception:  # it will fail again where it is asked about the answer, and say why
-                token_ids = []
-        return draft if token_ids is draft.token_ids else replace(draft, token_ids=token_ids)
+
+def _admitted(request: Request, draft: Draft) -> list[int]:
+    """The draft up to a separator between texts, or to a token that the constraint forbids."""
+    token_ids = list(takewhile(lambda token_id: token_id >= 0, draft.token_ids))
+    if request.constraint is None or draft.certain:
+        return token_ids
+    try:
+        return token_ids[: request.constraint.admits(request.output_token_ids, token_ids)]
+    except Exception:  # Sampling fails with the same error, and reports it.
+        return []
 
 
 def make_speculator(
@@ -309,18 +302,19 @@ def make_speculator(
     window: int | None,
     heads: Proposer | None = None,
 ) -> Speculator | None:
-    """What a configuration asks for; None for no speculation. `heads` are those that it names.
+    """The drafter of a configuration; None for no speculation. `heads` are the ones it names.
 
-    What a user predicts and what a grammar forces is drafted by every method; a draft model is
-    added when it is loaded.
+    Every method drafts predictions and forced tokens; a draft model is added when it is loaded.
     """
     if config.method == "none":
         return None
     proposers: list[Proposer] = [ForcedProposer(), PredictionProposer()]
+    retry = FIRST_RETRY_INTERVAL_STEPS
     if config.method == "ngram":
         proposers.append(NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max))
     elif heads is not None:
         proposers.append(heads)
+        retry = MAX_RETRY_INTERVAL_STEPS  # A draft of heads takes as long as several rows.
     elif config.method != "draft_model":
         proposers.append(
             SuffixProposer(
@@ -333,5 +327,5 @@ def make_speculator(
         most=config.num_speculative_tokens,
         slo_seconds=slo_seconds,
         window=window,
-        retry=RETRY if heads is None else SELDOM,  # a guess of theirs takes as long as some rows
+        retry=retry,
     )

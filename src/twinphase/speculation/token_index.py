@@ -1,80 +1,88 @@
-"""Where in a text the last tokens stood before, and for how many tokens both agree.
+"""An index of a growing text that finds the last occurrence of its final tokens.
 
-The longest match that a suffix automaton would find, as long as it is among the last places of its
-last four tokens; a look-up touches few tokens whatever the length of the text.
+It finds the longest match that a suffix automaton would find, as long as the match is among the
+last places of its last four tokens. A look-up touches few tokens, however long the text is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# tokens that places are found by
-LONG = 4
-SHORT = 2
-PLACES = 4  # of each run of LONG tokens that are looked at, the last ones
-LONGEST_MATCH = 32  # tokens; more are as good
-BITS = 24  # of a token in a run, which is a number: one object for the garbage collector to pass by
-LONG_MASK = (1 << LONG * BITS) - 1
-SHORT_MASK = (1 << SHORT * BITS) - 1
+# Lengths of the runs of tokens that places are indexed by.
+LONG_RUN = 4
+SHORT_RUN = 2
+# Only the last places of a long run are compared.
+MAX_PLACES = 4
+# Longer matches count as this many tokens.
+LONGEST_MATCH = 32
+# A run is packed into one integer, which the garbage collector does not track.
+BITS_PER_TOKEN = 24
+LONG_MASK = (1 << LONG_RUN * BITS_PER_TOKEN) - 1
+SHORT_MASK = (1 << SHORT_RUN * BITS_PER_TOKEN) - 1
 
 
 class TokenIndex:
-    """A text that grows, and where its runs of tokens end.
+    """A text that grows, and the places where its runs of tokens end.
 
-    Tokens are ids, or -1, which no run contains.
+    Tokens are ids, or -1, which is in no run.
     """
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
-        self._run = 0  # the last LONG tokens
-        self._long: dict[int, int] = {}  # by a run, the last place where it was followed by a token
+        # The last LONG_RUN tokens.
+        self._run = 0
+        # The last place after each run, if a token follows there.
+        self._long: dict[int, int] = {}
         self._short: dict[int, int] = {}
-        self._before: list[
-            int
-        ] = []  # by place, the place before of the same long run; 0 if there is none
+        # For each place, the previous place after the same long run; 0 if there is none.
+        self._previous: list[int] = []
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append to the text; a run becomes known when a token follows it."""
+        """Append to the text; a run is indexed when a token follows it."""
         run = self._run
         long = self._long
         short = self._short
-        before = self._before
+        previous = self._previous
         for at, token_id in enumerate(token_ids, len(self.token_ids)):
-            before.append(long.get(run, 0))
+            previous.append(long.get(run, 0))
             long[run] = short[run & SHORT_MASK] = at
-            run = (run << BITS | token_id + 1) & LONG_MASK  # so that 0 is no token
+            run = (run << BITS_PER_TOKEN | token_id + 1) & LONG_MASK  # 0 means no token.
         self._run = run
         self.token_ids += token_ids
 
     def find(self, context: Sequence[int]) -> tuple[int, int]:
-        """Where the text goes on as after `context`, and how many tokens before that agree; (0, 0) if nowhere.
+        """Place in the text that follows the longest match of the end of `context`, and its length.
 
-        Of the longest matches the last one. At least two tokens have to agree.
+        Among equally long matches the last place is returned. A match has at least two tokens;
+        (0, 0) means that there is none.
         """
         text = self.token_ids
         best = 0
         longest = 0
         run = 0
-        for token_id in context[-LONG:]:
-            run = run << BITS | token_id + 1
-        at = self._long.get(run, 0) if len(context) >= LONG else 0
-        places = PLACES
+        for token_id in context[-LONG_RUN:]:
+            run = run << BITS_PER_TOKEN | token_id + 1
+        at = self._long.get(run, 0) if len(context) >= LONG_RUN else 0
+        places = MAX_PLACES
         while at and places:
-            length = LONG
+            length = LONG_RUN
             most = min(len(context), at, LONGEST_MATCH)
             while length < most and text[at - 1 - length] == context[-1 - length]:
                 length += 1
             if length > longest:
                 best = at
                 longest = length
-            at = self._before[at]
-            places = places - 1
-        if not longest and len(context) >= SHORT and (at := self._short.get(run & SHORT_MASK, 0)):
-            best = at
-            longest = SHORT
-            if at > SHORT and len(context) > SHORT and text[at - 1 - SHORT] == context[-1 - SHORT]:
-                longest += 1
-        return best, longest
+            at = self._previous[at]
+            places -= 1
+        if longest or len(context) < SHORT_RUN:
+            return best, longest
+        at = self._short.get(run & SHORT_MASK, 0)
+        if not at:
+            return 0, 0
+        third = at > SHORT_RUN and len(context) > SHORT_RUN
+        if third and text[at - 1 - SHORT_RUN] == context[-1 - SHORT_RUN]:
+            return at, SHORT_RUN + 1
+        return at, SHORT_RUN

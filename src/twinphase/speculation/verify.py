@@ -1,9 +1,9 @@
-"""Which drafts of a step were right, and each request's new tokens.
+"""Verifies a step's drafts and samples each request's new tokens.
 
-A draft is accepted while it is the token that the request would have drawn anyway, from the same
-logits and with the same randomness. So the output is that of no speculation, bit for bit and at any
-temperature ("drafter-invariant", Daliri et al., 2024, arXiv:2408.07978), and for a draft without
-probabilities no other rule accepts more of it.
+A draft token is accepted if it is the token that the request samples without drafts, from the same
+logits and with the same randomness. So the output equals that without speculation, bit for bit and
+at any temperature ("drafter-invariant", Daliri et al., 2024, arXiv:2408.07978). For drafts without
+probabilities no other rule accepts more tokens.
 """
 
 from __future__ import annotations
@@ -20,26 +20,24 @@ F32 = NDArray[np.float32]
 
 
 def sample(logits: F32 | Rows, batch: Batch, eos_token_ids: Collection[int]) -> StepOutput:
-    """The new tokens of each request of `batch` that wants some.
+    """Sample the new tokens of each request of `batch` that samples.
 
     Args:
-        logits: float32 [num_logits, vocab_size], rows in the batch's order; read, never written. Or
-            what a device drew.
+        logits: float32 [num_logits, vocab_size], rows in the batch's order; not changed. Or the
+            rows that a device sampled.
         batch: the step.
-        eos_token_ids: tokens that end an output, and that `min_tokens` holds back.
+        eos_token_ids: tokens that end an output; `min_tokens` excludes them.
 
     Returns:
-        A token per sampling request, and one for each draft that was right. A request that cannot
-        be sampled, such as from logits that are not finite, has its reason in `errors` instead: it
-        alone fails.
+        One token per sampling request and one per accepted draft. A request that cannot be sampled,
+        such as from logits that are not finite, has a reason in `errors` instead; only that request
+        fails.
     """
     output = StepOutput()
     row = 0
     step = logits if isinstance(logits, Rows) else Rows(logits, eos_token_ids)
     if len(step) != sum(share.num_logits for share in batch.scheduled):
-        raise ValueError(
-            f"the step has {len(step)} rows of logits, and its requests want other ones"
-        )
+        raise ValueError(f"the step has {len(step)} rows of logits, not those of its requests")
     for share in batch.scheduled:
         if not share.num_logits:
             continue
@@ -62,10 +60,8 @@ def sample(logits: F32 | Rows, batch: Batch, eos_token_ids: Collection[int]) -> 
                     logprobs.append(entry)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except (
-            BaseException
-        ) as error:  # whatever one request's values did, even a panic: the others get their tokens
-            if not token_ids:  # else the row where it failed comes again, as the first of a step
+        except BaseException as error:  # A Rust panic, too, fails only this request.
+            if not token_ids:  # After accepted tokens, the row that failed is computed again.
                 output.errors[share.request_id] = _reason(error)
                 continue
         if share.samples:
@@ -78,22 +74,22 @@ def sample(logits: F32 | Rows, batch: Batch, eos_token_ids: Collection[int]) -> 
 def verify(
     step: Rows, rows: Sequence[int], share: ScheduledRequest, eos_token_ids: Collection[int]
 ) -> Iterator[tuple[int, TokenLogprobs | None]]:
-    """Draw one request's tokens, row by row, for as long as the drafts were right.
+    """Sample one request's tokens, row by row, while its drafts are accepted.
 
-    The first token that is not the draft is the request's all the same: its row saw right tokens
-    only. A token that ends the output ends the window too.
+    The first token that differs from its draft is the request's too, since its row attended to
+    accepted tokens only. A token that ends the output ends the rows as well.
 
     Args:
-        step: whatever tells a row's token.
-        rows: of this request, 1 + num_drafts.
-        share: its `token_ids` end with the drafts.
+        step: samples the rows.
+        rows: rows of this request, 1 + num_drafts.
+        share: the request's share of the step; its `token_ids` end with the drafts.
         eos_token_ids: tokens that end an output.
 
     Yields:
-        Each new token with its log probabilities, where they are asked for.
+        Each new token, and its log probabilities if requested.
 
     Raises:
-        Exception: what `sample_row` raises at a row; the tokens before it stand.
+        Exception: as `sample_row` for a row; the tokens before it are valid.
     """
     params = share.sampling_params
     accepted = list[int]()
@@ -112,7 +108,7 @@ def verify(
 
 
 def score(step: Rows, rows: Sequence[int], share: ScheduledRequest) -> list[TokenLogprobs]:
-    """Log probabilities of the prompt tokens that follow the rows of `share.scored`, the first of `rows`."""
+    """Log probabilities of the prompt tokens after `share.scored`, from the first of `rows`."""
     num_top = share.sampling_params.prompt_logprobs or 0
     following = [share.prompt_token_ids[position + 1] for position in share.scored]
     return [

@@ -44,7 +44,7 @@ _HALVES = {
 
 
 @cache
-def _loaded(isa: str) -> tuple[dict[str, int], object]:
+def _loaded(isa: str) -> dict[str, int]:
     folder = USER_CACHE / "kernels"
     specs = [*SPECS, *(["round_rows"] if choose_isa(isa).matrix_tiles else [])]
     compile_kernels(folder, choose_isa(isa), specs)
@@ -53,7 +53,7 @@ def _loaded(isa: str) -> tuple[dict[str, int], object]:
 
 def kernel(isa: str, spec: str) -> int:
     """Address of a kernel; all of a path compile together, the first time."""
-    return _loaded(isa)[0][spec]
+    return _loaded(isa)[spec]
 
 
 def call_kernel(address: int, args: Sequence[int], tiles: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -56,8 +57,8 @@ def test_nothing_but_the_objects_is_left_behind(compiled):
 def test_the_second_call_compiles_nothing(folder, started):
     compile_kernels(folder, ISA, SPECS)
     assert not started
-    addresses, engine = load_kernels(folder, ISA, SPECS)
-    assert set(addresses) == set(SPECS) and all(addresses.values()) and engine is not None
+    addresses = load_kernels(folder, ISA, SPECS)
+    assert set(addresses) == set(SPECS) and all(addresses.values())
 
 
 def test_each_path_has_its_own_objects(folder, started):
@@ -92,9 +93,8 @@ def test_an_object_that_was_damaged_runs_again(folder):
     (path,) = folder.glob("quantize*")
     path.write_bytes(path.read_bytes()[:-1])
     compile_kernels(folder, ISA, SPECS)
-    addresses, engine = load_kernels(folder, ISA, SPECS)
+    addresses = load_kernels(folder, ISA, SPECS)
     call_kernel(addresses["quantize"], [0] * 8, 0)
-    del engine
 
 
 @pytest.mark.parametrize("below", ("kernels", "kernels/below", "/proc/twinphase"))
@@ -111,3 +111,20 @@ def test_a_folder_that_cannot_be_made(tmp_path, below):
 def test_a_kernel_that_does_not_compile(tmp_path):
     with pytest.raises(KernelCompileError, match="Q3_X"):
         compile_kernels(tmp_path, ISA, ["pack:Q3_X"])
+
+
+def test_processes_that_start_together_compile_a_kernel_once(compiled, tmp_path, started):
+    """The second one waits, and finds what the first one compiled."""
+
+    def compile_all() -> None:
+        compile_kernels(tmp_path, ISA, SPECS)
+
+    with compiler._locked(tmp_path):
+        second = threading.Thread(target=compile_all)
+        second.start()
+        second.join(0.2)
+        assert second.is_alive()
+        for name, content in compiled.items():
+            (tmp_path / name).write_bytes(content)
+    second.join(60)
+    assert not second.is_alive() and not started

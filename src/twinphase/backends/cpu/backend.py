@@ -9,32 +9,34 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.base import Forward, KVCacheSpec, StepInputs
+from twinphase.backends.base import Forward, KVCacheSpec, StepInputs, WeightLoader
 from twinphase.backends.cpu import kv_layout
 from twinphase.backends.cpu.compiler import compile_kernels, kernel_digest, load_kernels
+from twinphase.backends.cpu.dry_run import DryLoader, RecordedKernels, private_group
 from twinphase.backends.cpu.experts import ExpertOperations
 from twinphase.backends.cpu.isa import choose_isa
-from twinphase.backends.cpu.operations import RopeTables
+from twinphase.backends.cpu.operations import CacheAddresses, RopeTables
 from twinphase.backends.cpu.program import Buffer, Program
-from twinphase.backends.cpu.specs import check_heads, model_specs, most_rows
+from twinphase.backends.cpu.program_layout import TILE_BITS
 from twinphase.backends.cpu.step import COUNTS, StepMemory
-from twinphase.backends.cpu.threads import Command, ThreadPool, aligned
+from twinphase.backends.cpu.threads import Command, ThreadPool
+from twinphase.backends.cpu.tiling import GATE_PARTS, LOGIT_PARTS
 from twinphase.backends.cpu.weights import (
     Arena,
     Embedding,
+    Fill,
     Matrix,
     Vector,
     arena_bytes,
-    load_experts,
-    load_matrix,
-    vector_of,
+    load_vector,
+    place,
 )
-from twinphase.backends.group import Group
+from twinphase.backends.group import Group, shared_bytes
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
 from twinphase.blueprint import Blueprint, Rope
 from twinphase.config import available_cores
-from twinphase.errors import InvalidRequestError
+from twinphase.errors import InvalidRequestError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.storage import cache_root
 
@@ -46,7 +48,7 @@ MAX_ROWS = 1 << 16
 F32 = NDArray[np.float32]
 
 
-class CpuBackend(ExpertOperations):
+class CpuBackend:
     """The `Backend` protocol on this processor's vector instructions."""
 
     name = "cpu"
@@ -92,80 +94,81 @@ class CpuBackend(ExpertOperations):
         self.max_rows = {"tokens": max_num_batched_tokens, "logits": max_num_batched_tokens}
         self.max_num_seqs = max_num_seqs
         self._progress = progress
-        self._pack_commands: list[Command] = []
-        self._unpacked: list[tuple[Checkpoint, str]] = []
+        self._fills: list[Fill] = []
         self._pool: ThreadPool | None = None
-        self._routings = {}
-        self._kept: list[Buffer] = []
-        self._linear_scratch = 0
         self._stamped: StampedProgram | None = None
 
     # Preparation and weights
-    def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
-        """Compile the kernels this model needs and reserve memory for its weights.
+    def prepare(
+        self,
+        checkpoint: Checkpoint,
+        blueprint: Blueprint,
+        forward_on: Callable[[WeightLoader], Forward],
+    ) -> None:
+        """Compile the kernels that the model's first step runs, and reserve memory for its weights.
 
         Raises:
             InvalidRequestError: more rows in a step than kernels have tiles for.
             UnsupportedModelError: head sizes that the attention kernels do not cover, or a tensor
-                type without one.
+                type without a kernel.
         """
-        check_heads(blueprint)
-        most = most_rows(blueprint)
+        _check_heads(blueprint)
+        most = _most_rows(blueprint)
         if self.max_rows["tokens"] > most:
             raise InvalidRequestError(
                 f"max_num_batched_tokens is {self.max_rows['tokens']} with this model on the cpu "
                 "backend.",
                 f"Use at most {most}.",
             )
-        # whose embedding stays where it is mapped
         self.blueprint = blueprint
         self._checkpoint = checkpoint
         self._max_positions = blueprint.context_length
-        specs = model_specs(checkpoint, blueprint, self.kv_cache_dtype, self.isa)
+        specs = self._first_step_kernels(forward_on)
         folder = cache_root() / "kernels"
         compile_kernels(folder, self.isa, specs, self._progress)
-        self._kernels, self._engine = load_kernels(folder, self.isa, specs)
+        self._kernels = load_kernels(folder, self.isa, specs)
         self._program = Program(self._kernels, self.max_rows, self.group)
         self._arena = Arena(arena_bytes(checkpoint, blueprint.tied), "weights")
-        self._keep: list[NDArray[np.generic]] = [
-            aligned(64, np.float32)
-        ]  # arrays that kernels know by address
+        self._keep: list[NDArray[np.generic]] = []  # arrays that kernels know by address
+
+    def _first_step_kernels(self, forward_on: Callable[[WeightLoader], Forward]) -> list[str]:
+        """Specs of the kernels that pack the weights and run a step, recorded without memory."""
+        b = self.blueprint
+        loader = DryLoader(self.isa)
+        forward = forward_on(loader)
+        rows = {"tokens": 1, "logits": 1}
+        spec = KVCacheSpec(b.num_layers, b.num_kv_heads, b.head_dim, 1, kv_layout.CELL)
+        step = StepMemory(1, 1, 1, spec, b, 1)
+        cache = CacheAddresses(self.kv_cache_dtype, [[0, 0, 0]] * b.num_layers, 1, 1)
+        kernels = RecordedKernels(["run_program", *loader.packs])
+        with private_group(self.group, shared_bytes(b.whole, 1)) as group:
+            program = Program(kernels, rows, group)
+            logits = forward(ExpertOperations(program, b, self.isa, self.threads, step, cache))
+            logits.memory(quantized=False)
+        return sorted(kernels)
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Matrix:
-        """Packed weights, as soon as the KV cache is allocated."""
-        matrix, commands = load_matrix(checkpoint, names, self._arena, self._pack, self.isa)
-        self._pack_later(checkpoint, names, commands)
+        """Packed weights, or those of every expert, as soon as the KV cache is allocated."""
+        matrix, fills = place(checkpoint, names, self._arena.take, self.isa)
+        self._fills += fills
+        # All at once would have the whole file in memory beside the packed weights.
+        if sum(fill.info.nbytes for fill in self._fills) >= PACK_BYTES:
+            self._fill_now()
         return matrix
 
-    def experts(self, checkpoint: Checkpoint, names: Sequence[str]) -> Matrix:
-        """The same for every expert."""
-        matrix, commands = load_experts(checkpoint, names, self._arena, self._pack)
-        self._pack_later(checkpoint, names, commands)
-        return matrix
+    experts = matrix
 
-    def _pack_later(
-        self, checkpoint: Checkpoint, names: Sequence[str], commands: list[Command]
-    ) -> None:
-        """All at once would have the whole file in memory beside what it is packed into."""
-        self._pack_commands += commands
-        self._unpacked += [(checkpoint, name) for name in names]
-        if (
-            sum(checkpoint.tensors[name].nbytes for checkpoint, name in self._unpacked)
-            >= PACK_BYTES
-        ):
-            self._pack_now()
-
-    def _pack_now(self) -> None:
-        if self._pack_commands:
+    def _fill_now(self) -> None:
+        commands = [command for fill in self._fills for command in fill.commands(self._pack)]
+        if commands:
             pool = ThreadPool(self._kernels["run_program"], self.threads, 64)
             self._program.cells.update(dict.fromkeys(COUNTS, 0))
-            pool.load(self._pack_commands)
+            pool.load(commands)
             pool.run()
             pool.close()
-        for checkpoint, name in self._unpacked:
-            checkpoint.release(name)
-        self._pack_commands = []
-        self._unpacked = []
+        for fill in self._fills:
+            fill.checkpoint.release(fill.info.name)
+        self._fills = []
 
     def _pack(self, type_name: str, args: Sequence[int], strips: int) -> Command:
         return Command(
@@ -174,8 +177,7 @@ class CpuBackend(ExpertOperations):
 
     def vector(self, checkpoint: Checkpoint, names: Sequence[str], plus: float = 0.0) -> Vector:
         """The tensors side by side, each padded as the outputs of stacked matrices are."""
-        values = np.concatenate([vector_of(checkpoint, name, plus) for name in names], axis=-1)
-        out = Vector(values, sum(checkpoint.tensors[name].shape[-1] for name in names))
+        out = load_vector(checkpoint, names, plus)
         self._keep.append(out.values)
         return out
 
@@ -199,21 +201,22 @@ class CpuBackend(ExpertOperations):
                 f"block_size is {spec.block_size} with the cpu backend.", "Use a multiple of 16."
             )
         self.kv_spec = spec
-        self._per_chunk = kv_layout.chunk_cells(spec.num_layers, spec.num_kv_heads)
-        cells = spec.num_blocks * (spec.block_size // kv_layout.CELL)
-        cells = -(-cells // kv_layout.CHUNK) * self._per_chunk
+        per_chunk = kv_layout.chunk_cells(spec.num_layers, spec.num_kv_heads)
+        per_block = spec.block_size // kv_layout.CELL
+        cells = -(-spec.num_blocks * per_block // kv_layout.CHUNK) * per_chunk
         sizes = self._cell_sizes()
-        self._cache = Arena(cells * sum(sizes) + 128, "KV cache")
-        memory = [self._cache.take(cells * size) for size in sizes]
+        arena = Arena(cells * sum(sizes) + 128, "KV cache")
+        memory = [arena.take(cells * size) for size in sizes]
         self.kv_memory = memory  # keys, scales, values
         layer_cells = spec.num_kv_heads * kv_layout.CHUNK
-        self._layers = [
+        layers = [
             [
                 array.ctypes.data + layer * layer_cells * size
                 for array, size in zip(memory, sizes, strict=True)
             ]
             for layer in range(spec.num_layers)
         ]
+        self._cache = CacheAddresses(self.kv_cache_dtype, layers, per_chunk, per_block)
         self._step = StepMemory(
             self.max_rows["tokens"],
             self.max_num_seqs,
@@ -224,7 +227,7 @@ class CpuBackend(ExpertOperations):
             self.kv_cache_dtype,
             self.isa.attention_rows,
         )
-        self._pack_now()
+        self._fill_now()
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """Keys in int8 with a scale, values in 16 bits or likewise."""
@@ -331,19 +334,41 @@ class CpuBackend(ExpertOperations):
 
     def kept(self) -> list[F32]:
         """See `Backend`."""
-        views = [
-            (x.rows, x.floats.arrays[0].view(np.float32).reshape(-1, x.width)) for x in self._kept
-        ]
+        views = [(x.rows, x.array) for x in self._operations.kept]
         return [view[: self._counts[rows], : self.blueprint.hidden_size] for rows, view in views]
 
     def _scratch_bytes(self) -> int:
         b = self.blueprint
         attention = kv_layout.attention_scratch_bytes(b.head_dim, b.group)
-        return max(attention, 8 * b.experts.count if b.experts else 0, self._linear_scratch)
+        return max(
+            attention, 8 * b.experts.count if b.experts else 0, self._operations.scratch_bytes
+        )
 
     def _capture(self, forward: Forward) -> None:
-        logits: Buffer = forward(self)
+        self._operations = ExpertOperations(
+            self._program, self.blueprint, self.isa, self.threads, self._step, self._cache
+        )
+        logits: Buffer = forward(self._operations)
         self._outputs = logits.outputs
-        self._logits: F32 = logits.floats.arrays[0].view(np.float32).reshape(-1, logits.width)
+        self._logits = logits.array
         self._pool = ThreadPool(self._kernels["run_program"], self.threads, self._scratch_bytes())
         self._pool.load(self._program.commands)
+
+
+def _check_heads(blueprint: Blueprint) -> None:
+    """Raises UnsupportedModelError for head sizes that the attention kernels do not cover."""
+    head_dim = blueprint.head_dim
+    heads = blueprint.whole.num_heads
+    if head_dim % 16 or head_dim > 256 or heads * head_dim % 32:
+        raise UnsupportedModelError(
+            f"Head size {head_dim} is not supported by the cpu backend.",
+            "It must be a multiple of 16 up to 256, and all heads together of 32.",
+        )
+
+
+def _most_rows(blueprint: Blueprint) -> int:
+    """Rows that a step may have, so that no kernel has more tiles than a claim word can count."""
+    times = GATE_PARTS * (blueprint.experts.used if blueprint.experts else 1)
+    if blueprint.logit_scale != 1 or blueprint.logit_softcap:
+        times = max(times, LOGIT_PARTS)
+    return ((1 << TILE_BITS) - 1) // times

@@ -9,6 +9,7 @@ which keeps a warm start short and its memory small.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -123,11 +124,41 @@ def compile_kernels(
         KernelCompileError: the compiler failed.
         StorageError: the folder cannot be written.
     """
-    missing = [spec for spec in specs if _read_object(_object_path(folder, isa, spec)) is None]
+    missing = _missing(folder, isa, specs)
     if not missing:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise storage_error(error, folder) from error
+    with _locked(folder):
+        # Another process may have compiled them while this one waited for the lock.
+        missing = _missing(folder, isa, missing)
+        if missing:
+            _compile_in_processes(folder, isa, missing, progress)
+
+
+def _missing(folder: Path, isa: Isa, specs: Sequence[str]) -> list[str]:
+    return [spec for spec in specs if _read_object(_object_path(folder, isa, spec)) is None]
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock: engines that start together would compile the same kernels."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        # A file system without locks costs work that is done twice, and nothing else.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _compile_in_processes(
+    folder: Path, isa: Isa, missing: Sequence[str], progress: Progress | None
+) -> None:
+    try:
         for spec in missing:
             _object_path(folder, isa, spec).unlink(missing_ok=True)
     except OSError as error:
@@ -225,25 +256,55 @@ def _object_code(library: Any, symbol: str) -> bytes:
     return bytes(library._codegen._tm.emit_object(module))
 
 
-def load_kernels(folder: Path, isa: Isa, specs: Sequence[str]) -> tuple[dict[str, int], object]:
-    """Addresses of compiled kernels by spec, and the engine that owns their memory (keep it alive)."""
-    import llvmlite.binding as llvm
+class LoadedKernels(dict[str, int]):
+    """Addresses of kernels by spec; it owns their memory.
 
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-    symbols = {}
-    for spec in specs:
-        found = _read_object(_object_path(folder, isa, spec))
-        if found is None:
-            raise KernelCompileError(
-                f"Kernel {spec} is not compiled.", "Call compile_kernels first."
-            )
-        symbols[spec], code = found
-        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-    engine.finalize_object()
-    return {spec: engine.get_function_address(symbol) for spec, symbol in symbols.items()}, engine
+    A kernel that was not loaded is compiled when it is asked for: steps other than the recorded
+    one, such as those that keep hidden states, may run more kernels.
+    """
+
+    def __init__(self, folder: Path, isa: Isa) -> None:
+        super().__init__()
+        self._folder = folder
+        self._isa = isa
+        self._engines: list[object] = []
+
+    def __missing__(self, spec: str) -> int:
+        compile_kernels(self._folder, self._isa, [spec])
+        self.load([spec])
+        return self[spec]
+
+    def load(self, specs: Sequence[str]) -> None:
+        """Add kernels that are compiled."""
+        import llvmlite.binding as llvm
+
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        symbols = {}
+        for spec in specs:
+            found = _read_object(_object_path(self._folder, self._isa, spec))
+            if found is None:
+                raise KernelCompileError(
+                    f"Kernel {spec} is not compiled.", "Call compile_kernels first."
+                )
+            symbols[spec], code = found
+            engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        self._engines.append(engine)
+        self |= {spec: engine.get_function_address(symbol) for spec, symbol in symbols.items()}
+
+
+def load_kernels(folder: Path, isa: Isa, specs: Sequence[str]) -> LoadedKernels:
+    """The compiled kernels of these specs.
+
+    Raises:
+        KernelCompileError: a kernel has not been compiled.
+    """
+    kernels = LoadedKernels(folder, isa)
+    kernels.load(specs)
+    return kernels
 
 
 if __name__ == "__main__":

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.cpu.formats import FORMATS
-from twinphase.backends.cpu.operations import FEW_ROWS, MAX_TILES, TILES_PER_THREAD, Operations
+from twinphase.backends.cpu.operations import (
+    FEW_ROWS,
+    MAX_TILES,
+    TILES_PER_THREAD,
+    Operations,
+    layer_spec,
+)
 from twinphase.backends.cpu.program import Buffer, Memory, rows_in
-from twinphase.backends.cpu.specs import experts_spec
 from twinphase.backends.cpu.threads import aligned
 from twinphase.backends.cpu.tiling import ROWS_PER_TILE, SLOT
 from twinphase.backends.cpu.weights import Matrix, Vector
@@ -36,9 +42,11 @@ class Routing:
 
 
 class ExpertOperations(Operations):
-    """The operation `moe`."""
+    """Those of a model with experts, too."""
 
-    _routings: dict[tuple[str, int, int], Routing]
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._routings: dict[tuple[str, int, int], Routing] = {}
 
     def moe(
         self,
@@ -53,7 +61,7 @@ class ExpertOperations(Operations):
         down_bias: Vector | None = None,
     ) -> Buffer:
         """The weighted sum of each row's chosen experts."""
-        program = self._program
+        program = self.program
         used = experts.used
         routing = self._route(self.linear(x, router, bias=router_bias), experts)
         pairs = f"{x.rows}*{used}"
@@ -83,7 +91,7 @@ class ExpertOperations(Operations):
         return out
 
     def _route(self, logits: Buffer, experts: Experts) -> Routing:
-        program = self._program
+        program = self.program
         source = logits.floats
         key = (logits.rows, experts.count, experts.used)
         if key not in self._routings:
@@ -110,7 +118,7 @@ class ExpertOperations(Operations):
         self, x: Buffer, weight: Matrix, bias: Vector | None, routing: Routing, experts: Experts
     ) -> Buffer:
         """Sorted rows through the weights of their experts."""
-        program = self._program
+        program = self.program
         out = Buffer(program, x.rows, weight.width, columns=weight.columns, outputs=weight.sizes[0])
         for part in weight.parts:
             source = x.memory(part.type in FORMATS)
@@ -138,7 +146,11 @@ class ExpertOperations(Operations):
             args += [routing.slots.ctypes.data, strips_per_tile]
             reads = [source.data, routing.rows.ctypes.data]
             program.add(
-                experts_spec(part.type), tiles, args, reads, [(out.floats.data, part.column)]
+                layer_spec("experts", part.type),
+                tiles,
+                args,
+                reads,
+                [(out.floats.data, part.column)],
             )
         return out
 
@@ -163,5 +175,5 @@ class ExpertOperations(Operations):
             return slots(counts) * -(-strips // per_tile(counts))
 
         key = (rows, strips, count)
-        address = self._program.cells.address
+        address = self.program.cells.address
         return address(("expert strips", *key), per_tile), address(("expert tiles", *key), tiles)

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -18,8 +19,7 @@ from typing import ClassVar
 from twinphase.backends.cpu.ceilings import CeilingsError
 from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
 from twinphase.backends.cpu.isa import choose_isa
-from twinphase.backends.cpu.operations import COPY_ARGS, Operations
-from twinphase.backends.cpu.program import Buffer, Memory, Program
+from twinphase.backends.cpu.program import COPY_ARGS, Buffer, Program, gather_columns
 from twinphase.backends.cpu.threads import ThreadPool
 from twinphase.backends.cpu.tiling import ROWS_PER_TILE
 from twinphase.backends.group import Group, shared_file
@@ -84,37 +84,28 @@ def measure_link(ranks: int, threads: int, isa: str | None = None) -> LinkRates:
             process.communicate()
 
 
-class _Exchanges(Operations):
+class _Exchanges:
     """Rows that are gathered, and read by every rank, again and again."""
 
     def __init__(
-        self, kernels: dict[str, int], group: Group, threads: int, rows: int, width: int
+        self, kernels: Mapping[str, int], group: Group, threads: int, rows: int, width: int
     ) -> None:
-        self.group = group
-        self._program = Program(kernels, {"tokens": rows}, group)
+        program = Program(kernels, {"tokens": rows}, group)
         firsts = tuple(rank * width // group.ranks for rank in range(group.ranks + 1))
         mine = firsts[group.rank : group.rank + 2]
         span = Span(mine[0], mine[1] - mine[0], width, 1, firsts[:-1])
-        source = Buffer(self._program, "tokens", width)
-        own = Buffer(self._program, "tokens", width).floats
+        source = Buffer(program, "tokens", width)
+        own = Buffer(program, "tokens", width).floats
         for _ in range(EXCHANGES):
-            self._read(self._gathered(source, span, False), own)
-        self._program.cells.update({"tokens": rows})
+            whole = gather_columns(program, source, span, quantized=False)
+            args = [program.count("tokens"), whole.data, whole.stride, own.data, own.stride]
+            args += [4 * whole.width, *[0] * (COPY_ARGS - 6)]
+            tiles = program.tiles("tokens", ROWS_PER_TILE)
+            program.add("copy_columns", tiles, args, [whole.data], [(own.data, 0)])
+        program.cells.update({"tokens": rows})
+        self._program = program  # owns the memory that the commands work on
         self._pool = ThreadPool(kernels["run_program"], threads, 4096)
-        self._pool.load(self._program.commands)
-
-    def _read(self, whole: Memory, own: Memory) -> None:
-        program = self._program
-        nbytes = 4 * whole.width
-        args = [program.count("tokens"), whole.data, whole.stride, own.data, own.stride, nbytes]
-        args += [0] * (COPY_ARGS - len(args))
-        program.add(
-            "copy_columns",
-            program.tiles("tokens", ROWS_PER_TILE),
-            args,
-            [whole.data],
-            [(own.data, 0)],
-        )
+        self._pool.load(program.commands)
 
     def seconds(self) -> float:
         """Of one exchange, in the best round."""
@@ -127,7 +118,7 @@ class _Exchanges(Operations):
 
 
 def _main(memory: int, ranks: int, threads: int, isa: str, rank: int) -> None:
-    kernels, _engine = load_kernels(cache_root() / "kernels", choose_isa(isa), SPECS)
+    kernels = load_kernels(cache_root() / "kernels", choose_isa(isa), SPECS)
     group = Group(rank, ranks, memory, Path())
     large, small = (_Exchanges(kernels, group, threads, *size).seconds() for size in (LARGE, SMALL))
     if rank == 0:

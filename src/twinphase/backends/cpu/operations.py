@@ -1,4 +1,4 @@
-"""The operations of the CPU backend: each adds commands to the program that is being captured."""
+"""The operations that models call while their forward pass is captured: each adds commands to a program."""
 
 from __future__ import annotations
 
@@ -8,24 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.base import KVCacheSpec
 from twinphase.backends.cpu import kv_layout, tiling
 from twinphase.backends.cpu.formats import FORMATS, GROUP, STRIP
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.program import Buffer, Memory, Program
-from twinphase.backends.cpu.specs import attention_spec, linear_spec, merge_spec, rope_spec
+from twinphase.backends.cpu.program import Buffer, Memory, Program, gather_columns
 from twinphase.backends.cpu.step import StepMemory
-from twinphase.backends.cpu.threads import aligned, libc_address
+from twinphase.backends.cpu.threads import aligned
+from twinphase.backends.cpu.tiling import GATE_PARTS, LOGIT_PARTS, ROWS_PER_TILE
 from twinphase.backends.cpu.weights import Embedding, Matrix, Part, Vector, padded
-from twinphase.backends.group import Group
 from twinphase.blueprint import Blueprint, Rope, Span
 
-GATE_PARTS = tiling.GATE_PARTS
-LOGIT_PARTS = tiling.LOGIT_PARTS
-ROWS_PER_TILE = tiling.ROWS_PER_TILE
 FEW_ROWS = 16
 TILES_PER_THREAD = 8
-COPY_ARGS = 21  # of copy_columns, whatever it copies
 MAX_TILES = 1 << 17  # of a linear layer; a claim word holds numbers below 2^18
 LOG2_E = 1.4426950408889634
 
@@ -33,6 +27,11 @@ LOG2_E = 1.4426950408889634
 def float_bits(value: float) -> int:
     """The bits of a float32, as kernels take float arguments."""
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def layer_spec(kind: str, type_name: str) -> str:
+    """The kernel of a "linear" layer, or of the same layer of all "experts"."""
+    return f"{'quantized' if type_name in FORMATS else 'dense'}_{kind}:{type_name}"
 
 
 @dataclass(frozen=True)
@@ -44,30 +43,53 @@ class RopeTables:
     sin: NDArray[np.float32]
 
 
-class Operations:
-    """What models call while the forward pass is captured.
+@dataclass(frozen=True)
+class CacheAddresses:
+    """Where the KV cache is.
 
-    Memory and weights are `CpuBackend`'s.
+    Attributes:
+        dtype: one of `kv_layout.KV_CACHE_DTYPES`.
+        layers: addresses of each layer's keys, scales and values.
+        cells_per_chunk: over all layers and heads.
     """
 
-    threads: int
-    isa: Isa
-    blueprint: Blueprint
-    kv_spec: KVCacheSpec
-    kv_cache_dtype: str
-    group: Group | None
-    _program: Program
-    _step: StepMemory
-    _layers: list[list[int]]  # addresses of each layer's keys, scales and values
-    _per_chunk: int
-    _linear_scratch: int  # bytes of a thread's that linear layers need
-    _keep: list[NDArray[np.generic]]
-    _kept: list[Buffer]
+    dtype: str
+    layers: list[list[int]]
+    cells_per_chunk: int
+    cells_per_block: int
+
+
+class Operations:
+    """The operations of a dense model: each adds commands to a program.
+
+    Attributes:
+        kept: buffers that the model keeps (`keep`).
+        scratch_bytes: what the linear layers need of each thread's private memory.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        blueprint: Blueprint,
+        isa: Isa,
+        threads: int,
+        step: StepMemory,
+        cache: CacheAddresses,
+    ) -> None:
+        self.program = program
+        self.blueprint = blueprint
+        self.isa = isa
+        self.threads = threads
+        self.kept: list[Buffer] = []
+        self.scratch_bytes = 0
+        self._step = step
+        self._cache = cache
+        self._zeros = [aligned(64, np.float32)]
 
     def embed(self, table: Embedding, scale: float = 1.0) -> Buffer:
         """Embedding rows of the step's tokens."""
-        program = self._program
-        out = Buffer(self._program, "tokens", padded(table.width))
+        program = self.program
+        out = Buffer(self.program, "tokens", padded(table.width))
         args = [self._step.token_ids.ctypes.data, table.address, table.row_bytes, table.width]
         args += [out.floats.data, out.floats.stride, float_bits(scale)]
         program.add(
@@ -77,12 +99,12 @@ class Operations:
 
     def keep(self, x: Buffer) -> None:
         """Hold the buffer, so that no later command of the program gets its memory."""
-        self._kept.append(x)
+        self.kept.append(x)
         x.memory(quantized=False)
 
     def logit_rows(self, x: Buffer) -> Buffer:
         """The rows whose logits are wanted, side by side."""
-        out = Buffer(self._program, "logits", x.width)
+        out = Buffer(self.program, "logits", x.width)
         self.pick_rows(self._step.logit_rows, x.floats, out.floats)
         return out
 
@@ -90,7 +112,7 @@ class Operations:
         self, numbers: NDArray[np.generic], source: Memory, out: Memory, reads: tuple[int, ...] = ()
     ) -> None:
         """Copy the rows of those numbers."""
-        program = self._program
+        program = self.program
         kind = "q8" if source.quantized else "f32"
         args = [numbers.ctypes.data, source.groups, *source.addresses, *out.addresses]
         program.add(
@@ -103,7 +125,7 @@ class Operations:
 
     def rms_norm(self, x: Buffer, weight: Vector, eps: float) -> Buffer:
         """RMSNorm; what its reader wants is written in the same pass."""
-        program = self._program
+        program = self.program
         source = x.floats
         if x.width != len(weight.values):
             raise ValueError(f"rms_norm of {x.width} columns with weights for {len(weight.values)}")
@@ -131,7 +153,7 @@ class Operations:
         """x @ weight.T + residual or bias, into new memory: a kernel may compute a row twice."""
         if residual is not None and bias is not None:
             raise ValueError("a linear layer adds a residual or a bias")
-        program = self._program
+        program = self.program
         out = Buffer(program, x.rows, weight.width, columns=weight.columns, outputs=weight.sizes[0])
         base = None if residual is None else residual.floats
         for part in weight.parts:
@@ -164,25 +186,28 @@ class Operations:
             args += [program.count(x.rows), strips_per_tile, chunk]
             reads = [source.data] if base is None else [source.data, base.data]
             program.add(
-                linear_spec(part.type), tiles, args, reads, [(out.floats.data, part.column)]
+                layer_spec("linear", part.type),
+                tiles,
+                args,
+                reads,
+                [(out.floats.data, part.column)],
             )
         return out
 
     def _reserve_scratch(self, part: Part, rows: int) -> None:
         """Have threads bring what a layer with up to `rows` rows in a tile needs."""
         if part.tiled:
-            self._linear_scratch = max(self._linear_scratch, 64)  # of the tiles' shapes
+            self.scratch_bytes = max(self.scratch_bytes, 64)  # of the tiles' shapes
         elif self.isa.matrix_tiles and part.type in FORMATS:
-            self._linear_scratch = max(
-                self._linear_scratch, tiling.matrix_scratch_bytes(part.type, rows)
+            self.scratch_bytes = max(
+                self.scratch_bytes, tiling.matrix_scratch_bytes(part.type, rows)
             )
 
     def zeros(self, strips: int) -> int:
         """Address of a row of zeros, the residual of a layer without one."""
-        if self._keep[0].size < strips * STRIP:
-            self._keep.append(self._keep[0])
-            self._keep[0] = aligned(strips * STRIP, np.float32)
-        return int(self._keep[0].ctypes.data)
+        if self._zeros[-1].size < strips * STRIP:
+            self._zeros.append(aligned(strips * STRIP, np.float32))
+        return int(self._zeros[-1].ctypes.data)
 
     def _linear_tiles(
         self, rows: str, strips: int, row_bytes: int, tiled: bool
@@ -213,7 +238,7 @@ class Operations:
             return -(-strips // per_tile(counts)) * chunks(counts)
 
         key = (rows, strips, row_bytes, tiled)
-        address = self._program.cells.address
+        address = self.program.cells.address
         return (
             address(("strips", *key), per_tile),
             address(("chunk", *key), chunk),
@@ -222,8 +247,8 @@ class Operations:
 
     def add(self, x: Buffer, h: Buffer, scale: float = 1.0) -> Buffer:
         """x + scale * h."""
-        program = self._program
-        out = Buffer(self._program, x.rows, x.width)
+        program = self.program
+        out = Buffer(self.program, x.rows, x.width)
         sources = [x.floats.data, h.floats.data]
         args = [
             program.count(x.rows),
@@ -241,8 +266,8 @@ class Operations:
         self, x: Buffer, h: Buffer, weight: Vector, eps: float, scale: float = 1.0
     ) -> Buffer:
         """x + scale * rms_norm(h)."""
-        program = self._program
-        out = Buffer(self._program, x.rows, x.width)
+        program = self.program
+        out = Buffer(self.program, x.rows, x.width)
         sources = [x.floats.data, h.floats.data]
         args = [
             program.count(x.rows),
@@ -266,7 +291,7 @@ class Operations:
         k_norm: Vector | None = None,
     ) -> StepMemory:
         """Normalize, rotate, write the cache; the queries stay in the step's memory, as int8."""
-        program = self._program
+        program = self.program
         step = self._step
         source = qkv.floats
         b = self.blueprint
@@ -280,13 +305,18 @@ class Operations:
         args = [source.data + 4 * column for column in columns] + [source.stride]
         args += [0, 0] if rope is None else [rope.cos.ctypes.data, rope.sin.ctypes.data]
         args += [step.positions.ctypes.data, step.slots.ctypes.data]
-        args += [b.num_heads, b.num_kv_heads, *self._layers[layer], *step.query_addresses]
-        args += [float_bits(scale), self._per_chunk]
+        args += [b.num_heads, b.num_kv_heads, *self._cache.layers[layer], *step.query_addresses]
+        args += [float_bits(scale), self._cache.cells_per_chunk]
         args += [0 if norm is None else norm.values.ctypes.data for norm in (q_norm, k_norm)] + [
             float_bits(b.norm_eps)
         ]
-        writes = [(step.query_addresses[0], 0), (self._layers[layer][0], 0)]
-        spec = rope_spec(b, None if rope is None else rope.rope, self.kv_cache_dtype)
+        writes = [(step.query_addresses[0], 0), (self._cache.layers[layer][0], 0)]
+        turned, interleaved = (
+            (0, 0) if rope is None else (rope.rope.dim, int(rope.rope.interleaved))
+        )
+        # Over their whole width, queries and keys were normalized above.
+        norm = "none" if b.qk_norm == "width" else b.qk_norm
+        spec = f"rope_kv_write:{b.head_dim}:{turned}:{interleaved}:{self._cache.dtype}:{norm}"
         program.add(spec, program.count("tokens"), args, [source.data], writes)
         return step
 
@@ -294,10 +324,13 @@ class Operations:
         self, qkv: Buffer, columns: tuple[int, ...], weights: tuple[Vector, Vector]
     ) -> None:
         """RMSNorm of queries and of keys over their whole width."""
-        program = self._program
+        program = self.program
         x = qkv.floats
         parts = list(zip(columns, self.blueprint.norm_spans, strict=False))
-        wholes = [self._gathered(qkv, span, False, column) if span else x for column, span in parts]
+        wholes = [
+            gather_columns(self.program, qkv, span, False, column) if span else x
+            for column, span in parts
+        ]
         for part, ((column, span), whole, weight) in enumerate(
             zip(parts, wholes, weights, strict=True)
         ):
@@ -318,23 +351,24 @@ class Operations:
         self, q: StepMemory, layer: int, window: int | None = None, sinks: Vector | None = None
     ) -> Buffer:
         """Units of one token, units of several and the merge of those that were cut; whichever the step has."""
-        program = self._program
-        cache = self._layers[layer]
+        program = self.program
+        cache = self._cache.layers[layer]
         b = self.blueprint
         out = Buffer(program, "tokens", b.num_heads * b.head_dim)
         common = [*q.query_addresses, *cache, b.num_kv_heads, q.block_tables.ctypes.data]
         common += [
             q.block_tables.strides[0],
-            self.kv_spec.block_size // kv_layout.CELL,
-            self._per_chunk,
+            self._cache.cells_per_block,
+            self._cache.cells_per_chunk,
         ]
         reads = [q.query_addresses[0], cache[0]]
         partials = q.partials.ctypes.data
         limits = [window or 0, 0 if sinks is None else sinks.values.ctypes.data]
         target = out.floats.data
+        cap = b.attention_softcap or 0
         for part, (phase, units) in enumerate(q.units.items()):
             args = [units.ctypes.data, *common, target, partials, *limits]
-            spec = attention_spec(phase, b, self.kv_cache_dtype)
+            spec = f"attention_{phase}:{b.head_dim}:{b.group}:{self._cache.dtype}:{cap:g}:{int(b.sinks)}"
             program.add(
                 spec,
                 program.count(f"{phase}_units"),
@@ -344,7 +378,7 @@ class Operations:
             )
         args = [q.merges.ctypes.data, partials, b.num_kv_heads, target, *limits]
         program.add(
-            merge_spec(b),
+            f"attention_merge:{b.head_dim}:{b.group}:{int(b.sinks)}",
             program.count(f"merges*{b.num_heads}"),
             args,
             [partials],
@@ -354,7 +388,7 @@ class Operations:
 
     def gate_mul(self, gate_up: Buffer) -> Buffer:
         """activation(gate) * up; what its reader wants is written in the same pass."""
-        program = self._program
+        program = self.program
         source = gate_up.floats
         b = self.blueprint
         width = (
@@ -388,55 +422,16 @@ class Operations:
 
         def make(quantized: bool) -> Memory:
             if quantized and not floats and span.multiple % GROUP == 0:
-                return self._gathered(x, span, True)
+                return gather_columns(self.program, x, span, True)
             if not floats:
-                floats.append(self._gathered(x, span, False))
-            return self._program.quantize(floats[0]) if quantized else floats[0]
+                floats.append(gather_columns(self.program, x, span, False))
+            return self.program.quantize(floats[0]) if quantized else floats[0]
 
-        return Buffer(self._program, x.rows, padded(span.total), outputs=span.total, make=make)
-
-    def _gathered(self, x: Buffer, span: Span, quantized: bool, column: int = 0) -> Memory:
-        """The ranks' columns; this one's of `x`, which begin at `column` (0 where they are quantized)."""
-        program = self._program
-        group = self.group
-        assert group is not None
-        source = x.memory(quantized)
-        whole = Memory(program, x.rows, padded(span.total), quantized, shared=True)
-        units = (GROUP, 4, 4, 8) if quantized else (4,)  # bytes of a group, or of a column
-        first, size = (
-            (span.first // GROUP, -(-span.size // GROUP)) if quantized else (span.first, span.size)
-        )
-        args = [program.count(x.rows)]
-        for unit, mine, all_ranks in zip(units, source.arrays, whole.arrays, strict=True):
-            strides = [
-                unit * (memory.groups if quantized else memory.width) for memory in (source, whole)
-            ]
-            args += [
-                mine.ctypes.data + unit * column,
-                strides[0],
-                all_ranks.ctypes.data + unit * first,
-                strides[1],
-                unit * size,
-            ]
-        tiles = program.tiles(x.rows, ROWS_PER_TILE)
-        written = [(whole.data, 0)]
-        program.add(
-            "copy_columns", tiles, args + [0] * (COPY_ARGS - len(args)), [source.data], written
-        )
-        args = [
-            group.address,
-            group.rank,
-            group.ranks,
-            libc_address("usleep"),
-            libc_address("clock_gettime"),
-        ]
-        program.add("meet", program.cells.constant(1), args, [whole.data], written)
-        program.met()
-        return whole
+        return Buffer(self.program, x.rows, padded(span.total), outputs=span.total, make=make)
 
     def cap_logits(self, logits: Buffer, scale: float, softcap: float | None) -> Buffer:
         """The logits times `scale`, then softcap * tanh(logits / softcap) when there is one."""
-        program = self._program
+        program = self.program
         source = logits.floats
         out = Buffer(program, logits.rows, logits.width, outputs=logits.outputs)
         cap = softcap or 1.0

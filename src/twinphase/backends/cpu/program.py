@@ -7,15 +7,19 @@ counts that may vary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.cpu.threads import Command, aligned
+from twinphase.backends.cpu.formats import GROUP
+from twinphase.backends.cpu.threads import Command, aligned, libc_address
 from twinphase.backends.cpu.tiling import ROWS_PER_TILE
+from twinphase.backends.cpu.weights import padded
 from twinphase.backends.group import Group
+from twinphase.blueprint import Span
 
+COPY_ARGS = 21  # arguments of `copy_columns`, however many arrays it copies
 Key = tuple[str, int, bool, bool]  # of arrays: rows, width, whether quantized, whether shared
 
 
@@ -113,6 +117,11 @@ class Buffer:
         """The rows as float32."""
         return self.memory(quantized=False)
 
+    @property
+    def array(self) -> NDArray[np.float32]:
+        """The memory of `floats`, [most rows, width]."""
+        return self.floats.arrays[0].view(np.float32).reshape(-1, self.width)
+
 
 class Memory:
     """Arrays of a buffer; they go back to the program when the last handle is dropped during capture."""
@@ -153,7 +162,7 @@ class Program:
     """Commands in order, and the memory they work on."""
 
     def __init__(
-        self, kernels: dict[str, int], max_rows: dict[str, int], group: Group | None = None
+        self, kernels: Mapping[str, int], max_rows: dict[str, int], group: Group | None = None
     ) -> None:
         """Args: addresses of kernels by spec; the most rows of each kind ("tokens", "logits"); of ranks."""
         self.kernels = kernels
@@ -271,3 +280,29 @@ class Program:
             [(out.data, 0)],
         )
         return out
+
+
+def gather_columns(
+    program: Program, x: Buffer, span: Span, quantized: bool, column: int = 0
+) -> Memory:
+    """All ranks' columns; those of this rank begin at `column` of x (0 where they are quantized)."""
+    group = program.group
+    assert group is not None
+    source = x.memory(quantized)
+    whole = Memory(program, x.rows, padded(span.total), quantized, shared=True)
+    per_number = GROUP if quantized else 1  # columns that share a number of an array
+    units = (GROUP, 4, 4, 8) if quantized else (4,)  # bytes of a group, or of a column
+    args = [program.count(x.rows)]
+    for unit, mine, all_ranks in zip(units, source.arrays, whole.arrays, strict=True):
+        args += [mine.ctypes.data + unit * column, unit * (source.width // per_number)]
+        args += [all_ranks.ctypes.data + unit * (span.first // per_number)]
+        args += [unit * (whole.width // per_number), unit * -(-span.size // per_number)]
+    tiles = program.tiles(x.rows, ROWS_PER_TILE)
+    written = [(whole.data, 0)]
+    args += [0] * (COPY_ARGS - len(args))
+    program.add("copy_columns", tiles, args, [source.data], written)
+    args = [group.address, group.rank, group.ranks]
+    args += [libc_address("usleep"), libc_address("clock_gettime")]
+    program.add("meet", program.cells.constant(1), args, [whole.data], written)
+    program.met()
+    return whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -123,6 +123,16 @@ class Embedding:
     width: int
 
 
+def check_type(name: str) -> None:
+    """Raises UnsupportedModelError for a tensor type without a kernel."""
+    known = (*FORMATS, *DENSE_BYTES)
+    if name not in known:
+        raise UnsupportedModelError(
+            f"The cpu backend does not compute with {name} tensors.",
+            f"Use --backend reference, or a file with {', '.join(known)} tensors.",
+        )
+
+
 def _strip_bytes(info: TensorInfo, tiled: bool) -> int:
     inputs = info.shape[-1]
     if info.type in FORMATS:
@@ -131,19 +141,8 @@ def _strip_bytes(info: TensorInfo, tiled: bool) -> int:
 
 
 def _strips(info: TensorInfo) -> int:
-    """Strips of a matrix; of one expert's, where there are several."""
+    """Strips of a matrix, or of one expert's matrix."""
     return padded(info.shape[-2]) // STRIP
-
-
-def check_types(types: Iterable[str]) -> None:
-    """Raises UnsupportedModelError for a tensor type that no kernel multiplies by."""
-    known = (*FORMATS, *DENSE_BYTES)
-    for name in types:
-        if name not in known:
-            raise UnsupportedModelError(
-                f"The cpu backend does not compute with {name} tensors.",
-                f"Use --backend reference, or a file with {', '.join(known)} tensors.",
-            )
 
 
 def arena_bytes(checkpoint: Checkpoint, tied: bool) -> int:
@@ -161,82 +160,75 @@ def arena_bytes(checkpoint: Checkpoint, tied: bool) -> int:
     return total
 
 
-Pack = Callable[
-    [str, Sequence[int], int], Command
-]  # (type, arguments, strips): the command that packs
+Pack = Callable[[str, Sequence[int], int], Command]  # (type, arguments, strips)
 
 
-def load_matrix(
-    checkpoint: Checkpoint, names: Sequence[str], arena: Arena, pack: Pack, isa: Isa
-) -> tuple[Matrix, list[Command]]:
-    """Place a layer's tensors in the arena, stacked along the outputs; also the commands that will fill it."""
+@dataclass(frozen=True)
+class Fill:
+    """A tensor and the memory for its strips, or for those of every expert."""
+
+    checkpoint: Checkpoint
+    info: TensorInfo
+    memory: NDArray[np.uint8]
+    tiled: bool
+
+    def commands(self, pack: Pack) -> list[Command]:
+        """Fill the memory of a dense tensor; the commands that fill that of a quantized one."""
+        info = self.info
+        count = math.prod(info.shape[:-2])
+        (outputs, inputs) = info.shape[-2:]
+        raws = np.split(self.checkpoint.raw(info.name), count)
+        commands = []
+        for raw, memory in zip(raws, np.split(self.memory, count), strict=True):
+            if info.type in FORMATS:
+                row_bytes = len(raw) // outputs
+                groups = inputs // GROUP
+                args = [raw.ctypes.data, row_bytes, outputs, groups, memory.ctypes.data]
+                commands.append(pack(info.type, args, _strips(info)))
+            elif self.tiled:
+                _pack_tiles(raw, info, memory)
+            else:
+                _pack_dense(raw, info, memory)
+        return commands
+
+
+def place(
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    take: Callable[[int], NDArray[np.uint8]],
+    isa: Isa,
+) -> tuple[Matrix, list[Fill]]:
+    """Take memory for a layer's tensors, or for those of its experts, stacked along the outputs.
+
+    Raises:
+        UnsupportedModelError: a tensor type without a kernel.
+    """
     parts: list[Part] = []
     columns = []
-    commands = []
+    fills = []
     column = 0
     infos = [checkpoint.tensors[name] for name in names]
     for info in infos:
-        part, fill = _place(checkpoint, info, arena, pack, column, isa.takes_bf16(info.type))
-        columns.append(column)
-        commands += fill
+        check_type(info.type)
+        tiled = len(info.shape) == 2 and isa.takes_bf16(info.type)
+        strips = _strips(info)
+        strip_bytes = _strip_bytes(info, tiled)
+        memory = take(math.prod(info.shape[:-2]) * strips * strip_bytes)
+        fills.append(Fill(checkpoint, info, memory, tiled))
+        part = Part(
+            type=info.type,
+            address=memory.ctypes.data,
+            strips=strips,
+            groups=info.shape[-1] // (GROUP if info.type in FORMATS else 1),
+            column=column,
+            strip_bytes=strip_bytes,
+            tiled=tiled,
+        )
         parts = _joined(parts, part)
-        column += padded(info.shape[0])
-    sizes = tuple(info.shape[0] for info in infos)
-    return Matrix(tuple(parts), tuple(columns), sizes, column), commands
-
-
-def load_experts(
-    checkpoint: Checkpoint, names: Sequence[str], arena: Arena, pack: Pack
-) -> tuple[Matrix, list[Command]]:
-    """The same for tensors [experts, outputs, inputs]: a part for each, its experts one behind the other."""
-    infos = [checkpoint.tensors[name] for name in names]
-    columns = [sum(padded(info.shape[1]) for info in infos[:i]) for i in range(len(infos))]
-    placed = [
-        _place(checkpoint, info, arena, pack, column)
-        for info, column in zip(infos, columns, strict=True)
-    ]
-    sizes = tuple(info.shape[1] for info in infos)
-    matrix = Matrix(
-        tuple(part for part, _ in placed), tuple(columns), sizes, sum(map(padded, sizes))
-    )
-    return matrix, [command for _, commands in placed for command in commands]
-
-
-def _place(
-    checkpoint: Checkpoint,
-    info: TensorInfo,
-    arena: Arena,
-    pack: Pack,
-    column: int,
-    tiled: bool = False,
-) -> tuple[Part, list[Command]]:
-    """Memory for a tensor, and what fills it: commands, unless it is dense and has been filled."""
-    count = math.prod(info.shape[:-2])
-    (outputs, inputs) = info.shape[-2:]
-    strips = _strips(info)
-    source = checkpoint.raw(info.name)
-    commands = []
-    memory = arena.take(count * strips * _strip_bytes(info, tiled))
-    for expert in range(count):
-        here = memory[expert * (len(memory) // count) :]
-        raw = source[expert * (info.nbytes // count) :][: info.nbytes // count]
-        if info.type in FORMATS:
-            args = (
-                raw.ctypes.data,
-                len(raw) // outputs,
-                outputs,
-                inputs // GROUP,
-                here.ctypes.data,
-            )
-            commands.append(pack(info.type, args, strips))
-        elif tiled:
-            _pack_tiles(raw, info, here)
-        else:
-            _pack_dense(raw, info, here[: len(memory) // count])
-    groups = inputs // GROUP if info.type in FORMATS else inputs
-    return Part(
-        info.type, memory.ctypes.data, strips, groups, column, _strip_bytes(info, tiled), tiled
-    ), commands
+        columns.append(column)
+        column += padded(info.shape[-2])
+    sizes = tuple(info.shape[-2] for info in infos)
+    return Matrix(tuple(parts), tuple(columns), sizes, column), fills
 
 
 def _joined(parts: list[Part], new: Part) -> list[Part]:
@@ -270,10 +262,14 @@ def _pack_tiles(raw: NDArray[np.uint8], info: TensorInfo, memory: NDArray[np.uin
     memory[: rows.nbytes].view(np.uint16).reshape(tiles.shape)[:] = tiles
 
 
-def vector_of(checkpoint: Checkpoint, name: str, plus: float) -> NDArray[np.float32]:
-    """Float32 rows with `plus` added, padded with zeros to a multiple of `STRIP`."""
-    info = checkpoint.tensors[name]
-    width = info.shape[-1]
-    out = np.zeros((*info.shape[:-1], padded(width)), np.float32)
-    out[..., :width] = dequantize(checkpoint.raw(name), info.shape, info.type) + np.float32(plus)
-    return out
+def load_vector(checkpoint: Checkpoint, names: Sequence[str], plus: float) -> Vector:
+    """The tensors side by side with `plus` added, each padded with zeros as stacked outputs are."""
+    parts = []
+    infos = [checkpoint.tensors[name] for name in names]
+    for info in infos:
+        width = info.shape[-1]
+        values = dequantize(checkpoint.raw(info.name), info.shape, info.type) + np.float32(plus)
+        part = np.zeros((*info.shape[:-1], padded(width)), np.float32)
+        part[..., :width] = values
+        parts.append(part)
+    return Vector(np.concatenate(parts, axis=-1), sum(info.shape[-1] for info in infos))

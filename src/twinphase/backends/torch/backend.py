@@ -1,4 +1,4 @@
-"""The `Backend` protocol over torch tensors, on a processor or a GPU: plain torch, one call an operation.
+"""The `Backend` protocol over torch tensors, on a processor or a GPU, in plain torch operations.
 
 Weights are dequantized once, to the element type; keys and values are kept in it. What is summed
 over many layers or tokens stays float32: the hidden states between layers, norms, rotations,
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -45,20 +44,21 @@ from twinphase.backends.torch.graphs import Graph, Graphs, cuda_graphs
 from twinphase.backends.torch.parts import execute_in_parts
 from twinphase.backends.torch.plain import attention, capped, gated, product, rotated
 from twinphase.backends.torch.sampling import sample
-from twinphase.blueprint import Blueprint, Experts, Rope, Span
+from twinphase.blueprint import Blueprint, Rope, Span
 from twinphase.errors import OutOfMemoryError
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
-ALIGNED = 2  # int64 values: kernels are compiled for arrays that begin at 16 bytes
+# Kernels are compiled for arrays that are aligned to 16 bytes.
+ALIGNMENT_INT64S = 2
 RopeTables = tuple[Tensor, Tensor, bool]
 
 
 class TorchBackend:
-    """See `Backend`. Everything a step reads but its first arrays lives on the device."""
+    """A backend of plain torch. All that a step reads lives on the device, except its inputs."""
 
     name = "torch"
-    kernels = ""  # whose they are, where they are not torch's
+    kernels = ""  # identifies kernels that are not torch's
     dequantize = True  # while loading
     block_multiple = 1
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
@@ -84,21 +84,23 @@ class TorchBackend:
         cuda = self.device.type == "cuda" and not enforce_eager
         self.make_graph: Callable[[], Graph] | None = cuda_graphs() if cuda else None
         self.graphs: Graphs | None = None
-        self._longest: int | None = None  # context of the step that is captured
+        self._captured_context: int | None = None  # tokens, while a step is captured
         self._kept: list[Tensor] = []
-        self._wanted: dict[str, int] = {}  # bytes, by what for
+        self._wanted: dict[str, int] = {}  # bytes by purpose
         if threads is not None:
             torch.set_num_threads(threads)
 
     # Weights.
-    def prepare(self, checkpoint: Checkpoint, blueprint: Blueprint) -> None:
+    def prepare(
+        self, checkpoint: Checkpoint, blueprint: Blueprint, forward_on: Callable[..., Forward]
+    ) -> None:
         """Remember what the model is made of."""
         self.blueprint = blueprint
         self._checkpoint = checkpoint
         self._embedding: tuple[str, Any] | None = None
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
-        """[outputs, inputs] in the element type; the embedding's own memory where the head is the embedding."""
+        """[outputs, inputs] in the element type; a head tied to the embedding shares its memory."""
         if self._embedding is not None and list(names) == [self._embedding[0]]:
             return self._embedding[1]
         return self._put(checkpoint, names, 0, self.dtype)
@@ -143,16 +145,14 @@ class TorchBackend:
 
     @contextmanager
     def _memory(self, purpose: str, nbytes: int, fix: str) -> Iterator[None]:
-        """What torch says of memory that it does not get, in our words; `nbytes` is what all of `purpose` takes."""
+        """Turns torch's errors of lacking memory into ours; `purpose` takes `nbytes` in all."""
         self._wanted[purpose] = nbytes
         try:
             yield
-        except (
-            RuntimeError
-        ) as error:  # torch.OutOfMemoryError is one, and on a processor there is no other
-            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(
-                error
-            ):
+        except RuntimeError as error:
+            # On a processor torch raises a plain RuntimeError.
+            out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            if not out_of_memory and "allocate memory" not in str(error):
                 raise
             dtype = str(self.dtype).removeprefix("torch.")
             others = [
@@ -173,8 +173,8 @@ class TorchBackend:
 
     # KV cache.
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
-        """[layers, 2, blocks, block_size, kv_heads, head_dim] in the element type, keys and then values."""
-        # One block more, for the rows that fill up a captured step.
+        """[layers, 2, blocks, block_size, kv_heads, head_dim], keys and then values."""
+        # One block more, for the rows that pad a captured step.
         shape = (
             spec.num_layers,
             2,
@@ -198,7 +198,7 @@ class TorchBackend:
 
     @cached_property
     def kv_fingerprint(self) -> str:
-        """See `Backend`; torch's version and the device stand for the order in which products add."""
+        """Torch's version and the device stand for the order in which products are summed."""
         cuda = self.device.type == "cuda"
         device = (
             torch.cuda.get_device_name(self.device)
@@ -213,22 +213,20 @@ class TorchBackend:
         }
         facts |= {"kernels": self.kernels, "dequantized": str(self.dequantize)}
         if self.group is not None and not self.kernels and (cuda or self.dtype.itemsize < 4):
-            facts["ranks"] = str(
-                self.group.ranks
-            )  # whose products have other shapes, and sums other orders
+            # Their products have other shapes, and other orders of sums.
+            facts["ranks"] = str(self.group.ranks)
         return kv_fingerprint(self._checkpoint, self.blueprint, self.kv_spec, **facts)
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
         """[layers, 2, block_size, kv_heads, head_dim] in the element type each."""
         blocks = self.kv[:, :, list(block_ids)].movedim(2, 0).contiguous().view(torch.uint8)
-        # One copy, to memory whose pages stay where they are: the device writes there by itself.
+        # One copy to pinned memory, which the device writes by itself.
         host = torch.empty(
             blocks.shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda"
         ).copy_(blocks)
         return pack_frames(self.kv_fingerprint, host.numpy().reshape(len(blocks), -1))
 
     def write_blocks(self, block_ids: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
-        """See `Backend`."""
         nbytes = self.kv_bytes_per_token() * self.kv_spec.block_size
         rows = unpack_frames(self.kv_fingerprint, frames, nbytes)
         layers, both, _, *block = self.kv.shape
@@ -241,17 +239,14 @@ class TorchBackend:
         self.kv[:, :, list(block_ids)] = blocks.movedim(0, 2)
 
     def frame_parts(self) -> list[tuple[int, int]]:
-        """See `Backend`."""
         spec = self.kv_spec
         return [(2 * spec.num_layers * spec.block_size, spec.head_dim * self.dtype.itemsize)]
 
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
-        """See `Backend`."""
         return is_finite(frame, str(self.dtype).removeprefix("torch."))
 
     # One step.
     def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:
-        """See `Backend`."""
         self.launch(forward, inputs)
         logits: NDArray[np.float32] = self.logits.float().cpu().numpy()
         return logits
@@ -259,7 +254,7 @@ class TorchBackend:
     execute_in_parts = execute_in_parts  # for measuring
 
     def launch(self, forward: Forward, inputs: StepInputs) -> None:
-        """Replay the step where it was captured, else run it operation by operation; logits stay on the device."""
+        """Replay a captured step, or run its operations; logits stay on the device."""
         bind(self.device)
         start = mark(self.device)
         self._kept = list[Tensor]()
@@ -288,7 +283,7 @@ class TorchBackend:
         """See `DeviceSampler`; not where something in `forward` needs the host."""
         bind(self.device)
         if self.make_graph is None or (self.blueprint.experts is not None and not self.kernels):
-            return  # plain torch asks which rows each expert has
+            return  # plain torch asks the host which rows each expert has
         graphs = Graphs(self.kv_spec, max_num_seqs, max_model_len)
         self.inputs = graphs.sizes[0].padded(None)
         tell = progress or (lambda *_: None)
@@ -300,7 +295,7 @@ class TorchBackend:
             for done, size in enumerate(graphs.sizes):
                 tell(done, len(graphs.sizes), f"graph of {size.rows} rows")
                 self.inputs = size.padded(None)
-                self._longest = size.context
+                self._captured_context = size.context
                 size.buffer = self._upload(self._arrays(self.inputs))
                 forward(self)  # loads what it needs, which may not happen while capturing
                 size.graph = self.make_graph()
@@ -309,7 +304,7 @@ class TorchBackend:
                 size.kept = self._kept
                 self._kept = []
         self.graphs = graphs
-        self._longest = None
+        self._captured_context = None
         tell(len(graphs.sizes), len(graphs.sizes), "graphs")
 
     def sample(self, plan: SamplingPlan) -> SampledRows:
@@ -332,7 +327,8 @@ class TorchBackend:
             yield
 
     @property
-    def _row_bytes(self) -> int:  # about: the widest layer in float32, its result, and its logits
+    def _row_bytes(self) -> int:
+        """Roughly the widest layer in float32, its result, and its logits."""
         b = self.blueprint
         return 4 * (4 * b.ffn_size + 2 * b.hidden_size + b.vocab_size)
 
@@ -348,16 +344,17 @@ class TorchBackend:
         start = 0
         for name, array in arrays.items():
             self.step[name] = buffer[start : start + array.size].view(array.shape)
-            start += -(-array.size // ALIGNED) * ALIGNED
+            start += -(-array.size // ALIGNMENT_INT64S) * ALIGNMENT_INT64S
         return buffer
 
     def _flat(self, arrays: dict[str, NDArray[np.signedinteger]]) -> Tensor:
-        """One array behind the other, so that one copy takes them to the device."""
-        parts = [np.pad(array.ravel(), (0, -array.size % ALIGNED)) for array in arrays.values()]
+        """All arrays in one, so that one copy takes them to the device."""
+        parts = [
+            np.pad(array.ravel(), (0, -array.size % ALIGNMENT_INT64S)) for array in arrays.values()
+        ]
         return pinned(np.concatenate(parts, dtype=np.int64), self.device)
 
     def kept(self) -> list[NDArray[np.float32]]:
-        """See `Backend`."""
         return [x.to("cpu", torch.float32, copy=True).numpy() for x in self._kept]
 
     def keep(self, x: Tensor) -> None:
@@ -386,7 +383,7 @@ class TorchBackend:
         first: int = 0,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """x @ weight.T + residual + bias; float32 where something float32 is added, else in the element type."""
+        """x @ weight.T + residual + bias; float32 if something is added, else the element type."""
         out = product(x.to(self.dtype), weight)
         residual = None if residual is None else residual[:, first : first + out.shape[1]]
         for term in (residual, bias):
@@ -395,7 +392,6 @@ class TorchBackend:
         return out
 
     def gather(self, x: Tensor, span: Span | None) -> Tensor:
-        """See `Backend`."""
         if span is None:
             return x
         self._collective = self._collective or Collective(self.group, self.device)
@@ -437,7 +433,10 @@ class TorchBackend:
         return q.to(self.dtype)
 
     def _normalize(self, x: Tensor, weight: Tensor, span: Span | None) -> Tensor:
-        """RMSNorm of each head of x [rows, heads, head_dim], or of rows as wide as the weight: a rank has the span."""
+        """RMSNorm of heads of x [rows, heads, head_dim], or of rows as wide as the weight.
+
+        A rank has the columns of `span`.
+        """
         rows = (
             x.reshape(len(x), -1, len(weight)) if span is None else self.gather(x.flatten(1), span)
         )
@@ -478,17 +477,7 @@ class TorchBackend:
         """activation(gate) * up in float32, given in the element type."""
         return gated(gate_up.to(self.wide), self.blueprint.activation).to(self.dtype)
 
-    def moe(
-        self,
-        x: Tensor,
-        router: Array,
-        gate_up: Array,
-        down: Array,
-        experts: Experts,
-        **biases: Tensor | None,
-    ) -> Tensor:
-        """See `experts.mixture`."""
-        return mixture(self, x, (router, gate_up, down), experts, **biases)
+    moe: Callable[..., Tensor] = mixture
 
     def logit_rows(self, x: Tensor) -> Tensor:
         """The wanted rows."""
@@ -498,24 +487,3 @@ class TorchBackend:
         """Scaled, then capped, float32."""
         logits = logits.to(self.wide) * scale
         return logits if softcap is None else capped(logits, softcap)
-
-
-def open_backend(
-    device: str | None,
-    dtype: str,
-    threads: int | None,
-    enforce_eager: bool = False,
-    dequantize: bool = False,
-) -> TorchBackend:
-    """The backend of a device: with kernels of our own for 16 bits on a GPU, unless Triton is not installed.
-
-    In float32 tensor cores are of no use, and Triton takes minutes to compile products without
-    them.
-    """
-    found = find_device(device)
-    narrow = find_dtype(dtype, found).itemsize == 2
-    if found.type == "cuda" and narrow and find_spec("triton") is not None:
-        from twinphase.backends.torch.kernel_backend import KernelBackend
-
-        return KernelBackend(device, dtype, enforce_eager, dequantize)
-    return TorchBackend(device, dtype, threads, enforce_eager)

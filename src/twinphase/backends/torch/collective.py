@@ -1,4 +1,4 @@
-"""What ranks of the torch backend exchange: bytes, by gloo between processors and by NCCL between GPUs."""
+"""How ranks of the torch backend exchange bytes: by gloo on processors, by NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from twinphase.backends.group import Group
 from twinphase.blueprint import Span
 from twinphase.errors import EngineDeadError
 
-SECONDS = 60  # that an exchange may take once all have come to it
+EXCHANGE_TIMEOUT_SECONDS = 60
 
 
 class Collective:
     """The exchanges of one rank.
 
-    A group of its own, so that a process may have several, one behind the other.
+    It has a process group of its own, so that a process may have several in succession.
     """
 
     def __init__(self, group: Group | None, device: torch.device) -> None:
         """Find the other ranks, by a file; called by all of them."""
-        assert group is not None, "the backend is told of its ranks before it computes"
+        assert group is not None, "the group is set before the backend computes"
         self._group = group
         self._meet()
         store = FileStore(str(group.meeting_place), group.ranks)
-        limit = timedelta(seconds=SECONDS)
+        limit = timedelta(seconds=EXCHANGE_TIMEOUT_SECONDS)
         self._processes: Any
         if device.type == "cuda":
             self._processes = dist.ProcessGroupNCCL(
@@ -40,13 +40,13 @@ class Collective:
             self._processes = dist.ProcessGroupGloo(store, group.rank, group.ranks, limit)
 
     def _meet(self) -> None:
-        """Nobody is to wait in torch for a rank that is not there."""
+        """Wait for all ranks here, since torch would wait in vain for one that is missing."""
         self._group.meet()
         if self._group.is_over:
             raise EngineDeadError("A rank is missing.", "Load the model again.")
 
     def gather(self, x: Tensor, span: Span) -> Tensor:
-        """Every rank's columns of [rows, span.size], side by side; shares are padded to the widest."""
+        """All ranks' columns of [rows, span.size] side by side; shares are padded to the widest."""
         self._meet()
         if not len(x):
             return x.new_empty(0, span.total)
@@ -61,6 +61,6 @@ class Collective:
                 [[part.view(torch.uint8) for part in parts]], [mine.view(torch.uint8)]
             ).wait()
         except RuntimeError:
-            self._meet()  # a rank that ended meanwhile is missed here: that is the error to tell
+            self._meet()  # raises the better error if a rank ended meanwhile
             raise
         return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1)

@@ -1,4 +1,4 @@
-"""The device that `--device` names, as torch sees it, and the element type that `--dtype` names on it."""
+"""The torch device that `--device` names, and the element type that `--dtype` names on it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from twinphase.backends.base import MeasuredRates, Units
 from twinphase.errors import InvalidRequestError
 
-LEAST_CAPABILITY = (7, 5)  # of the CUDA that torch is built with today
+MIN_CAPABILITY = (7, 5)  # of the CUDA that torch is built with today
 BF16_CAPABILITY = (8, 0)  # the first with bfloat16 in its tensor cores
 
 
 def find_device(name: str | None) -> torch.device:
-    """The device of that name; None is the first CUDA device, or the processor where there is none.
+    """The device of that name; None is the first CUDA device, or the processor if there is none.
 
     Raises:
         InvalidRequestError: a CUDA device that does not exist, that torch cannot reach, or that is
@@ -55,9 +55,9 @@ def _usable(device: torch.device) -> torch.device:
             f"torch {torch.__version__} cannot use {device}: {why}.",
             "Update the NVIDIA driver, or use --device cpu.",
         ) from None
-    if found < LEAST_CAPABILITY:
+    if found < MIN_CAPABILITY:
         name = torch.cuda.get_device_name(device)
-        wanted = "{}.{}".format(*LEAST_CAPABILITY)
+        wanted = "{}.{}".format(*MIN_CAPABILITY)
         raise InvalidRequestError(
             "{} ({}) has compute capability {}.{}; {} is needed.".format(
                 device, name, *found, wanted
@@ -68,10 +68,10 @@ def _usable(device: torch.device) -> torch.device:
 
 
 def find_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The element type; "auto" is float32 on a processor, bfloat16 on a GPU that has it, else float16.
+    """The element type; "auto" is float32 on a processor, bfloat16 or else float16 on a GPU.
 
     Raises:
-        InvalidRequestError: bfloat16 on a GPU that has it not.
+        InvalidRequestError: bfloat16 on a GPU without it.
     """
     has_bfloat16 = (
         device.type == "cpu" or torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
@@ -88,19 +88,19 @@ def find_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def bind(device: torch.device) -> None:
-    """Make it the current one of this thread: graphs and Triton's kernels start there."""
+    """Make it this thread's current device, where graphs and Triton's kernels start."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def pinned(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Where a GPU reads by itself: from other memory, a copy waits for the device even where it is `non_blocking`."""
+    """In pinned memory: from other memory even a `non_blocking` copy waits for the GPU."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def mark(device: torch.device) -> Any:
-    """Now, on the device's own clock: an event behind what was started so far, on a processor seconds."""
+    """Now on the device's own clock: an event after all started work; seconds on a processor."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -109,7 +109,7 @@ def mark(device: torch.device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Of two marks; waits for the later one."""
+    """The time between two marks; waits for the later one."""
     if isinstance(start, float):
         return float(end - start)
     end.synchronize()
@@ -117,7 +117,7 @@ def seconds_between(start: Any, end: Any) -> float:
 
 
 class TorchDevice:
-    """See `Device`."""
+    """A device of the torch backend."""
 
     name = "torch"
     isa = ""
@@ -142,7 +142,6 @@ class TorchDevice:
         return 2 * head_dim * self.dtype.itemsize
 
     def free_memory(self) -> int | None:
-        """See `Device`."""
         return None if self.device.type == "cpu" else torch.cuda.mem_get_info(self.device)[0]
 
     def measure(self) -> MeasuredRates:

@@ -17,18 +17,16 @@ if TYPE_CHECKING:
 def mixture(
     backend: TorchBackend,
     x: Tensor,
-    weights: tuple[Array, Array, Array],
+    router: Array,
+    gate_up: Array,
+    down: Array,
     experts: Experts,
     *,
     router_bias: Tensor | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """Each row through its chosen experts, expert by expert; added in the order of their rank, float32.
-
-    `weights` are those of the router, of gates and ups, and of downs.
-    """
-    router, gate_up, down = weights
+    """Each row through its chosen experts; results are added in the order of rank, float32."""
     hidden = backend.blueprint.span("hidden")
     logits = backend.linear(x, router, bias=router_bias).to(backend.wide)
     order = logits.argsort(dim=-1, descending=True, stable=True)[:, : experts.used]

@@ -1,8 +1,8 @@
-"""Captured decode steps: the kernels of a step are started by one call, where starting each takes longer than it runs.
+"""Captured decode steps: one call starts all kernels, since starts take longer than runs.
 
-A step is captured for a number of rows and a context, and serves every step that is no larger: what
-that one's arrays hold is copied to where the capture read them, and rows of no sequence, which
-write to a spare block, fill it up. Not for prefill, nor for drafts: their steps are long enough.
+A step is captured for a number of rows and a context, and serves every step that is no larger: the
+inputs are copied to where the capture read them, and padded by rows of no sequence, which write to
+a spare block. Not for prefill, nor for drafts: their steps are long enough.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from twinphase.backends.base import KVCacheSpec, StepInputs
 
-# contexts: behind longer ones attention takes longer than starting kernels
-SHORTEST = 512
-LONGEST = 8192
+# With longer contexts attention takes longer than starting kernels.
+MIN_CONTEXT_TOKENS = 512
+MAX_CONTEXT_TOKENS = 8192
 
 
 class Graph(Protocol):
@@ -33,7 +33,7 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """See `Graph`. No machine that built this had a GPU: it has never run."""
+    """A `Graph` of CUDA. No machine that built this had a GPU: it has never run."""
 
     def __init__(self, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -61,18 +61,23 @@ def cuda_graphs() -> Callable[[], Graph]:
 
 @dataclass
 class Captured:
-    """A step of `rows` sequences that decode behind `context` tokens at most; the last four are the capture's."""
+    """A step of `rows` sequences that decode after at most `context` tokens.
+
+    Attributes:
+        buffer: what its kernels read besides weights and cache.
+        kept: hidden states, see `Backend.keep`.
+    """
 
     rows: int
     context: int
     spec: KVCacheSpec
     graph: Graph = field(init=False)
-    buffer: Tensor = field(init=False)  # what its kernels read besides weights and cache
+    buffer: Tensor = field(init=False)
     logits: Tensor = field(init=False)
-    kept: list[Tensor] = field(init=False)  # hidden states, see `Backend.keep`
+    kept: list[Tensor] = field(init=False)
 
     def padded(self, inputs: StepInputs | None) -> StepInputs:
-        """The step filled up to this size; None is a step of no sequence."""
+        """The step padded to this size; None is a step of no sequence."""
         count = 0 if inputs is None else inputs.num_tokens
         spare = self.spec.num_blocks
         tokens, positions = np.zeros((2, self.rows), np.int32)
@@ -93,13 +98,13 @@ class Graphs:
 
     def __init__(self, spec: KVCacheSpec, max_num_seqs: int, max_model_len: int) -> None:
         rows = _doubling(1, max_num_seqs)
-        contexts = _doubling(SHORTEST, min(max_model_len, LONGEST))
+        contexts = _doubling(MIN_CONTEXT_TOKENS, min(max_model_len, MAX_CONTEXT_TOKENS))
         self.sizes = [
             Captured(count, context, spec) for context in contexts[::-1] for count in rows[::-1]
         ]
 
     def find(self, inputs: StepInputs) -> Captured | None:
-        """The smallest that serves the step; None where there is none."""
+        """The smallest that serves the step; None if there is none."""
         rows = inputs.num_tokens
         if not rows == inputs.num_decodes == len(inputs.logit_rows) == len(inputs.context_lens):
             return None
@@ -111,7 +116,7 @@ class Graphs:
 
 
 def _doubling(first: int, last: int) -> list[int]:
-    """first, twice as much, and so on, up to what covers `last`."""
+    """`first`, twice as much, and so on, until `last` is covered."""
     sizes = [first]
     while sizes[-1] < last:
         sizes.append(2 * sizes[-1])

@@ -1,4 +1,4 @@
-"""The torch backend with kernels of our own, in Triton, and with weights that stay quantized in device memory."""
+"""The torch backend with Triton kernels, and with weights that stay quantized on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twinphase.backends.base import StepInputs
-from twinphase.backends.torch.backend import ALIGNED, RopeTables, TorchBackend
+from twinphase.backends.torch.backend import ALIGNMENT_INT64S, RopeTables, TorchBackend
 from twinphase.backends.torch.device import bind
 from twinphase.backends.torch.kernels import elementwise, rope, tiles
 from twinphase.backends.torch.kernels.attention import Shape, Tiles, attention, rows_of_tile
@@ -26,7 +26,7 @@ from twinphase.weights.checkpoint import Checkpoint
 
 
 class KernelBackend(TorchBackend):
-    """See `TorchBackend`, which computes the same and is the oracle of this."""
+    """Computes the same as `TorchBackend`, which is its oracle."""
 
     kernels = "triton"
 
@@ -48,22 +48,23 @@ class KernelBackend(TorchBackend):
             self._use(tiles.read_tuned(torch.cuda.get_device_name(self.device)))
 
     def _use(self, tuned: dict[str, tiles.Tile]) -> None:
-        """Kernels cut so; which unit multiplies depends on it, and with that, perhaps, how it rounds."""
+        """Sets the tiles of kernels, which choose the unit that multiplies and so its rounding."""
         tiles.tuned = tuned
         self.kernels = (
             f"triton {hashlib.sha256(repr(sorted(tuned.items())).encode()).hexdigest()[:12]}"
         )
 
     def tune(self, progress: Callable[[int, int], None]) -> Path:
-        """Time the candidates for every shape of the weights that were loaded, and keep the fastest; the file.
+        """Time the candidates for every shape of the loaded weights, and store the fastest tiles.
+
+        Returns the file.
 
         Raises:
             OSError: it cannot be written.
         """
         bind(self.device)
-        found = tune(self.matrices, self.dtype, self.capability, progress)
         name = torch.cuda.get_device_name()
-        path = tiles.keep_tuned(name, found)
+        path = tiles.keep_tuned(name, tune(self.matrices, self.dtype, self.capability, progress))
         self._use(tiles.read_tuned(name))
         return path
 
@@ -93,12 +94,11 @@ class KernelBackend(TorchBackend):
 
     # One step.
     def _arrays(self, inputs: StepInputs) -> dict[str, NDArray[np.signedinteger]]:
-        """See `TorchBackend`; also which rows each program of attention has."""
+        """Those of `TorchBackend`, and which rows each program of attention has."""
         arrays = super()._arrays(inputs)
         count = inputs.num_decodes
-        self.phases: list[
-            tuple[bool, str, int, int, int]
-        ] = []  # decode, name and number of tiles, their rows, longest
+        # Whether it is decode, name and number of tiles, their rows, the longest context.
+        self.phases: list[tuple[bool, str, int, int, int]] = []
         for decode, sequences in (
             (True, range(count)),
             (False, range(count, len(inputs.context_lens))),
@@ -106,38 +106,37 @@ class KernelBackend(TorchBackend):
             if sequences:
                 name = f"tiles {decode}"
                 longest = int(inputs.context_lens[sequences.start : sequences.stop].max())
-                rows, found = self._tiles(inputs, sequences, decode)
-                arrays[name] = np.pad(found, ((0, 0), (0, -found.shape[1] % ALIGNED)))
-                self.phases.append((decode, name, found.shape[1], rows, self._longest or longest))
+                rows, table = self._tiles(inputs, sequences, decode)
+                arrays[name] = np.pad(table, ((0, 0), (0, -table.shape[1] % ALIGNMENT_INT64S)))
+                self.phases.append(
+                    (decode, name, table.shape[1], rows, self._captured_context or longest)
+                )
         return arrays
 
     def _tiles(
         self, inputs: StepInputs, sequences: range, decode: bool
     ) -> tuple[int, NDArray[np.int64]]:
-        """How many rows times heads a program has; and the sequence, first and end row of each, [3, programs]."""
+        """Rows times heads of a program; and sequence, first and end row of each, [3, programs]."""
         b = self.blueprint
         rows = rows_of_tile(b.group, b.head_dim, decode, self.capability)
         step = rows // b.group
-        found = []
+        programs = []
         for sequence in sequences:
             start, end = inputs.query_start[sequence : sequence + 2].tolist()
-            found += [
+            programs += [
                 (sequence, first, min(first + step, end)) for first in range(start, end, step)
             ]
-        return rows, np.array(found, np.int64).T
+        return rows, np.array(programs, np.int64).T
 
     def embed(self, table: Matrix, scale: float = 1.0) -> Tensor:
-        """See `TorchBackend`."""
         return table.parts[0][self.step["token_ids"]].values().float() * scale
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `TorchBackend`."""
         return elementwise.rms_norm(x, weight, eps, self.dtype)
 
     def add_norm(
         self, x: Tensor, h: Tensor, weight: Tensor, eps: float, scale: float = 1.0
     ) -> Tensor:
-        """See `TorchBackend`; one pass."""
         return elementwise.rms_norm(h, weight, eps, self.dtype, x, scale)
 
     def linear(
@@ -150,9 +149,9 @@ class KernelBackend(TorchBackend):
         bias: Tensor | None = None,
         routed: Routed | None = None,
     ) -> Tensor:
-        """See `TorchBackend`; added in float32 before it is rounded.
+        """As in `TorchBackend`, but added in float32 before rounding.
 
-        Of experts with `routed`, a row for each pair.
+        With `routed`, the weights are of experts, and the result has a row for each pair.
         """
         x = x.to(self.dtype)
         parts = weight.parts
@@ -168,7 +167,7 @@ class KernelBackend(TorchBackend):
             for term in (bias, residual)
         )
         each = zip(parts, biases, residuals, strict=True)
-        return torch.cat([linear(x, *one, self.capability, routed=routed) for one in each], -1)
+        return torch.cat([linear(x, *part, self.capability, routed=routed) for part in each], -1)
 
     def rope_kv_write(
         self,
@@ -178,22 +177,15 @@ class KernelBackend(TorchBackend):
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
     ) -> Tensor:
-        """See `TorchBackend`; one pass, after one more where norms go over the whole width."""
+        """As in `TorchBackend`, in one pass; norms over the whole width take one more."""
         b = self.blueprint
         norms = None
         if q_norm is not None and k_norm is not None:
             norms = q_norm, k_norm
             if len(q_norm) != b.head_dim:
-                sizes = [
-                    b.num_heads * b.head_dim,
-                    b.num_kv_heads * b.head_dim,
-                    b.num_kv_heads * b.head_dim,
-                ]
-                q, k, v = torch.split(qkv, sizes, 1)
-                q, k = (
-                    self._norm_columns(*one)
-                    for one in zip((q, k), norms, b.norm_spans, strict=True)
-                )
+                kv_width = b.num_kv_heads * b.head_dim
+                q, k, v = torch.split(qkv, [b.num_heads * b.head_dim, kv_width, kv_width], 1)
+                q, k = map(self._norm_columns, (q, k), norms, b.norm_spans)
                 qkv = torch.cat([q, k, v.float()], 1)
                 norms = None
         keys, values = self.slots[layer]
@@ -201,7 +193,7 @@ class KernelBackend(TorchBackend):
         return rope.rope_kv_write(qkv.contiguous(), rope_tables, norms, b.norm_eps, *where)
 
     def _norm_columns(self, x: Tensor, weight: Tensor, span: Span | None) -> Tensor:
-        """RMSNorm over the whole width, of which a rank has the span."""
+        """RMSNorm over the whole width, of which a rank has the columns of `span`."""
         whole = self.gather(x, span)
         whole = elementwise.rms_norm(whole, weight, self.blueprint.norm_eps, torch.float32)
         return whole if span is None else whole[:, span.first : span.first + span.size]
@@ -209,7 +201,7 @@ class KernelBackend(TorchBackend):
     def attention(
         self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None
     ) -> Tensor:
-        """See `TorchBackend`; decodes and prefills by their own kernels."""
+        """As in `TorchBackend`; decodes and prefills have their own kernels."""
         b = self.blueprint
         (keys, values) = self.slots[layer]
         out = torch.empty_like(q)
@@ -224,7 +216,6 @@ class KernelBackend(TorchBackend):
         return out.flatten(1)
 
     def gate_mul(self, gate_up: Tensor) -> Tensor:
-        """See `TorchBackend`."""
         return elementwise.gate_mul(gate_up, self.blueprint.activation, self.dtype)
 
     def moe(
@@ -236,7 +227,7 @@ class KernelBackend(TorchBackend):
         experts: Experts,
         **biases: Tensor | None,
     ) -> Tensor:
-        """See `TorchBackend`; all experts in one product, and the host does not learn who was chosen."""
+        """All experts in one product; the host does not learn which were chosen."""
         bias = biases.get
         routed = route(self.linear(x, router, bias=bias("router_bias")), experts, self.capability)
         h = self.gate_mul(self.linear(x, gate_up, bias=bias("gate_up_bias"), routed=routed))

@@ -1,4 +1,4 @@
-"""Where a step's time goes on the device, operation by operation: for `twinphase roofline`, not for serving."""
+"""The time of a step's operations on the device, for `twinphase roofline`, not for serving."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from twinphase.backends.torch.device import mark, seconds_between
 def execute_in_parts(
     backend: Any, forward: Forward, inputs: StepInputs
 ) -> tuple[NDArray[np.float32], Mapping[str, float]]:
-    """As `execute`, with the seconds of linear layers, attention and the rest; nothing is replayed from a graph."""
+    """As `execute`, without graphs; also the seconds of linear layers, attention and the rest."""
     marks: list[tuple[str, Any, Any]] = []
 
     def timed(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a device can do at best through torch: products by element type, and memory by working set.
+"""Peak rates of a device through torch: products by element type, memory by working set.
 
 The loops are torch's own. They are ceilings of our kernels too as far as they reach the device's
 limits: a rate can only be too low.
@@ -17,12 +17,11 @@ from twinphase.backends.torch.device import mark, seconds_between
 MIB = 1 << 20
 WORKING_SETS = {"cpu": (1, 4, 16, 64, 256), "cuda": (4, 16, 32, 64, 256, 1024)}  # MiB
 SIDE = {"cpu": 1024, "cuda": 8192}  # of the matrices
-# of one reading at least, and of all readings about
-ROUND_SECONDS = 0.005
-LIMIT_SECONDS = 4.0
-# so many best readings of a settled rate lie so close together
-AGREEING = 3
-AGREEMENT = 0.05
+MIN_READING_SECONDS = 0.005
+TOTAL_SECONDS = 4.0
+# A rate is settled when its best readings agree to within the tolerance.
+AGREEING_READINGS = 3
+TOLERANCE = 0.05
 
 Work = Callable[[], object]
 
@@ -42,7 +41,7 @@ class _Rate:
             for _ in range(self.repeats):
                 self.work()
             seconds = seconds_between(start, mark(device))
-            if seconds >= ROUND_SECONDS:
+            if seconds >= MIN_READING_SECONDS:
                 break
             self.repeats *= 2
         self.readings.append(self.repeats * self.amount / seconds)
@@ -53,12 +52,12 @@ class _Rate:
 
     @property
     def settled(self) -> bool:
-        best = sorted(self.readings)[-AGREEING:]
-        return len(best) == AGREEING and best[0] >= (1 - AGREEMENT) * best[-1]
+        best = sorted(self.readings)[-AGREEING_READINGS:]
+        return len(best) == AGREEING_READINGS and best[0] >= (1 - TOLERANCE) * best[-1]
 
 
 def measure(device: torch.device) -> MeasuredRates:
-    """All rates in turn, round after round, until each is settled or the time is over; some seconds.
+    """Measures all rates in rounds until each is settled or the time is over, some seconds.
 
     A working set is streamed by copying it, which reads one half and writes the other, and by a
     product with a vector, which reads all of it; the faster one counts.
@@ -68,7 +67,7 @@ def measure(device: torch.device) -> MeasuredRates:
     }
     streams = {size * MIB: _streams(device, size * MIB) for size in WORKING_SETS[device.type]}
     rates = [*peaks.values(), *(rate for both in streams.values() for rate in both)]
-    end = time.perf_counter() + LIMIT_SECONDS
+    end = time.perf_counter() + TOTAL_SECONDS
     with torch.inference_mode():
         unsettled = rates
         while unsettled and (unsettled is rates or time.perf_counter() < end):

@@ -14,34 +14,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-OUTPUTS = 32  # of a product in blocks: what ranks have is a multiple of it
+BLOCK_OUTPUTS = 32  # Shares of ranks are multiples of it.
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T, in blocks of `OUTPUTS`: BLAS orders sums by the product's shape, which ranks change.
+    """x @ weight.T in blocks of `BLOCK_OUTPUTS`: BLAS orders sums by shape, which ranks change.
 
     Not in 16 bits, where prefill would take several times as long, nor on a GPU, which has kernels
     of our own.
     """
     if x.device.type != "cpu" or x.dtype.itemsize < 4:
         return x @ weight.T
-    end = len(weight) // OUTPUTS * OUTPUTS
+    end = len(weight) // BLOCK_OUTPUTS * BLOCK_OUTPUTS
     blocks = [_block_product(x, weight[:end])] if end else []
     if end < len(weight):
-        rest = F.pad(weight[end:], (0, 0, 0, end + OUTPUTS - len(weight)))
+        rest = F.pad(weight[end:], (0, 0, 0, end + BLOCK_OUTPUTS - len(weight)))
         blocks.append(_block_product(x, rest)[:, : len(weight) - end])
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
 
 
 def _block_product(x: Tensor, weight: Tensor) -> Tensor:
-    blocks = weight.view(-1, OUTPUTS, weight.shape[1]).mT
+    blocks = weight.view(-1, BLOCK_OUTPUTS, weight.shape[1]).mT
     return (
         _bmm(x.expand(len(blocks), *x.shape), blocks).transpose(0, 1).reshape(len(x), len(weight))
     )
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    """`torch.bmm`, whose threads each take whole products: where it has more threads than products, it splits sums."""
+    """`torch.bmm` on at most one thread per product: with more threads it would split sums."""
     threads = torch.get_num_threads()
     if a.device.type != "cpu" or a.dtype.itemsize < 4 or len(a) >= threads:
         return torch.bmm(a, b)
@@ -64,7 +64,7 @@ def attention(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """softmax(scale * q k^T) v, causal and within the window, of sequences with as many rows each.
+    """softmax(scale * q k^T) v, causal and within the window, of sequences with equal rows.
 
     `q` is [sequences, rows, heads, head_dim], `positions` int64 [sequences, rows], `tables` int64
     [sequences, blocks], whose first `length` tokens are looked at, and `cache` [2, slots, kv_heads,
@@ -72,12 +72,11 @@ def attention(
     """
     at = torch.arange(length, device=q.device)
     k, v = cache[:, tables[:, at // block_size] * block_size + at % block_size]
-    # the causal mask
     group = q.shape[2] // k.shape[2]
+    # The causal mask.
     hidden = at > positions[:, :, None]
-    # Behind a sequence's end lies what others left, and 0 times NaN is not 0.
+    # After a sequence's end lies old data of others, and 0 times NaN is not 0.
     v = v.masked_fill(hidden[:, -1, :, None, None], 0)
-    # sequences, heads, rows
     by_head = q.transpose(1, 2).flatten(0, 1)
     shape = (*q.shape[:3:2], q.shape[1])
     k, v = (x.transpose(1, 2).repeat_interleave(group, 1).flatten(0, 1) for x in (k, v))
@@ -100,7 +99,7 @@ def capped(x: Tensor, cap: float) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Pairs of x [rows, heads, head_dim] turned by the angles of `cos` and `sin` [rows, 1, pairs]."""
+    """Pairs of x [rows, heads, head_dim] rotated; `cos` and `sin` are [rows, 1, pairs]."""
     half = cos.shape[-1]
     first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
     second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)

@@ -1,4 +1,4 @@
-"""Tokens drawn where the logits are: the arithmetic of `sampling/` on the host, on all rows of a step at once.
+"""Draws tokens on the device: the arithmetic of `sampling/` on all rows of a step at once.
 
 Logits are edited, compared and divided in their own float32, so that a greedy choice and the tokens
 that top-k leaves are the host's exactly. Exponentials may differ from the host's in their last bit,
@@ -21,7 +21,7 @@ from twinphase.backends.torch.device import pinned
 
 
 def sample(logits: Tensor, plan: SamplingPlan) -> SampledRows:
-    """Sample from `logits` [rows, vocab_size], which are not changed; one array comes to the host."""
+    """Sample from `logits` [rows, vocab_size], unchanged; one array is copied to the host."""
     best, ids = logits.max(-1)  # the first of equal ones
     finite = best.isfinite()
     processed = _process(logits, plan)
@@ -55,7 +55,7 @@ def _put(array: NDArray[Any], like: Tensor) -> Tensor:
 
 
 def _process(logits: Tensor, plan: SamplingPlan) -> Tensor:
-    """The logits with everything applied that can change the most likely token; themselves where nothing applies."""
+    """The logits after bias, penalties and masks; the same tensor if none applies."""
     rows, bits = plan.masks
     if not len(rows) and not any(len(at) for at, _ in plan.edits):
         return logits
@@ -115,7 +115,7 @@ def _draw(below: Tensor, plan: SamplingPlan, rows: NDArray[np.signedinteger]) ->
 
 
 def _logprobs(logits: Tensor, ids: Tensor, scored: Tensor, num_top: int) -> Tensor:
-    """Float64 columns of the raw logits: the scored token's rank, the top ids, then their log probabilities."""
+    """Float64 columns: the scored token's rank, the top ids, then their log probabilities."""
     best = logits.max(-1, keepdim=True).values
     total = (logits - best).exp().sum(-1, keepdim=True, dtype=torch.float64)
     normalizer = best.double() + total.log()

@@ -1,4 +1,4 @@
-"""Which tile is fastest for each shape of a model's matrices on the device that is here."""
+"""Finds the fastest tile for each shape of a model's matrices on this device."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from twinphase.backends.torch.kernels.linear import TritonError, linear
 from twinphase.backends.torch.kernels.tiles import FEW, Tile, key_of, tile_for
 from twinphase.backends.torch.weights import Matrix, Packed
 
-ROWS = {True: 1, False: 512}  # that stand for few and for many
+ROWS = {True: 1, False: 512}  # that represent few and many rows
 CANDIDATES = {
     True: [Tile(16, *rest) for rest in product((32, 64, 128), (2, 4, 8), (2, 3, 4, 5))],
-    False: [Tile(*one) for one in product((64, 128), (64, 128), (4, 8), (2, 3, 4))],
+    False: [Tile(*sizes) for sizes in product((64, 128), (64, 128), (4, 8), (2, 3, 4))],
 }
 READINGS = 20
-SPOILED = 256 << 20  # bytes: more than a cache holds
-WORTH = 0.97  # of the time that the table's own tile takes: a gain below 3 % may be noise
+FLUSH_BYTES = 256 << 20  # more than any cache holds
+MAX_TIME_SHARE = 0.97  # of the table's own tile; a gain below 3 % may be noise
 
 
 def tune(
@@ -30,7 +30,7 @@ def tune(
     capability: int,
     progress: Callable[[int, int], None],
 ) -> dict[str, Tile]:
-    """By shape, the tile that beats the one in use; one that the device has no room for is passed over."""
+    """Tiles by shape that beat the ones in use; those that do not fit the device are skipped."""
     shapes = {
         (few, w.bits, w.codes.shape[-2], w.padded): w for w in _parts(matrices) for few in ROWS
     }
@@ -41,7 +41,7 @@ def tune(
         used = tile_for(*shape, capability)
         x = torch.ones(ROWS[few], weight.inputs, dtype=dtype, device=weight.codes.device)
         best = used
-        least = WORTH * _seconds(x, weight, used)
+        least = MAX_TIME_SHARE * _seconds(x, weight, used)
         for tile in CANDIDATES[few]:
             with suppress(TritonError):  # out of shared memory or registers
                 seconds = _seconds(x, weight, tile)
@@ -57,21 +57,19 @@ def tune(
 def _parts(matrices: Sequence[Matrix]) -> Iterator[Packed]:
     for matrix in matrices:
         for part in matrix.parts:
-            yield part if part.codes.dim() == 2 else part[0]  # of experts the first
+            yield part if part.codes.dim() == 2 else part[0]  # the first expert
 
 
 def _seconds(x: torch.Tensor, weight: Packed, tile: Tile) -> float:
     if len(x) == ROWS[True]:
-        linear(
-            x.expand(FEW, -1), weight, tile=tile
-        )  # the most rows that it may get have to fit too
+        linear(x.expand(FEW, -1), weight, tile=tile)  # The most rows have to fit too.
     return cold_seconds(x.device, lambda: linear(x, weight, tile=tile))
 
 
 def cold_seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Of `work`, the median reading once its kernels are compiled; what it reads is in no cache, as in a real step."""
+    """Median time of `work` after compiling, with cold caches as in a real step."""
     work()
-    spoiled = torch.empty(SPOILED, dtype=torch.uint8, device=device)
+    spoiled = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
     marks = []
     for _ in range(READINGS):
         spoiled.zero_()

@@ -1,8 +1,7 @@
-"""Weights as they lie in device memory: codes of 4 or 8 bits with scales, for every format, or plain values.
+"""Weights in device memory: codes of 4 or 8 bits with scales, or plain values.
 
-A group's scale and minimum are float16 where products are in 16 bits, which rounds them no more
-than the weights themselves would be; else, and for those of MXFP4's powers of two that float16 has
-not, they are float32.
+A group's scale and minimum are float16 if products are in 16 bits, which rounds them no more than
+the weights themselves; otherwise, and for MXFP4's powers of two beyond float16, they are float32.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from twinphase.weights.block_formats import FORMATS
 from twinphase.weights.quant import dequantize, unpack
 
 PAIR = 64  # inputs whose nibbles share 32 bytes: byte j has input j below and input 32 + j above
-FLOAT4 = np.array(
-    [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8
-)  # by MXFP4's code, doubled
-DEQUANTIZED_AT_ONCE = 1 << 26  # bytes of codes
+# Values of MXFP4's codes, doubled.
+FLOAT4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+DEQUANTIZED_CHUNK_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,10 @@ class Packed:
 
     def __getitem__(self, index: int | slice | Tensor) -> Packed:
         """One expert, or some rows."""
-        parts = (
-            None if part is None else part[index] for part in (self.codes, self.scale, self.minimum)
-        )
-        codes, scale, minimum = parts
-        assert codes is not None
-        return replace(self, codes=codes, scale=scale, minimum=minimum)
+        return replace(self, **{name: t[index] for name, t in self.tensors().items()})
+
+    def tensors(self) -> dict[str, Any]:
+        return {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, Tensor)}
 
     def values(self) -> Tensor:
         """The weights in the element type, [..., outputs, inputs]."""
@@ -78,8 +74,8 @@ class Packed:
         return values[..., : self.inputs].to(self.dtype)
 
     def dequantized(self) -> Packed:
-        """With the values that the kernels would unpack; some rows or experts after others, to need little memory."""
-        step = max(1, DEQUANTIZED_AT_ONCE // self.codes[0].numel())
+        """With the values that the kernels would unpack, in chunks to need little memory."""
+        step = max(1, DEQUANTIZED_CHUNK_BYTES // self.codes[0].numel())
         values = torch.cat([self[i : i + step].values() for i in range(0, len(self.codes), step)])
         return Packed(values, None, None, 0, 32, 0, self.inputs, self.dtype)
 
@@ -133,7 +129,7 @@ def pack(
 
 
 class Matrix:
-    """Matrices side by side along the outputs, those of one format as one; or one such for each expert."""
+    """Matrices joined along the outputs, one for each format; of all experts, or of one."""
 
     def __init__(self, parts: Sequence[Packed]) -> None:
         self.parts: list[Packed] = []
@@ -147,15 +143,14 @@ class Matrix:
         return Matrix([part[expert] for part in self.parts])
 
 
-def _form(one: Packed) -> tuple[object, ...]:
-    scale = None if one.scale is None else one.scale.dtype
-    return one.bits, one.group, one.offset, one.float4, one.minimum is None, scale
+def _form(part: Packed) -> tuple[object, ...]:
+    dtypes = {name: tensor.dtype for name, tensor in part.tensors().items()}
+    return part.bits, part.group, part.offset, part.float4, dtypes
 
 
-def _joined(one: Packed, other: Packed) -> Packed:
-    pairs = ((getattr(one, name), getattr(other, name)) for name in ("codes", "scale", "minimum"))
-    codes, scale, minimum = (
-        None if left is None else torch.cat([left, right], -2) for left, right in pairs
-    )
-    assert codes is not None
-    return replace(one, codes=codes, scale=scale, minimum=minimum)
+def _joined(left: Packed, right: Packed) -> Packed:
+    others = right.tensors()
+    joined: dict[str, Any] = {
+        name: torch.cat([own, others[name]], -2) for name, own in left.tensors().items()
+    }
+    return replace(left, **joined)

@@ -9,8 +9,8 @@ from twinphase.engine.runner import Runner
 from twinphase.errors import InvalidRequestError
 from twinphase.models.loader import open_model, read_blueprint
 from twinphase.speculation.draft_model import DraftModel
+from twinphase.speculation.draft_model_policy import DraftModelPolicy
 from twinphase.speculation.speculator import Speculator
-from twinphase.speculation.writing import Writing
 from twinphase.tokenizer.agreement import first_difference
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.checkpoint import Checkpoint
@@ -53,7 +53,7 @@ def add_draft_model(
     if not isinstance(drafter, Speculator):
         raise TypeError("the engine has nobody to ask a draft model")
     loaded = load_draft_model(checkpoint, num_speculative_tokens, target)
-    drafter.writing = Writing(loaded, engine.cost_model.seconds, engine.shape.window)
+    drafter.draft_model = DraftModelPolicy(loaded, engine.cost_model.seconds, engine.shape.window)
 
 
 def load_draft_model(

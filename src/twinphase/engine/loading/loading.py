@@ -36,8 +36,8 @@ from twinphase.phases.work import ModelShape, model_shape
 from twinphase.request import Request, RequestCounts, SamplingParams
 from twinphase.scheduler.pace import Pace, Pacing
 from twinphase.scheduler.scheduler import Scheduler
-from twinphase.speculation.heads import open_heads
-from twinphase.speculation.hidden import HiddenProposer
+from twinphase.speculation.hidden_states import HiddenStateProposer
+from twinphase.speculation.load_heads import load_heads
 from twinphase.speculation.speculator import make_speculator
 from twinphase.speculative import HEADS, speculative_config
 from twinphase.weights.checkpoint import Checkpoint
@@ -97,7 +97,7 @@ class LoadedEngine:
         if speculation.method in HEADS:
             folder = Path(speculation.model)
             most = speculation.num_speculative_tokens
-            heads = open_heads(folder, speculation.method, self.checkpoint, b.num_layers, most)
+            heads = load_heads(folder, speculation.method, self.checkpoint, b.num_layers, most)
         drafts = None
         if speculation.method == "draft_model":
             from twinphase.engine.loading.drafting import add_draft_model, open_draft_model
@@ -247,7 +247,7 @@ def make_backend(
         return ReferenceBackend()
     if config.backend == "torch":
         require_torch()
-        from twinphase.backends.torch.backend import open_backend
+        from twinphase.backends.torch.opening import open_backend
 
         eager = (
             config.enforce_eager or config.tensor_parallel_size > 1
@@ -274,7 +274,7 @@ def make_engine(
     backend: Backend,
     shape: ModelShape,
     eos_token_ids: frozenset[int],
-    heads: HiddenProposer | None = None,
+    heads: HiddenStateProposer | None = None,
 ) -> Engine:
     """Allocate the KV cache of a `backend` that has `model`, and put an engine together.
 

@@ -18,21 +18,20 @@ from torch import Tensor
 
 from twinphase.backends.torch.kernels.tiles import tile_of
 
-# positions of a tile and of a span: every sum depends on them
+# Positions of a tile and of a span; every sum depends on them.
 KEYS = 32
 SPAN = 512
-# Query rows times heads of a group in one program: at most so many, with so many sums in all, by
-# compute capability.
+# Limits on query rows times heads of a group in one program; of sums in all by compute capability.
 PREFILL_ROWS = 128
 PREFILL_SUMS = {0: 64 * 128, 90: 128 * 128, 120: 64 * 128}
 DECODE_ROWS = 16
-# fewer warps in prefill, and its two sums spill
+# By whether it is decode. With fewer warps the two sums of prefill spill.
 WARPS = {True: 4, False: 8}
 STAGES = 2
 
 
 class Shape(NamedTuple):
-    """What a layer's attention looks like; a window of 0 is none, and so is a softcap of 0."""
+    """Sizes and options of a layer's attention; 0 stands for no window and no softcap."""
 
     num_heads: int
     num_kv_heads: int
@@ -44,10 +43,9 @@ class Shape(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Programs of one phase: int64 [tiles] each, the sequence, its first row in the step and its first and last row.
+    """Programs of one phase: int64 [tiles] each, the sequence and its first and end row.
 
-    `rows` is how many rows times heads of a group a program has, `longest` the longest context
-    among them.
+    `rows` are rows times heads of a group in a program, `longest` is the longest context.
     """
 
     sequence: Tensor
@@ -58,7 +56,7 @@ class Tiles(NamedTuple):
 
 
 def columns_of(head_dim: int) -> int:
-    """Columns of a tile: a power of two, and what a tensor core takes at least."""
+    """Columns of a tile: a power of two, and at least the minimum of a tensor core."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
@@ -72,7 +70,7 @@ def rows_of_tile(group: int, head_dim: int, decode: bool, capability: int = 0) -
 
 @triton.jit
 def _merge(top, weight, total, top2, weight2, total2):
-    """Two parts of a softmax as one: largest logit, sum of exponentials, and the values they weigh."""
+    """Merges two parts of a softmax: largest logit, sum of exponentials, and weighted values."""
     new = tl.maximum(top, top2)
     safe = tl.where(new == float("-inf"), 0.0, new)
     one = tl.exp(top - safe)
@@ -101,7 +99,7 @@ def _span(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The part of positions `start` to `end`; a tile that a row does not see leaves its bits as they are."""
+    """The part of positions `start` to `end`; a tile that a row does not see keeps its bits."""
     d = tl.arange(0, COLUMNS)[None, :]
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
@@ -143,7 +141,7 @@ def _queries(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The heads of a group of each row from `first` to `end`: queries, where they lie, which are there, positions."""
+    """Heads of a group of rows `first` to `end`: queries, offsets, which exist, and positions."""
     i = tl.arange(0, ROWS)
     d = tl.arange(0, COLUMNS)[None, :]
     row = first + i // GROUP
@@ -186,7 +184,7 @@ def prefill_kernel(
     PRECISION: tl.constexpr,
 ):
     """The rows of a tile, all spans in order; KV tiles that no row sees are skipped."""
-    # The last rows first: they see the most, and whoever ends late ought to begin early.
+    # The last rows first: they see the most, so they take longest.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     first = tl.load(first_ptr + tile)
@@ -261,7 +259,7 @@ def decode_kernel(
     SPAN_SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One span of the rows of a tile; what it gives is merged by `merge_kernel`."""
+    """One span of the rows of a tile; `merge_kernel` merges the results."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -369,10 +367,10 @@ def attention(
     tiles: Tiles,
     decode: bool,
 ) -> None:
-    """softmax(scale * q k^T) v of the rows of `tiles`, into their rows of `out` [rows, num_heads, head_dim].
+    """softmax(scale * q k^T) v of the rows of `tiles`, into their rows of `out`.
 
-    `keys` and `values` are [slots, kv_heads, head_dim], `tables` int64 [sequences, blocks],
-    `positions` int64 [rows].
+    `q` and `out` are [rows, num_heads, head_dim], `keys` and `values` [slots, kv_heads, head_dim],
+    `tables` int64 [sequences, blocks], `positions` int64 [rows].
     """
     sizes = {
         "HEADS": shape.num_heads,

@@ -1,4 +1,4 @@
-"""What is computed row by row between the large products: norms with what is added to them, gated activations."""
+"""The operations between linear layers, each in one pass over its rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rms_norm(
     add: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """The norm of each row of x [rows, width], whose rows may be apart; with `add`, add + scale * norm in float32."""
+    """RMSNorm of each row of x [rows, width]; with `add`, add + scale * norm in float32."""
     rows, width = x.shape
     out = torch.empty(rows, width, dtype=dtype if add is None else torch.float32, device=x.device)
     if rows:

@@ -1,9 +1,9 @@
-"""A mixture of experts without the host: which rows each expert has is found on the device, and nothing waits for it.
+"""A mixture of experts without the host: the device finds the rows of each expert.
 
 A (row, choice) pair is numbered row * used + choice. Pairs are sorted by their expert and cut into
-tiles of rows that have one expert each; how many tiles there may be follows from the shapes alone,
-and what is too many is empty. The linear kernel then reads of its tile which expert's weights it
-multiplies with which rows: one launch for all experts.
+tiles of rows that have one expert each. The shapes alone limit the number of tiles; surplus tiles
+are empty. The linear kernel reads from its tile which expert's weights it multiplies with which
+rows: one launch for all experts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Routed:
 
     Attributes:
         weights: float32 [rows, used], of each chosen expert.
-        pairs: int32 [rows * used], sorted by expert, among equals as they come.
+        pairs: int32 [rows * used], sorted by expert; the order among equals is kept.
         tiles: int32 [3, tiles]: an expert, the first of the tile's `pairs`, and the end of the
-            expert's; where that is not behind the first, the tile is empty.
-        rows: how many pairs a tile has at most.
-        used: how many pairs in a row have the same row of `linear`'s input: `used`, or 1 behind the
-            first product.
-        few: whether the time is that of reading the weights.
+            expert's pairs; the tile is empty unless the end is larger.
+        rows: maximum pairs of a tile.
+        used: consecutive pairs that share a row of `linear`'s input: `used`, or 1 after the first
+            product.
+        few: whether reading the weights dominates the time.
     """
 
     weights: Tensor
@@ -55,7 +55,7 @@ def choose_kernel(
     CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest logits of a row, of two equal ones the first, with their softmax over all or over the chosen."""
+    """The largest logits of a row, the first of equals, and their softmax over all or chosen."""
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     k = tl.arange(0, CHOICES)
@@ -64,9 +64,8 @@ def choose_kernel(
     ).to(tl.float32)
     p = tl.exp(left - tl.max(left, 0))
     p = p / tl.sum(p, 0)
-    left = tl.where(
-        left == left, left, float("-inf")
-    )  # with NaN there is no largest, and each index has to exist
+    # With NaN there would be no largest, and each index has to exist.
+    left = tl.where(left == left, left, float("-inf"))
     chosen = tl.zeros((CHOICES,), tl.int32)
     weights = tl.zeros((CHOICES,), tl.float32)
     total = 0.0
@@ -94,7 +93,7 @@ def sort_kernel(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One expert's pairs and tiles, behind those of all experts before it; BINS is more than there are experts."""
+    """One expert's pairs and tiles, after those of earlier experts; BINS exceeds the experts."""
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     i = tl.arange(0, BLOCK)

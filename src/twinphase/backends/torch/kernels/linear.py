@@ -1,4 +1,4 @@
-"""Linear layers whose weights stay quantized in device memory: unpacked in registers, multiplied by tensor cores.
+"""Linear layers with weights that stay quantized: unpacked in registers, for tensor cores.
 
 Few rows stream the weights, many rows share them; both add a row's products in the same order, 32
 inputs after 32.
@@ -26,7 +26,7 @@ from twinphase.backends.torch.weights import PAIR, Packed
 
 @triton.jit
 def _of_group(pointers, mask, GROUP: tl.constexpr):
-    """What each output has for 32 inputs, [outputs, 1 or 32]: loaded once for all of them, not once for each."""
+    """Scales or minima of each output for 32 inputs, [outputs, 1 or 32], loaded once for all."""
     values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)[:, None]
     if GROUP == 16:
         behind = tl.load(pointers + 1, mask=mask, other=0.0).to(tl.float32)[:, None]
@@ -143,10 +143,10 @@ def linear(
     tile: Tile | None = None,
     routed: Routed | None = None,
 ) -> Tensor:
-    """x @ weight.T + bias + residual, [rows, outputs]; float32 where something is added, else of x's type.
+    """x @ weight.T + bias + residual, [rows, outputs]; float32 if anything is added.
 
-    Without a `tile` that of the tables is taken. With `routed`, weights and biases have experts in
-    front, and the result has a row for each pair.
+    Without a `tile`, the tables choose it. With `routed`, weights and biases have experts in front,
+    and the result has a row for each pair.
     """
     x = x.contiguous()
     rows = len(x) if routed is None else len(routed.pairs)

@@ -1,4 +1,4 @@
-"""Queries and keys normalized and rotated, keys and values written to the cache: one pass over a step's rows."""
+"""Normalizes and rotates queries and keys, and writes keys and values to the cache, in one pass."""
 
 from __future__ import annotations
 
@@ -79,9 +79,10 @@ def rope_kv_write(
     values: Tensor,
     num_heads: int,
 ) -> Tensor:
-    """The queries [rows, num_heads, head_dim]; keys and values [slots, kv_heads, head_dim] are written at `slots`.
+    """The queries [rows, num_heads, head_dim]; keys and values are written at `slots`.
 
-    `norms` are the weights [head_dim] of the queries' and the keys' RMSNorm.
+    `keys` and `values` are [slots, kv_heads, head_dim]; `norms` are the weights [head_dim] of the
+    queries' and the keys' RMSNorm.
     """
     rows = len(qkv)
     (_, kv_heads, dim) = keys.shape

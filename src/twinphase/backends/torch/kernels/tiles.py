@@ -1,4 +1,4 @@
-"""How the programs of the linear kernel are cut: a table that ships, and what `twinphase tune` found for a device.
+"""Tiles of the linear kernel's programs: a table that ships, and results of `twinphase tune`.
 
 No sum depends on it: a row's products are added 32 inputs after 32, however many rows and outputs a
 program has.
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from twinphase.weights.storage import cache_root, write_atomically
 
 LOG = logging.getLogger(__name__)
-# rows: up to here the time is that of reading the weights, which many small programs do fastest
+# Up to this many rows reading the weights dominates, which many small programs do fastest.
 FEW = 64
 
 
 class Tile(NamedTuple):
-    """Rows and outputs of one program, and how the compiler shares them out."""
+    """Rows and outputs of one program, and its warps and stages."""
 
     rows: int
     outputs: int
@@ -36,9 +36,8 @@ TILES: dict[bool, dict[int, Tile]] = {
     few: {int(capability): Tile(*values) for capability, values in _SHIPPED[name].items()}
     for few, name in ((True, "few"), (False, "many"))
 }
-tuned: Mapping[
-    str, Tile
-] = {}  # of this process's device, by `key_of`; a backend sets it before its first step
+# Tiles of this process's device by `key_of`; a backend sets them before its first step.
+tuned: Mapping[str, Tile] = {}
 
 
 def tile_of(table: dict[int, Any], capability: int) -> Any:
@@ -63,12 +62,12 @@ def rows_of_program(rows: int, tile: Tile) -> int:
 
 
 def tuned_path(device: str) -> Path:
-    """Where what was found for a device of this name is kept."""
+    """The file of tuned tiles for a device of this name."""
     return cache_root() / "tuned" / f"{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 def read_tuned(device: str) -> dict[str, Tile]:
-    """What was found for a device, nothing where it was never tuned or its file is damaged."""
+    """Tuned tiles of a device; empty if it was never tuned or its file is damaged."""
     path = tuned_path(device)
     try:
         return {
@@ -84,7 +83,7 @@ def read_tuned(device: str) -> dict[str, Tile]:
 
 
 def keep_tuned(device: str, found: Mapping[str, Tile]) -> Path:
-    """Add to what is kept for a device; the file."""
+    """Add to the tuned tiles of a device; returns the file."""
     path = tuned_path(device)
     write_atomically(path, json.dumps({**read_tuned(device), **found}, indent=0).encode())
     return path

@@ -10,9 +10,14 @@ import pytest
 from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput, StepWork
 from twinphase.phases.cost import FEATURES, CostModel
 from twinphase.request import Request, SamplingParams
-from twinphase.speculation.choose import drafted_row
+from twinphase.speculation.draft_lengths import drafted_row
+from twinphase.speculation.draft_model_policy import (
+    LEARNING_STEPS,
+    TRIAL_TIME_SHARE,
+    DraftModelPolicy,
+    tokens_to_draft,
+)
 from twinphase.speculation.speculator import Speculator
-from twinphase.speculation.writing import TRIED, TRYING, Writing, tokens_to_write
 
 
 @pytest.mark.parametrize(
@@ -38,7 +43,7 @@ def test_as_far_as_the_next_token_brings_more_than_it_costs(
         return 1.0 + row * (work.rows - requests)
 
     assert (
-        tokens_to_write(lambda position: [chance] * requests, writing, decodes, more, seconds, 4)
+        tokens_to_draft(lambda position: [chance] * requests, writing, decodes, more, seconds, 4)
         == expected
     )
 
@@ -55,7 +60,7 @@ class Model:
         self.fails = False
         self.missing: dict[str, int] = {}
 
-    def behind(self, request: Request) -> int:
+    def num_missing(self, request: Request) -> int:
         return self.missing.get(request.request_id, 4)
 
     def draft(self, requests: Sequence[Request], limits: Mapping[str, int]) -> dict[str, list[int]]:
@@ -75,7 +80,7 @@ def speculator(seconds_per_step: float = 1.0) -> tuple[Speculator, Any]:
     model: Any = Model()
     times = CostModel([seconds_per_step, *[1e-9] * (len(FEATURES) - 1)])
     made = Speculator([], times, most=3)
-    made.writing = Writing(model, times.seconds)
+    made.draft_model = DraftModelPolicy(model, times.seconds)
     return made, model
 
 
@@ -110,7 +115,7 @@ def one_step(made: Speculator, requests: Sequence[Request], token_id: int) -> di
 
 def test_a_model_that_is_right_goes_on_writing():
     made, _ = speculator()
-    for _ in range(2 * TRIED):
+    for _ in range(2 * LEARNING_STEPS):
         drafts = one_step(made, [request("a")], 7)
     assert drafts == {"a": [7, 7, 7]}
 
@@ -118,15 +123,15 @@ def test_a_model_that_is_right_goes_on_writing():
 def test_one_that_is_wrong_is_tried_for_little_of_the_time_and_comes_back_when_it_is_right():
     made, model = speculator(seconds_per_step=0.02)
     both = [request("a"), request("b")]
-    for _ in range(TRIED + 1000):
+    for _ in range(LEARNING_STEPS + 1000):
         one_step(made, both, 5)
     asked = [sum(limits.values()) for limits in model.limits]
-    assert asked[:TRIED] == [6] * TRIED
+    assert asked[:LEARNING_STEPS] == [6] * LEARNING_STEPS
     # By these prices a step of the draft model that catches up with 4 tokens takes 4 + 10 + 1 + 1 +
     # 1 ms.
-    tried = sum(asked[TRIED:])
-    assert 0 < tried * 0.017 <= TRYING * 1000 * 0.0201
-    assert set(asked[TRIED:]) == {0, 1}
+    tried = sum(asked[LEARNING_STEPS:])
+    assert 0 < tried * 0.017 <= TRIAL_TIME_SHARE * 1000 * 0.0201
+    assert set(asked[LEARNING_STEPS:]) == {0, 1}
     for _ in range(8000):
         one_step(made, both, 7)
     assert sum(model.limits[-1].values()) > 1
@@ -138,9 +143,9 @@ def test_what_is_far_behind_is_not_caught_up_with_only_to_try():
     both = [request("a"), request("b")]
     for one in both:
         one.output_token_ids *= 5000
-    for _ in range(TRIED + 1000):
+    for _ in range(LEARNING_STEPS + 1000):
         one_step(made, both, 5)
-    assert sum(sum(limits.values()) for limits in model.limits[TRIED:]) == 0
+    assert sum(sum(limits.values()) for limits in model.limits[LEARNING_STEPS:]) == 0
 
 
 def test_a_model_that_fails_is_switched_off_for_those_requests(
@@ -150,8 +155,8 @@ def test_a_model_that_fails_is_switched_off_for_those_requests(
     model.fails = True
     assert made.draft([request("a")]) == {}
     assert "switched off" in caplog.text
-    assert made.writing is not None
-    assert (made.writing.num_failures, model.forgotten) == (1, ["a"])
+    assert made.draft_model is not None
+    assert (made.draft_model.num_failures, model.forgotten) == (1, ["a"])
     model.fails = False
     assert set(made.draft([request("a"), request("b")])) <= {"b"}
     assert set(model.limits[-1]) == {"b"}

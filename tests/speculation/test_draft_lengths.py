@@ -8,9 +8,18 @@ import pytest
 from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput, StepWork
 from twinphase.request import Request, SamplingParams
 from twinphase.speculation import speculator
-from twinphase.speculation.choose import PAYS, ROW_SECONDS, Acceptance, choose_lengths
+from twinphase.speculation.draft_lengths import (
+    MIN_GAIN_RATIO,
+    ROW_OVERHEAD_SECONDS,
+    Acceptance,
+    choose_lengths,
+)
 from twinphase.speculation.proposer import Draft
-from twinphase.speculation.speculator import HOPELESS, PATIENCE, Speculator
+from twinphase.speculation.speculator import (
+    BACKOFF_AFTER_MISSES,
+    BACKOFF_NEW_REQUESTS_AFTER,
+    Speculator,
+)
 
 
 class Times:
@@ -60,12 +69,12 @@ def test_no_other_choice_gives_more_tokens_per_second(seed):
                 survives *= chances[name][position]
                 tokens += survives
                 rows += 1
-        return tokens / (times.seconds(decodes(rows)) + (rows - 3) * ROW_SECONDS)
+        return tokens / (times.seconds(decodes(rows)) + (rows - 3) * ROW_OVERHEAD_SECONDS)
 
     best = max(rate(lengths) for lengths in itertools.product(range(4), repeat=3))
     got = rate([chosen.get(name, 0) for name in "abc"])
     assert got >= rate((0, 0, 0))
-    assert got >= best / PAYS  # a row has to bring a little more than it costs
+    assert got >= best / MIN_GAIN_RATIO  # a row has to bring a little more than it costs
 
 
 def test_a_free_row_is_always_taken_and_an_expensive_one_never():
@@ -185,8 +194,8 @@ def test_who_is_asked_for_nothing_is_asked_less_often_until_a_draft_is_wanted():
             step(speculator, requests, [said])
         return fixed.asked - before
 
-    assert asked(PATIENCE, 9) == 2 * PATIENCE
-    assert asked(4 * PATIENCE, 9) == 2 * PATIENCE
+    assert asked(BACKOFF_AFTER_MISSES, 9) == 2 * BACKOFF_AFTER_MISSES
+    assert asked(4 * BACKOFF_AFTER_MISSES, 9) == 2 * BACKOFF_AFTER_MISSES
     assert asked(16 * 8, 9) <= 2 * (16 + 1)
     asked(300, 7)  # the guesses turn out right, so that they are drafted ...
     assert asked(40, 7) == 2 * 40  # ... and looked for in every step again
@@ -197,8 +206,8 @@ def test_who_is_asked_for_nothing_is_asked_less_often_until_a_draft_is_wanted():
 def test_where_nobody_wants_drafts_who_comes_is_asked_less_often_at_once():
     fixed = Fixed([7, 7, 7])
     speculator = Speculator([fixed], Times(0.3), most=3, retry=8)
-    for number in range(2 * HOPELESS // PATIENCE):
-        for _ in range(PATIENCE):
+    for number in range(2 * BACKOFF_NEW_REQUESTS_AFTER // BACKOFF_AFTER_MISSES):
+        for _ in range(BACKOFF_AFTER_MISSES):
             step(speculator, [make_request(str(number))], [9])
     before = fixed.asked
     for _ in range(40):

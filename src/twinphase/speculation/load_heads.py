@@ -1,8 +1,7 @@
-"""Opens heads that guess from the target's hidden states: a folder with config.json and model.safetensors.
+"""Loads draft heads from a folder with config.json and model.safetensors.
 
-Names of tensors and settings are those of the published files: vLLM's and the paper's for Medusa,
-vLLM's and the paper's for EAGLE-3. A tensor that has no place is refused, since the heads were then
-trained for something else. Not for what they compute (`medusa.py`, `eagle3.py`).
+Names of tensors and settings are vLLM's and those of the papers. An unknown tensor is refused,
+since such heads were trained for another method. `medusa.py` and `eagle3.py` compute the heads.
 """
 
 from __future__ import annotations
@@ -26,23 +25,22 @@ F32 = NDArray[np.float32]
 _RETRAIN = "Use heads that were trained for this model."
 
 
-def open_heads(
+def load_heads(
     folder: Path, method: str, target: Checkpoint, num_layers: int, num_tokens: int
 ) -> Medusa | Eagle3:
-    """Heads for `target`, a model of `num_layers` layers.
+    """Load heads for `target`, a model of `num_layers` layers.
 
     Args:
-        folder: the heads'.
-        method: "medusa" or "eagle3", which they have to be.
-        target: the model whose hidden states they read.
-        num_layers: of the target.
-        num_tokens: to draft; at most as many as there are Medusa heads.
+        folder: folder of the heads.
+        method: "medusa" or "eagle3", the expected kind of heads.
+        target: the model that the heads draft for.
+        num_layers: number of the target's layers.
+        num_tokens: tokens per draft; at most the number of Medusa heads.
 
     Raises:
-        ModelNotFoundError: no such folder, or it lacks a file.
-        CheckpointError: heads of another shape than the target or than their own config say; a file
-            is damaged.
-        UnsupportedModelError: not of the method, or a variant of it that is not read.
+        ModelNotFoundError: no such folder, or a file is missing.
+        CheckpointError: a shape differs from the target or from the heads' config; a damaged file.
+        UnsupportedModelError: heads of another method, or an unsupported variant.
     """
     config = read_folder_config(folder)
     names = [str(config.get("model_type")), *map(str, config.get("architectures") or [])]
@@ -61,7 +59,7 @@ def open_heads(
 
 
 class _Files:
-    """A heads' folder: its config and tensors, of which each is taken once, with its shape checked."""
+    """Config and tensors of a folder of heads; each tensor is taken once, its shape checked."""
 
     def __init__(
         self, folder: Path, config: dict[str, Any], vocab_size: int, hidden_size: int
@@ -87,7 +85,7 @@ class _Files:
         raise CheckpointError(f"The heads in {self.folder} have {what}.", fix)
 
     def count(self, *names: str, default: int | None = None) -> int:
-        """The positive number that the config has under one of these names."""
+        """The positive number in the config under one of these names."""
         value = next(
             (self.config[name] for name in names if self.config.get(name) is not None), default
         )
@@ -107,7 +105,7 @@ class _Files:
         return array
 
     def take_ids(self, name: str, count: int, *, offsets: bool) -> NDArray[np.int64]:
-        """Token ids of the target, [count]; stored as such, or as what is added to each one's number."""
+        """Token ids of the target, [count]; `offsets`: they are stored relative to row numbers."""
         array = self.arrays.pop(name, None)
         if array is None or array.shape != (count,) or array.dtype.kind != "i":
             self.fail(f"no tensor {name} of {count} integers")
@@ -119,8 +117,8 @@ class _Files:
     def finish(self) -> None:
         if self.arrays:
             raise UnsupportedModelError(
-                f"The heads in {self.folder} have a tensor {min(self.arrays)[:100]!r}, which has "
-                "no place in them.",
+                f"The heads in {self.folder} have a tensor {min(self.arrays)[:100]!r}, which "
+                "has no place in them.",
                 "Use heads of the published form.",
             )
 
@@ -130,9 +128,8 @@ def _plain(name: str) -> str:
     name = (
         name.removeprefix("medusa_heads.").removeprefix("model.").replace("midlayer.", "layers.0.")
     )
-    name = re.sub(
-        r"^(\d+)\.(\d+)\.linear\.(weight|bias)$", r"blocks.\1.layers.\2.\3", name
-    )  # as first published
+    # The names of the first published heads.
+    name = re.sub(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$", r"blocks.\1.layers.\2.\3", name)
     return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
 
 
@@ -218,7 +215,7 @@ def _eagle3(files: _Files, target: Checkpoint, num_layers: int, num_tokens: int)
         if mapped
         else np.arange(draft_size),
     )
-    files.arrays.pop("t2d", None)  # says of each of the target's tokens whether d2t has it
+    files.arrays.pop("t2d", None)  # Redundant: whether d2t has each token of the target.
     files.finish()
     return Eagle3(weights, shape, _layers(files, num_layers), embed, num_tokens)
 
@@ -240,7 +237,7 @@ def _rope_theta(files: _Files) -> float:
 
 
 def _layers(files: _Files, num_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs are fused; EAGLE-3's own choice where the config names none."""
+    """The layers whose inputs are fused; by default EAGLE-3's own choice."""
     eagle = files.config.get("eagle_config")
     eagle = eagle if isinstance(eagle, dict) else files.config
     layers = eagle.get("eagle_aux_hidden_state_layer_ids", [2, num_layers // 2, num_layers - 3])
@@ -256,7 +253,7 @@ def _layers(files: _Files, num_layers: int) -> tuple[int, ...]:
 
 
 def _embedding(files: _Files, target: Checkpoint, width: int) -> Any:
-    """Rows of the heads' own embedding, or where they have none of the target's."""
+    """Embeds token ids with the heads' own embedding, or with the target's if they have none."""
     if "embed_tokens.weight" in files.arrays:
         table = files.take("embed_tokens.weight", files.vocab_size, width)
         return lambda token_ids: table[list(token_ids)]

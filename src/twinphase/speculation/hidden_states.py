@@ -1,0 +1,107 @@
+"""Base class of draft heads on the target's hidden states; drafts in one call for many requests.
+
+Hidden states arrive with each step (`read`), and drafts are requested one request at a time
+(`propose`). The first call in a step drafts for all requests that are expected to call in the same
+step, so that the weights of the heads are loaded once.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinphase.batch import Batch, StepOutput
+from twinphase.request import Request
+from twinphase.speculation.proposer import Draft
+
+F32 = NDArray[np.float32]
+
+
+def silu(x: F32) -> F32:
+    """x / (1 + exp(-x)), in a form that does not overflow."""
+    out: F32 = x * (np.float32(0.5) + np.float32(0.5) * np.tanh(np.float32(0.5) * x))
+    return out
+
+
+class HiddenStateProposer(ABC):
+    """A `Proposer` and `HiddenReader`.
+
+    Attributes:
+        source: of its drafts.
+        layers: see `HiddenReader`.
+        num_tokens: tokens per draft.
+    """
+
+    source: str
+    layers: tuple[int, ...]
+    num_tokens: int
+
+    def __init__(self) -> None:
+        # Requests with new hidden states and no draft from them: number of known output tokens.
+        self._ready: dict[str, int] = {}
+        # The last draft of a request, with the number of output tokens known at that time.
+        self._drafts: dict[str, tuple[int, list[int]]] = {}
+        # The step in which a request last asked for a draft.
+        self._last_asked: dict[str, int] = {}
+        self._num_steps = 0
+
+    @abstractmethod
+    def update(self, batch: Batch, output: StepOutput, hidden: Sequence[F32]) -> None:
+        """Keep the rows of `hidden` that drafts start from."""
+
+    @abstractmethod
+    def draft_batch(self, names: Sequence[str]) -> list[list[int]]:
+        """`num_tokens` draft tokens for each request, from its latest hidden states."""
+
+    @abstractmethod
+    def discard(self, name: str) -> None:
+        """Drop the state of a request, which may be unknown."""
+
+    def read(self, batch: Batch, output: StepOutput, hidden: Sequence[F32]) -> None:
+        self._num_steps += 1
+        try:
+            self.update(batch, output, hidden)
+        except Exception:  # The step's tokens are valid without a draft.
+            logging.getLogger("twinphase").warning(
+                "Heads failed; nothing is drafted from this step.", exc_info=True
+            )
+            for share in batch.scheduled:
+                self._forget(share.request_id)
+            return
+        for share in batch.scheduled:
+            new = output.token_ids.get(share.request_id)
+            if new:
+                self._ready[share.request_id] = len(share.output_token_ids) + len(new)
+
+    def propose(self, request: Request, limit: int) -> list[Draft]:
+        name = request.request_id
+        if limit <= 0:
+            self._last_asked.pop(name, None)
+            return []
+        if name in self._ready:
+            # Requests that asked together with this one are expected to ask in this step too.
+            since = self._last_asked.get(name, self._num_steps - 1)
+            names = [
+                other
+                for other in self._ready
+                if other == name or self._last_asked.get(other, -1) >= since
+            ]
+            for other, token_ids in zip(names, self.draft_batch(names), strict=True):
+                self._drafts[other] = self._ready.pop(other), token_ids
+        self._last_asked[name] = self._num_steps
+        num_known, token_ids = self._drafts.get(name, (-1, []))
+        if num_known != len(request.output_token_ids):
+            return []
+        return [Draft(self.source, token_ids[:limit])]
+
+    def forget(self, request: Request) -> None:
+        self._forget(request.request_id)
+
+    def _forget(self, name: str) -> None:
+        for state in (self._ready, self._drafts, self._last_asked):
+            state.pop(name, None)
+        self.discard(name)
