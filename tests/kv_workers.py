@@ -25,6 +25,7 @@ from twinphase.cluster.kv.frames import (
 )
 from twinphase.cluster.kv.port import KVPort
 from twinphase.cluster.kv.transport import connect, read_message
+from twinphase.config import EngineConfig
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.loop import EngineLoop
 from twinphase.engine.process.messages import (
@@ -57,7 +58,7 @@ class Worker:
     """An engine's loop in a thread; its messages are sorted by request."""
 
     def __init__(self, model, *, key: bytes = KEY, **config) -> None:
-        self.loaded = LoadedEngine(model, **config)
+        self.loaded = LoadedEngine(model, EngineConfig(**config))
         self.loop = EngineLoop(self.loaded, self._take)
         self.port = KVPort(self.loop, self._take, key)
         self._answers: dict[str, Answer] = defaultdict(Answer)

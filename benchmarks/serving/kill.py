@@ -33,8 +33,10 @@ PAUSE = 0.01  # seconds between looks whether it serves again
 LOAD_ALONE = """
 import sys
 from twinphase.engine.process.child import WARM_UP_PROMPT, WARM_UP_TOKENS
+from twinphase.config import EngineConfig
 from twinphase.engine.loading.loading import LoadedEngine
-LoadedEngine(sys.argv[1], threads=int(sys.argv[2])).warm_up(WARM_UP_PROMPT, WARM_UP_TOKENS)
+config = EngineConfig(threads=int(sys.argv[2]))
+LoadedEngine(sys.argv[1], config).warm_up(WARM_UP_PROMPT, WARM_UP_TOKENS)
 """
 
 

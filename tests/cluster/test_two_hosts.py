@@ -13,6 +13,7 @@ from children import child, end
 from routed import CONFIG, LONG, all_of, mix, read, same, until, whole
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.remote import RemoteHost
+from twinphase.config import EngineConfig
 from twinphase.engine.process.host import ProcessHost
 from twinphase.phases.timeline import IntervalKind
 
@@ -111,8 +112,10 @@ def test_a_cable_is_pulled_while_answers_stream_and_plugged_in_again(serve, lone
 
         def hosts():
             return {
-                "here": ProcessHost(tiny_path, CONFIG, silence=2.0),
-                "there": RemoteHost(there.address, KEY.encode(), tiny_path, CONFIG, 2.0),
+                "here": ProcessHost(tiny_path, EngineConfig(**CONFIG), silence=2.0),
+                "there": RemoteHost(
+                    there.address, KEY.encode(), tiny_path, EngineConfig(**CONFIG), 2.0
+                ),
             }
 
         async def body(engine):
@@ -150,7 +153,7 @@ def test_prompts_are_read_there_and_answered_here_whatever_becomes_of_the_cable(
 
         def hosts():
             return {
-                name: RemoteHost(address, KEY.encode(), tiny_path, CONFIG, 2.0)
+                name: RemoteHost(address, KEY.encode(), tiny_path, EngineConfig(**CONFIG), 2.0)
                 for name, address in (("there", there.address), ("here", here))
             }
 

@@ -24,6 +24,7 @@ from twinphase.cluster.joining import Door
 from twinphase.cluster.remote import CalledHost, RemoteHost
 from twinphase.cluster.router import Router
 from twinphase.cluster.timelines import joined, shifted
+from twinphase.config import EngineConfig
 from twinphase.engine.frontends.async_engine import AsyncEngine
 from twinphase.errors import InvalidRequestError, StorageError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
@@ -66,7 +67,7 @@ def started(*addresses, roles=()):
 
 def hosts_of(workers, path, silence=2.0):
     return lambda: {
-        f"worker-{i}": RemoteHost(one.address, KEY.encode(), path, CONFIG, silence)
+        f"worker-{i}": RemoteHost(one.address, KEY.encode(), path, EngineConfig(**CONFIG), silence)
         for i, one in enumerate(workers)
     }
 
@@ -179,7 +180,7 @@ def test_lines_that_are_slow_and_cut_messages_anywhere(serve, lone, tiny_path):
         serve(
             body,
             hosts=lambda: {
-                name: RemoteHost(line.address, KEY.encode(), tiny_path, CONFIG, 5.0)
+                name: RemoteHost(line.address, KEY.encode(), tiny_path, EngineConfig(**CONFIG), 5.0)
                 for name, line in lines.items()
             },
         )
@@ -291,7 +292,7 @@ def test_a_worker_joins_a_server_that_runs_and_leaves_it_when_it_dies(serve, lon
     prompts = [[30 + number, 31] for number in range(67)]
 
     def newcomer(name, address):
-        return CalledHost(address, KEY.encode(), tiny_path, CONFIG, 60.0)
+        return CalledHost(address, KEY.encode(), tiny_path, EngineConfig(**CONFIG), 60.0)
 
     door = Door("127.0.0.1:0", KEY.encode(), newcomer)
     join = ("--join", door.address)
@@ -358,7 +359,9 @@ def refused(workers, path, key=KEY, host=None):
     """What a server says that no worker lets in."""
 
     async def main():
-        engine = AsyncEngine(host or RemoteHost(workers[0].address, key.encode(), path, CONFIG))
+        engine = AsyncEngine(
+            host or RemoteHost(workers[0].address, key.encode(), path, EngineConfig(**CONFIG))
+        )
         await until(lambda: engine.host.failure is not None)
         assert not engine.is_running
         await asyncio.to_thread(engine.close)

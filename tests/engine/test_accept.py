@@ -3,6 +3,7 @@
 import pytest
 
 from tiny_gguf import write_tiny_gguf
+from twinphase.config import EngineConfig
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.loop import EngineLoop
 from twinphase.engine.process.messages import Add, BlocksChanged, StepNews, Stop, WatchBlocks
@@ -58,7 +59,7 @@ def accept(loaded, blocks, frames):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_engines_blocks_are_a_prefix_hit_with_the_same_bits(path, kind):
-    one, other = (LoadedEngine(path, **KINDS[kind]) for _ in range(2))
+    one, other = (LoadedEngine(path, EngineConfig(**KINDS[kind])) for _ in range(2))
     alone = answer(one)
     size = KINDS[kind]["block_size"]
     assert alone[2] == 0 and len(set(alone[0])) > 3
@@ -74,8 +75,8 @@ def test_another_engines_blocks_are_a_prefix_hit_with_the_same_bits(path, kind):
 
 
 def test_blocks_of_another_format_are_refused_and_nothing_is_lost(path):
-    one = LoadedEngine(path, **KINDS["cpu"])
-    other = LoadedEngine(path, threads=1, kv_cache_dtype="int8")
+    one = LoadedEngine(path, EngineConfig(**KINDS["cpu"]))
+    other = LoadedEngine(path, EngineConfig(threads=1, kv_cache_dtype="int8"))
     answer(one)
     here = answer(other)
     frames = computed(one)[1]
@@ -91,7 +92,9 @@ def test_blocks_of_another_format_are_refused_and_nothing_is_lost(path):
 
 def test_whoever_watches_is_told_what_can_be_found(path):
     """All that is there, then each change with its number; what is accepted between two steps counts as well."""
-    one, other = (LoadedEngine(path, num_kv_blocks=8, **KINDS["cpu"]) for _ in range(2))
+    one, other = (
+        LoadedEngine(path, EngineConfig(num_kv_blocks=8, **KINDS["cpu"])) for _ in range(2)
+    )
     answer(one)
     blocks, frames = computed(one)
     sent = []

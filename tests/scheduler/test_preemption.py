@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from schedules import EOS, chunks, ids, make_request, make_scheduler, run_all, run_step
 from twinphase.errors import CacheCapacityError
 from twinphase.outcome import FinishReason, RequestStatus
+from twinphase.scheduler.pace import Pace
 
 
 def crowd(policy="fcfs", priorities=(0, 0, 0), caching=True):
@@ -137,7 +138,7 @@ def test_no_block_leaks_and_all_finish_whatever_happens(seed):
         max_num_batched_tokens=choose.randint(4, 20),
         max_num_seqs=4,
         policy=choose.choice(["fcfs", "priority"]),
-        itl_slo_ms=choose.choice([None, 1, 8000]),
+        pace=Pace(choose.choice([None, 0.001, 8.0])),
         caching=choose.random() < 0.7,
     )
     requests = []

@@ -1,4 +1,4 @@
-"""Models where users keep them: folders, the hub's safetensors, Ollama's store, files in parts on a package index."""
+"""Models where users keep them: folders, the hub, Ollama's store, parts on a package index."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from twinphase.weights.hub import cached_model, list_models, pull_model, resolve
 from twinphase.weights.packages import KnownFile, canonical_packages, expand_packages, known_files
 
 # Local folders
-# ------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def test_a_local_folder_is_itself(tmp_path):
@@ -52,7 +52,7 @@ def test_a_local_folder_is_itself(tmp_path):
 
 
 # A file in parts
-# ----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def test_names_of_packages():
@@ -169,7 +169,7 @@ def test_a_known_file_that_is_here_is_the_known_one(known, monkeypatch):
 
 
 # Ollama's store
-# -----------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 Store = Callable[..., Path]
 
@@ -260,12 +260,12 @@ def test_without_ollama(tmp_path, monkeypatch):
 
 
 # The hub's safetensors
-# ----------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def hub_folder(tmp_path, monkeypatch) -> Callable[[Path], list[str]]:
-    """A stand-in for huggingface_hub that serves a folder; returns the names of what was fetched, in order."""
+    """A stand-in for huggingface_hub that serves a folder; returns the fetched names in order."""
 
     def install(folder: Path) -> list[str]:
         fetched: list[str] = []

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -17,6 +16,7 @@ from twinphase import __version__
 from twinphase.cluster.address import connect
 from twinphase.cluster.handshake import authenticate
 from twinphase.cluster.timelines import shifted
+from twinphase.config import EngineConfig
 from twinphase.engine.process.host import LinkHost
 from twinphase.engine.process.messages import (
     Finished,
@@ -47,7 +47,7 @@ class RemoteHost(LinkHost):
         address: str | Callable[[], str],
         key: bytes,
         model: str | Path,
-        config: dict[str, Any],
+        config: EngineConfig,
         silence: float | None = 1.5,
     ) -> None:
         """`address` is asked for again at each connection if it is a function; arguments and errors as `LinkHost`."""

@@ -23,6 +23,7 @@ from twinphase.cluster.worker_view import DECODE_CHUNK
 from twinphase.engine.executor import Executor
 from twinphase.request import Request, SamplingParams
 from twinphase.scheduler.chunk import StepCost
+from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.scheduler import Scheduler
 
 TOKEN = 7  # that everybody's answer consists of
@@ -173,7 +174,7 @@ class Simulation:
             times=spec.times,
             max_num_batched_tokens=spec.max_num_batched_tokens,
             max_num_seqs=spec.max_num_seqs,
-            itl_slo_ms=spec.itl_slo_ms,
+            pace=Pace(spec.itl_slo_ms and spec.itl_slo_ms / 1e3),
         )
         scheduler.most_prefill_tokens = DECODE_CHUNK if role == "decode" else None
         return scheduler

@@ -28,6 +28,7 @@ from twinphase.cluster.joining import ask_to_join
 from twinphase.cluster.kv.port import opened_port
 from twinphase.cluster.routing import Role
 from twinphase.engine.embedding.embedder import LoadedEmbedder
+from twinphase.engine.frontends.checks import engine_config
 from twinphase.engine.frontends.text import ModelText
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.child import Link, load, serve
@@ -106,10 +107,10 @@ class Worker:
         connection.settimeout(LOST_SECONDS)
         self.link = link = _ServerLink(connection)
         link.role = self._role
-        first = link.next()
-        if not isinstance(first, Load):
-            return
         try:
+            first = link.next()
+            if not isinstance(first, Load):
+                return
             loaded = self._load(first, link)
         except TwinphaseError as error:
             self._refuse(link, error)
@@ -143,7 +144,7 @@ class Worker:
                 f"The worker's {wanted.model} is another model than the server's.",
                 "Give both the same files.",
             )
-        wanted = replace(wanted, config={**wanted.config, **self._own})
+        wanted = replace(wanted, config=engine_config(self._own, wanted.config))
         if self._loaded is None or self._wanted != wanted:
             self._loaded = None  # before the next one takes as much memory
             link.send(Loading("importing"))

@@ -17,6 +17,7 @@ from typing import Any, cast
 from twinphase.backends.base import Backend, Forward, StepInputs
 from twinphase.engine.engine import Engine, StepResult
 from twinphase.engine.frontends.async_engine import AsyncEngine
+from twinphase.engine.frontends.checks import engine_config
 from twinphase.engine.loading.ceilings import device_of
 from twinphase.engine.loading.loading import LoadedEngine, make_scheduler
 from twinphase.engine.process.host import ThreadHost
@@ -206,7 +207,7 @@ class Workshop:
         **config: Any,
     ) -> None:
         """Load a model; arguments and errors are those of `LLM`."""
-        loaded = LoadedEngine(model, compile_progress=compile_progress, **config)
+        loaded = LoadedEngine(model, engine_config(config), compile_progress=compile_progress)
         self._loaded = loaded
         self.config = loaded.config
         self.path: Path = loaded.checkpoint.path

@@ -18,6 +18,7 @@ from twinphase.request import Request
 from twinphase.scheduler.chunk import ChunkBudget, StepCost
 from twinphase.scheduler.decode import fit_drafts, schedule_decodes, with_drafts
 from twinphase.scheduler.fairness import FairQueue, work_by_tenant
+from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.phase import give_tokens
 from twinphase.scheduler.policy import policy_key
 from twinphase.scheduler.prefill import schedule_prefills, worth_waiting_for
@@ -35,8 +36,7 @@ class Scheduler:
         kv_cache: the blocks.
         fair: requests that hold no blocks, new or preempted, by tenant; and whose turn it is.
         running: requests that hold blocks; in a step, in the order of `fair`.
-        slo_seconds: longest gap between tokens that chunks leave running requests, or None.
-        prefill_room: seconds that prefill may add to a step whatever the SLO.
+        pace: the gap between tokens that chunks leave to running requests.
         most_prefill_tokens: of a step, whatever decodes in it; None is no bound but the budget.
         seconds: predicted, of all steps so far: the scheduler's clock.
         step_work: seconds of the last step by tenant, predicted.
@@ -56,7 +56,7 @@ class Scheduler:
         max_num_batched_tokens: int = 512,
         max_num_seqs: int = 64,
         policy: str = "fcfs",
-        itl_slo_ms: float | None = None,
+        pace: Pace = Pace(),
         usual_output: float = USUAL_OUTPUT,
         window: int | None = None,
     ) -> None:
@@ -73,8 +73,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.policy = policy
-        self.slo_seconds = None if itl_slo_ms is None else itl_slo_ms / 1e3
-        self.prefill_room = 0.0
+        self.pace = pace
         self.most_prefill_tokens: int | None = None
         self.fair = FairQueue(policy_key(policy))
         self.running: list[Request] = []
@@ -165,10 +164,9 @@ class Scheduler:
             tokens if self.most_prefill_tokens is None else min(tokens, self.most_prefill_tokens),
             Batch(decodes, [], window=self.window).decode_work,
             self._times,
-            self.slo_seconds,
+            self.pace,
             self.kv_cache.block_size,
             self.window,
-            self.prefill_room,
         )
         prefills: list[ScheduledRequest] = []
         computing: set[bytes] = set()
@@ -353,7 +351,7 @@ class Scheduler:
         """
         since = self._seat_wanted_since
         if since is None or self.seconds < max(
-            since + (self.slo_seconds or PATIENCE), self._next_seat_taken
+            since + (self.pace.slo_seconds or PATIENCE), self._next_seat_taken
         ):
             return
         excess = {

@@ -1,4 +1,4 @@
-"""SentencePiece vocabularies (Kudo and Richardson, 2018) as `tokenizers` tokenizers, and the file they come in.
+"""SentencePiece vocabularies (Kudo and Richardson, 2018) as `tokenizers` tokenizers.
 
 A GGUF file has copied the pieces, scores and types (gguf_vocabulary.py); a folder may have only the
 original, tokenizer.model. Text is split as by SentencePiece itself, but for one thing: where a
@@ -53,7 +53,7 @@ class Pieces:
 
 
 def open_pieces(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The tokenizer of a tokenizer.model, and its special tokens by the names that a tokenizer_config.json has.
+    """The tokenizer of a tokenizer.model, and its special tokens by tokenizer_config.json's names.
 
     Raises:
         CheckpointError: the file is not a SentencePiece model, or its pieces contradict each other.
@@ -144,7 +144,7 @@ def add_tokens(
 def _merges_by_score(
     ids: Mapping[str, int], types: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """The merges that SentencePiece's rule implies: of all neighbours that form a token, the best-scored token first.
+    """The merges of SentencePiece's rule: of neighbours that form a token, the best-scored first.
 
     A token's score is the same whichever two parts form it; among those, SentencePiece takes the
     leftmost pair of the text, and a list of merges the first of the list, so the order within one

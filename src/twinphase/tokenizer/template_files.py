@@ -1,4 +1,4 @@
-"""Where a model keeps its chat templates. Only the texts; compiling and rendering them is `chat_template.py`'s."""
+"""Finds the texts of a model's chat templates. `chat_template.py` compiles and renders them."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def _read(path: Path) -> str:
         raise CheckpointError(f"{path} is not UTF-8 text.", _FIX) from None
 
 
-def _named(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What tokenizer_config.json says: a text, or a list of templates with names."""
-    templates = said.get("chat_template")
+def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The templates of tokenizer_config.json: a text, or a list with names."""
+    templates = settings.get("chat_template")
     if isinstance(templates, list):
         entries = [entry for entry in templates if isinstance(entry, dict)]
         templates = {str(entry.get("name")): entry.get("template") for entry in entries}

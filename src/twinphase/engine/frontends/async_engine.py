@@ -26,6 +26,7 @@ from twinphase.engine.frontends.checks import (
     Prompt,
     check_id,
     check_params,
+    engine_config,
     is_plain,
     unknown_request,
 )
@@ -102,7 +103,7 @@ class AsyncEngine:
     @classmethod
     def from_model(cls, model: str | Path, **config: Any) -> AsyncEngine:
         """Load a model into this process; arguments and errors are those of `LLM`."""
-        return cls(ThreadHost(load(model, **config)))
+        return cls(ThreadHost(load(model, engine_config(config))))
 
     @classmethod
     def in_process(cls, model: str | Path, **config: Any) -> AsyncEngine:
@@ -110,7 +111,7 @@ class AsyncEngine:
 
         Returns at once; `progress` says how far loading has come.
         """
-        return cls(ProcessHost(model, config))
+        return cls(ProcessHost(model, engine_config(config)))
 
     @property
     def is_running(self) -> bool:

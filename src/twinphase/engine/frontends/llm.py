@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twinphase.config import EngineConfig
 from twinphase.engine.embedding.embedder import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -27,6 +28,7 @@ from twinphase.engine.frontends.checks import (
     Prompt,
     check_params,
     conversations,
+    engine_config,
     is_plain,
     one_for_each,
     prompt_list,
@@ -63,7 +65,8 @@ class LLM:
         model: str | Path,
         *,
         compile_progress: Callable[[int, int, str], None] | None = None,
-        **config: Any,
+        config: EngineConfig = EngineConfig(),
+        **fields: Any,
     ) -> None:
         """Load a model.
 
@@ -71,13 +74,14 @@ class LLM:
             model: a path, or a name that `twinphase pull` takes.
             compile_progress: called with (done, total, kernel) when kernels have to be compiled
                 first.
-            config: fields of `EngineConfig`.
+            config: how the engine runs.
+            fields: fields of `EngineConfig`, which replace those of `config`.
 
         Raises:
-            TwinphaseError: the model cannot be found, read or run, or `config` has an unknown field
-                or a value out of range.
+            TwinphaseError: the model cannot be found, read or run, or a field is unknown or its
+                value out of range.
         """
-        self._model = load(model, compile_progress=compile_progress, **config)
+        self._model = load(model, engine_config(fields, config), compile_progress=compile_progress)
         self.config = self._model.config
         self.checkpoint = self._model.checkpoint
         self._ids = count()

@@ -6,7 +6,7 @@ MessagePack between two; no pickle. Not for what a user sees.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -25,14 +25,14 @@ from twinphase.scheduler.pace import Pace
 
 # To the engine.
 class Load(msgspec.Struct, tag=True, frozen=True):
-    """The first message to a process: load this model; `config` has fields of `EngineConfig`.
+    """The first message to a process: load this model.
 
     To a process elsewhere it also says which `version` it comes from, and the `fingerprint` of the
     model's files.
     """
 
     model: str
-    config: dict[str, Any]
+    config: EngineConfig
     version: str = ""
     fingerprint: str = ""
 
