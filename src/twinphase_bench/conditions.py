@@ -125,7 +125,8 @@ def command_line(arguments: Sequence[str]) -> str:
     for argument in arguments[1:]:
         name, equals, _ = argument.partition("=")
         secret = argument.startswith("-") and _is_secret(name)
-        if hide_next:  # whatever it begins with: a key may begin with a hyphen
+        # A key may begin with a hyphen.
+        if hide_next:
             words.append("***")
             hide_next = False
             continue

@@ -71,10 +71,10 @@ def sweep_parts(result: PhaseSweep) -> Parts:
         "phase sweep",
         sweep_verdicts(result),
         sweep_sections(result),
-        sweep_metrics(result),
-        sweep_noise(result),
-        sweep_data(result),
-        flags,
+        metrics=sweep_metrics(result),
+        noise=sweep_noise(result),
+        data=sweep_data(result),
+        flags=flags,
     )
 
 

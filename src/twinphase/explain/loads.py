@@ -1,6 +1,6 @@
 """The loads in a result file, and who was in flight beside whom.
 
-Not for what can be told from it (`diagnosis.py`).
+Not for their causes (`load_diagnosis.py`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ObservedLoad:
         _, first, last = np.clip(self._moments, start, end)
         return max(
             0.0, float(np.sum(last - first)) / (end - start) - 1
-        )  # of rounded sums, nobody may be a little less
+        )  # Rounding may give a little less than none.
 
 
 def read_loads(data: Any, what: str = "a result") -> list[ObservedLoad]:

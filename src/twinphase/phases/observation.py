@@ -36,11 +36,9 @@ class Observation:
     finish_reason: str = ""  # as the target named it
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    claims: dict[str, Any] = field(
-        default_factory=dict
-    )  # what the target said of its own time, as it came
+    claims: dict[str, Any] = field(default_factory=dict)  # The target's own latencies, as received.
     finished: float | None = (
-        None  # when the target said that the output was complete: with the last token or behind it
+        None  # When the target reported the end: with the last token or after it.
     )
     first_answer: float | None = (
         None  # when the first piece of the answer came, of an output that reasons first
@@ -76,7 +74,7 @@ class Observation:
         """When the last token came.
 
         With fewer pieces than tokens, the last tokens may have had no text: the target sent nothing
-        for them until it said that it was done, and that moment counts.
+        for them until it reported the end, and that time counts.
         """
         if not self.token_times:
             return None
@@ -92,7 +90,7 @@ class Observation:
     def tpot(self) -> float | None:
         """None below two tokens, without the target's count, or without the last token's time.
 
-        It is not known where there are fewer pieces than tokens and nothing said when the output
+        It is not known where there are fewer pieces than tokens and nothing reported when the output
         was complete.
         """
         number = self.num_output_tokens

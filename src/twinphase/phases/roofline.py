@@ -1,6 +1,6 @@
 """The roofline (Williams, Waterman and Patterson, 2009): what bounds a part of a step.
 
-A part of a step does so many FLOP on so many bytes: its arithmetic intensity. Below the balance
+FLOP per byte of a part of a step is its arithmetic intensity. Below the balance
 point of a machine (peak / bandwidth) memory bounds it, above it the arithmetic unit. Rates come
 from measured `Ceilings`; nothing here measures, and what is unknown stays None.
 """

@@ -93,7 +93,7 @@ class Goodput:
 
     @property
     def by_level(self) -> dict[str, int]:
-        """Requests that missed each level, whatever else they missed."""
+        """Number of requests that missed each level, alone or with others."""
         found: Counter[str] = Counter()
         for names, number in self.missed.items():
             found.update({name: number for name in names.split(" + ")})

@@ -158,7 +158,7 @@ class Reply:
     connected_late: bool = (
         False  # the connection was asked for in time, and was there only after `intended`
     )
-    # it came to its end: a stream to its [DONE], unless `exchange` was told to wait for more
+    # it came to its end: a stream to its [DONE], unless `exchange` waits for more
     whole: bool = False
     error: str = ""  # "KIND: details" if it did not
     asked_tokens: int = 0  # output tokens asked for, as the sender noted; 0 if it did not

@@ -1,4 +1,4 @@
-"""What a stream of server-sent events said, read from the stamped pieces of a reply.
+"""The observation of a streamed reply, from its stamped pieces.
 
 The format:
 https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation. Not for

@@ -111,7 +111,7 @@ class Figure:
 
     Attributes:
         title: of the plot.
-        x: what tells the variants apart.
+        x: what differs between the variants.
         quantities: to draw, all of one unit.
         log: both axes are logarithmic.
         stacked: the quantities are parts of a whole.

@@ -256,8 +256,15 @@ def _try(
         reduced.append(f"{bench.rounds} repetitions instead of {ROUNDS} to fit the time limit")
     pairs = zip(experiment.rules, trial.measured, strict=True)
     judged = [decide(rule, measured, bench.size, others.cores or 0.0) for rule, measured in pairs]
-    took = bench.clock() - bench.started
-    return Conclusion(experiment, trial, overall(judged), judged, took, reduced, others.cores)
+    return Conclusion(
+        experiment,
+        trial,
+        overall(judged),
+        judged,
+        seconds=bench.clock() - bench.started,
+        reduced=reduced,
+        others=others.cores,
+    )
 
 
 def _choose_size(experiment: Experiment, bench: Workbench) -> list[str]:

@@ -215,8 +215,8 @@ def _parts_of_runs(results: Sequence[LoadResult]) -> Parts:
         "load",
         verdicts,
         sections,
-        report.load_metrics(results),
-        report.notes_of(first),
-        data,
-        flags,
+        metrics=report.load_metrics(results),
+        noise=report.notes_of(first),
+        data=data,
+        flags=flags,
     )

@@ -45,7 +45,7 @@ class LoadFigure:
     definition: str
     of: Callable[[LoadResult], float | None]
 
-    def told(self, results: Sequence[LoadResult]) -> str:
+    def median_and_range(self, results: Sequence[LoadResult]) -> str:
         """Median and range over several runs."""
         known = [
             value for run in results if (value := self.of(run)) is not None and math.isfinite(value)
@@ -123,7 +123,7 @@ def runs_verdicts(results: Sequence[LoadResult]) -> list[Verdict]:
     ]
     sound = [run for run in results if not run.void and run.succeeded]
     if len(sound) > 1:
-        ranges = "; ".join(figure.told(sound) for figure in FIGURES)
+        ranges = "; ".join(figure.median_and_range(sound) for figure in FIGURES)
         text = f"Over {len(sound)} runs with other prompts (median, lowest .. highest): {ranges}."
         found.append(Verdict(Status.INFO, text))
     return found

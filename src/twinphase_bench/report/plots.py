@@ -3,8 +3,8 @@
 Every kind takes the plot's `name`, `title` and `caption`, and rows: mappings with plain values. The
 keys of a row are shown when a reader points at it, so they are words that a reader knows; "low" and
 "high" are an interval. `x` and `y` are (key of the row, title of the axis with its unit). `series`
-or `part` is the key that is told apart by colour: a name that begins with "prefill" or "decode" has
-its phase's colour (`theme.py`). Sizes, fonts and colours are left to whoever draws the chart: the
+or `part` is the key shown by colour: a name that begins with "prefill" or "decode" has
+its phase's colour (`theme.py`). Sizes, fonts and colours are left to the renderer: the
 page, or `render.py` for a PNG.
 """
 

@@ -58,7 +58,7 @@ class Plot:
     """A Vega-Lite chart (https://vega.github.io/vega-lite), its data inside.
 
     `name` is unique in its report: the stem of its PNG file. `spec` has no size, theme and title,
-    which whoever draws it adds. `caption` says how it was measured.
+    which the renderer adds. `caption` says how it was measured.
     """
 
     name: str

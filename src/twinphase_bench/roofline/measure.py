@@ -135,14 +135,14 @@ def _sample(
 ) -> Sample:
     """A sample of steps without and with clock readings; `whole` combines their times."""
     return Sample(
-        whole(step.seconds for step in plain),
-        whole(step.forward for step in plain),
-        whole(step.seconds for step in split),
-        whole(step.forward for step in split),
-        {name: whole(step.parts[name] for step in split) for name in split[0].parts},
-        tokens,
-        reduce(PartWork.plus, (step.linear for step in plain)),
-        reduce(PartWork.plus, (step.attention for step in plain)),
+        seconds=whole(step.seconds for step in plain),
+        forward=whole(step.forward for step in plain),
+        split_seconds=whole(step.seconds for step in split),
+        split_forward=whole(step.forward for step in split),
+        parts={name: whole(step.parts[name] for step in split) for name in split[0].parts},
+        tokens=tokens,
+        linear=reduce(PartWork.plus, (step.linear for step in plain)),
+        attention=reduce(PartWork.plus, (step.attention for step in plain)),
     )
 
 
@@ -214,7 +214,7 @@ class _Bench:
         self.workshop.stepped.clear()
         sample = _sample(found[False], found[True], point.batch, statistics.median)
         middle = found[False][len(found[False]) // 2]  # of one step, as the times are
-        return Sample(**{**vars(sample), "linear": middle.linear, "attention": middle.attention})
+        return replace(sample, linear=middle.linear, attention=middle.attention)
 
 
 def _middle(runs: list[list[_Step]]) -> list[_Step]:

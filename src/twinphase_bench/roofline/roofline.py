@@ -113,7 +113,7 @@ def _link(config: EngineConfig, model: str | None, progress: Progress) -> LinkRa
 
 
 def settings_of(given: Mapping[str, Any], engine: Mapping[str, Any]) -> Settings:
-    """Settings from the command line's options, of which those left out are not in `given`.
+    """Settings from the command line's options; `given` lacks those left out.
 
     Raises:
         InvalidRequestError: a list that is not one, or a value out of range.
@@ -246,7 +246,9 @@ def _marks(found: Sequence[PointFinding]) -> list[DrawnPart]:
             }
             name = f"{series} {part}"
             marks.append(
-                DrawnPart(point.phase, part, name, label, placed.intensity, placed.rate, facts)
+                DrawnPart(
+                    point.phase, part, name, label, placed.intensity, rate=placed.rate, facts=facts
+                )
             )
     return marks
 

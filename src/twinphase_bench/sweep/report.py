@@ -20,7 +20,7 @@ TIME = Column(
 )
 INTERVAL = Column(
     "interval (ms)",
-    "of the median, by the ranks of the repetitions, with the confidence that so many can give: "
+    "of the median, by the ranks of the repetitions, with the confidence that their number gives: "
     "the lowest to the "
     "highest of five give 94 %, of three 75 %",
 )

@@ -1,6 +1,6 @@
 """The phase sweep: prefill time by prompt length, decode time by position and batch.
 
-Rounds over all points in an order drawn anew each time, so that a machine that slows down meanwhile
+Rounds over all points, each in another random order, so that a machine that slows down meanwhile
 does not look like a law. Not for what it means (`verdicts.py`).
 """
 
@@ -48,7 +48,7 @@ class Visit:
     ]  # what the target gave: several for a short prefill
     foreign_cores: (
         float | None
-    )  # cores' worth of CPU time that others used meanwhile; None where it cannot be told
+    )  # cores' worth of CPU time that others used meanwhile; None where unknown
     disturbed: bool  # others used so much that it was measured again, or would have been
     kept: bool  # False for one that a less disturbed repetition replaced
 
@@ -91,7 +91,7 @@ class PhaseSweep:
     plan: Plan
     visits: list[Visit] = field(
         default_factory=list
-    )  # replaced ones too, in the order in which they were made
+    )  # replaced ones too, in the order of measurement
     failures: dict[Place, str] = field(default_factory=dict)  # why a place could not be measured
     seconds: float = 0.0  # that the sweep took
     stopped: str = ""  # why it ended before all rounds were done

@@ -105,7 +105,7 @@ class EngineTarget:
         that.
 
         Raises:
-            CacheCapacityError: the engine cannot hold so many sequences of that length at once.
+            CacheCapacityError: the engine cannot hold `batch` sequences of that length at once.
         """
         # The first sequences decode already while the chunks of the others' prompts are computed.
         chunks = -(-position // max(1, self.workshop.config.max_num_batched_tokens - batch)) + 1

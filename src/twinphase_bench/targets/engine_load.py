@@ -70,9 +70,7 @@ class EngineLoadTarget(LoadTarget):
         except TwinphaseError as error:
             seen.error = f"{type(error).__name__}: {error.cause}"
             seen.status = error.http_status
-        except (
-            Exception
-        ) as error:  # the engine's, whatever it is: this request failed, the load goes on
+        except Exception as error:  # This request failed; the load continues.
             seen.error = f"exception: {type(error).__name__}: {error}"
             seen.status = 500
         seen.ended = time.perf_counter()

@@ -90,7 +90,14 @@ class OpenAITarget(LoadTarget):
         self.lead = LEAD_SECONDS
         self.notes: list[str] = []
         self.facts = TargetFacts(
-            address.url, "openai", "unknown", model, "unknown", None, PREFILL, DECODE
+            name=address.url,
+            kind="openai",
+            engine="unknown",
+            model=model,
+            precision="unknown",
+            context_length=None,
+            prefill_definition=PREFILL,
+            decode_definition=DECODE,
         )
         self._sizing: Sizing | None = None
 

@@ -1,6 +1,6 @@
 """Both phases of a server at a URL, measured apart by what its client sends and receives.
 
-Here is what a client gets, whatever a server itself calls prefill or decode. Not for load.
+What a server itself calls prefill or decode does not matter. Not for load.
 """
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ class PhasesOfUrl:
                 for one in seen
             )
             raise TargetFailedError(
-                f"The time of a decode step is unknown: {counts}. When each token came cannot be "
-                "told.",
+                f"The time of a decode step is unknown: {counts}. When each token came is unknown.",
                 "Check that the server sends each token by itself, and counts them (usage).",
             )
         if not any(gaps):  # none, or all read at one moment

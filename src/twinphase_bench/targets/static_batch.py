@@ -1,6 +1,6 @@
 """Both phases of an engine in this process that runs one batch at a time: transformers, llama.cpp.
 
-Such an engine only has to generate; what is timed as prefill and as decode is told apart here. Not
+Such an engine only has to generate; prefill and decode are separated here. Not
 for our own engine, which mixes phases in a step (`engine.py`).
 """
 
