@@ -51,18 +51,19 @@ BUDGET: dict[str, int] = {
     "twinphase/cache": 4_500,
     "twinphase/cluster": 30_000,
     "twinphase/commands": 12_500,
-    "twinphase/engine": 31_500,
+    "twinphase/engine": 32_500,
     "twinphase/estimate": 4_500,
-    "twinphase/explain": 8_500,
+    "twinphase/explain": 11_000,
     "twinphase/models": 11_500,
-    "twinphase/phases": 8_500,
+    "twinphase/phases": 10_750,
     "twinphase/sampling": 9_500,
     "twinphase/scheduler": 6_000,
     "twinphase/server": 47_000,
     "twinphase/speculation": 13_000,
     "twinphase/tokenizer": 17_000,
     "twinphase/weights": 21_500,
-    "twinphase_bench": 71_000,
+    "twinphase/workload": 1_750,
+    "twinphase_bench": 60_750,
 }
 MAX_TOKENS = {"src": 392_500, "tests": 325_000, "benchmarks": 22_000}
 

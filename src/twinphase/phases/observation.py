@@ -90,8 +90,7 @@ class Observation:
     def tpot(self) -> float | None:
         """None below two tokens, without the target's count, or without the last token's time.
 
-        It is not known where there are fewer pieces than tokens and nothing reported when the output
-        was complete.
+        It is not known where there are fewer pieces than tokens and the target reported no end.
         """
         number = self.num_output_tokens
         if self.last_token is None or number is None:

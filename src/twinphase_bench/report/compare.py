@@ -258,7 +258,10 @@ def _findings(found: Sequence[Comparison]) -> Iterable[Verdict]:
     compared = number - verdicts[CANNOT]
     if compared:
         by_chance = (1 - CONFIDENCE) * compared
-        text = f"Of {compared} comparisons about {by_chance:.1f} would show a difference by chance alone."
+        text = (
+            f"Of {compared} comparisons about {by_chance:.1f} would show a difference by chance "
+            "alone."
+        )
         yield Verdict(Status.INFO, text)
 
 

@@ -1,6 +1,6 @@
 """What a phase sweep says of a target, in sentences with their numbers.
 
-What bounds a phase is inferred from outside, by behaviour: a foreign engine's bytes and operations are
+What bounds a phase is inferred from its behaviour: bytes and operations of another engine are
 not known.
 """
 

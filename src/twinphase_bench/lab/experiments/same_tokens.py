@@ -59,7 +59,7 @@ def same_tokens(bench: Workbench) -> Trial:
     why = (
         "Sums of floating-point numbers depend on their order. Many kernels choose it by the "
         "size of the batch; this "
-        "engine's keep one order for every row of a matrix product, independently of the other rows."
+        "engine's keep one order for every row of a matrix product, regardless of the other rows."
     )
     if tokens or bits:
         differed = ", ".join(way for way, count in counts.items() if count[TOKENS] or count[BITS])
