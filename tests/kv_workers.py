@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from added import make_add
 from twinphase.cache.prefix_cache import CachedBlock
 from twinphase.cluster.handshake import DIGEST_BYTES, GREETING, NONCE_BYTES, receive_exactly
 from twinphase.cluster.kv.frames import (
@@ -29,16 +30,15 @@ from twinphase.config import EngineConfig
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.loop import EngineLoop
 from twinphase.engine.process.messages import (
-    Add,
     EngineFacts,
-    Finished,
     FromEngine,
     Pushed,
     PushTo,
     Refused,
-    StepNews,
+    StepUpdates,
     Stop,
 )
+from twinphase.phases.record import RequestRecord
 from twinphase.request import SamplingParams
 
 KEY = b"a key of this test"
@@ -50,7 +50,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list = field(default_factory=list)
     num_cached: int = 0
-    finished: Finished | None = None
+    finished: RequestRecord | None = None
     pushed: Pushed | None = None
 
 
@@ -69,13 +69,13 @@ class Worker:
 
     def _take(self, message: FromEngine) -> None:
         with self._changed:
-            if isinstance(message, StepNews):
-                for news in message.news:
-                    answer = self._answers[news.request_id]
-                    answer.tokens += news.token_ids
-                    answer.logprobs += news.logprobs
-                    answer.num_cached = news.num_cached
-                    answer.finished = news.finished
+            if isinstance(message, StepUpdates):
+                for update in message.updates:
+                    answer = self._answers[update.request_id]
+                    answer.tokens += update.token_ids
+                    answer.logprobs += update.logprobs
+                    answer.num_cached = update.num_cached
+                    answer.finished = update.ended
             elif isinstance(message, Pushed):
                 self._answers[message.request_id].pushed = message
             elif isinstance(message, Refused):
@@ -88,16 +88,7 @@ class Worker:
         self._number += 1
         name = str(self._number)
         self.loop.put(
-            Add(
-                name,
-                list(prompt),
-                params,
-                0.0,
-                0.0,
-                cache_salt=salt,
-                push_to=push_to,
-                output_token_ids=list(output),
-            )
+            make_add(name, prompt, params, salt, push_to=push_to, output_token_ids=list(output))
         )
         return name
 

@@ -85,7 +85,7 @@ def random_run(seed, policy="priority", slo=0.012, window=None, tenants=("",), d
                 Pace(choose.choice([None, 0.009, 0.0121]), choose.choice([0.0, 0.004]), True)
             )
         if choose.random() < 0.05:
-            engine.read_at_most(choose.choice([None, 4]))
+            engine.limit_prefill(choose.choice([None, 4]))
         machine.now += choose.choice([0.0, 1e-4])  # what the front end takes
         if (
             number % 7 == 3

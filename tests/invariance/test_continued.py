@@ -68,7 +68,7 @@ def test_any_cut_of_an_answer_is_continued_with_the_same_bits(loaded, name, gues
     for cut, request in zip(cuts, requests, strict=True):
         assert (request.output_token_ids, request.finish_reason) == (tokens, whole.finish_reason)
         assert repr(found[str(cut)]) == repr(logprobs[cut:])
-        assert request.num_cached_tokens <= len(prompt)
+        assert request.counts.num_cached_tokens <= len(prompt)
     assert cuts
 
 

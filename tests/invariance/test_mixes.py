@@ -464,9 +464,9 @@ class Mixes(RuleBasedStateMachine):
         assert not self.engine.timelines
         assert self.writer is None or self.writer.kv_cache.pool.num_held == 0
         for request in self.requests.values():
-            self.tally["accepted drafts"] += request.num_accepted_draft_tokens
+            self.tally["accepted drafts"] += request.counts.num_accepted_draft_tokens
             self.tally["rejected drafts"] += (
-                request.num_draft_tokens - request.num_accepted_draft_tokens
+                request.counts.num_draft_tokens - request.counts.num_accepted_draft_tokens
             )
         self.tally["recomputed tokens"] += self.scheduler.num_recomputed_tokens
         for name, request in self.requests.items():
@@ -507,8 +507,8 @@ class Mixes(RuleBasedStateMachine):
             tokens[:3],
             tokens[6:9],
         )
-        self.tally["compared after a hit"] += request.num_cached_tokens > 0
-        self.tally["compared after preemption"] += request.num_preemptions > 0
+        self.tally["compared after a hit"] += request.counts.num_cached_tokens > 0
+        self.tally["compared after preemption"] += request.counts.num_preemptions > 0
 
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -196,7 +196,7 @@ class TestSeats:
                 load.ask("b", 12, 2)
             load.step()
         for request in load.requests:
-            lost += request.num_recomputed_tokens
+            lost += request.counts.num_recomputed_tokens
         assert load.scheduler.num_preemptions > 0
         assert lost * TIMES.row < 0.06 * load.scheduler.seconds
 

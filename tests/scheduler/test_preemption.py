@@ -45,7 +45,7 @@ def test_the_lowest_priority_and_the_youngest_gives_way(policy, priorities, vict
     scheduler, requests = crowd(policy, priorities)
     assert first_preempted(scheduler).preempted == (victim,)
     request = requests[victim]
-    assert (request.status, request.num_preemptions, request.num_computed_tokens) == (
+    assert (request.status, request.counts.num_preemptions, request.num_computed_tokens) == (
         RequestStatus.PREEMPTED,
         1,
         0,
@@ -64,7 +64,7 @@ def test_it_comes_back_at_its_old_place_and_computes_again_what_was_lost():
         batch, _ = run_step(scheduler)
     assert chunks(batch)[0] == ("c", 0, known)
     assert (
-        victim.num_recomputed_tokens == known - 1 == scheduler.num_recomputed_tokens
+        victim.counts.num_recomputed_tokens == known - 1 == scheduler.num_recomputed_tokens
     )  # the last was never computed
     run_all(scheduler)
     assert [len(request.output_token_ids) for request in requests.values()] == [9, 9, 9]
@@ -81,9 +81,11 @@ def test_what_of_it_was_not_evicted_is_not_computed_again():
     pool.release(pool.allocate(pool.num_free + 1))  # others needed one of its three full blocks
     batch, _ = run_step(scheduler)
     assert chunks(batch) == [("a", 8, 5)]
-    assert request.num_recomputed_tokens == 4  # the last token is computed for the first time
     assert (
-        request.num_cached_tokens == 0
+        request.counts.num_recomputed_tokens == 4
+    )  # the last token is computed for the first time
+    assert (
+        request.counts.num_cached_tokens == 0
     )  # to find one's own earlier blocks is no hit of the prompt
 
 
@@ -95,7 +97,7 @@ def test_one_that_is_back_with_all_but_its_last_token_cached_decodes_at_once():
     scheduler._preempt(request)
     batch, _ = run_step(scheduler)
     assert (ids(batch.decodes), chunks(batch)) == (["a"], [])
-    assert request.num_recomputed_tokens == 0
+    assert request.counts.num_recomputed_tokens == 0
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -61,7 +61,7 @@ class PDServer(OpenAIServer):
         seats = view.facts.config.max_num_seqs or 1
         return {
             "queue_seconds": fleet.workers[view.name].prefill_seconds,
-            "busy": len(view.requests) / seats,
+            "busy": view.num_requests / seats,
         }
 
 

@@ -45,6 +45,7 @@ from twinphase.engine.process.messages import (
 from twinphase.engine.process.wire import SEND_BUFFER
 from twinphase.errors import InvalidRequestError, StorageError, TwinphaseError
 from twinphase.outcome import FinishReason
+from twinphase.phases.timeline import RequestTimeline
 
 DRAIN_SECONDS = 60.0
 JOIN_SECONDS = 1.0  # between two attempts
@@ -52,7 +53,7 @@ LOST_SECONDS = 10.0  # without a ping, after which the server is gone
 
 
 class _ServerLink(Link):
-    """A request arrives when it comes here: the server's clock is another one."""
+    """Restarts a request's timeline on this machine's clock, which differs from the server's."""
 
     role: Role = "both"
     leaving = False
@@ -73,8 +74,7 @@ class _ServerLink(Link):
     def next(self) -> ToEngine | None:
         message = super().next()
         if isinstance(message, Add):
-            now = perf_counter()
-            return replace(message, arrival=now, tokenized=now)
+            message.record.timeline = RequestTimeline(perf_counter())
         return message
 
 

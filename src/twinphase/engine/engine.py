@@ -138,7 +138,7 @@ class Engine:
         if self.recorder.trace:
             self.recorder.trace.pace(pace)
 
-    def read_at_most(self, num_tokens: int | None) -> None:
+    def limit_prefill(self, num_tokens: int | None) -> None:
         """From the next step on, bound what prefill has of a step, whether something decodes in it or not."""
         self.scheduler.most_prefill_tokens = num_tokens
         if self.recorder.trace:

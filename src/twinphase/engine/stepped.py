@@ -130,7 +130,7 @@ class Stepped:
         for request in result.finished:
             del self._requests[request.request_id]
             if request.finish_reason is FinishReason.ERROR:
-                raise StepError(f"A request under measurement failed: {request.error}")
+                raise StepError(f"A request under measurement failed: {request.counts.error}")
         return result
 
     def run(self) -> list[StepRecord]:

@@ -211,14 +211,14 @@ class Scheduler:
             wrong = share.num_drafts - accepted
             request.num_computed_tokens += len(share.token_ids) - wrong
             if share.num_drafts:
-                request.num_draft_tokens += share.num_drafts
-                request.num_accepted_draft_tokens += accepted
-                request.draft_steps.append((share.num_drafts, accepted))
-            if request.num_preemptions:
+                request.counts.num_draft_tokens += share.num_drafts
+                request.counts.num_accepted_draft_tokens += accepted
+                request.counts.draft_steps.append((share.num_drafts, accepted))
+            if request.counts.num_preemptions:
                 again = max(
                     0, min(request.num_computed_tokens, request.most_computed_tokens) - before
                 )
-                request.num_recomputed_tokens += again
+                request.counts.num_recomputed_tokens += again
                 self.num_recomputed_tokens += again
             if (
                 share.request_id not in output.errors
@@ -228,7 +228,7 @@ class Scheduler:
                 self.kv_cache.give_back(request)
             if share.request_id in output.errors:
                 reason = FinishReason.ERROR
-                request.error = output.errors[share.request_id]
+                request.counts.error = output.errors[share.request_id]
             if reason is not None:
                 self._finish(request, reason)
                 finished.append(request)
@@ -324,7 +324,7 @@ class Scheduler:
         request.most_computed_tokens = max(
             request.most_computed_tokens, request.num_computed_tokens
         )
-        request.num_preemptions += 1
+        request.counts.num_preemptions += 1
         self.num_preemptions += 1
         self.running.remove(request)
         self.fair.seats[request.tenant] -= 1
@@ -380,6 +380,7 @@ class Scheduler:
             return FinishReason.ERROR
         for token_id in token_ids:
             request.output_token_ids.append(token_id)
+            request.counts.num_output_tokens = len(request.output_token_ids)
             if request.sampling_params.ends_at(
                 token_id, len(request.output_token_ids), self.eos_token_ids
             ):
