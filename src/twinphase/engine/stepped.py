@@ -185,7 +185,9 @@ class TimedForward:
 
 
 class Workshop:
-    """A loaded model, and engines on it: one at a time, because they share the KV memory.
+    """A loaded model, and engines on it.
+
+    Only one engine at a time may have unfinished requests: all share the memory of the KV cache.
 
     Attributes:
         config: as resolved for this model; its limits bound those of each engine.

@@ -1,4 +1,4 @@
-"""One request as a client saw it: times on one monotonic clock, and its latencies.
+"""One request as a client saw it: times on one monotonic clock, and latencies.
 
 All times are seconds of `time.perf_counter`. Tokens are counted by the target, never by stream
 events. Not for sending (`client.py`, `targets/`).
@@ -36,12 +36,13 @@ class Observation:
     finish_reason: str = ""  # as the target named it
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    # The target's own timings, as it sent them.
-    claims: dict[str, Any] = field(default_factory=dict)
-    # When the target reported the end of the output: with the last token or after it.
-    finished: float | None = None
-    # When the first piece of the answer came, after reasoning.
-    first_answer: float | None = None
+    claims: dict[str, Any] = field(default_factory=dict)  # The target's own latencies, as received.
+    finished: float | None = (
+        None  # When the target reported the end: with the last token or after it.
+    )
+    first_answer: float | None = (
+        None  # when the first piece of the answer came, of an output that reasons first
+    )
     num_reasoning_tokens: int | None = None
     connected_late: bool = (
         False  # it waited for a connection asked for in time: not the client's lag
@@ -73,7 +74,7 @@ class Observation:
         """When the last token came.
 
         With fewer pieces than tokens, the last tokens may have had no text: the target sent nothing
-        for them until it reported the end, and that moment counts.
+        for them until it reported the end, and that time counts.
         """
         if not self.token_times:
             return None
@@ -89,7 +90,7 @@ class Observation:
     def tpot(self) -> float | None:
         """None below two tokens, without the target's count, or without the last token's time.
 
-        It is unknown if there are fewer pieces than tokens and the target did not report the end.
+        It is not known where there are fewer pieces than tokens and the target reported no end.
         """
         number = self.num_output_tokens
         if self.last_token is None or number is None:

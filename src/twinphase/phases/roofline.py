@@ -1,7 +1,7 @@
-"""The roofline (Williams, Waterman, Patterson, 2009): bounds by arithmetic intensity.
+"""The roofline (Williams, Waterman and Patterson, 2009): what bounds a part of a step.
 
-Arithmetic intensity is FLOP per byte. Below the balance point of a machine (peak / bandwidth)
-memory bounds a part of a step, above it the arithmetic unit. Rates come
+FLOP per byte of a part of a step is its arithmetic intensity. Below the balance
+point of a machine (peak / bandwidth) memory bounds it, above it the arithmetic unit. Rates come
 from measured `Ceilings`; nothing here measures, and what is unknown stays None.
 """
 
@@ -58,7 +58,7 @@ class Roofline:
 
 
 def measured_roofline(ceilings: Ceilings, caches: Sequence[tuple[str, int]] = ()) -> Roofline:
-    """A roof for each measured unit, and a slope for each measured level of memory.
+    """A roof for each measured unit, and a slope for each level of memory.
 
     Args:
         ceilings: of this machine.

@@ -1,4 +1,4 @@
-"""Service levels and goodput: which requests met every level, or which phase was late.
+"""Service levels and goodput: which requests met every level, and which phase was late.
 
 Names and form are those of vLLM's benchmark: `--goodput ttft:500 tpot:50 e2el:5000`, in
 milliseconds.
@@ -93,7 +93,7 @@ class Goodput:
 
     @property
     def by_level(self) -> dict[str, int]:
-        """Requests that missed each level; one request may miss several."""
+        """Number of requests that missed each level, alone or with others."""
         found: Counter[str] = Counter()
         for names, number in self.missed.items():
             found.update({name: number for name in names.split(" + ")})

@@ -1,4 +1,4 @@
-"""Medians and percentiles with confidence intervals that assume no distribution."""
+"""Medians, percentiles and their confidence, without assuming a distribution."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def has_percentile(n: int, q: float) -> bool:
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Interval of the median between two observed values, by the ranks' binomial distribution.
+    """Interval of the median between two measured values, by the binomial law of ranks.
 
     (Conover, Practical Nonparametric Statistics, 3.2.) Few values cannot give much confidence: five
-    give 0.94 between the lowest and the highest; `confidence` of the result says what is had. NaN
-    without values.
+    give 0.94 between the lowest and the highest; `confidence` of the result says which is reached.
+    NaN without values.
     """
     ordered = sorted(values)
     n = len(values)
