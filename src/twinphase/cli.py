@@ -99,8 +99,7 @@ def run(
             raise InvalidRequestError(
                 f"{option} needs --json.", "Add --json; the stream has no place for them."
             )
-    engine = {**SPECULATION, **engine}
-    EngineConfig(**engine)  # refuses what is out of range before anything is loaded
+    engine_config = EngineConfig(**{**SPECULATION, **engine})
     before = {"start": time.perf_counter() - _process_start()}
     text = read_prompt(prompt, file)
     before["input"] = time.perf_counter() - _process_start() - before["start"]
@@ -109,14 +108,14 @@ def run(
             "--json and --raw need a prompt.", "Give it as an argument, on stdin or with --file."
         )
     how: dict[str, Any] = {"system": system, "raw": raw, "json": json, "explain": explain}
-    raise typer.Exit(_run(model or DEFAULT_MODEL, text, params, engine, before, **how))
+    raise typer.Exit(_run(model or DEFAULT_MODEL, text, params, engine_config, before, **how))
 
 
 def _run(
     model: str,
     text: str | None,
     params: Any,
-    config: dict[str, Any],
+    config: EngineConfig,
     before: dict[str, float],
     *,
     system: str | None,
@@ -132,8 +131,8 @@ def _run(
     llm = LLM(
         model,
         compile_progress=lambda done, total, kernel: bar.update(done, total),
+        config=config,
         task="generate",
-        **config,
     )
     bar.clear()
     if llm.ranks:
@@ -175,14 +174,15 @@ def serve(
     """Serve a model by OpenAI's API, both phases of each request on the wire."""
     config = ServerConfig(**server)
     workers = ClusterConfig(**cluster)
-    engine = {**SPECULATION, **engine}
-    EngineConfig(**engine)  # refuses what is out of range before anything is loaded
+    engine_config = EngineConfig(**{**SPECULATION, **engine})
     from twinphase.cluster.launch import make_host
     from twinphase.server.serve import serve as serve_model
 
     raise typer.Exit(
         serve_model(
-            model, lambda: make_host(model, engine, workers, stall=config.stall_timeout), config
+            model,
+            lambda: make_host(model, engine_config, workers, stall=config.stall_timeout),
+            config,
         )
     )
 
@@ -208,7 +208,7 @@ def worker(
         None, help="File with the key; TWINPHASE_CLUSTER_KEY has it otherwise."
     ),
 ) -> None:
-    """Run an engine for a server elsewhere, which names the model: `twinphase serve MODEL --worker HOST:PORT`."""
+    """Run an engine for a server elsewhere: `twinphase serve MODEL --worker HOST:PORT`."""
     from twinphase.cluster.address import read_key
 
     key = read_key(cluster_key_file)
@@ -244,7 +244,7 @@ def list_() -> None:
 def rm(
     name: str = typer.Argument(..., help="A name of `twinphase list`, or any other model."),
 ) -> None:
-    """Remove a fetched model and what was made from it; of your own files and Ollama's, only the latter."""
+    """Remove a fetched model and files made from it; your own and Ollama's model files stay."""
     from twinphase.terminal import describe_bytes
     from twinphase.weights.hub import remove_model
 
@@ -275,7 +275,7 @@ app.command("explain")(explain_command)
 
 @functools.cache
 def _process_start() -> float:
-    """When this process started, on the clock of `time.perf_counter`; now, where the system does not tell."""
+    """When this process started, on the clock of `time.perf_counter`; now if unknown."""
     now = time.perf_counter()
     # field 22 of the kernel's line counts clock ticks from boot; it is the 20th after the name in
     # brackets
@@ -301,7 +301,7 @@ def run_app(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         note("Interrupted.")
         return 130
-    except BrokenPipeError:  # the reader of stdout is gone, and with it whoever wanted more
+    except BrokenPipeError:  # The reader of stdout has closed it.
         sys.stdout = None  # or the interpreter would try to flush it again
         return 1  # as typer does where it notices first
     except Exception as error:

@@ -207,9 +207,10 @@ class EngineConfig:
                 )
 
     @property
-    def slo_number(self) -> float | None:
-        """The SLO in milliseconds, where it is a number."""
-        return None if isinstance(self.itl_slo_ms, str) else self.itl_slo_ms
+    def slo_seconds(self) -> float | None:
+        """The SLO, if it is a number."""
+        slo = self.itl_slo_ms
+        return None if slo is None or isinstance(slo, str) else slo / 1e3
 
     @property
     def rank_threads(self) -> int | None:
@@ -228,7 +229,7 @@ class EngineConfig:
     def resolve(
         self, context_length: int, kv_token_bytes: float = 0, memory: int | None = None
     ) -> EngineConfig:
-        """The same configuration with `max_model_len`, `num_kv_blocks` and ranks' threads filled in; no SLO is None.
+        """The same configuration with `max_model_len`, `num_kv_blocks` and `threads` filled in.
 
         `max_num_seqs` is lowered to the token budget: a step must be able to give every running
             request its token.

@@ -1,4 +1,4 @@
-"""Quantized folders give the weights of their methods' published formulas."""
+"""Quantized folders give the weights of their methods' published formulas, written here once more."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Tensors = dict[str, np.ndarray]
 
 
 # AWQ and GPTQ
-# ----------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def codes(group: int, symmetric: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Integers 0..15 [inputs, outputs], zeros and float16 scales [groups, outputs]."""
+    """Integers 0..15 [inputs, outputs], zeros [groups, outputs] and float16 scales [groups, outputs]."""
     rng = np.random.default_rng(group)
     zeros = rng.integers(0, 16, (INPUTS // group, OUTPUTS))
     scales = rng.uniform(0.001, 0.02, zeros.shape).astype(np.float16)
@@ -261,7 +261,7 @@ def test_what_would_be_read_wrongly_is_refused(folder):
 
 
 # FP8
-# ----------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def e4m3(code: int) -> float:
@@ -334,7 +334,7 @@ def test_fp8_without_fitting_scales(folder):
 
 
 # MXFP4
-# ----------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def test_mxfp4_experts(folder):

@@ -1,4 +1,4 @@
-"""The log of everything that decides a step, one JSON object a line, and its replay through a fresh scheduler.
+"""The step log, one JSON object per line, and its replay through a fresh scheduler.
 
 The scheduler and the cost model are pure: given the same requests, tokens and times they decide the
 same. A log thus shows why a step was as it was, on any machine and without the model; a replay that
@@ -34,9 +34,10 @@ from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.outcome import FinishReason
 from twinphase.phases.cost import CostModel
 from twinphase.request import Request, SamplingParams
+from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.scheduler import Scheduler
 
-VERSION = 4
+VERSION = 5
 Drafts = Mapping[str, Sequence[int]]
 
 
@@ -65,6 +66,10 @@ def _step(drafts: Drafts, batch: Batch, output: StepOutput) -> dict[str, Any]:
     }
 
 
+def _pace(pace: Pace) -> dict[str, Any]:
+    return {"slo_seconds": pace.slo_seconds, "prefill_room": pace.prefill_room}
+
+
 def _acceptance(blocks: Sequence[CachedBlock], verdicts: Sequence[Acceptance]) -> dict[str, Any]:
     rows = [
         [block.block_hash.hex(), block.parent.hex(), block.token_ids, block.index]
@@ -87,7 +92,7 @@ def trace_header(scheduler: Scheduler, cost_model: CostModel) -> dict[str, Any]:
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "max_num_seqs": scheduler.max_num_seqs,
         "policy": scheduler.policy,
-        "itl_slo_ms": None if scheduler.slo_seconds is None else scheduler.slo_seconds * 1e3,
+        **_pace(scheduler.pace),
         "usual_output": scheduler.usual_output,
         "window": scheduler.window,
         "windowed_share": cost_model.windowed_share,
@@ -103,7 +108,7 @@ class TraceWriter:
     """
 
     def __init__(self, file: IO[str], header: dict[str, Any]) -> None:
-        """Write the header, from `trace_header` before anything was run; `file` is closed when the writer goes."""
+        """Write the header from `trace_header`, before any step; the writer closes `file`."""
         self._file = file
         self.error: OSError | None = None
         weakref.finalize(self, file.close)
@@ -133,14 +138,14 @@ class TraceWriter:
     def step(self, drafts: Drafts, batch: Batch, output: StepOutput) -> None:
         self._write("step", _step(drafts, batch, output))
 
-    def pace(self, slo_seconds: float | None, prefill_room: float) -> None:
-        self._write("pace", {"slo_seconds": slo_seconds, "prefill_room": prefill_room})
+    def pace(self, pace: Pace) -> None:
+        self._write("pace", _pace(pace))
 
     def read_at_most(self, num_tokens: int | None) -> None:
         self._write("bound", {"num_tokens": num_tokens})
 
     def observe(self, seconds: float, gap: float) -> None:
-        """What the step took, and what went by before it; Python writes floats so that they read back the same."""
+        """Log seconds of a step and of the gap before it; Python's floats read back the same."""
         self._write("observe", {"seconds": seconds, "gap": gap})
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
@@ -172,7 +177,7 @@ class Replay:
 
 
 def replay(path: Path) -> Replay:
-    """Run a log's requests, tokens and times through a fresh scheduler and compare the decisions byte for byte.
+    """Replay a log through a fresh scheduler and compare the decisions byte for byte.
 
     Raises:
         InvalidRequestError: the file is not such a log, or not a whole one; the message names the
@@ -228,10 +233,9 @@ class _Replaying:
         elif kind == "finish":
             scheduler.finish(event["request_id"], FinishReason(event["reason"]))
         elif kind == "pace":
-            scheduler.slo_seconds = event["slo_seconds"]
-            scheduler.prefill_room = event["prefill_room"]
+            scheduler.pace = Pace(**event)
         elif kind == "bound":
-            scheduler.most_prefill_tokens = event["num_tokens"]
+            scheduler.max_prefill_tokens = event["num_tokens"]
         elif kind == "observe":
             self._cost_model.observe(self._work, event["seconds"], event["gap"])
         elif kind == "step":
@@ -272,11 +276,13 @@ def _scheduler(header: dict[str, Any], cost_model: CostModel) -> Scheduler:
         "max_num_batched_tokens",
         "max_num_seqs",
         "policy",
-        "itl_slo_ms",
         "usual_output",
         "window",
     )
-    return Scheduler(kv_cache, times=cost_model, **{name: header[name] for name in names})
+    pace = Pace(header["slo_seconds"], header["prefill_room"])
+    return Scheduler(
+        kv_cache, times=cost_model, pace=pace, **{name: header[name] for name in names}
+    )
 
 
 def _events(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:

@@ -90,7 +90,9 @@ def _queue(evidence: Evidence, seconds: float) -> About:
             evidence, f"hold twice as many tokens{instead}."
         )
     if reason == "budget":
-        slo = " or a longer --itl-slo-ms" if evidence.config and evidence.config.slo_number else ""
+        slo = (
+            " or a longer --itl-slo-ms" if evidence.machine and evidence.machine.slo_seconds else ""
+        )
         advice = (
             f"A larger --max-num-batched-tokens{slo} would admit prompts sooner, at the "
             "price of longer steps."
@@ -150,9 +152,9 @@ def _prefill_batching(evidence: Evidence, seconds: float) -> About:
     lever = None
     if evidence.timeline.prefill.steps == 1:
         pass  # nothing was cut
-    elif config and config.slo_number:
+    elif evidence.machine and evidence.machine.slo_seconds:
         advice = (
-            f"A longer --itl-slo-ms than {config.slo_number:.3g} allows larger chunks, and "
+            f"A longer --itl-slo-ms than {1e3 * evidence.machine.slo_seconds:.3g} allows larger chunks, and "
             "longer gaps for others."
         )
         lever = Lever("--itl-slo-ms", advice)
@@ -382,7 +384,7 @@ def _stalls(evidence: Evidence, seconds: float) -> About:
     )
     extra = model.seconds(small) - model.seconds(StepWork())
     slo = 1e3 * model.slo_seconds(step + extra)
-    now = evidence.machine.config.slo_number
+    now = evidence.machine.slo_seconds and 1e3 * evidence.machine.slo_seconds
     if now is not None and now <= slo:
         advice = (
             f"--itl-slo-ms {now:.3g} already cuts chunks small; fewer seats leave more of "

@@ -1,19 +1,21 @@
-"""How large a prefill chunk may be: the rest of the token budget, and what the inter-token SLO leaves of it."""
+"""How large a prefill chunk may be, by the token budget and the inter-token SLO."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from twinphase.batch import StepWork
+from twinphase.scheduler.pace import Pace
 
-MOST_SCORED = 128  # rows of logits of one request in a step: 78 MB of a vocabulary of 151,936
+# Logits of a vocabulary of 151,936 take 78 MB for this many rows.
+MAX_SCORED_ROWS = 128
 
 
 class StepCost(Protocol):
     """Predicts how long a step takes; the measured cost model does."""
 
     def step_limit(self, slo_seconds: float) -> float:
-        """Predicted time, seconds, at which a step still meets the SLO: what is between steps, and error, deducted."""
+        """Longest predicted step, seconds, that meets the SLO, after gaps and prediction error."""
 
     def slo_seconds(self, step_seconds: float) -> float:
         """The SLO that a step of that predicted time just meets: the inverse of `step_limit`."""
@@ -30,10 +32,9 @@ class ChunkBudget:
         num_tokens: int,
         decodes: StepWork,
         times: StepCost,
-        slo_seconds: float | None,
+        pace: Pace,
         block_size: int,
         window: int | None = None,
-        room: float = 0.0,
     ) -> None:
         """Begin with the step's decodes.
 
@@ -41,12 +42,10 @@ class ChunkBudget:
             num_tokens: what they left of the token budget.
             decodes: their work.
             times: predicts step times.
-            slo_seconds: longest gap between tokens, or None. It limits a step only when something
-                decodes in it.
+            pace: what running requests keep; it limits a step only if a request decodes in it.
             block_size: chunks end on block boundaries where they can, so that others can share the
                 blocks.
             window: of the model's layers that have one.
-            room: seconds that prefill may add to the step whatever the SLO.
         """
         self.num_tokens = num_tokens
         self._window = window
@@ -54,12 +53,14 @@ class ChunkBudget:
         self._times = times
         self._block_size = block_size
         self._limit = None
-        if slo_seconds is not None and decodes.rows:
-            self._limit = max(times.step_limit(slo_seconds), times.seconds(decodes) + room)
+        if pace.slo_seconds is not None and decodes.rows:
+            self._limit = max(
+                times.step_limit(pace.slo_seconds), times.seconds(decodes) + pace.prefill_room
+            )
         self._given = False
 
     def take(self, start: int, remaining: int, *, scored: bool = False) -> int:
-        """Tokens of the next chunk, of a request that has computed `start` tokens and needs `remaining` more.
+        """Tokens of the next chunk of a request with `start` computed and `remaining` to compute.
 
         Where the prompt is `scored`, each of them may want its logits, which are many bytes: then
         they are few.
@@ -67,7 +68,7 @@ class ChunkBudget:
         The first chunk of a step has a block's worth of tokens even where the SLO has no room: a
         request that waits for ever is no better than a late token.
         """
-        most = min(self.num_tokens, remaining, MOST_SCORED if scored else remaining)
+        most = min(self.num_tokens, remaining, MAX_SCORED_ROWS if scored else remaining)
         if self._limit is not None:
             most = self._fitting(start, most, remaining, scored)
         if most < remaining:

@@ -15,7 +15,7 @@ from twinphase.backends.device import require_torch
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.config import EngineConfig, available_cores
 from twinphase.engine.engine import Engine
-from twinphase.engine.frontends.checks import Prompt, embeds, engine_config
+from twinphase.engine.frontends.checks import Prompt, embeds
 from twinphase.engine.frontends.text import ModelText
 from twinphase.engine.loading.ceilings import compute_units, device_of, measured_ceilings
 from twinphase.engine.ranks.backend import load_on_ranks
@@ -34,7 +34,8 @@ from twinphase.phases.report import phase_report
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape, model_shape
 from twinphase.request import Request, RequestCounts, SamplingParams
-from twinphase.scheduler.pace import Pace, Pacing
+from twinphase.scheduler.pace import Pace
+from twinphase.scheduler.pacing import Pacing
 from twinphase.scheduler.scheduler import Scheduler
 from twinphase.speculation.hidden_states import HiddenStateProposer
 from twinphase.speculation.load_heads import load_heads
@@ -43,8 +44,9 @@ from twinphase.speculative import HEADS, speculative_config
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.hub import resolve_model
 
-WARM_UP_PARTS = (8, 4, 16, 32)  # of the warm-up's prompt; the first of them finds everything cold
-PACES = 5  # choices of the pace that are remembered
+# The first of these requests finds everything cold.
+WARM_UP_PROMPT_DIVISORS = (8, 4, 16, 32)
+MAX_KEPT_PACES = 5
 
 
 class LoadedEngine:
@@ -62,34 +64,33 @@ class LoadedEngine:
     def __init__(
         self,
         model: str | Path | Checkpoint,
+        config: EngineConfig = EngineConfig(),
         *,
         compile_progress: Callable[[int, int, str], None] | None = None,
         load_progress: Callable[[int, int], None] = lambda done, total: None,
-        **config: Any,
     ) -> None:
         """Load a model; see `LLM` for the arguments and errors.
 
-        `load_progress` is told (done, total) layers.
+        `load_progress` is called with (done, total) layers.
         """
-        self._paces: deque[Pace] = deque(maxlen=PACES)
-        wanted = engine_config(config)
+        self._paces: deque[Pace] = deque(maxlen=MAX_KEPT_PACES)
         self.checkpoint = (
             model
             if isinstance(model, Checkpoint)
-            else open_model(resolve_model(str(model)), quantization=wanted.quantization)
+            else open_model(resolve_model(str(model)), quantization=config.quantization)
         )
-        if embeds(self.checkpoint, wanted):
+        if embeds(self.checkpoint, config):
             raise InvalidRequestError(
                 f"{self.checkpoint.path.name} would be loaded to embed, which is not what this "
                 "does.",
                 "Use LLM.embed, or `twinphase serve` and /v1/embeddings.",
             )
-        b = self.blueprint = read_blueprint(self.checkpoint, wanted.max_model_len)
-        device = device_of(wanted)
+        b = self.blueprint = read_blueprint(self.checkpoint, config.max_model_len)
+        device = device_of(config)
         kv_bytes = (
-            b.num_layers * b.num_kv_heads * device.kv_head_bytes(b.head_dim, wanted.kv_cache_dtype)
+            b.num_layers * b.num_kv_heads * device.kv_head_bytes(b.head_dim, config.kv_cache_dtype)
         )
-        self.config = wanted.resolve(b.context_length, kv_bytes, device.free_memory())
+        self.config = config.resolve(b.context_length, kv_bytes, device.free_memory())
         self.text = ModelText(self.checkpoint)
         backend = make_backend(self.config, compile_progress)
         speculation = speculative_config(self.config.speculative_config)
@@ -100,16 +101,21 @@ class LoadedEngine:
             heads = load_heads(folder, speculation.method, self.checkpoint, b.num_layers, most)
         drafts = None
         if speculation.method == "draft_model":
-            from twinphase.engine.loading.drafting import add_draft_model, open_draft_model
+            from twinphase.engine.loading.drafting import (
+                add_draft_model,
+                draft_config,
+                open_draft_model,
+            )
 
-            drafts = open_draft_model(speculation.model, self)
+            drafts = open_draft_model(speculation.model, self.checkpoint, self.config.quantization)
         loaded, backend = load_on_ranks(self.checkpoint, b, self.config, backend, load_progress)
         self.backend = backend
         costs = model_shape(self.checkpoint, b)
         eos = self.text.tokenizer.eos_token_ids
         self.engine = make_engine(self.config, loaded, backend, costs, eos, heads)
         if drafts is not None:
-            add_draft_model(self, drafts, speculation.num_speculative_tokens)
+            draft = LoadedEngine(drafts, draft_config(self.config, drafts)).engine
+            add_draft_model(self.engine, draft, speculation.num_speculative_tokens)
         cache_bytes = (
             (self.config.num_kv_blocks or 0) * self.config.block_size * backend.kv_bytes_per_token()
         )
@@ -123,12 +129,12 @@ class LoadedEngine:
         return self.text.encode(prompt, self.config.max_model_len)
 
     def warm_up(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Compute made-up requests: those that touch memory, and one whose times `warm_timeline` keeps.
+        """Compute made-up requests: some that touch memory, and one timed in `warm_timeline`.
 
-        The first are short ones of several lengths, so that the cost model tells a step's own time
-        from its tokens'.
+        The first are short ones of several lengths, so that the cost model separates the fixed time
+        of a step from that of its tokens.
         """
-        for part in WARM_UP_PARTS:
+        for part in WARM_UP_PROMPT_DIVISORS:
             self._compute(f"touch-{part}", num_prompt_tokens // part, 2)
         self.warm_timeline = self._compute("warm-up", num_prompt_tokens, num_output_tokens)
 
@@ -166,7 +172,7 @@ class LoadedEngine:
         return None if known is None or known.provisional else known
 
     def doubt_ceilings(self, timeline: RequestTimeline) -> None:
-        """Have the kept ceilings measured again at the next start if a request was faster than they allow."""
+        """Mark the kept ceilings provisional if a request was faster than they allow."""
         kept = self._final_ceilings
         if (
             kept
@@ -179,25 +185,23 @@ class LoadedEngine:
                 save_ceilings(replace(kept, provisional=True))
 
     def settle_pace(self) -> Pace | None:
-        """What gap running streams keep from now on, and what it costs; None while too few steps are known.
+        """The pace from now on and its predicted cost; None while too few steps were measured.
 
         With the SLO "auto" it is chosen here.
         """
         if not self.engine.cost_model.knows_both_phases:
             return None
         auto = self.config.itl_slo_ms == "auto"
-        return self._pacing.told(
-            self.choose_pace() if auto else Pace(self.config.slo_number, False)
-        )
+        return self._pacing.predict(self.choose_pace() if auto else Pace(self.config.slo_seconds))
 
     def choose_pace(self) -> Pace:
-        """Choose the gap by what is known of steps now, and keep the middle one of the last choices.
+        """Choose the pace by the steps measured so far, and keep the median of the last choices.
 
         A machine that was busy for a while, at the start or later, is a choice or two out of the
         way.
         """
         self._paces.append(self._pacing.choose())
-        pace = sorted(self._paces, key=lambda one: one.itl_slo_ms or 0.0)[
+        pace = sorted(self._paces, key=lambda one: one.slo_seconds or 0.0)[
             (len(self._paces) - 1) // 2
         ]
         self.engine.keep_pace(pace)
@@ -213,10 +217,9 @@ class LoadedEngine:
     def explain(
         self, request: RequestCounts, timeline: RequestTimeline, *, names: bool = False
     ) -> Explanation:
-        """Why a request took as long as it did, and what to change; `names` calls other requests by their ids."""
-        slo = self.engine.scheduler.slo_seconds
+        """Why a request took its time, and what to change; `names` shows other requests' ids."""
         machine = Machine(
-            replace(self.config, itl_slo_ms=slo and 1e3 * slo),
+            self.config,
             self.engine.shape,
             self.engine.cost_model,
             measured_ceilings(self.config),
@@ -228,6 +231,7 @@ class LoadedEngine:
                 dtype: self.backend.kv_bytes_per_token(dtype)
                 for dtype in self.backend.kv_cache_dtypes
             },
+            slo_seconds=self.engine.scheduler.pace.slo_seconds,
         )
         return explain(request, timeline, machine, names=names)
 
@@ -235,7 +239,7 @@ class LoadedEngine:
 def make_backend(
     config: EngineConfig, compile_progress: Callable[[int, int, str], None] | None = None
 ) -> Backend:
-    """The backend a configuration asks for; imported here because the others cost start-up time, or an extra."""
+    """The configured backend, imported here: the others cost start-up time or an extra."""
     if config.backend != "cpu" and config.kv_cache_dtype != "auto":
         raise InvalidRequestError(
             f"kv_cache_dtype is {config.kv_cache_dtype!r} with the {config.backend} backend.",
@@ -299,7 +303,7 @@ def make_engine(
     recorder = StepRecorder(shape, cost_model, trace=_step_log(config, scheduler, cost_model))
     wanted = speculative_config(config.speculative_config)
     drafter = make_speculator(
-        wanted, cost_model, lambda: scheduler.slo_seconds, shape.window, heads
+        wanted, cost_model, lambda: scheduler.pace.slo_seconds, shape.window, heads
     )
     sizes: dict[str, Any] = {"shape": shape, "vocab_size": model.blueprint.vocab_size}
     return Engine(scheduler, runner, recorder, **sizes, seed=config.seed, drafter=drafter)
@@ -328,7 +332,7 @@ def make_scheduler(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         policy=config.scheduling_policy,
-        itl_slo_ms=config.slo_number,
+        pace=Pace(config.slo_seconds),
         window=window,
     )
 

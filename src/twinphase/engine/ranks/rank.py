@@ -1,6 +1,6 @@
-"""The process of a rank: `python -m twinphase.engine.ranks.rank SOCKET MEMORY`, started by `ranks.py`.
+"""A rank's process: `python -m twinphase.engine.ranks.rank SOCKET MEMORY`, from `ranks.py`.
 
-It computes its share of every step it is told, and ends when the other end is gone.
+It computes its share of every step, and ends when rank 0 has ended.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 
 from twinphase.backends.base import Backend, KVCacheSpec
 from twinphase.backends.group import Group
-from twinphase.config import EngineConfig
 from twinphase.engine.loading.loading import make_backend
 from twinphase.engine.process.wire import Decoder, encode
 from twinphase.engine.ranks.messages import (
@@ -49,7 +48,7 @@ def main(descriptor: int, memory: int) -> int:
     except TwinphaseError as error:
         link.sendall(encode(Failed(type(error).__name__, error.cause, error.fix)))
         return error.exit_code
-    forward = model.hidden if first.config["task"] == "embed" else model.forward
+    forward = model.hidden if first.config.task == "embed" else model.forward
     link.sendall(encode(Ready()))
     while True:
         message = inbox.get()
@@ -63,7 +62,7 @@ def main(descriptor: int, memory: int) -> int:
 
 
 def _receive(link: socket.socket, inbox: queue.SimpleQueue[ToRank]) -> None:
-    """Rank 0 may end while this rank waits for it in the middle of a step: whoever listens here ends the process."""
+    """Receive messages; end the process with rank 0, even while a step waits for it."""
     decoder: Decoder[ToRank] = Decoder(ToRank)
     while True:
         try:
@@ -77,7 +76,7 @@ def _receive(link: socket.socket, inbox: queue.SimpleQueue[ToRank]) -> None:
 
 
 def _load(wanted: LoadShare, memory: int) -> tuple[Model, Backend]:
-    config = EngineConfig(**wanted.config)
+    config = wanted.config
     assert config.max_model_len is not None and config.num_kv_blocks is not None, (
         "the configuration is resolved"
     )
