@@ -1,7 +1,4 @@
-"""The loads in a result file, and who was in flight beside whom.
-
-Not for what can be told from it (`diagnosis.py`).
-"""
+"""The loads in a result file, and the requests that were in flight together."""
 
 from __future__ import annotations
 
@@ -17,8 +14,9 @@ import numpy as np
 from twinphase.errors import ResultError
 from twinphase.phases.observation import Observation
 
-DEEPEST = 64  # levels of JSON that are searched
-LARGEST = 1e15  # of a time or a count; more is a damaged file
+MAX_JSON_DEPTH = 64
+# A larger time or count means a damaged file.
+LARGEST = 1e15
 LOAD_WANTED = (
     "explain takes the result of a load: `twinphase bench URL --request-rate ...` or "
     "`--max-concurrency ...` measures "
@@ -38,24 +36,24 @@ class ObservedLoad:
 
     @cached_property
     def _moments(self) -> Any:
-        """When requests were sent, had their first tokens, and their last ones: [3, requests], each row sorted."""
+        """Times of sending, first and last tokens: [3, requests], each row sorted."""
         rows = [(one.intended, one.token_times[0], one.token_times[-1]) for one in self.requests]
         return np.sort(np.array(rows).T)
 
     def others_before(self, request: Observation) -> int:
-        """Requests in flight when that one was sent, and those sent at the same moment, as all of a burst are."""
+        """Requests in flight when `request` was sent, others of the same burst included."""
         sent, _, last = (
             np.searchsorted(times, request.intended, side="right") for times in self._moments
         )
         return max(0, int(sent - 1 - last))
 
-    def others_reading(self, begins: Sequence[float], ends: Sequence[float]) -> Any:
-        """Between each two moments, requests whose prompts were being computed, without a first token at the first."""
+    def others_in_prefill(self, begins: Sequence[float], ends: Sequence[float]) -> Any:
+        """Requests in prefill between each begin and end, without a first token at the begin."""
         sent, first, _ = self._moments
         return np.searchsorted(sent, ends) - np.searchsorted(first, begins, side="right")
 
     def others_decoding(self, request: Observation) -> float:
-        """Mean number of requests that decoded beside that one, over its own decode."""
+        """Mean number of other requests that decoded during the decode of `request`."""
         start = request.token_times[0]
         end = request.token_times[-1]
         if end <= start:
@@ -67,11 +65,11 @@ class ObservedLoad:
 
 
 def read_loads(data: Any, what: str = "a result") -> list[ObservedLoad]:
-    """The loads in the `data` of a result, wherever in it they are.
+    """All loads in the `data` of a result.
 
     Args:
-        data: of the result.
-        what: what the file is, for a reader who gave another kind of result.
+        data: the result's data, searched recursively.
+        what: kind of the file, for the error.
 
     Raises:
         ResultError: there is no load with a request that succeeded.
@@ -98,7 +96,7 @@ def _holders(value: Any, depth: int) -> Iterator[Mapping[str, Any]]:
     """The objects that have observations."""
     if isinstance(value, Mapping) and isinstance(value.get("observations"), list):
         yield value
-    elif isinstance(value, (Mapping, list)) and depth < DEEPEST:
+    elif isinstance(value, (Mapping, list)) and depth < MAX_JSON_DEPTH:
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from _holders(item, depth + 1)
 
@@ -112,7 +110,7 @@ def _name(found: Mapping[str, Any], number: int) -> str:
 
 
 def _observation(entry: Any) -> Observation | None:
-    """None for a request that failed, or is not readable as one."""
+    """None for a request that failed, or for another object."""
     try:
         request = msgspec.convert(entry, Observation)
     except (ValueError, OverflowError):  # msgspec's own is a ValueError
