@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from added import make_add
 from twinphase.cache.prefix_cache import CachedBlock
 from twinphase.cluster.handshake import DIGEST_BYTES, GREETING, NONCE_BYTES, receive_exactly
 from twinphase.cluster.kv.frames import (
@@ -25,19 +26,19 @@ from twinphase.cluster.kv.frames import (
 )
 from twinphase.cluster.kv.port import KVPort
 from twinphase.cluster.kv.transport import connect, read_message
+from twinphase.config import EngineConfig
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.loop import EngineLoop
 from twinphase.engine.process.messages import (
-    Add,
     EngineFacts,
-    Finished,
     FromEngine,
     Pushed,
     PushTo,
     Refused,
-    StepNews,
+    StepUpdates,
     Stop,
 )
+from twinphase.phases.record import RequestRecord
 from twinphase.request import SamplingParams
 
 KEY = b"a key of this test"
@@ -49,7 +50,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list = field(default_factory=list)
     num_cached: int = 0
-    finished: Finished | None = None
+    finished: RequestRecord | None = None
     pushed: Pushed | None = None
 
 
@@ -57,7 +58,7 @@ class Worker:
     """An engine's loop in a thread; its messages are sorted by request."""
 
     def __init__(self, model, *, key: bytes = KEY, **config) -> None:
-        self.loaded = LoadedEngine(model, **config)
+        self.loaded = LoadedEngine(model, EngineConfig(**config))
         self.loop = EngineLoop(self.loaded, self._take)
         self.port = KVPort(self.loop, self._take, key)
         self._answers: dict[str, Answer] = defaultdict(Answer)
@@ -68,13 +69,13 @@ class Worker:
 
     def _take(self, message: FromEngine) -> None:
         with self._changed:
-            if isinstance(message, StepNews):
-                for news in message.news:
-                    answer = self._answers[news.request_id]
-                    answer.tokens += news.token_ids
-                    answer.logprobs += news.logprobs
-                    answer.num_cached = news.num_cached
-                    answer.finished = news.finished
+            if isinstance(message, StepUpdates):
+                for update in message.updates:
+                    answer = self._answers[update.request_id]
+                    answer.tokens += update.token_ids
+                    answer.logprobs += update.logprobs
+                    answer.num_cached = update.num_cached
+                    answer.finished = update.ended
             elif isinstance(message, Pushed):
                 self._answers[message.request_id].pushed = message
             elif isinstance(message, Refused):
@@ -87,16 +88,7 @@ class Worker:
         self._number += 1
         name = str(self._number)
         self.loop.put(
-            Add(
-                name,
-                list(prompt),
-                params,
-                0.0,
-                0.0,
-                cache_salt=salt,
-                push_to=push_to,
-                output_token_ids=list(output),
-            )
+            make_add(name, prompt, params, salt, push_to=push_to, output_token_ids=list(output))
         )
         return name
 

@@ -19,5 +19,14 @@ def made_up_machine(
 ):
     config = EngineConfig(**{"num_kv_blocks": 64, **config})
     return Machine(
-        config, shape, CostModel(PRICES), ceilings, UNITS, cores, best_isa, block_multiple, KV_BYTES
+        config,
+        shape,
+        CostModel(PRICES),
+        ceilings,
+        UNITS,
+        cores=cores,
+        best_isa=best_isa,
+        block_multiple=block_multiple,
+        kv_token_bytes=KV_BYTES,
+        slo_seconds=config.slo_seconds,
     )

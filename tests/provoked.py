@@ -89,7 +89,7 @@ class Engine:
 
     def explain(self, life: Life) -> Explanation:
         request, timeline = life
-        return self.llm._loaded.explain(request.counts(), timeline)
+        return self.llm._loaded.explain(request.counts, timeline)
 
     def causes(self, life: Life, phase: str) -> list[str]:
         """Names of the causes of one symptom, first the largest."""

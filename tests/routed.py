@@ -105,7 +105,9 @@ async def whole(engine):
     Workers of roles have a router that sends every prompt to a reader.
     """
     router = engine.host
-    await until(lambda: not router._sent and not router._asked and engine.num_unfinished == 0)
+    await until(
+        lambda: not router.requests and not router._questions and engine.num_unfinished == 0
+    )
     assert all(
         one.num_decodes == 0 and one.decode_tokens == 0 for one in router.fleet.workers.values()
     )

@@ -1,4 +1,4 @@
-"""Anything that `twinphase bench` can measure: our engine, transformers, llama.cpp, a server at a URL.
+"""Targets of `twinphase bench`: our engine, transformers, llama.cpp, a server at a URL.
 
 Options: fields of `EngineConfig` for our engine; `flash_attention` (bool) for llama.cpp. A server
 gets random words of the wanted length, not the prompts' tokens: it may have another tokenizer, and
@@ -49,7 +49,7 @@ class OurEngine:
         tickets = [self._stepped.submit(prompt, n) for prompt in prompts]
         widest = max(len(record.prefill_ids) + record.num_decodes for record in self._stepped.run())
         self._stepped.clear()
-        if any(len(one.tokens) != n or one.request.num_cached_tokens for one in tickets):
+        if any(len(one.tokens) != n or one.request.counts.num_cached_tokens for one in tickets):
             raise RuntimeError("a request lacks tokens, or had some from a cache")
         began = tickets[0].submitted
         end = max(one.times[-1] for one in tickets)

@@ -99,8 +99,7 @@ def run(
             raise InvalidRequestError(
                 f"{option} needs --json.", "Add --json; the stream has no place for them."
             )
-    engine = {**SPECULATION, **engine}
-    EngineConfig(**engine)  # refuses what is out of range before anything is loaded
+    engine_config = EngineConfig(**{**SPECULATION, **engine})
     before = {"start": time.perf_counter() - _process_start()}
     text = read_prompt(prompt, file)
     before["input"] = time.perf_counter() - _process_start() - before["start"]
@@ -109,14 +108,14 @@ def run(
             "--json and --raw need a prompt.", "Give it as an argument, on stdin or with --file."
         )
     how: dict[str, Any] = {"system": system, "raw": raw, "json": json, "explain": explain}
-    raise typer.Exit(_run(model or DEFAULT_MODEL, text, params, engine, before, **how))
+    raise typer.Exit(_run(model or DEFAULT_MODEL, text, params, engine_config, before, **how))
 
 
 def _run(
     model: str,
     text: str | None,
     params: Any,
-    config: dict[str, Any],
+    config: EngineConfig,
     before: dict[str, float],
     *,
     system: str | None,
@@ -132,8 +131,8 @@ def _run(
     llm = LLM(
         model,
         compile_progress=lambda done, total, kernel: bar.update(done, total),
+        config=config,
         task="generate",
-        **config,
     )
     bar.clear()
     if llm.ranks:
@@ -175,14 +174,15 @@ def serve(
     """Serve a model by OpenAI's API, both phases of each request on the wire."""
     config = ServerConfig(**server)
     workers = ClusterConfig(**cluster)
-    engine = {**SPECULATION, **engine}
-    EngineConfig(**engine)  # refuses what is out of range before anything is loaded
+    engine_config = EngineConfig(**{**SPECULATION, **engine})
     from twinphase.cluster.launch import make_host
     from twinphase.server.serve import serve as serve_model
 
     raise typer.Exit(
         serve_model(
-            model, lambda: make_host(model, engine, workers, stall=config.stall_timeout), config
+            model,
+            lambda: make_host(model, engine_config, workers, stall=config.stall_timeout),
+            config,
         )
     )
 

@@ -207,9 +207,10 @@ class EngineConfig:
                 )
 
     @property
-    def slo_number(self) -> float | None:
-        """The SLO in milliseconds, where it is a number."""
-        return None if isinstance(self.itl_slo_ms, str) else self.itl_slo_ms
+    def slo_seconds(self) -> float | None:
+        """The SLO, if it is a number."""
+        slo = self.itl_slo_ms
+        return None if slo is None or isinstance(slo, str) else slo / 1e3
 
     @property
     def rank_threads(self) -> int | None:

@@ -187,13 +187,14 @@ class SamplingParams:
         return self.structured_outputs is not None or self.thinking_token_budget is not None
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestCounts:
-    """A request in numbers, without its tokens: for whoever explains, lists or reports it.
+    """The numbers of a request, without its tokens: what reports and explanations show.
 
     Attributes:
-        num_cached_tokens: prompt tokens that the prefix cache held.
-        prefix_miss: why it did not hold more.
+        num_cached_tokens: prompt tokens that the prefix cache held when the request was first
+            admitted, or later when another request computed them first.
+        prefix_miss: why the cache did not hold more; None when nothing more could be held.
         num_preemptions: how often the request lost its KV to others.
         num_recomputed_tokens: tokens computed once more after that.
         error: one line, when it failed.
@@ -205,8 +206,8 @@ class RequestCounts:
         draft_steps: of each step with guesses, how many were computed and how many were right.
     """
 
-    request_id: str
-    num_prompt_tokens: int
+    request_id: str = ""
+    num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     prefix_miss: PrefixMiss | None = None
@@ -218,7 +219,7 @@ class RequestCounts:
     num_accepted_draft_tokens: int = 0
     num_accepted_prediction_tokens: int = 0
     num_rejected_prediction_tokens: int = 0
-    draft_steps: tuple[tuple[int, int], ...] = ()
+    draft_steps: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -239,18 +240,13 @@ class Request:
         cache_salt: requests share cached prefixes only with those of the same salt.
         tenant: whose request it is; tenants share the engine by `weight`, which is that of the
             tenant's last request.
-        num_cached_tokens: prompt tokens that the prefix cache held when the request was first
-            admitted, or later when another request computed them first.
-        prefix_miss: why it did not hold more; None when nothing more could be held.
-        num_recomputed_tokens: tokens computed once more after preemptions.
-        error: one line, when `finish_reason` is ERROR.
         order: place in the line of arrival, given by the scheduler.
         most_computed_tokens: the largest `num_computed_tokens` so far.
         block_hashes: of its leading full blocks, as far as they were needed.
         fresh: what is cached of its beginning is not to be believed, and is given up.
         constraint: what its tokens must obey; never shared with another request.
         prediction_token_ids: what its user expects it to say.
-        num_draft_tokens: as in `RequestCounts`, with what follows it.
+        counts: what happened to the request so far; its front end shares them.
     """
 
     request_id: str
@@ -263,48 +259,23 @@ class Request:
     weight: float = 1.0
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    num_cached_tokens: int = 0
-    prefix_miss: PrefixMiss | None = None
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
-    error: str | None = None
     order: int = -1
     most_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list, repr=False)
     fresh: bool = False
     constraint: Constraint | None = field(default=None, repr=False)
     prediction_token_ids: list[int] = field(default_factory=list, repr=False)
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
-    num_accepted_prediction_tokens: int = 0
-    num_rejected_prediction_tokens: int = 0
-    draft_steps: list[tuple[int, int]] = field(default_factory=list, repr=False)
+    counts: RequestCounts = field(default_factory=RequestCounts)
 
     def __post_init__(self) -> None:
+        self.counts.request_id = self.request_id
+        self.counts.num_prompt_tokens = len(self.prompt_token_ids)
+        self.counts.sampling_params = self.sampling_params
         check_priority_and_salt(self.priority, self.cache_salt)
         check_tenant(self.tenant, self.weight)
-
-    def counts(self) -> RequestCounts:
-        """This request in numbers, as far as it has come."""
-        return RequestCounts(
-            self.request_id,
-            len(self.prompt_token_ids),
-            len(self.output_token_ids),
-            self.num_cached_tokens,
-            self.prefix_miss,
-            self.num_preemptions,
-            self.num_recomputed_tokens,
-            self.error,
-            self.sampling_params,
-            self.num_draft_tokens,
-            self.num_accepted_draft_tokens,
-            self.num_accepted_prediction_tokens,
-            self.num_rejected_prediction_tokens,
-            tuple(self.draft_steps),
-        )
 
     @property
     def num_tokens(self) -> int:

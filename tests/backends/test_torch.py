@@ -1,4 +1,4 @@
-"""What the torch backend refuses, in one line with a fix, and that torch is loaded by nobody else."""
+"""What the torch backend refuses, with a fix in one line, and that only it imports torch."""
 
 from __future__ import annotations
 
@@ -76,12 +76,14 @@ def test_devices_that_are_not_there(monkeypatch, cuda, count, match):
         (
             (6, 1),
             "auto",
-            r"cuda:0 \(An old one\) has compute capability 6.1; 7.5 is needed. Use a GPU of the Turing",
+            r"cuda:0 \(An old one\) has compute capability 6.1; 7.5 is needed. Use a GPU of the "
+            "Turing",
         ),
         (
             (7, 5),
             "bfloat16",
-            r"dtype is 'bfloat16', which cuda:0 \(An old one\) does not compute in. Use --dtype float16",
+            r"dtype is 'bfloat16', which cuda:0 \(An old one\) does not compute in. "
+            "Use --dtype float16",
         ),
     ),
 )
@@ -133,7 +135,7 @@ except Exception as error:
 
 
 def test_ceilings_and_the_share_of_the_host(tmp_path, monkeypatch):
-    """Both phases have their efficiency once the device is measured, and say what passed outside it."""
+    """Both phases have their efficiency once the device is measured."""
     monkeypatch.setattr("twinphase.backends.torch.peaks.TOTAL_SECONDS", 0)
     monkeypatch.setitem(peaks.WORKING_SETS, "cpu", (1, 2))
     monkeypatch.setitem(peaks.SIDE, "cpu", 64)

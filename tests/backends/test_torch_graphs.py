@@ -1,4 +1,4 @@
-"""The bookkeeping of captured decode steps, with a graph that records what is done and does it again."""
+"""The bookkeeping of captured decode steps, with a graph that records and repeats calls."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from recorded_graph import Recorder
 from steps import Piece, Steps
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.torch.backend import TorchBackend
+from twinphase.config import EngineConfig
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.errors import OutOfMemoryError
 from twinphase.request import Request, SamplingParams
@@ -122,7 +123,9 @@ def test_an_engine_captures_and_replays(path, monkeypatch):
             "max_model_len": 64,
         }
         loaded = LoadedEngine(
-            path, num_kv_blocks=20, compile_progress=lambda *step: told.append(step), **options
+            path,
+            EngineConfig(num_kv_blocks=20, **options),
+            compile_progress=lambda *step: told.append(step),
         )
         engine = loaded.engine
         answers = dict[str, list[int]]()

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, on a processor: beside plain torch and the reference, and bit for bit
+"""The Triton kernels in Triton's interpreter, beside plain torch and the reference, bit for bit
 beside themselves in other batches, chunks and phases.
 
 The interpreter computes bfloat16 wrongly and without a word, so that type waits for a GPU. Its
@@ -85,7 +85,7 @@ def product(self: object, a: Any, b: Any, added: Any, *_: object) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ONE_OF_EACH)
 def test_architectures(tmp_path, family):
-    """Float32 logits are the reference's, and the same bits in a decode and in one step with others.
+    """Float32 logits are the reference's, with the same bits alone and beside other sequences.
 
     A program of a kernel takes the interpreter about a millisecond, and a step has thousands.
     """
@@ -103,7 +103,7 @@ def test_architectures(tmp_path, family):
 
 @pytest.mark.parametrize("experts", [None, (5, 2)], ids=["dense", "experts"])
 def test_a_captured_step_has_the_bits_of_the_step(tmp_path, monkeypatch, experts):
-    """Of two sequences, in a step for four of them behind longer contexts; the host learns nothing in between."""
+    """Two sequences in a step captured for four with longer contexts, without the host."""
     monkeypatch.setattr("twinphase.backends.torch.graphs.MIN_CONTEXT_TOKENS", 48)
     record_kernels(monkeypatch)
     path = write_tiny_gguf(tmp_path / "tiny.gguf", layers=1, experts=experts)
@@ -229,7 +229,7 @@ def test_attention(
     dtype,
     seed,
 ):
-    """Sequences of (tokens before, rows), as prefills and as decodes: near plain torch, and the same bits twice."""
+    """Sequences of (tokens before, rows) as prefills and decodes: near torch, equal bits twice."""
     generator = torch.Generator().manual_seed(seed)
     blocks = [-(-sum(length) // block_size) for length in lengths]
     order = torch.randperm(sum(blocks), generator=generator)
@@ -274,7 +274,7 @@ def test_attention(
     ],
 )
 def test_experts(rows, count, used, kinds, dtype, biased):
-    """Few pairs of an expert and many, none, or all of them: as expert by expert, and each row's bits are its own."""
+    """Few pairs of an expert, many, none, or all: as expert by expert, with the same bits."""
     rng = np.random.default_rng(rows)
     hidden = 32
     ffn = 64
@@ -385,7 +385,7 @@ def plain_attention(
 
 @pytest.mark.slow
 def test_what_the_compiler_makes_of_them():
-    """For compute capabilities 8.0, 9.0 and 12.0, in the configurations of the tables; it needs no GPU."""
+    """For compute capabilities 8.0, 9.0 and 12.0, as the tables configure them; without a GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [
         sys.executable,
@@ -405,7 +405,7 @@ def test_what_the_compiler_makes_of_them():
 
 
 def test_tuned_tiles_are_kept_used_and_change_no_bit(tmp_path, monkeypatch, caplog):
-    """With times that are made up: of few rows 32 outputs per program are fastest, of many no candidate is."""
+    """With made-up times: for few rows 32 outputs per program are fastest, for many none is."""
     monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path))
     monkeypatch.setattr(tiles, "tuned", {})
     fastest = Tile(16, 32, 4, 2)

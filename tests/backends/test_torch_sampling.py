@@ -33,7 +33,7 @@ class DeviceSampler:
 
 
 class Some:
-    """A `Constraint` that allows a third of the vocabulary, another one behind each output; `fails` behind so many."""
+    """A `Constraint` that allows a changing third of the vocabulary, and may fail after a while."""
 
     def __init__(self, fails: int = 99, spent: bool = False) -> None:
         self.fails = fails
@@ -49,7 +49,7 @@ class Some:
 
 
 def shares_of(rng: np.random.Generator, logits: Any) -> list[ScheduledRequest]:
-    """Requests that ask for anything, with drafts of which most are right; their rows are those of `logits`."""
+    """Requests with any parameters and mostly right drafts; their rows are those of `logits`."""
     shares: list[ScheduledRequest] = []
     row = 0
     while row < len(logits):

@@ -77,8 +77,12 @@ def test_the_next_turn_shares_the_full_blocks_of_the_last():
     finished(manager, TEN, [20, 21, 22])  # 12 tokens computed: 3 full blocks, output included
     turn = make_request([*TEN, 20, 21, 22, 30, 31])
     assert start(manager, turn) == [0, 1, 2]
-    assert (turn.num_computed_tokens, turn.num_cached_tokens, len(turn.block_ids)) == (12, 12, 4)
-    assert turn.prefix_miss == PrefixMiss(MissReason.BLOCK_GRANULARITY, 12)
+    assert (turn.num_computed_tokens, turn.counts.num_cached_tokens, len(turn.block_ids)) == (
+        12,
+        12,
+        4,
+    )
+    assert turn.counts.prefix_miss == PrefixMiss(MissReason.BLOCK_GRANULARITY, 12)
     assert (manager.num_queried_tokens, manager.num_hit_tokens) == (10 + 15, 12)
     manager.check_integrity([turn])
 
@@ -101,7 +105,7 @@ def test_one_token_is_left_to_compute():
     finished(manager, TEN)
     request = make_request(TEN)
     start(manager, request)
-    assert (request.num_computed_tokens, request.prefix_miss) == (
+    assert (request.num_computed_tokens, request.counts.prefix_miss) == (
         5,
         PrefixMiss(MissReason.BLOCK_GRANULARITY, 5),
     )
@@ -119,7 +123,7 @@ def test_between_chunks_a_request_skips_what_others_computed_meanwhile():
     compute(manager, early, 8)
     own = late.block_ids
     manager.share_new_prefix(late)
-    assert late.num_computed_tokens == late.num_cached_tokens + 2 == 8
+    assert late.num_computed_tokens == late.counts.num_cached_tokens + 2 == 8
     assert late.block_ids == [own[0], *early.block_ids[1:4], own[4]]
     manager.check_integrity([early, late])
     compute(manager, early, 9)
@@ -142,7 +146,7 @@ def test_switched_off():
     finished(manager, TEN)
     request = make_request(TEN)
     assert start(manager, request) == []
-    assert request.prefix_miss == PrefixMiss(MissReason.DISABLED, 0)
+    assert request.counts.prefix_miss == PrefixMiss(MissReason.DISABLED, 0)
     assert manager.pool.num_cached == 0
 
 
@@ -163,7 +167,7 @@ def test_what_is_shared_is_the_longest_prefix_in_full_blocks(
     assert len(start(manager, new)) == (sum(equal) - 1 if salt == old_salt else 0)
     manager.check_integrity([new])
     if salt != old_salt and salt is not None and len(new_prompt) > size:
-        assert new.prefix_miss == PrefixMiss(MissReason.SALT, 0)
+        assert new.counts.prefix_miss == PrefixMiss(MissReason.SALT, 0)
 
 
 def test_what_is_forgotten_is_found_by_nobody_with_all_that_continues_it():

@@ -9,6 +9,7 @@ from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.ported import PortedHost
 from twinphase.cluster.router import Router
 from twinphase.cluster.routing import Routing
+from twinphase.config import EngineConfig
 from twinphase.engine.frontends.async_engine import AsyncEngine
 from twinphase.engine.frontends.llm import LLM
 from twinphase.engine.process.host import ProcessHost
@@ -41,7 +42,7 @@ def serve(tiny_path, own_cache):
                 hosts()
                 if hosts
                 else {
-                    f"worker-{i}": ProcessHost(tiny_path, CONFIG, silence=silence)
+                    f"worker-{i}": ProcessHost(tiny_path, EngineConfig(**CONFIG), silence=silence)
                     for i in range(count)
                 }
             )
@@ -65,7 +66,10 @@ def serve_pools(tiny_path, own_cache, monkeypatch):
         """`heard` is given each message of a worker, by its name, and returns what the router is told instead."""
 
         async def main():
-            hosts = {name: PortedHost(tiny_path, config, silence=silence) for name in roles}
+            hosts = {
+                name: PortedHost(tiny_path, EngineConfig(**config), silence=silence)
+                for name in roles
+            }
             for name, host in hosts.items() if heard else ():
                 take = host.take
                 host.take = lambda message, name=name, take=take: take(heard(name, message))

@@ -13,7 +13,7 @@ import pytest
 from kv_workers import FAULTS, through
 from routed import CONFIG, LONG, all_of, mix, read, same, until, whole
 from twinphase.cluster.elastic import Balance
-from twinphase.engine.process.messages import StepNews
+from twinphase.engine.process.messages import StepUpdates
 from twinphase.errors import EngineDeadError
 
 ROLES = {"reader": "prefill", "writer": "decode", "other": "decode"}
@@ -58,8 +58,8 @@ class Point:
 
     def heard(self, name, message):
         """For `serve_pools`."""
-        steps = message.news if name == "reader" and isinstance(message, StepNews) else []
-        if self._point == "mid-chunk" and any(0 < news.num_prefilled < 400 for news in steps):
+        steps = message.updates if name == "reader" and isinstance(message, StepUpdates) else []
+        if self._point == "mid-chunk" and any(0 < step.num_prefilled < 400 for step in steps):
             self._now()
         return self._through(name, message)
 
@@ -72,7 +72,7 @@ class Point:
     async def reach(self, router, stream):
         """Go on until it has happened."""
         if self._point == "before hand-over":
-            await until(lambda: any(sent.waits for sent in router._sent.values()))
+            await until(lambda: any(sent.is_transferring for sent in router.requests.values()))
         elif self._point == "mid-answer":
             await until(lambda: len(stream.transcript.token_ids) > 9)
         elif self._point != "queued":
@@ -82,8 +82,8 @@ class Point:
 
 def who(router, victims):
     """Names of the workers that have the first request, or are to have it."""
-    sent = next(iter(router._sent.values()))
-    writer = sent.then or sent.worker
+    sent = next(iter(router.requests.values()))
+    writer = sent.decode_worker or sent.worker
     return {"reader": ["reader"], "writer": [writer], "both": ["reader", writer]}[victims]
 
 
@@ -260,7 +260,7 @@ def test_with_elastic_roles_answers_go_on_without_the_only_decode_worker(serve_p
         )
         await until(lambda: all(view.state == "ready" for view in views.values()))
         assert {view.role for view in views.values()} == {"prefill", "decode"}
-        assert "nobody else was there" in views["reader"].role_reason
+        assert "the pool was empty" in views["reader"].role_reason
         await whole(engine)
 
     serve_pools(

@@ -28,42 +28,46 @@ def make_fleet(**roles):
 def test_requests_with_one_beginning_go_to_one_worker_even_before_it_is_computed():
     fleet = make_fleet(a="both", b="both")
     shared = chain("system prompt", 60)
-    first = fleet.send("1", 1000, shared)
-    fleet.read("1", 800)  # the rest of it is sooner read than all of it once more
-    assert fleet.send("2", 1000, shared).worker == first.worker
-    assert fleet.send("3", 1000, chain("another", 60)).worker != first.worker
+    first = fleet.place(1000, shared)
+    fleet.prefilled(first, 800)  # prefilling the rest is faster than all of the prompt elsewhere
+    assert fleet.place(1000, shared).decoder is first.decoder
+    assert fleet.place(1000, chain("another", 60)).decoder is not first.decoder
 
 
-def test_what_was_expected_and_never_came_draws_nobody():
+def test_blocks_that_were_never_stored_are_not_expected_any_more():
     fleet = make_fleet(a="both", b="both")
-    fleet.send("1", 1000, chain("x", 60))
-    fleet.end("1")
+    fleet.end(fleet.place(1000, chain("x", 60)))
     assert not fleet.index.hits(chain("x", 60))
 
 
-def test_a_dead_worker_gives_back_what_it_read_and_decoded():
+def test_a_placement_ends_alike_when_its_workers_have_died_or_come_back():
     fleet = make_fleet(p0="prefill", p1="prefill", d0="decode")
-    assert fleet.send("0", 10, []).prefill_worker is None
-    first, second = (fleet.send(name, 4000, chain(name, 249)) for name in "12")
-    assert {first.prefill_worker, second.prefill_worker} == {"p0", "p1"}
-    fleet.read("1", 4000)
-    assert fleet.leave(first.prefill_worker) == []  # it had read the prompt
-    assert fleet.leave(second.prefill_worker) == ["2"]
-    assert fleet.leave("d0") == ["0", "1"]
+    placements = [fleet.place(10, [])]
+    assert placements[0].decision.prefill_worker is None
+    placements += [fleet.place(4000, chain(name, 249)) for name in "12"]
+    first, second = (placement.prefiller for placement in placements[1:])
+    assert {first.name, second.name} == {"p0", "p1"}
+    fleet.prefilled(placements[1], 4000)
+    fleet.leave("d0")
     with pytest.raises(EngineUnavailableError):
-        fleet.send("1", 4001, [], num_done=1)
+        fleet.place(4001, [], num_done=1)
+    fleet.join("d0", "decode", TIMES)
+    fleet.place(4000, chain("1", 249))
+    for placement in placements:
+        fleet.end(placement)
+    assert (fleet.workers["d0"].num_decodes, fleet.workers["d0"].decode_tokens) == (1, 4000)
+    assert fleet.index.hits(chain("1", 249))["d0"] == 249
 
 
 def test_the_usual_answer_is_learned_from_those_that_finish():
     fleet = make_fleet(a="both")
     for number in range(400):
-        fleet.send(str(number), 100, [])
-        fleet.end(str(number), 10 if number % 2 else None)
+        fleet.end(fleet.place(100, []), 10 if number % 2 else None)
     assert 10 <= fleet.usual_output < 20
 
 
 EVENTS = st.tuples(
-    st.sampled_from(["send", "send", "send", "read", "end", "leave", "join"]),
+    st.sampled_from(["place", "place", "place", "prefilled", "end", "end", "leave", "join"]),
     st.integers(0, 9),
     st.integers(0, 2000),
 )
@@ -72,36 +76,31 @@ EVENTS = st.tuples(
 @given(st.lists(EVENTS, max_size=40))
 def test_nothing_is_left_when_all_have_ended(events):
     fleet = make_fleet(p0="prefill", p1="prefill", d0="decode", d1="decode")
-    here = set()
+    placements = {}
     for kind, number, count in events:
-        name = str(number)
         worker = ["p0", "p1", "d0", "d1"][number % 4]
-        if kind == "send" and name not in here and {"d0", "d1"} & fleet.workers.keys():
-            fleet.send(name, 1 + count, chain(number % 3, count // 16))
-            here.add(name)
-        elif kind == "read":
-            fleet.read(name, count)
-        elif kind == "end":
-            fleet.end(name, count)
-            here.discard(name)
+        if kind == "place":
+            if number not in placements and {"d0", "d1"} & fleet.workers.keys():
+                placements[number] = fleet.place(1 + count, chain(number % 3, count // 16))
+        elif kind == "prefilled" and number in placements:
+            fleet.prefilled(placements[number], count)
+        elif kind == "end" and number in placements:
+            fleet.end(placements.pop(number), count)
         elif kind == "leave":
-            here -= set(fleet.leave(worker))
+            fleet.leave(worker)
         elif kind == "join" and worker not in fleet.workers:
             fleet.join(worker, "prefill" if worker[0] == "p" else "decode", TIMES)
-        places = {name: fleet.where(name) for name in map(str, range(10))}
-        on = {
-            one: [name for name, place in places.items() if place and place.worker == one]
-            for one in fleet.workers
-        }
-        assert {name: load.num_decodes for name, load in fleet.workers.items()} == {
-            n: len(on[n]) for n in on
-        }
-        assert here == {name for names in on.values() for name in names}
-        assert all(
-            (fleet.where(name) is not None) == (name in here) for name in map(str, range(10))
-        )
-    for name in here:
-        fleet.end(name)
+        for load in fleet.workers.values():
+            here = [one for one in placements.values() if one.decoder is load]
+            seconds = sum(
+                one.prefill_seconds for one in placements.values() if one.prefiller is load
+            )
+            assert load.num_decodes == len(here)
+            assert load.decode_tokens == sum(one.decision.num_tokens for one in here)
+            assert load.prefill_seconds == pytest.approx(seconds, abs=1e-9)
+    for placement in placements.values():
+        fleet.end(placement)
+        fleet.end(placement)
     for load in fleet.workers.values():
         assert (load.num_decodes, load.decode_tokens) == (0, 0)
         assert load.prefill_seconds == pytest.approx(0.0, abs=1e-9)

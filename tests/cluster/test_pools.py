@@ -15,6 +15,7 @@ from twinphase.cli import run_app
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.config import ClusterConfig
 from twinphase.cluster.launch import make_host
+from twinphase.config import EngineConfig
 from twinphase.engine.frontends.async_engine import AsyncEngine
 
 ENGINE = {name: value for name, value in CONFIG.items() if name != "threads"}
@@ -36,7 +37,7 @@ def test_ray_starts_workers_of_both_roles_and_starts_them_again(tiny_path, lone,
     )
 
     async def main():
-        engine = AsyncEngine(make_host(str(tiny_path), ENGINE, cluster, stall=60.0))
+        engine = AsyncEngine(make_host(str(tiny_path), EngineConfig(**ENGINE), cluster, stall=60.0))
         router = engine.host
         try:
             for turn in range(2):

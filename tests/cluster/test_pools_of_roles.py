@@ -17,7 +17,8 @@ from twinphase.cluster.elastic import Balance
 from twinphase.cluster.launch import make_host
 from twinphase.cluster.ported import PortedHost
 from twinphase.cluster.routing import WorkerLoad
-from twinphase.engine.process.messages import StepNews
+from twinphase.config import EngineConfig
+from twinphase.engine.process.messages import StepUpdates
 from twinphase.errors import ContextLengthError, EngineUnavailableError
 from twinphase.outcome import FinishReason
 from twinphase.phases.timeline import IntervalKind
@@ -108,28 +109,30 @@ def test_blocks_that_are_wrong_are_found_by_the_first_token_and_not_used(serve_p
 
 @pytest.mark.timeout(300)
 def test_a_reader_that_lies(serve_pools, lone):
-    """A wrong token that was told already ends the stream; it can be asked for again.
+    """A wrong token that the client has already ends the stream; it can be asked for again.
 
     Other lies cost time alone.
     """
     expected = lone.generate(LONG_PROMPTS, LONG)
     lie = ""
 
-    def told(news):
-        if news.finished is None or not lie:
-            return news
+    def changed(update):
+        if update.ended is None or not lie:
+            return update
         if lie == "another token":
-            return replace(news, token_ids=[news.token_ids[0] ^ 1])
+            return replace(update, token_ids=[update.token_ids[0] ^ 1])
         if lie == "other digits":
-            return replace(news, logprobs=[dataclasses.replace(news.logprobs[0], logprob=-1.0)])
+            entry = dataclasses.replace(update.logprobs[0], logprob=-1.0)
+            return replace(update, logprobs=[entry])
         if lie == "no token":
-            return replace(news, token_ids=[], logprobs=[])
-        return replace(news, finished=replace(news.finished, reason=FinishReason.STOP))
+            return replace(update, token_ids=[], logprobs=[])
+        ended = dataclasses.replace(update.ended, finish_reason=FinishReason.STOP)
+        return replace(update, ended=ended)
 
     def heard(name, message):
-        if name != "reader" or not isinstance(message, StepNews):
+        if name != "reader" or not isinstance(message, StepUpdates):
             return message
-        return replace(message, news=[told(news) for news in message.news])
+        return replace(message, updates=[changed(update) for update in message.updates])
 
     async def body(engine):
         nonlocal lie
@@ -143,7 +146,7 @@ def test_a_reader_that_lies(serve_pools, lone):
             found = await asyncio.gather(*map(read, streams), return_exceptions=True)
             if lie in ("another token", "other digits"):
                 assert all(
-                    isinstance(one, EngineUnavailableError) and "told already" in str(one)
+                    isinstance(one, EngineUnavailableError) and "the client has already" in str(one)
                     for one in found
                 )
             else:
@@ -236,7 +239,7 @@ def test_a_pool_has_to_be_short_of_workers_for_some_time_before_one_goes_over():
 def test_the_command_lines_pools(tiny_path, own_cache, monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, "put back after this test")
     cluster = ClusterConfig(prefill_workers=1, decode_workers=2)
-    router = make_host(str(tiny_path), {"trace_file": "log"}, cluster, stall=60.0)
+    router = make_host(str(tiny_path), EngineConfig(trace_file="log"), cluster, stall=60.0)
     views = router.workers_by_name
     assert {name: view.role for name, view in views.items()} == {
         "prefill-0": "prefill",

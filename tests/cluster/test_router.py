@@ -10,7 +10,7 @@ import time
 import pytest
 
 from routed import LONG, all_of, mix, pid_of, read, same, until, whole
-from twinphase.cluster.sent import chain_of
+from twinphase.cluster.routed_request import chain_of
 from twinphase.constraint import StructuredOutputsParams
 from twinphase.engine.process.messages import Add, EngineFacts, Pong
 from twinphase.errors import (
@@ -99,7 +99,7 @@ def test_what_a_dead_worker_began_goes_on_elsewhere(serve, lone, sig):
             late and len(first.token_ids) < 20
         ):  # else while they queue, or the long ones are being read
             await asyncio.sleep(0.002)
-        dead = next((sent.worker for sent in router._sent.values()), "worker-0")
+        dead = next((sent.worker for sent in router.requests.values()), "worker-0")
         os.kill(pid_of(engine, dead), sig)
         outputs = await asyncio.gather(*map(read, streams))
         assert all(map(same, outputs, expected))
@@ -138,8 +138,8 @@ def test_an_answer_that_ended_at_a_stop_string_needs_no_other_worker(serve, lone
         stream = await engine.submit([40, 41], stopping)
 
         def kill_first(message):
-            os.kill(pid_of(engine, router._sent[stream.request_id].worker), signal.SIGKILL)
-            router._sent[stream.request_id].ending = message.reason
+            os.kill(pid_of(engine, router.requests[stream.request_id].worker), signal.SIGKILL)
+            router.requests[stream.request_id].end_reason = message.reason
             del message  # it never reaches the worker
 
         router.put = kill_first
@@ -183,7 +183,7 @@ def test_a_reader_who_leaves_frees_its_worker_and_a_dead_worker_forgets_it(serve
         await until(lambda: engine.is_running)
         for sig in (None, signal.SIGKILL):
             streams = [await engine.submit([50], LONG)]
-            worker = router._sent[streams[0].request_id].worker
+            worker = router.requests[streams[0].request_id].worker
             streams += [await engine.submit([50 + number], LONG) for number in range(1, 4)]
             for stream in streams:
                 await anext(stream)
@@ -192,7 +192,7 @@ def test_a_reader_who_leaves_frees_its_worker_and_a_dead_worker_forgets_it(serve
             if sig is not None:
                 os.kill(pid_of(engine, worker), sig)
                 await until(lambda: router.num_restarts == 1)
-            await until(lambda: not router._sent)
+            await until(lambda: not router.requests)
         await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
         wanted = StructuredOutputsParams(regex="[ab]{4}")
         for pause in (
@@ -258,7 +258,7 @@ def test_a_worker_whose_loop_stands_still_is_ended_while_others_work(serve, lone
         for stream in streams:
             await anext(stream)
         stuck, works = (
-            router.workers_by_name[router._sent[stream.request_id].worker] for stream in streams
+            router.workers_by_name[router.requests[stream.request_id].worker] for stream in streams
         )
         assert stuck is not works
         take = stuck.host.take

@@ -13,6 +13,7 @@ from children import child, end
 from routed import CONFIG, LONG, all_of, mix, read, same, until, whole
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.remote import RemoteHost
+from twinphase.config import EngineConfig
 from twinphase.engine.process.host import ProcessHost
 from twinphase.phases.timeline import IntervalKind
 
@@ -111,8 +112,10 @@ def test_a_cable_is_pulled_while_answers_stream_and_plugged_in_again(serve, lone
 
         def hosts():
             return {
-                "here": ProcessHost(tiny_path, CONFIG, silence=2.0),
-                "there": RemoteHost(there.address, KEY.encode(), tiny_path, CONFIG, 2.0),
+                "here": ProcessHost(tiny_path, EngineConfig(**CONFIG), silence=2.0),
+                "there": RemoteHost(
+                    there.address, KEY.encode(), tiny_path, EngineConfig(**CONFIG), 2.0
+                ),
             }
 
         async def body(engine):
@@ -120,7 +123,7 @@ def test_a_cable_is_pulled_while_answers_stream_and_plugged_in_again(serve, lone
             await until(lambda: all(one.state == "ready" for one in router.workers()))
             streams = [await engine.submit(prompt, LONG) for prompt in prompts]
             await until(lambda: all(stream.transcript.token_ids for stream in streams))
-            assert {sent.worker for sent in router._sent.values()} == {"here", "there"}
+            assert {sent.worker for sent in router.requests.values()} == {"here", "there"}
             there.pull()
             assert all(
                 [
@@ -150,7 +153,7 @@ def test_prompts_are_read_there_and_answered_here_whatever_becomes_of_the_cable(
 
         def hosts():
             return {
-                name: RemoteHost(address, KEY.encode(), tiny_path, CONFIG, 2.0)
+                name: RemoteHost(address, KEY.encode(), tiny_path, EngineConfig(**CONFIG), 2.0)
                 for name, address in (("there", there.address), ("here", here))
             }
 
@@ -173,6 +176,6 @@ def test_prompts_are_read_there_and_answered_here_whatever_becomes_of_the_cable(
             there.plug()
             await until(lambda: all(one.state == "ready" for one in router.workers()))
             assert "here: 11 of 11 blocks there" in await reasons()
-            assert not any(view.requests for view in router.workers_by_name.values())
+            assert not any(view.num_requests for view in router.workers_by_name.values())
 
         serve(body, hosts=hosts)

@@ -24,6 +24,7 @@ from twinphase.cluster.joining import Door
 from twinphase.cluster.remote import CalledHost, RemoteHost
 from twinphase.cluster.router import Router
 from twinphase.cluster.timelines import joined, shifted
+from twinphase.config import EngineConfig
 from twinphase.engine.frontends.async_engine import AsyncEngine
 from twinphase.errors import InvalidRequestError, StorageError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
@@ -66,7 +67,7 @@ def started(*addresses, roles=()):
 
 def hosts_of(workers, path, silence=2.0):
     return lambda: {
-        f"worker-{i}": RemoteHost(one.address, KEY.encode(), path, CONFIG, silence)
+        f"worker-{i}": RemoteHost(one.address, KEY.encode(), path, EngineConfig(**CONFIG), silence)
         for i, one in enumerate(workers)
     }
 
@@ -109,7 +110,7 @@ def test_a_worker_that_stands_still_is_left_and_taken_again_when_it_goes_on(serv
             await until(lambda: engine.is_running)
             streams = [await engine.submit(prompt, LONG) for prompt in prompts]
             await anext(streams[0])
-            stopped = int(router._sent[streams[0].request_id].worker[-1])
+            stopped = int(router.requests[streams[0].request_id].worker[-1])
             workers[stopped].process.send_signal(signal.SIGSTOP)
             outputs = await asyncio.gather(*map(read, streams))
             assert all(map(same, outputs, expected))
@@ -179,7 +180,7 @@ def test_lines_that_are_slow_and_cut_messages_anywhere(serve, lone, tiny_path):
         serve(
             body,
             hosts=lambda: {
-                name: RemoteHost(line.address, KEY.encode(), tiny_path, CONFIG, 5.0)
+                name: RemoteHost(line.address, KEY.encode(), tiny_path, EngineConfig(**CONFIG), 5.0)
                 for name, line in lines.items()
             },
         )
@@ -196,7 +197,7 @@ def test_a_worker_that_is_not_there_is_not_waited_for_and_taken_when_it_comes(
             router = engine.host
             await until(lambda: engine.is_running)
             assert (
-                f"worker-1 is not there yet: {workers[1].address}: Connection refused"
+                f"worker-1 cannot be reached yet: {workers[1].address}: Connection refused"
                 in caplog.text
             )
             assert [one.state for one in router.workers()][0] == "ready"
@@ -244,7 +245,7 @@ def test_workers_say_their_roles_and_send_each_other_blocks(serve, lone, tiny_pa
                 writer.blocks_received.keys() <= {"stored", "known"} and not reader.blocks_received
             )
             assert 0 < sum(writer.blocks_received.values()) <= reader.blocks_sent
-            assert not any(view.requests for view in engine.host.workers_by_name.values())
+            assert not any(view.num_requests for view in engine.host.workers_by_name.values())
 
         serve(body, hosts=hosts_of(workers, tiny_path))
         alone = Router(hosts_of(workers[:1], tiny_path)())
@@ -270,7 +271,7 @@ def test_a_worker_that_is_told_to_leave_finishes_hands_over_its_cache_and_is_tak
             workers[0].process.send_signal(signal.SIGTERM)
             await until(lambda: not router.fleet.workers["worker-0"].accepts)
             again = await engine.submit(prompts[1], LONG)
-            assert router._sent[again.request_id].worker == "worker-1"
+            assert router.requests[again.request_id].worker == "worker-1"
             assert same(await read(stream), expected[0]) and same(await read(again), expected[1])
             assert await asyncio.to_thread(workers[0].process.wait, 60) == 0
             assert not router.num_continued
@@ -291,7 +292,7 @@ def test_a_worker_joins_a_server_that_runs_and_leaves_it_when_it_dies(serve, lon
     prompts = [[30 + number, 31] for number in range(67)]
 
     def newcomer(name, address):
-        return CalledHost(address, KEY.encode(), tiny_path, CONFIG, 60.0)
+        return CalledHost(address, KEY.encode(), tiny_path, EngineConfig(**CONFIG), 60.0)
 
     door = Door("127.0.0.1:0", KEY.encode(), newcomer)
     join = ("--join", door.address)
@@ -316,8 +317,8 @@ def test_a_worker_joins_a_server_that_runs_and_leaves_it_when_it_dies(serve, lon
                             engine.submit(prompts[number], LONG, request_id=str(number))
                         )
                     )
-                    await until(lambda number=number: str(number) in router._sent)
-                    if router._sent[str(number)].worker == "worker-1":
+                    await until(lambda number=number: str(number) in router.requests)
+                    if router.requests[str(number)].worker == "worker-1":
                         break
                 else:
                     raise AssertionError("worker-1 was sent nothing")
@@ -358,7 +359,9 @@ def refused(workers, path, key=KEY, host=None):
     """What a server says that no worker lets in."""
 
     async def main():
-        engine = AsyncEngine(host or RemoteHost(workers[0].address, key.encode(), path, CONFIG))
+        engine = AsyncEngine(
+            host or RemoteHost(workers[0].address, key.encode(), path, EngineConfig(**CONFIG))
+        )
         await until(lambda: engine.host.failure is not None)
         assert not engine.is_running
         await asyncio.to_thread(engine.close)

@@ -2,10 +2,12 @@
 
 import pytest
 
+from added import make_add
 from tiny_gguf import write_tiny_gguf
+from twinphase.config import EngineConfig
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.loop import EngineLoop
-from twinphase.engine.process.messages import Add, BlocksChanged, StepNews, Stop, WatchBlocks
+from twinphase.engine.process.messages import BlocksChanged, StepUpdates, Stop, WatchBlocks
 from twinphase.errors import KVFrameError
 from twinphase.request import Request, SamplingParams
 
@@ -31,7 +33,7 @@ def answer(loaded, prompt=PROMPT, salt=None):
     while loaded.engine.has_work:
         found += loaded.engine.step().output.logprobs.get("r", [])
     loaded.engine.scheduler.check_integrity()
-    return request.output_token_ids, found, request.num_cached_tokens
+    return request.output_token_ids, found, request.counts.num_cached_tokens
 
 
 def computed(loaded, salt=None):
@@ -58,7 +60,7 @@ def accept(loaded, blocks, frames):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_engines_blocks_are_a_prefix_hit_with_the_same_bits(path, kind):
-    one, other = (LoadedEngine(path, **KINDS[kind]) for _ in range(2))
+    one, other = (LoadedEngine(path, EngineConfig(**KINDS[kind])) for _ in range(2))
     alone = answer(one)
     size = KINDS[kind]["block_size"]
     assert alone[2] == 0 and len(set(alone[0])) > 3
@@ -74,8 +76,8 @@ def test_another_engines_blocks_are_a_prefix_hit_with_the_same_bits(path, kind):
 
 
 def test_blocks_of_another_format_are_refused_and_nothing_is_lost(path):
-    one = LoadedEngine(path, **KINDS["cpu"])
-    other = LoadedEngine(path, threads=1, kv_cache_dtype="int8")
+    one = LoadedEngine(path, EngineConfig(**KINDS["cpu"]))
+    other = LoadedEngine(path, EngineConfig(threads=1, kv_cache_dtype="int8"))
     answer(one)
     here = answer(other)
     frames = computed(one)[1]
@@ -91,7 +93,9 @@ def test_blocks_of_another_format_are_refused_and_nothing_is_lost(path):
 
 def test_whoever_watches_is_told_what_can_be_found(path):
     """All that is there, then each change with its number; what is accepted between two steps counts as well."""
-    one, other = (LoadedEngine(path, num_kv_blocks=8, **KINDS["cpu"]) for _ in range(2))
+    one, other = (
+        LoadedEngine(path, EngineConfig(num_kv_blocks=8, **KINDS["cpu"])) for _ in range(2)
+    )
     answer(one)
     blocks, frames = computed(one)
     sent = []
@@ -99,16 +103,14 @@ def test_whoever_watches_is_told_what_can_be_found(path):
 
     def send(message):
         sent.append(message)
-        if isinstance(message, StepNews) and message.news[0].finished is not None:
-            for message in (
-                [Add("r", left.pop(), PARAMS, 0.0, 0.0)] if left else [WatchBlocks(), Stop()]
-            ):
+        if isinstance(message, StepUpdates) and message.updates[0].ended is not None:
+            for message in [make_add("r", left.pop(), PARAMS)] if left else [WatchBlocks(), Stop()]:
                 loop.put(message)
 
     loop = EngineLoop(other, send)
     loop.put(WatchBlocks())
     loop.between_steps(lambda engine: accept(other, blocks, frames))
-    loop.put(Add("first", [1, 2, 3], PARAMS, 0.0, 0.0))
+    loop.put(make_add("first", [1, 2, 3], PARAMS))
     loop.run()
     told = [message for message in sent if isinstance(message, BlocksChanged)]
     assert told[0] == BlocksChanged(0, [], whole=True)

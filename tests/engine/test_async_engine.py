@@ -250,8 +250,8 @@ def test_the_gap_that_streams_keep_is_chosen_once_steps_are_known_and_only_where
             scheduler = engine.host.loaded.engine.scheduler
             assert engine.facts.pace is None  # it was not warmed up
             await asyncio.gather(*[read(await engine.submit(prompt, LONG)) for prompt in PROMPTS])
-            assert (scheduler.slo_seconds, scheduler.prefill_room > 0) == chosen(
-                scheduler.slo_seconds
+            assert (scheduler.pace.slo_seconds, scheduler.pace.prefill_room > 0) == chosen(
+                scheduler.pace.slo_seconds
             )
 
         return body
@@ -260,7 +260,7 @@ def test_the_gap_that_streams_keep_is_chosen_once_steps_are_known_and_only_where
     serve(body_of(lambda slo: (None, False)), itl_slo_ms="off")
     serve(body_of(lambda slo: (0.25, False)), itl_slo_ms=250)
     llm.generate(PROMPTS, LONG)
-    assert llm.engine.scheduler.slo_seconds is None  # nobody reads these as they come
+    assert llm.engine.scheduler.pace.slo_seconds is None  # nobody reads these as they come
 
 
 def test_a_tenants_short_request_is_not_behind_all_of_anothers(serve):

@@ -76,7 +76,7 @@ class TestFailures:
         good = make_request("good", [*bad.prompt_token_ids, 1], max_tokens=1)
         engine.add_request(good)
         run(engine)
-        assert (good.num_cached_tokens, good.finish_reason) == (0, FinishReason.LENGTH)
+        assert (good.counts.num_cached_tokens, good.finish_reason) == (0, FinishReason.LENGTH)
 
 
 class TestRefusals:

@@ -4,9 +4,10 @@ import queue
 import threading
 from types import SimpleNamespace
 
+from added import make_add
 from twinphase.constraint import StructuredOutputsParams
 from twinphase.engine.process.loop import GRAMMAR_THREADS, EngineLoop
-from twinphase.engine.process.messages import Add, End
+from twinphase.engine.process.messages import End
 from twinphase.outcome import FinishReason
 from twinphase.request import SamplingParams
 
@@ -14,11 +15,12 @@ PARAMS = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
 
 
 def make_loop(constraint):
-    return EngineLoop(SimpleNamespace(text=SimpleNamespace(constraint=constraint)), lambda _: None)
+    text = SimpleNamespace(constraint=constraint)
+    return EngineLoop(SimpleNamespace(text=text, engine=None), lambda _: None)
 
 
 def add(request_id):
-    return Add(request_id, [1], PARAMS, 0.0, 0.0)
+    return make_add(request_id, [1], PARAMS)
 
 
 def test_a_grammar_whose_client_left_in_the_queue_is_not_compiled():

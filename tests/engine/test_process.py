@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from twinphase.config import EngineConfig
 from twinphase.engine.frontends.async_engine import AsyncEngine
 from twinphase.engine.process.host import ProcessHost
 from twinphase.errors import EngineUnavailableError, InvalidRequestError, ModelNotFoundError
@@ -89,4 +90,4 @@ def test_a_model_that_is_refused_is_not_tried_again(serve, tmp_path):
 
     serve(body, max_model_len=100_000)
     with pytest.raises(ModelNotFoundError):
-        ProcessHost(tmp_path / "nothing.gguf", {})
+        ProcessHost(tmp_path / "nothing.gguf", EngineConfig())

@@ -36,14 +36,14 @@ class Guesser:
         pass
 
 
-def random_run(seed, policy="priority", itl_slo_ms=12.0, window=None, tenants=("",), drafter=None):
+def random_run(seed, policy="priority", slo=0.012, window=None, tenants=("",), drafter=None):
     """The log of an engine under a load that it cannot hold, with aborts, failures and noise; and the engine."""
     choose = random.Random(seed)
     machine = Machine(
         lambda work: (2e-3 + 3e-4 * work.rows + 1e-6 * sum(work)) * choose.uniform(0.8, 1.3)
     )
     settings = {"num_blocks": 24, "max_num_seqs": 6, "max_num_batched_tokens": 48, "policy": policy}
-    engine = machine_engine(machine, GUESS, itl_slo_ms=itl_slo_ms, window=window, **settings)
+    engine = machine_engine(machine, GUESS, pace=Pace(slo), window=window, **settings)
     engine.cost_model.windowed_share = 0.0 if window is None else 5 / 6
     engine.drafter = drafter
     file = io.StringIO()
@@ -82,10 +82,10 @@ def random_run(seed, policy="priority", itl_slo_ms=12.0, window=None, tenants=("
         )
         if choose.random() < 0.05:
             engine.keep_pace(
-                Pace(choose.choice([None, 9.0, 12.1]), True, choose.choice([0.0, 0.004]))
+                Pace(choose.choice([None, 0.009, 0.0121]), choose.choice([0.0, 0.004]), True)
             )
         if choose.random() < 0.05:
-            engine.read_at_most(choose.choice([None, 4]))
+            engine.limit_prefill(choose.choice([None, 4]))
         machine.now += choose.choice([0.0, 1e-4])  # what the front end takes
         if (
             number % 7 == 3
@@ -115,9 +115,9 @@ def log(tmp_path):
 
 @pytest.mark.parametrize("tenants", [("",), ("", "a", "b")])
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("policy", "itl_slo_ms"), [("priority", 12.0), ("fcfs", None)])
-def test_a_replay_decides_the_same(log, seed, policy, itl_slo_ms, tenants):
-    text, engine = random_run(seed, policy, itl_slo_ms, tenants=tenants)
+@pytest.mark.parametrize(("policy", "slo"), [("priority", 0.012), ("fcfs", None)])
+def test_a_replay_decides_the_same(log, seed, policy, slo, tenants):
+    text, engine = random_run(seed, policy, slo, tenants=tenants)
     result = replay(log(text))
     assert result.difference is None
     assert result.num_steps == engine.ledger.num_steps
@@ -154,10 +154,10 @@ def test_a_replay_decides_the_same_with_drafts(log, seed):
     assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize(("policy", "itl_slo_ms"), [("priority", 12.0), ("fcfs", None)])
-def test_a_lone_tenant_is_scheduled_as_if_there_were_none(policy, itl_slo_ms):
+@pytest.mark.parametrize(("policy", "slo"), [("priority", 0.012), ("fcfs", None)])
+def test_a_lone_tenant_is_scheduled_as_if_there_were_none(policy, slo):
     def steps(tenant):
-        text, _ = random_run(3, policy, itl_slo_ms, tenants=(tenant, tenant))
+        text, _ = random_run(3, policy, slo, tenants=(tenant, tenant))
         return [line for line in text.splitlines() if '"event":"add"' not in line]
 
     assert len(steps("a")) > 80
@@ -225,9 +225,9 @@ def test_other_times_lead_to_other_chunks(log):
         ("", "is empty"),
         (
             '{"event":"header","version":99}\n',
-            "Line 1 of .* not the header of a step log of version 4",
+            "Line 1 of .* not the header of a step log of version 5",
         ),
-        ('{"event":"header","version":4}\n', "Line 1 of .* KeyError: 'prices'"),
+        ('{"event":"header","version":5}\n', "Line 1 of .* KeyError: 'prices'"),
         ('{"a":1}\n', "Line 1 of .* not the header"),
         ("hello\n", "Line 1 of .* is not a JSON object"),
         ("[1]\n", "Line 1 of .* is not a JSON object"),

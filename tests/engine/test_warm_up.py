@@ -8,7 +8,8 @@ import pytest
 from provoked import Script, usual_seconds
 from tiny_gguf import write_tiny_gguf
 from twinphase.batch import Batch
-from twinphase.engine import loading as load
+from twinphase.config import EngineConfig
+from twinphase.engine.loading import loading as load
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.loop import engine_facts
 from twinphase.phases.hardware import Ceilings
@@ -20,7 +21,7 @@ CEILINGS = Ceilings("p", 1, "generic", ((1, 1e15),), 1e15, 1e15, 1e15)
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory) -> LoadedEngine:
     model = write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", context=2048)
-    return LoadedEngine(model, backend="reference")
+    return LoadedEngine(model, EngineConfig(backend="reference"))
 
 
 def test_the_speed_told_at_the_start_was_measured_on_a_warm_engine(loaded):
@@ -50,12 +51,13 @@ def test_a_pace_that_was_chosen_on_a_busy_machine_is_soon_forgotten(loaded, monk
     monkeypatch.setattr(
         load.Pacing,
         "choose",
-        lambda pacing: Pace(choices[len(kept)], True, choices[len(kept)] / 1e4),
+        lambda pacing: Pace(choices[len(kept)] / 1e3, choices[len(kept)] / 1e4, True),
     )
     kept: list[tuple[float | None, float]] = []
     for _ in choices:
         loaded.choose_pace()
-        kept.append((loaded.engine.scheduler.slo_seconds, loaded.engine.scheduler.prefill_room))
+        pace = loaded.engine.scheduler.pace
+        kept.append((pace.slo_seconds, pace.prefill_room))
     assert kept == [(pytest.approx(slo / 1e3), pytest.approx(slo / 1e4)) for slo in slos]
 
 

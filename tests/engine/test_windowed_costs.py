@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tiny_gguf import write_tiny_gguf
+from twinphase.config import EngineConfig
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.models import loader
 from twinphase.request import Request, SamplingParams
@@ -25,7 +26,9 @@ def engine(tmp_path, monkeypatch):
     for module in ("twinphase.models.loader", "twinphase.engine.loading.loading"):
         monkeypatch.setattr(f"{module}.read_blueprint", windowed)
     path = write_tiny_gguf(tmp_path / "tiny.gguf", layers=3, tensor_type="F32")
-    return LoadedEngine(path, backend="reference", max_num_batched_tokens=CHUNK).engine
+    return LoadedEngine(
+        path, EngineConfig(backend="reference", max_num_batched_tokens=CHUNK)
+    ).engine
 
 
 def attended(positions):

@@ -121,9 +121,9 @@ def test_missed_prefix_diverged(start):
     assert "at token 40" in missed.evidence
     assert "missed_prefix" not in engine.causes(fresh, "prefill")
     request, timeline = moved  # a question is expected to be new
-    request.prefix_miss = replace(request.prefix_miss, part="question")
+    request.counts.prefix_miss = replace(request.counts.prefix_miss, part="question")
     assert "missed_prefix" not in engine.causes((request, timeline), "prefill")
-    request.prefix_miss = replace(request.prefix_miss, part="system")
+    request.counts.prefix_miss = replace(request.counts.prefix_miss, part="system")
     assert "missed_prefix" in engine.causes((request, timeline), "prefill")
 
 
@@ -166,7 +166,7 @@ def test_the_first_prompt_of_a_salt_is_a_prompt_like_any_other(start):
     assert not any(
         "salt" in lever.flag + lever.advice for lever in found.levers
     )  # tenants stay apart
-    assert shared[0].num_cached_tokens >= 990
+    assert shared[0].counts.num_cached_tokens >= 990
 
 
 def test_missed_prefix_block_granularity(start):
@@ -174,7 +174,7 @@ def test_missed_prefix_block_granularity(start):
     prompt = engine.prompt(511)
     fresh = engine.serve(prompt)
     again = engine.serve(prompt)
-    assert again[0].num_cached_tokens == 256
+    assert again[0].counts.num_cached_tokens == 256
     found = engine.explain(again)
     (missed,) = (one for one in found.diagnoses if one.cause == "missed_prefix")
     assert (missed.share, missed.lever.flag, missed.lever.saved_seconds) == (
@@ -248,7 +248,7 @@ def decode_of(engine, length, busy):
     life = engine.serve(engine.prompt(length), 20)
     units = Units("float32", "float32", "float32")
     machine = Machine(engine.llm.config, shape, engine.engine.cost_model, ceilings, units)
-    found = explain(life[0].counts(), life[1], machine)
+    found = explain(life[0].counts, life[1], machine)
     return [one for one in found.diagnoses if one.phase == "decode"]
 
 
@@ -320,7 +320,7 @@ def test_cache_pressure(start):
     kept = engine.add(engine.prompt(180), 420)
     lost = engine.add(engine.prompt(180), 150)
     engine.run()
-    assert (kept[0].num_preemptions, lost[0].num_preemptions) == (0, 1)
+    assert (kept[0].counts.num_preemptions, lost[0].counts.num_preemptions) == (0, 1)
     found = slow_tokens(engine, lost)
     assert (found[0].cause, found[0].lever.flag) == ("cache_pressure", "--num-kv-blocks")
     assert "cache_pressure" not in engine.causes(kept, "decode")

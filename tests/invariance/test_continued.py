@@ -7,6 +7,7 @@ from test_mixes import FORMS, MOST_BLOCKS, TAGS, VOCAB, constraint_of, make_draf
 
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
+from twinphase.config import EngineConfig
 from twinphase.constraint import StructuredOutputsParams
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.errors import InvalidRequestError
@@ -42,7 +43,8 @@ def loaded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("continued")
     with own_cache(folder / "cache"):
         yield LoadedEngine(
-            write_tiny_gguf(folder / "tiny.gguf", vocab=VOCAB), threads=1, num_kv_blocks=MOST_BLOCKS
+            write_tiny_gguf(folder / "tiny.gguf", vocab=VOCAB),
+            EngineConfig(threads=1, num_kv_blocks=MOST_BLOCKS),
         )
 
 
@@ -66,7 +68,7 @@ def test_any_cut_of_an_answer_is_continued_with_the_same_bits(loaded, name, gues
     for cut, request in zip(cuts, requests, strict=True):
         assert (request.output_token_ids, request.finish_reason) == (tokens, whole.finish_reason)
         assert repr(found[str(cut)]) == repr(logprobs[cut:])
-        assert request.num_cached_tokens <= len(prompt)
+        assert request.counts.num_cached_tokens <= len(prompt)
     assert cuts
 
 

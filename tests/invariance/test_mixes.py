@@ -30,6 +30,7 @@ from steps import own_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase.batch import Batch, ScheduledRequest, StepOutput, TokenLogprobs
 from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.config import EngineConfig
 from twinphase.constraint import Constraint, StructuredOutputsParams
 from twinphase.engine.engine import Engine, StepResult
 from twinphase.engine.executor import Executor
@@ -42,7 +43,8 @@ from twinphase.request import Request, SamplingParams
 from twinphase.sampling import sampler
 from twinphase.sampling.thinking import ThinkingTags, make_constraint
 from twinphase.sampling.token_filter import filtered
-from twinphase.scheduler.pace import Pace, Pacing
+from twinphase.scheduler.pace import Pace
+from twinphase.scheduler.pacing import Pacing
 from twinphase.scheduler.scheduler import Scheduler
 from twinphase.speculation.draft_model import DraftModel
 from twinphase.speculation.drafter import Drafter
@@ -167,7 +169,7 @@ def make_drafter(
     text = NgramProposer() if kind == "ngram" else SuffixProposer()
     proposers = [ForcedProposer(), PredictionProposer(), text]
     always = kind != "auto"
-    slo_seconds = lambda: engine.scheduler.slo_seconds  # noqa: E731
+    slo_seconds = lambda: engine.scheduler.pace.slo_seconds  # noqa: E731
     return Speculator(proposers, engine.cost_model, most=8, slo_seconds=slo_seconds, always=always)
 
 
@@ -444,7 +446,7 @@ class Mixes(RuleBasedStateMachine):
             self.engine.keep_pace(Pacing(self.engine.cost_model, *limits).choose())
             self.tally["default SLOs"] += 1
         else:
-            self.engine.keep_pace(Pace(milliseconds, True))
+            self.engine.keep_pace(Pace(milliseconds and milliseconds / 1e3))
 
     @rule(which=st.integers(0, 999))
     def strike(self, which: int) -> None:
@@ -462,9 +464,9 @@ class Mixes(RuleBasedStateMachine):
         assert not self.engine.timelines
         assert self.writer is None or self.writer.kv_cache.pool.num_held == 0
         for request in self.requests.values():
-            self.tally["accepted drafts"] += request.num_accepted_draft_tokens
+            self.tally["accepted drafts"] += request.counts.num_accepted_draft_tokens
             self.tally["rejected drafts"] += (
-                request.num_draft_tokens - request.num_accepted_draft_tokens
+                request.counts.num_draft_tokens - request.counts.num_accepted_draft_tokens
             )
         self.tally["recomputed tokens"] += self.scheduler.num_recomputed_tokens
         for name, request in self.requests.items():
@@ -505,8 +507,8 @@ class Mixes(RuleBasedStateMachine):
             tokens[:3],
             tokens[6:9],
         )
-        self.tally["compared after a hit"] += request.num_cached_tokens > 0
-        self.tally["compared after preemption"] += request.num_preemptions > 0
+        self.tally["compared after a hit"] += request.counts.num_cached_tokens > 0
+        self.tally["compared after preemption"] += request.counts.num_preemptions > 0
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -561,9 +563,11 @@ def test_mixes(folder, num_mixes, model, kv_cache_dtype, least):
     }
     tally = Counter()
     unattributed = []
-    alone = Alone(LoadedEngine(path, threads=1, **config))
+    alone = Alone(LoadedEngine(path, EngineConfig(threads=1, **config)))
     run(
-        partial(Mixes, LoadedEngine(path, threads=2, **config), alone, tally, unattributed),
+        partial(
+            Mixes, LoadedEngine(path, EngineConfig(threads=2, **config)), alone, tally, unattributed
+        ),
         num_mixes,
     )
     print(dict(tally), f"unattributed: median {median(unattributed):.3%} of {len(unattributed)}")
@@ -598,8 +602,10 @@ def test_a_wrong_verification_is_found(folder, fault, kind, monkeypatch):
 
     path = write_tiny_gguf(folder / "dense.gguf", vocab=VOCAB)
     config = {"num_kv_blocks": MOST_BLOCKS, "max_num_batched_tokens": 512}
-    alone = Alone(LoadedEngine(path, threads=1, **config))
-    machine = partial(Mixes, LoadedEngine(path, threads=2, **config), alone, Counter(), [], kind)
+    alone = Alone(LoadedEngine(path, EngineConfig(threads=1, **config)))
+    machine = partial(
+        Mixes, LoadedEngine(path, EngineConfig(threads=2, **config)), alone, Counter(), [], kind
+    )
     run(machine, 3)
     monkeypatch.setattr(sampler, "sample_row", {"blind": blind, "forgetful": forgetful}[fault])
     with pytest.raises(
@@ -622,10 +628,15 @@ def test_every_guesser(folder, kind):
             "max_num_batched_tokens": 512,
             "kv_cache_dtype": kv_cache_dtype,
         }
-        alone = Alone(LoadedEngine(path, threads=1, **config))
+        alone = Alone(LoadedEngine(path, EngineConfig(threads=1, **config)))
         run(
             partial(
-                Mixes, LoadedEngine(path, threads=2, **config), alone, tally, unattributed, kind
+                Mixes,
+                LoadedEngine(path, EngineConfig(threads=2, **config)),
+                alone,
+                tally,
+                unattributed,
+                kind,
             ),
             13,
         )
@@ -644,9 +655,9 @@ def test_a_draft_model(folder, num_mixes):
     config = {"num_kv_blocks": MOST_BLOCKS, "max_num_batched_tokens": 512}
     tally = Counter()
     unattributed = []
-    alone = Alone(LoadedEngine(path, threads=1, **config))
-    mixed = LoadedEngine(path, threads=2, **config)
-    writer = LoadedEngine(writer, threads=2, **config)
+    alone = Alone(LoadedEngine(path, EngineConfig(threads=1, **config)))
+    mixed = LoadedEngine(path, EngineConfig(threads=2, **config))
+    writer = LoadedEngine(writer, EngineConfig(threads=2, **config))
     run(partial(Mixes, mixed, alone, tally, unattributed, None, writer), num_mixes)
     print(dict(tally))
     least = (

@@ -21,6 +21,7 @@ from test_mixes import COMPARED, MOST_BLOCKS, VOCAB, Alone, Mixes, run
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.torch.backend import TorchBackend
+from twinphase.config import EngineConfig
 from twinphase.engine.loading.loading import LoadedEngine
 
 
@@ -58,8 +59,8 @@ def test_mixes_in_float64(tmp_path, monkeypatch, ranks):
     tally = Counter()
     num_mixes = int(os.environ.get("MIXES", 10))
     with own_cache(tmp_path / "cache"):
-        alone = Alone(LoadedEngine(path, **config))
-        several = LoadedEngine(path, tensor_parallel_size=ranks, **config)
+        alone = Alone(LoadedEngine(path, EngineConfig(**config)))
+        several = LoadedEngine(path, EngineConfig(tensor_parallel_size=ranks, **config))
         run(partial(Mixes, several, alone, tally, []), num_mixes)
     torch.set_num_threads(threads)
     print(dict(tally))

@@ -21,6 +21,7 @@ import pytest
 import test_mixes
 from test_mixes import MOST_BLOCKS, Alone, Mixes, run
 
+from twinphase.config import EngineConfig
 from twinphase.engine.engine import Engine
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.runner import Runner
@@ -51,7 +52,7 @@ class Loaded:
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
     config = {"num_kv_blocks": MOST_BLOCKS, "max_num_batched_tokens": 512, "max_model_len": 512}
-    writer = LoadedEngine(MODEL, threads=2, **config)
+    writer = LoadedEngine(MODEL, EngineConfig(threads=2, **config))
     runner = writer.engine.executor
     assert isinstance(runner, Runner)
     whole = runner.model.blueprint
@@ -60,8 +61,8 @@ def loaded() -> Loaded:
     runner.model.blueprint = replace(whole, **cut)
     runner.model.layers = runner.model.layers[:count]
     return Loaded(
-        LoadedEngine(MODEL, threads=2, **config),
-        Alone(LoadedEngine(MODEL, threads=1, **config)),
+        LoadedEngine(MODEL, EngineConfig(threads=2, **config)),
+        Alone(LoadedEngine(MODEL, EngineConfig(threads=1, **config))),
         writer,
     )
 

@@ -75,7 +75,7 @@ def test_a_layer_of_several_types(tmp_path, tensor_type, types, hidden):
 
 
 def test_norms_and_logits_have_the_width_of_what_they_are_given(tmp_path):
-    """A model may norm something else than the hidden state, and its logits need not be the last layer it calls."""
+    """A model may norm other things, and its logits need not come from the last layer called."""
     checkpoint = open_gguf(
         write_tiny_gguf(tmp_path / "wide.gguf", hidden=64, ffn=160, tensor_type="F32")
     )

@@ -67,7 +67,7 @@ def test_experts_by_hand():
     [(24, 32, 20.91e9, 3.61e9), (36, 128, 116.83e9, 5.13e9)],
 )
 def test_gpt_oss_as_its_model_card_counts(layers, experts, total, active):
-    """Table 1 of arXiv:2508.10925, whose active parameters leave out the embedding and keep the head."""
+    """Table 1 of arXiv:2508.10925; its active parameters exclude the embedding, not the head."""
     blueprint = blueprint_of(
         "gpt_oss",
         hidden_size=2880,

@@ -171,9 +171,9 @@ def test_mixes(folder, ranks, options, num_mixes):
         "threads": 1,
         **options,
     }
-    alone = mixes.Alone(mixes.LoadedEngine(path, **config))
+    alone = mixes.Alone(mixes.LoadedEngine(path, EngineConfig(**config)))
     tally: Counter[str] = Counter()
-    several = mixes.LoadedEngine(path, tensor_parallel_size=ranks, **config)
+    several = mixes.LoadedEngine(path, EngineConfig(tensor_parallel_size=ranks, **config))
     mixes.run(partial(mixes.Mixes, several, alone, tally, []), num_mixes)
     assert tally["compared"] >= 2 * num_mixes and tally["mixed steps"] >= num_mixes, tally
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of tiny_families.py as llama.cpp's converter would: its keys, its order of queries and keys."""
+"""Writes a checkpoint of tiny_families.py as llama.cpp's converter would."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PERMUTED = ("llama", "granite", "smollm3")
 
 
 def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
-    """`checkpoint` is the folder that transformers' `model` was saved to; its tensors have GGUF's names already."""
+    """`checkpoint` is the folder of transformers' `model`; its tensors have GGUF's names."""
     arch = checkpoint.architecture
     config = model.config
     writer = gguf.GGUFWriter(str(path), arch)

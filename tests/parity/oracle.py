@@ -30,7 +30,7 @@ class Oracle:
         ).eval()
 
     def logits(self, ids: Sequence[int]) -> Iterator[tuple[slice, F32]]:
-        """Positions and their logits [positions, vocab_size], chunk by chunk: all at once would take much memory."""
+        """Positions and their logits [positions, vocab_size] in chunks, to save memory."""
         with torch.inference_mode():
             hidden = self.model.model(torch.tensor([list(ids)]), use_cache=False).last_hidden_state[
                 0

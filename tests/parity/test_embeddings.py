@@ -1,4 +1,4 @@
-"""Vectors are those of transformers: encoders from both formats, decoders by their last hidden state."""
+"""Vectors equal those of transformers: encoders of both formats, decoders' last hidden state."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_the_error_function():
 
 @pytest.mark.slow
 def test_all_minilm_is_that_of_transformers(monkeypatch, tmp_path):
-    """The real model, from the package index and as a GGUF file, on twenty texts of up to 512 tokens."""
+    """The real model, from the package index and as GGUF, on 20 texts of up to 512 tokens."""
     from transformers import AutoModel, AutoTokenizer
 
     from steps import USER_CACHE

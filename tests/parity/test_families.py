@@ -1,4 +1,4 @@
-"""Every architecture on the reference backend gives transformers' logits, from a folder and from a GGUF file.
+"""Every architecture on the reference backend gives transformers' logits, from both formats.
 
 The checkpoints are tiny and random: norms, biases and sinks too, so that nothing is neutral.
 Prompts are longer than the windows; they are prefilled at once and in chunks, and decoded in a

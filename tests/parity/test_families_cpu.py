@@ -1,4 +1,4 @@
-"""Every architecture on the cpu backend beside the reference, which is compared with transformers in test_families.py.
+"""Every architecture on the cpu backend beside the reference (compared in test_families.py).
 
 And the cpu beside itself: the same bits in one chunk, in several, as decodes of a batch, on one
 thread and on two.
@@ -95,7 +95,7 @@ def test_bits_of_other_paths_with_caps_and_sinks(folder, family, isa):
 
 
 def _few_rows_have_the_same_bits(steps: Steps, expected: F32) -> None:
-    """Decodes of one row each, and of several as where drafts are verified; the KV cache holds `TOKENS`."""
+    """Decodes of one row, and of several as for drafts; the KV cache holds `TOKENS`."""
     rng = np.random.default_rng(1)
     for most in (1, 8):  # rows of a sequence
         starts = rng.integers(1, LENGTH - most, 24)
@@ -107,7 +107,7 @@ def _few_rows_have_the_same_bits(steps: Steps, expected: F32) -> None:
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_experts_alone_are_those_of_the_reference(folder, family):
-    """Between an RMSNorm of the embeddings and the head, in float32: nothing but the order of sums differs."""
+    """Between an RMSNorm of embeddings and the head, in float32: only the order of sums differs."""
     results = []
     for steps in (on_cpu(folder / family), Steps(folder / family, ReferenceBackend())):
 

@@ -1,4 +1,4 @@
-"""Every architecture on the torch backend, on a processor, beside the reference; test_families compares that one.
+"""Every architecture on the torch backend, on a processor, beside the reference.
 
 In 16 bits it must be as near to the reference as transformers is in the same type: what either
 loses is rounding.
@@ -46,7 +46,7 @@ def test_logits_are_those_of_the_reference(tmp_path, family, dtype):
 
 @pytest.mark.slow
 def test_answers_of_a_real_model(model_path):
-    """Greedy: the reference's, token for token, and the cpu backend's up to what its rounding to int8 can change."""
+    """Greedy: the reference's tokens, and the cpu backend's up to what rounding to int8 changes."""
     prompts = [
         "The capital of France is",
         "One, two, three,",
@@ -73,7 +73,7 @@ def test_answers_of_a_real_model(model_path):
 
 
 class RoundedBackend(TorchBackend):
-    """Rounds what products read to int8 in groups of 32, as the cpu backend does, and nothing else."""
+    """Rounds inputs of products to int8 in groups of 32, as the cpu backend does."""
 
     def linear(self, x: torch.Tensor, weight: Any, **terms: Any) -> torch.Tensor:
         groups = x.unflatten(-1, (-1, 32))
@@ -104,7 +104,7 @@ def divergence(exact: F32, found: F32) -> float:
 
 
 def errors_of(path: Path, dtype: str, expected: F32) -> F32:
-    """Of each row: in chunks, then of two decodes, one with a draft to verify, and a second chunk, in one step."""
+    """Of each row: in chunks, then two decodes, one with a draft, and a chunk in one step."""
     steps = Steps(path, TorchBackend("cpu", dtype), num_blocks=32)
     chunked = error_of(steps.chunked(TOKENS, [33, 5, 17]), expected)
     blocks = [steps.blocks[5 * i : 5 * i + 5] for i in range(3)]

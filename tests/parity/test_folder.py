@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a user has it: weights, tokenizer and template answer as transformers does."""
+"""A whole Hugging Face folder (weights, tokenizer, template) answers as transformers does."""
 
 from __future__ import annotations
 

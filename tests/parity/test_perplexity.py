@@ -1,4 +1,4 @@
-"""Real weights beside transformers in float32: logits of the reference, and what the `cpu` backend's arithmetic costs.
+"""Real weights beside transformers in float32: the reference's logits, the `cpu` backend's loss.
 
 Int8 activations, a quantized cache and its attention cost perplexity. Like is compared with like:
 both run the same quantized weights, so the loss of quantizing the weights is not in it.
@@ -56,7 +56,7 @@ def texts(token_ids) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def shipped(model_path, texts, tmp_path_factory) -> tuple[float, list[float]]:
-    """The float32 model's loss, and by text the reference's largest error: of beginnings, and of the longest text."""
+    """The float32 model's loss, and the reference's largest error by text and on the longest."""
     oracle = Oracle(rewritten(model_path, tmp_path_factory.mktemp("shipped") / "model.gguf"))
     reference = Steps(model_path, ReferenceBackend(), num_blocks=125)
     loss = 0.0
@@ -111,7 +111,7 @@ def test_within_one_percent_in_other_formats(tensor_type, model_path, texts, tmp
 
 
 def test_within_one_percent_on_a_qwen(monkeypatch, tmp_path):
-    """A file of Q5_0, Q8_0, Q6_K and Q4_K matrices, as users have them; biases, and 152 thousand tokens.
+    """A file of Q5_0, Q8_0, Q6_K and Q4_K matrices, with biases and 152 thousand tokens.
 
     The beginnings of texts, and of the longest 1,000 tokens.
     """

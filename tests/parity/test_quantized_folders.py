@@ -1,4 +1,4 @@
-"""Quantized folders answer as transformers does with the weights that the methods' published formulas give."""
+"""Quantized folders answer as transformers does with the weights of the published formulas."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def four_bits(
 
 
 def eight_bits(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """FP8 in blocks of 32 by 32, and the weights it stands for, which both sides round to bfloat16."""
+    """FP8 in blocks of 32 by 32, and its weights, which both sides round to bfloat16."""
     rows, columns = (size // GROUP for size in weight.shape)
     blocks = weight.float().reshape(rows, GROUP, columns, GROUP)
     scales = blocks.abs().amax(dim=(1, 3)) / 448

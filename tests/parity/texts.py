@@ -1,4 +1,5 @@
-"""Twenty varied texts of 50 to 2,000 tokens, from what every Python has and from strings written here."""
+"""Twenty varied texts of 50 to 2,000 tokens, from Python itself and written here."""
+# ruff: noqa: E501
 
 from __future__ import annotations
 

@@ -4,12 +4,13 @@ from hypothesis import strategies as st
 from schedules import Times, chunks, ids, make_request, make_scheduler, run_step
 from twinphase.batch import StepWork
 from twinphase.scheduler.chunk import ChunkBudget
+from twinphase.scheduler.pace import Pace
 
 DECODES = StepWork(rows=3, decode_contexts=30, logits=3, sequences=3)
 
 
 def make_budget(num_tokens, limit, decodes=DECODES, times=None, block_size=4):
-    return ChunkBudget(num_tokens, decodes, times or Times(), limit, block_size)
+    return ChunkBudget(num_tokens, decodes, times or Times(), Pace(limit), block_size)
 
 
 def test_without_an_slo_a_chunk_fills_the_budget():
@@ -76,7 +77,7 @@ def test_it_is_the_largest_that_fits(num_tokens, limit, start, remaining, block_
 def test_a_long_prompt_keeps_decodes_within_the_slo():
     """The automatic chunk: as many tokens a step as leave the decodes in time."""
     scheduler = make_scheduler(
-        times=Times(row=1e-3, step=5e-3), itl_slo_ms=20, max_num_batched_tokens=64
+        times=Times(row=1e-3, step=5e-3), pace=Pace(0.02), max_num_batched_tokens=64
     )
     scheduler.add(make_request("a", 3, max_tokens=50))
     scheduler.add(make_request("b", 3, max_tokens=50))
@@ -91,7 +92,7 @@ def test_a_long_prompt_keeps_decodes_within_the_slo():
 
 
 def test_no_prompt_starves_under_an_slo_that_cannot_be_met():
-    scheduler = make_scheduler(itl_slo_ms=1, max_num_batched_tokens=64)
+    scheduler = make_scheduler(pace=Pace(0.001), max_num_batched_tokens=64)
     scheduler.add(make_request("a", 3, max_tokens=90))
     run_step(scheduler)
     requests = [make_request(name, 20, max_tokens=1) for name in ("long", "other")]
@@ -104,7 +105,7 @@ def test_no_prompt_starves_under_an_slo_that_cannot_be_met():
 
 
 def test_what_an_slo_holds_back_is_said():
-    scheduler = make_scheduler(itl_slo_ms=1)
+    scheduler = make_scheduler(pace=Pace(0.001))
     scheduler.add(make_request("a", 3))
     run_step(scheduler)
     scheduler.add(make_request("b", 20))

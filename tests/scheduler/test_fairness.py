@@ -13,6 +13,7 @@ from twinphase.batch import StepOutput, StepWork
 from twinphase.errors import InvalidRequestError
 from twinphase.outcome import RequestStatus
 from twinphase.scheduler.fairness import work_by_tenant
+from twinphase.scheduler.pace import Pace
 
 SLO = 0.03
 STEP = 0.25  # seconds that a step of the whole token budget takes
@@ -27,7 +28,7 @@ def shared_scheduler(**settings):
         "max_num_batched_tokens": 512,
     }
     return make_scheduler(
-        **options | {"times": TIMES, "itl_slo_ms": 1e3 * SLO, "caching": False} | settings
+        **options | {"times": TIMES, "pace": Pace(SLO), "caching": False} | settings
     )
 
 
@@ -195,7 +196,7 @@ class TestSeats:
                 load.ask("b", 12, 2)
             load.step()
         for request in load.requests:
-            lost += request.num_recomputed_tokens
+            lost += request.counts.num_recomputed_tokens
         assert load.scheduler.num_preemptions > 0
         assert lost * TIMES.row < 0.06 * load.scheduler.seconds
 
@@ -211,7 +212,7 @@ class TestSeats:
 
 
 def test_what_a_preemption_lost_is_on_nobodys_account():
-    scheduler = shared_scheduler(itl_slo_ms=None)
+    scheduler = shared_scheduler(pace=Pace())
     mine = make_request("a", 100, max_tokens=50)
     other = make_request("b", 100, max_tokens=50)
     mine.tenant = "a"
@@ -237,7 +238,7 @@ def test_nobody_waits_for_ever_and_nothing_leaks_whatever_happens(seed):
         max_num_batched_tokens=choose.randint(4, 20),
         max_num_seqs=choose.randint(1, 4),
         policy=choose.choice(["fcfs", "priority"]),
-        itl_slo_ms=choose.choice([None, 1, 8000]),
+        pace=Pace(choose.choice([None, 0.001, 8.0])),
         caching=choose.random() < 0.5,
     )
     requests = []

@@ -5,7 +5,8 @@ import pytest
 from schedules import Times, ids, make_request, make_scheduler, run_step
 from twinphase.batch import StepOutput, StepWork
 from twinphase.phases.cost import FEATURES, CostModel
-from twinphase.scheduler.pace import FULL_RATE, Pace, Pacing
+from twinphase.scheduler.pace import Pace
+from twinphase.scheduler.pacing import MIN_PREFILL_RATE_SHARE, Pacing
 
 ROW = 1e-3
 STEP = 5e-3
@@ -35,8 +36,8 @@ def test_the_chunk_is_the_smallest_that_is_read_nearly_as_fast_as_a_full_one():
     def rate(tokens):
         return tokens / (STEP + tokens * ROW)
 
-    assert rate(chunk - 1) < FULL_RATE * rate(512) <= rate(chunk + 1)
-    assert pace.itl_slo_ms == pytest.approx(1.2e3 * (STEP + ROW * (chunk + 1)), rel=0.02)
+    assert rate(chunk - 1) < MIN_PREFILL_RATE_SHARE * rate(512) <= rate(chunk + 1)
+    assert pace.slo_seconds == pytest.approx(1.2 * (STEP + ROW * (chunk + 1)), rel=0.02)
 
 
 def test_what_passes_between_steps_is_a_steps_own_time_too():
@@ -45,7 +46,9 @@ def test_what_passes_between_steps_is_a_steps_own_time_too():
 
     chunk = room(2e-3) / ROW
     whole = STEP + 2e-3
-    assert chunk / (whole + ROW * chunk) == pytest.approx(FULL_RATE * 512 / (whole + ROW * 512))
+    assert chunk / (whole + ROW * chunk) == pytest.approx(
+        MIN_PREFILL_RATE_SHARE * 512 / (whole + ROW * 512)
+    )
     assert (
         room(0.0) < room(2e-3) < room(STEP) == room(1.0)
     )  # one long pause does not make the chunks long
@@ -54,18 +57,17 @@ def test_what_passes_between_steps_is_a_steps_own_time_too():
 def test_what_a_pace_brings_and_costs_is_what_the_scheduler_then_does():
     pacing = make_pacing()
     for pace in (
-        pacing.told(pacing.choose()),
-        pacing.told(Pace(50.0, False)),
-        pacing.told(Pace(None, False)),
+        pacing.predict(pacing.choose()),
+        pacing.predict(Pace(0.05)),
+        pacing.predict(Pace()),
     ):
-        slo = pace.itl_slo_ms
+        slo = pace.slo_seconds
         scheduler = make_scheduler(
-            1000, 16, 8192, pacing.times, max_num_batched_tokens=512, itl_slo_ms=slo, max_num_seqs=2
+            1000, 16, 8192, pacing.times, max_num_batched_tokens=512, pace=pace, max_num_seqs=2
         )
-        scheduler.prefill_room = pace.prefill_room
         scheduler.add(make_request("stream", 256, max_tokens=1000))
         run_step(scheduler)
-        prompt = make_request("prompt", pace.prompt, max_tokens=1)
+        prompt = make_request("prompt", pace.prompt_tokens, max_tokens=1)
         seconds = 0.0
         gap = 0.0
         scheduler.add(prompt)
@@ -76,13 +78,13 @@ def test_what_a_pace_brings_and_costs_is_what_the_scheduler_then_does():
             seconds = seconds + step
             gap = max(gap, step)
         assert seconds == pytest.approx(pace.prompt_seconds, rel=0.01)
-        assert 1e3 * gap == pytest.approx(pace.gap_ms, rel=0.01)
-        assert slo is None or gap * 1.2e3 <= slo
+        assert gap == pytest.approx(pace.gap_seconds, rel=0.01)
+        assert slo is None or gap * 1.2 <= slo
 
 
 def test_a_target_out_of_reach_is_told_as_what_it_will_be():
-    pace = make_pacing().told(Pace(1.0, False))
-    assert pace.gap_ms == pytest.approx(1e3 * (STEP + 17 * ROW))  # a block beside one stream
+    pace = make_pacing().predict(Pace(0.001))
+    assert pace.gap_seconds == pytest.approx(STEP + 17 * ROW)  # a block beside one stream
 
 
 def test_between_many_streams_prompts_go_on_at_nearly_their_rate():
@@ -94,10 +96,9 @@ def test_between_many_streams_prompts_go_on_at_nearly_their_rate():
         8192,
         pacing.times,
         max_num_batched_tokens=512,
-        itl_slo_ms=pace.itl_slo_ms,
+        pace=pace,
         max_num_seqs=300,
     )
-    scheduler.prefill_room = pace.prefill_room
     for number in range(250):
         scheduler.add(make_request(f"s{number}", 1, max_tokens=1000))
     run_step(scheduler)
@@ -105,7 +106,7 @@ def test_between_many_streams_prompts_go_on_at_nearly_their_rate():
     batch, _ = run_step(scheduler)
     chunk = StepWork.of_chunk(0, batch.prefills[0].num_scheduled_tokens, False)
     assert pacing.times.seconds(chunk) - STEP > 0.8 * pace.prefill_room
-    scheduler.prefill_room = 0.0
+    scheduler.pace = Pace(pace.slo_seconds)
     assert run_step(scheduler)[0].prefills[0].num_scheduled_tokens == 16
 
 
@@ -117,10 +118,9 @@ def test_a_lone_prompt_is_read_in_whole_chunks():
         8192,
         Noisy(ROW, STEP),
         max_num_batched_tokens=512,
-        itl_slo_ms=pace.itl_slo_ms,
+        pace=pace,
         max_num_seqs=2,
     )
-    scheduler.prefill_room = pace.prefill_room
     scheduler.add(make_request("a", 1024, max_tokens=2))
     assert [run_step(scheduler)[0].prefills[0].num_scheduled_tokens for _ in range(2)] == [512, 512]
 
@@ -130,9 +130,9 @@ def test_a_lone_prompt_is_read_in_whole_chunks():
 )
 def test_small_limits_are_paced_too(limits):
     pacing = make_pacing(**limits)
-    pace = pacing.told(pacing.choose())
-    assert pace.prompt == min(3000, limits.get("max_model_len", 8192) - 1)
-    assert 0 < pace.whole_seconds <= pace.prompt_seconds
+    pace = pacing.predict(pacing.choose())
+    assert pace.prompt_tokens == min(3000, limits.get("max_model_len", 8192) - 1)
+    assert 0 < pace.uncut_prompt_seconds <= pace.prompt_seconds
 
 
 @pytest.mark.parametrize("count", [16, 64])
@@ -154,7 +154,7 @@ def test_requests_that_come_at_once_lose_little_of_their_throughput(count, step,
     model = CostModel([known.get(name, 0.0) for name in FEATURES])
     pace = make_pacing(model).choose()
     seconds = []
-    for chosen in (Pace(None, False), pace):
+    for chosen in (Pace(), pace):
         scheduler = make_scheduler(
             2048,
             16,
@@ -162,9 +162,8 @@ def test_requests_that_come_at_once_lose_little_of_their_throughput(count, step,
             model,
             caching=False,
             max_num_batched_tokens=512,
-            itl_slo_ms=chosen.itl_slo_ms,
+            pace=chosen,
         )
-        scheduler.prefill_room = chosen.prefill_room
         for number in range(count):
             scheduler.add(make_request(str(number), [1] * 256, max_tokens=128))
         while scheduler.has_work:

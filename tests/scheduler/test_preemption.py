@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from schedules import EOS, chunks, ids, make_request, make_scheduler, run_all, run_step
 from twinphase.errors import CacheCapacityError
 from twinphase.outcome import FinishReason, RequestStatus
+from twinphase.scheduler.pace import Pace
 
 
 def crowd(policy="fcfs", priorities=(0, 0, 0), caching=True):
@@ -44,7 +45,7 @@ def test_the_lowest_priority_and_the_youngest_gives_way(policy, priorities, vict
     scheduler, requests = crowd(policy, priorities)
     assert first_preempted(scheduler).preempted == (victim,)
     request = requests[victim]
-    assert (request.status, request.num_preemptions, request.num_computed_tokens) == (
+    assert (request.status, request.counts.num_preemptions, request.num_computed_tokens) == (
         RequestStatus.PREEMPTED,
         1,
         0,
@@ -63,7 +64,7 @@ def test_it_comes_back_at_its_old_place_and_computes_again_what_was_lost():
         batch, _ = run_step(scheduler)
     assert chunks(batch)[0] == ("c", 0, known)
     assert (
-        victim.num_recomputed_tokens == known - 1 == scheduler.num_recomputed_tokens
+        victim.counts.num_recomputed_tokens == known - 1 == scheduler.num_recomputed_tokens
     )  # the last was never computed
     run_all(scheduler)
     assert [len(request.output_token_ids) for request in requests.values()] == [9, 9, 9]
@@ -80,9 +81,11 @@ def test_what_of_it_was_not_evicted_is_not_computed_again():
     pool.release(pool.allocate(pool.num_free + 1))  # others needed one of its three full blocks
     batch, _ = run_step(scheduler)
     assert chunks(batch) == [("a", 8, 5)]
-    assert request.num_recomputed_tokens == 4  # the last token is computed for the first time
     assert (
-        request.num_cached_tokens == 0
+        request.counts.num_recomputed_tokens == 4
+    )  # the last token is computed for the first time
+    assert (
+        request.counts.num_cached_tokens == 0
     )  # to find one's own earlier blocks is no hit of the prompt
 
 
@@ -94,7 +97,7 @@ def test_one_that_is_back_with_all_but_its_last_token_cached_decodes_at_once():
     scheduler._preempt(request)
     batch, _ = run_step(scheduler)
     assert (ids(batch.decodes), chunks(batch)) == (["a"], [])
-    assert request.num_recomputed_tokens == 0
+    assert request.counts.num_recomputed_tokens == 0
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -137,7 +140,7 @@ def test_no_block_leaks_and_all_finish_whatever_happens(seed):
         max_num_batched_tokens=choose.randint(4, 20),
         max_num_seqs=4,
         policy=choose.choice(["fcfs", "priority"]),
-        itl_slo_ms=choose.choice([None, 1, 8000]),
+        pace=Pace(choose.choice([None, 0.001, 8.0])),
         caching=choose.random() < 0.7,
     )
     requests = []

@@ -264,8 +264,8 @@ def test_a_decode_advances_by_its_accepted_drafts():
     assert request.output_token_ids == [7, 11, 12, 9]
     assert (
         request.num_computed_tokens,
-        request.num_draft_tokens,
-        request.num_accepted_draft_tokens,
+        request.counts.num_draft_tokens,
+        request.counts.num_accepted_draft_tokens,
     ) == (7, 4, 2)
     assert len(request.block_ids) == 2  # the third is given back
     batch = scheduler.schedule({"r0": [11, 12]})
@@ -337,4 +337,4 @@ def test_only_right_drafts_are_findable():
         again = make_request(f"{tail}", [*prompt, *tail, 99], max_tokens=1)
         scheduler.add(again)
         run_all(scheduler)
-        assert again.num_cached_tokens == found
+        assert again.counts.num_cached_tokens == found

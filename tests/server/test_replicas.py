@@ -57,7 +57,7 @@ def test_a_worker_dies_in_the_middle_of_a_stream_and_its_reader_sees_the_same_te
     until(lambda: replicas.metric("engine_restarts_total") == 1)
     assert (
         "killed by signal 9" in replicas.log.read_text()
-        and "goes on elsewhere, 1 requests" in replicas.log.read_text()
+        and "other workers continue its 1 requests" in replicas.log.read_text()
     )
     replicas.wait_until_idle()
     assert replicas.metric("worker_up") == 2

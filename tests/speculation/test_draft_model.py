@@ -14,6 +14,7 @@ from steps import own_cache
 from tiny_gguf import tiny_vocabulary, write_tiny_gguf
 from twinphase.batch import Batch, StepOutput
 from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.config import EngineConfig
 from twinphase.engine.loading.drafting import load_draft_model, open_draft_model
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.errors import InvalidRequestError
@@ -249,7 +250,9 @@ def pair(folder) -> tuple[LoadedEngine, DraftModel]:
     """The same weights in eight bits and in 32: a draft model that is often right, and not always."""
     target = write_tiny_gguf(folder / "target.gguf", vocab=320, tensor_type="Q8_0")
     draft = write_tiny_gguf(folder / "draft.gguf", vocab=320, tensor_type="F32")
-    loaded = LoadedEngine(target, num_kv_blocks=100, max_num_batched_tokens=64, threads=2)
+    loaded = LoadedEngine(
+        target, EngineConfig(num_kv_blocks=100, max_num_batched_tokens=64, threads=2)
+    )
     return loaded, load_draft_model(open_draft_model(str(draft), loaded), 3, loaded)
 
 
@@ -323,7 +326,8 @@ def test_the_option_loads_it_and_the_chooser_asks_it(folder, pair):
         "num_speculative_tokens": 3,
     }
     speculating = LoadedEngine(
-        loaded.checkpoint.path, speculative_config=config, num_kv_blocks=100, threads=2
+        loaded.checkpoint.path,
+        EngineConfig(speculative_config=config, num_kv_blocks=100, threads=2),
     )
     drafter = speculating.engine.drafter
     assert isinstance(drafter, Speculator)
@@ -365,5 +369,7 @@ def test_another_vocabulary_is_refused_by_its_first_token_that_differs(folder, p
         ):
             LoadedEngine(
                 loaded.checkpoint.path,
-                speculative_config={"model": str(swapped), "num_speculative_tokens": 2},
+                EngineConfig(
+                    speculative_config={"model": str(swapped), "num_speculative_tokens": 2}
+                ),
             )

@@ -20,6 +20,7 @@ from tiny_gguf import write_tiny_gguf
 from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput
+from twinphase.config import EngineConfig
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.errors import (
     CheckpointError,
@@ -483,7 +484,7 @@ def answers(loaded: LoadedEngine) -> tuple[list[tuple[list[int], str]], int, int
 
 @pytest.fixture(scope="module")
 def plain(target) -> list[tuple[list[int], str]]:
-    return answers(LoadedEngine(target, threads=1))[0]
+    return answers(LoadedEngine(target, EngineConfig(threads=1)))[0]
 
 
 class TestSameTokens:
@@ -491,7 +492,7 @@ class TestSameTokens:
 
     @staticmethod
     def with_heads(target: Path, heads: Medusa | Eagle3, **config: Any) -> LoadedEngine:
-        loaded = LoadedEngine(target, threads=2, **config)
+        loaded = LoadedEngine(target, EngineConfig(threads=2, **config))
         loaded.engine.drafter = Speculator(
             [heads], loaded.engine.cost_model, most=heads.num_tokens, always=True
         )
@@ -531,7 +532,7 @@ class TestSameTokens:
                     self.rows.setdefault(own.request_id, []).append(row.copy())
 
         collector = Collector()
-        loaded = LoadedEngine(target, threads=1)
+        loaded = LoadedEngine(target, EngineConfig(threads=1))
         loaded.engine.executor.show_hidden(collector)
         answers(loaded)
         tensors = medusa_tensors(MEDUSA)
@@ -552,7 +553,7 @@ class TestSameTokens:
     def test_by_configuration(self, tmp_path, target, plain):
         write_heads(tmp_path, EAGLE3, eagle3_tensors())
         config = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 2}
-        loaded = LoadedEngine(target, threads=2, speculative_config=config)
+        loaded = LoadedEngine(target, EngineConfig(threads=2, speculative_config=config))
         reader = loaded.engine.executor.reader
         assert isinstance(reader, Eagle3) and reader.num_tokens == 2
         assert answers(loaded)[0] == plain

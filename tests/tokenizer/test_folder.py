@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face folders give the ids of transformers' AutoTokenizer, and bad folders one clear line."""
+"""Tokenizers of Hugging Face folders give AutoTokenizer's ids; bad folders give one line."""
 
 from __future__ import annotations
 

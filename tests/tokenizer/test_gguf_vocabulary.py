@@ -38,11 +38,11 @@ def from_gguf(
 
 
 # BERT
-# -----------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def bert(vocab: dict[str, int], **metadata: Any) -> Tokenizer:
-    """As `BertModel.set_vocab` of llama.cpp's converter writes it: control tokens as they are, words with a U+2581."""
+    """As llama.cpp's `BertModel.set_vocab` writes it: words with U+2581, control tokens plain."""
     names = sorted(vocab, key=vocab.__getitem__)
     types = [CONTROL if name.startswith("[") and name.endswith("]") else NORMAL for name in names]
     tokens = [
@@ -93,13 +93,13 @@ def test_a_bert_vocabulary_without_unknown_word_is_refused():
 
 
 # SentencePiece
-# --------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def sentencepiece(
     user_defined: tuple[str, ...] = (), **metadata: Any
 ) -> tuple[Tokenizer, dict[str, int]]:
-    """A trained vocabulary, where a token's score falls with its id as in files of SentencePiece's BPE trainer."""
+    """A trained vocabulary; scores fall with ids, as in files of SentencePiece's BPE trainer."""
     ids = trained("spm").get_vocab(with_added_tokens=False)
     ids |= {token: len(ids) + i for i, token in enumerate(user_defined)}
     tokens = sorted(ids, key=ids.__getitem__)
@@ -177,7 +177,7 @@ def test_control_tokens_of_phi3_swallow_the_space_behind_them():
 
 
 # Byte-level BPE
-# -------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def splits(pre: str, text: str) -> list[str]:

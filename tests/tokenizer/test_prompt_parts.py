@@ -26,7 +26,7 @@ TRIMS = """{%- set system = '' %}{%- set rest = messages %}
 {%- if tools %}{% for tool in tools %}{{ tool | tojson(indent=4) }}{{ '\\n\\n' }}{% endfor %}{%- endif %}
 {{- system + '<|im_end|>' }}
 {%- for m in rest %}{{ '<|im_start|>' + m.role + '\\n\\n' + m.content | trim + '<|im_end|>' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n\\n' }}{% endif %}"""
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n\\n' }}{% endif %}"""  # noqa: E501
 # In the style of DeepSeek R1 and Qwen 3: drops earlier reasoning, asks how a content begins, writes
 # calls of tools.
 REASONS = """{%- for m in messages %}
@@ -37,7 +37,7 @@ REASONS = """{%- for m in messages %}
 {{- '<|im_end|>\\n' }}
 {%- elif m.content.startswith('<tool_response>') %}{{- '<|im_start|>tool\\n' + m.content + '<|im_end|>\\n' }}
 {%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}
-{%- endfor %}{{- '<|im_start|>assistant\\n<think>\\n' }}"""
+{%- endfor %}{{- '<|im_start|>assistant\\n<think>\\n' }}"""  # noqa: E501
 TEMPLATES = [CHATML, TRIMS, REASONS]
 WEATHER = {
     "type": "function",

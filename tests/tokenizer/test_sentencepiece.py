@@ -1,4 +1,4 @@
-"""Folders with SentencePiece's tokenizer.model alone: ids and texts are those of the sentencepiece package."""
+"""Folders with only a tokenizer.model: ids and texts equal those of the sentencepiece package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates are found where transformers finds them, and say the same of tools and thinking in any format."""
+"""Chat templates are found as in transformers, with the same tools and thinking in any format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders with small tokenizers, trained when a test needs them, and opened without a model."""
+"""Hugging Face folders with small tokenizers, trained on demand and opened without a model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>"]
 
 
 def trained(kind: str) -> tokenizers.Tokenizer:
-    """A tokenizer: "bytes", "spm" (BPE in Llama 2's layout), "metaspace" (in its newer one), "unigram" or "bert"."""
+    """A tokenizer: "bytes", "spm" (Llama 2's BPE), "metaspace" (a newer one), "unigram", "bert"."""
     if kind == "bert":
         tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)

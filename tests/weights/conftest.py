@@ -1,4 +1,4 @@
-"""Nothing that a test of weights keeps outlives it: its cache and its model are in its own folder."""
+"""Tests of weights keep their caches and models in folders of their own."""
 
 from pathlib import Path
 

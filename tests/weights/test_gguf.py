@@ -1,4 +1,4 @@
-"""GGUF files open with the content that the gguf package reads, quicker the second time; damage is named."""
+"""GGUF files open with the content that the gguf package reads; damage is named."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def opened(path: Path, content: bytes) -> Checkpoint:
 
 
 # Content
-# ------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("type", FORMATS)
@@ -123,7 +123,7 @@ def test_tensors_of_a_vision_model_in_the_same_file_are_left_out(tmp_path):
 
 
 # The index
-# ----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def same(a: Checkpoint, b: Checkpoint) -> bool:
@@ -212,7 +212,7 @@ def test_opening_does_not_import_the_gguf_package(tmp_path):
 
 
 # Split files
-# --------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def write_parts(folder: Path, count: int = 3) -> list[Path]:
@@ -271,7 +271,7 @@ def test_parts_that_are_missing_or_do_not_fit(tmp_path):
 
 
 # Damage
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def test_missing_files_and_directories(tmp_path):

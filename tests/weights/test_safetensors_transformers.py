@@ -1,4 +1,4 @@
-"""What transformers saves of each architecture opens under GGUF's names, with the values it has in memory."""
+"""Folders that transformers saves open under GGUF's names, with the values in memory."""
 
 from __future__ import annotations
 

@@ -106,9 +106,9 @@ class KVCacheManager:
         rest = self.blocks_for(request.num_tokens) - len(prefix)
         request.block_ids = [*prefix, *self.pool.allocate(rest)]
         self._skip(request, len(prefix))
-        if request.num_preemptions == 0:
+        if request.counts.num_preemptions == 0:
             self.num_queried_tokens += len(request.prompt_token_ids)
-            request.prefix_miss = self._miss(request, len(prefix))
+            request.counts.prefix_miss = self._miss(request, len(prefix))
 
     def share_new_prefix(self, request: Request) -> None:
         """Between its chunks, let a request skip what others have computed meanwhile."""
@@ -121,8 +121,8 @@ class KVCacheManager:
         self.pool.release(own)
         request.block_ids[first : first + len(prefix)] = prefix
         self._skip(request, len(prefix))
-        if request.num_preemptions == 0:
-            request.prefix_miss = self._miss(request, first + len(prefix))
+        if request.counts.num_preemptions == 0:
+            request.counts.prefix_miss = self._miss(request, first + len(prefix))
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make room for `num_tokens` tokens in all; False, and nothing changed, if blocks are lacking."""
@@ -218,11 +218,11 @@ class KVCacheManager:
         before = request.num_computed_tokens
         request.num_computed_tokens += num_blocks * self.block_size
         if (
-            request.num_preemptions == 0
+            request.counts.num_preemptions == 0
         ):  # what is cached of an output that the request came with is not its prompt
             prompt = len(request.prompt_token_ids)
             hits = min(request.num_computed_tokens, prompt) - min(before, prompt)
-            request.num_cached_tokens += hits
+            request.counts.num_cached_tokens += hits
             self.num_hit_tokens += hits
 
     def _miss(self, request: Request, num_hits: int) -> PrefixMiss | None:

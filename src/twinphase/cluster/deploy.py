@@ -82,7 +82,7 @@ class OpenAIServer:
         self._service = Service(self._host(model, config, server), model, server)
 
     def _host(self, model: str, config: LLMConfig, server: ServerConfig) -> Host:
-        return ProcessHost(model, config.engine_kwargs)
+        return ProcessHost(model, engine_config(config.engine_kwargs))
 
     def __serve_build_asgi_app__(self) -> Any:  # noqa: PLW3201 - Ray asks for the application by this name
         return make_app(self._service, when_ready=self.when_ready)

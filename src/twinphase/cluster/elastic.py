@@ -1,7 +1,7 @@
-"""Workers that leave, or go over to the other pool, while requests run.
+"""Workers that leave, or move to the other pool, while requests run.
 
-Each takes nothing new, finishes what it has, hands over its prefix cache, and then ends or has its
-other role. Which one goes over, and when, `Balance` says.
+Such a worker gets no new requests, finishes those it has, hands over its prefix cache, and then
+ends or changes its role. `Balance` decides which worker moves, and when.
 """
 
 from __future__ import annotations
@@ -19,42 +19,45 @@ from twinphase.cluster.worker_view import WorkerView
 from twinphase.engine.process.messages import HandOver, Pushed, PushTo, Stop
 
 LOG = logging.getLogger("twinphase.cluster")
-LEASE_SECONDS = 10.0  # for the blocks of a whole prefix cache
-LONG_QUEUE = 2.0  # seconds
-LONGER = 4.0  # times as long as the other pool's
-PATIENCE = 10.0  # seconds that it is that long
-LOOK_SECONDS = 1.0
+HANDOVER_LEASE_SECONDS = 10.0
+LONG_QUEUE_SECONDS = 2.0
+MIN_QUEUE_RATIO = 4.0  # of a long queue to the other pool's
+PATIENCE_SECONDS = 10.0
+CHECK_INTERVAL_SECONDS = 1.0
 
 Half = Literal["prefill", "decode"]
 
 
 class Balance:
-    """Finds that one pool's queue has been long for some time, while the other's was short.
+    """Finds a pool whose queue has been long for some time, while the other pool's was short.
 
-    After a worker has gone over, and while any is about to, the time begins anew: so roles do not
-    flutter.
+    The time is counted from zero again after each move, so that roles do not flutter.
     """
 
-    def __init__(self, *, long_queue: float = LONG_QUEUE, patience: float = PATIENCE) -> None:
-        """Both in seconds: a queue that is long, and for how long it has to be."""
+    def __init__(
+        self, *, long_queue: float = LONG_QUEUE_SECONDS, patience: float = PATIENCE_SECONDS
+    ) -> None:
+        """Both in seconds: the length of a long queue, and how long it has to last."""
         self._long_queue = long_queue
         self._patience = patience
         self._wanting: Half | None = None
-        self._since = self._looked = 0.0
+        self._since = self._checked = 0.0
 
     def choose(
         self, loads: Collection[WorkerLoad], queues: Mapping[str, float], now: float
     ) -> tuple[WorkerLoad, Half, str] | None:
-        """Who is to go over, to which role, and why; None if nobody is. Each pool keeps a worker.
+        """The worker to move, its new role, and why; None if none should move.
+
+        Each pool keeps a worker.
 
         Args:
             loads: of all workers that are up.
-            queues: seconds until a worker could begin with what came last, by its name.
+            queues: seconds until a worker could begin with a new request, by the worker's name.
             now: seconds.
         """
-        if now - self._looked < min(LOOK_SECONDS, self._patience):
+        if now - self._checked < min(CHECK_INTERVAL_SECONDS, self._patience):
             return None
-        self._looked = now
+        self._checked = now
         pools = {
             half: [load for load in loads if load.role == half] for half in ("prefill", "decode")
         }
@@ -66,7 +69,7 @@ class Balance:
         if (
             len(pools[short]) < 2
             or means[long] < self._long_queue
-            or means[long] < LONGER * means[short]
+            or means[long] < MIN_QUEUE_RATIO * means[short]
         ):
             self._wanting = None
             return None
@@ -90,7 +93,7 @@ class Balance:
 
 @dataclass
 class _Drain:
-    """A worker that takes nothing new; `role` is what comes then, None is its end."""
+    """A worker that gets no new requests; `role` is its next one, None if it will end."""
 
     view: WorkerView
     role: Half | None
@@ -98,7 +101,7 @@ class _Drain:
 
 
 class Drains:
-    """The workers that want to end, or to have the other role; a worker's `state` says how far it has come."""
+    """The workers that are about to end or to change their role; their `state` shows the progress."""
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class Drains:
         changed: Callable[[], None],
         balance: Balance | None = None,
     ) -> None:
-        """`views` are a router's, which changes them; `changed` is called when a worker has another role."""
+        """`views` are the router's own dict; `changed` is called when a worker has another role."""
         self._views = views
         self._changed = changed
         self._balance = balance
@@ -116,21 +119,21 @@ class Drains:
         return bool(self._drains)
 
     def begin(self, view: WorkerView, fleet: Fleet | None, role: Half | None = None) -> None:
-        """It takes nothing new."""
+        """Send a worker no more requests; it changes to `role`, or ends if None."""
         if fleet is None or not view.is_up:
             return
         view.state = f"moving to {role}" if role else "draining"
         fleet.workers[view.name].accepts = False
         self._drains[view.name] = _Drain(view, role)
         LOG.info(
-            "%s is %s: it takes nothing new, and finishes %d requests.",
+            "%s is %s: it gets no new requests, and finishes %d.",
             view.name,
             view.state,
-            len(view.requests),
+            view.num_requests,
         )
 
-    def look(self, fleet: Fleet | None, now: float) -> None:
-        """Have a worker go over to the other pool where the queues say so, one at a time."""
+    def rebalance(self, fleet: Fleet | None, now: float) -> None:
+        """Move one worker to the other pool if the queues require it."""
         if self._balance is None or self._drains or fleet is None:
             return
         loads = [load for load in fleet.workers.values() if load.accepts]
@@ -138,67 +141,67 @@ class Drains:
             load.name: _queue_seconds(load, self._views[load.name], fleet.usual_output)
             for load in loads
         }
-        found = self._balance.choose(loads, queues, now)
-        if found is not None:
-            load, role, why = found
+        move = self._balance.choose(loads, queues, now)
+        if move is not None:
+            load, role, why = move
             view = self._views[load.name]
             view.role_reason = f"to {role}: {why}"
-            LOG.info("%s goes over to the %s pool: %s.", view.name, role, why)
+            LOG.info("%s moves to the %s pool: %s.", view.name, role, why)
             self.begin(view, fleet, role)
 
-    def go_on(self, owing: Collection[str], promised: Collection[str], fleet: Fleet) -> None:
-        """Those that have finished hand over what they have cached.
+    def advance(self, owing: Collection[str], expected: Collection[str], fleet: Fleet) -> None:
+        """Have the workers without requests hand over their prefix cache.
 
-        Not who is `owing` the answer to a question, nor who is to end while a request is `promised`
-        to it that another worker reads: in its other role it takes that one all the same.
+        Workers `owing` the answer to a question are skipped. So are workers that will end, and are
+        `expected` to decode requests that prefill workers still have; a worker that changes its
+        role decodes those all the same.
         """
         for drain in list(self._drains.values()):
             view = drain.view
-            if drain.hands_over or view.requests or view.name in owing:
+            if drain.hands_over or view.num_requests or view.name in owing:
                 continue
-            if drain.role is None and view.name in promised:
+            if drain.role is None and view.name in expected:
                 continue
             drain.hands_over = True
             view.state = view.state if drain.role else "handing over"
             heir = self._heir(view, fleet.index)
             if heir is not None and heir.facts is not None:
                 LOG.info("%s hands over its prefix cache to %s.", view.name, heir.name)
-                view.host.put(HandOver(PushTo(heir.facts.kv_addresses, LEASE_SECONDS)))
-            if heir is None or drain.role is not None:  # who stays does so beside its new work
+                view.host.put(HandOver(PushTo(heir.facts.kv_addresses, HANDOVER_LEASE_SECONDS)))
+            # A worker that stays hands over beside its new work.
+            if heir is None or drain.role is not None:
                 self._end(drain, fleet)
 
-    def handed_over(self, view: WorkerView, told: Pushed, fleet: Fleet | None) -> None:
-        """Its blocks are where they should be, or no more will come."""
-        problem = f": {told.problem}" if told.problem else ""
+    def handed_over(self, view: WorkerView, pushed: Pushed, fleet: Fleet | None) -> None:
+        problem = f": {pushed.problem}" if pushed.problem else ""
         LOG.info(
             "%s has handed over %d of %d blocks%s.",
             view.name,
-            told.num_stored,
-            told.num_blocks,
+            pushed.num_stored,
+            pushed.num_blocks,
             problem,
         )
         drain = self._drains.get(view.name)
-        if (
-            drain is not None and drain.hands_over and fleet is not None
-        ):  # else it has gone over meanwhile
+        # Otherwise the worker has changed its role meanwhile.
+        if drain is not None and drain.hands_over and fleet is not None:
             self._end(drain, fleet)
 
     def gone(self, view: WorkerView) -> bool:
-        """Its connection has ended; whether that was to be, and costs nothing."""
+        """Its connection has ended; returns whether that was planned, without requests to continue."""
         drain = self._drains.pop(view.name, None)
         if drain is not None and drain.role is not None:
             view.role_reason = ""
-        left = drain is not None and drain.role is None and not view.requests
+        left = drain is not None and drain.role is None and not view.num_requests
         if left:
             LOG.info("%s has left.", view.name)
         return left
 
     def keep_pools(self, fleet: Fleet | None) -> None:
-        """A worker has died, or has come: no pool is to be without one that another could do without.
+        """A worker has died or joined: fill an empty pool from the other one.
 
-        Who was about to go over stays where there is nobody else. Where roles are elastic, a
-        prefill worker answers when nobody else does, and a second decode worker reads when nobody
-        else does: at once, whatever it has to do.
+        A worker that was about to move stays if its pool would be empty. With elastic roles, a
+        prefill worker becomes a decode worker at once if there is none, and a decode worker becomes
+        a prefill worker if there is none and another decode worker stays.
         """
         if fleet is None or not all(view.is_settled for view in self._views.values()):
             return
@@ -224,11 +227,11 @@ class Drains:
             if not pool(half) and len(others) >= least:
                 load = min(others, key=lambda load: (load.num_decodes, load.prefill_seconds))
                 view = self._views[load.name]
-                view.role_reason = f"to {half}: nobody else was there"
+                view.role_reason = f"to {half}: the pool was empty"
                 self._give(view, fleet, half)
 
     def _heir(self, view: WorkerView, index: BlockIndex) -> WorkerView | None:
-        """Who can use the blocks: one of the same role if there is one, and of those the one with the fewest."""
+        """A worker that can use the blocks: preferably of the same role, then with the fewest blocks."""
         if view.facts is None or not view.facts.kv_addresses:
             return None
         kind = view.facts.kv_fingerprint
@@ -264,9 +267,9 @@ class Drains:
 
 
 def _queue_seconds(load: WorkerLoad, view: WorkerView, usual_output: float) -> float:
-    """Until a worker could begin with what came last: prompts to read, or answers for which it has no seat or blocks.
+    """Until a worker could begin with a new request: prompts to prefill, or answers without a seat.
 
-    An answer's seat is free after as many steps as it has tokens; all seats are in each step.
+    A seat is free after as many steps as its answer has tokens; all seats are in each step.
     """
     if load.role == "prefill":
         return load.prefill_seconds

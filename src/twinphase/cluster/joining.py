@@ -7,7 +7,7 @@ import ipaddress
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import msgspec
@@ -51,8 +51,8 @@ class Door:
         self.make = make
         self._is_closed = False
 
-    def open(self, views: dict[str, WorkerView], start: Callable[[WorkerView], None]) -> None:
-        """From now on, add workers that ask to `views`, and `start` them, on the event loop that runs."""
+    def open(self, views: Mapping[str, WorkerView], add: Callable[[str, CalledHost], None]) -> None:
+        """Call `add` with a new name and host for each worker that asks, on the running loop."""
         loop = asyncio.get_running_loop()
 
         def call(address: str) -> None:
@@ -62,9 +62,7 @@ class Door:
                     host.call()
             if not found and not self._is_closed:
                 name = f"worker-{len(views)}"
-                view = views[name] = WorkerView(name, "both", self.make(name, address))
-                view.is_absent = True  # nobody waits for it
-                start(view)
+                add(name, self.make(name, address))
 
         name = "twinphase-join"
         threading.Thread(target=self._serve, args=(loop, call), name=name, daemon=True).start()

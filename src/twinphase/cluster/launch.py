@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from twinphase.cluster.address import KEY_VARIABLE, read_key
 from twinphase.cluster.config import ClusterConfig
@@ -15,16 +15,16 @@ from twinphase.cluster.pools import RayPool
 from twinphase.cluster.ported import PortedHost
 from twinphase.cluster.remote import CalledHost, RemoteHost
 from twinphase.cluster.router import Router
-from twinphase.engine.frontends.checks import engine_config
+from twinphase.config import EngineConfig
 from twinphase.engine.process.host import Host, LinkHost, ProcessHost
 
 
-def make_host(model: str, engine: dict[str, Any], cluster: ClusterConfig, *, stall: float) -> Host:
+def make_host(model: str, engine: EngineConfig, cluster: ClusterConfig, *, stall: float) -> Host:
     """The host of a server.
 
     Args:
         model: name or path; a worker elsewhere finds it on its own machine.
-        engine: fields of `EngineConfig`, for every engine.
+        engine: configuration of every engine.
         cluster: how many engines there are, and where.
         stall: seconds without a step, while there is work, until one of several engines is ended.
 
@@ -32,8 +32,9 @@ def make_host(model: str, engine: dict[str, Any], cluster: ClusterConfig, *, sta
         TwinphaseError: the model cannot be found or read, a configuration is wrong, or there is no
             key.
     """
-    threads = cluster.of_each(engine_config(engine))
-    engine = {**engine, "threads": threads} if threads is not None else engine
+    threads = cluster.of_each(engine)
+    if threads is not None:
+        engine = replace(engine, threads=threads)
     if not cluster.is_cluster:
         return ProcessHost(model, engine)
     roles = cluster.roles
@@ -73,7 +74,7 @@ def make_host(model: str, engine: dict[str, Any], cluster: ClusterConfig, *, sta
     return Router(hosts, roles=roles, stall=stall, door=door, balance=balance, closed=closed)
 
 
-def _own(engine: dict[str, Any], name: str) -> dict[str, Any]:
-    """One engine's fields: a log of steps is of one engine."""
-    trace = engine.get("trace_file")
-    return {**engine, "trace_file": f"{trace}.{name}"} if trace else dict(engine)
+def _own(engine: EngineConfig, name: str) -> EngineConfig:
+    """The configuration of one engine: each writes its own step log."""
+    trace = engine.trace_file
+    return replace(engine, trace_file=f"{trace}.{name}") if trace else engine

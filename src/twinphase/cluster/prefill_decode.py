@@ -21,6 +21,7 @@ from twinphase.cluster.remote import CalledHost
 from twinphase.cluster.router import Router
 from twinphase.cluster.routing import Role
 from twinphase.config import module_command
+from twinphase.engine.frontends.checks import engine_config
 from twinphase.engine.process.host import Host
 from twinphase.server.config import ServerConfig
 
@@ -40,7 +41,7 @@ class PDServer(OpenAIServer):
 
     def _host(self, model: str, config: LLMConfig, server: ServerConfig) -> Host:
         def newcomer(name: str, address: str) -> CalledHost:
-            return CalledHost(address, self._key, model, config.engine_kwargs)
+            return CalledHost(address, self._key, model, engine_config(config.engine_kwargs))
 
         self._door = Door(f"{_own_address()}:0", self._key, newcomer)
         self._router = Router({}, stall=server.stall_timeout, door=self._door)
@@ -60,7 +61,7 @@ class PDServer(OpenAIServer):
         seats = view.facts.config.max_num_seqs or 1
         return {
             "queue_seconds": fleet.workers[view.name].prefill_seconds,
-            "busy": len(view.requests) / seats,
+            "busy": view.num_requests / seats,
         }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from twinphase.cluster.worker_view import WorkerView
-from twinphase.engine.process.messages import Embed, LookAt
+from twinphase.engine.process.messages import Embed, Inspect
 from twinphase.errors import EngineDeadError
 
 
@@ -13,7 +13,7 @@ class Questions:
     """Those that have no answer yet."""
 
     def __init__(self) -> None:
-        self._open: dict[int, tuple[WorkerView, LookAt | Embed]] = {}
+        self._open: dict[int, tuple[WorkerView, Inspect | Embed]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -24,7 +24,7 @@ class Questions:
         return [view.name for view, _ in self._open.values()]
 
     def ask(
-        self, message: LookAt | Embed, views: Collection[WorkerView], holder: WorkerView | None
+        self, message: Inspect | Embed, views: Collection[WorkerView], holder: WorkerView | None
     ) -> None:
         """Of a request that a worker has, that worker, its `holder`; of anything else, the one with the least to do.
 
@@ -40,11 +40,11 @@ class Questions:
         self._open[message.number] = view, message
         view.host.put(message)
 
-    def end(self, number: int) -> LookAt | Embed | None:
+    def end(self, number: int) -> Inspect | Embed | None:
         """A question is answered, or refused; None if it is not known."""
         return self._open.pop(number, (None, None))[1]
 
-    def of(self, view: WorkerView) -> list[LookAt | Embed]:
+    def of(self, view: WorkerView) -> list[Inspect | Embed]:
         """What a worker owes."""
         return [message for one, message in self._open.values() if one is view]
 

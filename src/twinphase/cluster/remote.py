@@ -1,4 +1,4 @@
-"""The host of an engine that somebody else started, on this machine or another: `worker.py` at the other end."""
+"""The host of an engine that was started elsewhere, on this machine or another (`worker.py`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -17,29 +17,28 @@ from twinphase import __version__
 from twinphase.cluster.address import connect
 from twinphase.cluster.handshake import authenticate
 from twinphase.cluster.timelines import shifted
+from twinphase.config import EngineConfig
 from twinphase.engine.process.host import LinkHost
 from twinphase.engine.process.messages import (
-    Finished,
     FromEngine,
+    Inspect,
+    Inspected,
     Load,
-    LookAt,
-    News,
     Pong,
-    Seen,
-    StepNews,
+    StepUpdates,
     ToEngine,
 )
 from twinphase.engine.process.wire import SEND_BUFFER
+from twinphase.phases.record import RequestRecord
 
-CLOSE_SECONDS = 2.0  # that a worker has to finish its step when the server leaves
+CLOSE_SECONDS = 2.0
 
 
 class RemoteHost(LinkHost):
     """An engine at an address, connected to again whenever the connection breaks.
 
-    Its clock is another one. Messages are put on ours by an offset that is taken from the shortest
-    round trip so far, and that half of that trip may be wrong; durations stay as they were
-    measured.
+    The times in its messages are moved to our clock by an offset from the shortest round trip so
+    far, with an error of at most half of that trip. Durations stay as measured.
     """
 
     def __init__(
@@ -47,45 +46,49 @@ class RemoteHost(LinkHost):
         address: str | Callable[[], str],
         key: bytes,
         model: str | Path,
-        config: dict[str, Any],
+        config: EngineConfig,
         silence: float | None = 1.5,
     ) -> None:
-        """`address` is asked for again at each connection if it is a function; arguments and errors as `LinkHost`."""
+        """Arguments and errors as `LinkHost`; an `address` function is called for each connection."""
         super().__init__(model, config, silence)
         self._address = address
         self._key = key
         self.where = address if isinstance(address, str) else "elsewhere"
         self._loop: asyncio.AbstractEventLoop | None = None
-        # the other clock - ours; seconds
-        self._offset = 0.0
-        self._shortest = float("inf")
+        self._offset = 0.0  # the other clock minus ours, seconds
+        self._shortest_trip = float("inf")
 
     def put(self, message: ToEngine) -> None:
-        if isinstance(message, LookAt) and message.timeline is not None:
-            message = replace(message, timeline=shifted(message.timeline, self._offset))
+        if isinstance(message, Inspect) and (record := message.record) is not None:
+            timeline = shifted(record.timeline, self._offset)
+            message = replace(message, record=replace_fields(record, timeline=timeline))
         super().put(message)
 
     def take(self, message: FromEngine) -> None:
         if isinstance(message, Pong):
             now = perf_counter()
-            if now - message.sent <= self._shortest:
-                self._shortest = now - message.sent
+            if now - message.sent <= self._shortest_trip:
+                self._shortest_trip = now - message.sent
                 self._offset = message.clock - (now + message.sent) / 2
         super().take(self._on_our_clock(message))
 
     def _on_our_clock(self, message: FromEngine) -> FromEngine:
         back = -self._offset
-        if isinstance(message, Seen) and message.timeline is not None:
-            return replace(message, timeline=shifted(message.timeline, back))
-        if not isinstance(message, StepNews):
-            return message
-        stats = message.stats
-        if stats is not None:
-            stats = replace(stats, start=stats.start + back, end=stats.end + back)
-        return StepNews([_moved(news, back) for news in message.news], stats)
+        records: list[RequestRecord | None] = []
+        if isinstance(message, Inspected):
+            records = [message.record]
+        elif isinstance(message, StepUpdates):
+            records = [update.ended for update in message.updates]
+            if (stats := message.stats) is not None:
+                stats = replace(stats, start=stats.start + back, end=stats.end + back)
+                message = replace(message, stats=stats)
+        for record in records:
+            if record is not None:
+                record.timeline = shifted(record.timeline, back)
+        return message
 
     def close(self) -> None:
-        """Have the worker give up what it computes for us, and leave; it waits for the next server then."""
+        """Disconnect: the worker aborts our requests and waits for the next server."""
         super().close()
         writer = self._writer
         loop = self._loop
@@ -95,10 +98,8 @@ class RemoteHost(LinkHost):
             writer.close()
             return
         deadline = time.monotonic() + CLOSE_SECONDS
-        while (
-            self._writer is not None and time.monotonic() < deadline
-        ):  # until the worker has closed it
-            time.sleep(0.01)
+        while self._writer is not None and time.monotonic() < deadline:
+            time.sleep(0.01)  # The worker closes the connection after its step.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(writer.abort)
 
@@ -117,24 +118,24 @@ class RemoteHost(LinkHost):
         except BaseException:
             link.close()
             raise
-        self._shortest = float("inf")  # another process may answer now
+        self._shortest_trip = float("inf")  # Another process may answer now.
         return link
 
     def _end(self) -> str:
         return f"The connection to the worker at {self.where} broke"
 
     def _load_message(self) -> Load:
-        """The model by its name: where its files are, the worker knows."""
+        """The model by its name, whose files the worker finds itself."""
         return Load(self._model, self._config, __version__, self.text.checkpoint.fingerprint)
 
 
 class CalledHost(RemoteHost):
-    """A worker that says when it is there, and is not sought before."""
+    """A worker that asks to be connected to; the server does not try before."""
 
     is_sought = False
 
     def call(self) -> None:
-        """It is there; nothing to do where it is connected to already."""
+        """Connect to the worker, if it is not connected already."""
         if self._writer is None and not self._tasks and not self._closing:
             self.failure = None
             self._run(self._connect(0.0))
@@ -145,10 +146,3 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-def _moved(news: News, seconds: float) -> News:
-    if news.finished is None:
-        return news
-    finished: Finished = replace(news.finished, timeline=shifted(news.finished.timeline, seconds))
-    return replace(news, finished=finished)

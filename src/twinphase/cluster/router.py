@@ -1,9 +1,9 @@
-"""One host for several engines: sends each request where it costs least, and goes on elsewhere when an engine dies.
+"""One host for several engines: routes each request to the cheapest worker, and continues it when that dies.
 
-The front end speaks to it as to any `Host`. What is where, and where the next one goes, `fleet.py`
-knows; here are the messages. An answer is the same whichever engine computes it, so that a request
-that lost its engine is sent on with the tokens it has, and its reader sees a pause and nothing
-else. Not for how engines are started (`launch.py`, `pools.py`).
+The front end uses it like any other `Host`. This file handles the messages; `fleet.py` counts the
+loads, and `routing.py` chooses. An answer is the same whichever engine computes it, so a request
+that lost its engine is sent on with the tokens it has, and its reader only sees a pause. Not for
+starting engines (`launch.py`, `pools.py`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from time import perf_counter
 
-from msgspec.structs import replace
-
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.cluster.elastic import Balance, Drains
 from twinphase.cluster.fleet import Fleet
 from twinphase.cluster.joining import Door
 from twinphase.cluster.questions import Questions
+from twinphase.cluster.routed_request import RequestTable, RoutedRequest, chain_of
 from twinphase.cluster.routing import Role, Routing
-from twinphase.cluster.sent import Sent, chain_of
 from twinphase.cluster.worker_view import WorkerView, as_one, can_answer, failure_of
 from twinphase.engine.frontends.text import ModelText
 from twinphase.engine.process.host import Died, LinkHost, Receive
@@ -35,14 +33,14 @@ from twinphase.engine.process.messages import (
     End,
     EngineFacts,
     FromEngine,
+    Inspect,
+    Inspected,
     Leaving,
     Loading,
-    LookAt,
-    News,
     Pushed,
     Refused,
-    Seen,
-    StepNews,
+    RequestUpdate,
+    StepUpdates,
     ToEngine,
 )
 from twinphase.engine.process.status import WorkerStatus
@@ -50,15 +48,16 @@ from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseErro
 from twinphase.outcome import FinishReason
 
 LOG = logging.getLogger("twinphase.cluster")
-STALL_LOOKS = 1.0  # seconds between two looks at who makes no steps
+STALL_CHECK_SECONDS = 1.0
 
 
 class Router:
-    """A `Host` of several others, which are its workers.
+    """A `Host` that consists of several others, its workers.
 
     Attributes:
-        fleet: what was sent where.
-        num_continued: requests so far that went on at another worker.
+        requests: the unfinished ones.
+        fleet: the workers' loads; None until the block size is known.
+        num_continued: requests so far that another worker continued.
         last_death: of the worker that died last.
     """
 
@@ -75,38 +74,43 @@ class Router:
         balance: Balance | None = None,
         closed: Callable[[], object] = lambda: None,
     ) -> None:
-        """`hosts` by name, all of the same model, none of them started; there may be none where there is a `door`.
+        """Route to `hosts`, all of the same model, none of them started.
 
-        One that has work and makes no step for `stall` seconds is ended, though it may answer
-        pings. `closed` is called when all hosts are closed. Workers that come to the `door` are
-        added. Roles change as `balance` says.
+        Args:
+            hosts: by name; may be empty where there is a `door`.
+            roles: by name; "both" for a host without one.
+            routing: the default policy if None.
+            stall: seconds without a step after which a worker with requests is ended, even if it
+                answers pings.
+            door: adds workers that ask to join.
+            balance: changes the roles of workers.
+            closed: called when all hosts are closed.
         """
         self._stall = stall
-        self._looked = 0.0
+        self._stall_checked = 0.0
         self._closed = closed
         self._door = door
-        self.workers_by_name = {
-            name: WorkerView(name, (roles or {}).get(name, "both"), host)
-            for name, host in hosts.items()
-        }
+        self.requests = RequestTable()
+        self.workers_by_name: dict[str, WorkerView] = {}
+        for name, host in hosts.items():
+            self._new_view(name, host, (roles or {}).get(name, "both"))
         first = next(iter(hosts.values())) if hosts or door is None else door.make("", "")
         self.text: ModelText = first.text
         self.embeds: bool = first.embeds
         self.last_death: EngineDeadError | None = None
         self.num_continued = 0
         self._routing = routing
-        self.fleet: Fleet | None = None  # once the size of a block is known
-        self._sent: dict[str, Sent] = {}
-        self._drains = Drains(self.workers_by_name, self._tell_facts, balance)
-        self._asked = Questions()
+        self.fleet: Fleet | None = None
+        self._drains = Drains(self.workers_by_name, self._report_facts, balance)
+        self._questions = Questions()
         self._facts: EngineFacts | None = None
         self._hashes: PrefixCache | None = None
-        self._lock = threading.RLock()  # a host may bring its messages on a thread of its own
+        self._lock = threading.RLock()  # A host may deliver its messages on a thread of its own.
         self._closing = False
 
     @property
     def is_running(self) -> bool:
-        """Whether a worker answers, and all others have come or failed."""
+        """Whether a worker can decode, and all others have joined or failed."""
         views = self.workers_by_name.values()
         return can_answer(views) and all(view.is_settled for view in views)
 
@@ -116,7 +120,6 @@ class Router:
 
     @property
     def failure(self) -> Refused | None:
-        """Why no worker will ever answer, where none will."""
         return failure_of(self.workers_by_name.values(), more_may_come=self._door is not None)
 
     def start(self, receive: Receive, died: Died) -> None:
@@ -125,12 +128,7 @@ class Router:
         for view in self.workers_by_name.values():
             self._start(view)
         if self._door is not None:
-            self._door.open(self.workers_by_name, self._start)
-
-    def _start(self, view: WorkerView) -> None:
-        view.host.start(
-            lambda message: self._take(view, message), lambda error: self._lose(view, error)
-        )
+            self._door.open(self.workers_by_name, self._add_worker)
 
     def put(self, message: ToEngine) -> None:
         with self._lock:
@@ -138,13 +136,13 @@ class Router:
                 self._add(message)
             elif isinstance(message, End):
                 self._end(message)
-            elif isinstance(message, (LookAt, Embed)):
+            elif isinstance(message, (Inspect, Embed)):
                 self._ask(message)
 
     def kill(self) -> None:
-        """Those that have work, and answer no more."""
+        """End the workers that have requests."""
         for view in self.workers_by_name.values():
-            if view.is_up and view.requests:
+            if view.is_up and view.num_requests:
                 view.host.kill()
 
     def close(self) -> None:
@@ -159,113 +157,130 @@ class Router:
         with self._lock:
             index = self.fleet.index if self.fleet else None
             views = self.workers_by_name.values()
-            moving = Counter(sent.worker for sent in self._sent.values() if sent.then)
+            transfers = Counter(one.worker for one in self.requests.values() if one.decode_worker)
             return [
-                view.status(index, perf_counter(), moving[view.name])
+                view.status(index, perf_counter(), transfers[view.name])
                 for view in views
                 if view.state != "gone"
             ]
 
-    def _add(self, add: Add) -> None:
-        if add.request_id in self._sent:
-            raise InvalidRequestError(f"Request id {add.request_id!r} is in use.", "Use another.")
-        sent = Sent.of(add)
-        self._send(sent)
-        self._sent[add.request_id] = sent
+    def _new_view(self, name: str, host: LinkHost, role: Role) -> WorkerView:
+        view = self.workers_by_name[name] = WorkerView(name, role, host, self.requests)
+        return view
 
-    def _send(self, sent: Sent) -> None:
-        """Choose a worker and hand the request over, with the tokens that it has."""
+    def _add_worker(self, name: str, host: LinkHost) -> None:
+        view = self._new_view(name, host, "both")
+        view.is_absent = True  # The server does not wait for it.
+        self._start(view)
+
+    def _start(self, view: WorkerView) -> None:
+        view.host.start(
+            lambda message: self._take(view, message), lambda error: self._lose(view, error)
+        )
+
+    def _add(self, add: Add) -> None:
+        if add.request_id in self.requests:
+            raise InvalidRequestError(f"Request id {add.request_id!r} is in use.", "Use another.")
+        request = RoutedRequest.of(add)
+        self._send(request)
+        self.requests[add.request_id] = request
+
+    def _send(self, request: RoutedRequest) -> None:
+        """Choose a worker, and give it the request with the tokens of the answer so far."""
         if self.fleet is None or self._facts is None:
             raise EngineDeadError(
                 "The engine is being started.", "Send the request again in a moment."
             )
-        add = sent.add
-        done = sent.token_ids
+        add = request.add
+        done = request.token_ids
         tokens = add.prompt_token_ids + done
-        chain = chain_of(self._hashes, tokens, add.cache_salt)
-        most = add.sampling_params.max_tokens
-        decision = self.fleet.send(
-            add.request_id, len(tokens), chain, num_done=len(done), most=most
+        request.placement = self.fleet.place(
+            len(tokens),
+            chain_of(self._hashes, tokens, add.record.cache_salt),
+            num_done=len(done),
+            max_tokens=add.sampling_params.max_tokens,
         )
+        decision = request.placement.decision
+        request.num_tokens_when_sent = len(done)
+        message = request.message(request.mark_until_now(decision.reason))
         view = self.workers_by_name[decision.worker]
-        sent.worker = view.name
-        sent.reason = decision.reason
-        now = sent.route_until_now(decision.reason)
-        sent.num_when_sent = len(done)
+        prefiller = self.workers_by_name.get(decision.prefill_worker or "")
+        if (
+            prefiller is not None
+            and prefiller.facts is not None
+            and view.facts is not None
+            and request.can_split(prefiller.facts, view.facts)
+        ):
+            message = request.split(message, view.name, view.facts)
+            view = prefiller
         try:
-            message = sent.message(now)
-            reader = self.workers_by_name.get(decision.prefill_worker or "")
-            if (
-                reader
-                and (here := reader.facts)
-                and (there := view.facts)
-                and sent.goes_on(here, there)
-            ):
-                sent.worker = reader.name
-                message = sent.first_token(message, view.name, there)
-                view = reader
-            self._hand(view, message)
+            self._hand(view, request, message)
         except TwinphaseError:
-            self.fleet.end(add.request_id)
+            self._take_off(request)
             raise
 
-    def _hand(self, view: WorkerView, add: Add) -> None:
-        if not view.requests:
-            view.heard = perf_counter()  # it had nothing to tell of
-        view.host.put(add)
-        view.requests.add(add.request_id)
+    def _hand(self, view: WorkerView, request: RoutedRequest, message: Add) -> None:
+        if not view.num_requests:
+            view.last_step = perf_counter()
+        request.worker = view.name
+        view.host.put(message)
 
     def _end(self, message: End) -> None:
-        sent = self._sent.get(message.request_id)
-        if sent is not None:
-            sent.ending = message.reason
-            if not sent.accepted:  # a worker that compiles its grammar gives it up without a word
-                self._drop(message.request_id)
-                self.workers_by_name[sent.worker].requests.discard(message.request_id)
-            if sent.waits:  # no worker has it
-                self._continue(sent, sent.worker)
-            else:
-                self.workers_by_name[sent.worker].host.put(message)
+        request = self.requests.get(message.request_id)
+        if request is None:
+            return
+        request.end_reason = message.reason
+        if not request.is_accepted:
+            # A worker that compiles the grammar drops the request without a reply.
+            self._drop(request)
+        if request.is_transferring:
+            self._continue(request, request.worker)
+        else:
+            self.workers_by_name[request.worker].host.put(message)
 
-    def _ask(self, message: LookAt | Embed) -> None:
-        sent = self._sent.get(message.request_id) if isinstance(message, LookAt) else None
+    def _ask(self, message: Inspect | Embed) -> None:
+        request = self.requests.get(message.request_id) if isinstance(message, Inspect) else None
         views = self.workers_by_name
-        self._asked.ask(message, views.values(), views[sent.worker] if sent else None)
+        self._questions.ask(message, views.values(), views[request.worker] if request else None)
 
     def _take(self, view: WorkerView, message: FromEngine) -> None:
         with self._lock:
-            if isinstance(message, StepNews):
-                self._news(view, message)
+            if isinstance(message, StepUpdates):
+                self._update(view, message)
             elif isinstance(message, Leaving):
                 self._drains.begin(view, self.fleet)
             elif isinstance(message, Pushed):
-                view.pushed(message)
-                if not message.request_id:
-                    self._drains.handed_over(view, message, self.fleet)
-                elif (sent := self._of(view, message.request_id)) is not None and sent.waits:
-                    self._go_on(sent, f"{message.num_stored} of {message.num_blocks} blocks there")
+                self._pushed(view, message)
             elif isinstance(message, BlocksChanged) and self.fleet is not None:
-                view.tell_blocks(message, self.fleet.index)
+                view.update_index(message, self.fleet.index)
             elif isinstance(message, EngineFacts):
                 self._join(view, message)
             elif isinstance(message, Accepted):
-                sent = self._of(view, message.request_id)
-                if sent is not None and not sent.accepted:
-                    sent.accepted = True
+                request = self._request_at(view, message.request_id)
+                if request is not None and not request.is_accepted:
+                    request.is_accepted = True
                     self._receive(message)
             elif isinstance(message, Refused):
                 self._refused(view, message)
-            elif isinstance(message, (Seen, Embedded)):
+            elif isinstance(message, (Inspected, Embedded)):
                 self._answered(message)
             elif isinstance(message, Loading):
                 if view.load(message.stage):
-                    self._tell_facts()
+                    self._report_facts()
                 if not self.is_running:
                     self._receive(message)
             if self._drains and self.fleet is not None:
-                self._drains.go_on(
-                    self._asked.owing, {sent.then for sent in self._sent.values()}, self.fleet
-                )
+                expected = {request.decode_worker for request in self.requests.values()}
+                self._drains.advance(self._questions.owing, expected, self.fleet)
+
+    def _pushed(self, view: WorkerView, message: Pushed) -> None:
+        view.pushed(message)
+        if not message.request_id:
+            self._drains.handed_over(view, message, self.fleet)
+            return
+        request = self._request_at(view, message.request_id)
+        if request is not None and request.is_transferring:
+            self._decode(request, f"{message.num_stored} of {message.num_blocks} blocks there")
 
     def _join(self, view: WorkerView, facts: EngineFacts) -> None:
         view.join(facts)
@@ -275,13 +290,13 @@ class Router:
         self.fleet.join(view.name, view.role, WorkerView.shared_times([view]))
         view.learn(view.prices, self.workers_by_name.values(), self.fleet.workers)
         view.watch_blocks()
-        self._tell_facts()
+        self._report_facts()
         self._drains.keep_pools(self.fleet)
 
-    def _tell_facts(self) -> None:
-        """Those that answer, together, as one engine: their seats are what is let in.
+    def _report_facts(self) -> None:
+        """Report the decoding workers as one engine, or why there will be none.
 
-        Or why there will be none.
+        Only their seats count for admission.
         """
         if (failure := self.failure) is not None:
             self._receive(failure)
@@ -296,108 +311,107 @@ class Router:
         self._facts = as_one(up)
         self._receive(self._facts)
 
-    def _of(self, view: WorkerView, request_id: str) -> Sent | None:
-        """The request, if that worker has it."""
-        sent = self._sent.get(request_id)
-        return sent if sent is not None and sent.worker == view.name else None
+    def _request_at(self, view: WorkerView, request_id: str) -> RoutedRequest | None:
+        """The request, if this worker has it."""
+        request = self.requests.get(request_id)
+        return request if request is not None and request.worker == view.name else None
 
     def _refused(self, view: WorkerView, message: Refused) -> None:
         if message.about is None:
             view.state = "failed"
             LOG.error("%s: %s", view.name, message.error())
-            self._tell_facts()
+            self._report_facts()
         elif isinstance(message.about, int):
-            self._asked.end(message.about)
+            self._questions.end(message.about)
             self._receive(message)
-        elif self._of(view, message.about) is not None:
-            view.requests.discard(message.about)
-            self._drop(message.about)
+        elif (request := self._request_at(view, message.about)) is not None:
+            self._drop(request)
             self._receive(message)
 
-    def _answered(self, message: Seen | Embedded) -> None:
-        question = self._asked.end(message.number)
-        sent = self._sent.get(question.request_id) if isinstance(question, LookAt) else None
-        if isinstance(message, Seen) and message.timeline is not None and sent is not None:
-            message = replace(message, timeline=sent.whole(message.timeline))
+    def _answered(self, message: Inspected | Embedded) -> None:
+        question = self._questions.end(message.number)
+        if isinstance(message, Inspected) and isinstance(question, Inspect):
+            request = self.requests.get(question.request_id)
+            if message.record is not None and request is not None:
+                message.record.timeline = request.whole_timeline(message.record.timeline)
         self._receive(message)
 
-    def _news(self, view: WorkerView, message: StepNews) -> None:
-        view.requests -= {news.request_id for news in message.news if news.finished is not None}
-        passed = [
-            self._passed_on(sent, news)
-            for news in message.news
-            if (sent := self._of(view, news.request_id)) is not None and self._is_right(sent, news)
-        ]
-        stats = message.stats
-        view.heard = perf_counter()
-        if (
-            view.heard - self._looked > STALL_LOOKS
-        ):  # while others work; where none does, the server notices
-            self._looked = view.heard
+    def _update(self, view: WorkerView, message: StepUpdates) -> None:
+        updates = []
+        for update in message.updates:
+            request = self._request_at(view, update.request_id)
+            if request is not None and self._check_first_token(view, request, update):
+                updates.append(self._passed_on(view, request, update))
+        view.last_step = now = perf_counter()
+        if now - self._stall_checked > STALL_CHECK_SECONDS:
+            self._stall_checked = now
             for one in self.workers_by_name.values():
-                one.end_stalled(view.heard, self._stall)
-        self._drains.look(self.fleet, view.heard)
+                one.end_stalled(now, self._stall)
+        self._drains.rebalance(self.fleet, now)
+        stats = message.stats
         if stats is not None:
             view.step(stats)
-            stats = WorkerView.together(stats, self.workers_by_name.values())
-        if passed or stats is not None:
-            self._receive(StepNews(passed, stats))
+            stats = WorkerView.together(
+                stats, self.workers_by_name.values(), self.requests.num_per_worker()
+            )
+        if updates or stats is not None:
+            self._receive(StepUpdates(updates, stats))
 
-    def _passed_on(self, sent: Sent, news: News) -> News:
+    def _passed_on(
+        self, view: WorkerView, request: RoutedRequest, update: RequestUpdate
+    ) -> RequestUpdate:
         assert self.fleet is not None, "a worker has joined"
-        finished = (found := sent.take(news)).finished
-        self.fleet.read(news.request_id, news.num_prefilled + len(sent.token_ids))
-        if finished is not None:
-            del self._sent[news.request_id]
-            done = finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
-            self._forget(news.request_id, finished.counts.num_output_tokens if done else None)
-            (views := self.workers_by_name)[sent.worker].learn(
-                finished.prices, views.values(), self.fleet.workers
-            )
-        return found
+        assert request.placement is not None, "the request was sent"
+        update = request.take(update)
+        self.fleet.prefilled(request.placement, update.num_prefilled + len(request.token_ids))
+        if (ended := update.ended) is not None:
+            complete = ended.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+            self._drop(request, ended.counts.num_output_tokens if complete else None)
+            view.learn(ended.prices, self.workers_by_name.values(), self.fleet.workers)
+        return update
 
-    def _is_right(self, sent: Sent, news: News) -> bool:
-        """Or a worker computed another first token than was told: its blocks are bad, or what was told is wrong."""
-        digits = (
-            self._facts is None or self._facts.config.backend != "torch"
-        )  # whose last ones depend on the batch
-        if (said := sent.is_doubted_by(news, digits=digits)) is None:
+    def _check_first_token(
+        self, view: WorkerView, request: RoutedRequest, update: RequestUpdate
+    ) -> bool:
+        """Whether an update can be passed on; if not, have the decode worker compute it again.
+
+        A decode worker whose first token differs from the client's has bad blocks, or the client's
+        token is wrong.
+        """
+        expected = request.first_token
+        # The last digits of torch's log probabilities depend on the batch.
+        compare = self._facts is None or self._facts.config.backend != "torch"
+        if request.check_first_token(update, compare_logprobs=compare) or expected is None:
             return True
-        name = news.request_id
-        view = self.workers_by_name[sent.worker]
-        what = f"{view.name} computed another first token than {said.worker}"
-        if news.finished is None:
+        name = update.request_id
+        what = f"{view.name} computed another first token than {expected.worker}"
+        if update.ended is None:
             view.host.put(End(name, FinishReason.ABORT))
-        elif not sent.fresh:
-            LOG.error("%s: it computes the prompt itself, without the blocks that came.", what)
-            self.workers_by_name[said.worker].num_mismatches += 1
-            self._hand(view, sent.anew(what))
+        elif not request.recompute:
+            LOG.error("%s: it computes the prompt itself, without the received blocks.", what)
+            self.workers_by_name[expected.worker].num_mismatches += 1
+            self._hand(view, request, request.recompute_message(what))
         else:
-            LOG.error("%s, by itself too: the answer ends.", what)
-            self._drop(name)
-            self._receive(
-                Refused(
-                    name,
-                    "EngineUnavailableError",
-                    f"{what}, which is told already.",
-                    "Send it again.",
-                )
-            )
+            LOG.error("%s, even by itself: the answer ends.", what)
+            self._drop(request)
+            cause = f"{what}, which the client has already."
+            self._receive(Refused(name, "EngineUnavailableError", cause, "Send it again."))
         return False
 
-    def _go_on(self, sent: Sent, how: str) -> None:
-        """Its prompt is read, and its first token there: the worker that has the blocks does the rest."""
-        view = self.workers_by_name[sent.then]
-        now = sent.moved(how)
+    def _decode(self, request: RoutedRequest, result: str) -> None:
+        """The transfer is over: the decode worker continues after the first token."""
+        view = self.workers_by_name[request.decode_worker]
+        now = request.end_transfer(result)
         if not view.is_up:
-            return self._continue(sent, view.name)
-        sent.worker = view.name
-        sent.num_when_sent = len(sent.token_ids)
-        self._hand(view, sent.message(now))
+            self._continue(request, view.name)
+            return
+        request.num_tokens_when_sent = len(request.token_ids)
+        self._hand(view, request, request.message(now))
 
     def _lose(self, view: WorkerView, error: EngineDeadError) -> None:
-        """A worker has died: what it was computing goes on elsewhere, or fails where there is nobody else."""
+        """A worker has died: other workers continue its requests, or these fail if there are none."""
         with self._lock:
+            lost = [one for one in self.requests.values() if one.worker == view.name]
             left = self._drains.gone(view)
             view.leave()
             if self._closing:
@@ -408,47 +422,52 @@ class Router:
             if self.fleet is not None:
                 self.fleet.leave(view.name)
             self._drains.keep_pools(self.fleet)
-            lost = [sent for sent in self._sent.values() if sent.worker == view.name]
             if not can_answer(self.workers_by_name.values()):
-                for name, sent in self._sent.items():
-                    self._forget(name)
-                    if (reader := self.workers_by_name[sent.worker]).is_up:
-                        reader.host.put(End(name, FinishReason.ABORT))
-                self._sent.clear()
-                self._asked.clear()
-                self._died(self.last_death)
+                self._fail_all()
                 return
             self.last_death = EngineDeadError(
                 self.last_death.cause, "" if left else "It is being started again."
             )
             if not left:
-                LOG.warning("%s: what it had goes on elsewhere, %d requests.", view.name, len(lost))
-            for sent in lost:
-                self._continue(sent, view.name)
-            for message in self._asked.of(view):
+                LOG.warning("%s: other workers continue its %d requests.", view.name, len(lost))
+            for request in lost:
+                self._continue(request, view.name)
+            for message in self._questions.of(view):
                 self._ask(message)
-            self._tell_facts()
+            self._report_facts()
 
-    def _continue(self, sent: Sent, dead: str) -> None:
-        name = sent.add.request_id
-        sent.lost(dead)
-        self._forget(name)
-        if sent.ending is not None:  # nothing more is wanted of it
-            del self._sent[name]
-            self._receive(StepNews([sent.ended(sent.ending)]))
+    def _fail_all(self) -> None:
+        for request in list(self.requests.values()):
+            self._drop(request)
+            if (view := self.workers_by_name[request.worker]).is_up:
+                view.host.put(End(request.record.request_id, FinishReason.ABORT))
+        self._questions.clear()
+        assert self.last_death is not None, "a worker has died"
+        self._died(self.last_death)
+
+    def _continue(self, request: RoutedRequest, dead: str) -> None:
+        """Send a request that no worker has to another one, unless the front end wants it to end."""
+        name = request.record.request_id
+        request.lose_worker(dead)
+        self._take_off(request)
+        if request.end_reason is not None:
+            del self.requests[name]
+            self._receive(StepUpdates([request.end(request.end_reason)]))
             return
         self.num_continued += 1
         try:
-            sent.check_hope()
-            self._send(sent)
+            request.check_retry_limit()
+            self._send(request)
         except TwinphaseError as error:
-            del self._sent[name]
+            del self.requests[name]
             self._receive(Refused(name, type(error).__name__, error.cause, error.fix))
 
-    def _drop(self, request_id: str) -> None:
-        del self._sent[request_id]
-        self._forget(request_id)
+    def _drop(self, request: RoutedRequest, num_outputs: int | None = None) -> None:
+        del self.requests[request.record.request_id]
+        self._take_off(request, num_outputs)
 
-    def _forget(self, request_id: str, num_outputs: int | None = None) -> None:
+    def _take_off(self, request: RoutedRequest, num_outputs: int | None = None) -> None:
+        """Take a request off the loads of its workers."""
         assert self.fleet is not None, "a worker has joined"
-        self.fleet.end(request_id, num_outputs)
+        if request.placement is not None:
+            self.fleet.end(request.placement, num_outputs)

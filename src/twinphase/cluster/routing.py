@@ -70,7 +70,7 @@ class Decision:
         worker: that decodes it.
         prefill_worker: that reads its prompt; None where `worker` does.
         num_tokens, num_cached: to read, and those of them that the worker who reads already has.
-        read_seconds: predicted for the rest of the prompt there.
+        prefill_seconds: predicted for the rest of the prompt there.
         cost: predicted seconds until the first token, and for which others are held up; without
             what decoding costs even at the worker where it costs least.
         instead: the next best, in words, and its cost; None where there is no other.
@@ -80,7 +80,7 @@ class Decision:
     prefill_worker: str | None
     num_tokens: int
     num_cached: int
-    read_seconds: float
+    prefill_seconds: float
     cost: float = 0.0
     instead: tuple[str, float] | None = None
 

@@ -17,12 +17,13 @@ from time import thread_time
 from twinphase.batch import Batch, StepOutput
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.cache.prefix_cache import PrefixCache
-from twinphase.cluster.fleet import Fleet
-from twinphase.cluster.routing import FRAME_SECONDS, Decision, Role, Routing
-from twinphase.cluster.worker_view import DECODE_CHUNK
+from twinphase.cluster.fleet import Fleet, Placement
+from twinphase.cluster.routing import FRAME_SECONDS, Role, Routing
+from twinphase.cluster.worker_view import DECODE_WORKER_CHUNK_TOKENS
 from twinphase.engine.executor import Executor
 from twinphase.request import Request, SamplingParams
 from twinphase.scheduler.chunk import StepCost
+from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.scheduler import Scheduler
 
 TOKEN = 7  # that everybody's answer consists of
@@ -111,7 +112,7 @@ class _Live:
     """
 
     asked: TraceRequest
-    decision: Decision
+    placement: Placement
     outcome: Outcome
     compares: bool = False
     last_chunk: int = 0
@@ -173,9 +174,9 @@ class Simulation:
             times=spec.times,
             max_num_batched_tokens=spec.max_num_batched_tokens,
             max_num_seqs=spec.max_num_seqs,
-            itl_slo_ms=spec.itl_slo_ms,
+            pace=Pace(spec.itl_slo_ms and spec.itl_slo_ms / 1e3),
         )
-        scheduler.most_prefill_tokens = DECODE_CHUNK if role == "decode" else None
+        scheduler.most_prefill_tokens = DECODE_WORKER_CHUNK_TOKENS if role == "decode" else None
         return scheduler
 
     def _at(self, moment: float, happen: Callable[[], None]) -> None:
@@ -192,15 +193,14 @@ class Simulation:
         num_blocks = request.num_tokens // self.spec.block_size
         chain = self._chain(request, num_blocks)
         began = thread_time()
-        decision = self.fleet.send(
-            request.request_id, request.num_tokens, chain, most=asked.num_outputs
-        )
+        placement = self.fleet.place(request.num_tokens, chain, max_tokens=asked.num_outputs)
+        decision = placement.decision
         self.routing_seconds.append(thread_time() - began)
         outcome = Outcome(
             asked.arrival, request.num_tokens, read_apart=decision.prefill_worker is not None
         )
         self.outcomes.append(outcome)
-        self._live[request.request_id] = _Live(asked, decision, outcome)
+        self._live[request.request_id] = _Live(asked, placement, outcome)
         if decision.prefill_worker is None:
             self._add(decision.worker, request)
         else:
@@ -247,8 +247,8 @@ class Simulation:
         if (changes := worker.prefix_cache.changes) is not None:
             self.fleet.index.apply(worker.name, *changes.take())
         for share in batch.prefills:
-            self.fleet.read(share.request_id, share.num_prefilled)
             live = self._live[share.request_id]
+            self.fleet.prefilled(live.placement, share.num_prefilled)
             live.last_chunk = share.num_scheduled_tokens
             outcome = live.outcome
             if share.samples and not outcome.token_times:
@@ -261,7 +261,7 @@ class Simulation:
                 live.compares = False
         for request in finished:
             live = self._live[request.request_id]
-            if worker.name == live.decision.prefill_worker and live.asked.num_outputs > 1:
+            if worker.name == live.placement.decision.prefill_worker and live.asked.num_outputs > 1:
                 self._hand_over(worker, request, live)
             else:
                 self._finish(request)
@@ -269,7 +269,7 @@ class Simulation:
 
     def _hand_over(self, reader: _Worker, request: Request, live: _Live) -> None:
         """The blocks of the last chunk are still to come; the others came while it was read."""
-        worker = self._workers[live.decision.worker]
+        worker = self._workers[live.placement.decision.worker]
         asked = live.asked
         decoding = self._request(
             request.request_id, asked, request.prompt_token_ids, asked.num_outputs
@@ -294,6 +294,6 @@ class Simulation:
         )
 
     def _finish(self, request: Request) -> None:
-        del self._live[request.request_id]
-        self.fleet.end(request.request_id, len(request.output_token_ids))
+        live = self._live.pop(request.request_id)
+        self.fleet.end(live.placement, len(request.output_token_ids))
         self._tick()

@@ -28,6 +28,7 @@ from twinphase.cluster.joining import ask_to_join
 from twinphase.cluster.kv.port import opened_port
 from twinphase.cluster.routing import Role
 from twinphase.engine.embedding.embedder import LoadedEmbedder
+from twinphase.engine.frontends.checks import engine_config
 from twinphase.engine.frontends.text import ModelText
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.child import Link, load, serve
@@ -44,6 +45,7 @@ from twinphase.engine.process.messages import (
 from twinphase.engine.process.wire import SEND_BUFFER
 from twinphase.errors import InvalidRequestError, StorageError, TwinphaseError
 from twinphase.outcome import FinishReason
+from twinphase.phases.timeline import RequestTimeline
 
 DRAIN_SECONDS = 60.0
 JOIN_SECONDS = 1.0  # between two attempts
@@ -51,7 +53,7 @@ LOST_SECONDS = 10.0  # without a ping, after which the server is gone
 
 
 class _ServerLink(Link):
-    """A request arrives when it comes here: the server's clock is another one."""
+    """Restarts a request's timeline on this machine's clock, which differs from the server's."""
 
     role: Role = "both"
     leaving = False
@@ -72,8 +74,7 @@ class _ServerLink(Link):
     def next(self) -> ToEngine | None:
         message = super().next()
         if isinstance(message, Add):
-            now = perf_counter()
-            return replace(message, arrival=now, tokenized=now)
+            message.record.timeline = RequestTimeline(perf_counter())
         return message
 
 
@@ -106,10 +107,10 @@ class Worker:
         connection.settimeout(LOST_SECONDS)
         self.link = link = _ServerLink(connection)
         link.role = self._role
-        first = link.next()
-        if not isinstance(first, Load):
-            return
         try:
+            first = link.next()
+            if not isinstance(first, Load):
+                return
             loaded = self._load(first, link)
         except TwinphaseError as error:
             self._refuse(link, error)
@@ -143,7 +144,7 @@ class Worker:
                 f"The worker's {wanted.model} is another model than the server's.",
                 "Give both the same files.",
             )
-        wanted = replace(wanted, config={**wanted.config, **self._own})
+        wanted = replace(wanted, config=engine_config(self._own, wanted.config))
         if self._loaded is None or self._wanted != wanted:
             self._loaded = None  # before the next one takes as much memory
             link.send(Loading("importing"))

@@ -1,4 +1,4 @@
-"""What the router sees of one worker: whether it is there, what it is, how its steps went."""
+"""What the router knows of one worker: its state, its facts, and its steps."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from dataclasses import replace as replaced
 from msgspec.structs import replace
 
 from twinphase.cluster.block_index import BlockIndex
+from twinphase.cluster.routed_request import RequestTable
 from twinphase.cluster.routing import Role, WorkerLoad
 from twinphase.engine.process.host import LinkHost
 from twinphase.engine.process.messages import (
     BlocksChanged,
     EngineFacts,
+    LimitPrefill,
     Pushed,
-    ReadAtMost,
     Refused,
     StepStats,
     WatchBlocks,
@@ -26,10 +27,9 @@ from twinphase.phases.cost import FEATURES, CostModel
 
 LOG = logging.getLogger("twinphase.cluster")
 NO_PRICES = (0.0,) * len(FEATURES)
-SHARE_SECONDS = 10.0  # that the shares of time are told of
-DECODE_CHUNK = (
-    128  # prompt tokens of a decode worker's step: an answer that comes meanwhile waits for its end
-)
+SHARE_WINDOW_SECONDS = 10.0
+# A request that reaches a decode worker during a step waits for that step to end.
+DECODE_WORKER_CHUNK_TOKENS = 128
 TOTALS = ("prefix_queries", "prefix_hits", "num_preemptions")
 
 
@@ -37,20 +37,18 @@ class WorkerView:
     """One worker.
 
     Attributes:
-        role: as its server was told, or as it was started itself.
+        role: as its server or its own command line says.
         is_up: it takes messages.
-        is_absent: it was not to be had when it was wanted first, or has died.
-        is_settled: it has been up, or has failed: a server waits no longer for it.
-        facts: what it said of itself when it came last.
-        prices: of its cost model, which it told last.
-        requests: that it has, by id.
-        role_reason: to which pool it went over last, and why; "" if it never did.
-        num_mismatches: answers that it began, and whose first token another worker computed
-            otherwise.
-        heard: when a step of it was told last, or its first request was sent, seconds.
+        is_absent: it could not be reached at first, or has died.
+        is_settled: it has been up, or has failed: a server does not wait for it any more.
+        facts: that it reported when it joined.
+        prices: of its cost model, as reported last.
+        role_reason: the pool that it moved to last, and why; "" if it never moved.
+        num_mismatches: first tokens of this worker that a decode worker computed differently.
+        last_step: when it reported its last step, or got its first request, seconds.
     """
 
-    def __init__(self, name: str, role: Role, host: LinkHost) -> None:
+    def __init__(self, name: str, role: Role, host: LinkHost, requests: RequestTable) -> None:
         self.name = name
         self.role = role
         self.host = host
@@ -58,8 +56,8 @@ class WorkerView:
         self.facts: EngineFacts | None = None
         self.prices = NO_PRICES
         self.state = "starting"
-        self.heard = 0.0
-        self.requests: set[str] = set()
+        self.last_step = 0.0
+        self._requests = requests
         self.num_mismatches = 0
         self.role_reason = ""
         self._received = Counter[str]()
@@ -74,13 +72,17 @@ class WorkerView:
         return self.is_up or self.is_absent or self.host.failure is not None
 
     @property
+    def num_requests(self) -> int:
+        return len(self._requests.at(self.name))
+
+    @property
     def machine(self) -> str:
         """Where it runs, without the port."""
         return self.host.where.rpartition(":")[0]
 
     @property
     def pid(self) -> int | None:
-        """Of its process, while there is one and it is known."""
+        """The worker's process, while there is one and it is known."""
         return self.host.pid or (self.facts.pid if self.facts is not None and self.is_up else None)
 
     def join(self, facts: EngineFacts) -> None:
@@ -92,25 +94,23 @@ class WorkerView:
         self.take_role(facts.role or self.role)
 
     def take_role(self, role: Role) -> None:
-        """It is there for another half from now on, or has come for this one."""
         self.role = role
         if self.facts is not None and self.facts.shape is not None:
-            self.host.put(ReadAtMost(DECODE_CHUNK if role == "decode" else None))
+            self.host.put(LimitPrefill(DECODE_WORKER_CHUNK_TOKENS if role == "decode" else None))
 
     def load(self, stage: str) -> bool:
-        """It is being started; whether it now turns out that nobody is there yet."""
+        """Note the stage of its start; returns whether it has just turned out to be unreachable."""
         absent = bool(self.host.waits_for) and not self.is_settled
         self.state = stage
         if absent:
             LOG.warning(
-                "%s is not there yet: %s. It is tried again.", self.name, self.host.waits_for
+                "%s cannot be reached yet: %s. Trying again.", self.name, self.host.waits_for
             )
             self.is_absent = True
         return absent
 
     def leave(self) -> None:
-        """It has died; what it counted is kept."""
-        self.requests.clear()
+        """The worker has died; its counters are kept."""
         self.is_up = False
         self.is_absent = True
         self.state = "starting" if self.host.is_sought else "gone"
@@ -122,22 +122,21 @@ class WorkerView:
     def step(self, stats: StepStats) -> None:
         self._stats = stats
         self._recent.append((stats.end, stats.prefill_seconds, stats.decode_seconds))
-        while self._recent[0][0] < stats.end - SHARE_SECONDS:
+        while self._recent[0][0] < stats.end - SHARE_WINDOW_SECONDS:
             self._recent.popleft()
         self._seconds[0] += stats.prefill_seconds
         self._seconds[1] += stats.decode_seconds
 
     def pushed(self, message: Pushed) -> None:
-        """Blocks have gone from it to another worker."""
         self._sent.update(blocks=message.num_stored, bytes=message.num_bytes)
 
     def watch_blocks(self) -> None:
-        """Have it tell which blocks its prefix cache has, and what changes."""
+        """Have it report its cached blocks, and changes from then on."""
         if self.facts is not None and self.facts.shape is not None:
             self.host.put(WatchBlocks())
 
-    def tell_blocks(self, message: BlocksChanged, index: BlockIndex) -> None:
-        """What its prefix cache has, for the index of all; where an event was lost it tells the whole again."""
+    def update_index(self, message: BlocksChanged, index: BlockIndex) -> None:
+        """Enter its cached blocks in the index; if an event was lost, ask for all of them again."""
         if message.whole:
             index.replace(self.name, message.number, message.stored)
         elif not index.apply(self.name, message.number, message.stored, message.evicted):
@@ -149,7 +148,7 @@ class WorkerView:
         views: Collection[WorkerView],
         loads: Mapping[str, WorkerLoad],
     ) -> None:
-        """Its cost model has other prices: those of its machine's workers, among `views`, change."""
+        """Its cost model has new prices, which all workers of its machine among `views` share."""
         if not prices:
             return
         self.prices = prices
@@ -160,16 +159,16 @@ class WorkerView:
                 load.times = times
                 load.forget_steps()
 
-    def end_stalled(self, now: float, most: float) -> None:
-        """End it if it has requests, and has told of no step for over `most` seconds."""
-        if self.is_up and self.requests and now - self.heard > most:
-            LOG.error("%s made no step for %.0f s; it is ended.", self.name, most)
+    def end_stalled(self, now: float, limit: float) -> None:
+        """End it if it has requests, and has reported no step for more than `limit` seconds."""
+        if self.is_up and now - self.last_step > limit and self.num_requests:
+            LOG.error("%s made no step for %.0f s; it is ended.", self.name, limit)
             self.host.kill()
 
     @property
     def seats(self) -> tuple[int, int]:
-        """Requests that run there, and that wait, after its last step, which says nothing of one without requests."""
-        stats = self._stats if self.requests else None
+        """Running and waiting requests after its last step."""
+        stats = self._stats if self.num_requests else None
         return (stats.num_running, stats.num_waiting) if stats else (0, 0)
 
     def total(self, name: str) -> int:
@@ -177,9 +176,9 @@ class WorkerView:
 
     @staticmethod
     def shared_times(views: Sequence[WorkerView]) -> CostModel:
-        """The cost model of workers on one machine, each of which has learned by itself: what they know, together.
+        """One cost model for the workers of a machine: the mean of what each has learned.
 
-        Apart, the noise between them would count for more than what one of them has cached.
+        With separate ones, the noise between them would outweigh what one of them has cached.
         """
         shape = next((view.facts.shape for view in views if view.facts), None)
         prices = [
@@ -189,9 +188,16 @@ class WorkerView:
         return CostModel(prices, shape.windowed_share if shape else 0.0)
 
     @staticmethod
-    def together(stats: StepStats, views: Collection[WorkerView]) -> StepStats:
-        """A worker's step, with the numbers of all workers, as if they were one engine."""
-        last = [view._stats for view in views if view.requests and view._stats is not None]
+    def together(
+        stats: StepStats, views: Collection[WorkerView], num_requests: Mapping[str, int]
+    ) -> StepStats:
+        """A worker's step, with the numbers of all workers as if they were one engine.
+
+        The last step of a worker without requests says nothing about its present load.
+        """
+        last = [
+            view._stats for view in views if num_requests[view.name] and view._stats is not None
+        ]
         size = sum(view.is_up for view in views) or 1
         return replace(
             stats,
@@ -202,11 +208,12 @@ class WorkerView:
         )
 
     def status(self, index: BlockIndex | None, now: float, transfers: int) -> WorkerStatus:
-        """For people; of a worker without requests the last step says nothing."""
         received = self._received + Counter(self._stats.blocks_received if self._stats else {})
-        stats = self._stats if self.requests else None
-        recent = [one for one in self._recent if one[0] >= now - SHARE_SECONDS]
-        prefill, decode = (sum(one[part] for one in recent) / SHARE_SECONDS for part in (1, 2))
+        stats = self._stats if self.num_requests else None
+        recent = [one for one in self._recent if one[0] >= now - SHARE_WINDOW_SECONDS]
+        prefill, decode = (
+            sum(one[part] for one in recent) / SHARE_WINDOW_SECONDS for part in (1, 2)
+        )
         return WorkerStatus(
             self.name,
             self.role,
@@ -232,7 +239,7 @@ class WorkerView:
 
 
 def as_one(all_facts: Sequence[EngineFacts]) -> EngineFacts:
-    """What several engines are together: the first, with the seats and blocks of all."""
+    """The facts of several engines as one: those of the first, with the seats and blocks of all."""
     seats, blocks = (
         sum(getattr(facts.config, name) or 0 for facts in all_facts)
         for name in ("max_num_seqs", "num_kv_blocks")
@@ -242,12 +249,12 @@ def as_one(all_facts: Sequence[EngineFacts]) -> EngineFacts:
 
 
 def can_answer(views: Collection[WorkerView]) -> bool:
-    """Whether a worker is up that does more than read prompts."""
+    """Whether a worker is up that decodes."""
     return any(view.is_up and view.role != "prefill" for view in views)
 
 
 def failure_of(views: Collection[WorkerView], *, more_may_come: bool) -> Refused | None:
-    """Why there is nobody to wait for: what refused the first worker, if all were, or that none is to answer."""
+    """Why no worker will ever answer: the first worker's failure if all failed, or a lack of decoders."""
     failures = [view.host.failure for view in views]
     if failures and all(failures):
         return failures[0]

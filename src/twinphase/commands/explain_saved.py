@@ -1,8 +1,9 @@
 """Evidence from a saved ledger.
 
-Four forms are accepted: the output of `twinphase run --json` or `GET /v1/requests/{id}/timeline`, an
-answer's body (or last chunk) with `timings`, and the `timings` alone. Facts missing in a form stay
-unknown. `explain_source.py` opens files; `twinphase/explain/loads.py` reads results of loads.
+Four forms are accepted: the output of `twinphase run --json` or of
+`GET /v1/requests/{id}/timeline`, an answer's body (or last chunk) with `timings`, and the `timings`
+alone. Facts missing in a form stay unknown. `explain_source.py` opens files;
+`twinphase/explain/loads.py` reads results of loads.
 """
 
 from __future__ import annotations

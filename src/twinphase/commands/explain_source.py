@@ -1,7 +1,7 @@
 """Gets an explanation from a server or a file, as plain values.
 
-The values are those of `Explanation.as_dict`, with "id" (of a request, or a file's name) and "kind":
-"ledger", or "client" for the result of a load, which has a client's measurements only.
+The values are those of `Explanation.as_dict`, with "id" (of a request, or a file's name) and
+"kind": "ledger", or "client" for the result of a load, which has a client's measurements only.
 """
 
 from __future__ import annotations

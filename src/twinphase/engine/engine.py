@@ -134,13 +134,11 @@ class Engine:
 
     def keep_pace(self, pace: Pace) -> None:
         """From the next step on, chunks leave running requests that gap between their tokens."""
-        scheduler = self.scheduler
-        scheduler.slo_seconds = None if pace.itl_slo_ms is None else pace.itl_slo_ms / 1e3
-        scheduler.prefill_room = pace.prefill_room
+        self.scheduler.pace = pace
         if self.recorder.trace:
-            self.recorder.trace.pace(scheduler.slo_seconds, scheduler.prefill_room)
+            self.recorder.trace.pace(pace)
 
-    def read_at_most(self, num_tokens: int | None) -> None:
+    def limit_prefill(self, num_tokens: int | None) -> None:
         """From the next step on, bound what prefill has of a step, whether something decodes in it or not."""
         self.scheduler.most_prefill_tokens = num_tokens
         if self.recorder.trace:

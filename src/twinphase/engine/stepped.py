@@ -17,6 +17,7 @@ from typing import Any, cast
 from twinphase.backends.base import Backend, Forward, StepInputs
 from twinphase.engine.engine import Engine, StepResult
 from twinphase.engine.frontends.async_engine import AsyncEngine
+from twinphase.engine.frontends.checks import engine_config
 from twinphase.engine.loading.ceilings import device_of
 from twinphase.engine.loading.loading import LoadedEngine, make_scheduler
 from twinphase.engine.process.host import ThreadHost
@@ -129,7 +130,7 @@ class Stepped:
         for request in result.finished:
             del self._requests[request.request_id]
             if request.finish_reason is FinishReason.ERROR:
-                raise StepError(f"A request under measurement failed: {request.error}")
+                raise StepError(f"A request under measurement failed: {request.counts.error}")
         return result
 
     def run(self) -> list[StepRecord]:
@@ -204,7 +205,7 @@ class Workshop:
         **config: Any,
     ) -> None:
         """Load a model; arguments and errors are those of `LLM`."""
-        loaded = LoadedEngine(model, compile_progress=compile_progress, **config)
+        loaded = LoadedEngine(model, engine_config(config), compile_progress=compile_progress)
         self._loaded = loaded
         self.config = loaded.config
         self.path: Path = loaded.checkpoint.path

@@ -34,9 +34,10 @@ from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.outcome import FinishReason
 from twinphase.phases.cost import CostModel
 from twinphase.request import Request, SamplingParams
+from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.scheduler import Scheduler
 
-VERSION = 4
+VERSION = 5
 Drafts = Mapping[str, Sequence[int]]
 
 
@@ -65,6 +66,10 @@ def _step(drafts: Drafts, batch: Batch, output: StepOutput) -> dict[str, Any]:
     }
 
 
+def _pace(pace: Pace) -> dict[str, Any]:
+    return {"slo_seconds": pace.slo_seconds, "prefill_room": pace.prefill_room}
+
+
 def _acceptance(blocks: Sequence[CachedBlock], verdicts: Sequence[Acceptance]) -> dict[str, Any]:
     rows = [
         [block.block_hash.hex(), block.parent.hex(), block.token_ids, block.index]
@@ -87,7 +92,7 @@ def trace_header(scheduler: Scheduler, cost_model: CostModel) -> dict[str, Any]:
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "max_num_seqs": scheduler.max_num_seqs,
         "policy": scheduler.policy,
-        "itl_slo_ms": None if scheduler.slo_seconds is None else scheduler.slo_seconds * 1e3,
+        **_pace(scheduler.pace),
         "usual_output": scheduler.usual_output,
         "window": scheduler.window,
         "windowed_share": cost_model.windowed_share,
@@ -133,8 +138,8 @@ class TraceWriter:
     def step(self, drafts: Drafts, batch: Batch, output: StepOutput) -> None:
         self._write("step", _step(drafts, batch, output))
 
-    def pace(self, slo_seconds: float | None, prefill_room: float) -> None:
-        self._write("pace", {"slo_seconds": slo_seconds, "prefill_room": prefill_room})
+    def pace(self, pace: Pace) -> None:
+        self._write("pace", _pace(pace))
 
     def read_at_most(self, num_tokens: int | None) -> None:
         self._write("bound", {"num_tokens": num_tokens})
@@ -228,8 +233,7 @@ class _Replaying:
         elif kind == "finish":
             scheduler.finish(event["request_id"], FinishReason(event["reason"]))
         elif kind == "pace":
-            scheduler.slo_seconds = event["slo_seconds"]
-            scheduler.prefill_room = event["prefill_room"]
+            scheduler.pace = Pace(**event)
         elif kind == "bound":
             scheduler.most_prefill_tokens = event["num_tokens"]
         elif kind == "observe":
@@ -272,11 +276,13 @@ def _scheduler(header: dict[str, Any], cost_model: CostModel) -> Scheduler:
         "max_num_batched_tokens",
         "max_num_seqs",
         "policy",
-        "itl_slo_ms",
         "usual_output",
         "window",
     )
-    return Scheduler(kv_cache, times=cost_model, **{name: header[name] for name in names})
+    pace = Pace(header["slo_seconds"], header["prefill_room"])
+    return Scheduler(
+        kv_cache, times=cost_model, pace=pace, **{name: header[name] for name in names}
+    )
 
 
 def _events(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:

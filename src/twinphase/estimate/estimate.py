@@ -367,8 +367,7 @@ def assumptions(result: Estimate) -> list[str]:
         )
     if result.speculation is not None:
         found.append(
-            "Speculation: every draft has the same chance of acceptance, given that those before it "
-            "are accepted; each step drafts the same number of tokens; looking up text takes no "
-            "time."
+            "Speculation: every draft is accepted with the same chance if those before it are; "
+            "each step drafts the same number of tokens; looking up text takes no time."
         )
     return [*found, *hardware.notes]

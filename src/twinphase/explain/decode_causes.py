@@ -136,7 +136,7 @@ def stalls(evidence: Evidence, seconds: float) -> About:
     )
     extra = model.seconds(small) - model.seconds(StepWork())
     slo = 1e3 * model.slo_seconds(step + extra)
-    now = evidence.machine.config.slo_number
+    now = evidence.machine.slo_seconds and 1e3 * evidence.machine.slo_seconds
     if now is not None and now <= slo:
         advice = (
             f"--itl-slo-ms {now:.3g} already cuts chunks small; fewer seats leave more of "

@@ -37,6 +37,7 @@ class Machine:
     Attributes:
         kv_token_bytes: bytes per token of the KV cache, for each `kv_cache_dtype` that the backend
             accepts.
+        slo_seconds: longest gap between tokens of a running request; None where there is no SLO.
     """
 
     config: EngineConfig
@@ -48,6 +49,7 @@ class Machine:
     best_isa: str | None = None  # the instruction-set path that would be chosen if none were forced
     block_multiple: int = 1  # the backend's block sizes are multiples of this
     kv_token_bytes: Mapping[str, int] = field(default_factory=dict)
+    slo_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ def queue(evidence: Evidence, seconds: float) -> About:
             evidence, f"hold twice as many tokens{instead}."
         )
     if reason == "budget":
-        slo = " or a longer --itl-slo-ms" if evidence.config and evidence.config.slo_number else ""
+        limited = evidence.machine and evidence.machine.slo_seconds
+        slo = " or a longer --itl-slo-ms" if limited else ""
         advice = (
             f"A larger --max-num-batched-tokens{slo} would admit prompts sooner, at the "
             "price of longer steps."
@@ -136,9 +137,10 @@ def prefill_batching(evidence: Evidence, seconds: float) -> About:
     lever = None
     if evidence.timeline.prefill.steps == 1:
         pass  # The prompt was not cut.
-    elif config and config.slo_number:
+    elif evidence.machine and evidence.machine.slo_seconds:
+        slo_ms = 1e3 * evidence.machine.slo_seconds
         advice = (
-            f"A longer --itl-slo-ms than {config.slo_number:.3g} allows larger chunks, and "
+            f"A longer --itl-slo-ms than {slo_ms:.3g} allows larger chunks, and "
             "longer gaps for others."
         )
         lever = Lever("--itl-slo-ms", advice)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from twinphase.batch import StepWork
+from twinphase.scheduler.pace import Pace
 
 MOST_SCORED = 128  # rows of logits of one request in a step: 78 MB of a vocabulary of 151,936
 
@@ -30,10 +31,9 @@ class ChunkBudget:
         num_tokens: int,
         decodes: StepWork,
         times: StepCost,
-        slo_seconds: float | None,
+        pace: Pace,
         block_size: int,
         window: int | None = None,
-        room: float = 0.0,
     ) -> None:
         """Begin with the step's decodes.
 
@@ -41,12 +41,10 @@ class ChunkBudget:
             num_tokens: what they left of the token budget.
             decodes: their work.
             times: predicts step times.
-            slo_seconds: longest gap between tokens, or None. It limits a step only when something
-                decodes in it.
+            pace: what running requests keep; it limits a step only if a request decodes in it.
             block_size: chunks end on block boundaries where they can, so that others can share the
                 blocks.
             window: of the model's layers that have one.
-            room: seconds that prefill may add to the step whatever the SLO.
         """
         self.num_tokens = num_tokens
         self._window = window
@@ -54,8 +52,10 @@ class ChunkBudget:
         self._times = times
         self._block_size = block_size
         self._limit = None
-        if slo_seconds is not None and decodes.rows:
-            self._limit = max(times.step_limit(slo_seconds), times.seconds(decodes) + room)
+        if pace.slo_seconds is not None and decodes.rows:
+            self._limit = max(
+                times.step_limit(pace.slo_seconds), times.seconds(decodes) + pace.prefill_room
+            )
         self._given = False
 
     def take(self, start: int, remaining: int, *, scored: bool = False) -> int:

@@ -35,6 +35,6 @@ def give_tokens(request: Request, num_tokens: int) -> ScheduledRequest:
         output_token_ids=request.output_token_ids,
         most_computed_tokens=request.most_computed_tokens,
         constraint=request.constraint,
-        num_cached_tokens=request.num_cached_tokens,
+        num_cached_tokens=request.counts.num_cached_tokens,
         tenant=request.tenant,
     )

@@ -18,6 +18,7 @@ from twinphase.request import Request
 from twinphase.scheduler.chunk import ChunkBudget, StepCost
 from twinphase.scheduler.decode import fit_drafts, schedule_decodes, with_drafts
 from twinphase.scheduler.fairness import FairQueue, work_by_tenant
+from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.phase import give_tokens
 from twinphase.scheduler.policy import policy_key
 from twinphase.scheduler.prefill import schedule_prefills, worth_waiting_for
@@ -35,8 +36,7 @@ class Scheduler:
         kv_cache: the blocks.
         fair: requests that hold no blocks, new or preempted, by tenant; and whose turn it is.
         running: requests that hold blocks; in a step, in the order of `fair`.
-        slo_seconds: longest gap between tokens that chunks leave running requests, or None.
-        prefill_room: seconds that prefill may add to a step whatever the SLO.
+        pace: the gap between tokens that chunks leave to running requests.
         most_prefill_tokens: of a step, whatever decodes in it; None is no bound but the budget.
         seconds: predicted, of all steps so far: the scheduler's clock.
         step_work: seconds of the last step by tenant, predicted.
@@ -56,7 +56,7 @@ class Scheduler:
         max_num_batched_tokens: int = 512,
         max_num_seqs: int = 64,
         policy: str = "fcfs",
-        itl_slo_ms: float | None = None,
+        pace: Pace = Pace(),
         usual_output: float = USUAL_OUTPUT,
         window: int | None = None,
     ) -> None:
@@ -73,8 +73,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.policy = policy
-        self.slo_seconds = None if itl_slo_ms is None else itl_slo_ms / 1e3
-        self.prefill_room = 0.0
+        self.pace = pace
         self.most_prefill_tokens: int | None = None
         self.fair = FairQueue(policy_key(policy))
         self.running: list[Request] = []
@@ -165,10 +164,9 @@ class Scheduler:
             tokens if self.most_prefill_tokens is None else min(tokens, self.most_prefill_tokens),
             Batch(decodes, [], window=self.window).decode_work,
             self._times,
-            self.slo_seconds,
+            self.pace,
             self.kv_cache.block_size,
             self.window,
-            self.prefill_room,
         )
         prefills: list[ScheduledRequest] = []
         computing: set[bytes] = set()
@@ -213,14 +211,14 @@ class Scheduler:
             wrong = share.num_drafts - accepted
             request.num_computed_tokens += len(share.token_ids) - wrong
             if share.num_drafts:
-                request.num_draft_tokens += share.num_drafts
-                request.num_accepted_draft_tokens += accepted
-                request.draft_steps.append((share.num_drafts, accepted))
-            if request.num_preemptions:
+                request.counts.num_draft_tokens += share.num_drafts
+                request.counts.num_accepted_draft_tokens += accepted
+                request.counts.draft_steps.append((share.num_drafts, accepted))
+            if request.counts.num_preemptions:
                 again = max(
                     0, min(request.num_computed_tokens, request.most_computed_tokens) - before
                 )
-                request.num_recomputed_tokens += again
+                request.counts.num_recomputed_tokens += again
                 self.num_recomputed_tokens += again
             if (
                 share.request_id not in output.errors
@@ -230,7 +228,7 @@ class Scheduler:
                 self.kv_cache.give_back(request)
             if share.request_id in output.errors:
                 reason = FinishReason.ERROR
-                request.error = output.errors[share.request_id]
+                request.counts.error = output.errors[share.request_id]
             if reason is not None:
                 self._finish(request, reason)
                 finished.append(request)
@@ -326,7 +324,7 @@ class Scheduler:
         request.most_computed_tokens = max(
             request.most_computed_tokens, request.num_computed_tokens
         )
-        request.num_preemptions += 1
+        request.counts.num_preemptions += 1
         self.num_preemptions += 1
         self.running.remove(request)
         self.fair.seats[request.tenant] -= 1
@@ -353,7 +351,7 @@ class Scheduler:
         """
         since = self._seat_wanted_since
         if since is None or self.seconds < max(
-            since + (self.slo_seconds or PATIENCE), self._next_seat_taken
+            since + (self.pace.slo_seconds or PATIENCE), self._next_seat_taken
         ):
             return
         excess = {
@@ -382,6 +380,7 @@ class Scheduler:
             return FinishReason.ERROR
         for token_id in token_ids:
             request.output_token_ids.append(token_id)
+            request.counts.num_output_tokens = len(request.output_token_ids)
             if request.sampling_params.ends_at(
                 token_id, len(request.output_token_ids), self.eos_token_ids
             ):

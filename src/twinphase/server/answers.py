@@ -235,7 +235,7 @@ class Choice:
     def _finish(self) -> None:
         transcript = self.stream.transcript
         reason = transcript.finish_reason
-        error = str(transcript.counts().error)
+        error = str(transcript.counts.error)
         if reason == "error" and error.startswith(CONSTRAINT_FAILURE):
             raise InvalidRequestError(f"{error}.".replace("..", "."), "Use a simpler form.")
         if reason == "error":

@@ -140,24 +140,23 @@ def _add_requests(api: APIRouter, service: Service) -> None:
     @api.get("/v1/requests/{request_id}/timeline", responses=ERRORS)
     async def get_timeline(request_id: str, request: Request) -> dict[str, Any]:
         """Where a request's time went, interval by interval."""
-        known, timeline = service.timelines.find(request.state.tenant, request_id)
-        if timeline is not None:
-            return timeline_json(known, timeline, finished=True)
-        seen, _ = await service.require_engine().look(known, None)
-        return timeline_json(known, seen, finished=False)
+        record = service.timelines.find(request.state.tenant, request_id)
+        if not record.has_ended:
+            record, _ = await service.require_engine().inspect(record)
+        return timeline_json(record)
 
     @api.get("/v1/requests/{request_id}/explain", responses=ERRORS)
     async def explain(request_id: str, request: Request) -> dict[str, Any]:
         """Why a request took as long as it did, and what to change."""
-        known, timeline = service.timelines.find(request.state.tenant, request_id)
-        _, explanation = await service.require_engine().look(known, timeline)
+        record = service.timelines.find(request.state.tenant, request_id)
+        _, explanation = await service.require_engine().inspect(record)
         return {"id": request_id, **explanation.as_dict()}
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/", include_in_schema=False)
     async def root() -> Response:
-        """That there is a server; Ollama's command line asks for it before anything else."""
+        """Confirms that a server runs: Ollama's command line asks first."""
         return Response("twinphase is running", media_type="text/plain")
 
     @app.get("/health/live", responses=HEALTH)

@@ -1,6 +1,6 @@
 """Reports of where a request's time went: `timings`, `Server-Timing`, and finished timelines.
 
-Times on the wire are in milliseconds, as in llama.cpp's `timings`, of which ours is a superset.
+Times on the wire are in milliseconds, as in llama.cpp's `timings`; ours adds fields to those.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 from twinphase.errors import RequestNotFoundError
 from twinphase.explain.prompt_costs import divide, part_at
 from twinphase.phases.cost import CostModel
+from twinphase.phases.record import RequestRecord
 from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.phases.work import ModelShape
@@ -24,20 +25,20 @@ from twinphase.request import RequestCounts
 from twinphase.server.answers import Choice
 from twinphase.tokenizer.prompt_parts import PromptPart
 
-LISTED = 100  # finished requests
+MAX_LISTED_REQUESTS = 100  # finished ones
 
 
 def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
-    """Where the time of one answer went, up to this moment; `shape` is the model's.
+    """Where the time of one answer went so far; `shape` is the model's.
 
-    `ledger_ms` adds up to `e2e_ms`. The others are llama.cpp's (`cache_n` and what follows it) or
-    our formulas: `ttft_ms` first token handed over - arrival; `ttfo_ms` the same for the first
-    token behind the thinking part; `tpot_ms` (last token - first token) / (output tokens - 1).
+    `ledger_ms` adds up to `e2e_ms`. From `cache_n` on, fields are llama.cpp's; our formulas:
+    `ttft_ms` first token handed over - arrival; `ttfo_ms` the same for the first token after the
+    thinking part; `tpot_ms` (last token - first token) / (output tokens - 1).
     """
     job = choice.job
     transcript = choice.stream.transcript
     timeline = transcript.timeline
-    request = transcript.counts()
+    request = transcript.counts
     num_prompt = request.num_prompt_tokens
     num_output = request.num_output_tokens
     totals = timeline.totals()
@@ -80,8 +81,8 @@ def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
         found["prefix_miss"] = {"reason": miss.reason.value, "token_index": miss.token_index}
         found["prefix_miss"] |= {"part": part.name} if part else {}
         found["prefix_miss"] |= {"num_known": miss.num_known} if miss.num_known else {}
-    if runs and choice.stream.prices and shape is not None:
-        costs = CostModel(choice.stream.prices, shape.windowed_share)
+    if runs and transcript.record.prices and shape is not None:
+        costs = CostModel(transcript.record.prices, shape.windowed_share)
         reports = divide(runs, request.num_cached_tokens, prefill, costs, shape)
         found["prompt_parts"] = [
             {
@@ -100,10 +101,9 @@ def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
 
 
 def spec_decode_metrics(request: RequestCounts, level: str) -> dict[str, Any]:
-    """What became of one answer's drafted tokens, under vLLM's names; empty at the level "none".
+    """One answer's drafted and accepted tokens, under vLLM's names; empty at the level "none".
 
-    Histograms count steps: the n-th number is that of steps in which n drafted tokens were
-    accepted.
+    Histograms count steps by the number of accepted tokens.
     """
     if level == "none":
         return {}
@@ -145,33 +145,33 @@ def server_timing(timeline: RequestTimeline) -> str:
 
 @dataclass(frozen=True)
 class _Finished:
-    """A finished request, small: numbers, its timeline as bytes, and what a list says of it."""
+    """The record of a finished request as bytes, and its entry in the list."""
 
     tenant: str
-    counts: RequestCounts
     packed: bytes
     summary: dict[str, Any]
 
     @classmethod
-    def of(cls, tenant: str, counts: RequestCounts, timeline: RequestTimeline) -> _Finished:
-        totals = timeline.totals()
+    def of(cls, tenant: str, record: RequestRecord) -> _Finished:
+        totals = record.timeline.totals()
         summary = {
-            "id": counts.request_id,
+            "id": record.request_id,
             "finished": True,
-            "prompt_tokens": counts.num_prompt_tokens,
-            "output_tokens": counts.num_output_tokens,
-            **_latencies(timeline),
+            "prompt_tokens": record.counts.num_prompt_tokens,
+            "output_tokens": record.counts.num_output_tokens,
+            **_latencies(record.timeline),
             "dominant": max(totals, key=lambda kind: totals[kind]),
         }
-        counts = replace(counts, sampling_params=None, draft_steps=())  # these may be large
-        return cls(tenant, counts, msgspec.msgpack.encode(timeline), summary)
+        # Sampling parameters and draft steps may be large.
+        counts = replace(record.counts, sampling_params=None, draft_steps=[])
+        return cls(tenant, msgspec.msgpack.encode(replace(record, counts=counts)), summary)
 
-    def timeline(self) -> RequestTimeline:
-        return msgspec.msgpack.decode(self.packed, type=RequestTimeline)
+    def record(self) -> RequestRecord:
+        return msgspec.msgpack.decode(self.packed, type=RequestRecord)
 
 
 class Timelines:
-    """The last finished requests, by id; and who the unfinished ones belong to."""
+    """The last finished requests, and the tenants of the unfinished ones, by id."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -187,14 +187,13 @@ class Timelines:
         transcript = choice.stream.transcript
         if not transcript.finished:
             return
-        timeline = transcript.timeline
-        counts = transcript.counts()
-        miss = counts.prefix_miss
+        record = transcript.record
+        miss = record.counts.prefix_miss
         part = part_at(runs, miss.token_index) if miss is not None and runs else None
         if miss is not None and part is not None:
-            counts = replace(counts, prefix_miss=replace(miss, part=part.kind))
-        timeline.mark(IntervalKind.SEND, max(perf_counter(), timeline.end))
-        self._finished[choice.stream.request_id] = _Finished.of(tenant, counts, timeline)
+            record.counts.prefix_miss = replace(miss, part=part.kind)
+        record.timeline.mark(IntervalKind.SEND, max(perf_counter(), record.timeline.end))
+        self._finished[record.request_id] = _Finished.of(tenant, record)
         while len(self._finished) > self._limit:
             self._finished.popitem(last=False)
 
@@ -206,31 +205,30 @@ class Timelines:
             if owner == tenant
         ]
         own = (kept.summary for kept in reversed(self._finished.values()) if kept.tenant == tenant)
-        return [*running, *islice(own, LISTED)]
+        return [*running, *islice(own, MAX_LISTED_REQUESTS)]
 
-    def find(self, tenant: str, request_id: str) -> tuple[RequestCounts, RequestTimeline | None]:
-        """A request of that tenant, with its timeline if it has finished.
+    def find(self, tenant: str, request_id: str) -> RequestRecord:
+        """A tenant's request, running or finished.
 
         Raises:
-            RequestNotFoundError: it is not known, or another's, which is the same to who asks.
+            RequestNotFoundError: the request is unknown, or belongs to another tenant.
         """
         for name in (request_id, f"{request_id}-0"):  # a reply of several answers: the first
             kept = self._finished.get(name)
             running = self._running.get(name)
             if kept is not None and kept.tenant == tenant:
-                return kept.counts, kept.timeline()
+                return kept.record()
             if running is not None and running[0] == tenant:
-                return running[1].stream.transcript.counts(), None
+                return running[1].stream.transcript.record
         raise RequestNotFoundError(
             f"No request {request_id[:80]!r} is known.",
             f"The last {self._limit} finished ones are kept.",
         )
 
 
-def timeline_json(
-    request: RequestCounts, timeline: RequestTimeline, finished: bool
-) -> dict[str, Any]:
-    """A timeline as plain values; times in milliseconds from the request's arrival."""
+def timeline_json(record: RequestRecord) -> dict[str, Any]:
+    """A request's timeline as plain values; times in milliseconds from the request's arrival."""
+    timeline = record.timeline
 
     def since(moment: float) -> float:
         return round(1e3 * (moment - timeline.arrival), 3)
@@ -249,11 +247,11 @@ def timeline_json(
             entry["other_tenants_ms"] = _ms(interval.other_tenants)
         intervals.append(entry)
     return {
-        "id": request.request_id,
-        "finished": finished,
+        "id": record.request_id,
+        "finished": record.has_ended,
         "request": {
             name: value
-            for name, value in msgspec.to_builtins(request).items()
+            for name, value in msgspec.to_builtins(record.counts).items()
             if name not in ("request_id", "sampling_params", "draft_steps")
         },
         **_latencies(timeline),

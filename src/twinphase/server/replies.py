@@ -30,8 +30,8 @@ def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
     """Tokens of a reply; each prompt counts once, however many answers it has."""
     prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
     completion_tokens = sum(len(choice.token_ids) for choice in choices)
-    counts = [choice.stream.transcript.counts() for choice in choices]
-    cached = sum(choice.stream.transcript.num_cached_tokens for choice in choices[:: job.n])
+    counts = [choice.stream.transcript.counts for choice in choices]
+    cached = sum(choice.stream.transcript.counts.num_cached_tokens for choice in choices[:: job.n])
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -159,7 +159,7 @@ class Replies:
 
     def _reports(self, choice: Choice) -> dict[str, Any]:
         """Where the time of an answer went, and how many drafted tokens were accepted."""
-        counts = choice.stream.transcript.counts()
+        counts = choice.stream.transcript.counts
         return {
             "timings": timings(choice, self._shape),
             **spec_decode_metrics(counts, self._spec_metrics),
@@ -183,9 +183,9 @@ class Replies:
         progress = {
             "index": choice.index,
             "total": total,
-            "cache": choice.stream.transcript.num_cached_tokens,
+            "cache": choice.stream.transcript.counts.num_cached_tokens,
             "processed": processed,
-            "time_ms": round(1e3 * (choice.stream.last_news - prompt.arrival), 3),
+            "time_ms": round(1e3 * (choice.stream.last_update - prompt.arrival), 3),
         }
         return event({**self.head(), "choices": [], "prompt_progress": progress})
 

@@ -100,23 +100,23 @@ def pace_lines(facts: EngineFacts) -> Iterator[str]:
     pace = facts.pace
     if pace is None:
         return
-    cost = f"a prompt of {pace.prompt:,} tokens beside one answer takes {pace.prompt_seconds:.1f} s"
-    instead = f"{cost} instead of {pace.whole_seconds:.1f} s"
-    if pace.itl_slo_ms is None:
+    cost = f"a prompt of {pace.prompt_tokens:,} tokens beside one answer takes {pace.prompt_seconds:.1f} s"
+    instead = f"{cost} instead of {pace.uncut_prompt_seconds:.1f} s"
+    if pace.slo_seconds is None:
         yield (
-            f"pace       running answers may wait {pace.gap_ms:,.0f} ms for a token "
+            f"pace       running answers may wait {1e3 * pace.gap_seconds:,.0f} ms for a token "
             f"(--itl-slo-ms off); {cost}"
         )
-    elif pace.gap_ms > pace.itl_slo_ms:
+    elif pace.gap_seconds > pace.slo_seconds:
         yield (
-            f"pace       --itl-slo-ms {pace.itl_slo_ms:g} is less than this machine reaches, "
+            f"pace       --itl-slo-ms {1e3 * pace.slo_seconds:g} is less than this machine reaches, "
             "which is about "
-            f"{pace.gap_ms:,.0f} ms while a long prompt is read; {instead}"
+            f"{1e3 * pace.gap_seconds:,.0f} ms while a long prompt is read; {instead}"
         )
     else:
         why = ", chosen by measured steps" if pace.chosen else ""
         yield (
-            f"pace       --itl-slo-ms {pace.itl_slo_ms:.0f}{why}: what running answers keep; "
+            f"pace       --itl-slo-ms {1e3 * pace.slo_seconds:.0f}{why}: what running answers keep; "
             f"{instead}"
         )
 

@@ -20,6 +20,7 @@ from twinphase.constraint import common_prefix_length
 from twinphase.phases.cost import CostModel
 from twinphase.request import Request
 from twinphase.scheduler.chunk import ChunkBudget
+from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.phase import give_tokens
 
 # Uncomputed draft-model tokens per remaining output token; with more, drafts come too late to pay.
@@ -222,7 +223,7 @@ class DraftModel:
                     rows -= count
                 continue
             budget = budget or ChunkBudget(
-                rows, work, self.times, slo and slo / 2, self.kv_cache.block_size
+                rows, work, self.times, Pace(slo and slo / 2), self.kv_cache.block_size
             )
             chunk = budget.take(own.num_computed_tokens, count)
             if chunk:

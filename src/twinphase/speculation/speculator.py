@@ -165,8 +165,8 @@ class Speculator:
         """Drop the request's state; the request gets the counts of its prediction."""
         state = self._states.pop(request.request_id, None)
         if state is not None and (counts := state.sources.get("prediction")):
-            request.num_accepted_prediction_tokens = counts.accepted
-            request.num_rejected_prediction_tokens = counts.drafted - counts.accepted
+            request.counts.num_accepted_prediction_tokens = counts.accepted
+            request.counts.num_rejected_prediction_tokens = counts.drafted - counts.accepted
         self.acceptance.forget(request.request_id)
         for proposer in self.proposers:
             proposer.forget(request)

@@ -6,7 +6,7 @@ from twinphase.tokenizer.tokenizer import Tokenizer
 
 
 def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
-    """The lowest token id that means something else in the other vocabulary, in words; None if there is none.
+    """The lowest token id that differs in the other vocabulary, in words; None if all agree.
 
     Ids that only the longer one has are no difference: vocabularies are padded.
     """
@@ -18,12 +18,10 @@ def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
         if here != there:
             return f"token {token_id} is {here!r} in one and {there!r} in the other"
         if one.is_special(token_id) != other.is_special(token_id):
-            kinds = (
-                "a control token and text"
-                if one.is_special(token_id)
-                else "text and a control token"
-            )
-            return f"token {token_id}, {here!r}, is {kinds}"
+            kinds = ["text", "a control token"]
+            if one.is_special(token_id):
+                kinds.reverse()
+            return f"token {token_id}, {here!r}, is {' and '.join(kinds)}"
     common = min(one.vocab_size, other.vocab_size)
     lonely = [i for i in names.keys() ^ other_names.keys() if i < common]
     return f"only one of them has a token {min(lonely)}" if lonely else None

@@ -1,6 +1,6 @@
 """Messages to the one text that a chat model was trained on, by the template that comes with it.
 
-Templates are programs from whoever made the file; they run in `template_sandbox.py`. The
+Templates are programs by the authors of model files; they run in `template_sandbox.py`. The
 conventions are those of Hugging Face. Not for encoding the text: that is `prompt_parts.py`, which
 knows which control tokens are the template's.
 """
@@ -134,8 +134,8 @@ class ChatTemplate:
             ArithmeticError,
             RecursionError,
         ) as error:
-            # A template is code, and fails like code: on content that is not text, or a role it
-            # does not expect.
+            # A template is code, and fails like code: on content that is not text, or an
+            # unexpected role.
             raise InvalidRequestError(
                 f"The chat template fails on the messages: {_one_line(error)}.",
                 "Check roles and contents.",
@@ -143,7 +143,9 @@ class ChatTemplate:
 
 
 def content_texts(message: Mapping[str, Any], index: int) -> list[tuple[str, str | None]] | None:
-    """The texts of a message's content, each with the name its client gave that part of the prompt; None without one.
+    """The texts of a message's content, each with the client's name for that part of the prompt.
+
+    None stands for a message without content.
 
     A content is a text or a list of {"type": "text", "text": ...}. An entry may have our own field
     "part": a name under which its tokens are reported, such as that of a retrieved document.

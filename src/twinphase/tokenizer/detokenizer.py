@@ -32,7 +32,7 @@ class Detokenizer:
         keep_stop: bool = False,
         continuation: bool = False,
     ) -> None:
-        """Starts an empty stream; `skip_special_tokens` and `continuation` are as for `Tokenizer.decode`.
+        """Starts an empty stream; `skip_special_tokens`, `continuation` as in `Tokenizer.decode`.
 
         A string of `stop` ends the text and is part of it with `keep_stop` only. The control tokens
         in `keep_special` always are.
@@ -43,8 +43,7 @@ class Detokenizer:
         self._keep_special = keep_special
         self._keep_stop = keep_stop
         self._strip_space = tokenizer.strips_leading_space and not continuation
-        # Holds back the bytes of an unfinished character and replaces what can be none, as
-        # bytes.decode does.
+        # Holds back bytes of an unfinished character, and replaces invalid ones as bytes.decode.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # the text that could be the beginning of a stop string
         self.stop_string: str | None = None
@@ -87,7 +86,7 @@ class Detokenizer:
         return text + held
 
     def _release(self, text: str) -> str:
-        """Adds text to what is held, and returns the part before anything that may become a stop string."""
+        """Adds text to what is held, and returns the part that cannot become a stop string."""
         if not self._stop:
             return text
         text = self._held + text

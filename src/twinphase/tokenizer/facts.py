@@ -1,4 +1,4 @@
-"""What a model says about its tokenizer beside the vocabulary; filled from GGUF metadata or from a folder's JSON."""
+"""Facts about a tokenizer beside its vocabulary, from GGUF metadata or a folder's JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TokenizerFacts:
         eos_token_id: the token that ends a text, or None.
         end_token_ids: every token that ends generation: end of text, of turn, of message.
         prefix: ids put before a text.
-        suffix: ids put behind a text.
+        suffix: ids put after a text.
         strips_leading_space: encoding puts a space before the text, which decoding takes away.
     """
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder: tokenizer.json as it is, and what the JSON files beside it say.
+"""The tokenizer of a Hugging Face folder: tokenizer.json, and the JSON files beside it.
 
 The rules are those of transformers' AutoTokenizer (5.x, `TokenizersBackend`). Without
 tokenizer.json, SentencePiece's tokenizer.model is read (`sentencepiece.py`), with BOS and without
@@ -21,8 +21,9 @@ from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.tokenizer.facts import SPACE, Spelling, TokenizerFacts
 from twinphase.tokenizer.pipeline import part_steps
 from twinphase.tokenizer.sentencepiece import open_pieces
+from twinphase.weights.storage import read_limited
 
-_MAX_JSON = 256 * 1024 * 1024  # bytes
+_MAX_JSON_BYTES = 256 << 20
 _FETCH = "Fetch the model's folder again."
 _CONVERT = (
     "Write one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
@@ -42,7 +43,7 @@ _KNOWN_DECODERS = {
 def open_folder(
     folder: Path, config: Mapping[str, Any], rows: int | None
 ) -> tuple[tokenizers.Tokenizer, TokenizerFacts]:
-    """A folder's tokenizer without post-processor, and what the folder says beside it.
+    """A folder's tokenizer without post-processor, and the facts of the other files.
 
     Args:
         folder: with tokenizer.json or tokenizer.model; tokenizer_config.json,
@@ -55,19 +56,18 @@ def open_folder(
         UnsupportedModelError: neither of the two, or one that spells its tokens in an unknown way.
         CheckpointError: a file that is not valid.
     """
-    said = _tokenizer_config(folder)
+    settings = _tokenizer_config(folder)
     backend, own_names = _open_backend(folder, rows)
-    names = own_names | _special_names(said)
-    _add_tokens(backend, said, names, rows)
+    names = own_names | _special_names(settings)
+    _add_tokens(backend, settings, names, rows)
     bos, eos = (_token_id(backend, names.get(f"{name}_token")) for name in ("bos", "eos"))
     if own_names:
-        prefix = _only(bos if said.get("add_bos_token", True) else None)
-        suffix = _only(eos if said.get("add_eos_token", False) else None)
+        prefix = _only(bos if settings.get("add_bos_token", True) else None)
+        suffix = _only(eos if settings.get("add_eos_token", False) else None)
     else:
         prefix, suffix = _added_around(backend)
-        backend.post_processor = (
-            None  # what it adds is known now, and it would move the places where tokens begin
-        )
+        # What it adds is known now, and it would shift the starts of tokens.
+        backend.post_processor = None
     size = _num_ids(backend)
     ends = [i for i in _end_ids(folder, config) if 0 <= i < size]
     spelling, strips_leading_space = _spelling(backend)
@@ -91,16 +91,10 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: anything else.
     """
+    if not path.is_file():
+        return {}
     try:
-        if not path.is_file():
-            return {}
-        if path.stat().st_size > _MAX_JSON:
-            raise CheckpointError(f"{path} is larger than {_MAX_JSON >> 20} MiB.", _FETCH)
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error.strerror or error}.", _FETCH
-        ) from None
+        value = json.loads(read_limited(path, _MAX_JSON_BYTES, _FETCH).decode())
     except (ValueError, RecursionError):
         raise CheckpointError(f"{path} is not valid JSON.", _FETCH) from None
     if not isinstance(value, dict):
@@ -135,9 +129,8 @@ def _read_tokenizer(path: Path, rows: int | None) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(json.dumps(content))
     except CheckpointError:
         raise
-    except (
-        BaseException
-    ) as error:  # the library raises bare Exception, and its panics are not even that
+    except BaseException as error:
+        # The library raises bare Exception, and its panics are BaseExceptions.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
@@ -145,16 +138,16 @@ def _read_tokenizer(path: Path, rows: int | None) -> tokenizers.Tokenizer:
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json; one that lists no added tokens is older, and special_tokens_map.json amends it."""
-    said = read_json(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in said:
-        said |= read_json(folder / "special_tokens_map.json")
-    return said
+    """tokenizer_config.json; special_tokens_map.json amends older ones without added tokens."""
+    settings = read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in settings:
+        settings |= read_json(folder / "special_tokens_map.json")
+    return settings
 
 
-def _special_names(said: Mapping[str, Any]) -> dict[str, str]:
-    extra = said.get("extra_special_tokens")
-    named = {**said, **(extra if isinstance(extra, dict) else {})}
+def _special_names(settings: Mapping[str, Any]) -> dict[str, str]:
+    extra = settings.get("extra_special_tokens")
+    named = {**settings, **(extra if isinstance(extra, dict) else {})}
     texts = {key: _content(value) for key, value in named.items() if key.endswith("_token")}
     return {key: text for key, text in texts.items() if text}
 
@@ -172,19 +165,19 @@ def _token_id(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
 
 def _add_tokens(
     backend: tokenizers.Tokenizer,
-    said: Mapping[str, Any],
+    settings: Mapping[str, Any],
     names: Mapping[str, str],
     rows: int | None,
 ) -> None:
-    """Adds tokens that tokenizer_config.json has and tokenizer.json has not; makes those special that have a name."""
-    listed = said.get("added_tokens_decoder")
+    """Adds tokens that only tokenizer_config.json has; makes named tokens special."""
+    listed = settings.get("added_tokens_decoder")
     items = listed.items() if isinstance(listed, dict) else ()
     entries = {int(key): entry for key, entry in items if re.fullmatch("[0-9]{1,9}", key)}
     for _, entry in sorted(entries.items()):
         has_row = rows is None or backend.get_vocab_size(with_added_tokens=True) < rows
         if has_row and (text := _content(entry)) and backend.token_to_id(text) is None:
             backend.add_tokens([_added_token(text, entry)])
-    extra = [said.get(key) for key in ("additional_special_tokens", "extra_special_tokens")]
+    extra = [settings.get(key) for key in ("additional_special_tokens", "extra_special_tokens")]
     more = [_content(value) for values in extra if isinstance(values, list) for value in values]
     special = {
         token.content for token in backend.get_added_tokens_decoder().values() if token.special
@@ -196,8 +189,8 @@ def _add_tokens(
 
 def _added_token(text: str, entry: Any) -> AddedToken:
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    said = entry if isinstance(entry, dict) else {}
-    return AddedToken(text, **{flag: bool(said[flag]) for flag in flags if flag in said})
+    settings = entry if isinstance(entry, dict) else {}
+    return AddedToken(text, **{flag: bool(settings[flag]) for flag in flags if flag in settings})
 
 
 def _only(token_id: int | None) -> tuple[int, ...]:
@@ -206,18 +199,14 @@ def _only(token_id: int | None) -> tuple[int, ...]:
 
 def _num_ids(backend: tokenizers.Tokenizer) -> int:
     count: int = backend.get_vocab_size(with_added_tokens=True)
-    if all(
-        backend.id_to_token(i) is not None for i in range(count)
-    ):  # several times quicker than the whole table
+    # Several times quicker than the whole table.
+    if all(backend.id_to_token(i) is not None for i in range(count)):
         return count
     return max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def _added_around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that the post-processor puts before and behind a text.
-
-    What the config says of BOS and EOS is older.
-    """
+    """The ids that the post-processor puts around a text, which override the config."""
     encoding = backend.encode("a", add_special_tokens=True)
     ids = encoding.ids
     added = encoding.special_tokens_mask
@@ -227,24 +216,18 @@ def _added_around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple
 
 
 def _end_ids(folder: Path, config: Mapping[str, Any]) -> list[int]:
-    """The ids that generation_config.json says end an answer; without that, config.json."""
+    """The ids that end an answer, by generation_config.json or else config.json."""
     inner = config.get("text_config")
-    for source in (
-        read_json(folder / "generation_config.json"),
-        config,
-        inner if isinstance(inner, dict) else {},
-    ):
-        found = source.get("eos_token_id")
-        if found is not None:
-            values = found if isinstance(found, list) else [found]
-            return [
-                value for value in values if isinstance(value, int) and not isinstance(value, bool)
-            ]
+    inner = inner if isinstance(inner, dict) else {}
+    for source in (read_json(folder / "generation_config.json"), config, inner):
+        ids = source.get("eos_token_id")
+        if ids is not None:
+            return [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int]
     return []
 
 
 def _spelling(backend: tokenizers.Tokenizer) -> tuple[Spelling, bool]:
-    """How tokens are spelled, and whether decoding takes a first space away, by the decoder of tokenizer.json."""
+    """How tokens are spelled, and whether decoding removes a first space, by the decoder."""
     steps = part_steps(backend.decoder) or part_steps(backend.pre_tokenizer)
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:

@@ -44,7 +44,7 @@ _END_TOKENS = (
 )
 # In GPT-OSS's format "<|end|>" ends a message, and more messages may follow.
 _HARMONY = ("<|return|>", "<|call|>", "<|end|>")
-# Special tokens behind which Phi-3 keeps a space; it drops spaces and newlines behind all others.
+# Special tokens after which Phi-3 keeps a space; it drops spaces and newlines after all others.
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 _MAX_WORD = 100  # characters; a longer word is unknown, as in BERT's own tokenizer
 
@@ -80,9 +80,8 @@ def build_tokenizer(
             tokenizer = _wordpiece(ids, tokens, metadata)
     except (UnsupportedModelError, CheckpointError):
         raise
-    except (
-        Exception
-    ) as error:  # the library raises bare Exception, for a merge of unknown tokens for example
+    except Exception as error:
+        # The library raises bare Exception, such as for a merge of unknown tokens.
         raise CheckpointError(
             f"The vocabulary is inconsistent: {str(error).splitlines()[0]}.", _FIX
         ) from None
@@ -111,12 +110,8 @@ def gguf_facts(metadata: Mapping[str, Any], backend: tokenizers.Tokenizer) -> To
         kind: _special_id(metadata, kind, defaults.get(kind), size)
         for kind in ("bos", "eos", "eot", "eom")
     }
-    for kind in (
-        "unknown",
-        "padding",
-        "cls",
-        "seperator",
-    ):  # the format spells it so; some files give -1 for none
+    # The format misspells "seperator"; some files give -1 for no token.
+    for kind in ("unknown", "padding", "cls", "seperator"):
         token_id = metadata.get(f"tokenizer.ggml.{kind}_token_id")
         ids[kind] = token_id if isinstance(token_id, int) and 0 <= token_id < size else None
     bos = ids["bos"]
@@ -168,7 +163,7 @@ def _spelling(metadata: Mapping[str, Any]) -> Spelling:
 
 
 def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
-    """The pre-tokenizer a byte-level BPE file asks for; one that names none gets "default", as in llama.cpp."""
+    """The pre-tokenizer of a byte-level BPE file; "default" if it names none, as in llama.cpp."""
     name = metadata.get("tokenizer.ggml.pre") or "default"
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
@@ -229,7 +224,7 @@ def _wordpiece(
 
 
 def _as_bert_writes(token: str, kind: int) -> str:
-    """llama.cpp's converter marks the beginning of a word with U+2581, and drops the ## of what continues one."""
+    """Undoes llama.cpp's converter: U+2581 marks the beginning of a word, ## its continuation."""
     if token.startswith(SPACE):
         return token[1:]
     return token if kind in (CONTROL, UNKNOWN) else f"##{token}"

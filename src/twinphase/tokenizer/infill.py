@@ -1,4 +1,4 @@
-"""Filling in the middle: the control tokens that some vocabularies have for it, and the prompt they make.
+"""Filling in the middle: the control tokens that some vocabularies have for it, and the prompt.
 
 The order is prefix, suffix, middle ("PSM": Bavarian et al., 2022, arXiv:2207.14255), as in
 llama.cpp.
@@ -52,13 +52,13 @@ def infill_prompt(
     suffix: str,
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Token ids of a prompt for the text between `prefix` and `suffix`, which hold no control tokens.
+    """Token ids of a prompt for the text between `prefix` and `suffix`, read as plain text.
 
     Args:
         tokenizer: of the model.
         metadata: of its GGUF file; empty for others.
         prefix: the text before.
-        suffix: the text behind.
+        suffix: the text after.
         max_tokens: the longest prompt, as for `Tokenizer.encode`.
 
     Raises:

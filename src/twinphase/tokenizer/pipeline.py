@@ -46,8 +46,8 @@ def without_special(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return plain
 
 
-def behind_control(plain: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """`plain` for a text behind a control token: SentencePiece's newer tokenizers put a space before the first only."""
+def after_control(plain: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """`plain` for a text after a control token, where newer SentencePiece adds no space."""
     if not any(step.get("prepend_scheme") == "first" for step in part_steps(plain.pre_tokenizer)):
         return plain
     settings = _settings(plain.pre_tokenizer)
@@ -62,14 +62,13 @@ def behind_control(plain: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def keeps_length(normalizer: Any) -> bool:
-    """Whether a text of n characters has n / 3 or more behind this normalizer."""
+    """Whether a text of n characters has n / 3 or more after this normalizer."""
     return all(map(_step_keeps_length, part_steps(normalizer)))
 
 
 def _step_keeps_length(step: dict[str, Any]) -> bool:
-    if (
-        step["type"] == "Replace"
-    ):  # of a text by one that is not shorter; a regular expression may match anything
+    if step["type"] == "Replace":
+        # A regular expression may match anything, so it counts as longer than its replacement.
         return len(step["pattern"].get("String", step["content"] + " ")) <= len(step["content"])
     return step["type"] in _KEEPING_LENGTH
 

@@ -1,4 +1,4 @@
-r"""How text is split into words before byte-pair merging, by the name a GGUF file gives (`tokenizer.ggml.pre`).
+r"""How text is split into words before byte-pair merging, by `tokenizer.ggml.pre` of GGUF.
 
 Only the table. A name that is not here is refused, because a wrong split gives plausible, wrong
 ids. The patterns are those of the models' own tokenizers (Oniguruma syntax); patterns of one entry

@@ -1,13 +1,13 @@
-"""From messages to token ids, knowing of each token which part of the prompt it belongs to, and who wrote it.
+"""From messages to token ids, with the part of the prompt that each token belongs to.
 
-A chat template is a program, so its output alone does not tell. It is run again with marks around
-what the client wrote (`template_marks.py`). If both outputs are the same but for the marks, these
-tell where everything went. Some templates look into contents and then write something else: they
-get fewer marks.
+A chat template is a program, so its output alone does not show the parts. It is run again with
+marks around what the client wrote (`template_marks.py`). If both outputs are equal except for the
+marks, these show where everything went. Some templates inspect contents and then write something
+else: they get fewer marks.
 
 The marks keep control tokens apart, too: "<|im_end|>" is one where the template wrote it, and ten
-characters where it stands in a message or in a tool's description, so that nobody can end his turn
-and begin another's. vLLM, transformers and llama.cpp's server (as of 2026) read both alike. Only
+characters in a message or in a tool's description, so that no client can end a turn and begin
+another. vLLM, transformers and llama.cpp's server (as of 2026) read both alike. Only
 what the vocabulary calls control tokens is concerned; what it calls user-defined, "</think>" and
 "<tool_call>" in many models, is read wherever it stands.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from twinphase.errors import InvalidRequestError
@@ -40,10 +40,9 @@ class PromptPart:
     Attributes:
         kind: "system", "tools" (what is there only because there are any), "history", "question"
             (the last user message), "tool_result" (of tools called by the last assistant message),
-            "marked" (by the client) or "template" (whatever the template added).
-        name: for a reader, "turn 2 (assistant)" for example; what the client called it, of a marked
-            one.
-        turn: of history, from 1; each user message begins one.
+            "marked" (by the client) or "template" (added by the template).
+        name: for people, such as "turn 2 (assistant)"; the client's own name of a marked part.
+        turn: the number of a turn of the history, from 1; each user message begins one.
     """
 
     kind: str
@@ -59,11 +58,25 @@ TEMPLATE = PromptPart("template", "template")
 SYSTEM_ROLES = {"system", "developer"}
 TOOL_ROLES = {"tool", "function", "ipython"}
 
-Run = tuple[
-    PromptPart, int, int
-]  # a part, its first character or token, and the one behind its last
-Range = tuple[int, int]  # the first character, and the one behind the last
-_Found = tuple[Content, int, int]  # as a run
+Run = tuple[PromptPart, int, int]  # a part, its first character or token, and its end
+Range = tuple[int, int]  # the first character, and the end
+_Place = tuple[Content, int, int]  # as a run
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """What a template is given."""
+
+    template: ChatTemplate
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None
+    variables: Mapping[str, Any]
+
+    def render(self) -> str:
+        return self.template.render(self.messages, tools=self.tools, **self.variables)
+
+    def strings(self) -> str:
+        return "\n".join(all_strings([self.messages, self.tools, self.variables]))
 
 
 @dataclass(frozen=True)
@@ -105,18 +118,15 @@ def chat_prompt(
     """
     if continue_final_message:
         variables["add_generation_prompt"] = False
-    whole = template.render(messages, tools=tools, **variables)
-    text = (
-        whole[: _end_of_last(template, whole, messages, tools, variables)]
-        if continue_final_message
-        else whole
-    )
+    conversation = _Conversation(template, messages, tools, variables)
+    text = whole = conversation.render()
+    if continue_final_message:
+        text = whole[: _end_of_last(conversation, whole)]
     token_ids, starts = tokenizer.encode_with_starts(text, max_tokens=max_tokens)
     names = {
         i: tokenizer.token_bytes(i).decode() for i in set(token_ids) if tokenizer.is_special(i)
     }
-    # A character that the vocabulary lacks becomes a control token, too, but was not written as
-    # one.
+    # A character that the vocabulary lacks becomes a control token without being written as one.
     control = [
         (starts[k], i)
         for k, i in enumerate(token_ids)
@@ -131,22 +141,16 @@ def chat_prompt(
     return ChatPrompt(text, token_ids, token_runs(spans, starts))
 
 
-def _end_of_last(
-    template: ChatTemplate,
-    whole: str,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    variables: Mapping[str, Any],
-) -> int:
-    """Where the last message's content ends in what the template made of the messages."""
-    (mark,) = free_characters(whole + "".join(all_strings([messages, tools, variables])))[:1]
-    *others, last = messages
+def _end_of_last(conversation: _Conversation, whole: str) -> int:
+    """Where the last message's content ends in the rendered text."""
+    mark = free_characters(whole + conversation.strings())[0]
+    *others, last = conversation.messages
     content = last.get("content")
     if isinstance(content, list) and content:
         content = [*content[:-1], {**content[-1], "text": f"{content[-1].get('text') or ''}{mark}"}]
     else:
         content = f"{content or ''}{mark}"
-    marked = template.render([*others, {**last, "content": content}], tools=tools, **variables)
+    marked = replace(conversation, messages=[*others, {**last, "content": content}]).render()
     begin, found, _ = marked.rpartition(mark)
     if not whole.startswith(begin):
         begin = begin.rstrip()  # the template trims contents
@@ -159,9 +163,9 @@ def _end_of_last(
 
 
 def token_runs(spans: Sequence[Run], starts: Sequence[int]) -> list[Run]:
-    """Runs of tokens by part, from `find_parts`' spans: a token belongs to the part of its first character.
+    """Runs of tokens by part, from `find_parts`' spans.
 
-    `starts` says at which character each token begins.
+    A token belongs to the part of its first character; `starts` are those of the tokens.
     """
     runs: list[Run] = []
     first = 0
@@ -195,27 +199,25 @@ def find_parts(
     Raises:
         InvalidRequestError: control tokens in the request where the template itself looks for them.
     """
-    request, seen = _find_marks(template, text, messages, tools, control, variables)
-    contents = request.contents
-    found, whole = (
-        (_by_search(text, contents), [])
-        if request.sides == "none"
-        else _by_marks(text, contents, seen)
-    )
+    conversation = _Conversation(template, messages, tools, variables)
+    request, marks = _find_marks(conversation, text, control)
+    places: list[_Place]
+    ranges = [(mark.at - 1, mark.at) for mark in marks if mark.kind == "cut"]
+    if request.sides == "none":
+        places = _by_search(text, request.contents)
+    else:
+        places, enclosed = _by_marks(text, request.contents, marks)
+        ranges += enclosed
     parts = list(_parts(messages))
     spans = [
-        (_marked(c.name) if c.name else parts[c.message], start, end) for c, start, end in found
+        (_marked(c.name) if c.name else parts[c.message], start, end) for c, start, end in places
     ]
-    cuts = [(mark.at - 1, mark.at) for mark in seen if mark.kind == "cut"]
-    only_with_tools = _only_with_tools(template, text, messages, tools, variables)
-    return _without_gaps(text, spans, only_with_tools), _merged(whole + cuts)
+    return _without_gaps(text, spans, _only_with_tools(conversation, text)), _merged(ranges)
 
 
 def _marked(name: str) -> PromptPart:
-    """A part by the name it was given; tools and their results are so named where a template has no place for them."""
-    return next(
-        (part for part in (TOOLS, TOOL_RESULT) if part.name == name), PromptPart("marked", name)
-    )
+    """A part by its given name, which tools have where a template has no place for them."""
+    return {TOOLS.name: TOOLS, TOOL_RESULT.name: TOOL_RESULT}.get(name, PromptPart("marked", name))
 
 
 def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[PromptPart]:
@@ -236,27 +238,24 @@ def _parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[PromptPart]:
 
 
 def _find_marks(
-    template: ChatTemplate,
-    text: str,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    control: Collection[str],
-    variables: Mapping[str, Any],
+    conversation: _Conversation, text: str, control: Collection[str]
 ) -> tuple[MarkedRequest, list[Mark]]:
-    """The request with the most marks that the template bears, and where they went; contents may have none."""
-    given = "\n".join(all_strings([messages, tools, variables]))
+    """The request with the most marks that the template bears, and the marks in its output."""
+    given = conversation.strings()
     written = sorted((name for name in control if name in given), key=len, reverse=True)
     marks = free_characters(given)
     for sides in ("both", "begin", "none"):
         request = MarkedRequest(*marks, sides, written)
         try:
-            marked = request.messages(messages)
-            rendered = template.render(
-                marked, tools=request.with_cuts(tools), **request.with_cuts(variables)
+            marked = _Conversation(
+                conversation.template,
+                request.messages(conversation.messages),
+                request.with_cuts(conversation.tools),
+                request.with_cuts(conversation.variables),
             )
+            plain, seen = request.read(marked.render())
         except (InvalidRequestError, RecursionError):
             continue
-        plain, seen = request.read(rendered)
         if plain == text:
             return request, seen
     if written:
@@ -270,15 +269,15 @@ def _find_marks(
 
 def _by_marks(
     text: str, contents: Sequence[Content], seen: Sequence[Mark]
-) -> tuple[list[_Found], list[Range]]:
-    """Where contents went, and those ranges of them that have both marks.
+) -> tuple[list[_Place], list[Range]]:
+    """Where contents went, and the ranges that have both marks.
 
-    Where a template took a content apart and one mark is lost, the content is followed from the
-    other one for as long as the text agrees with it.
+    If a template split a content and one mark is lost, the content is followed from the other mark
+    as long as the text agrees with it.
     """
     marks = [mark for mark in seen if mark.kind != "cut" and mark.content < len(contents)]
     limits = [*(mark.at for mark in marks[1:]), len(text)]
-    found: list[_Found] = []
+    found: list[_Place] = []
     whole: list[Range] = []
     k = done = 0
     while k < len(marks):
@@ -307,9 +306,9 @@ def _by_marks(
     return found, whole
 
 
-def _by_search(text: str, contents: Sequence[Content]) -> list[_Found]:
-    """Where contents went in a text without their marks: as far as they are found in their order."""
-    found: list[_Found] = []
+def _by_search(text: str, contents: Sequence[Content]) -> list[_Place]:
+    """Where contents went in a text without marks, as far as they are found in order."""
+    found: list[_Place] = []
     done = 0
     for content in contents:
         start = text.find(content.core, done)
@@ -319,18 +318,12 @@ def _by_search(text: str, contents: Sequence[Content]) -> list[_Found]:
     return found
 
 
-def _only_with_tools(
-    template: ChatTemplate,
-    text: str,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    variables: Mapping[str, Any],
-) -> Range:
-    """What would not be there without tools: between what the texts with and without begin and end with."""
-    if not tools:
+def _only_with_tools(conversation: _Conversation, text: str) -> Range:
+    """The text that exists because of the tools: what differs from the text without them."""
+    if not conversation.tools:
         return (0, 0)
     try:
-        without = template.render(messages, **variables)
+        without = replace(conversation, tools=None).render()
     except InvalidRequestError:
         return (0, 0)
     start = _shared(text, without)
@@ -338,7 +331,7 @@ def _only_with_tools(
 
 
 def _without_gaps(text: str, spans: Sequence[Run], tools: Range) -> list[Run]:
-    """All of the text: what no span covers is the template's, or there because of the tools."""
+    """All of the text: what no span covers belongs to the template or to the tools."""
     whole: list[Run] = []
     done = 0
     for part, start, end in [*spans, (TEMPLATE, len(text), len(text))]:

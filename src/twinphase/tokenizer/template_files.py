@@ -1,4 +1,4 @@
-"""Where a model keeps its chat templates. Only the texts; compiling and rendering them is `chat_template.py`'s."""
+"""Finds the texts of a model's chat templates. `chat_template.py` compiles and renders them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.tokenizer.folder import read_json
 from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.storage import read_limited
 
-_MAX_TEMPLATE = 4 * 1024 * 1024  # bytes
+_MAX_TEMPLATE_BYTES = 4 << 20
 _FIX = "Use the model without its template."
 
 
@@ -51,18 +52,14 @@ def _files(folder: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     try:
-        if path.stat().st_size > _MAX_TEMPLATE:
-            raise CheckpointError(f"{path} is larger than {_MAX_TEMPLATE >> 20} MiB.", _FIX)
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.", _FIX) from None
+        return read_limited(path, _MAX_TEMPLATE_BYTES, _FIX).decode()
     except UnicodeDecodeError:
         raise CheckpointError(f"{path} is not UTF-8 text.", _FIX) from None
 
 
-def _named(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What tokenizer_config.json says: a text, or a list of templates with names."""
-    templates = said.get("chat_template")
+def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The templates of tokenizer_config.json: a text, or a list with names."""
+    templates = settings.get("chat_template")
     if isinstance(templates, list):
         entries = [entry for entry in templates if isinstance(entry, dict)]
         templates = {str(entry.get("name")): entry.get("template") for entry in entries}

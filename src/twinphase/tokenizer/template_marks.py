@@ -1,4 +1,4 @@
-"""Marks in a request to a chat template, by which one sees in its output what the client wrote.
+"""Marks in a request to a chat template, which show in its output what the client wrote.
 
 Marks are characters that occur nowhere in the request. A pair with a number stands around each
 content; one more stands inside each control token that the client wrote. Not for what the marks
@@ -18,7 +18,7 @@ from twinphase.tokenizer.chat_template import content_texts
 
 
 class Content(NamedTuple):
-    """A text in a message: the message's index, the client's name for the text, and its spaces, core and spaces."""
+    """A text in a message: the message's index, the client's name, and the text with its spaces."""
 
     message: int
     name: str | None
@@ -28,7 +28,7 @@ class Content(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A mark found: "begin" or "end" of a content, or "cut" behind a control token's first character.
+    """A mark in the output: "begin" or "end" of a content, or "cut" after a first character.
 
     `at` is where it stands in the text without marks.
     """
@@ -40,7 +40,7 @@ class Mark(NamedTuple):
 
 @dataclass
 class MarkedRequest:
-    """Puts marks into a request, and finds them in what the template made of it.
+    """Puts marks into a request, and finds them in the template's output.
 
     Attributes:
         begin, end, cut: the characters to mark with.
@@ -57,7 +57,7 @@ class MarkedRequest:
     contents: list[Content] = field(default_factory=list)
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Messages with marks in their contents, their reasoning, and the arguments of their calls of tools."""
+        """Messages with marks in contents, reasoning, and the arguments of tool calls."""
         marked = []
         for i, message in enumerate(messages):
             new = dict(message)

@@ -1,10 +1,9 @@
-"""The Jinja environment that chat templates run in: immutable, with Hugging Face's helpers, and with a budget.
+"""The Jinja environment of chat templates: immutable, with Hugging Face's helpers and a budget.
 
 Jinja's sandbox keeps a template from Python's internals and from single endless ranges. It does not
-keep it from loops inside loops, or from making gigabytes out of a few characters. Here every
-operation pays, in steps, for what it reads and makes, and the few that multiply are checked first.
-Steps are counted, not timed, so that a busy machine refuses nothing. Not for choosing or filling
-templates.
+stop loops inside loops, or gigabytes made of a few characters. Here every operation pays, in steps,
+for what it reads and makes, and the few that multiply are checked first. Steps are counted, not
+timed, so that a busy machine refuses nothing. Not for choosing or filling templates.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ from jinja2.visitor import NodeTransformer
 if TYPE_CHECKING:
     from jinja2.parser import Parser
 
-# loop iterations, calls, operations, and characters made (64 a step) of one rendering
+# One rendering's loop iterations, calls, operations, and characters made.
 _MAX_STEPS = 1_000_000
 _CHARACTERS_PER_STEP = 64
-_STEPS_PER_CALL = 10  # of a function or macro, which takes that much longer than an operation
-_MAX_BITS = 100_000  # of an integer
-_MAX_LENGTH = (
-    4_000_000  # characters or elements of anything a template makes, if its input is not longer
-)
+_STEPS_PER_CALL = 10  # A function or macro takes that much longer than an operation.
+_MAX_INTEGER_BITS = 100_000
+# Characters or elements of anything a template makes, unless its input is longer.
+_MAX_LENGTH = 4_000_000
 _MAX_EXPONENT = 64
 # A number of four digits, or a width taken from an argument, in a format string: padding without
 # end.
@@ -56,8 +54,6 @@ _FILTERS = frozenset(
         "first",
         "float",
         "format",
-    }
-    | {
         "groupby",
         "indent",
         "int",
@@ -71,8 +67,6 @@ _FILTERS = frozenset(
         "max",
         "min",
         "pprint",
-    }
-    | {
         "reject",
         "rejectattr",
         "replace",
@@ -83,15 +77,39 @@ _FILTERS = frozenset(
         "selectattr",
         "sort",
         "string",
+        "striptags",
+        "sum",
+        "title",
+        "tojson",
+        "trim",
+        "truncate",
+        "unique",
+        "upper",
+        "wordcount",
     }
-    | {"striptags", "sum", "title", "tojson", "trim", "truncate", "unique", "upper", "wordcount"}
 )
 _COMPARING_TESTS = frozenset(
-    {"==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", ">=", "ge", "<", "lt"}
-    | {"lessthan", "<=", "le", "in"}
+    {
+        "==",
+        "eq",
+        "equalto",
+        "!=",
+        "ne",
+        ">",
+        "gt",
+        "greaterthan",
+        ">=",
+        "ge",
+        "<",
+        "lt",
+        "lessthan",
+        "<=",
+        "le",
+        "in",
+    }
 )
-# What reads all that is nested in its arguments.
-_WHOLE = _COMPARING_TESTS | {
+# Filters and tests that read all values nested in their arguments.
+_READ_DEEPLY = _COMPARING_TESTS | {
     "e",
     "escape",
     "format",
@@ -102,15 +120,18 @@ _WHOLE = _COMPARING_TESTS | {
     "pprint",
     "sort",
     "string",
+    "sum",
+    "tojson",
+    "trim",
+    "unique",
 }
-_WHOLE |= {"sum", "tojson", "trim", "unique"}
 
 _budget: ContextVar[tuple[list[int], int]] = ContextVar("budget")
 
 
 @contextmanager
 def budget(input_length: int) -> Iterator[int]:
-    """Gives what is rendered inside a fresh budget; yields the most characters that anything may have.
+    """Gives a rendering a fresh budget; yields the maximum characters of anything it makes.
 
     Args:
         input_length: characters of the messages, which may be longer than the limit for what a
@@ -142,17 +163,17 @@ def _length(value: Any) -> int:
 
 
 def _touched(value: Any) -> Any:
-    """Passes on what is read or was made, without what is nested in it."""
+    """Returns a value that is read or made, once it is paid for; nested values are not."""
     length = _length(value)
     _check_length(length)
     _spend(1 + length // _CHARACTERS_PER_STEP)
-    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+    if isinstance(value, int) and value.bit_length() > _MAX_INTEGER_BITS:
         raise TemplateRuntimeError("it makes a number that is too large")
     return value
 
 
 def _read(value: Any) -> Any:
-    """Passes on what is read with all that is nested in it: written, compared, hashed, sorted."""
+    """Returns a value, once it is paid for with all nested values: to write, compare or sort it."""
     total = 0
     inner = [value]
     while inner:
@@ -182,7 +203,7 @@ def _concat(parts: Iterable[str]) -> str:
     return str(_touched("".join(parts)))
 
 
-# These are called with the arguments of Jinja's filters, so they carry their names.
+# They have the parameters of Jinja's filters, by name.
 def _check_replace(s: Any, old: Any, new: Any, count: Any = None) -> None:
     _check_length(len(str(s)) + (str(s).count(str(old)) + 1) * len(str(new)))
 
@@ -207,12 +228,12 @@ def _check_format(value: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _pay_by_character(s: Any, *_: Any, **__: Any) -> None:
-    """Of filters that search a text with regular expressions."""
+    """For filters that search a text with regular expressions."""
     _spend(len(str(s)))
 
 
 class _BudgetTransformer(NodeTransformer):
-    """Makes those operations pay that the sandbox does not pass on: loops, literals, `~`, slices, comparisons, keys."""
+    """Makes operations pay that the sandbox does not intercept, such as loops and literals."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -295,8 +316,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         _touched(left), _touched(right)
         if operator == "*":
-            for one, other in ((left, right), (right, left)):
-                _check_length(_length(one) * other if isinstance(other, int) else 0)
+            for value, count in ((left, right), (right, left)):
+                _check_length(_length(value) * count if isinstance(count, int) else 0)
         if operator == "%" and isinstance(left, str):
             _check_format(left, right)
         if operator == "**" and not (
@@ -339,13 +360,13 @@ def _tojson(
 
 
 def _paying(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter or test that pays for what it reads and makes; keeps Jinja's mark of what it wants passed."""
+    """A filter or test that pays for what it reads and makes, with Jinja's own attributes."""
     skipped = 1 if hasattr(original, "jinja_pass_arg") else 0
-    pay = _read if name in _WHOLE else _touched
+    pay = _read if name in _READ_DEEPLY else _touched
     check = _CHECKS.get(name)
 
     def paying(*args: Any, **kwargs: Any) -> Any:
-        if name == "join":  # of what may come one by one
+        if name == "join":  # The parts may be a generator.
             args = (*args[:skipped], list(_counted(args[skipped])), *args[skipped + 1 :])
         for given in (*args[skipped:], *kwargs.values()):
             pay(given)

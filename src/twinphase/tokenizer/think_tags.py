@@ -10,9 +10,8 @@ class ThinkTags:
     """The texts around a model's thinking.
 
     Attributes:
-        start, end: stand before and behind it.
-        without: what an answer begins with that was given without thinking; nothing for most
-            models.
+        start, end: texts before and after it.
+        without: the beginning of an answer without thinking; empty for most models.
     """
 
     start: str
@@ -34,19 +33,15 @@ _KNOWN_TAGS = (
 
 
 def think_tags(template_source: str) -> ThinkTags | None:
-    """The tags a model thinks between, judged by its chat template; None for a model that does not think."""
-    return next(
-        (
-            tags
-            for tags in _KNOWN_TAGS
-            if tags.start in template_source or tags.end in template_source
-        ),
-        None,
-    )
+    """The tags around a model's thinking, judged by its chat template; None without any."""
+    for tags in _KNOWN_TAGS:
+        if tags.start in template_source or tags.end in template_source:
+            return tags
+    return None
 
 
 def opens_thinking(prompt_text: str, tags: ThinkTags) -> bool:
-    """Whether a rendered prompt ends inside the thinking part, so that the model does not write the start tag itself.
+    """Whether a rendered prompt ends inside the thinking part, after the start tag.
 
     A start tag further up is no sign of it: a user may have written one.
     """

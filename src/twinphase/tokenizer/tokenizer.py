@@ -8,9 +8,7 @@ cached beside its index. Decoding is ours, by the exact bytes of each token, so 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,8 +23,9 @@ from twinphase.errors import (
 from twinphase.tokenizer.facts import SPACE, Spelling, TokenizerFacts
 from twinphase.tokenizer.folder import open_folder
 from twinphase.tokenizer.gguf_vocabulary import build_tokenizer, gguf_facts
-from twinphase.tokenizer.pipeline import behind_control, keeps_length, without_special
+from twinphase.tokenizer.pipeline import after_control, keeps_length, without_special
 from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.storage import atomically
 
 # Changes whenever build_tokenizer gives something else for the same file.
 _CACHE_NAME = "tokenizer-2.json"
@@ -50,12 +49,12 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, facts: TokenizerFacts) -> None:
-        """Use `from_checkpoint`; a `backend` without post-processor, and what else its format says."""
+        """Use `from_checkpoint`; `backend` has no post-processor."""
         self._backend = backend
         # The library keeps "parse special tokens" as state of the object, so there are two; they
         # share the vocabulary.
         self._plain = without_special(backend)
-        self._behind_control = behind_control(self._plain)
+        self._after_control = after_control(self._plain)
         self.spelling = facts.spelling
         self._added = backend.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in self._added.items() if token.special)
@@ -72,7 +71,7 @@ class Tokenizer:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Tokenizer:
-        """The tokenizer of a model: a folder's tokenizer.json; of a GGUF file from the cache, or built and then cached.
+        """The tokenizer of a model's folder, or of its GGUF file, built once and then cached.
 
         Raises:
             UnsupportedModelError: no tokenizer, or a kind of tokenizer or pre-tokenizer that is not
@@ -103,7 +102,7 @@ class Tokenizer:
             )
         cached = checkpoint.cache_dir / _CACHE_NAME if checkpoint.cache_dir else None
         if cached is not None and cached.is_file():
-            # A damaged file is built anew; the library says so with a bare Exception.
+            # A damaged file is built again; the library reports it as a bare Exception.
             with contextlib.suppress(Exception):
                 backend = tokenizers.Tokenizer.from_file(str(cached))
                 return cls(backend, gguf_facts(metadata, backend))
@@ -218,11 +217,10 @@ class Tokenizer:
         return text.decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes a token stands for; control tokens stand for their names, unknown ids for nothing."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._make_token_bytes(token_id)
-        return found
+        """The bytes of a token: the name of a control token, nothing for an unknown id."""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._make_token_bytes(token_id)
+        return self._bytes[token_id]
 
     def is_special(self, token_id: int) -> bool:
         """Control tokens are no part of the text."""
@@ -239,21 +237,17 @@ class Tokenizer:
 
     def names(self) -> dict[int, str]:
         """Every token as its vocabulary spells it, by its id."""
-        return {
-            token_id: name
-            for name, token_id in self._backend.get_vocab(with_added_tokens=True).items()
-        }
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return {token_id: name for name, token_id in vocabulary.items()}
 
     def _append(self, text: str, at: int, ids: list[int], starts: list[int]) -> None:
-        """Adds the tokens of a part of a text that begins at character `at`, and where they begin."""
+        """Adds the tokens, and their starts, of a part of a text that begins at character `at`."""
         encoding = self._run(text, False, begins=at == 0)
         ids += encoding.ids
         starts += [at + start for start, _ in encoding.offsets]
 
     def _run(self, text: str, parse_special: bool, *, begins: bool = True) -> tokenizers.Encoding:
-        backend = (
-            self._backend if parse_special else self._plain if begins else self._behind_control
-        )
+        backend = self._backend if parse_special else self._plain if begins else self._after_control
         try:
             if len(text) > _LONG_TEXT:
                 return backend.encode_batch([text], add_special_tokens=False)[0]
@@ -294,16 +288,10 @@ class Tokenizer:
 
 
 def _store(backend: tokenizers.Tokenizer, path: Path) -> None:
-    """Caches a built tokenizer, whole or not at all; a cache that cannot be written is no error."""
-    temporary = path.with_name(f".{path.name}-{os.getpid()}-{threading.get_ident()}")
-    try:
-        # The library reports a failed write as a bare Exception.
-        with contextlib.suppress(Exception):
-            backend.save(str(temporary), pretty=False)
-            os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    """Caches a built tokenizer; a cache that cannot be written is no error."""
+    # The library reports a failed write as a bare Exception.
+    with contextlib.suppress(Exception), atomically(path) as temporary:
+        backend.save(str(temporary), pretty=False)
 
 
 def _byte_of_character() -> dict[str, bytes]:

@@ -173,7 +173,7 @@ class _Bench:
         steps: list[_Step] = []
         while not ticket.times:
             steps.append(self.step(in_parts=(len(steps) + first) % 2 == 1))
-        if ticket.request.num_cached_tokens:
+        if ticket.request.counts.num_cached_tokens:
             raise RuntimeError("a random prompt was in the prefix cache")
         return steps
 
@@ -209,7 +209,7 @@ class _Bench:
             in_parts = (turn + first) % 2 == 1
             self.step(in_parts)  # the other kind's threads are still awake
             found[in_parts] += [self.step(in_parts) for _ in range(TURN_STEPS)]
-        if any(ticket.request.num_preemptions for ticket in tickets):
+        if any(ticket.request.counts.num_preemptions for ticket in tickets):
             raise RuntimeError("a sequence under measurement was preempted")
         self.workshop.stepped.clear()
         sample = _sample(found[False], found[True], point.batch, statistics.median)

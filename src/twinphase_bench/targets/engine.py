@@ -158,7 +158,7 @@ class EngineTarget:
 
 
 def _refuse_cached(tickets: list[TimedRequest]) -> None:
-    cached = sum(ticket.request.num_cached_tokens for ticket in tickets)
+    cached = sum(ticket.request.counts.num_cached_tokens for ticket in tickets)
     if cached:
         raise TwinphaseError(
             f"{cached} prompt tokens came from the prefix cache: that is no prefill.",

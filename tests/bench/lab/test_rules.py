@@ -319,7 +319,7 @@ def records_of(seconds, prefill=0, decode=0):
 
 @pytest.mark.parametrize("way", [same_file.BATCHED, same_file.CHUNKED, same_file.CACHED])
 def test_a_way_must_have_happened(way):
-    asked = SimpleNamespace(request_id="r", num_cached_tokens=0)
+    asked = SimpleNamespace(request_id="r", counts=SimpleNamespace(num_cached_tokens=0))
     ticket = SimpleNamespace(request=asked, steps=[1, 2])
     alone = replace(records_of([0.1], prefill=8)[0], prefill_ids=("r",))
     others = [
@@ -327,7 +327,7 @@ def test_a_way_must_have_happened(way):
     ]  # while it was not there
     assert not same_file._happened(way, ticket, [alone, *others])
     if way is same_file.CACHED:
-        asked.num_cached_tokens = 16
+        asked.counts.num_cached_tokens = 16
         assert same_file._happened(way, ticket, [alone])
     else:
         seen = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from twinphase.backends.base import KVCacheSpec, StepInputs
 from twinphase.backends.encoder import NumpyEncoder, pooled
 from twinphase.blueprint import Blueprint
 from twinphase.config import EngineConfig
-from twinphase.engine.frontends.checks import Prompt, embeds, engine_config
+from twinphase.engine.frontends.checks import Prompt, embeds
 from twinphase.engine.frontends.text import ModelText
 from twinphase.engine.loading.loading import LoadedEngine, make_backend
 from twinphase.engine.ranks.backend import load_on_ranks
@@ -192,22 +192,21 @@ class _HiddenStates:
 
 def load(
     model: str | Path,
+    config: EngineConfig,
     *,
     compile_progress: Callable[[int, int, str], None] | None = None,
     load_progress: Callable[[int, int], None] = lambda done, total: None,
-    **config: Any,
 ) -> LoadedEngine | LoadedEmbedder:
     """Load a model for what it is made for, or for the `task` that `config` names.
 
     Raises:
         TwinphaseError: as `LLM`.
     """
-    wanted = engine_config(config)
-    checkpoint = open_model(resolve_model(str(model)), quantization=wanted.quantization)
-    if embeds(checkpoint, wanted):
-        return LoadedEmbedder(checkpoint, wanted, compile_progress, load_progress)
+    checkpoint = open_model(resolve_model(str(model)), quantization=config.quantization)
+    if embeds(checkpoint, config):
+        return LoadedEmbedder(checkpoint, config, compile_progress, load_progress)
     return LoadedEngine(
-        checkpoint, compile_progress=compile_progress, load_progress=load_progress, **config
+        checkpoint, config, compile_progress=compile_progress, load_progress=load_progress
     )
 
 

@@ -1,6 +1,6 @@
-"""The engine's side of a conversation about embeddings: one text after the other, in the order in which they come.
+"""The engine's loop for a model that embeds: one text after the other, in order of arrival.
 
-Runs where `loop.EngineLoop` does, on the same messages, for a model that embeds.
+Runs where `loop.EngineLoop` does, on the same messages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from twinphase.engine.process.messages import (
     Embedded,
     EngineFacts,
     FromEngine,
-    LookAt,
+    Inspect,
     Stop,
     ToEngine,
 )
@@ -25,7 +25,7 @@ from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseErro
 
 
 class EmbeddingLoop:
-    """Runs a model on messages; `send` takes its own, on the loop's thread."""
+    """Runs a model on messages; `send` gets the replies, on the loop's thread."""
 
     def __init__(self, loaded: LoadedEmbedder, send: Callable[[FromEngine], None]) -> None:
         self.loaded = loaded
@@ -41,7 +41,7 @@ class EmbeddingLoop:
         while not isinstance(message := self._inbox.get(), Stop):
             if isinstance(message, Embed):
                 self._send(self._embedded(message))
-            elif isinstance(message, (Add, LookAt)):
+            elif isinstance(message, (Add, Inspect)):
                 about = message.request_id if isinstance(message, Add) else message.number
                 error = InvalidRequestError(
                     "The model was loaded to embed texts.", "Ask for embeddings."
@@ -51,11 +51,11 @@ class EmbeddingLoop:
     def _embedded(self, message: Embed) -> FromEngine:
         try:
             vector = self.loaded.embed(message.token_ids)
-        except EngineDeadError:  # no text will be embedded any more: a new process can
+        except EngineDeadError:  # A new process has to be started.
             raise
         except TwinphaseError as error:
             return refusal(message.number, error)
-        except Exception as error:  # one text must not cost the others theirs
+        except Exception as error:  # An error in one text must not affect the others.
             cause = f"The text could not be embedded: {type(error).__name__}: {error}."
             return refusal(message.number, TwinphaseError(" ".join(cause.split())[:300]))
         return Embedded(message.number, vector.astype("<f4").tobytes())
@@ -64,7 +64,7 @@ class EmbeddingLoop:
 def make_loop(
     loaded: LoadedEngine | LoadedEmbedder, send: Callable[[FromEngine], None]
 ) -> tuple[EngineLoop | EmbeddingLoop, EngineFacts]:
-    """The loop for what a model was loaded for, and what to tell about it."""
+    """The loop for a loaded model, and its facts."""
     if isinstance(loaded, LoadedEmbedder):
         model = loaded.text.checkpoint.fingerprint
         facts = EngineFacts(loaded.config, None, None, 0, None, None, loaded.size, model=model)

@@ -1,8 +1,8 @@
-"""`AsyncEngine`: many users at once, who submit, read streams and abort from asyncio code.
+"""`AsyncEngine`: the front end for many users at once, in asyncio code.
 
-The engine runs elsewhere (`host.py`) and both sides exchange messages only (`messages.py`): into it
-what is asked, out of it one message a step with every request's new tokens. Text is made here, on
-the reader's side.
+The engine runs elsewhere (`host.py`), and both sides only exchange messages (`messages.py`):
+requests go in, and one message per step comes out with the new tokens of all requests. Text is made
+here, on the reader's side.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from twinphase.engine.frontends.checks import (
     Prompt,
     check_id,
     check_params,
+    engine_config,
     is_plain,
     unknown_request,
 )
@@ -41,20 +42,20 @@ from twinphase.engine.process.messages import (
     End,
     EngineFacts,
     FromEngine,
+    Inspect,
+    Inspected,
     Loading,
-    LookAt,
-    News,
     Refused,
-    Seen,
-    StepNews,
+    RequestUpdate,
     StepStats,
+    StepUpdates,
     ToEngine,
 )
 from twinphase.errors import EngineDeadError, EngineUnavailableError
 from twinphase.explain.explanation import Explanation
 from twinphase.outcome import FinishReason
-from twinphase.phases.timeline import IntervalKind, RequestTimeline
-from twinphase.request import RequestCounts, SamplingParams, check_priority_and_salt, check_tenant
+from twinphase.phases.record import RequestRecord
+from twinphase.request import SamplingParams, check_priority_and_salt, check_tenant
 from twinphase.sampling.rng import derive_seed
 
 # A longer text is encoded on a thread, so that other answers continue.
@@ -74,10 +75,10 @@ class AsyncEngine:
 
     Attributes:
         facts: what was loaded, once it is; a restart keeps the last ones.
-        progress: how far loading has come; None while the engine serves.
+        progress: the stage of loading; None while the engine serves.
         stats: of the last step.
         last_embedded: when the last vector came, seconds.
-        on_step: called after each step, on the thread that brings the engine's messages.
+        on_step: called after each step, on the thread that receives the engine's messages.
     """
 
     def __init__(self, host: Host, *, on_step: Callable[[StepStats], None] | None = None) -> None:
@@ -92,25 +93,25 @@ class AsyncEngine:
         self._num_embedding = 0
         self.on_step = on_step
         self._streams: dict[str, weakref.ref[RequestStream]] = {}  # of unfinished requests
-        self._accepted: set[str] = set()  # of those, the ones that the engine has
-        # For an answer: requests by id, questions by number.
+        self._accepted: set[str] = set()  # ids of the streams that the engine has queued
+        # Awaited replies: for requests by id, for questions by number.
         self._waiting: dict[str | int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
         self._numbers = count()
-        self._seedless = count()  # requests that a seed was chosen for
+        self._seedless = count()  # requests without a seed of their own
         host.start(self._receive, self._died)
 
     @classmethod
     def from_model(cls, model: str | Path, **config: Any) -> AsyncEngine:
         """Load a model into this process; arguments and errors are those of `LLM`."""
-        return cls(ThreadHost(load(model, **config)))
+        return cls(ThreadHost(load(model, engine_config(config))))
 
     @classmethod
     def in_process(cls, model: str | Path, **config: Any) -> AsyncEngine:
-        """Load a model into a process of its own, which is started again when it dies; needs a running event loop.
+        """Load a model into a process of its own, which is restarted when it dies.
 
-        Returns at once; `progress` says how far loading has come.
+        Needs a running event loop. Returns at once; `progress` reports the stage of loading.
         """
-        return cls(ProcessHost(model, config))
+        return cls(ProcessHost(model, engine_config(config)))
 
     @property
     def is_running(self) -> bool:
@@ -123,16 +124,16 @@ class AsyncEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that the engine has; those whose grammar is still being compiled are not among them."""
+        """Requests that the engine has queued or computes; not those whose grammar is compiled."""
         return len(self._accepted & self._streams.keys()) + self._num_embedding
 
     async def encode(
         self, prompt: Prompt, arrival: float | None = None, *, last: int | None = None
     ) -> EncodedPrompt:
-        """Token ids of a prompt, as `ModelText.encode`; it came at `arrival` (seconds; now if None).
+        """Token ids of a prompt that came at `arrival` (seconds; now if None); see `ModelText`.
 
-        With `last`, only so many tokens at the prompt's end are kept, and it may be longer than the
-        context.
+        With `last`, only this number of tokens at the prompt's end is kept, and the prompt may be
+        longer than the context.
         """
         arrival = self.clock() if arrival is None else arrival
         limit = self.max_model_len if last is None else None
@@ -161,7 +162,7 @@ class AsyncEngine:
             request_id: unique among the unfinished; one is made if None.
             priority: lower goes first; needs the policy "priority".
             cache_salt: share cached prefixes only with requests of the same salt.
-            tenant: whose request it is; tenants that ask at the same time share the engine's time.
+            tenant: whose request it is; tenants with requests at the same time share the engine.
             weight: that tenant's share beside others, 0.001 to 1,000.
             keep_special: control tokens that are part of the answer's text.
 
@@ -181,26 +182,20 @@ class AsyncEngine:
         check_priority_and_salt(priority, cache_salt)
         check_tenant(tenant, weight)
         encoded = prompt if isinstance(prompt, EncodedPrompt) else await self.encode(prompt)
-        asked = priority, cache_salt, tenant, float(weight), list(encoded.prediction_token_ids)
-        add = Add(
-            name,
-            encoded.token_ids,
-            self._seeded(params),
-            encoded.arrival,
-            encoded.tokenized,
-            *asked,
-        )
-        timeline = RequestTimeline(encoded.arrival)
-        timeline.mark(IntervalKind.TOKENIZE, encoded.tokenized)
+        record = RequestRecord.arrived(name, encoded.arrival)
+        record.priority = priority
+        record.cache_salt = cache_salt
+        record.tenant = tenant
+        record.weight = float(weight)
+        record.tokenized(len(encoded.token_ids), encoded.tokenized)
         transcript = Transcript(
-            name,
+            record,
             encoded.text,
             encoded.token_ids,
             params,
             self.text.tokenizer,
-            timeline,
-            encoded.is_plain,
-            keep_special,
+            continues_prompt=encoded.is_plain,
+            keep_special=keep_special,
         )
         if name in self._streams:
             raise errors.InvalidRequestError(
@@ -210,11 +205,15 @@ class AsyncEngine:
         stream = RequestStream(transcript, self._end)
         self._streams[name] = weakref.ref(stream)
         try:
-            await self._ask(
-                name, add
-            )  # cancelled or refused, the stream goes, and with it the request
+            add = Add(
+                record.copy(),
+                encoded.token_ids,
+                self._seeded(params),
+                list(encoded.prediction_token_ids),
+            )
+            await self._ask(name, add)
         except BaseException:
-            stream.abandon()
+            stream.abandon()  # Cancelled or refused: the request ends with its stream.
             raise
         return stream
 
@@ -252,27 +251,22 @@ class AsyncEngine:
         self.host.put(End(request_id, FinishReason.ABORT))
 
     async def explain(self, stream: RequestStream) -> Explanation:
-        """Why a request took as long as it did; see `LLM.explain`."""
-        transcript = stream.transcript
-        timeline = transcript.timeline if transcript.finished else None
-        return (await self.look(transcript.counts(), timeline))[1]
+        """Why a request took as long as it did, as `LLM.explain`."""
+        return (await self.inspect(stream.transcript.record))[1]
 
-    async def look(
-        self, request: RequestCounts, timeline: RequestTimeline | None
-    ) -> tuple[RequestTimeline, Explanation]:
-        """Timeline and explanation of a request, by the engine.
-
-        `timeline` is that of a finished request; with None, only the request's id is looked at.
+    async def inspect(self, record: RequestRecord) -> tuple[RequestRecord, Explanation]:
+        """The engine's record of a request, and its explanation.
 
         Raises:
-            RequestNotFoundError: no timeline was given, and the engine does not know the request.
-            EngineUnavailableError: the engine is not there to be asked.
+            RequestNotFoundError: the request has not ended, and the engine does not know it.
+            EngineUnavailableError: the engine cannot be asked.
         """
         number = next(self._numbers)
-        seen: Seen = await self._ask(number, LookAt(number, request.request_id, timeline, request))
-        if seen.timeline is None or seen.explanation is None:
-            raise unknown_request(request.request_id)
-        return seen.timeline, seen.explanation
+        known = record if record.has_ended else None
+        found: Inspected = await self._ask(number, Inspect(number, record.request_id, known))
+        if found.record is None or found.explanation is None:
+            raise unknown_request(record.request_id)
+        return found.record, found.explanation
 
     def close(self) -> None:
         """End the engine after the step it is in; unfinished streams fail. From any thread."""
@@ -281,9 +275,9 @@ class AsyncEngine:
             EngineDeadError("The engine was closed.", "Send the request again, to one that runs.")
         )
 
-    # From here on: what the engine says, on whatever thread brings it.
+    # Messages from the engine, on any thread.
     def _receive(self, message: FromEngine) -> None:
-        if isinstance(message, StepNews):
+        if isinstance(message, StepUpdates):
             self.stats = message.stats or self.stats
             self._spread(message)
             if message.stats is not None and self.on_step is not None:
@@ -293,7 +287,7 @@ class AsyncEngine:
             self._answer(message.request_id, None)
         elif isinstance(message, Refused) and message.about is not None:
             self._refused(message.about, message.error())
-        elif isinstance(message, (Seen, Embedded)):
+        elif isinstance(message, (Inspected, Embedded)):
             self.last_embedded = (
                 self.clock() if isinstance(message, Embedded) else self.last_embedded
             )
@@ -304,28 +298,28 @@ class AsyncEngine:
         elif isinstance(message, Loading):
             self.progress = message
 
-    def _spread(self, message: StepNews) -> None:
-        """One wake-up of each event loop, however many requests it has."""
+    def _spread(self, message: StepUpdates) -> None:
+        """Pass a step's updates on, with one wake-up per event loop."""
         end = message.stats.end if message.stats else None
         here = _running_loop()
-        elsewhere: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, News]]] = {}
-        for news in message.news:
-            reference = self._streams.get(news.request_id)
+        elsewhere: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestUpdate]]] = {}
+        for update in message.updates:
+            reference = self._streams.get(update.request_id)
             stream = reference() if reference is not None else None
-            if news.finished is not None:
-                self._streams.pop(news.request_id, None)
-                self._accepted.discard(news.request_id)
+            if update.ended is not None:
+                self._streams.pop(update.request_id, None)
+                self._accepted.discard(update.request_id)
             if stream is None:
                 continue
             if stream.loop is here:
-                take_all([(stream, news)], end)
+                take_all([(stream, update)], end)
             else:
-                elsewhere.setdefault(stream.loop, []).append((stream, news))
+                elsewhere.setdefault(stream.loop, []).append((stream, update))
         for loop, items in elsewhere.items():
             _post_to(loop, take_all, items, end)
 
     def _refused(self, about: str | int, error: errors.TwinphaseError) -> None:
-        """One that was queued is refused where no engine can go on with it."""
+        """Fail a request; one that was queued already, if no engine is left to continue it."""
         if about in self._accepted:
             self._accepted.discard(about)
             reference = self._streams.pop(str(about), None)
@@ -350,7 +344,7 @@ class AsyncEngine:
         if waiting is not None:
             _post_to(waiting[0], _resolve, waiting[1], answer)
 
-    # From here on: what is said to the engine.
+    # Messages to the engine.
     async def _ask(self, about: str | int, message: ToEngine) -> Any:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
@@ -362,7 +356,7 @@ class AsyncEngine:
             self._waiting.pop(about, None)
 
     def _seeded(self, params: SamplingParams) -> SamplingParams:
-        """With a seed, chosen here and not where the request is computed: any engine then draws the same."""
+        """With a seed chosen here, so that any engine of a cluster draws the same."""
         if params.seed is not None or params.greedy or self.facts is None:
             return params
         return replace(params, seed=derive_seed(self.facts.config.seed, next(self._seedless)))
@@ -370,10 +364,8 @@ class AsyncEngine:
     def _end(self, stream: RequestStream, reason: FinishReason) -> None:
         """For the stream, from any thread."""
         reference = self._streams.get(stream.request_id)
-        if reference is None or reference() not in (
-            stream,
-            None,
-        ):  # the id may be another request's by now
+        # By now, another request may have the id.
+        if reference is None or reference() not in (stream, None):
             return
         if reason is FinishReason.ABORT:
             del self._streams[stream.request_id]
@@ -381,7 +373,7 @@ class AsyncEngine:
             self.host.put(End(stream.request_id, reason))
 
     def unavailable(self) -> EngineUnavailableError:
-        """What to tell those who come while it is not there."""
+        """The error for requests that come while the engine is not ready."""
         if isinstance(self.host, ThreadHost):
             return self.host.dead()
         stage = self.progress.stage if self.progress else "starting"
@@ -409,5 +401,5 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 def _post_to(
     loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any
 ) -> None:
-    with suppress(RuntimeError):  # the loop was closed: nobody reads any more
+    with suppress(RuntimeError):  # A closed loop has no readers left.
         loop.call_soon_threadsafe(function, *arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any, cast
 
@@ -20,8 +20,8 @@ Prompt = (
 MESSAGE = '{"role": "user", "content": "..."}'
 
 
-def engine_config(values: Mapping[str, Any]) -> EngineConfig:
-    """The configuration of these fields.
+def engine_config(values: Mapping[str, Any], base: EngineConfig = EngineConfig()) -> EngineConfig:
+    """The configuration `base` with other values of some fields.
 
     Raises:
         InvalidRequestError: a name that is not a field, or a value out of its range.
@@ -32,7 +32,7 @@ def engine_config(values: Mapping[str, Any]) -> EngineConfig:
             near = get_close_matches(name, names, 1)
             advice = f"Did you mean {near[0]}?" if near else f"The options are {', '.join(names)}."
             raise InvalidRequestError(f"There is no engine option {name!r}.", advice)
-    return EngineConfig(**values)
+    return replace(base, **values)
 
 
 def embeds(checkpoint: Checkpoint, config: EngineConfig) -> bool:

@@ -11,10 +11,12 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twinphase.config import EngineConfig
 from twinphase.engine.embedding.embedder import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -27,6 +29,7 @@ from twinphase.engine.frontends.checks import (
     Prompt,
     check_params,
     conversations,
+    engine_config,
     is_plain,
     one_for_each,
     prompt_list,
@@ -34,10 +37,13 @@ from twinphase.engine.frontends.checks import (
 from twinphase.engine.frontends.exclusive_use import Turns
 from twinphase.engine.frontends.outputs import RequestOutput, StreamUpdate, Transcript
 from twinphase.engine.loading.loading import LoadedEngine
+from twinphase.engine.process.messages import Add
+from twinphase.engine.process.requests import EngineRequests
 from twinphase.errors import InvalidRequestError
 from twinphase.outcome import FinishReason
-from twinphase.phases.timeline import IntervalKind, RequestTimeline
-from twinphase.request import Request, SamplingParams
+from twinphase.phases.record import RequestRecord
+from twinphase.phases.timeline import IntervalKind
+from twinphase.request import SamplingParams
 
 if TYPE_CHECKING:
     from twinphase.blueprint import Blueprint
@@ -63,7 +69,8 @@ class LLM:
         model: str | Path,
         *,
         compile_progress: Callable[[int, int, str], None] | None = None,
-        **config: Any,
+        config: EngineConfig = EngineConfig(),
+        **fields: Any,
     ) -> None:
         """Load a model.
 
@@ -71,19 +78,20 @@ class LLM:
             model: a path, or a name that `twinphase pull` takes.
             compile_progress: called with (done, total, kernel) when kernels have to be compiled
                 first.
-            config: fields of `EngineConfig`.
+            config: how the engine runs.
+            fields: fields of `EngineConfig`, which replace those of `config`.
 
         Raises:
-            TwinphaseError: the model cannot be found, read or run, or `config` has an unknown field
-                or a value out of range.
+            TwinphaseError: the model cannot be found, read or run, or a field is unknown or its
+                value out of range.
         """
-        self._model = load(model, compile_progress=compile_progress, **config)
+        self._model = load(model, engine_config(fields, config), compile_progress=compile_progress)
         self.config = self._model.config
         self.checkpoint = self._model.checkpoint
         self._ids = count()
         self._turns = Turns()
-        self._transcripts: dict[str, Transcript] = {}  # unfinished requests
-        self._abandoned: deque[Transcript] = deque()  # of streams that nobody reads any more
+        self._transcripts: dict[str, Transcript] = {}  # of unfinished requests
+        self._abandoned: deque[Transcript] = deque()  # of streams without a reader
 
     @property
     def _loaded(self) -> LoadedEngine:
@@ -98,6 +106,10 @@ class LLM:
                 f"{name} was loaded to embed texts; it writes none.", "Use LLM.embed."
             )
         return self._model
+
+    @cached_property
+    def _requests(self) -> EngineRequests:
+        return EngineRequests(self.engine)
 
     @property
     def engine(self) -> Engine:
@@ -293,31 +305,23 @@ class LLM:
         with self._turns.take() as interrupt:
             self._drop_abandoned()
             clock = self.engine.clock
-            timeline = RequestTimeline(clock())
+            record = RequestRecord.arrived(str(next(self._ids)), clock())
+            record.priority = priority
+            record.cache_salt = cache_salt
             text, token_ids = self._loaded.encode(prompt)
-            timeline.mark(IntervalKind.TOKENIZE, clock())
+            record.tokenized(len(token_ids), clock())
             constraint = self._loaded.text.constraint(params, token_ids)
-            if constraint is not None:
-                timeline.mark(IntervalKind.QUEUE, clock(), reason="grammar")
-            request = Request(
-                str(next(self._ids)), token_ids, params, timeline.arrival, priority, cache_salt
-            )
-            request.constraint = constraint
-            if prediction:
-                request.prediction_token_ids = self.tokenizer.encode(
-                    prediction, add_special_tokens=False
-                )
-            self.engine.add_request(request, timeline=timeline)
+            expected = list(self._loaded.text.encode_plain(prediction))
+            self._requests.add(Add(record, token_ids, params, expected), constraint)
             transcript = Transcript(
-                request.request_id,
+                record,
                 text,
                 token_ids,
                 params,
                 self.tokenizer,
-                timeline,
-                is_plain(prompt),
+                continues_prompt=is_plain(prompt),
             )
-            self._transcripts[request.request_id] = transcript
+            self._transcripts[record.request_id] = transcript
         if interrupt.requested:
             self._abort([transcript])
             raise KeyboardInterrupt
@@ -344,44 +348,31 @@ class LLM:
         clock = self.engine.clock
         ledger = self.engine.ledger
         alone = len(result.batch.scheduled) == 1
-        finished = {request.request_id: request for request in result.finished}
-        for share in result.batch.scheduled:
-            transcript = self._transcripts.get(share.request_id)
-            request = finished.get(share.request_id)
-            if transcript is None:  # another front end's
-                continue
-            transcript.num_prefilled = share.num_prefilled
-            transcript.num_cached_tokens = share.num_cached_tokens
-            transcript.take_prompt_logprobs(result.output.prompt_logprobs.get(share.request_id))
-            if not share.samples and request is None:
+        for update in self._requests.updates(result):
+            transcript = self._transcripts[update.request_id]
+            if not update.token_ids and update.ended is None:
+                transcript.take(update)
                 continue
             timeline = transcript.timeline
             num_before = len(transcript.token_ids)
             ledger.begin_text(timeline, clock(), alone)
-            token_ids = result.output.token_ids.get(share.request_id, [])
-            logprobs = result.output.logprobs.get(share.request_id, [])
-            transcript.take_tokens(token_ids, logprobs, request.finish_reason if request else None)
-            if request is not None or transcript.stop_string is not None:
-                self._end(transcript, FinishReason.STOP, request)
+            if transcript.take(update):
+                self._end(transcript, FinishReason.STOP)
             now = clock()
             timeline.mark(IntervalKind.DETOKENIZE, now)
             timeline.hand_over_tokens(len(transcript.token_ids) - num_before, now)
+            if update.ended is not None:
+                del self._transcripts[update.request_id]
             if transcript.finished:
                 timeline.compact()
         if not alone:
             ledger.end_text(clock(), alone)
 
-    def _end(
-        self, transcript: Transcript, reason: FinishReason, request: Request | None = None
-    ) -> None:
-        """The engine lets go of a request, if it has not done so already: then `request` says why."""
-        del self._transcripts[transcript.request_id]
-        if request is None:
-            request = self.engine.scheduler.get(transcript.request_id)
-            self.engine.finish(transcript.request_id, reason)
-        if request is not None:
-            reason = request.finish_reason or reason
-        transcript.end(reason, request.counts() if request is not None else None)
+    def _end(self, transcript: Transcript, reason: FinishReason) -> None:
+        update = self._requests.end(transcript.request_id, reason)
+        if update is not None:
+            transcript.take(update)
+            del self._transcripts[transcript.request_id]
 
     def _abort(self, transcripts: Sequence[Transcript]) -> None:
         """Abort those of the requests that have not finished; in a forked child they are not this process's."""

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from twinphase.batch import Phase, TokenLogprobs
+from twinphase.engine.process.messages import RequestUpdate
 from twinphase.outcome import FinishReason, PrefixMiss
+from twinphase.phases.record import RequestRecord
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.request import RequestCounts, SamplingParams
 from twinphase.tokenizer.detokenizer import Detokenizer
@@ -52,36 +54,60 @@ class RequestOutput:
     """A request and its answer so far.
 
     Attributes:
-        request_id: unique in this engine.
         prompt: the prompt's text, the rendered template of a chat; None if ids were given.
         outputs: one answer.
         finished: False in a partial result.
-        metrics: where the time went.
-        counts: the request in numbers, which `LLM.explain` reads; those below are a part of them.
-        num_cached_tokens: prompt tokens whose KV was there already.
-        error: one line when `finish_reason` is "error".
-        prefix_miss: why the prefix cache did not hold more of the prompt; None when it held all it
-            could.
-        num_preemptions: how often the request lost its KV to others; known when it has finished, as
-            the next one is.
-        num_recomputed_tokens: tokens computed once more after that.
-        prompt_logprobs: per prompt token, as of output tokens; None of the first, and altogether if
-            not asked for.
+        record: the request in numbers and times.
+        prompt_logprobs: per prompt token, as for output tokens; None for the first token, and None
+            as a whole if not asked for.
     """
 
-    request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    metrics: RequestTimeline
-    counts: RequestCounts = field(repr=False)
-    num_cached_tokens: int = 0
-    error: str | None = None
-    prefix_miss: PrefixMiss | None = None
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
+    record: RequestRecord
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def request_id(self) -> str:
+        """Unique in this engine."""
+        return self.record.request_id
+
+    @property
+    def metrics(self) -> RequestTimeline:
+        """Where the time went."""
+        return self.record.timeline
+
+    @property
+    def counts(self) -> RequestCounts:
+        """The request in numbers, some of which have attributes of their own."""
+        return self.record.counts
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV was in the prefix cache."""
+        return self.counts.num_cached_tokens
+
+    @property
+    def error(self) -> str | None:
+        """One line when `finish_reason` is "error"."""
+        return self.counts.error
+
+    @property
+    def prefix_miss(self) -> PrefixMiss | None:
+        """Why the prefix cache did not hold more of the prompt; None when it held all it could."""
+        return self.counts.prefix_miss
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often the request lost its KV to others; known when it has finished."""
+        return self.counts.num_preemptions
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Tokens computed again after preemptions; known when the request has finished."""
+        return self.counts.num_recomputed_tokens
 
 
 @dataclass(frozen=True)
@@ -89,14 +115,13 @@ class StreamUpdate:
     """What a streamed request got since its last update.
 
     Attributes:
-        text: text that became certain, often empty (while the prompt is read, or inside a
-            character).
+        text: text that became certain; often empty during prefill, or inside a character.
         token_ids, logprobs: of the new output tokens; logprobs only if asked for.
         text_ends: of the new output tokens, as in `Transcript`.
-        phase: what the request does next or did last: PREFILL until its first token.
+        phase: PREFILL until the first token, DECODE from then on.
         num_prefilled: prompt tokens in the KV cache so far, cached ones included.
         finished: True in the last update.
-        transcript: the whole request, which goes on growing; `output` is taken from it.
+        transcript: the whole request, which keeps growing; `output` is taken from it.
     """
 
     text: str
@@ -110,7 +135,7 @@ class StreamUpdate:
 
     @property
     def output(self) -> RequestOutput:
-        """The result at the moment of asking, whole once the request has finished."""
+        """The result so far, complete once the request has finished."""
         return self.transcript.output()
 
     @property
@@ -119,7 +144,7 @@ class StreamUpdate:
 
 
 def plain_logprobs(position: Mapping[int, Logprob] | None) -> dict[str, Any] | None:
-    """One position's log probabilities as JSON has them, by token id."""
+    """One position's log probabilities as in JSON, by token id."""
     if position is None:
         return None
     return {str(token_id): asdict(entry) for token_id, entry in position.items()}
@@ -129,46 +154,39 @@ def plain_logprobs(position: Mapping[int, Logprob] | None) -> dict[str, Any] | N
 class Transcript:
     """The answer to one request as it grows: takes each step's tokens, gives updates and results.
 
-    A front end calls `take_tokens` after each step. Once `stop_string` is set it tells the engine
-    to stop, and passes over what comes after. When the engine has let go of the request, it calls
-    `end`.
+    A front end calls `take` after each step.
 
     Attributes:
+        record: the front end's; the engine's, when the request has ended.
         prompt: text of the prompt, None if ids were given.
-        continues_prompt: the answer goes on in the prompt's text (no chat template between them).
+        continues_prompt: the answer continues the prompt's text (no chat template between them).
         keep_special: control tokens that are part of the text, such as those around a tool call.
         num_prefilled: prompt tokens in the KV cache so far, cached ones included.
-        num_cached_tokens: those that the prefix cache held.
         token_ids, text, logprobs: the answer so far; logprobs only if asked for.
         text_ends: for each output token, the position in the text after its last character; beyond
             the text's end while the text may be the beginning of a stop string.
-        prompt_logprobs: of the prompt tokens from the second on, as far as it is read; only if
-            asked for.
-        stop_string: the one that ended it.
-        finish_reason: None until the engine has let go of the request.
+        prompt_logprobs: of the prompt tokens prefilled so far, from the second one; only if asked
+            for.
+        stop_string: the one that ended the answer.
     """
 
-    request_id: str
+    record: RequestRecord
     prompt: str | None
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     tokenizer: Tokenizer
-    timeline: RequestTimeline
     continues_prompt: bool
     keep_special: Collection[int] = ()
     num_prefilled: int = 0
-    num_cached_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     text_ends: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_string: str | None = None
-    finish_reason: FinishReason | None = None
     num_tokens_given: int = 0  # in updates
     _num_chars_given: int = 0
     _num_prefilled_given: int = 0
-    _counts: RequestCounts | None = None  # the engine's, when it has let go of the request
 
     def __post_init__(self) -> None:
         params = self.sampling_params
@@ -178,12 +196,28 @@ class Transcript:
         self._detokenizer = self._detokenize(stop, self.continues_prompt)
 
     @property
+    def request_id(self) -> str:
+        return self.record.request_id
+
+    @property
+    def timeline(self) -> RequestTimeline:
+        return self.record.timeline
+
+    @property
+    def counts(self) -> RequestCounts:
+        return self.record.counts
+
+    @property
     def finished(self) -> bool:
-        return self.finish_reason is not None
+        return self.record.has_ended
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.record.finish_reason
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop string or stop token id that ended the text; None otherwise, so too at end of sequence."""
+        """The stop string or token id that ended the text; None otherwise, also at end of sequence."""
         if self.stop_string is not None or self.finish_reason is not FinishReason.STOP:
             return self.stop_string
         last = self.token_ids[-1]
@@ -192,24 +226,37 @@ class Transcript:
         )
         return None if ended_sequence else last
 
-    def take_tokens(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs],
-        ended: FinishReason | None,
-    ) -> None:
-        """Add a step's tokens and their text, up to the end of a stop string, and drop what lies behind it.
+    def take(self, update: RequestUpdate) -> bool:
+        """Add what a step brought.
 
-        `ended` is why the engine ended the request with them, if it did; `logprobs` is empty if not
-        asked for.
+        Returns:
+            Whether a stop string was found: then the front end ends the request with
+            `FinishReason.STOP`. Tokens that come later are ignored.
         """
-        if self.stop_string is not None:
-            return
-        for index, token_id in enumerate(token_ids, start=1):
+        ended = update.ended
+        self.num_prefilled = update.num_prefilled
+        if update.prompt_logprobs is not None:
+            # A request that another engine continues may report some entries again.
+            first, entries = update.prompt_logprobs
+            self.prompt_logprobs[first - 1 : first - 1 + len(entries)] = entries
+        searched = self.stop_string is None
+        if searched and update.token_ids:
+            self.take_tokens(update, ended is not None and ended.finish_reason is FinishReason.STOP)
+        if ended is not None:
+            self._end(ended)
+        else:
+            self.counts.num_cached_tokens = update.num_cached
+            self.counts.num_output_tokens = len(self.token_ids)
+            self.record.advance()
+        return searched and self.stop_string is not None and ended is None
+
+    def take_tokens(self, update: RequestUpdate, stopped: bool) -> None:
+        """Add tokens and their text up to the end of a stop string; `stopped` by the last token."""
+        for index, token_id in enumerate(update.token_ids, start=1):
             self.token_ids.append(token_id)
-            stops = ended is FinishReason.STOP and index == len(token_ids)
+            is_stop_token = stopped and index == len(update.token_ids)
             # A stop token is no part of the text, unless asked for.
-            if not stops or self.sampling_params.include_stop_str_in_output:
+            if not is_stop_token or self.sampling_params.include_stop_str_in_output:
                 self.text += self._detokenizer.append(token_id)
             self.text_ends.append(len(self.text) + self._detokenizer.num_held)
             if self._detokenizer.stopped:
@@ -217,35 +264,20 @@ class Transcript:
                 break
             if not self._searching and len(self.token_ids) >= self.sampling_params.min_tokens:
                 self._begin_search()
-        self.logprobs.extend(logprobs[: len(self.token_ids) - len(self.logprobs)])
+        self.logprobs.extend(update.logprobs[: len(self.token_ids) - len(self.logprobs)])
 
-    def take_prompt_logprobs(self, scored: tuple[int, list[TokenLogprobs]] | None) -> None:
-        """Add those of prompt tokens from an index on; whoever goes on with another's request may say them again."""
-        if scored is not None:
-            first, entries = scored
-            self.prompt_logprobs[first - 1 : first - 1 + len(entries)] = entries
-
-    def end(self, reason: FinishReason, counts: RequestCounts | None) -> None:
-        """The engine has let go of the request, of which it tells `counts`."""
+    def _end(self, record: RequestRecord) -> None:
         self.text += self._detokenizer.flush()
-        self._counts = counts
-        self.finish_reason = reason if self.stop_string is None else FinishReason.STOP
-
-    def counts(self) -> RequestCounts:
-        """The request in numbers; what became of it is known once it has finished."""
-        known = self._counts or RequestCounts(
-            self.request_id, 0, num_cached_tokens=self.num_cached_tokens
-        )
-        return replace(
-            known,
-            num_prompt_tokens=len(self.prompt_token_ids),
-            num_output_tokens=len(self.token_ids),
-            sampling_params=self.sampling_params,
-        )
+        record.timeline.token_times = self.timeline.token_times
+        record.counts.num_output_tokens = len(self.token_ids)
+        record.counts.sampling_params = self.sampling_params
+        if self.stop_string is not None:
+            record.finish_reason = FinishReason.STOP
+        self.record = record
 
     @property
     def has_news(self) -> bool:
-        """Whether the next update would say anything."""
+        """Whether the next update would hold anything new."""
         return (
             len(self.text) > self._num_chars_given
             or len(self.token_ids) > self.num_tokens_given
@@ -253,7 +285,6 @@ class Transcript:
         )
 
     def next_update(self) -> StreamUpdate:
-        """What has come since the last update."""
         text = self.text[self._num_chars_given :]
         token_ids = self.token_ids[self.num_tokens_given :]
         logprobs = self.logprobs[self.num_tokens_given : len(self.token_ids)]
@@ -275,7 +306,6 @@ class Transcript:
 
     def output(self) -> RequestOutput:
         """The result so far."""
-        counts = self.counts()
         asked = self.sampling_params.logprobs is not None
         completion = CompletionOutput(
             index=0,
@@ -286,22 +316,14 @@ class Transcript:
             finish_reason=self.finish_reason.value if self.finish_reason else None,
             stop_reason=self.stop_reason,
         )
+        prompt_logprobs = [None, *map(self._by_token, self.prompt_logprobs)]
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[completion],
-            finished=self.finished,
-            metrics=self.timeline,
-            counts=counts,
-            num_cached_tokens=counts.num_cached_tokens,
-            error=counts.error,
-            prefix_miss=counts.prefix_miss,
-            num_preemptions=counts.num_preemptions,
-            num_recomputed_tokens=counts.num_recomputed_tokens,
-            prompt_logprobs=None
-            if self.sampling_params.prompt_logprobs is None
-            else [None, *map(self._by_token, self.prompt_logprobs)],
+            self.prompt,
+            self.prompt_token_ids,
+            [completion],
+            self.finished,
+            replace(self.record, counts=replace(self.counts)),
+            None if self.sampling_params.prompt_logprobs is None else prompt_logprobs,
         )
 
     def _detokenize(self, stop: Sequence[str], continuation: bool) -> Detokenizer:
@@ -315,7 +337,7 @@ class Transcript:
         )
 
     def _begin_search(self) -> None:
-        """From here on look for stop strings, once no part of a character is held back."""
+        """Look for stop strings from here on, once no part of a character is held back."""
         if not self._detokenizer.holds_back:
             self._detokenizer = self._detokenize(self.sampling_params.stop_strings, True)
             self._searching = True

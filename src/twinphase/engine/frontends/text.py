@@ -113,7 +113,7 @@ class ModelText:
             return None
         from twinphase.sampling.token_filter import filtered
 
-        return filtered(self._form(params, prompt_token_ids), params, self._encode_plain)
+        return filtered(self._form(params, prompt_token_ids), params, self.encode_plain)
 
     def _form(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> Constraint | None:
         if not params.has_form:
@@ -125,12 +125,13 @@ class ModelText:
         with contextlib.suppress(UnsupportedModelError, CheckpointError):
             tags = self.chat_template.think_tags
 
-        encode = self._encode_plain
+        encode = self.encode_plain
         known = ThinkingTags(encode(tags.start), encode(tags.end)) if tags else None
         return make_constraint(params, prompt_token_ids, self.grammar_compiler, known)
 
-    def _encode_plain(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+    def encode_plain(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text that is no prompt, without special tokens around it."""
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
     def encode(self, prompt: Prompt, max_tokens: int | None) -> tuple[str | None, list[int]]:
         """Text of a prompt (None if it came as ids) and its token ids.

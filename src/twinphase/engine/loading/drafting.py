@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.runner import Runner
@@ -72,9 +72,9 @@ def load_draft_model(
         trace_file=None,
         speculative_config=None,
         itl_slo_ms=None,
+        tensor_parallel_size=1,
     )
-    config = replace(config, tensor_parallel_size=1)
-    engine = LoadedEngine(model, **asdict(config)).engine
+    engine = LoadedEngine(model, config).engine
     if isinstance(engine.executor, Runner):
         engine.executor.eos_token_ids = tuple(eos_token_ids)  # what ends an output, the target says
     return DraftModel(
@@ -86,5 +86,5 @@ def load_draft_model(
         max_model_len=length,
         max_num_batched_tokens=config.max_num_batched_tokens,
         eos_token_ids=eos_token_ids,
-        slo_seconds=lambda: target.engine.scheduler.slo_seconds,
+        slo_seconds=lambda: target.engine.scheduler.pace.slo_seconds,
     )

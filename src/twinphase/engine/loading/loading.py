@@ -15,7 +15,7 @@ from twinphase.backends.device import require_torch
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.config import EngineConfig, available_cores
 from twinphase.engine.engine import Engine
-from twinphase.engine.frontends.checks import Prompt, embeds, engine_config
+from twinphase.engine.frontends.checks import Prompt, embeds
 from twinphase.engine.frontends.text import ModelText
 from twinphase.engine.loading.ceilings import compute_units, device_of, measured_ceilings
 from twinphase.engine.ranks.backend import load_on_ranks
@@ -34,7 +34,8 @@ from twinphase.phases.report import phase_report
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape, model_shape
 from twinphase.request import Request, RequestCounts, SamplingParams
-from twinphase.scheduler.pace import Pace, Pacing
+from twinphase.scheduler.pace import Pace
+from twinphase.scheduler.pacing import Pacing
 from twinphase.scheduler.scheduler import Scheduler
 from twinphase.speculation.hidden_states import HiddenStateProposer
 from twinphase.speculation.load_heads import load_heads
@@ -62,34 +63,33 @@ class LoadedEngine:
     def __init__(
         self,
         model: str | Path | Checkpoint,
+        config: EngineConfig = EngineConfig(),
         *,
         compile_progress: Callable[[int, int, str], None] | None = None,
         load_progress: Callable[[int, int], None] = lambda done, total: None,
-        **config: Any,
     ) -> None:
         """Load a model; see `LLM` for the arguments and errors.
 
         `load_progress` is told (done, total) layers.
         """
         self._paces: deque[Pace] = deque(maxlen=PACES)
-        wanted = engine_config(config)
         self.checkpoint = (
             model
             if isinstance(model, Checkpoint)
-            else open_model(resolve_model(str(model)), quantization=wanted.quantization)
+            else open_model(resolve_model(str(model)), quantization=config.quantization)
         )
-        if embeds(self.checkpoint, wanted):
+        if embeds(self.checkpoint, config):
             raise InvalidRequestError(
                 f"{self.checkpoint.path.name} would be loaded to embed, which is not what this "
                 "does.",
                 "Use LLM.embed, or `twinphase serve` and /v1/embeddings.",
             )
-        b = self.blueprint = read_blueprint(self.checkpoint, wanted.max_model_len)
-        device = device_of(wanted)
+        b = self.blueprint = read_blueprint(self.checkpoint, config.max_model_len)
+        device = device_of(config)
         kv_bytes = (
-            b.num_layers * b.num_kv_heads * device.kv_head_bytes(b.head_dim, wanted.kv_cache_dtype)
+            b.num_layers * b.num_kv_heads * device.kv_head_bytes(b.head_dim, config.kv_cache_dtype)
         )
-        self.config = wanted.resolve(b.context_length, kv_bytes, device.free_memory())
+        self.config = config.resolve(b.context_length, kv_bytes, device.free_memory())
         self.text = ModelText(self.checkpoint)
         backend = make_backend(self.config, compile_progress)
         speculation = speculative_config(self.config.speculative_config)
@@ -186,9 +186,7 @@ class LoadedEngine:
         if not self.engine.cost_model.knows_both_phases:
             return None
         auto = self.config.itl_slo_ms == "auto"
-        return self._pacing.told(
-            self.choose_pace() if auto else Pace(self.config.slo_number, False)
-        )
+        return self._pacing.predict(self.choose_pace() if auto else Pace(self.config.slo_seconds))
 
     def choose_pace(self) -> Pace:
         """Choose the gap by what is known of steps now, and keep the middle one of the last choices.
@@ -197,7 +195,7 @@ class LoadedEngine:
         way.
         """
         self._paces.append(self._pacing.choose())
-        pace = sorted(self._paces, key=lambda one: one.itl_slo_ms or 0.0)[
+        pace = sorted(self._paces, key=lambda one: one.slo_seconds or 0.0)[
             (len(self._paces) - 1) // 2
         ]
         self.engine.keep_pace(pace)
@@ -214,9 +212,8 @@ class LoadedEngine:
         self, request: RequestCounts, timeline: RequestTimeline, *, names: bool = False
     ) -> Explanation:
         """Why a request took as long as it did, and what to change; `names` calls other requests by their ids."""
-        slo = self.engine.scheduler.slo_seconds
         machine = Machine(
-            replace(self.config, itl_slo_ms=slo and 1e3 * slo),
+            self.config,
             self.engine.shape,
             self.engine.cost_model,
             measured_ceilings(self.config),
@@ -228,6 +225,7 @@ class LoadedEngine:
                 dtype: self.backend.kv_bytes_per_token(dtype)
                 for dtype in self.backend.kv_cache_dtypes
             },
+            slo_seconds=self.engine.scheduler.pace.slo_seconds,
         )
         return explain(request, timeline, machine, names=names)
 
@@ -299,7 +297,7 @@ def make_engine(
     recorder = StepRecorder(shape, cost_model, trace=_step_log(config, scheduler, cost_model))
     wanted = speculative_config(config.speculative_config)
     drafter = make_speculator(
-        wanted, cost_model, lambda: scheduler.slo_seconds, shape.window, heads
+        wanted, cost_model, lambda: scheduler.pace.slo_seconds, shape.window, heads
     )
     sizes: dict[str, Any] = {"shape": shape, "vocab_size": model.blueprint.vocab_size}
     return Engine(scheduler, runner, recorder, **sizes, seed=config.seed, drafter=drafter)
@@ -328,7 +326,7 @@ def make_scheduler(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         policy=config.scheduling_policy,
-        itl_slo_ms=config.slo_number,
+        pace=Pace(config.slo_seconds),
         window=window,
     )
 

@@ -161,9 +161,9 @@ def load(wanted: Load, send: Callable[[FromEngine], None]) -> LoadedEngine | Loa
 
     loaded = load_model(
         wanted.model,
+        wanted.config,
         compile_progress=lambda done, total, kernel: report("compiling kernels", done, total),
         load_progress=lambda done, total: report("reading weights", done, total),
-        **wanted.config,
     )
     if isinstance(loaded, LoadedEmbedder):
         send(Loading("warming up"))

@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from twinphase.config import module_command
+from twinphase.config import EngineConfig, module_command
 from twinphase.engine.embedding.embedder import LoadedEmbedder
 from twinphase.engine.embedding.loop import make_loop
-from twinphase.engine.frontends.checks import embeds, engine_config
+from twinphase.engine.frontends.checks import embeds
 from twinphase.engine.frontends.exclusive_use import OwnProcess
 from twinphase.engine.frontends.text import ModelText
 from twinphase.engine.process.messages import (
@@ -182,18 +183,17 @@ class LinkHost:
     is_sought = True
 
     def __init__(
-        self, model: str | Path, config: dict[str, Any], silence: float | None = None
+        self, model: str | Path, config: EngineConfig, silence: float | None = None
     ) -> None:
         """Read the model's header; the engine is reached for with `start`.
 
         An engine that says nothing for `silence` seconds, although it is asked, counts as dead.
 
         Raises:
-            TwinphaseError: the model cannot be found or read, or the configuration is wrong.
+            TwinphaseError: the model cannot be found or read, or cannot do what `config` asks for.
         """
-        wanted = engine_config(config)
         self.text = ModelText.of_model(model)
-        self.embeds = embeds(self.text.checkpoint, wanted)
+        self.embeds = embeds(self.text.checkpoint, config)
         self.is_running = False
         self.num_restarts = 0
         self.last_death: EngineDeadError | None = None
@@ -386,9 +386,9 @@ class ProcessHost(LinkHost):
 
     def _load_message(self) -> Load:
         """A log of steps is of one process: each has its own, the first the name that was asked for."""
-        config = dict(self._config)
-        if config.get("trace_file") and self.num_restarts:
-            config["trace_file"] += f".{self.num_restarts}"
+        config = self._config
+        if config.trace_file and self.num_restarts:
+            config = replace(config, trace_file=f"{config.trace_file}.{self.num_restarts}")
         return Load(str(self.text.checkpoint.path), config)
 
 

@@ -1,7 +1,7 @@
-"""The engine's side of a conversation: takes messages, makes steps, sends what they brought.
+"""The engine's loop: takes messages from a front end, runs steps, and sends their results.
 
-One thread runs it and owns all state of the engine. Where that thread lives, here or in a process
-of its own, is the host's business (`async_engine.py`, `child.py`).
+One thread runs the loop and owns all state of the engine. A host decides where that thread lives
+(`host.py`, `child.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from twinphase.engine.engine import Engine, StepResult
@@ -24,23 +24,22 @@ from twinphase.engine.process.messages import (
     BlocksChanged,
     End,
     EngineFacts,
-    Finished,
     FromEngine,
     HandOver,
-    LookAt,
-    News,
+    Inspect,
+    Inspected,
+    LimitPrefill,
     PushTo,
-    ReadAtMost,
     Refused,
-    Seen,
-    StepNews,
     StepStats,
+    StepUpdates,
     Stop,
     ToEngine,
     WatchBlocks,
 )
+from twinphase.engine.process.requests import EngineRequests
 from twinphase.errors import InvalidRequestError, TwinphaseError
-from twinphase.phases.timeline import IntervalKind, RequestTimeline
+from twinphase.phases.record import RequestRecord
 from twinphase.request import Request
 from twinphase.scheduler.pace import Pace
 
@@ -48,14 +47,12 @@ if TYPE_CHECKING:
     from twinphase.constraint import Constraint
 
 GRAMMAR_THREADS = 2
-PACE_STEPS = (
-    64  # after which a pace that was chosen is chosen again, by what is known of steps then
-)
+PACE_INTERVAL_STEPS = 64
 
 
 @dataclass(frozen=True)
-class _Queue:
-    """An `Add` whose grammar is compiled, or could not be."""
+class _Compiled:
+    """An `Add` with its compiled grammar, or with the error of compiling it."""
 
     add: Add
     constraint: Constraint | None
@@ -68,46 +65,46 @@ class _Call:
 
 
 class Pushes(Protocol):
-    """Sends a request's KV blocks on to another engine, on the loop's thread."""
+    """Sends KV blocks to other engines, on the loop's thread."""
 
     def begin(self, request: Request, to: PushTo) -> None:
-        """From now on, send what is computed of the request's prompt."""
+        """Send the blocks of a request's prompt as they are computed."""
 
     def hand_over(self, to: PushTo) -> None:
-        """Send what the prefix cache holds."""
+        """Send all blocks of the prefix cache."""
 
     def progress(self) -> None:
-        """Called between two steps."""
+        """Continue; called between two steps."""
 
 
 class EngineLoop:
-    """Runs an engine on messages; `send` takes its own, on the loop's thread."""
+    """Runs an engine on messages; `send` gets the replies, on the loop's thread.
+
+    Attributes:
+        pushes: sends KV blocks to other engines, where this engine is a cluster's worker.
+        block_counts: KV blocks that other engines sent, by outcome.
+    """
 
     def __init__(self, loaded: LoadedEngine, send: Callable[[FromEngine], None]) -> None:
         self.loaded = loaded
-        self._send = send
-        self._inbox: queue.SimpleQueue[ToEngine | _Queue | _Call] = queue.SimpleQueue()
-        self._compilers: ThreadPoolExecutor | None = None
-        self._compiling: set[str] = set()  # ids; one that ended meanwhile is taken out
-        self._lock = threading.Lock()
-        self._timelines: dict[
-            str, RequestTimeline
-        ] = {}  # of unfinished requests that came by message
-        self._looks: deque[LookAt] = (
-            deque()
-        )  # one is answered between two steps: looking must not slow others
-        self._calls: deque[Callable[[Engine], None]] = deque()
-        self.pushes: Pushes | None = None  # where this engine's blocks can be sent on
-        self.block_counts: Mapping[
-            str, int
-        ] = {}  # of those that others send, by what becomes of them
-        self._stopped = False
+        self.pushes: Pushes | None = None
+        self.block_counts: Mapping[str, int] = {}
         self.pace: Pace | None = None
+        self._send = send
+        self._inbox: queue.SimpleQueue[ToEngine | _Compiled | _Call] = queue.SimpleQueue()
+        self._compilers: ThreadPoolExecutor | None = None
+        self._compiling: set[str] = set()  # without the requests that ended meanwhile
+        self._lock = threading.Lock()
+        self._requests = EngineRequests(loaded.engine)
+        # One inspection runs between two steps, so that inspecting does not slow the requests.
+        self._inspections: deque[Inspect] = deque()
+        self._calls: deque[Callable[[Engine], None]] = deque()
+        self._stopped = False
 
     def put(self, message: ToEngine) -> None:
         """Hand a message to the loop, from any thread.
 
-        Grammars are compiled by others first, so that steps go on.
+        Other threads compile the grammars first, so that steps continue meanwhile.
         """
         if isinstance(message, Add) and message.sampling_params.constrained:
             with self._lock:
@@ -123,65 +120,72 @@ class EngineLoop:
         self._inbox.put(message)
 
     def between_steps(self, function: Callable[[Engine], None]) -> None:
-        """Have the loop's thread call `function` between two steps, from any thread; it is to be short."""
+        """Have the loop's thread call a short `function` between two steps; from any thread."""
         self._inbox.put(_Call(function))
 
     def run(self) -> None:
-        """Serve until `Stop`; what the engine raises ends it."""
+        """Serve until `Stop`; an error of the engine ends the loop."""
         engine = self.loaded.engine
         gc.collect()
-        # or the collector goes through the whole model's objects in the middle of a step
+        # Otherwise the collector would scan all objects of the model in the middle of a step.
         gc.freeze()
         try:
             while not self._stopped:
                 self._drain(engine)
-                if self._looks:
-                    self._look(engine, self._looks.popleft())
+                if self._inspections:
+                    self._inspect(engine, self._inspections.popleft())
                 for _ in range(len(self._calls)):
                     self._calls.popleft()(engine)
                 if engine.has_work and not self._stopped:
                     self._step(engine)
                 if self.pushes is not None:
                     self.pushes.progress()
-                self._tell_blocks(engine)
+                self._send_block_changes(engine)
         finally:
             if self._compilers is not None:
                 self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def _step(self, engine: Engine) -> None:
         result = engine.step()
-        self._tell_blocks(
-            engine
-        )  # before who waits for an end hears of it, and sends the next one after it
-        self._send(StepNews(self._news(engine, result), _stats(engine, result, self.block_counts)))
+        # Before the results, so that a client's next request is routed with these blocks.
+        self._send_block_changes(engine)
+        updates = self._requests.updates(result)
+        for update in updates:
+            self._finalize(update.ended)
+        self._send(StepUpdates(updates, _stats(engine, result, self.block_counts)))
         engine.ledger.end_text(engine.clock(), len(result.batch.scheduled) == 1)
         if self.pace is None:
             self.pace = self.loaded.settle_pace()
-        elif self.pace.chosen and engine.ledger.num_steps % PACE_STEPS == 0:
+        elif self.pace.chosen and engine.ledger.num_steps % PACE_INTERVAL_STEPS == 0:
             self.loaded.choose_pace()
 
     def _drain(self, engine: Engine) -> None:
         """Take all waiting messages; without work, wait for one."""
         while not self._stopped:
             try:
-                message = self._inbox.get(block=not (engine.has_work or self._looks or self._calls))
+                message = self._inbox.get(
+                    block=not (engine.has_work or self._inspections or self._calls)
+                )
             except queue.Empty:
                 return
             self._take(engine, message)
 
-    def _take(self, engine: Engine, message: ToEngine | _Queue | _Call) -> None:
+    def _take(self, engine: Engine, message: ToEngine | _Compiled | _Call) -> None:
         if isinstance(message, Add):
-            self._add(engine, _Queue(message, None))
-        elif isinstance(message, _Queue):
+            self._add(_Compiled(message, None))
+        elif isinstance(message, _Compiled):
             with self._lock:
                 wanted = message.add.request_id in self._compiling
                 self._compiling.discard(message.add.request_id)
             if wanted:
-                self._add(engine, message)
+                self._add(message)
         elif isinstance(message, End):
-            self._end(engine, message)
-        elif isinstance(message, LookAt):
-            self._looks.append(message)
+            update = self._requests.end(message.request_id, message.reason)
+            if update is not None:
+                self._finalize(update.ended)
+                self._send(StepUpdates([update]))
+        elif isinstance(message, Inspect):
+            self._inspections.append(message)
         elif isinstance(message, _Call):
             self._calls.append(message.function)
         elif isinstance(message, WatchBlocks):
@@ -189,153 +193,81 @@ class EngineLoop:
             self._send(BlocksChanged(number, hashes, whole=True))
         elif isinstance(message, HandOver) and self.pushes is not None:
             self.pushes.hand_over(message.to)
-        elif isinstance(message, ReadAtMost):
-            engine.read_at_most(message.num_tokens)
+        elif isinstance(message, LimitPrefill):
+            engine.limit_prefill(message.num_tokens)
         elif isinstance(message, Stop):
             self._stopped = True
 
     def _compile(self, add: Add) -> None:
         with self._lock:
-            if add.request_id not in self._compiling:  # its client left while it waited
+            if add.request_id not in self._compiling:  # The client left while the request waited.
                 return
         try:
             constraint = self.loaded.text.constraint(add.sampling_params, add.prompt_token_ids)
-            self._inbox.put(_Queue(add, constraint))
+            self._inbox.put(_Compiled(add, constraint))
         except TwinphaseError as error:
-            self._inbox.put(_Queue(add, None, error))
+            self._inbox.put(_Compiled(add, None, error))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except (
-            BaseException
-        ) as error:  # a compiler's bug, a panic included, is one request's misfortune
+        except BaseException as error:  # A compiler's bug, even a panic, fails one request only.
             cause = f"The structured output could not be compiled: {type(error).__name__}: {error}."
-            self._inbox.put(_Queue(add, None, TwinphaseError(" ".join(cause.split())[:300])))
+            self._inbox.put(_Compiled(add, None, TwinphaseError(" ".join(cause.split())[:300])))
 
-    def _add(self, engine: Engine, queued: _Queue) -> None:
-        add = queued.add
-        timeline = RequestTimeline(add.arrival)
-        timeline.mark(IntervalKind.TOKENIZE, max(add.arrival, add.tokenized))
+    def _add(self, compiled: _Compiled) -> None:
+        add = compiled.add
         try:
-            if queued.error is not None:
-                raise queued.error
+            if compiled.error is not None:
+                raise compiled.error
             if add.push_to is not None and self.pushes is None:
                 raise InvalidRequestError(
-                    "This engine cannot send KV blocks on.", "Start it as a worker of a cluster."
+                    "This engine cannot send KV blocks to others.",
+                    "Start it as a worker of a cluster.",
                 )
-            request = Request(
-                add.request_id,
-                add.prompt_token_ids,
-                add.sampling_params,
-                add.arrival,
-                add.priority,
-                add.cache_salt,
-                add.tenant,
-                add.weight,
-            )
-            request.constraint = queued.constraint
-            request.prediction_token_ids = add.prediction_token_ids
-            request.output_token_ids = list(add.output_token_ids)
-            request.fresh = add.fresh
-            if queued.constraint is not None:
-                timeline.mark(
-                    IntervalKind.QUEUE, max(timeline.end, engine.clock()), reason="grammar"
-                )
-            engine.add_request(request, timeline=timeline)
+            request = self._requests.add(add, compiled.constraint)
             if add.push_to is not None and self.pushes is not None:
                 self.pushes.begin(request, add.push_to)
         except TwinphaseError as error:
             self._send(refusal(add.request_id, error))
             return
-        self._timelines[add.request_id] = timeline
         self._send(Accepted(add.request_id))
 
-    def _end(self, engine: Engine, message: End) -> None:
-        request = engine.scheduler.get(message.request_id)
-        timeline = self._timelines.pop(message.request_id, None)
-        if request is None or timeline is None:
-            return
-        engine.finish(message.request_id, message.reason)
-        num_prefilled = min(request.most_computed_tokens, len(request.prompt_token_ids))
-        end = self._finished(engine, request, timeline)
-        self._send(
-            StepNews(
-                [News(request.request_id, [], num_prefilled, request.num_cached_tokens, [], end)]
-            )
-        )
+    def _finalize(self, record: RequestRecord | None) -> None:
+        if record is not None:
+            record.timeline.compact()
+            record.counts.sampling_params = None  # The front end knows them.
+            self.loaded.doubt_ceilings(record.timeline)
 
-    def _look(self, engine: Engine, message: LookAt) -> None:
+    def _inspect(self, engine: Engine, message: Inspect) -> None:
         try:
-            self._send(self._seen(engine, message))
-        except Exception as error:  # an explanation that fails must not cost anybody an answer
-            self._send(
-                Refused(
-                    message.number, "TwinphaseError", f"It could not be explained: {error}.", ""
-                )
-            )
+            self._send(self._inspected(engine, message))
+        except Exception as error:  # An explanation that fails must not end the engine.
+            cause = f"It could not be explained: {error}."
+            self._send(Refused(message.number, "TwinphaseError", cause, ""))
 
-    def _seen(self, engine: Engine, message: LookAt) -> Seen:
-        if message.timeline is not None and message.counts is not None:
-            return Seen(
-                message.number,
-                message.timeline,
-                self.loaded.explain(message.counts, message.timeline),
-            )
-        known = engine.scheduler.get(message.request_id)
-        if known is None:
-            return Seen(message.number, None, None)
-        timeline = engine.timelines[message.request_id].copy()
-        timeline.compact()
-        return Seen(message.number, timeline, self.loaded.explain(known.counts(), timeline))
+    def _inspected(self, engine: Engine, message: Inspect) -> Inspected:
+        record = message.record
+        if record is None and engine.scheduler.get(message.request_id) is not None:
+            record = self._requests.copy(message.request_id)
+            record.timeline.compact()
+        if record is None:
+            return Inspected(message.number, None, None)
+        explanation = self.loaded.explain(record.counts, record.timeline)
+        return Inspected(message.number, record, explanation)
 
-    def _tell_blocks(self, engine: Engine) -> None:
+    def _send_block_changes(self, engine: Engine) -> None:
         changes = engine.scheduler.kv_cache.prefix_cache.changes
         if changes is not None:
             number, stored, evicted = changes.take()
             if stored or evicted:
                 self._send(BlocksChanged(number, stored, evicted))
 
-    def _news(self, engine: Engine, result: StepResult) -> list[News]:
-        finished = {request.request_id: request for request in result.finished}
-        news = []
-        for share in result.batch.scheduled:
-            name = share.request_id
-            if name not in self._timelines:
-                continue
-            request = finished.get(name)
-            end = self._finished(engine, request, self._timelines.pop(name)) if request else None
-            tokens = result.output.token_ids.get(name, [])
-            logprobs = result.output.logprobs.get(name, [])
-            scored = result.output.prompt_logprobs.get(name)
-            news.append(
-                News(
-                    name,
-                    tokens,
-                    share.num_prefilled,
-                    share.num_cached_tokens,
-                    logprobs,
-                    end,
-                    scored,
-                )
-            )
-        return news
-
-    def _finished(self, engine: Engine, request: Request, timeline: RequestTimeline) -> Finished:
-        timeline.compact()
-        self.loaded.doubt_ceilings(timeline)
-        assert request.finish_reason is not None, "it has finished"
-        counts = replace(
-            request.counts(), sampling_params=None
-        )  # what it asked for, the front end knows
-        return Finished(request.finish_reason, counts, timeline, engine.cost_model.prices)
-
 
 def refusal(about: str | int | None, error: TwinphaseError) -> Refused:
-    """The message that a request (by id), a question (by number) or the model (None) was refused."""
+    """The refusal of a request (by id), a question (by number) or the model (None)."""
     return Refused(about, type(error).__name__, error.cause, error.fix)
 
 
 def engine_facts(loaded: LoadedEngine, pace: Pace | None) -> EngineFacts:
-    """What to tell about a loaded engine."""
     config = loaded.config
     warm = loaded.warm_timeline
     prompt, ttft, tpot = (warm.prefill.tokens, warm.ttft, warm.tpot) if warm else (0, None, None)

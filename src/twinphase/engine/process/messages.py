@@ -6,7 +6,7 @@ MessagePack between two; no pickle. Not for what a user sees.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -17,22 +17,22 @@ from twinphase.errors import TwinphaseError
 from twinphase.explain.explanation import Explanation
 from twinphase.outcome import FinishReason
 from twinphase.phases.hardware import Ceilings
-from twinphase.phases.timeline import RequestTimeline
+from twinphase.phases.record import RequestRecord
 from twinphase.phases.work import ModelShape
-from twinphase.request import RequestCounts, SamplingParams
+from twinphase.request import SamplingParams
 from twinphase.scheduler.pace import Pace
 
 
 # To the engine.
 class Load(msgspec.Struct, tag=True, frozen=True):
-    """The first message to a process: load this model; `config` has fields of `EngineConfig`.
+    """The first message to a process: load this model.
 
     To a process elsewhere it also says which `version` it comes from, and the `fingerprint` of the
     model's files.
     """
 
     model: str
-    config: dict[str, Any]
+    config: EngineConfig
     version: str = ""
     fingerprint: str = ""
 
@@ -53,52 +53,45 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     """Queue a request; answered by `Accepted` or `Refused`.
 
     Attributes:
-        arrival, tokenized: when the request came, and when its tokens were ready, seconds.
-        tenant, weight: whose it is, and that tenant's share beside others.
-        prediction_token_ids: what its user expects the answer to be.
-        output_token_ids: of an answer that another engine began: this one goes on with it, bit for
+        record: the engine continues it, and sends it back in the last `RequestUpdate`.
+        sampling_params: for this engine; a cluster may ask it for less than the whole answer.
+        prediction_token_ids: what the user expects the answer to be.
+        output_token_ids: of an answer that another engine began; this engine continues it bit for
             bit.
-        push_to: another engine, which is to have the KV blocks of the prompt; answered by `Pushed`
-            as well.
-        fresh: compute the prompt anew, and give up what the prefix cache has of it.
+        push_to: another engine that needs the prompt's KV blocks; answered by `Pushed` as well.
+        recompute: discard the cached prefix and compute the whole prompt.
     """
 
-    request_id: str
+    record: RequestRecord
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
-    arrival: float
-    tokenized: float
-    priority: int = 0
-    cache_salt: str | None = None
-    tenant: str = ""
-    weight: float = 1.0
     prediction_token_ids: list[int] = []
     output_token_ids: list[int] = []
     push_to: PushTo | None = None
-    fresh: bool = False
+    recompute: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.record.request_id
 
 
 class End(msgspec.Struct, tag=True, frozen=True):
-    """End a request: at a stop string, or because nobody reads it any more.
-
-    Unknown ones are passed over.
-    """
+    """End a request: at a stop string, or because its client left. Unknown ids are ignored."""
 
     request_id: str
     reason: FinishReason
 
 
-class LookAt(msgspec.Struct, tag=True, frozen=True):
-    """Explain a request; answered by `Seen` with the same number.
+class Inspect(msgspec.Struct, tag=True, frozen=True):
+    """Explain a request; answered by `Inspected` with the same number.
 
     Attributes:
-        timeline, counts: of a finished request; None for one that the engine has.
+        record: of a request that has ended; None for one that the engine has.
     """
 
     number: int
     request_id: str
-    timeline: RequestTimeline | None = None
-    counts: RequestCounts | None = None
+    record: RequestRecord | None = None
 
 
 class Embed(msgspec.Struct, tag=True, frozen=True):
@@ -109,17 +102,17 @@ class Embed(msgspec.Struct, tag=True, frozen=True):
 
 
 class WatchBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Tell which blocks can be found now, and from now on what changes; asked again, the whole is told again."""
+    """Report changes of the prefix cache; the first `BlocksChanged` lists all cached blocks."""
 
 
 class HandOver(msgspec.Struct, tag=True, frozen=True):
-    """Send what the prefix cache holds to another engine; answered by `Pushed` of the request ""."""
+    """Send the blocks of the prefix cache to another engine; answered by `Pushed` for request ""."""
 
     to: PushTo
 
 
-class ReadAtMost(msgspec.Struct, tag=True, frozen=True):
-    """From the next step on, read so many tokens of prompts in a step at most; None: as many as its configuration says.
+class LimitPrefill(msgspec.Struct, tag=True, frozen=True):
+    """Limit the prefill tokens per step from the next step on; None removes the limit.
 
     A request that arrives during a step waits for that step to end.
     """
@@ -225,11 +218,11 @@ class Leaving(msgspec.Struct, tag=True, frozen=True):
     """The engine is to end: it should get nothing new, and `Stop` when it has finished what it has."""
 
 
-class Seen(msgspec.Struct, tag=True, frozen=True):
-    """The answer to `LookAt`; None for a request that the engine does not know."""
+class Inspected(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `Inspect`; both are None for a request that the engine does not know."""
 
     number: int
-    timeline: RequestTimeline | None
+    record: RequestRecord | None
     explanation: Explanation | None
 
 
@@ -283,22 +276,15 @@ class Embedded(msgspec.Struct, tag=True, frozen=True):
     vector: bytes
 
 
-class Finished(msgspec.Struct, array_like=True, frozen=True):
-    """The engine has let go of a request; `prices` are the cost model's of that moment."""
-
-    reason: FinishReason
-    counts: RequestCounts
-    timeline: RequestTimeline
-    prices: tuple[float, ...] = ()
-
-
-class News(msgspec.Struct, array_like=True, frozen=True):
-    """What a step brought to one request.
+class RequestUpdate(msgspec.Struct, array_like=True, frozen=True):
+    """The result of a step for one request.
 
     Attributes:
+        token_ids: new output tokens.
         num_prefilled: prompt tokens in the KV cache, cached ones included.
-        num_cached: those the prefix cache held.
-        prompt_logprobs: of consecutive prompt tokens from an index on, where they are asked for.
+        num_cached: prompt tokens that the prefix cache held.
+        ended: the request's record, if the request has ended.
+        prompt_logprobs: index of a prompt token, and the log probabilities from that token on.
     """
 
     request_id: str
@@ -306,7 +292,7 @@ class News(msgspec.Struct, array_like=True, frozen=True):
     num_prefilled: int
     num_cached: int
     logprobs: list[TokenLogprobs] = []
-    finished: Finished | None = None
+    ended: RequestRecord | None = None
     prompt_logprobs: tuple[int, list[TokenLogprobs]] | None = None
 
 
@@ -354,22 +340,22 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     times: StepTimes = msgspec.field(default_factory=StepTimes)
 
 
-class StepNews(msgspec.Struct, tag=True, frozen=True):
-    """What a step brought; without `stats`, what an end between two steps brought."""
+class StepUpdates(msgspec.Struct, tag=True, frozen=True):
+    """The results of a step; without `stats`, of a request that ended between two steps."""
 
-    news: list[News]
+    updates: list[RequestUpdate]
     stats: StepStats | None = None
 
 
-ToEngine = Load | Add | Embed | End | HandOver | LookAt | Ping | ReadAtMost | Stop | WatchBlocks
+ToEngine = Load | Add | Embed | End | HandOver | Inspect | LimitPrefill | Ping | Stop | WatchBlocks
 FromEngine = (
     Loading
     | EngineFacts
     | Refused
     | Accepted
     | Embedded
-    | Seen
-    | StepNews
+    | Inspected
+    | StepUpdates
     | Pong
     | BlocksChanged
     | Pushed

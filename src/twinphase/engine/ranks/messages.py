@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.base import StepInputs
+from twinphase.config import EngineConfig
 
 
 # To a rank.
@@ -16,7 +15,7 @@ class LoadShare(msgspec.Struct, tag=True, frozen=True):
     """The first message; answered by `Ready` or `Failed`. `config` is resolved."""
 
     model: str
-    config: dict[str, Any]
+    config: EngineConfig
     rank: int
     meeting_place: str
 

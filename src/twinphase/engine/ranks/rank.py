@@ -14,7 +14,6 @@ from pathlib import Path
 
 from twinphase.backends.base import Backend, KVCacheSpec
 from twinphase.backends.group import Group
-from twinphase.config import EngineConfig
 from twinphase.engine.loading.loading import make_backend
 from twinphase.engine.process.wire import Decoder, encode
 from twinphase.engine.ranks.messages import (
@@ -49,7 +48,7 @@ def main(descriptor: int, memory: int) -> int:
     except TwinphaseError as error:
         link.sendall(encode(Failed(type(error).__name__, error.cause, error.fix)))
         return error.exit_code
-    forward = model.hidden if first.config["task"] == "embed" else model.forward
+    forward = model.hidden if first.config.task == "embed" else model.forward
     link.sendall(encode(Ready()))
     while True:
         message = inbox.get()
@@ -77,7 +76,7 @@ def _receive(link: socket.socket, inbox: queue.SimpleQueue[ToRank]) -> None:
 
 
 def _load(wanted: LoadShare, memory: int) -> tuple[Model, Backend]:
-    config = EngineConfig(**wanted.config)
+    config = wanted.config
     assert config.max_model_len is not None and config.num_kv_blocks is not None, (
         "the configuration is resolved"
     )

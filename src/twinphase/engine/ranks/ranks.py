@@ -14,7 +14,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class Ranks:
     def __init__(self, checkpoint: Checkpoint, blueprint: Blueprint, config: EngineConfig) -> None:
         count = config.tensor_parallel_size
         self.seconds = config.tensor_parallel_timeout
-        plain = asdict(replace(config, trace_file=None, speculative_config=None))
+        plain = replace(config, trace_file=None, speculative_config=None)
         cores = [place.cores if place.nodes else frozenset[int]() for place in _places(config)]
         self.cores = cores[0]
         memory = shared_file(shared_bytes(blueprint, config.max_num_batched_tokens))

@@ -94,4 +94,4 @@ def _happened(way: str, ticket: TimedRequest, records: Sequence[StepRecord]) -> 
         return any(record.num_decodes > 1 and record.index in ticket.steps for record in records)
     if way is CHUNKED:
         return sum(ticket.request.request_id in record.prefill_ids for record in records) > 1
-    return ticket.request.num_cached_tokens > 0
+    return ticket.request.counts.num_cached_tokens > 0

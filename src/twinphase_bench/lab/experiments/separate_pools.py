@@ -1,7 +1,7 @@
 """Claim: separate pools keep prefill out of decode's way."""
 
 import asyncio
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from time import perf_counter
@@ -84,14 +84,12 @@ async def _start(
 ) -> dict[str, AsyncEngine]:
     workshop = bench.workshop
     blocks = (PROMPTS * bench.size + STREAMS * (OWN + bench.size)) // workshop.config.block_size + 8
-    config = asdict(workshop.config) | {
-        "speculative_config": None,
-        "itl_slo_ms": "auto",
-        "num_kv_blocks": blocks,
-    }
+    config = replace(
+        workshop.config, speculative_config=None, itl_slo_ms="auto", num_kv_blocks=blocks
+    )
     engines = {}
     for name, cluster in clusters.items():
-        own = config | {"threads": None if cluster.is_cluster else threads}
+        own = replace(config, threads=None if cluster.is_cluster else threads)
         engines[name] = AsyncEngine(make_host(str(workshop.path), own, cluster, stall=60.0))
     while not all(engine.is_running for engine in engines.values()):
         for engine in engines.values():

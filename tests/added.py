@@ -1,0 +1,23 @@
+"""`Add` messages, as a front end makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from twinphase.engine.process.messages import Add
+from twinphase.phases.record import RequestRecord
+from twinphase.request import SamplingParams
+
+
+def make_add(
+    request_id: str,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    salt: str | None = None,
+    **fields: Any,
+) -> Add:
+    record = RequestRecord.arrived(request_id, 0.0)
+    record.cache_salt = salt
+    record.tokenized(len(prompt), 0.0)
+    return Add(record, list(prompt), params, **fields)
