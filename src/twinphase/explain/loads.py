@@ -1,4 +1,7 @@
-"""The loads in a result file, and the requests that were in flight together."""
+"""The loads in a result file, and who was in flight beside whom.
+
+Not for their causes (`load_diagnosis.py`).
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,8 @@ import numpy as np
 from twinphase.errors import ResultError
 from twinphase.phases.observation import Observation
 
-MAX_JSON_DEPTH = 64
-# A larger time or count means a damaged file.
-LARGEST = 1e15
+DEEPEST = 64  # levels of JSON that are searched
+LARGEST = 1e15  # of a time or a count; more is a damaged file
 LOAD_WANTED = (
     "explain takes the result of a load: `twinphase bench URL --request-rate ...` or "
     "`--max-concurrency ...` measures "
@@ -36,19 +38,19 @@ class ObservedLoad:
 
     @cached_property
     def _moments(self) -> Any:
-        """Times of sending, first and last tokens: [3, requests], each row sorted."""
+        """[3, requests]: times sent, of first tokens and of last tokens, each row sorted."""
         rows = [(one.intended, one.token_times[0], one.token_times[-1]) for one in self.requests]
         return np.sort(np.array(rows).T)
 
     def others_before(self, request: Observation) -> int:
-        """Requests in flight when `request` was sent, others of the same burst included."""
+        """Number of other requests in flight when `request` was sent, or sent with it."""
         sent, _, last = (
             np.searchsorted(times, request.intended, side="right") for times in self._moments
         )
         return max(0, int(sent - 1 - last))
 
     def others_in_prefill(self, begins: Sequence[float], ends: Sequence[float]) -> Any:
-        """Requests in prefill between each begin and end, without a first token at the begin."""
+        """For each (begin, end): requests sent before `end` that had no first token at `begin`."""
         sent, first, _ = self._moments
         return np.searchsorted(sent, ends) - np.searchsorted(first, begins, side="right")
 
@@ -61,15 +63,15 @@ class ObservedLoad:
         _, first, last = np.clip(self._moments, start, end)
         return max(
             0.0, float(np.sum(last - first)) / (end - start) - 1
-        )  # of rounded sums, nobody may be a little less
+        )  # Rounding may give a little less than none.
 
 
 def read_loads(data: Any, what: str = "a result") -> list[ObservedLoad]:
-    """All loads in the `data` of a result.
+    """The loads in the `data` of a result, wherever in it they are.
 
     Args:
-        data: the result's data, searched recursively.
-        what: kind of the file, for the error.
+        data: of the result.
+        what: what the file is, for a reader who gave another kind of result.
 
     Raises:
         ResultError: there is no load with a request that succeeded.
@@ -96,7 +98,7 @@ def _holders(value: Any, depth: int) -> Iterator[Mapping[str, Any]]:
     """The objects that have observations."""
     if isinstance(value, Mapping) and isinstance(value.get("observations"), list):
         yield value
-    elif isinstance(value, (Mapping, list)) and depth < MAX_JSON_DEPTH:
+    elif isinstance(value, (Mapping, list)) and depth < DEEPEST:
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from _holders(item, depth + 1)
 
@@ -110,7 +112,7 @@ def _name(found: Mapping[str, Any], number: int) -> str:
 
 
 def _observation(entry: Any) -> Observation | None:
-    """None for a request that failed, or for another object."""
+    """None for a request that failed, or is not readable as one."""
     try:
         request = msgspec.convert(entry, Observation)
     except (ValueError, OverflowError):  # msgspec's own is a ValueError
