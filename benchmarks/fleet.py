@@ -1,8 +1,8 @@
-"""A fleet larger than this machine under a trace, simulated: prediction against chance in routing, and its cost.
+"""A simulated fleet, larger than this machine, under a trace: predicted against random routing.
 
-    python benchmarks/fleet.py conversation_trace.jsonl
-    python benchmarks/fleet.py conversation_trace.jsonl --prefill 8 --decode 8 --requests 10000
-    --load 0.9 python benchmarks/fleet.py conversation_trace.jsonl --replicas 16
+python benchmarks/fleet.py conversation_trace.jsonl
+python benchmarks/fleet.py conversation_trace.jsonl --prefill 8 --decode 8 --requests 10000
+python benchmarks/fleet.py conversation_trace.jsonl --replicas 16 --load 0.9
 
 Workers are this machine's, one thread each, by the cost model of the model on it, learned from some
 of the trace's own prompts first. Schedulers, KV bookkeeping and routing are those that serve;
@@ -37,13 +37,20 @@ from twinphase.phases.statistics import percentile
 from twinphase.workload.traces import BLOCK_TOKENS, Scaling, TraceLine, read_trace
 
 POLICIES = ("predicted", "random")
-LAP = 1 << 20  # ids of prefix blocks in one repetition of the trace, at most
-ALONE = 1 << 30  # first token id of what belongs to one prompt only
+# The trace's prompts are longer than this machine prefills in a reasonable time.
+LENGTH_FACTOR = 0.125
+LEARNED_GROUPS = 8
+ITL_SLO_MS = 100.0
+# Between two workers.
+KV_BYTES_PER_SECOND = 0.4e9
+# Ids of prefix blocks differ between repetitions of the trace, and from tokens of one prompt alone.
+LAP = 1 << 20
+ALONE = 1 << 30
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A file's requests, repeated with other prompts; all of a repetition's ids differ from another's."""
+    """A file's requests, repeated; the token ids of one repetition differ from another's."""
 
     lines: list[TraceLine]
     scaling: Scaling
@@ -77,7 +84,7 @@ class Trace:
             yield TraceRequest(arrival, outputs, lambda number=number: self.prompt(number))  # type: ignore[misc]
 
     def work(self) -> list[tuple[int, int, int]]:
-        """By request: tokens with which an earlier prompt begins too, other prompt tokens, and output tokens."""
+        """By request: prompt tokens that are cached, those that are not, output tokens."""
         seen = set[int]()
         found = []
         for line in self.lines:
@@ -93,14 +100,14 @@ class Trace:
 
 
 def learn(args: argparse.Namespace, trace: Trace, console: Console) -> FleetSpec:
-    """A worker as it is on this machine: one thread, its prices learned from prompts of the trace's lengths."""
+    """A worker of this machine with one thread, its prices learned from the trace's lengths."""
     llm = LLM(args.model, threads=1, enable_prefix_caching=False, speculative_config=None)
     vocabulary = llm.engine.vocab_size
     choose = random.Random(0)
     most = (llm.config.max_model_len or 64) - 64
     fitting = [number for number in range(len(trace.lines)) if len(trace.prompt(number)) <= most]
     with console.status("learning what steps take on this machine, with one thread"):
-        for _ in range(args.learn):
+        for _ in range(LEARNED_GROUPS):
             group = choose.sample(fitting, 4)
             prompts = [[token % vocabulary for token in trace.prompt(number)] for number in group]
             params = [
@@ -122,9 +129,9 @@ def learn(args: argparse.Namespace, trace: Trace, console: Console) -> FleetSpec
         config.block_size,
         config.max_num_batched_tokens,
         config.max_num_seqs,
-        itl_slo_ms=args.itl_slo_ms,
+        itl_slo_ms=ITL_SLO_MS,
         block_bytes=config.block_size * llm.engine.shape.kv_token_bytes,
-        bytes_per_second=1e9 * args.gbytes_per_second,
+        bytes_per_second=KV_BYTES_PER_SECOND,
         between_steps=costs.slo_seconds(0.0),
     )
 
@@ -157,15 +164,15 @@ def play(
 ) -> Simulation:
     simulation = Simulation(spec, Routing(block_size=spec.block_size, policy=policy))
     task = progress.add_task(policy, total=count)
-    gc.disable()  # which would go through millions of blocks again and again, and find nothing
+    # The collector would search millions of blocks again and again, and find nothing.
+    gc.disable()
     simulation.run(trace.requests(count, rate), tick=lambda: progress.advance(task))
     gc.enable()
     return simulation
 
 
 def table(runs: dict[str, tuple[Simulation, float]], slos: Slos, title: str) -> Table:
-    shown = Table(title=title, title_justify="left")
-    for name in (
+    shown = Table(
         "routing",
         "prefix hits",
         "read apart",
@@ -175,8 +182,8 @@ def table(runs: dict[str, tuple[Simulation, float]], slos: Slos, title: str) -> 
         "steps / time",
         "decision p50, p99 (us)",
         "simulated in (CPU s)",
-    ):
-        shown.add_column(name, justify="left" if name == "routing" else "right")
+        title=title,
+    )
     for policy, (run, seconds) in runs.items():
         seen = run.outcomes
         hits = sum(one.num_cached for one in seen) / sum(one.num_prompt for one in seen)
@@ -222,23 +229,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--load", type=float, default=0.8, help="of the fleet's predicted capacity")
     parser.add_argument(
-        "--scale-lengths", type=float, default=0.125, help="factor of the trace's lengths"
-    )
-    parser.add_argument("--routing", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument(
         "--goodput", nargs="+", default=["ttft:5000", "tpot:100"], metavar="NAME:MS"
-    )
-    parser.add_argument("--itl-slo-ms", type=float, default=100.0, help="of the workers' chunks")
-    parser.add_argument(
-        "--gbytes-per-second", type=float, default=0.4, help="of KV between two workers"
-    )
-    parser.add_argument(
-        "--learn", type=int, default=8, help="groups of four prompts to learn step times from"
     )
     args = parser.parse_args()
     console = Console()
     try:
-        trace = Trace.read(args.trace, args.scale_lengths)
+        trace = Trace.read(args.trace, LENGTH_FACTOR)
         slos = Slos.parse(args.goodput)
         spec = learn(args, trace, console)
     except TwinphaseError as error:
@@ -246,7 +242,7 @@ def main() -> None:
     whole = capacity(spec, trace, slos)
     runs = {}
     with Progress(console=console) as progress:
-        for policy in args.routing:
+        for policy in POLICIES:
             began = time.thread_time()
             simulation = play(spec, trace, policy, args.requests, args.load * whole, progress)
             runs[policy] = simulation, time.thread_time() - began

@@ -1,8 +1,7 @@
-"""Writes a GGUF file with the shape of a known model and random weights: its speed is the real one's, its text is not.
+"""Writes a GGUF file of a known model's shape with random weights: its speed is real, its text not.
 
-    python benchmarks/random_model.py llama-3.2-1b Q4_0 /tmp/1b.gguf
-    python benchmarks/random_model.py llama-3.2-1b Q4_0 /tmp/small.gguf --layers 4     # fewer
-    layers, for comparisons
+python benchmarks/random_model.py llama-3.2-1b Q4_0 1b.gguf
+python benchmarks/random_model.py llama-3.2-1b Q4_0 small.gguf --layers 4
 
 Names are those of `twinphase estimate --list-models`. Weights are random bytes with sane scales:
 quantizing a billion random numbers would take minutes and change nothing.
@@ -49,12 +48,7 @@ def random_tensor(rng: np.random.Generator, shape: tuple[int, int], kind: str) -
     spread = shape[1] ** -0.5
     if kind in ("F16", "BF16"):
         values = rng.standard_normal(shape, dtype=np.float32) * np.float32(spread)
-        half = (
-            values.astype(np.float16)
-            if kind == "F16"
-            else (values.view(np.uint32) >> 16).astype(np.uint16)
-        )
-        return half.view(np.uint8).reshape(rows, -1)
+        return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]).view(np.uint8)
     data = rng.integers(0, 256, (rows, blocks, nbytes), dtype=np.uint8)
     scale = np.float16(2 * spread / largest)
     data[..., scale_at : scale_at + 2] = np.frombuffer(scale.tobytes(), np.uint8)
@@ -64,13 +58,11 @@ def random_tensor(rng: np.random.Generator, shape: tuple[int, int], kind: str) -
     return data.reshape(rows, -1)
 
 
-def write_model(
-    name: str, kind: str, path: Path, layers: int | None = None, vocab: int | None = None
-) -> Path:
-    """A Llama-family file; `layers` and `vocab` replace the known model's."""
+def write_model(name: str, kind: str, path: Path, layers: int | None = None) -> Path:
+    """A Llama-family file; `layers` replaces the known model's."""
     config = dict(KNOWN_MODELS[name].config)
     layers = layers or config["num_hidden_layers"]
-    vocab = vocab or config["vocab_size"]
+    vocab = config["vocab_size"]
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
     kv_heads = config["num_key_value_heads"]

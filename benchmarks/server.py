@@ -1,7 +1,6 @@
 """What the server survives: one subcommand per question.
 
 python benchmarks/server.py soak     # mixed load, clients that leave: leaks, and every token right
-python benchmarks/server.py kill     # the engine's process is killed: errors, and back again
 python benchmarks/server.py pools    # workers of pools are killed: every answer right, no leak
 
 Prints Markdown and saves every value as JSON. Engine, server and client share this machine's cores.
@@ -18,7 +17,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "server")]  # the server that tests start
-from serving import kill, pools, soak  # noqa: E402
+from serving import pools, soak  # noqa: E402
 
 from twinphase.weights.hub import resolve_model  # noqa: E402
 from twinphase_bench.conditions import Bystanders, conditions  # noqa: E402
@@ -26,7 +25,7 @@ from twinphase_bench.report.markdown import markdown  # noqa: E402
 from twinphase_bench.report.report import Report  # noqa: E402
 from twinphase_bench.report.result import result_json  # noqa: E402
 
-SUBJECTS = {"soak": soak, "kill": kill, "pools": pools}
+SUBJECTS = {"soak": soak, "pools": pools}
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -47,7 +46,6 @@ def main() -> None:
         command.add_argument(
             "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the engine"
         )
-        command.add_argument("--reps", type=int, default=3, help="repetitions")
         command.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
         for option, (default, what) in subject.OPTIONS.items():
             command.add_argument(f"--{option}", type=type(default), default=default, help=what)

@@ -125,7 +125,7 @@ class Run:
             self.fail(spec.name, error)
 
     def measure(self, name: str, point: Point, rep: int, request: dict[str, Any]) -> None:
-        """One engine, one point, one repetition; again, with fresh text, when others were in the way."""
+        """One engine, point and repetition; again, with fresh text, when others disturbed it."""
         for attempt in range(self.retries + 1):
             if attempt:
                 say(f"{name} {point.name}: others were busy, measuring again")
@@ -183,7 +183,7 @@ class Run:
 
 
 def wait_for_quiet() -> None:
-    """Wait, for a while at most, until others leave the processor alone; every engine is stopped meanwhile."""
+    """Wait, for a while at most, until others leave the processor alone; engines are stopped."""
     deadline = time.monotonic() + QUIET_WAIT_SECONDS
     while time.monotonic() < deadline:
         with Bystanders() as others:
@@ -223,13 +223,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peers-dir", type=Path, default=os.environ.get("PEERS_DIR"), help="default: $PEERS_DIR"
     )
-    own = REPO / ".venv" / "bin" / "python"
-    python = own if own.exists() else Path(sys.executable)
     parser.add_argument(
-        "--python", type=Path, default=python, help="interpreter that has what twinphase needs"
-    )
-    parser.add_argument(
-        "--json", type=Path, help="file for the raw values (default: benchmarks/results/, dated)"
+        "--json", type=Path, help="file for the raw values (default: beside the logs)"
     )
     args = parser.parse_args()
     default = (
@@ -251,16 +246,6 @@ def parse_arguments() -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return args
-
-
-def result_path(given: Path | None) -> Path:
-    """Where the raw values go; the default folder ignores itself in git."""
-    if given:
-        return given
-    folder = REPO / "benchmarks" / "results"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / ".gitignore").write_text("*\n")
-    return folder / f"versus_peers-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
 
 
 def main() -> int:
@@ -288,7 +273,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for spec in args.specs:
-            run.load(spec, Places(peers_dir, args.python), logs)
+            run.load(spec, Places(peers_dir, Path(sys.executable)), logs)
         for rep in range(args.reps):
             run.repetition(rep)
     except KeyboardInterrupt:
@@ -302,7 +287,7 @@ def main() -> int:
         "absent": run.absent,
         "measurements": run.measurements,
     }
-    path = result_path(args.json)
+    path = args.json or logs / "result.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     own = [spec.name for spec in args.specs if not spec.is_peer]
     print(

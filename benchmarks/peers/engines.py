@@ -94,7 +94,7 @@ CONCURRENT_ENGINES = (
 
 
 def select(names: list[str]) -> list[EngineSpec]:
-    """Engines by name, a family by its first word (`llamacpp`), all `peers`, or a running server as NAME=URL."""
+    """Engines by name, family (`llamacpp`), all `peers`, or a running server as NAME=URL."""
     chosen: dict[str, EngineSpec] = {}
     for name in names:
         short, _, url = name.partition("=")
@@ -149,7 +149,7 @@ class EngineError(RuntimeError):
 
 
 def _environment(places: Places, threads: int) -> dict[str, str]:
-    """Environment of an engine's process: offline, caches inside the peers' folder, one thread count for all."""
+    """Environment of an engine's process: offline, with caches inside the peers' folder."""
     variables = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),

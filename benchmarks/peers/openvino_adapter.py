@@ -1,4 +1,4 @@
-"""OpenVINO GenAI; a lone request's times come from a streamer that sees each token as the pipeline hands it out.
+"""OpenVINO GenAI; a lone request's times come from a streamer that gets each token.
 
 (The file is not called `openvino_genai.py`: it would hide the package of that name.)
 """
@@ -38,7 +38,7 @@ class Clock(genai.StreamerBase):
 
 
 class OpenVino:
-    """The pipeline for one prompt, and, where batches are measured, one whose scheduler is stepped by hand."""
+    """The pipeline for one prompt, and another, stepped by hand, where batches are measured."""
 
     def __init__(self, request: LoadRequest) -> None:
         self._request = request
@@ -72,7 +72,7 @@ class OpenVino:
         return scheduler
 
     def generate(self, prompts: list[list[int]], n: int) -> Timing:
-        """Prompts of a batch are submitted before the first step; the cache grows as the pipeline sees fit."""
+        """Submit the prompts of a batch before the first step; the pipeline grows its own cache."""
         tensors = [ov.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
         config = genai.GenerationConfig()
         config.max_new_tokens = n

@@ -8,7 +8,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-DEFAULT_POINTS = "prefill_128,prefill_512,prefill_2048,prefill_4096,decode_at_0,decode_at_512,decode_at_2048,decode_at_4096"
+DEFAULT_POINTS = (
+    "prefill_128,prefill_512,prefill_2048,prefill_4096,"
+    "decode_at_0,decode_at_512,decode_at_2048,decode_at_4096"
+)
 CONCURRENT_POINTS = "batch1,batch4,batch16,batch64"
 DECODE_TOKENS = 127
 SHORT_PROMPT = 8  # what "depth 0" means: no engine can decode after nothing
@@ -19,7 +22,7 @@ VOCABULARY = (1000, 40000)  # ordinary tokens of the model, for prompts without 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One column of the table: `requests` prompts of `length` tokens get `new_tokens` tokens each."""
+    """A column of the table: `requests` prompts of `length` tokens get `new_tokens` tokens each."""
 
     name: str
     operation: str
@@ -45,7 +48,7 @@ class Point:
         raise ValueError(f"no point {text!r}: use prefill_N, decode_at_N or batchN")
 
     def rates(self, reply: dict[str, Any]) -> dict[str, float]:
-        """Tokens per second: prompt tokens in prefill, new tokens elsewhere; of a batch also both together."""
+        """Tokens per second: of the prompt in prefill, else output tokens; of a batch also both."""
         if self.operation == "prefill_":
             return {"tokens_per_second": reply["prompt_tokens"] / reply["first"]}
         if self.operation == "decode_at_":
@@ -74,7 +77,7 @@ class Prompts:
         self._position = self._laps = 0
 
     def take(self, count: int) -> list[int]:
-        """The next `count` tokens; a further lap starts a few tokens off, so that no prefix repeats."""
+        """The next `count` tokens; each lap starts a few later, so that no prefix repeats."""
         if self._position + count > len(self._tokens):
             self._laps += 1
             self._position = 7 * self._laps

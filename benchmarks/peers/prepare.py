@@ -1,4 +1,4 @@
-"""Turn the GGUF file into the two things every peer needs: a bf16 model folder and a stream of prompt tokens.
+"""Turn the GGUF file into what every peer needs: a bf16 model folder and prompt tokens.
 
     python prepare.py MODEL.gguf FOLDER TOKENS.json      # by `setup.py`, in the `hf` environment
 

@@ -23,13 +23,6 @@ def rates(measurements: Sequence[dict[str, Any]], key: str = "tokens_per_second"
     return table
 
 
-def only_disturbed(measurements: Sequence[dict[str, Any]]) -> list[str]:
-    """Cells of the table that rest on disturbed measurements."""
-    cells = {(one["engine"], one["point"]) for one in measurements}
-    quiet = {(one["engine"], one["point"]) for one in measurements if not one["disturbed"]}
-    return sorted(f"{engine} {point}" for engine, point in cells - quiet)
-
-
 def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -63,7 +56,7 @@ def medians_table(
 def ratios_table(
     table: Rates, own: Sequence[str], peers: Sequence[str], points: Sequence[str]
 ) -> list[str]:
-    """One line per point: the fastest peer, and each twinphase over it; nothing where no peer was measured."""
+    """One line per point: the fastest peer, and each twinphase over it; no peer, no table."""
     present = [name for name in own if name in table]
     lines = [
         _row(["point", "fastest peer", "tokens/s", *(f"{name} / fastest peer" for name in present)])
@@ -96,8 +89,7 @@ def foreign_summary(measurements: Sequence[dict[str, Any]]) -> str:
         f"; {disturbed} of {len(values)} measurements were disturbed and are left out where "
         "another exists"
     )
-    cells = only_disturbed(measurements)
-    return f"{text}; UNDERSTATED, no undisturbed one: {', '.join(cells)}" if cells else text
+    return text
 
 
 def markdown(
@@ -110,6 +102,13 @@ def markdown(
     totals = rates(measurements, "total_tokens_per_second")
     lines = medians_table(table, engines, points, absent, "tokens/s")
     lines += [f"(*) {name}: {reason}\n" for name, reason in absent.items() if name in table]
+    quiet = {(one["engine"], one["point"]) for one in measurements if not one["disturbed"]}
+    lines += [
+        f"- {name} {point}: UNDERSTATED, every measurement was disturbed"
+        for name in table
+        for point in table[name]
+        if (name, point) not in quiet
+    ]
     lines += ratios_table(table, own, [name for name in engines if name not in own], points)
     if totals:
         batches = [point for point in points if any(point in found for found in totals.values())]

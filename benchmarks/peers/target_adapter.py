@@ -1,4 +1,4 @@
-"""Anything that `twinphase bench` can measure: our engine, transformers, llama.cpp, a server at a URL.
+"""Targets of `twinphase bench`: our engine, transformers, llama.cpp, a server at a URL.
 
 Options: fields of `EngineConfig` for our engine; `flash_attention` (bool) for llama.cpp. A server
 gets random words of the wanted length, not the prompts' tokens: it may have another tokenizer, and

@@ -1,4 +1,4 @@
-"""vLLM on a CPU: its V1 engine is stepped by hand in this process, so that the time of each token is seen.
+"""vLLM on a CPU: its V1 engine is stepped by hand in this process, to time each token.
 
 Options: `eager` (bool): skip torch.compile, which takes about a minute at every start.
 """

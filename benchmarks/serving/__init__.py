@@ -1,1 +1,1 @@
-"""Subjects of `benchmarks/server.py`: `OPTIONS` of the command line; `run` gives a section and raw values."""
+"""Subjects of `benchmarks/server.py`: `OPTIONS` of each, and `run`: a section and raw values."""

@@ -1,4 +1,4 @@
-"""Requests of every kind, and what the engine alone answers to each: one at a time, without a prefix cache."""
+"""Requests of every kind, and what the engine alone, without a prefix cache, answers to each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Minutes of load on one prefill and two decode workers, of which one is killed every 20 s: what is lost, or leaks?
+"""Load on one prefill and two decode workers; one is killed every 20 s: is anything lost or leaked?
 
 Streams and whole replies, greedy and seeded, short and long prompts with shared beginnings, on KV
 caches so small that requests lose their blocks to others; a tenth of the clients leaves. Every
@@ -121,7 +121,7 @@ async def soak(
 
 
 def run(args: argparse.Namespace) -> tuple[Section, Any]:
-    """One engine's own answers first, then the load; `--reps` has no meaning here."""
+    """One engine's own answers first, then the load."""
     if args.model == "tiny":
         args.out.mkdir(parents=True, exist_ok=True)
         args.model = str(write_tiny_gguf(args.out / "tiny.gguf", vocab=320, context=2048))
@@ -151,9 +151,9 @@ def section(args: argparse.Namespace, found: dict[str, Any]) -> Section:
         f"{', '.join(f'{count:,} {name}' for name, count in counts.items())}.",
         f"{kills.total()} kills "
         f"({', '.join(f'{count} {role}' for role, count in sorted(kills.items()))}), "
-        f"{continued} requests went on at another worker; "
+        f"{continued} requests continued at another worker; "
         f"{sum(one['first_token_mismatches'] for one in found['workers'])} first tokens differed.",
-        f"At the end {'all workers were ready and held no request and no block' if found['whole'] else 'NOT IDLE'}; "
+        f"At the end {'all workers were ready and idle' if found['whole'] else 'NOT IDLE'}; "
         f"exit code {found['exit code']}; {log.count('Traceback')} tracebacks in the log.",
     )
 

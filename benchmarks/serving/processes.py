@@ -1,4 +1,4 @@
-"""A `twinphase serve` of its own, what the system tells of its processes, and requests to it as a client sees them."""
+"""A server of its own, the state of its processes, and requests to it as a client."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def ask(
     headers: dict[str, str] | None = None,
     **options: Any,
 ) -> Reply:
-    """Send a request now and take its whole reply, to the end of its HTTP message; options of `exchange`."""
+    """Send a request now and take its reply to the end of the message; options of `exchange`."""
     address = Address.parse(server.url)
     data = msgspec.json.encode(body)
     request = address.head("POST", path, headers or {}, len(data)) + data

@@ -1,4 +1,4 @@
-"""Minutes of mixed load in which a fifth of the clients leave, in either phase: what leaks, and is every answer right?
+"""Mixed load in which a fifth of the clients leave, in either phase: leaks, and wrong answers.
 
 Chats and completions, streams and whole replies, short and long prompts, shared prefixes, greedy
 and seeded, n = 2, stop strings, schemas, in OpenAI's, Anthropic's and Ollama's APIs, of several
@@ -79,7 +79,7 @@ class Tally:
 
 
 def departure(rng: random.Random, sample: Sample) -> tuple[bool, dict[str, Any], dict[str, Any]]:
-    """How a client leaves: whether it streams, fields of its request, and options of its exchange."""
+    """How a client leaves: whether it streams, fields of its request, options of its exchange."""
     if rng.random() < 0.5:  # in decode
         return True, {}, {"leave": at_event(rng.randint(3, 20))}
     if sample.prompt_tokens > 512:  # in prefill: when the first chunk is read
@@ -208,7 +208,7 @@ def tenant_keys(args: argparse.Namespace) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> tuple[Section, Any]:
-    """The engine's own answers first, then the load; `--reps` has no meaning here."""
+    """The engine's own answers first, then the load."""
     samples = make_samples() + make_other_samples()
     llm = LLM(args.model, threads=args.threads, max_num_seqs=1, enable_prefix_caching=False)
     answer_alone(samples, llm)

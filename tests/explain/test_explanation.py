@@ -75,7 +75,7 @@ def test_the_way_of_blocks_to_another_worker_is_told_and_slows_tokens():
     timeline.mark(IntervalKind.TRANSFER, 1.0, reason="decode-0: 5 of 6 blocks there")
     timeline.hand_over_tokens(1, timeline.end)
     found = explain(make_request(), timeline, make_machine())
-    assert "Went on at decode-0: 5 of 6 blocks there." in found.sentences
+    assert "Continued at decode-0: 5 of 6 blocks there." in found.sentences
     assert "transfer" in [one.cause for one in found.diagnoses if one.seconds]
 
 

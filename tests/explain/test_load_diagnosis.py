@@ -161,7 +161,7 @@ def test_company_is_what_comparing_each_with_each_gives(moments):
         start = one.token_times[0]
         end = one.token_times[-1]
         reading = sum(o.intended < end and start < o.token_times[0] for o in requests)
-        assert list(load.others_reading([start], [end])) == [reading]
+        assert list(load.others_in_prefill([start], [end])) == [reading]
         if end - start > 0.01:
             beside = sum(
                 max(0.0, min(end, o.token_times[-1]) - max(start, o.token_times[0])) for o in others

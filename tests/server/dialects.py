@@ -28,13 +28,36 @@ class Said:
     num_output: int = 0
 
 
+def turn(role: str, content: Any) -> dict[str, Any]:
+    """A message of a conversation."""
+    return {"role": role, "content": content}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return turn("user", content)
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def function(function: Any) -> dict[str, Any]:
+    """A tool, its choice or its call, in OpenAI's shape."""
+    return {"type": "function", "function": function}
+
+
+def bearer(name: str) -> dict[str, str]:
+    """The header with an API key."""
+    return {"Authorization": f"Bearer {name}"}
+
+
 def ask(
     dialect: str, model: str, text: str = "hello", *, max_tokens: int = 4000, **more: Any
 ) -> dict[str, Any]:
     """A greedy request's body, of an endless answer unless `more` gives its form."""
     body: dict[str, Any] = {
         "model": model,
-        "messages": [{"role": "user", "content": text}],
+        "messages": [user(text)],
         "stream": False,
     }
     if dialect == OLLAMA:

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from dialects import bearer
 from running import PATIENCE, RunningServer
 
 # a key of the server `limited`
 PATH = "/v1/completions"
-ONE = {"Authorization": "Bearer one"}
+ONE = bearer("one")
 LONG = {
     "prompt": "hello",
     "max_tokens": 4000,

@@ -55,7 +55,7 @@ def run(talk, keep_alive=20):
 
 
 def test_a_head_that_takes_too_long_is_cut(monkeypatch):
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_SECONDS", 0.2)
 
     async def talk(client):
         client.writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nX-Slow: ")
@@ -115,7 +115,7 @@ def test_requests_in_pieces_and_one_after_the_other_are_served():
 
 @pytest.mark.parametrize("kept", ["close", "keep-alive"])
 def test_a_client_that_does_not_take_the_end_of_its_answer_is_cut(monkeypatch, kept):
-    monkeypatch.setattr(connection, "UNREAD_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "CLOSE_TIMEOUT_SECONDS", 0.2)
 
     async def talk(client):
         client.writer.write(

@@ -14,9 +14,13 @@ from dialects import (
     Said,
     ask,
     form,
+    function,
     joined,
     message,
     parts,
+    text_part,
+    turn,
+    user,
     whole,
 )
 from raw_client import ONE, connect, read_reply, request, send
@@ -38,12 +42,7 @@ OFFER = {
     ],
     **dict.fromkeys(
         (OPENAI, OLLAMA),
-        [
-            {
-                "type": "function",
-                "function": {"name": "pick", "description": "Picks one.", "parameters": SCHEMA},
-            }
-        ],
+        [function({"name": "pick", "description": "Picks one.", "parameters": SCHEMA})],
     ),
 }
 OTHERS = [ANTHROPIC, OLLAMA]
@@ -82,7 +81,7 @@ def test_stops_and_the_contexts_end(server, dialect):
 
 def test_tools_and_their_results(server):
     """Ollama's API has no `tool_choice`, and a random model calls no tool by itself."""
-    choice = {"tool_choice": {"type": "function", "function": {"name": "pick"}}}
+    choice = {"tool_choice": function({"name": "pick"})}
     expected = answers(server, OPENAI, max_tokens=200, tools=OFFER[OPENAI], **choice)[0]
     assert expected.reason == "tool_calls" and expected.calls
     for said in answers(
@@ -99,40 +98,39 @@ def test_tools_and_their_results(server):
         "type": "function",
         "function": {"name": "pick", "arguments": json.dumps(given)},
     }
-    user = {"role": "user", "content": "hello"}
+    hello = user("hello")
     past = {
         OPENAI: [
-            user,
+            hello,
             {"role": "assistant", "content": "so", "tool_calls": [call]},
             {"role": "tool", "content": "3", "tool_call_id": "c"},
-            {"role": "user", "content": "go on"},
+            user("go on"),
         ],
         ANTHROPIC: [
-            user,
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "text", "text": "so"},
+            hello,
+            turn(
+                "assistant",
+                [
+                    text_part("so"),
                     {"type": "tool_use", "id": "c", "name": "pick", "input": given},
                 ],
-            },
-            {
-                "role": "user",
-                "content": [
+            ),
+            user(
+                [
                     {"type": "tool_result", "tool_use_id": "c", "content": "3"},
-                    {"type": "text", "text": "go on"},
-                ],
-            },
+                    text_part("go on"),
+                ]
+            ),
         ],
         OLLAMA: [
-            user,
+            hello,
             {
                 "role": "assistant",
                 "content": "so",
                 "tool_calls": [{"function": {"name": "pick", "arguments": given}}],
             },
             {"role": "tool", "content": "3", "tool_name": "pick"},
-            {"role": "user", "content": "go on"},
+            user("go on"),
         ],
     }
     said = [
@@ -159,7 +157,7 @@ def test_anthropic_tells_what_was_cached_and_counts_tokens(server):
 
 
 def test_an_answers_beginning_is_gone_on_with(server):
-    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "So"}]
+    turns = [user("hello"), turn("assistant", "So")]
     more = {"continue_final_message": True, "add_generation_prompt": False}
     expected = answers(server, OPENAI, max_tokens=8, messages=turns, **more)[0]
     for said in answers(server, ANTHROPIC, max_tokens=8, messages=turns):
@@ -229,13 +227,13 @@ REFUSED = [
     (ANTHROPIC, {"messages": []}, 400, "`messages`: List should have at least 1 item"),
     (
         ANTHROPIC,
-        {"messages": [{"role": "user", "content": [IMAGE]}]},
+        {"messages": [user([IMAGE])]},
         400,
         "of the type image is not read here",
     ),
     (
         ANTHROPIC,
-        {"messages": [{"role": "user", "content": [{"type": "king"}]}]},
+        {"messages": [user([{"type": "king"}])]},
         400,
         "`messages.0.content.0`",
     ),

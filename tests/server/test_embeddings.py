@@ -9,6 +9,7 @@ import openai
 import pytest
 from tests.tiny_bert import make_bert, save_bert
 
+from dialects import user
 from twinphase import LLM
 
 PATH = "/v1/embeddings"
@@ -81,10 +82,10 @@ def test_ollamas_api_gives_them_too(embedder, expected):
         ("/api/embed", {"input": "hello " * 100}, "has 102 tokens; the model takes 64"),
         ("/api/embed", {"input": []}, "`input` has 0 texts"),
         ("/api/embed", {"input": "a", "dimensions": 8}, "dimensions"),
-        ("/api/chat", {"messages": [{"role": "user", "content": "a"}]}, "it writes none"),
+        ("/api/chat", {"messages": [user("a")]}, "it writes none"),
         (
             "/v1/messages",
-            {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+            {"messages": [user("a")], "max_tokens": 1},
             "it writes none",
         ),
     ):
@@ -127,7 +128,7 @@ def test_a_bad_request_says_what_is_wrong(embedder, fields, code, part):
 
 
 def test_an_embedding_server_serves_nothing_else(embedder):
-    chat = {"messages": [{"role": "user", "content": "hello"}]}
+    chat = {"messages": [user("hello")]}
     for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": "hello"})):
         status, reply = embedder.post(path, body)
         assert (

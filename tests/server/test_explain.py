@@ -8,13 +8,14 @@ from functools import partial
 
 import pytest
 
+from dialects import bearer, turn, user
 from raw_client import until
 from twinphase.cli import run_app
 from twinphase.commands.explain_saved import read_ledger
 
 BODY = {"prompt": "hello world", "max_tokens": 20, "ignore_eos": True}
-ALICE = {"Authorization": "Bearer alice"}
-BOB = {"Authorization": "Bearer bob"}
+ALICE = bearer("alice")
+BOB = bearer("bob")
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_the_timeline_and_the_explanation_have_everything(server):
 
 
 def test_requests_are_listed_newest_first(limited):
-    key = {"Authorization": "Bearer lister"}
+    key = bearer("lister")
     listed = limited.get("/v1/requests", **key)
     assert (listed[0], listed[1]["data"]) == (200, [])
     names = [
@@ -120,8 +121,8 @@ def test_what_the_miss_lay_in_is_known(server):
     system = "the " * 200
     for word in ("hello", "world"):
         messages = [
-            {"role": "system", "content": system},
-            {"role": "user", "content": f"{word} " * 150},
+            turn("system", system),
+            user(f"{word} " * 150),
         ]
         _, body = server.post(
             "/v1/chat/completions", {"messages": messages, "max_tokens": 2, "ignore_eos": True}
@@ -152,7 +153,7 @@ def test_the_command_explains_a_request(server, explained, tmp_path):
 def test_saved_forms_agree_with_the_server(server, explained, tmp_path):
     _, body = server.post(
         "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 30, "ignore_eos": True},
+        {"messages": [user("hello")], "max_tokens": 30, "ignore_eos": True},
     )
     _, timeline = server.get(f"/v1/requests/{body['id']}/timeline")
     _, truth = server.get(f"/v1/requests/{body['id']}/explain")

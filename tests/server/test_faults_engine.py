@@ -13,7 +13,7 @@ import numpy as np
 import openai
 import pytest
 
-from dialects import ANTHROPIC, OLLAMA, PATHS, ask, message, parts
+from dialects import ANTHROPIC, OLLAMA, PATHS, ask, message, parts, turn, user
 from raw_client import (
     LONG,
     ONE,
@@ -80,7 +80,7 @@ def test_logits_that_are_not_finite_fail_one_request(poisoned):
             error, last = events(client)
             assert "not finite" in error["error"]["message"] and last == "[DONE]"
         text = poisoned.post("/detokenize", {"tokens": [POISON]})[1]["prompt"]
-        begun = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": text}]
+        begun = [user("hello"), turn("assistant", text)]
         for dialect, path, body in (
             (OLLAMA, "/api/generate", {"prompt": text, "raw": True}),
             (ANTHROPIC, PATHS[ANTHROPIC], {"messages": begun, "max_tokens": 9}),

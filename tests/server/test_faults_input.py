@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from dialects import ANTHROPIC, OLLAMA, PATHS, ask, form
+from dialects import ANTHROPIC, OLLAMA, PATHS, ask, form, function, text_part, turn, user
 from dialects import message as error_message
 from raw_client import (
     LONG,
@@ -26,7 +26,7 @@ from tiny_gguf import write_tiny_gguf
 
 COMPLETION = "/v1/completions"
 CHAT = "/v1/chat/completions"
-MESSAGES = [{"role": "user", "content": "hello"}]
+MESSAGES = [user("hello")]
 PROMPT = {COMPLETION: {"prompt": "hello"}, CHAT: {"messages": MESSAGES}}
 
 
@@ -91,7 +91,7 @@ MORE = {
             [],
             [{}],
             [{"role": "user"}],
-            [{"role": "king", "content": "a"}],
+            [turn("king", "a")],
             "a",
             [None],
             {},
@@ -104,8 +104,8 @@ MORE = {
             [1],
         ],
         "thinking_token_budget": [-1, 5],
-        "tools": [[{}], [{"type": "function", "function": {"name": "a b"}}]],
-        "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
+        "tools": [[{}], [function({"name": "a b"})]],
+        "tool_choice": ["required", function({"name": "f"})],
     },
 }
 
@@ -248,10 +248,10 @@ def texts(value, model):
     }
     call = {"id": value, "type": "function", "function": {"name": value, "arguments": value}}
     for message in (
-        {"role": value, "content": "a"},
-        {"role": "user", "content": value},
+        turn(value, "a"),
+        user(value),
         {"role": "user", value: "a"},
-        {"role": "user", "content": [{"type": "text", "text": value, "part": value}]},
+        user([{"type": "text", "text": value, "part": value}]),
         {"role": "user", "content": "a", "name": value},
         {"role": "tool", "content": value, "tool_call_id": value},
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -262,11 +262,11 @@ def texts(value, model):
         "metadata": {value: value},
         "chat_template_kwargs": {value: value},
         "user": value,
-        "tools": [{"type": "function", "function": tool}],
+        "tools": [function(tool)],
     }.items():
         yield CHAT, {"messages": MESSAGES, field: given}
     blocks = [
-        {"type": "text", "text": value},
+        text_part(value),
         {"type": "thinking", "thinking": value, "signature": value},
     ]
     results = [{"type": "tool_result", "tool_use_id": value, "content": value}, {"type": value}]
@@ -277,15 +277,15 @@ def texts(value, model):
         "input_schema": {"properties": {value: {"type": "string"}}},
     }
     for fields in (
-        {"messages": [{"role": "user", "content": value}]},
-        {"messages": [{"role": "user", "content": blocks[:1]}]},
+        {"messages": [user(value)]},
+        {"messages": [user(blocks[:1])]},
         {
             "messages": [
-                {"role": "assistant", "content": blocks + uses},
-                {"role": "user", "content": results[:1]},
+                turn("assistant", blocks + uses),
+                user(results[:1]),
             ]
         },
-        {"messages": [{"role": "user", "content": results}]},
+        {"messages": [user(results)]},
         {"system": value},
         {"stop_sequences": [value]},
         {"tools": [tool]},
@@ -307,7 +307,7 @@ def texts(value, model):
         {"options": {value: 1}},
         {"format": value},
         {"format": {value: value}},
-        {"tools": [{"type": "function", "function": {"name": value, "description": value}}]},
+        {"tools": [function({"name": value, "description": value})]},
         {"keep_alive": value},
     ):
         limit = {"options": {"num_predict": 4, **fields.pop("options", {})}}
@@ -315,7 +315,7 @@ def texts(value, model):
     for path, name in (("generate", "prompt"), ("show", "model"), ("embed", "input")):
         yield f"/api/{path}", {"model": value, name: value}
     yield "/tokenize", {"prompt": value}
-    yield "/tokenize", {"messages": [{"role": "user", "content": value}]}
+    yield "/tokenize", {"messages": [user(value)]}
 
 
 def test_any_text_anywhere_is_answered_or_refused(server):
@@ -380,7 +380,7 @@ def test_a_million_characters_are_refused_before_they_are_encoded(server):
             (COMPLETION, {"prompt": [text] * 3}),
             *((path, ask(dialect, server.model, text)) for dialect, path in PATHS.items()),
             ("/tokenize", {"prompt": text}),
-            ("/tokenize", {"messages": [{"role": "user", "content": text}]}),
+            ("/tokenize", {"messages": [user(text)]}),
         ):
             with at_once(server):
                 status, reply = server.post(path, body)
@@ -543,7 +543,7 @@ def test_a_template_that_does_harm_fails_its_request(evil):
     kinds = "endless expanding product power recursive classes globals import change file format"
     with surviving(evil):
         for what in kinds.split():
-            body = {"messages": [{"role": "user", "content": what}]}
+            body = {"messages": [user(what)]}
             for path in (CHAT, "/tokenize"):
                 with at_once(evil):
                     status, reply = evil.post(path, body)

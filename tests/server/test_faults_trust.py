@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 import twinphase
-from dialects import ANTHROPIC, OLLAMA, OPENAI, PATHS, message
+from dialects import ANTHROPIC, OLLAMA, OPENAI, PATHS, bearer, function, message, user
 from raw_client import PATH, PROBE, connect, events, read_reply, request, send, surviving
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.request import Request, SamplingParams
 from twinphase.server.access import Access
 
 ROOT = Path(twinphase.__file__).parent
-ALICE = {"Authorization": "Bearer alice"}
-BOB = {"Authorization": "Bearer bob"}
+ALICE = bearer("alice")
+BOB = bearer("bob")
 
 
 def prompt(first):
@@ -216,8 +216,8 @@ def test_nothing_is_fetched_for_a_schema(server):
             {"properties": {"a": {"$ref": url + "#/a"}}},
             {"$id": url, "$ref": "other.json"},
         ):
-            tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-            messages = [{"role": "user", "content": "a"}]
+            tool = function({"name": "f", "parameters": schema})
+            messages = [user("a")]
             for path, body in (
                 (PATH, {"prompt": "a", "guided_json": schema}),
                 (

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dialects import message
+from dialects import bearer, function, message, turn, user
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 0))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300 + EXAMPLES)]
-KEY = {"Authorization": "Bearer secret"}
+KEY = bearer("secret")
 LIMITS = ("--max-model-len", "128", "--max-num-seqs", "8", "--num-kv-blocks", "32")
 # Of values that are within these, many get past the first checks.
 RANGES = {
@@ -116,16 +116,13 @@ def test_answers_are_as_the_openapi_document_says(fuzzed, tmp_path, ranges, phas
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr
 
 
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}},
-}
+TOOL = function({"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}})
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 CALL_OF_OLLAMA = {"name": "add", "arguments": {"a": 1}}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", 1, None]}}, "required": ["a"]}
 CHAT = {
     "model": "tiny",
-    "messages": [{"role": "user", "content": "hi"}],
+    "messages": [user("hi")],
     "max_tokens": 9,
     "temperature": 1.5,
     "top_k": 9,
@@ -158,20 +155,20 @@ REQUESTS = [
         "/v1/chat/completions",
         {
             "messages": [
-                {"role": "system", "content": [{"type": "text", "text": "s", "part": "p"}]},
-                {"role": "user", "content": "q"},
+                turn("system", [{"type": "text", "text": "s", "part": "p"}]),
+                user("q"),
                 {"role": "assistant", "content": None, "tool_calls": [CALL]},
                 {"role": "tool", "content": "2", "tool_call_id": "c"},
             ],
             "tools": [TOOL],
-            "tool_choice": {"type": "function", "function": {"name": "add"}},
+            "tool_choice": function({"name": "add"}),
             "max_tokens": 9,
         },
     ),
     (
         "/v1/chat/completions",
         {
-            "messages": [{"role": "user", "content": "q"}],
+            "messages": [user("q")],
             "max_tokens": 9,
             "response_format": {
                 "type": "json_schema",
@@ -221,7 +218,7 @@ REQUESTS = [
     (
         "/apply-template",
         {
-            "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+            "messages": [user("q"), turn("assistant", "a")],
             "continue_final_message": True,
             "add_generation_prompt": False,
             "reasoning_effort": "low",
@@ -233,7 +230,7 @@ REQUESTS = [
             "/v1/responses",
             {
                 "input": [
-                    {"role": "user", "content": [{"type": "input_text", "text": "q"}]},
+                    user([{"type": "input_text", "text": "q"}]),
                     {
                         "type": "reasoning",
                         "summary": [],
@@ -280,18 +277,15 @@ REQUESTS = [
             "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
             "metadata": {"user_id": "u"},
             "messages": [
-                {"role": "user", "content": "q"},
-                {
-                    "role": "assistant",
-                    "content": [
+                user("q"),
+                turn(
+                    "assistant",
+                    [
                         {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}},
                         {"type": "thinking", "thinking": "t", "signature": "s"},
                     ],
-                },
-                {
-                    "role": "user",
-                    "content": [{"type": "tool_result", "tool_use_id": "c", "content": "2"}],
-                },
+                ),
+                user([{"type": "tool_result", "tool_use_id": "c", "content": "2"}]),
             ],
             "tools": [{"name": "add", "description": "d", "input_schema": SCHEMA}],
             "tool_choice": {"type": "any"},
@@ -304,13 +298,13 @@ REQUESTS = [
             "model": "tiny",
             "max_tokens": 9,
             "stream": True,
-            "messages": [{"role": "user", "content": "q"}],
+            "messages": [user("q")],
             "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
         },
     ),
     (
         "/v1/messages/count_tokens",
-        {"model": "tiny", "messages": [{"role": "user", "content": "q"}], "system": "s"},
+        {"model": "tiny", "messages": [user("q")], "system": "s"},
     ),
     (
         "/api/chat",
@@ -322,8 +316,8 @@ REQUESTS = [
             "think": False,
             "logprobs": True,
             "messages": [
-                {"role": "system", "content": "s"},
-                {"role": "user", "content": "q"},
+                turn("system", "s"),
+                user("q"),
                 {"role": "assistant", "content": "", "tool_calls": [{"function": CALL_OF_OLLAMA}]},
                 {"role": "tool", "content": "2", "tool_name": "add"},
             ],
@@ -344,7 +338,7 @@ REQUESTS = [
         "/api/chat",
         {
             "model": "tiny",
-            "messages": [{"role": "user", "content": "q"}],
+            "messages": [user("q")],
             "format": SCHEMA,
             "options": {"num_predict": 9},
         },
@@ -372,7 +366,7 @@ REQUESTS = [
     ("/api/embed", {"model": "tiny", "input": ["a", "b"], "truncate": True, "dimensions": 8}),
     ("/api/show", {"model": "tiny", "verbose": True}),
     ("/tokenize", {"prompt": "hello", "add_special_tokens": False, "return_token_strs": True}),
-    ("/tokenize", {"messages": [{"role": "user", "content": "hello"}]}),
+    ("/tokenize", {"messages": [user("hello")]}),
     ("/detokenize", {"tokens": [5, 6, 200]}),
 ]
 

@@ -10,6 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from dialects import function, text_part, user
 from raw_client import until
 from twinphase import LLM, SamplingParams
 from twinphase.constraint import StructuredOutputsParams
@@ -17,7 +18,7 @@ from twinphase.request import RequestCounts
 from twinphase.server.observe import spec_decode_metrics
 from twinphase.server.tools import HERMES, tool_grammar
 
-USER = [{"role": "user", "content": "hello world"}]
+USER = [user("hello world")]
 WORDS = {"the": 20, " the": 20, "hello": 20, " world": 20, " and": 20, "ing": 20}
 
 
@@ -415,7 +416,7 @@ def test_an_answer_has_the_form_asked_for(client, model, form, pattern):
 
 
 def test_a_salt_keeps_prefixes_apart(client, model):
-    messages = [{"role": "user", "content": "the " * 40}]
+    messages = [user("the " * 40)]
 
     def cached(salt):
         body = {"cache_salt": salt} if salt else {}
@@ -499,7 +500,7 @@ def test_what_agents_send_is_taken(client, model):
     "choice, names",
     [
         ("required", {"book", "cancel"}),
-        ({"type": "function", "function": {"name": "cancel"}}, {"cancel"}),
+        (function({"name": "cancel"}), {"cancel"}),
     ],
 )
 def test_calls_name_a_tool_and_obey_its_schema(client, model, llm, choice, names):
@@ -578,7 +579,7 @@ def test_many_at_once_get_what_each_would_get_alone(server, model, client):
     def request(i):
         return {
             "model": model,
-            "messages": [{"role": "user", "content": f"hello {i}"}],
+            "messages": [user(f"hello {i}")],
             "seed": i,
             "max_tokens": 20,
         }
@@ -648,7 +649,7 @@ def test_a_prediction_changes_nothing_but_the_speed(client, drafting, model, wor
     predictions = (
         first,
         second[:40] + "no" + second[40:],
-        [{"type": "text", "text": first}],
+        [text_part(first)],
         "never said",
     )
     with drafting.client() as other:

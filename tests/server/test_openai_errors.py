@@ -7,10 +7,11 @@ import httpx
 import openai
 import pytest
 
+from dialects import bearer, turn, user
 from raw_client import ONE, PATH, PROBE, connect, read_reply, send, surviving, tokens, until
 
 CHAT = "/v1/chat/completions"
-USER = [{"role": "user", "content": "hello"}]
+USER = [user("hello")]
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
 AUDIO = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
 
@@ -31,8 +32,8 @@ AUDIO = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
             "messages",
             "`messages.0.role`: only this is supported: 'system', ",
         ),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "'text'"),
-        ({"messages": [{"role": "user", "content": [AUDIO]}]}, "messages", "'text'"),
+        ({"messages": [user([IMAGE])]}, "messages", "'text'"),
+        ({"messages": [user([AUDIO])]}, "messages", "'text'"),
         ({"logit_bias": {"99999": 1}}, None, "Token id 99999 in logit_bias"),
         ({"tool_choice": "required"}, None, "`tool_choice` needs `tools`"),
         (
@@ -128,7 +129,7 @@ def test_what_changes_no_answer_is_taken_and_named(server, stream):
     nothing = dict.fromkeys(
         [*UNREAD, "n", "min_tokens", "stream_options", "tools", "ignore_eos", "logit_bias"]
     )
-    plain = [{"role": "assistant", "content": "hi"}, *USER]
+    plain = [turn("assistant", "hi"), *USER]
     expected = server.post(CHAT, {**asked, **nothing, "messages": plain})[1]["choices"][0][
         "token_ids"
     ]
@@ -162,7 +163,7 @@ def test_bodies_and_heads_as_clients_and_proxies_send_them(shared):
         status, _, refused = ask("POST", PATH, *heads, body=body)
         assert status == 400 and part in refused["error"]["message"]
     for path in ("/health", "/v1/models", "/metrics"):
-        reply = httpx.head(shared.url + path, headers={"Authorization": "Bearer alice"})
+        reply = httpx.head(shared.url + path, headers=bearer("alice"))
         assert (reply.status_code, reply.content) == (200, b"") and int(
             reply.headers["content-length"]
         ) > 0
@@ -183,7 +184,7 @@ def test_openais_client_knows_each_refusal(server):
 
 @pytest.mark.parametrize("key", ["wrong", "one2", "one two"])
 def test_a_wrong_key_is_refused_before_anything_else(limited, key):
-    with limited.client("none", default_headers={"Authorization": f"Bearer {key}"}) as client:
+    with limited.client("none", default_headers=bearer(key)) as client:
         with pytest.raises(openai.AuthenticationError, match="The API key is not known") as refused:
             client.chat.completions.create(model="nonsense", messages=[])
         assert refused.value.code == "invalid_api_key"

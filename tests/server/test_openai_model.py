@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from dialects import function, turn, user
 from twinphase import LLM, SamplingParams
 
 pytestmark = pytest.mark.model
 
-WEATHER = {
-    "type": "function",
-    "function": {
+WEATHER = function(
+    {
         "name": "get_weather",
         "description": "The weather in a city.",
         "parameters": {
@@ -19,17 +19,13 @@ WEATHER = {
             "properties": {"city": {"type": "string"}},
             "required": ["city"],
         },
-    },
-}
+    }
+)
 
 
 class Person(BaseModel):
     name: str
     age: int
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 def asked(city, degrees):
@@ -40,7 +36,7 @@ def asked(city, degrees):
         user(f"What is the weather in {city}?"),
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call["id"], "content": f"{degrees} degrees"},
-        {"role": "assistant", "content": f"It is {degrees} degrees in {city}."},
+        turn("assistant", f"It is {degrees} degrees in {city}."),
     ]
 
 
@@ -69,9 +65,9 @@ def test_a_conversation_goes_on_where_it_was(ask, smol):
     first = user("What is the capital of France? Answer in one word.")
     answer = ask(first).choices[0].message
     assert "Paris" in answer.content
-    second = ask({"role": "system", "content": "Be brief."}, first, answer, user("And of Italy?"))
+    second = ask(turn("system", "Be brief."), first, answer, user("And of Italy?"))
     third = ask(
-        {"role": "system", "content": "Be brief."},
+        turn("system", "Be brief."),
         first,
         answer,
         user("And of Italy?"),
@@ -80,12 +76,12 @@ def test_a_conversation_goes_on_where_it_was(ask, smol):
     text = "".join(chunk.choices[0].delta.content or "" for chunk in third)
     assert text == second.choices[0].message.content and "Rome" in text
     messages = [
-        {"role": "system", "content": "Be brief."},
+        turn("system", "Be brief."),
         first,
         answer.model_dump(),
         user("And of Italy?"),
     ]
-    messages[2] = {"role": "assistant", "content": answer.content}
+    messages[2] = turn("assistant", answer.content)
     (output,) = LLM(smol.model).chat(
         messages, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False
     )

@@ -4,11 +4,12 @@ import json
 
 import pytest
 
+from dialects import turn, user
 from twinphase import LLM, SamplingParams
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
-TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the world is "}]
+TALK = [user("hello"), turn("assistant", "the world is ")]
 INFILL = (300, 301, 302)  # as the tiny model has it: before a prefix, a suffix, a middle
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
 

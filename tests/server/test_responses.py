@@ -14,6 +14,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 from pydantic_core import from_json
 
+from dialects import bearer, function, text_part, turn, user
 from raw_client import events, send
 from twinphase.engine.frontends.text import EncodedPrompt
 from twinphase.errors import InvalidRequestError, RequestNotFoundError
@@ -24,6 +25,7 @@ from twinphase.server.dialects.responses import ResponseCancelledError
 from twinphase.server.dialects.responses_types import ResponsesRequest
 from twinphase.server.jobs import Job
 from twinphase.server.problems import headers
+from twinphase.server.tool_calls import call_of
 
 CHAT = "/v1/chat/completions"
 PATH = "/v1/responses"
@@ -93,10 +95,10 @@ def both(client, **fields):
 
 
 def test_answers_are_those_of_chats(server, client):
-    user = {"role": "user", "content": "hello"}
+    hello = user("hello")
     model = server.model
     said = both(client, model=model, input="hello", **GREEDY)
-    expected, usage = chat(server, [user])
+    expected, usage = chat(server, [hello])
     assert said.output_text == expected["message"]["content"] and said.id.startswith("resp_")
     assert (said.status, said.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert said.usage.input_tokens == usage["prompt_tokens"] and said.usage.output_tokens == 12
@@ -105,17 +107,15 @@ def test_answers_are_those_of_chats(server, client):
         client,
         model=model,
         instructions="Be brief.",
-        input=[{"role": "user", "content": parts}],
+        input=[user(parts)],
         **GREEDY,
     )
-    texts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    expected, _ = chat(
-        server, [{"role": "system", "content": "Be brief."}, {"role": "user", "content": texts}]
-    )
+    texts = [text_part("one"), text_part("two")]
+    expected, _ = chat(server, [turn("system", "Be brief."), user(texts)])
     assert said.output_text == expected["message"]["content"]
     more = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     said = both(client, model=model, input="hello", **GREEDY, **more)
-    expected, _ = chat(server, [user], logprobs=True, top_logprobs=2)
+    expected, _ = chat(server, [hello], logprobs=True, top_logprobs=2)
     found = said.output[0].content[0].logprobs
     assert [one.logprob for one in found] == [
         one["logprob"] for one in expected["logprobs"]["content"]
@@ -141,26 +141,20 @@ def test_tools_and_forms(server, client):
     call = said.output[0]
     assert call.name == "pick" and Pick.model_validate_json(call.arguments)
     past = [
-        {"role": "user", "content": "hello"},
+        user("hello"),
         call.model_dump(),
         {"type": "function_call_output", "call_id": call.call_id, "output": "3"},
-        {"role": "assistant", "content": "so"},
-        {"role": "user", "content": "go on"},
+        turn("assistant", "so"),
+        user("go on"),
     ]
-    function = {"name": "pick", "arguments": call.arguments}
-    calls = [{"id": call.call_id, "type": "function", "function": function}]
+    calls = [call_of(call.call_id, "pick", call.arguments)]
     messages = [
         past[0],
         {"role": "assistant", "tool_calls": calls},
         {"role": "tool", "tool_call_id": call.call_id, "content": "3"},
         *past[3:],
     ]
-    offered = [
-        {
-            "type": "function",
-            "function": {key: value for key, value in tool.items() if key != "type"},
-        }
-    ]
+    offered = [function({key: value for key, value in tool.items() if key != "type"})]
     said = both(client, **{**fields, "input": past, "tool_choice": "none", "max_output_tokens": 9})
     expected, usage = chat(
         server, messages, tools=offered, tool_choice="none", max_tokens=9, ignore_eos=False
@@ -183,10 +177,8 @@ def test_a_response_is_followed_kept_and_forgotten(server, client):
         model=model, input="hello", instructions="Be brief.", metadata={"a": "b"}, **GREEDY
     )
     second = both(client, model=model, input="and", previous_response_id=first.id, **GREEDY)
-    said = {"role": "assistant", "content": first.output_text}
-    expected, _ = chat(
-        server, [{"role": "user", "content": "hello"}, said, {"role": "user", "content": "and"}]
-    )
+    said = turn("assistant", first.output_text)
+    expected, _ = chat(server, [user("hello"), said, user("and")])
     assert (
         second.output_text == expected["message"]["content"]
         and second.previous_response_id == first.id
@@ -222,10 +214,10 @@ def test_a_response_is_followed_kept_and_forgotten(server, client):
     third = client.responses.create(
         model=model, input="on", previous_response_id=second.id, **GREEDY
     )
-    more = [{"role": "assistant", "content": second.output_text}, {"role": "user", "content": "on"}]
+    more = [turn("assistant", second.output_text), user("on")]
     expected, _ = chat(
         server,
-        [{"role": "user", "content": "hello"}, said, {"role": "user", "content": "and"}, *more],
+        [user("hello"), said, user("and"), *more],
     )
     assert third.output_text == expected["message"]["content"]
     unkept = client.responses.create(model=model, input="hello", store=False, **GREEDY)
@@ -245,7 +237,7 @@ def test_a_response_is_followed_kept_and_forgotten(server, client):
 
 def test_each_key_has_its_own_and_a_running_one_is_cancelled_by_it_alone(shared):
     long = {"input": "hello", "temperature": 0, "ignore_eos": True, "stream": True}
-    alice, bob = ({"Authorization": f"Bearer {name}"} for name in ("alice", "bob"))
+    alice, bob = (bearer(name) for name in ("alice", "bob"))
     with send(shared, PATH, long, **alice) as stream:
         coming = events(stream)
         name = next(coming)["response"]["id"]
@@ -305,9 +297,7 @@ def test_a_response_that_ends_inside_a_call_is_gone_on_with(server, client):
     }
     calls = [{"id": call.call_id, "type": "function", "function": function}]
     said = {"role": "assistant", "content": "", "tool_calls": calls}
-    expected, _ = chat(
-        server, [{"role": "user", "content": "hello"}, said, {"role": "user", "content": "on"}]
-    )
+    expected, _ = chat(server, [user("hello"), said, user("on")])
     assert next.output_text == expected["message"]["content"]
 
 
@@ -408,7 +398,7 @@ PARSED = {"type": "output_text", "text": "a", "parsed": 1}  # by a client, not b
     [
         ({"input": []}, "`input`: List should have at least 1 item"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            {"input": [user([{"type": "input_image", "image_url": "x"}])]},
             "send text",
         ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "`input.0`"),
@@ -425,7 +415,7 @@ PARSED = {"type": "output_text", "text": "a", "parsed": 1}  # by a client, not b
             "`text.format`: the type json_schema needs `schema`.",
         ),
         (
-            {"input": [{"role": "assistant", "content": [PARSED]}]},
+            {"input": [turn("assistant", [PARSED])]},
             "The field `input.0.content.0.parsed` is not supported. Leave it out.",
         ),
         ({"input": [{"role": "user"}]}, "`input.0.content`: Field required."),

@@ -8,16 +8,17 @@ import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
+from dialects import bearer, function, user
 from raw_client import LONG, events, reset, send, until
 from twinphase import LLM, __version__
 
 CHAT = {
-    "messages": [{"role": "user", "content": "hello world"}],
+    "messages": [user("hello world")],
     "max_tokens": 5,
     "temperature": 0,
     "ignore_eos": True,
 }
-KEY = {"Authorization": "Bearer one"}
+KEY = bearer("one")
 ORIGIN = "https://page.example"
 PAGE = {
     "Origin": ORIGIN,
@@ -97,7 +98,7 @@ def test_texts_and_conversations_become_tokens_and_texts_again(server, tiny_path
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "content": "c", "tool_call_id": "1"},
     ]
-    tools = [{"type": "function", "function": {"name": "look"}}]
+    tools = [function({"name": "look"})]
     for body in (
         {},
         {"tools": tools},

@@ -7,13 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from dialects import bearer
 from raw_client import PATH, PROBE, events, send, surviving
 from twinphase.errors import InvalidRequestError, OverloadedError
 from twinphase.server.access import Access, Admission
 from twinphase.server.config import ServerConfig
 
-FLOOD = {"Authorization": "Bearer flood"}
-QUICK = {"Authorization": "Bearer quick=="}
+FLOOD = bearer("flood")
+QUICK = bearer("quick==")
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +163,7 @@ def test_one_tenants_full_queue_is_not_anothers(contended):
 
 
 def test_two_keys_of_a_tenant_share_what_it_has(contended):
-    other = {"Authorization": "Bearer other"}
+    other = bearer("other")
     status, answer = contended.post(PATH, {**PROBE, "prompt": [5]}, **QUICK)
     assert status == 200
     assert contended.get(f"/v1/requests/{answer['id']}/timeline", **other)[0] == 200

@@ -2,14 +2,14 @@
 
 import pytest
 
-from dialects import ANTHROPIC, OLLAMA, OPENAI, PATHS, joined, parts, whole
+from dialects import ANTHROPIC, OLLAMA, OPENAI, PATHS, joined, parts, user, whole
 from dialects import ask as ask_in
 from raw_client import send
 from tiny_gguf import CHAT_TEMPLATE, write_tiny_gguf
 from twinphase import LLM, SamplingParams
 
 OPENED = CHAT_TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
-USER = [{"role": "user", "content": "hello"}]
+USER = [user("hello")]
 BUDGET = 6
 
 

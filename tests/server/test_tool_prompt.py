@@ -5,16 +5,12 @@ from typing import Any
 
 import pytest
 
+from dialects import function, text_part, turn, user
 from twinphase.errors import InvalidRequestError
 from twinphase.server.tool_prompt import with_argument_objects, with_tool_prompt
 from twinphase.tokenizer.chat_template import CHATML, ChatTemplate
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "f", "description": "Grüße", "parameters": {"type": "object"}},
-    }
-]
+TOOLS = [function({"name": "f", "description": "Grüße", "parameters": {"type": "object"}})]
 
 
 def call(arguments: Any) -> dict[str, Any]:
@@ -22,10 +18,10 @@ def call(arguments: Any) -> dict[str, Any]:
 
 
 HISTORY: list[dict[str, Any]] = [
-    {"role": "user", "content": "q"},
+    user("q"),
     {"role": "assistant", "content": None, "tool_calls": [call('{"a": 1}'), call("")]},
     {"role": "tool", "tool_call_id": "1", "content": "r1"},
-    {"role": "tool", "tool_call_id": "2", "content": [{"type": "text", "text": "r2"}]},
+    {"role": "tool", "tool_call_id": "2", "content": [text_part("r2")]},
     {"role": "assistant", "content": "Hm.", "tool_calls": [call({"b": 2})]},
     {"role": "tool", "tool_call_id": "3", "content": ""},
 ]
@@ -44,7 +40,7 @@ def test_history_reads_as_chatml():
     )
 
 
-@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be kind."}]])
+@pytest.mark.parametrize("system", [[], [turn("system", "Be kind.")]])
 def test_tools_stand_at_the_end_of_the_one_system_message(system):
     rendered = ChatTemplate(None).render(with_tool_prompt([*system, HISTORY[0]], TOOLS))
     assert rendered.count("<|im_start|>system\n") == 1 and rendered.startswith(

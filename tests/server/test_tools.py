@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dialects import function
 from twinphase.constraint import StructuredOutputsParams
 from twinphase.errors import InvalidRequestError
 from twinphase.sampling.structured import GrammarCompiler
@@ -22,7 +23,7 @@ from twinphase.server.tools import (
 
 
 def tool(name: str, **parameters: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+    return function({"name": name, "parameters": parameters})
 
 
 CITY = {"$ref": "#/$defs/city"}
@@ -36,7 +37,7 @@ TOOLS = [
     ),
     tool("get_all"),  # a name that continues another; no parameters
 ]
-NAMED = {"type": "function", "function": {"name": "get"}}
+NAMED = function({"name": "get"})
 CONTROL = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]")
 
 
@@ -183,7 +184,7 @@ def test_format_comes_from_the_template():
         ([tool("a"), tool("a")], None, "Two tools are named 'a'"),
         ([tool("a", type="string")], None, "parameters of tool 'a'"),
         ([tool("a", type="object", maximum=float("nan"))], None, "parameters of tool 'a'"),
-        (TOOLS, {"type": "function", "function": {"name": "got"}}, "'got'"),
+        (TOOLS, function({"name": "got"}), "'got'"),
     ],
 )
 def test_what_cannot_be_called_is_refused(tools, choice, cause):

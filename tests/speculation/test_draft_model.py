@@ -15,7 +15,11 @@ from tiny_gguf import tiny_vocabulary, write_tiny_gguf
 from twinphase.batch import Batch, StepOutput
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.config import EngineConfig
-from twinphase.engine.loading.drafting import load_draft_model, open_draft_model
+from twinphase.engine.loading.drafting import (
+    draft_config,
+    make_draft_model,
+    open_draft_model,
+)
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.errors import InvalidRequestError
 from twinphase.outcome import FinishReason
@@ -253,7 +257,9 @@ def pair(folder) -> tuple[LoadedEngine, DraftModel]:
     loaded = LoadedEngine(
         target, EngineConfig(num_kv_blocks=100, max_num_batched_tokens=64, threads=2)
     )
-    return loaded, load_draft_model(open_draft_model(str(draft), loaded), 3, loaded)
+    checkpoint = open_draft_model(str(draft), loaded.checkpoint, "none")
+    drafting = LoadedEngine(checkpoint, draft_config(loaded.config, checkpoint)).engine
+    return loaded, make_draft_model(drafting, loaded.engine, 3)
 
 
 def answers(loaded: LoadedEngine, drafter: Any, **params: Any) -> tuple[list[list[int]], float]:
@@ -343,10 +349,10 @@ def test_another_vocabulary_is_refused_by_its_first_token_that_differs(folder, p
     loaded, _ = pair
     other = write_tiny_gguf(folder / "other.gguf", vocab=320, pre="gpt-2")
     open_draft_model(
-        str(other), loaded
+        str(other), loaded.checkpoint, "none"
     )  # how texts are cut does not matter: ids are what is drafted
     longer = write_tiny_gguf(folder / "longer.gguf", vocab=336)
-    open_draft_model(str(longer), loaded)
+    open_draft_model(str(longer), loaded.checkpoint, "none")
     tokens, types, merges = tiny_vocabulary(320)
     control = [CONTROL if i == 310 else kind for i, kind in enumerate(types)]
     renamed = [f"<|other_{i}|>" if i in (305, 311) else token for i, token in enumerate(tokens)]

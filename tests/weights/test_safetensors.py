@@ -76,6 +76,19 @@ def values(checkpoint: Checkpoint, name: str) -> np.ndarray:
     return dequantize(checkpoint.raw(name), info.shape, info.type)
 
 
+def holds(checkpoint: Checkpoint, expected: Tensors) -> None:
+    assert checkpoint.tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(values(checkpoint, name), value)
+
+
+def refused(folder: Path, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match) as raised:
+        open_safetensors(folder, "llama")
+    assert isinstance(raised.value, TwinphaseError) and raised.value.fix
+    assert "\n" not in str(raised.value)
+
+
 # Content
 # ------------------------------------------------------------------------------------------------
 
@@ -197,9 +210,7 @@ def test_experts_are_stacked_and_kept(
         checkpoint = open_safetensors(
             folder, architecture, progress=lambda *report: reports.append(report)
         )
-        assert checkpoint.tensors.keys() == expected.keys()
-        for name, value in expected.items():
-            np.testing.assert_array_equal(values(checkpoint, name), value)
+        holds(checkpoint, expected)
     assert len(list(cache.rglob("tensors-none.gguf"))) == 1 and not list(cache.rglob(".tensors*"))
     total = sum(value.nbytes for value in expected.values())
     assert [done for _, done, _ in reports] == [
@@ -229,8 +240,7 @@ def test_a_damaged_file_of_made_tensors_is_made_anew(folder, cache, monkeypatch,
     killed = kept.with_name(f".tensors-none.gguf-{2**22 + 1}-x")  # no process has that id
     killed.touch()
     checkpoint = open_safetensors(folder, "qwen3moe")
-    for name, value in expected.items():
-        np.testing.assert_array_equal(values(checkpoint, name), value)
+    holds(checkpoint, expected)
     assert kept.stat().st_size > 5000 and not killed.exists()
 
 
@@ -260,8 +270,7 @@ def test_without_a_cache_they_are_made_in_memory(folder, tmp_path, monkeypatch):
     tensors, expected = experts_one_by_one(QWEN)
     checkpoint = open_safetensors(write(folder, tensors), "qwen3moe")
     assert checkpoint.cache_dir is None
-    for name, value in expected.items():
-        np.testing.assert_array_equal(values(checkpoint, name), value)
+    holds(checkpoint, expected)
 
 
 def test_gpt_oss_experts_are_taken_apart(folder):
@@ -287,9 +296,7 @@ def test_gpt_oss_experts_are_taken_apart(folder):
         "ffn_down_exps.bias": biases[1],
         "attn_sinks.weight": tensors["model.layers.0.self_attn.sinks"],
     }
-    assert checkpoint.tensors.keys() == {f"blk.0.{name}" for name in expected}
-    for name, value in expected.items():
-        np.testing.assert_array_equal(values(checkpoint, f"blk.0.{name}"), value)
+    holds(checkpoint, {f"blk.0.{name}": value for name, value in expected.items()})
 
 
 def test_stacked_experts_of_other_models(folder):
@@ -299,11 +306,8 @@ def test_stacked_experts_of_other_models(folder):
     checkpoint = open_safetensors(
         write(folder, {prefix + "gate_up_proj": gate_up, prefix + "down_proj": down}), "qwen3moe"
     )
-    np.testing.assert_array_equal(
-        values(checkpoint, "blk.0.ffn_gate_exps.weight"), gate_up[:, :FFN]
-    )
-    np.testing.assert_array_equal(values(checkpoint, "blk.0.ffn_up_exps.weight"), gate_up[:, FFN:])
-    np.testing.assert_array_equal(values(checkpoint, "blk.0.ffn_down_exps.weight"), down)
+    expected = {"gate": gate_up[:, :FFN], "up": gate_up[:, FFN:], "down": down}
+    holds(checkpoint, {f"blk.0.ffn_{part}_exps.weight": value for part, value in expected.items()})
 
 
 def test_missing_and_unequal_experts(folder):
@@ -408,21 +412,16 @@ def test_damaged_folders(folder, tmp_path):
         ('{"num_hidden_layers": -1}', "-1"),
     ):
         (folder / "config.json").write_text(text)
-        with pytest.raises(CheckpointError, match=match):
-            open_safetensors(folder, "llama")
+        refused(folder, CheckpointError, match)
     (folder / "config.json").write_text('{"num_hidden_layers": 1}')
-    with pytest.raises(ModelNotFoundError, match=r"no model.safetensors"):
-        open_safetensors(folder, "llama")
+    refused(folder, ModelNotFoundError, r"no model.safetensors")
     (folder / "pytorch_model.bin").write_bytes(b"never read")
     (folder / "pytorch_model.bin").chmod(0)
-    with pytest.raises(UnsupportedModelError, match=r"pytorch_model.bin.*runs code.*not opened"):
-        open_safetensors(folder, "llama")
+    refused(folder, UnsupportedModelError, r"pytorch_model.bin.*runs code.*not opened")
     write(folder, {"model.embed_tokens.weight": np.zeros((4, 4), np.int64)})
-    with pytest.raises(UnsupportedModelError, match="token_embd.weight.*I64"):
-        open_safetensors(folder, "llama")
+    refused(folder, UnsupportedModelError, "token_embd.weight.*I64")
     (folder / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="is empty"):
-        open_safetensors(folder, "llama")
+    refused(folder, CheckpointError, "is empty")
 
 
 def test_damaged_indexes(folder):
@@ -447,9 +446,7 @@ def test_damaged_indexes(folder):
         ([], "no weight_map"),
     ):
         index.write_text(json.dumps({"weight_map": places}))
-        with pytest.raises(CheckpointError, match=match) as raised:
-            open_safetensors(folder, "llama")
-        assert raised.value.fix and "\n" not in str(raised.value)
+        refused(folder, CheckpointError, match)
 
 
 @settings(

@@ -1,4 +1,4 @@
-"""Who may ask, and how much at once: API keys and tenants, queue limits. Not for what is asked."""
+"""API keys, tenants and queue limits."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from twinphase.errors import (
 )
 from twinphase.server.config import ServerConfig
 
-RECENT = 0.1  # weight of the latest request in the fading mean of their work
-SHARE_SECONDS = 10.0  # of steps, that shares are told of
-LONGEST_RETRY = 60  # seconds
+# Weight of the latest request in the moving average of a tenant's work.
+LATEST_WEIGHT = 0.1
+SHARE_WINDOW_SECONDS = 10.0
+MAX_RETRY_SECONDS = 60
 
 
 class AuthenticationError(TwinphaseError):
-    """No API key, or one that is not known."""
+    """A missing or unknown API key."""
 
     http_status = 401
 
 
 class Access:
-    """API keys, of which only digests are kept, and whose they are."""
+    """API keys, stored as digests, and their tenants."""
 
     def __init__(self, keys: Mapping[str, str]) -> None:
         """`keys`: the tenant of each key."""
@@ -40,8 +41,7 @@ class Access:
     def tenant(self, authorization: str | None) -> str:
         """The tenant of an Authorization header, "" when no keys are asked for.
 
-        Every key is compared, each in constant time, so that the delay tells nothing about a near
-        miss.
+        Every key is compared, each in constant time, so that delays reveal nothing about keys.
         """
         if not self._tenants:
             return ""
@@ -69,7 +69,7 @@ def shutting_down() -> EngineUnavailableError:
 
 @dataclass
 class Ticket:
-    """A request's place, counted until it is given back."""
+    """A request's place in the limits until it leaves."""
 
     admission: Admission
     tenant: Tenant
@@ -77,15 +77,15 @@ class Ticket:
     num_tokens: int = 0  # of prompts not yet begun
 
     def queue(self, num_tokens: int) -> None:
-        """The prompts are known and wait, unless too many tokens of this tenant wait already."""
+        """Count the prompts' tokens as waiting; refused if the tenant has too many already."""
         waiting = self.tenant.queued_tokens
         if waiting and waiting + num_tokens > self.admission.config.max_queued_tokens:
-            raise self.admission.overloaded(self.tenant, f"{waiting} prompt tokens wait to be read")
+            raise self.admission.overloaded(self.tenant, f"{waiting} prompt tokens wait for prefill")
         self.num_tokens = num_tokens
         self.tenant.queued_tokens += num_tokens
 
     def begun(self, num_tokens: int) -> None:
-        """A prompt of that many tokens is being read."""
+        """A prompt of that many tokens is in prefill."""
         self.tenant.queued_tokens -= min(num_tokens, self.num_tokens)
         self.num_tokens -= min(num_tokens, self.num_tokens)
 
@@ -99,20 +99,20 @@ class Ticket:
         if seconds is not None:
             usual = tenant.usual_work
             now = tenant.work / max(1, count)
-            tenant.usual_work = usual + RECENT * (now - usual) if usual else now
+            tenant.usual_work = usual + LATEST_WEIGHT * (now - usual) if usual else now
             tenant.work = 0.0
 
 
 @dataclass
 class Tenant:
-    """What one tenant has in the server.
+    """One tenant's requests and work.
 
     Attributes:
-        weight: its share beside others.
-        num_requests: let in and not over, each answer to each prompt counted.
-        queued_tokens: prompt tokens not yet begun.
+        weight: its share beside other tenants.
+        num_requests: admitted and not over; each answer to each prompt counts.
+        queued_tokens: prompt tokens before prefill.
         work: predicted seconds of the engine's steps since its last request was over.
-        usual_work: the same per request, of late.
+        usual_work: moving average of `work` per request.
     """
 
     weight: float = 1.0
@@ -123,11 +123,11 @@ class Tenant:
 
 
 class Admission:
-    """Counts what was let in; refuses at once what would only wait, of each tenant by itself.
+    """Counts each tenant's requests, and refuses those beyond its queue.
 
     Attributes:
         tenants: by name; "" where there are no keys.
-        draining: nothing more is let in.
+        draining: no request is admitted.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -136,20 +136,19 @@ class Admission:
         self.tenants = {name: Tenant(config.weights.get(name, 1.0)) for name in sorted(names)}
         self.num_seats = 1
         self.draining = False
-        self._recent: deque[tuple[float, dict[str, float]]] = (
-            deque()
-        )  # ends of steps, and their work by tenant
+        # Ends of steps, and their work by tenant.
+        self._recent: deque[tuple[float, dict[str, float]]] = deque()
 
     @property
     def num_requests(self) -> int:
         return sum(tenant.num_requests for tenant in self.tenants.values())
 
     def enter(self, name: str, num_requests: int) -> Ticket:
-        """Let in a tenant's request that becomes `num_requests` for the engine.
+        """Admit a tenant's request that becomes `num_requests` for the engine.
 
         Raises:
             EngineUnavailableError: the server is shutting down.
-            InvalidRequestError: nobody may ask for so many at once.
+            InvalidRequestError: more than an empty queue takes.
             OverloadedError: the tenant has too many.
         """
         if self.draining:
@@ -167,12 +166,12 @@ class Admission:
         return Ticket(self, tenant, num_requests)
 
     def step(self, end: float, work: dict[str, float]) -> None:
-        """A step has ended; `work` of it by tenant, predicted seconds."""
+        """A step has ended; `work` are its predicted seconds by tenant."""
         for name, seconds in work.items():
             if name in self.tenants:
                 self.tenants[name].work += seconds
         self._recent.append((end, work))
-        while self._recent[0][0] < end - SHARE_SECONDS:
+        while self._recent[0][0] < end - SHARE_WINDOW_SECONDS:
             self._recent.popleft()
 
     def share(self, name: str) -> dict[str, float | None]:
@@ -189,7 +188,7 @@ class Admission:
         seconds = 0.0
         if tenant is not None:
             seconds = max(1, self._waiting(tenant)) * tenant.usual_work / self._due(tenant)
-        retry_after = min(LONGEST_RETRY, max(1, math.ceil(seconds)))
+        retry_after = min(MAX_RETRY_SECONDS, max(1, math.ceil(seconds)))
         error = OverloadedError(
             f"The server is overloaded: {why}.", f"Try again in {retry_after} s."
         )
@@ -202,9 +201,11 @@ class Admission:
         return sum(self._waiting(tenant) * tenant.usual_work for tenant in self.tenants.values())
 
     def _waiting(self, tenant: Tenant) -> int:
-        """Its requests beyond what the engine runs at once."""
+        """Its requests beyond those that the engine runs at once."""
         return max(0, tenant.num_requests - self.num_seats)
 
     def _due(self, tenant: Tenant) -> float:
-        here = [one.weight for one in self.tenants.values() if one.num_requests or one is tenant]
+        here = [
+            each.weight for each in self.tenants.values() if each.num_requests or each is tenant
+        ]
         return tenant.weight / sum(here)

@@ -156,7 +156,7 @@ def _add_requests(api: APIRouter, service: Service) -> None:
 def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/", include_in_schema=False)
     async def root() -> Response:
-        """That there is a server; Ollama's command line asks for it before anything else."""
+        """Confirms that a server runs: Ollama's command line asks first."""
         return Response("twinphase is running", media_type="text/plain")
 
     @app.get("/health/live", responses=HEALTH)

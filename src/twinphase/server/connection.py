@@ -1,8 +1,8 @@
 """uvicorn's connection, with bounds on time and size of a request's head; `Gate` bounds bodies.
 
-What a client sends before its answer is over (a second request, garbage) is not read: uvicorn would
-no longer see that the client leaves, and would write the error into the answer. The connection is
-closed behind the answer.
+Data that a client sends before its answer is over (a second request, garbage) is ignored: uvicorn
+would no longer notice that the client leaves, and would write the error into the answer. The
+connection is closed after the answer.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import asyncio
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-HEAD_SECONDS = 30.0
-HEAD_BYTES = 64 << 10
-UNREAD_SECONDS = 30.0  # for the last bytes of an answer to be taken once the connection is closed
+HEAD_TIMEOUT_SECONDS = 30.0
+MAX_HEAD_BYTES = 64 << 10
+# How long a closing connection waits for its client to read the answer's end.
+CLOSE_TIMEOUT_SECONDS = 30.0
 
 
 class Connection(HttpToolsProtocol):
@@ -34,10 +35,10 @@ class Connection(HttpToolsProtocol):
         if self._reads_body():
             super().data_received(data)
             return
-        room = HEAD_BYTES - self._num_head_bytes
+        room = MAX_HEAD_BYTES - self._num_head_bytes
         self._num_head_bytes += len(data)
         super().data_received(data[:room])
-        if self._num_head_bytes > HEAD_BYTES:  # it has not come to its end, which sets that to 0
+        if self._num_head_bytes > MAX_HEAD_BYTES:  # The head's end would have set it to 0.
             self.transport.abort()
         elif len(data) > room and not self.transport.is_closing():
             self.data_received(data[room:])
@@ -82,11 +83,11 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and self.cycle.more_body
 
     def _cut_if_unread(self) -> None:
-        # Closing waits until everything is written, for however long the client does not read.
-        self._cut = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
+        # Closing waits for unwritten data as long as the client does not read.
+        self._cut = self.loop.call_later(CLOSE_TIMEOUT_SECONDS, self.transport.abort)
 
     def _begin_head(self) -> None:
-        self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+        self._timer = self.loop.call_later(HEAD_TIMEOUT_SECONDS, self.transport.abort)
 
     def _end_head(self) -> None:
         self._num_head_bytes = 0

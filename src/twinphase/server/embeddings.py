@@ -43,7 +43,7 @@ class Embeddings(Exchange):
 
     def __init__(self, service: Service, inputs: Inputs, body: EmbeddingRequest) -> None:
         """`inputs` are those of `embedding_inputs`."""
-        super().__init__(service, 1)  # its texts are computed one after the other
+        super().__init__(service, 1)  # Texts are computed one after the other.
         self._inputs = inputs
         self._body = body
 
@@ -63,7 +63,7 @@ class Embeddings(Exchange):
             prompt = await engine.encode(given, self._arrival)
             self._check_length(number, prompt, facts.config.max_model_len or 0)
             prompts.append(prompt)
-            await asyncio.sleep(0)  # others' answers go on
+            await asyncio.sleep(0)  # Other answers continue.
         ticket.queue(sum(len(prompt.token_ids) for prompt in prompts))
         vectors = []
         for prompt in prompts:
@@ -78,7 +78,6 @@ class Embeddings(Exchange):
         service.metrics.embedded(len(prompts), num_tokens, perf_counter() - self._arrival)
 
     def _check_length(self, number: int, prompt: EncodedPrompt, limit: int) -> None:
-        """Before anything is computed."""
         length = len(prompt.token_ids)
         if length > limit:
             raise ContextLengthError(

@@ -1,8 +1,7 @@
 """One HTTP request that the engine works on, from its validated body to the last byte.
 
 It ends early when the client leaves, reads too slowly, or takes more time than is allowed; the
-engine then lets go of the request within a step. What the answer is, its kinds say:
-`generation.py`, `embeddings.py`.
+engine then drops the request within a step. Its kinds are `generation.py` and `embeddings.py`.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from twinphase.server.problems import FAILED, RequestTimeoutError
 from twinphase.server.service import Service
 
 LOG = logging.getLogger("twinphase.server")
-PIECE_BYTES = (
-    64 << 10
-)  # of an answer: the next piece waits until the client has taken of the ones before
+# An answer is sent in pieces: the next one waits until the client has read the ones before.
+PIECE_BYTES = 64 << 10
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -36,28 +34,26 @@ class Exchange(Response):
     """The response that does the work when it is sent.
 
     Attributes:
-        sending_since: when the write began that the client has not taken yet, seconds.
+        sending_since: when the pending write began, seconds; None between writes.
     """
 
     def __init__(self, service: Service, num_requests: int) -> None:
-        """`num_requests`: what it becomes for the engine."""
+        """`num_requests`: how many requests of the engine it becomes."""
         self.status_code = 200
         self.background = None
         self.sending_since: float | None = None
         self._service = service
         self._num_requests = num_requests
         self._started = False
-        self._failure: TwinphaseError | None = (
-            None  # why the work was cancelled, if the client may know
-        )
+        self._failure: TwinphaseError | None = None  # why `expire` cancelled the work
         self._work: asyncio.Task[None] | None = None
 
     @abstractmethod
     async def _answer(self, ticket: Ticket) -> None:
-        """Do the work and send the answer; what it raises becomes the answer."""
+        """Do the work and send the answer; a raised error becomes the answer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request; returns when the last byte is handed over or nobody wants it."""
+        """Serve the request; returns when the last byte is handed over, or the client has left."""
         state = scope["state"]
         self._arrival: float = state["arrival"]
         self._tenant: str = state["tenant"]

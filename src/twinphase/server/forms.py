@@ -1,4 +1,4 @@
-"""What form an answer must have, however the client named it. Not for calls of tools (tools.py)."""
+"""The form that an answer must have. Not for calls of tools (tools.py)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A generating request over HTTP: the answer as events or as one body.
 
-Every dialect's requests become OpenAI's (`openai_types.py`), which are the server's own words for
-what is asked, and are answered here; a dialect brings what its bodies mean and `Replies` that write
-deltas in its lines (`dialects/`).
+Every dialect (`dialects/`) translates its requests to OpenAI's (`openai_types.py`), which are
+answered here, and brings `Replies` that write deltas in its own format.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Generation(Exchange):
         self._num_characters = num_characters
         self._stream = stream
         self.replies: Replies | None = None  # once the prompts are queued
-        self._last_token: dict[int, float] = {}  # by choice, when its last token was handed over
+        self._last_token: dict[int, float] = {}  # by choice: when its last token was handed over
 
     async def _answer(self, ticket: Ticket) -> None:
         service = self._service
@@ -80,8 +79,8 @@ class Generation(Exchange):
         for choice in choices:
             service.observe_begin(self._tenant, choice)
         shape = service.facts.shape if service.facts else None
-        told = service.config.per_request_spec_decode_metrics
-        self.replies = replies = self._make_replies(job, choices, shape, told)
+        spec_metrics = service.config.per_request_spec_decode_metrics
+        self.replies = replies = self._make_replies(job, choices, shape, spec_metrics)
         try:
             if self._stream:
                 await self._send_events(job, choices, replies, on_update)
@@ -95,7 +94,7 @@ class Generation(Exchange):
                     (b"server-timing", spent.encode()),
                     *replies.headers(),
                 ]
-                # Long lists of log probabilities take a while: others' answers go on.
+                # Long lists of log probabilities take a while: other answers continue.
                 body = await asyncio.to_thread(lambda: msgspec.json.encode(replies.body()))
                 await self._send_body(200, body, headers)
         finally:

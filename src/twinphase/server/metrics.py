@@ -1,6 +1,6 @@
 """What the server counts, for Prometheus: steps by phase, latencies, and where requests' time went.
 
-Names are vLLM's behind a prefix of our own, so that dashboards carry over; docs/metrics.md defines
+Names are vLLM's after a prefix of our own, so that dashboards carry over; docs/metrics.md defines
 each. Not for HTTP, and not for one request's story: that is its timeline's.
 """
 
@@ -30,7 +30,7 @@ OPENMETRICS = "application/openmetrics-text"
 OPENMETRICS_AS_IS = f"{OPENMETRICS}; version=1.0.0; escaping=allow-utf-8"
 PHASES = ("prefill", "decode")
 
-# Those of our metrics that vLLM has, with the same meaning but for what docs/metrics.md notes.
+# Metrics that vLLM has too, with the same meaning except as docs/metrics.md notes.
 VLLM_NAMES = {
     "num_requests_running",
     "num_requests_waiting",
@@ -219,7 +219,7 @@ class _Families:
 
 
 def _alias(family: Metric) -> Metric:
-    """The same samples under vLLM's name, with the label that tells its engines apart."""
+    """The same samples under vLLM's name, with the label that distinguishes its engines."""
     alias = Metric(
         VLLM_PREFIX + family.name.removeprefix(PREFIX), family.documentation, family.type
     )
@@ -399,7 +399,7 @@ class Metrics:
         reason: FinishReason,
         num_reasoning_tokens: int = 0,
     ) -> None:
-        """A request has ended, for whatever reason."""
+        """A request has ended, for any reason."""
         self._success[reason.value].inc()
         self._counters["prompt_tokens"].inc(counts.num_prompt_tokens)
         self._counters["prompt_tokens_cached"].inc(counts.num_cached_tokens)

@@ -1,6 +1,6 @@
 """Reports of where a request's time went: `timings`, `Server-Timing`, and finished timelines.
 
-Times on the wire are in milliseconds, as in llama.cpp's `timings`, of which ours is a superset.
+Times on the wire are in milliseconds, as in llama.cpp's `timings`; ours adds fields to those.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from twinphase.errors import RequestNotFoundError
-from twinphase.explain.prompt_parts import divide, part_at
+from twinphase.explain.prompt_costs import divide, part_at
 from twinphase.phases.cost import CostModel
 from twinphase.phases.record import RequestRecord
 from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
@@ -25,15 +25,15 @@ from twinphase.request import RequestCounts
 from twinphase.server.answers import Choice
 from twinphase.tokenizer.prompt_parts import PromptPart
 
-LISTED = 100  # finished requests
+MAX_LISTED_REQUESTS = 100  # finished ones
 
 
 def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
-    """Where the time of one answer went, up to this moment; `shape` is the model's.
+    """Where the time of one answer went so far; `shape` is the model's.
 
-    `ledger_ms` adds up to `e2e_ms`. The others are llama.cpp's (`cache_n` and what follows it) or
-    our formulas: `ttft_ms` first token handed over - arrival; `ttfo_ms` the same for the first
-    token behind the thinking part; `tpot_ms` (last token - first token) / (output tokens - 1).
+    `ledger_ms` adds up to `e2e_ms`. From `cache_n` on, fields are llama.cpp's; our formulas:
+    `ttft_ms` first token handed over - arrival; `ttfo_ms` the same for the first token after the
+    thinking part; `tpot_ms` (last token - first token) / (output tokens - 1).
     """
     job = choice.job
     transcript = choice.stream.transcript
@@ -101,10 +101,9 @@ def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
 
 
 def spec_decode_metrics(request: RequestCounts, level: str) -> dict[str, Any]:
-    """What became of one answer's drafted tokens, under vLLM's names; empty at the level "none".
+    """One answer's drafted and accepted tokens, under vLLM's names; empty at the level "none".
 
-    Histograms count steps: the n-th number is that of steps in which n drafted tokens were
-    accepted.
+    Histograms count steps by the number of accepted tokens.
     """
     if level == "none":
         return {}
@@ -172,7 +171,7 @@ class _Finished:
 
 
 class Timelines:
-    """The last finished requests, by id; and who the unfinished ones belong to."""
+    """The last finished requests, and the tenants of the unfinished ones, by id."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -206,7 +205,7 @@ class Timelines:
             if owner == tenant
         ]
         own = (kept.summary for kept in reversed(self._finished.values()) if kept.tenant == tenant)
-        return [*running, *islice(own, LISTED)]
+        return [*running, *islice(own, MAX_LISTED_REQUESTS)]
 
     def find(self, tenant: str, request_id: str) -> RequestRecord:
         """A tenant's request, running or finished.

@@ -2,8 +2,8 @@
 
 A field that is not here is refused by name; null is its default.
 
-What clients always send and nothing here could mean anything by (`Unread`) is taken, and named in
-the reply's header.
+Fields that clients always send and that can mean nothing here (`Unread`) are accepted, and named in
+a header of the reply.
 
 `SamplingParams` checks its ranges itself; the bounds here keep a request small before anything is
 done. Objects of too many keys are refused unseen: a million errors would delay other requests.
@@ -35,7 +35,7 @@ from twinphase.server.strict import (
 MAX_BIASES = 1024
 MAX_PREDICTION = 1 << 20  # characters
 Stops = Name | UpTo16[Name]
-TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # JSON's keys are texts
+TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # JSON's keys are texts.
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 TokenIds = Annotated[list[Natural], Field(fail_fast=True)]
 Texts = str | TokenIds | UpTo65536[str] | UpTo65536[TokenIds]  # One or several.
@@ -58,11 +58,11 @@ class TextPart(Strict):
     type: Literal["text"]
     text: str
     part: Annotated[str, Field(min_length=1, max_length=64)] | None = None
-    cache_control: Unread = None  # caching is automatic
+    cache_control: Unread = None  # Caching is automatic.
 
 
 class FunctionCall(Strict):
-    """A call that the assistant made: `arguments` is JSON text."""
+    """A call of the assistant: `arguments` is JSON text."""
 
     name: Name
     arguments: str = "{}"
@@ -89,7 +89,7 @@ class Message(Strict):
     reasoning_content: str | None = None
     audio: None = None
     function_call: None = None
-    # What clients and gateways add to an answer and send back with it.
+    # Fields of an answer that clients and gateways send back with it.
     refusal: Unread = None
     annotations: Unread = None
     parsed: Unread = None
@@ -143,7 +143,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """What form the answer must have."""
+    """The form that the answer must have."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
@@ -217,7 +217,7 @@ class Sampling(Strict):
 
 
 class AnyGeneration(Sampling):
-    """What chats, completions and responses have in common."""
+    """The fields of chats, completions and responses."""
 
     model: ModelName | None = None
     repetition_penalty: float | None = None
@@ -225,7 +225,7 @@ class AnyGeneration(Sampling):
     stream: bool | None = False
     priority: Int32 = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    # For the client's own books; prefixes are found by what they are.
+    # For the client's own use; prefixes are found by their tokens.
     user: Annotated[str | None, UNREAD] = None
     service_tier: Annotated[
         Literal["auto", "default", "flex", "scale", "priority"] | None, UNREAD
@@ -238,7 +238,7 @@ class AnyGeneration(Sampling):
 
 
 class GenerationRequest(AnyGeneration):
-    """What chats and completions have in common."""
+    """The fields of chats and completions."""
 
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
@@ -262,10 +262,10 @@ class GenerationRequest(AnyGeneration):
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=65536)] | None = None
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: Literal[-1] | Positive | None = None  # -1: to the context
-    # For the client's own books; answers are not stored.
+    # For the client's own use; answers are not stored.
     metadata: Annotated[dict[str, Any] | None, UNREAD] = None
     store: Annotated[bool | None, UNREAD] = None
-    # Accepted at the value that means what is done anyway; anything else is refused.
+    # Accepted at the only supported value.
     skip_special_tokens: Literal[True] = True
     spaces_between_special_tokens: Literal[True] = True
 
@@ -309,14 +309,14 @@ class ChatCompletionRequest(_Templated, GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
     thinking_token_budget: Natural | None = None
-    # Read where the model's template has them.
+    # Used where the model's template has them.
     reasoning_effort: Annotated[
         Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None, UNREAD
     ] = None
     verbosity: Annotated[Literal["low", "medium", "high"] | None, UNREAD] = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     prediction: Prediction | None = None
-    # OpenAI's others are not supported. Some clients send null for whatever was not set.
+    # OpenAI's other fields are not supported. Some clients send null for fields that were not set.
     audio: None = None
     function_call: None = None
     functions: None = None
@@ -399,7 +399,7 @@ class DetokenizeRequest(Strict):
 
 
 class Error(BaseModel):
-    """What was wrong and what to do."""
+    """The cause and the remedy of an error."""
 
     message: str
     type: str

@@ -16,20 +16,20 @@ from twinphase.errors import EngineUnavailableError, TwinphaseError
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
-# Types in pydantic's paths; no field is so named.
+# Types in pydantic's paths; no field has such a name.
 TRIED = re.compile(
     r"(str|int|float|bool|none|constrained-.*|[A-Z][A-Za-z]*|[\w-]*\[.*)$", re.DOTALL
 )
-LONGEST_PATH = 100  # characters of a field's name, which is the client's
-# What users of other engines and of other routes write, and what it may be called here.
-LONGEST_ANSWER = ("max_tokens", "max_output_tokens")
+MAX_PATH_CHARACTERS = 100  # The client chooses a field's name.
+# Fields of other engines and routes, and their names here.
+ANSWER_LIMITS = ("max_tokens", "max_output_tokens")
 ALIASES = {
     "repeat_penalty": ("repetition_penalty",),
-    "num_predict": LONGEST_ANSWER,
-    "n_predict": LONGEST_ANSWER,
-    "max_tokens": LONGEST_ANSWER,
-    "max_completion_tokens": LONGEST_ANSWER,
-    "max_output_tokens": LONGEST_ANSWER,
+    "num_predict": ANSWER_LIMITS,
+    "n_predict": ANSWER_LIMITS,
+    "max_tokens": ANSWER_LIMITS,
+    "max_completion_tokens": ANSWER_LIMITS,
+    "max_output_tokens": ANSWER_LIMITS,
     "messages": ("input",),
     "input": ("messages", "prompt"),
     "reasoning_effort": ("reasoning.effort",),
@@ -39,7 +39,7 @@ ALIASES = {
     "response_format": ("text.format",),
     "guided_decoding": ("structured_outputs",),
 }
-# OpenAI's word for a status; the other 4xx are "invalid_request_error", the other 5xx
+# OpenAI's error type for a status; the other 4xx are "invalid_request_error", the other 5xx
 # "internal_server_error".
 TYPES = {
     401: "authentication_error",
@@ -50,7 +50,7 @@ TYPES = {
     504: "timeout_error",
 }
 CODES = {401: "invalid_api_key", 408: "request_timeout", 503: "unavailable", 504: "request_timeout"}
-# What a client is told of a failure that the log describes.
+# Sent to the client for a failure that the log describes.
 FAILED = TwinphaseError("The server failed on this request.", "Other requests are not affected.")
 
 
@@ -145,13 +145,13 @@ def invalid_fields(errors: Sequence[Any], given: Any, known: Set[str]) -> Proble
         kind = error["type"]
         message = error["msg"].removeprefix("Value error, ")
         path = _path(error, given)
-        where = ".".join(path)[:LONGEST_PATH]
+        where = ".".join(path)[:MAX_PATH_CHARACTERS]
         if kind == "json_invalid":  # its path is a position
             sentences.append(
                 f"The body is not valid JSON: {error.get('ctx', {}).get('error', message)}."
             )
             continue
-        first = first or (path[0][:LONGEST_PATH] if path else None)
+        first = first or (path[0][:MAX_PATH_CHARACTERS] if path else None)
         if kind in ("extra_forbidden", "none_required"):
             sentences.append(
                 f"The field `{where}` is not supported. {_instead(path[-1] if path else '', known)}"
@@ -183,22 +183,21 @@ def _path(error: Any, given: Any) -> list[str]:
     unknown = error["type"] == "extra_forbidden"
     sent = not isinstance(given, dict) or last in given
     known = not TRIED.match(str(last)) and (sent or error["type"] == "missing")
-    return path + [str(last)] * bool(
-        last != "" and (unknown or known)
-    )  # unknown: whatever the client calls it
+    return path + [str(last)] * bool(last != "" and (unknown or known))
 
 
 def not_found(method: str, path: str) -> str:
     """The message for a route that does not exist."""
     if path.startswith("/api/"):
         return (
-            f"There is no {method} {path[:LONGEST_PATH]} here: the model is chosen when the "
+            f"There is no {method} {path[:MAX_PATH_CHARACTERS]} here: the model is chosen when the "
             "server is started."
         )
     if path in ("/chat/completions", "/completions", "/embeddings", "/models"):
         return f"There is no {path} here. Give clients a base_url that ends in /v1."
     return (
-        f"There is no {method} {path[:LONGEST_PATH]} here. GET /openapi.json lists what there is."
+        f"There is no {method} {path[:MAX_PATH_CHARACTERS]} here. "
+        "GET /openapi.json lists the routes."
     )
 
 

@@ -1,7 +1,6 @@
 """The thinking part of an answer, kept apart from the answer itself while both stream.
 
-Models that think write it first, between two tags. Not for counting tokens: whoever feeds a token
-at a time asks `ReasoningSplitter.reasoning` after each.
+Models that think write it first, between two tags. Tokens are labelled in `answers.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from twinphase.tokenizer.think_tags import ThinkTags
 class ReasoningSplitter:
     """Divides the text of one answer, as it comes, into reasoning and content.
 
-    The tags and the newlines beside them belong to neither. What comes out, joined, does not depend
-    on how the text was cut into pieces.
+    Tags and the newlines beside them belong to neither. The joined output does not depend on the
+    cuts between pieces of text.
     """
 
     def __init__(self, tags: ThinkTags, opened: bool) -> None:

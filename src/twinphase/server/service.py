@@ -1,4 +1,4 @@
-"""The server's state: engine, limits, what is in flight, health; and the watch over all of it.
+"""The server's state (engine, limits, requests in flight, health) and its watchdog.
 
 Not for HTTP (`app.py`, `generation.py`).
 """
@@ -25,8 +25,8 @@ from twinphase.server.metrics import Metrics
 from twinphase.server.observe import Timelines
 from twinphase.server.tracing import RequestFacts, RequestTracer, make_tracer
 
-WATCH_SECONDS = 0.1
-LOG_SECONDS = 10.0
+WATCH_INTERVAL_SECONDS = 0.1
+LOG_INTERVAL_SECONDS = 10.0
 LOG = logging.getLogger("twinphase.server")
 
 
@@ -53,8 +53,8 @@ class StatsLog:
         self._last = stats
 
     def line(self, now: float) -> str | None:
-        """A line every `LOG_SECONDS` of work, None otherwise."""
-        if self._since is None or self._last is None or now - self._since < LOG_SECONDS:
+        """A line every `LOG_INTERVAL_SECONDS` of work, None otherwise."""
+        if self._since is None or self._last is None or now - self._since < LOG_INTERVAL_SECONDS:
             return None
         seconds = now - self._since
         stats = self._last
@@ -73,11 +73,11 @@ class StatsLog:
 
 
 class Service:
-    """What all requests share.
+    """The state that all requests share.
 
     Attributes:
-        model: as it was asked for.
-        model_names: that clients may ask for; the first is the one replies have.
+        model: the name that the server was started with.
+        model_names: names that clients may use; replies have the first.
         engine: None before `start`.
         tracer: for OpenTelemetry, if asked for.
         in_flight: generations that have not sent their last byte.
@@ -130,7 +130,7 @@ class Service:
         while self.stage != "ready":
             if self.failure is not None:
                 raise self.failure
-            await asyncio.sleep(WATCH_SECONDS)
+            await asyncio.sleep(WATCH_INTERVAL_SECONDS)
 
     async def stop(self) -> None:
         if self._watcher is not None:
@@ -146,12 +146,11 @@ class Service:
 
     @property
     def max_model_len(self) -> int | None:
-        """See `AsyncEngine`."""
         return self.engine.max_model_len if self.engine else None
 
     @property
     def stage(self) -> str:
-        """What keeps the server from being "ready", which it is otherwise."""
+        """The state "ready", or the reason that the server takes no requests."""
         if self.admission.draining:
             return "draining"
         if self.stalled:
@@ -262,7 +261,7 @@ class Service:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(WATCH_SECONDS)
+            await asyncio.sleep(WATCH_INTERVAL_SECONDS)
             try:
                 self._look_after(perf_counter())
             except Exception:
@@ -303,7 +302,7 @@ class Service:
             LOG.info(line)
 
     def workers(self) -> list[WorkerStatus]:
-        """The engines behind this server; a lone one is called `engine`."""
+        """The engines of this server; a single one is called `engine`."""
         if found := self.host.workers():
             return found
         stats = self.engine.stats if self.engine and self.engine.num_unfinished else None

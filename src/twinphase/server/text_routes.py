@@ -66,7 +66,7 @@ def _add_models(api: APIRouter, service: Service) -> None:
 
     @api.get("/tokenizer_info", responses=ERRORS)
     async def get_tokenizer_info() -> dict[str, Any]:
-        """Special tokens by name, the chat template and the context, as vLLM tells them."""
+        """Special tokens by name, the chat template and the context, as in vLLM."""
         text = service.host.text
         names = text.tokenizer.special_names
         return {
@@ -109,7 +109,7 @@ def _add_tokens(api: APIRouter, service: Service) -> None:
 
     @api.post("/apply-template", responses=ERRORS)
     async def apply_template(body: ChatCompletionRequest) -> dict[str, str]:
-        """The prompt that a chat request becomes, as text, as llama.cpp tells it."""
+        """The prompt that a chat request becomes, as text, as in llama.cpp."""
         service.check_task("generate")
         service.check_model(body.model)
         known = service.config.tool_prompt, service.max_model_len

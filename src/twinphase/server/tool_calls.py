@@ -1,7 +1,6 @@
-"""Tool calls out of a model's text, as the text comes.
+"""Finds tool calls in a model's text while it streams.
 
-For what a model writes with and without a grammar: what is not a call stays content, and nothing
-here fails. Not for the HTTP form of what is found.
+With or without a grammar: text that is not a call stays content, and nothing here fails.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pydantic_core import from_json
 from twinphase.server.tools import AROUND_CALLS, MISTRAL, TOOL_NAME, ToolFormat
 from twinphase.tokenizer.detokenizer import overlap
 
-# A call up to its arguments, in the order in which models write it.
+# A call up to its arguments, in the order that models write it.
 _HEAD = re.compile(
     rf'\{{\s*"name"\s*:\s*"({TOOL_NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
 )
@@ -109,12 +108,12 @@ class ToolCallParser:
         self._text += text
         while self._next():
             pass
-        return self._news()
+        return self._take_new()
 
     def flush(self) -> tuple[str, list[ToolCallDelta]]:
         """End the answer; return the held text: an unfinished call without arguments is content.
 
-        Behind a whole call it is nothing: the answer was cut off where the next one began.
+        After a whole call it is dropped: the answer was cut off where the next one began.
         """
         if self._num_calls and self._next != self._take_content:
             self._text = ""
@@ -124,32 +123,32 @@ class ToolCallParser:
         if self._next in (self._expect_call, self._take_call):
             self._stop_expecting()
         if self._next == self._take_content:
-            self._say(self._text)
+            self._add_content(self._text)
             self._content += self._space
-        return self._news()
+        return self._take_new()
 
-    def _news(self) -> tuple[str, list[ToolCallDelta]]:
-        news = self._content, self._deltas
+    def _take_new(self) -> tuple[str, list[ToolCallDelta]]:
+        new = self._content, self._deltas
         self._content = ""
         self._deltas = []
-        return news
+        return new
 
     def _take_content(self) -> bool:
         begin = self._format.begin
         at = self._text.find(begin)
         if at < 0:
             at = len(self._text) - overlap(self._text, begin)
-            self._say(self._text[:at])
+            self._add_content(self._text[:at])
             self._text = self._text[at:]
             return False
-        self._say(self._text[:at])
+        self._add_content(self._text[:at])
         self._text = self._text[at + len(begin) :]
         self._before_call = begin
         self._next = self._expect_call
         return True
 
     def _expect_call(self) -> bool:
-        """Takes in what may stand before, between and behind calls."""
+        """Take in separators before, between and after calls."""
         rest = self._text.lstrip(AROUND_CALLS)
         ended = bool(self._end) and rest.startswith(self._end)
         if ended:
@@ -168,7 +167,7 @@ class ToolCallParser:
         return True
 
     def _stop_expecting(self) -> None:
-        self._say(self._before_call or "")
+        self._add_content(self._before_call or "")
         self._next = self._take_content
 
     def _take_call(self) -> bool:
@@ -194,7 +193,7 @@ class ToolCallParser:
             self._next = self._expect_call
         else:
             self._stop_expecting()
-            self._say(whole)
+            self._add_content(whole)
         return True
 
     def _take_arguments(self) -> bool:
@@ -228,14 +227,14 @@ class ToolCallParser:
         elif text:
             self._deltas.append(ToolCallDelta(index, None, None, text))
 
-    def _say(self, text: str) -> None:
+    def _add_content(self, text: str) -> None:
         if self._beside_call:
             text = text.lstrip()
             self._beside_call = not text
         text = self._space + text
-        said = text.rstrip()
-        self._content += said
-        self._space = text[len(said) :]
+        content = text.rstrip()
+        self._content += content
+        self._space = text[len(content) :]
 
 
 class _Brackets:
@@ -247,10 +246,7 @@ class _Brackets:
         self._escaped = False
 
     def end(self, text: str, start: int = 0) -> int | None:
-        """The index in `text` behind the object; None if it goes on.
-
-        `text` before `start` was seen already.
-        """
+        """The index in `text` after the object, scanning from `start`; None if it is not closed."""
         for at in range(start, len(text)):
             character = text[at]
             if self._escaped:
@@ -270,7 +266,7 @@ class _Brackets:
 
 
 def _read_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a whole call whose keys come in another order; None if it is none."""
+    """Name and arguments of a whole call with keys in any order; None if it is not a call."""
     try:
         call = json.loads(text)
     except (ValueError, RecursionError):

@@ -16,9 +16,8 @@ from twinphase.constraint import StructuredOutputsParams, plain_json
 from twinphase.errors import InvalidRequestError
 from twinphase.server.forms import OPEN, closed
 
-Tool = Mapping[
-    str, Any
-]  # {"type": "function", "function": {"name", "description", "parameters", "strict"}}
+# {"type": "function", "function": {"name", "description", "parameters", "strict"}}
+Tool = Mapping[str, Any]
 ToolChoice = str | Mapping[str, Any] | None  # None: "auto"
 # The id of a text that is one control token of the vocabulary; None for ordinary text.
 SpecialToken = Callable[[str], int | None]
@@ -29,7 +28,7 @@ _MARKERS = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")  # what may be a control tok
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _HEAD = '{"name": "'  # of every call
 _ANY = "(?s:.*)"
-# what separates calls in any format, and the brace that small models write twice
+# Separators of calls in any format, and the brace that small models write twice.
 AROUND_CALLS = " \t\r\n,;[]}"
 
 
@@ -155,8 +154,7 @@ def _call(function: Mapping[str, Any], format: ToolFormat) -> str:
         parameters = closed(parameters)
     schema = {"type": "object", **parameters, "x-guidance": _JSON_STYLE}
     if "properties" in schema and not schema.keys() & OPEN:
-        # What is not declared is closed off unless it is said to be welcome: a small model would go
-        # on inventing.
+        # Undeclared properties are forbidden unless allowed: a small model would invent more.
         schema.setdefault("additionalProperties", False)
     head = f'{_HEAD}{function["name"]}", "{format.arguments}": '
     return f'{json.dumps(head)} %json {json.dumps(schema)} "}}"'

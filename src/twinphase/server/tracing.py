@@ -94,9 +94,8 @@ class PhaseSpan:
 def phase_spans(timeline: RequestTimeline) -> list[PhaseSpan]:
     """The phases of a request in order of time; a preempted request repeats some.
 
-    Text and sending belong to the decode before or after them, as in a compact timeline their
-    places within it are notional; to a span of their own where there is no decode. Time that
-    nothing names is a gap between two spans.
+    Detokenizing and sending belong to the adjacent decode, as a compact timeline has no exact
+    places for them, or to a span of their own without one. Unattributed time is a gap.
     """
     spans: list[PhaseSpan] = []
     between: list[Interval] = []  # since the last span

@@ -21,8 +21,9 @@ from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.tokenizer.facts import SPACE, Spelling, TokenizerFacts
 from twinphase.tokenizer.pipeline import part_steps
 from twinphase.tokenizer.sentencepiece import open_pieces
+from twinphase.weights.storage import read_limited
 
-_MAX_JSON = 256 * 1024 * 1024  # bytes
+_MAX_JSON_BYTES = 256 << 20
 _FETCH = "Fetch the model's folder again."
 _CONVERT = (
     "Write one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
@@ -90,16 +91,10 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: anything else.
     """
+    if not path.is_file():
+        return {}
     try:
-        if not path.is_file():
-            return {}
-        if path.stat().st_size > _MAX_JSON:
-            raise CheckpointError(f"{path} is larger than {_MAX_JSON >> 20} MiB.", _FETCH)
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error.strerror or error}.", _FETCH
-        ) from None
+        value = json.loads(read_limited(path, _MAX_JSON_BYTES, _FETCH).decode())
     except (ValueError, RecursionError):
         raise CheckpointError(f"{path} is not valid JSON.", _FETCH) from None
     if not isinstance(value, dict):

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers
 
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.tokenizer.facts import SPACE
+from twinphase.weights.storage import read_limited
 
 # types of pieces, as GGUF has them too
 NORMAL = 1
@@ -29,7 +30,8 @@ UNUSED = 5
 BYTE = 6
 _UNIGRAM = 1
 _BPE = 2
-_MAX_BYTES = 256 << 20
+_MAX_FILE_BYTES = 256 << 20
+_FETCH = "Fetch the model's folder again."
 _FLOAT = Struct("<f")
 # The spaces that SentencePiece takes away at both ends, and makes one of.
 _SPACES = Regex(" {2,}")
@@ -43,7 +45,7 @@ class Pieces:
     scores: list[float] = field(default_factory=list)
     types: list[int] = field(default_factory=list)
     algorithm: int = _UNIGRAM
-    space_behind: bool = False  # spaces belong to the end of a word
+    space_after: bool = False  # spaces belong to the end of a word
     ids: dict[str, int] = field(default_factory=lambda: {"unk": 0, "bos": 1, "eos": 2, "pad": -1})
     charsmap: bytes = b""
     space_prefix: bool = True
@@ -63,7 +65,7 @@ def open_pieces(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     pieces = _read_pieces(path)
     unsupported = {
         "an algorithm other than BPE and Unigram": pieces.algorithm not in (_UNIGRAM, _BPE),
-        "spaces at the end of words": pieces.space_behind,
+        "spaces at the end of words": pieces.space_after,
         "spaces that are not pieces": not pieces.space_as_piece,
         "rules for decoded text": pieces.changes_decoded,
         "user-defined pieces with spaces beside a space in front of the text": pieces.space_prefix
@@ -179,30 +181,21 @@ def _normalizer(pieces: Pieces) -> Any:
 
 
 def _read_pieces(path: Path) -> Pieces:
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise CheckpointError(
-                f"{path} is larger than {_MAX_BYTES >> 20} MiB.", "Fetch the model's folder again."
-            )
-        data = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error.strerror or error}.", "Check the file."
-        ) from None
+    data = read_limited(path, _MAX_FILE_BYTES, _FETCH)
     pieces = Pieces()
     try:
         for number, value in _fields(data):
             if number == 1:
-                piece = dict(_fields(_bytes(value)))
+                piece = _message(value)
                 pieces.tokens.append(_bytes(piece.get(1, b"")).decode())
                 pieces.scores.append(_FLOAT.unpack(_bytes(piece.get(2, b"\0\0\0\0")))[0])
                 pieces.types.append(_int(piece.get(3, NORMAL)))
             elif number == 2:
-                _read_trainer(pieces, dict(_fields(_bytes(value))))
+                _read_trainer(pieces, _message(value))
             elif number == 3:
-                _read_normalizer(pieces, dict(_fields(_bytes(value))))
+                _read_normalizer(pieces, _message(value))
             elif number == 5:
-                pieces.changes_decoded = bool(dict(_fields(_bytes(value))).get(2))
+                pieces.changes_decoded = bool(_message(value).get(2))
     except (ValueError, IndexError) as error:  # ValueError: also what is not UTF-8
         raise _damaged(path, str(error)[:100]) from None
     if not pieces.tokens:
@@ -210,19 +203,19 @@ def _read_pieces(path: Path) -> Pieces:
     return pieces
 
 
-def _read_trainer(pieces: Pieces, said: Mapping[int, int | bytes]) -> None:
-    pieces.algorithm = _int(said.get(3, _UNIGRAM))
-    pieces.space_behind = bool(said.get(24, 0))
+def _read_trainer(pieces: Pieces, settings: Mapping[int, int | bytes]) -> None:
+    pieces.algorithm = _int(settings.get(3, _UNIGRAM))
+    pieces.space_after = bool(settings.get(24, 0))
     for number, name in {40: "unk", 41: "bos", 42: "eos", 43: "pad"}.items():
-        if number in said:
-            value = _int(said[number])
+        if number in settings:
+            value = _int(settings[number])
             pieces.ids[name] = value - (1 << 64) if value >> 63 else value
 
 
-def _read_normalizer(pieces: Pieces, said: Mapping[int, int | bytes]) -> None:
-    pieces.charsmap = _bytes(said.get(2, b""))
+def _read_normalizer(pieces: Pieces, settings: Mapping[int, int | bytes]) -> None:
+    pieces.charsmap = _bytes(settings.get(2, b""))
     pieces.space_prefix, pieces.one_space, pieces.space_as_piece = (
-        bool(said.get(n, 1)) for n in (3, 4, 5)
+        bool(settings.get(n, 1)) for n in (3, 4, 5)
     )
 
 
@@ -243,6 +236,10 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
             raise ValueError("it is cut off")
         yield key >> 3, data[at : at + size]
         at += size
+
+
+def _message(value: int | bytes) -> dict[int, int | bytes]:
+    return dict(_fields(_bytes(value)))
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -268,6 +265,4 @@ def _int(value: int | bytes) -> int:
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is not a sound SentencePiece model: {reason}.", "Fetch the model's folder again."
-    )
+    return CheckpointError(f"{path} is not a sound SentencePiece model: {reason}.", _FETCH)

@@ -9,8 +9,9 @@ from typing import Any
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.tokenizer.folder import read_json
 from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.storage import read_limited
 
-_MAX_TEMPLATE = 4 * 1024 * 1024  # bytes
+_MAX_TEMPLATE_BYTES = 4 << 20
 _FIX = "Use the model without its template."
 
 
@@ -51,11 +52,7 @@ def _files(folder: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     try:
-        if path.stat().st_size > _MAX_TEMPLATE:
-            raise CheckpointError(f"{path} is larger than {_MAX_TEMPLATE >> 20} MiB.", _FIX)
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.", _FIX) from None
+        return read_limited(path, _MAX_TEMPLATE_BYTES, _FIX).decode()
     except UnicodeDecodeError:
         raise CheckpointError(f"{path} is not UTF-8 text.", _FIX) from None
 

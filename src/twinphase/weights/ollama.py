@@ -13,10 +13,12 @@ from typing import Any
 
 from twinphase.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from twinphase.weights.safetensors_header import strict_json
+from twinphase.weights.storage import read_limited
 
 _NAME = re.compile(r"(?:(?:([\w.-]+)/)?([\w-][\w.-]*)/)?([\w-][\w.-]*)(?::([\w-][\w.-]*))?")
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _KIND = "application/vnd.ollama.image."
+_MAX_MANIFEST_BYTES = 4 << 20
 _PULL = "Pull it again with Ollama."
 
 
@@ -66,12 +68,8 @@ def _names(store: Path) -> list[str]:
 
 
 def _model_file(store: Path, manifest: Path, name: str) -> Path:
-    try:
-        content = strict_json(manifest.read_bytes(), f"Ollama's manifest of {name}", _PULL)
-    except OSError as error:
-        raise CheckpointError(
-            f"{manifest} cannot be read: {error.strerror}.", "Check its rights."
-        ) from None
+    text = read_limited(manifest, _MAX_MANIFEST_BYTES, "Check its rights.")
+    content = strict_json(text, f"Ollama's manifest of {name}", _PULL)
     layers = content.get("layers")
     if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
         raise CheckpointError(f"Ollama's manifest of {name} lists no layers.", _PULL)

@@ -31,7 +31,7 @@ from twinphase.weights.quant import dequantize
 from twinphase.weights.quantize import quantized_tensors
 from twinphase.weights.safetensors_header import read_safetensors_header, strict_json
 from twinphase.weights.source import Source
-from twinphase.weights.storage import map_file, model_cache, replace_derived
+from twinphase.weights.storage import map_file, model_cache, read_limited, replace_derived
 
 _RECIPE = "1"  # counted up when what is made from the same files changes
 CONFIG = "config.json"
@@ -290,17 +290,7 @@ def _open_shard(path: Path) -> _Shard:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise CheckpointError(
-                f"{path} has {path.stat().st_size} bytes, absurd for a JSON file.", _FETCH
-            )
-        text = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error.strerror}.", "Check the file and its rights."
-        ) from None
-    return strict_json(text, str(path), _FETCH)
+    return strict_json(read_limited(path, _MAX_JSON_BYTES, _FETCH), str(path), _FETCH)
 
 
 def _remembered(

@@ -131,6 +131,20 @@ def map_file(path: Path, min_bytes: int, too_short: str) -> tuple[mmap.mmap, os.
         ) from None
 
 
+def read_limited(path: Path, max_bytes: int, fix: str) -> bytes:
+    """A small file's content.
+
+    Raises:
+        CheckpointError: it is larger than `max_bytes`, or cannot be read; `fix` says what to do.
+    """
+    try:
+        if path.stat().st_size > max_bytes:
+            raise CheckpointError(f"{path} is larger than {max_bytes >> 20} MiB.", fix)
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.", fix) from None
+
+
 def abandoned(folder: Path, prefix: str) -> list[Path]:
     """What killed processes left in a folder, under names of prefix, process id and a hyphen."""
     owners = {

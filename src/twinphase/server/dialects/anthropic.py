@@ -1,7 +1,7 @@
 """Anthropic's Messages API: its requests as OpenAI's, and its events and bodies.
 
-A request's text blocks, tools and tool results are all that is read; images and documents are
-refused. What was cached is told, and needs no `cache_control`.
+Requests have text blocks, tools and tool results; images and documents are refused. Prefixes are
+cached and reported without `cache_control`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from twinphase.server.service import Service
 from twinphase.server.text_routes import documented
 from twinphase.server.tool_calls import call_of
 
-# Anthropic's word for a status.
+# Anthropic's error type for a status.
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -57,11 +57,11 @@ def anthropic_shape(problem: Problem) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": problem.message}}
 
 
-# What that is in the server's own words.
+# Requests as OpenAI's.
 
 
 def _chat(body: CountTokensRequest, thinks: bool) -> ChatCompletionRequest:
-    """The same as a chat; `thinks` is whether the model does."""
+    """The request as a chat; `thinks`: whether the model thinks before it answers."""
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": list(_messages(body)),
@@ -73,7 +73,7 @@ def _chat(body: CountTokensRequest, thinks: bool) -> ChatCompletionRequest:
     variables: dict[str, Any] = {}
     thinking = body.thinking
     effort = body.output_config and body.output_config.effort
-    if thinking is not None and thinks:  # for other models there is nothing to set
+    if thinking is not None and thinks:
         fields["thinking_token_budget"] = thinking.budget_tokens
         fields["include_reasoning"] = thinking.display != "omitted"
         if thinking.type == "disabled":
@@ -85,7 +85,7 @@ def _chat(body: CountTokensRequest, thinks: bool) -> ChatCompletionRequest:
         names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "metadata")
         fields |= {name: getattr(body, name) for name in names}
         fields["stop"] = body.stop_sequences or None
-    if body.messages[-1].role == "assistant":  # its text is the answer's beginning
+    if body.messages[-1].role == "assistant":  # The answer continues its text.
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     return validated(ChatCompletionRequest, fields)
 
@@ -102,7 +102,7 @@ def _messages(body: CountTokensRequest) -> Iterator[dict[str, Any]]:
             if isinstance(block, ToolResultBlock):
                 has_results = True
                 content = content_of(block.content)
-                if block.is_error:  # templates have no place for that
+                if block.is_error:  # Templates have no place for errors.
                     content = "Error: " + "\n".join(part.text for part in block.content)
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
             elif isinstance(block, ToolUseBlock):
@@ -161,7 +161,7 @@ class MessageReplies(Replies):
         self._block_size = block_size
         self._choice = self.choices[0]
         self._begun = False
-        # of the block that is being written
+        # The block that is being written.
         self._index = -1
         self._kind = ""
 
@@ -173,7 +173,7 @@ class MessageReplies(Replies):
 
     def chunk(self, delta: Delta) -> bytes:
         events = b""
-        if not self._begun:  # it is known now how much of the prompt was cached
+        if not self._begun:  # With the first delta, the number of cached tokens is known.
             self._begun = True
             message = {
                 **self.head(),
@@ -190,7 +190,7 @@ class MessageReplies(Replies):
                 "thinking", {"thinking": "", "signature": ""}, {"thinking": delta.reasoning}
             )
         for call in delta.tool_calls:
-            if call.id is None:  # the rest of a call stands before the text behind it
+            if call.id is None:  # The rest of a call precedes the text after it.
                 events += self._piece("tool_use", {}, {"partial_json": call.arguments})
         if delta.content:
             events += self._piece("text", {"text": ""}, {"text": delta.content})
@@ -202,8 +202,8 @@ class MessageReplies(Replies):
                 )
         if delta.finished:
             events += self._end_block()
-            told = self._reports(self._choice)
-            events += _event("message_delta", delta=self._stop(), usage=self._usage(), **told)
+            reports = self._reports(self._choice)
+            events += _event("message_delta", delta=self._stop(), usage=self._usage(), **reports)
         return events
 
     def end(self) -> bytes:

@@ -26,7 +26,7 @@ _as_blocks = text_or_parts("text", ("image", "document", "search_result", "conta
 
 
 class _Block(Strict):
-    cache_control: dict[str, Any] | None = None  # caching is automatic
+    cache_control: dict[str, Any] | None = None  # Caching is automatic.
 
 
 class TextBlock(_Block):
@@ -38,7 +38,7 @@ class TextBlock(_Block):
 
 
 class ThinkingBlock(_Block):
-    """What the model thought before an earlier answer."""
+    """The thinking before an earlier answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -61,7 +61,7 @@ TextBlocks = Annotated[
 
 
 class ToolResultBlock(_Block):
-    """What a call gave."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -86,16 +86,16 @@ class Turn(Strict):
 
 
 class CustomTool(_Block):
-    """A tool of the client's; Anthropic's own, which run on its servers, are refused."""
+    """A tool of the client; Anthropic's server tools are refused."""
 
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    eager_input_streaming: bool | None = None  # arguments always come as they are written
+    eager_input_streaming: bool | None = None  # Arguments are always streamed.
     allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=1)] | None = None
-    defer_loading: bool | None = None  # all tools are there from the beginning
+    defer_loading: bool | None = None  # All tools are offered from the start.
 
 
 class ToolChoice(Strict):
@@ -128,7 +128,7 @@ class OutputFormat(Strict):
 
 
 class OutputConfig(Strict):
-    """How the answer is to be."""
+    """Form and effort of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -159,7 +159,7 @@ class MessagesRequest(CountTokensRequest):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    # Anthropic's others are not supported.
+    # Anthropic's other fields are not supported.
     container: None = None
     context_management: None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None

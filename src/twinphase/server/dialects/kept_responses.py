@@ -1,4 +1,4 @@
-"""Responses that are kept in memory, each its tenant's own, within limits of number and bytes."""
+"""Responses kept in memory by tenant, within limits of number and bytes."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Kept:
 
 
 class Responses:
-    """Responses by tenant and id, those that run among them."""
+    """Kept and running responses by tenant and id."""
 
     def __init__(self, most: int) -> None:
-        """`most` are kept, of all tenants together."""
+        """`most`: the maximum number of kept responses of all tenants together."""
         self._most = most
-        self._kept: dict[str, dict[str, Kept]] = {}  # by tenant, the oldest first
-        self._lock = threading.Lock()  # whole bodies are written by threads
+        self._kept: dict[str, dict[str, Kept]] = {}  # by tenant, oldest first
+        self._lock = threading.Lock()  # Threads write whole bodies.
         self.running: WeakValueDictionary[tuple[str, str], Generation] = WeakValueDictionary()
 
     def put(self, tenant: str, response_id: str, kept: Kept) -> None:

@@ -1,8 +1,7 @@
-"""Ollama's API: what its requests mean in the server's own words, and its lines of JSON.
+"""Ollama's API: its requests as OpenAI's, and its lines of JSON.
 
-Its `prompt_eval` and `eval` are the two phases, by the ledger. The model was chosen when the server
-was started, so nothing is pulled, created or unloaded here, and options that say where and how a
-model is run change nothing.
+Its `prompt_eval` and `eval` are prefill and decode, by the ledger. The server serves one model, so
+nothing is pulled, created or unloaded here, and options about running a model change nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from twinphase.server.tool_calls import ToolCall, call_of
 BEFORE_KINDS = (IntervalKind.TOKENIZE, IntervalKind.ROUTE, IntervalKind.QUEUE)
 STREAM = "application/x-ndjson"
 ERRORS, ANSWER = documented(OllamaErrorResponse, STREAM)
-FOREVER = "2318-01-01T00:00:00Z"  # Ollama's date for a model that is not unloaded
+FOREVER = "2318-01-01T00:00:00Z"  # Ollama's date for a model that stays loaded.
 TO_CONTEXT_END = 2**31 - 1  # tokens
 
 
@@ -60,11 +59,11 @@ def ollama_shape(problem: Problem) -> dict[str, Any]:
     return {"error": problem.message}
 
 
-# What that is in the server's own words.
+# Requests as OpenAI's.
 
 
 def _common(service: Service, body: Generating, *, is_chat: bool) -> dict[str, Any]:
-    """Fields of chats, or of prompts that the model simply goes on with."""
+    """Fields of chats, or of prompts to complete without a chat template."""
     options = (body.options or Options()).model_dump(exclude_none=True)
     names = {*Sampling.model_fields, "repetition_penalty", "presence_penalty", "frequency_penalty"}
     fields = {name: value for name, value in options.items() if name in names}
@@ -131,8 +130,8 @@ def served_name(service: Service, name: str) -> str:
 # How answers are written.
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+def _iso(time: datetime) -> str:
+    return time.isoformat().replace("+00:00", "Z")
 
 
 class _OllamaReplies(ChatReplies):
@@ -144,18 +143,14 @@ class _OllamaReplies(ChatReplies):
         if delta.num_prefilled is not None or delta.is_empty:
             return b""
         choice = delta.choice
-        calls = choice.tool_calls if delta.finished else []  # Ollama gives whole ones
-        logprobs = (
-            {"logprobs": [self._logprob(entry) for entry in delta.logprobs]}
-            if delta.logprobs
-            else {}
-        )
+        calls = choice.tool_calls if delta.finished else []  # Ollama sends only whole calls.
+        logprobs = {"logprobs": self._logprobs(delta.logprobs)} if delta.logprobs else {}
         lines = b""
         if delta.content or delta.reasoning or calls or logprobs:
-            said = self.said(delta.content, delta.reasoning, calls)
-            lines = encode({**self.head(), **said, "done": False, **logprobs}) + b"\n"
+            piece = self.piece(delta.content, delta.reasoning, calls)
+            lines = encode({**self.head(), **piece, "done": False, **logprobs}) + b"\n"
         if delta.finished:
-            lines += encode({**self.head(), **self.said("", "", []), **self._done(choice)}) + b"\n"
+            lines += encode({**self.head(), **self.piece("", "", []), **self._done(choice)}) + b"\n"
         return lines
 
     def end(self) -> bytes:
@@ -167,19 +162,15 @@ class _OllamaReplies(ChatReplies):
     def body(self) -> dict[str, Any]:
         (choice,) = self.choices
         reasoning = choice.reasoning if self.job.reader.keep_reasoning else ""
-        logprobs = (
-            {"logprobs": [self._logprob(entry) for entry in choice.logprobs]}
-            if choice.logprobs
-            else {}
-        )
-        said = self.said(choice.content, reasoning, choice.tool_calls)
-        return {**self.head(), **said, **self._done(choice), **logprobs}
+        logprobs = {"logprobs": self._logprobs(choice.logprobs)} if choice.logprobs else {}
+        answer = self.piece(choice.content, reasoning, choice.tool_calls)
+        return {**self.head(), **answer, **self._done(choice), **logprobs}
 
     def head(self) -> dict[str, Any]:
-        return {"model": self.job.model, "created_at": _now()}
+        return {"model": self.job.model, "created_at": _iso(datetime.now(UTC))}
 
-    def said(self, content: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        """What an answer, or a piece of it, says."""
+    def piece(self, content: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        """The fields of an answer, or of a piece of it."""
         raise NotImplementedError
 
     def _done(self, choice: Choice) -> dict[str, Any]:
@@ -207,16 +198,16 @@ class _OllamaReplies(ChatReplies):
 class OllamaChatReplies(_OllamaReplies):
     """Replies of /api/chat."""
 
-    def said(self, content: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    def piece(self, content: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": content}
         message |= {"thinking": reasoning} if reasoning else {}
         if calls:
-            named = [
-                {"index": i, "name": call.name, "arguments": call.given}
-                for i, call in enumerate(calls)
-            ]
             message["tool_calls"] = [
-                {"id": call.id, "function": one} for call, one in zip(calls, named, strict=True)
+                {
+                    "id": call.id,
+                    "function": {"index": index, "name": call.name, "arguments": call.given},
+                }
+                for index, call in enumerate(calls)
             ]
         return {"message": message}
 
@@ -224,7 +215,7 @@ class OllamaChatReplies(_OllamaReplies):
 class OllamaGenerateReplies(_OllamaReplies):
     """Replies of /api/generate."""
 
-    def said(self, content: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    def piece(self, content: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         return {"response": content, **({"thinking": reasoning} if reasoning else {})}
 
 
@@ -238,11 +229,11 @@ class OllamaEmbeddings(Embeddings):
     def _reply(self, vectors: Sequence[Sequence[float]], num_tokens: int) -> dict[str, Any]:
         if self._old:
             return {"embedding": vectors[0]}
-        told = {"total_duration": _ns(perf_counter() - self._arrival), "load_duration": 0}
         return {
             "model": self._body.model,
             "embeddings": vectors,
-            **told,
+            "total_duration": _ns(perf_counter() - self._arrival),
+            "load_duration": 0,
             "prompt_eval_count": num_tokens,
         }
 
@@ -256,20 +247,18 @@ def _ns(seconds: float) -> int:
 
 def _described(service: Service, name: str) -> dict[str, Any]:
     checkpoint = service.host.text.checkpoint
-    changed = (
-        datetime.fromtimestamp(checkpoint.path.stat().st_mtime, UTC)
-        .isoformat()
-        .replace("+00:00", "Z")
-    )
-    size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    found = {
+    return {
         "name": name,
         "model": name,
-        "modified_at": changed,
-        "size": size,
+        "modified_at": _modified_at(service),
+        "size": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
         "digest": checkpoint.fingerprint,
+        "details": _details(service),
     }
-    return {**found, "details": _details(service)}
+
+
+def _modified_at(service: Service) -> str:
+    return _iso(datetime.fromtimestamp(service.host.text.checkpoint.path.stat().st_mtime, UTC))
 
 
 def _details(service: Service) -> dict[str, Any]:
@@ -277,43 +266,42 @@ def _details(service: Service) -> dict[str, Any]:
     count = sum(prod(tensor.shape) for tensor in checkpoint.tensors.values())
     size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
     family = checkpoint.architecture
-    kind = "gguf" if checkpoint.config is None else "safetensors"
-    named = {"parent_model": "", "format": kind, "family": family, "families": [family]}
-    return {**named, "parameter_size": size, "quantization_level": service.host.text.quantization}
+    return {
+        "parent_model": "",
+        "format": "gguf" if checkpoint.config is None else "safetensors",
+        "family": family,
+        "families": [family],
+        "parameter_size": size,
+        "quantization_level": service.host.text.quantization,
+    }
 
 
 def _shown(service: Service) -> dict[str, Any]:
     text = service.host.text
     facts = service.facts
     checkpoint = text.checkpoint
-    embeds = service.host.embeds
     info: dict[str, Any] = dict(checkpoint.metadata) or dict(checkpoint.config or {})
     info["general.architecture"] = checkpoint.architecture
     if facts is not None:
-        info[f"{checkpoint.architecture}.context_length"] = (
-            facts.config.max_model_len
-        )  # that is served
+        # The served context, not the model's.
+        info[f"{checkpoint.architecture}.context_length"] = facts.config.max_model_len
     capabilities = ["embedding"]
     source = ""
-    if not embeds:
+    if not service.host.embeds:
         template = text.chat_template
         capabilities = ["completion"]
         source = template.source
         capabilities += ["tools"] if template.supports_tools or service.config.tool_prompt else []
         capabilities += ["thinking"] if template.think_tags is not None else []
-    shown = {
-        key: value
-        for key, value in _described(service, service.model_names[0]).items()
-        if key == "modified_at"
-    }
-    modelfile = f"FROM {service.model_names[0]}\n"
-    plain = {"license": "", "modelfile": modelfile, "parameters": "", "template": source}
     return {
-        **plain,
+        "license": "",
+        "modelfile": f"FROM {service.model_names[0]}\n",
+        "parameters": "",
+        "template": source,
         "details": _details(service),
         "model_info": info,
         "capabilities": capabilities,
-        **shown,
+        "modified_at": _modified_at(service),
     }
 
 
@@ -330,14 +318,14 @@ def _add_generating(api: APIRouter, service: Service) -> None:
     def adjust(job: Job) -> Job:
         return within_context(job, service.max_model_len)
 
-    def loaded(body: Generating, said: Mapping[str, Any]) -> Response:
-        """The answer to a request for nothing, by which clients have a model loaded."""
+    def loaded(body: Generating, piece: Mapping[str, Any]) -> Response:
+        """The answer to an empty request, with which clients load a model."""
         service.check_model(served_name(service, body.model))
         service.require_engine()
         line = {
             "model": body.model,
-            "created_at": _now(),
-            **said,
+            "created_at": _iso(datetime.now(UTC)),
+            **piece,
             "done": True,
             "done_reason": "load",
         }

@@ -23,24 +23,24 @@ from twinphase.server.strict import (
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
 One = Annotated[float, Field(ge=1, le=1)] | None
 Zero = Annotated[int, Field(ge=0, le=0)] | None
-KeepAlive = float | str | None  # the model stays
+KeepAlive = float | str | None  # Ignored: the model stays loaded.
 
 
 class Options(Sampling):
-    """How an answer is drawn; what is left out is the server's, not the model's Modelfile."""
+    """How an answer is sampled; the defaults are the server's, not a Modelfile's."""
 
     num_predict: Int32 | None = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=100, alias="repeat_penalty")] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    # Accepted at the value that means what is done anyway: penalties look at the whole text.
+    # Accepted at the values that change nothing: penalties look at the whole text.
     repeat_last_n: Literal[-1] | None = None
     typical_p: One = None
     tfs_z: One = None
     mirostat: Zero = None
     mirostat_tau: Unread = None
     mirostat_eta: Unread = None
-    # Where and how the model is run, which was said when the server was started.
+    # How the model is run, which the server's options decide.
     num_ctx: Int32 | None = None
     num_batch: Int32 | None = None
     num_gpu: Int32 | None = None
@@ -55,7 +55,7 @@ class Options(Sampling):
 
 
 class Asked(Strict):
-    """What names a model."""
+    """The fields of every request."""
 
     model: Annotated[str, Field(min_length=1, max_length=1024)]
     keep_alive: KeepAlive = None
@@ -73,7 +73,7 @@ class Generating(Asked):
 
 
 class CalledFunction(Strict):
-    """What the model called."""
+    """The function of a call."""
 
     name: Name
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -120,7 +120,7 @@ class OllamaGenerateRequest(Generating):
 
 
 class EmbedRequest(Asked):
-    """POST /api/embed; a text that is too long is refused, whatever `truncate` says."""
+    """POST /api/embed; texts that are too long are refused, with or without `truncate`."""
 
     input: str | UpTo65536[str]
     truncate: bool | None = None

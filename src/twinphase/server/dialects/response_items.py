@@ -19,20 +19,20 @@ PREFIXES = {
 
 
 def new_id(kind: str) -> str:
-    """For an item of that type."""
+    """A new id for an item of that type."""
     return f"{PREFIXES[kind]}_{secrets.token_hex(16)}"
 
 
 class ResponseItems:
-    """The thoughts, messages and calls of one answer, in the text's order.
+    """The reasoning, messages and calls of one answer, in the text's order.
 
     Attributes:
         items: the last of them grows until it is closed.
-        num_events: that were made so far.
+        num_events: events made so far.
     """
 
     def __init__(self, choice: Choice, logprob: Callable[[TokenLogprobs], dict[str, Any]]) -> None:
-        """`logprob` writes what is known of a token."""
+        """`logprob` makes the JSON object of a token."""
         self.items: list[dict[str, Any]] = []
         self.num_events = 0
         self._choice = choice
@@ -47,7 +47,7 @@ class ResponseItems:
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
     def take(self, delta: Delta) -> bytes:
-        """The events of what an update brought."""
+        """The events of an update."""
         events = b""
         first = self._num_labelled
         labelled = zip(self._choice.logprobs[first:], self._choice.labels[first:], strict=False)
@@ -56,7 +56,7 @@ class ResponseItems:
         if delta.reasoning:
             events += self._text("reasoning", delta.reasoning)
         for call in delta.tool_calls:
-            if call.id is None:  # the rest of a call stands before the text behind it
+            if call.id is None:  # The rest of a call precedes the text after it.
                 events += self._arguments(call.arguments)
         if delta.content:
             events += self._text("message", delta.content)
@@ -73,7 +73,7 @@ class ResponseItems:
         return events
 
     def close(self, *, short: bool = False) -> bytes:
-        """Ends the last item, if one is open; `short`: it would have gone on."""
+        """End the last item, if one is open; `short`: it was cut off."""
         if not self._open:
             return b""
         self._open = False
@@ -81,19 +81,19 @@ class ResponseItems:
         where = self._where()
         item["status"] = "incomplete" if short else "completed"
         if item["type"] == "function_call":
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            events = self.event("response.function_call_arguments.done", **where, **told)
+            fields = {"name": item["name"], "arguments": item["arguments"]}
+            events = self.event("response.function_call_arguments.done", **where, **fields)
         else:
             (part,) = item["content"]
-            told = {name: part[name] for name in ("text", "logprobs") if name in part}
-            events = self.event(f"response.{part['type']}.done", **where, **told)
+            fields = {name: part[name] for name in ("text", "logprobs") if name in part}
+            events = self.event(f"response.{part['type']}.done", **where, **fields)
             events += self.event("response.content_part.done", **where, part=part)
         return events + self.event(
             "response.output_item.done", output_index=where["output_index"], item=item
         )
 
     def _begin(self, kind: str, **fields: Any) -> bytes:
-        """Behind the item that is open now."""
+        """End the open item, and begin another."""
         events = self.close()
         status = {} if kind == "reasoning" else {"status": "in_progress"}
         self.items.append({"id": new_id(kind), "type": kind, **status, **fields})
@@ -121,13 +121,13 @@ class ResponseItems:
             self.items[-1]["content"].append(part)
         (part,) = self.items[-1]["content"]
         part["text"] += text
-        news = {}
+        logprobs = {}
         if kind == "message":
-            news = {"logprobs": self._logprobs}
+            logprobs = {"logprobs": self._logprobs}
+            part["logprobs"] += self._logprobs
             self._logprobs = []
-            part["logprobs"] += news["logprobs"]
         return events + self.event(
-            f"response.{part['type']}.delta", **self._where(), delta=text, **news
+            f"response.{part['type']}.delta", **self._where(), delta=text, **logprobs
         )
 
     def _arguments(self, text: str) -> bytes:
@@ -136,7 +136,7 @@ class ResponseItems:
         return self.event("response.function_call_arguments.delta", **self._where(), delta=text)
 
     def _where(self) -> dict[str, Any]:
-        """What events of the last item name it by."""
+        """The last item's place, for its events."""
         item = self.items[-1]
         part = {} if item["type"] == "function_call" else {"content_index": 0}
         return {"item_id": item["id"], "output_index": len(self.items) - 1, **part}

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: what its requests mean as chats, and its events and bodies."""
+"""OpenAI's Responses API: its requests as chats, and its events and bodies."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponseCancelledError(TwinphaseError):
-    """Somebody with the same key cancelled the response."""
+    """A request with the same key cancelled the response."""
 
     http_status = 409
 
 
-# What a request is in the server's own words.
+# Requests as chats.
 
 
 def _chat(body: ResponsesRequest, before: Sequence[dict[str, Any]]) -> ChatCompletionRequest:
-    """The same as a chat; `before` are the messages of the response that it follows."""
+    """The request as a chat, after the messages `before` of the previous response."""
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     same = [*AnyGeneration.model_fields, "parallel_tool_calls", "chat_template_kwargs"]
     fields = {name: getattr(body, name) for name in same}
@@ -80,7 +80,7 @@ def _chat(body: ResponsesRequest, before: Sequence[dict[str, Any]]) -> ChatCompl
 
 
 def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
-    """The input as messages; what the assistant thought, said and called in a row is one."""
+    """The input as messages; consecutive thoughts, texts and calls of the assistant are one."""
     turn: dict[str, Any] = {}
     for item in body.input:
         theirs = isinstance(item, CallOutputItem) or (
@@ -110,9 +110,9 @@ def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
         yield _turn(turn)
 
 
-def _turn(said: dict[str, Any]) -> dict[str, Any]:
-    """A message of the assistant's; one that only thought said nothing."""
-    return {"role": "assistant", **({} if "tool_calls" in said else {"content": ""}), **said}
+def _turn(fields: dict[str, Any]) -> dict[str, Any]:
+    """A message of the assistant, with empty content if it has neither text nor calls."""
+    return {"role": "assistant", **({} if "tool_calls" in fields else {"content": ""}), **fields}
 
 
 # How answers are written.
@@ -132,9 +132,7 @@ class ResponseReplies(ChatReplies):
         self._messages = chat
         self._choice = self.choices[0]
         self._written = ResponseItems(self._choice, self._logprob)
-        self._ended: dict[
-            str, dict[str, Any]
-        ] = {}  # the response that is told and kept, once it is whole
+        self._ended: dict[str, dict[str, Any]] = {}  # the final response, under one key
 
     def chunk(self, delta: Delta) -> bytes:
         events = b""
@@ -154,10 +152,10 @@ class ResponseReplies(ChatReplies):
 
     def failure(self, problem: bytes) -> bytes:
         error = msgspec.json.decode(problem)["error"]
-        told = {name: error[name] for name in ("code", "message", "param")}
+        fields = {name: error[name] for name in ("code", "message", "param")}
         failed = self._response("failed", self._written.items)
         failed["error"] = {"code": "server_error", "message": error["message"]}
-        return self._written.event("error", **told) + self._written.event(
+        return self._written.event("error", **fields) + self._written.event(
             "response.failed", response=failed
         )
 
@@ -170,7 +168,7 @@ class ResponseReplies(ChatReplies):
         return response if self._end_with(response) is response else None
 
     def _whole(self, *, finished: bool) -> list[dict[str, Any]]:
-        """The items of what came so far, as a stream would have them that got it at once."""
+        """Items for the output so far, built as one streamed delta."""
         choice = self._choice
         items = ResponseItems(self._choice, self._logprob)
         calls = [
@@ -187,7 +185,7 @@ class ResponseReplies(ChatReplies):
         return items.items
 
     def _finished(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """The whole response, which is kept unless the client said not to."""
+        """The whole response, kept unless the client asked not to."""
         short = self._choice.finish_reason == "length"
         response = self._response("incomplete" if short else "completed", items)
         response["incomplete_details"] = {"reason": "max_output_tokens"} if short else None
@@ -197,11 +195,9 @@ class ResponseReplies(ChatReplies):
 
     def _end_with(self, response: dict[str, Any]) -> dict[str, Any]:
         """Keep the response's first end: a thread may write its body during a cancellation."""
-        first = self._ended.setdefault(
-            "response", response
-        )  # which no other thread can come between
+        first = self._ended.setdefault("response", response)  # Atomic among threads.
         if first is response and self._body.store:
-            messages = encode([*self._messages, _said(self._choice)])
+            messages = encode([*self._messages, _answer_message(self._choice)])
             kept = Kept(encode(response), messages, encode(_given_items(self._body.input)))
             self._known.put(self._tenant, self.job.id, kept)
         return first
@@ -210,12 +206,8 @@ class ResponseReplies(ChatReplies):
         body = self._body
         params = self.job.params
         form = body.text.format if body.text is not None else None
-        shown = (
-            form.model_dump(by_alias=True, exclude_none=True)
-            if form is not None
-            else {"type": "text"}
-        )
-        choice = body.tool_choice
+        dumped = form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}
+        choice = body.tool_choice or "auto"
         return {
             "id": self.job.id,
             "object": "response",
@@ -236,12 +228,8 @@ class ResponseReplies(ChatReplies):
             },
             "store": body.store,
             "temperature": params.temperature,
-            "text": {"format": shown},
-            "tool_choice": "auto"
-            if choice is None
-            else choice
-            if isinstance(choice, str)
-            else choice.model_dump(),
+            "text": {"format": dumped},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [
                 {"strict": None, "parameters": None, **tool.model_dump(exclude_none=True)}
                 for tool in body.tools
@@ -256,15 +244,15 @@ class ResponseReplies(ChatReplies):
 
 def _given_items(items: Iterable[Item]) -> list[dict[str, Any]]:
     """The input items as listed, with the client's ids where these are unique."""
-    found: dict[str, dict[str, Any]] = {}
+    listed: dict[str, dict[str, Any]] = {}
     for item in items:
-        known = isinstance(item.id, str) and item.id and item.id not in found
-        name = str(item.id) if known else new_id(item.type)
-        found[name] = {"status": "completed", **item.model_dump(exclude_none=True), "id": name}
-    return list(found.values())
+        is_unique = isinstance(item.id, str) and item.id and item.id not in listed
+        name = str(item.id) if is_unique else new_id(item.type)
+        listed[name] = {"status": "completed", **item.model_dump(exclude_none=True), "id": name}
+    return list(listed.values())
 
 
-def _said(choice: Choice) -> dict[str, Any]:
+def _answer_message(choice: Choice) -> dict[str, Any]:
     """The answer as a chat message; of a call that was cut off, the complete arguments."""
     message: dict[str, Any] = {"role": "assistant", "content": choice.content}
     if choice.reasoning:
@@ -277,14 +265,14 @@ def _said(choice: Choice) -> dict[str, Any]:
 
 
 def _usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
-    told = usage(job, choices)
-    thought = told["completion_tokens_details"]["reasoning_tokens"]
+    chat = usage(job, choices)
+    reasoning = chat["completion_tokens_details"]["reasoning_tokens"]
     return {
-        "input_tokens": told["prompt_tokens"],
-        "input_tokens_details": told["prompt_tokens_details"],
-        "output_tokens": told["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": thought},
-        "total_tokens": told["total_tokens"],
+        "input_tokens": chat["prompt_tokens"],
+        "input_tokens_details": chat["prompt_tokens_details"],
+        "output_tokens": chat["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": chat["total_tokens"],
     }
 
 
@@ -311,7 +299,7 @@ def add_responses(api: APIRouter, service: Service) -> None:
 
     @api.get("/v1/responses/{response_id}", responses=ERRORS, response_class=Response)
     async def get_response(response_id: str, request: Request) -> Response:
-        """A response that was kept."""
+        """A kept response."""
         return Response(
             known.get(request.state.tenant, response_id).body, media_type="application/json"
         )
@@ -324,18 +312,18 @@ def add_responses(api: APIRouter, service: Service) -> None:
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> dict[str, Any]:
-        """The items that a response was asked with, the last ones first."""
+        """The input items of a response, newest first."""
         return known.get(request.state.tenant, response_id).page(limit, order, after)
 
     @api.delete("/v1/responses/{response_id}", responses=ERRORS, response_class=Response)
     async def delete_response(response_id: str, request: Request) -> Response:
-        """Forget a response; those that follow it keep what they need of it."""
+        """Forget a response; later responses keep their copies of its messages."""
         known.delete(request.state.tenant, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     @api.post("/v1/responses/{response_id}/cancel", responses=ERRORS, response_class=Response)
     async def cancel_response(response_id: str, request: Request) -> Response:
-        """End a response that is being written; its stream, or its request, ends with an error."""
+        """End a running response; its stream, or its request, ends with an error."""
         tenant = request.state.tenant
         generation = known.running.get((tenant, response_id))
         response = None

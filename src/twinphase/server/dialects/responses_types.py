@@ -22,7 +22,7 @@ from twinphase.server.strict import (
 
 
 def _as_items(given: Any) -> Any:
-    """A text is short for one message of the user's, and what has a role is a message."""
+    """A text is one message of the user, and an object with a role is a message."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     if not isinstance(given, list):
@@ -39,7 +39,7 @@ class _Item(Strict):
 
 
 class TextContent(Strict):
-    """Text of a message, or of what a tool gave."""
+    """Text of a message, or of a tool's result."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -48,7 +48,7 @@ class TextContent(Strict):
 
 
 class RefusalContent(Strict):
-    """What an assistant said when it refused."""
+    """A refusal of the assistant."""
 
     type: Literal["refusal"]
     refusal: str
@@ -65,7 +65,7 @@ Contents = Annotated[
 
 
 class MessageItem(_Item):
-    """A message of anybody's."""
+    """A message of any role."""
 
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
@@ -84,7 +84,7 @@ class CallItem(_Item):
 
 
 class CallOutputItem(_Item):
-    """What a call gave."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: Name
@@ -92,19 +92,19 @@ class CallOutputItem(_Item):
 
 
 class Thought(Strict):
-    """Text of what the model thought."""
+    """Text of the model's thinking."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class ReasoningItem(_Item):
-    """What the model thought before an earlier answer."""
+    """The thinking before an earlier answer."""
 
     type: Literal["reasoning"]
     summary: UpTo4096[Thought] = Field(default_factory=list)
     content: UpTo4096[Thought] | None = None
-    encrypted_content: None = None  # nothing here can read another server's
+    encrypted_content: None = None  # Other servers' contents cannot be decrypted.
 
 
 Item = Annotated[
@@ -125,7 +125,7 @@ class NamedTool(NamedFunction):
 
 
 class TextFormat(Strict):
-    """What form the answer must have."""
+    """The form that the answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
@@ -141,7 +141,7 @@ class TextFormat(Strict):
 
 
 class TextConfig(Strict):
-    """How the answer's text is to be."""
+    """The form and length of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -156,7 +156,7 @@ class Reasoning(Strict):
 
 
 class ResponseStreamOptions(Strict):
-    """There is nothing to pad here, so whether to is not read."""
+    """Nothing is padded here, so the option changes nothing."""
 
     include_obfuscation: Unread = None
 

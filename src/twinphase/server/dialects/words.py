@@ -1,4 +1,4 @@
-"""OpenAI's words for what all APIs have: dialects write their requests in them."""
+"""Parts of OpenAI's requests that several dialects make."""
 
 from __future__ import annotations
 
