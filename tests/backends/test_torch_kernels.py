@@ -46,7 +46,12 @@ from twinphase.backends.torch.experts import mixture  # noqa: E402
 from twinphase.backends.torch.kernel_backend import KernelBackend  # noqa: E402
 from twinphase.backends.torch.kernels import attention as attention_kernels  # noqa: E402
 from twinphase.backends.torch.kernels import tiles  # noqa: E402
-from twinphase.backends.torch.kernels.attention import Shape, Tiles, attention, rows_of_tile  # noqa: E402
+from twinphase.backends.torch.kernels.attention import (  # noqa: E402
+    Shape,
+    Tiles,
+    attention,
+    rows_of_tile,
+)
 from twinphase.backends.torch.kernels.experts import route  # noqa: E402
 from twinphase.backends.torch.kernels.linear import linear  # noqa: E402
 from twinphase.backends.torch.kernels.tiles import FEW, Tile  # noqa: E402
@@ -130,7 +135,7 @@ def test_a_captured_step_has_the_bits_of_the_step(tmp_path, monkeypatch, experts
 
 def test_weights_dequantized_while_loading(tmp_path, monkeypatch):
     """The same bits; some rows, or some experts, after others."""
-    monkeypatch.setattr("twinphase.backends.torch.weights.DEQUANTIZED_AT_ONCE", 9000)
+    monkeypatch.setattr("twinphase.backends.torch.weights.DEQUANTIZED_CHUNK_BYTES", 9000)
     path = write_tiny_gguf(tmp_path / "tiny.gguf", layers=1, experts=(5, 2))
     results = []
     for whole in (False, True):
