@@ -295,7 +295,9 @@ def test_experts(rows, count, used, kinds, dtype, biased):
         return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
 
     backend = KernelBackend("cpu", str(dtype).removeprefix("torch."))
-    backend.blueprint = cast("Any", SimpleNamespace(share=None, activation="silu"))
+    backend.blueprint = cast(
+        "Any", SimpleNamespace(share=None, span=lambda columns: None, activation="silu")
+    )
     gate_up = matrix(ffn, hidden, *kinds)
     down = matrix(hidden, ffn, kinds[1])
     raw = normal(count, hidden).numpy().view(np.uint8).reshape(-1)
@@ -313,7 +315,7 @@ def test_experts(rows, count, used, kinds, dtype, biased):
     config = Experts(count, used, ffn, renormalize=rows % 2 > 0)
     found = backend.moe(x, *weights, config, **biases)
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
-    torch.testing.assert_close(found, mixture(backend, x, weights, config, **biases), **near)
+    torch.testing.assert_close(found, mixture(backend, x, *weights, config, **biases), **near)
     same_bits(backend.moe(x[-1:], *weights, config, **biases).numpy(), found[-1:].numpy())
     # The products themselves are those of each expert alone, bit for bit.
     routed = route(backend.linear(x, router, bias=biases.get("router_bias")), config, 0)
