@@ -179,7 +179,7 @@ def test_text_behind_a_call_comes_behind_its_end_in_every_stream():
         reader=reader,
     )
     tokenizer = SimpleNamespace(strips_leading_space=False)
-    transcript = SimpleNamespace(num_cached_tokens=0, tokenizer=tokenizer)
+    transcript = SimpleNamespace(counts=SimpleNamespace(num_cached_tokens=0), tokenizer=tokenizer)
     stream = SimpleNamespace(transcript=transcript)
     choice = SimpleNamespace(stream=stream, job=job, token_ids=[], logprobs=[], labels=[])
     body = ResponsesRequest.model_validate({"input": "a"})
