@@ -1,4 +1,4 @@
-"""The rules on made-up ledgers: what counts before and after the first token, and what no second is claimed twice for.
+"""The rules on synthetic ledgers: each second before and after the first token has one cause.
 
 `test_diagnosis_provoked.py` has each cause on a real engine.
 """
