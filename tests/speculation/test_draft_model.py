@@ -1,4 +1,4 @@
-"""The proposer `draft_model`: what it computes, what it forgets, and that drafting changes no answer."""
+"""The draft model: computed tokens, freed blocks, and that drafting changes no answer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONTROL = 3  # GGUF's type of control tokens
 
 
 class Counter:
-    """Computes nothing: the token after t is t + 1, and each step's rows are noted as {request: (start, tokens)}."""
+    """The token after t is t + 1; records each step's rows as {request: (start, tokens)}."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, tuple[int, list[int]]]] = []
@@ -90,7 +90,7 @@ def test_drafts_follow_the_known_tokens():
 
 
 def test_only_what_it_has_not_seen_is_computed():
-    """After right drafts the last of them and the token behind it, after a wrong one what replaced it."""
+    """After accepted drafts the last one and the next token; else the token that replaced it."""
     model, counter = draft_model()
     one = request("a", [1, 2, 3, 4, 5], 6)
     assert model.num_missing(one) == 6
@@ -251,7 +251,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def pair(folder) -> tuple[LoadedEngine, DraftModel]:
-    """The same weights in eight bits and in 32: a draft model that is often right, and not always."""
+    """The same weights in 8 and in 32 bits: many drafts of the model are accepted, not all."""
     target = write_tiny_gguf(folder / "target.gguf", vocab=320, tensor_type="Q8_0")
     draft = write_tiny_gguf(folder / "draft.gguf", vocab=320, tensor_type="F32")
     loaded = LoadedEngine(
