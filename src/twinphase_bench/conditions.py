@@ -1,6 +1,6 @@
-"""Under what conditions something was measured: machine, model file, versions, command line, and who else used the CPU.
+"""The conditions of a measurement: machine, model file, versions, command line, other load.
 
-Whatever cannot be found out is "unknown". Nothing secret gets in: values of options that hold keys
+What cannot be found out is "unknown". Nothing secret gets in: values of options that hold keys
 are left out, and the user's home folder is written as ~.
 """
 
@@ -39,14 +39,14 @@ def conditions(
     command: Sequence[str] | None = None,
     flags: Mapping[str, object] | None = None,
 ) -> dict[str, str]:
-    """What a reader needs to judge a measurement and to repeat it, in the order in which it is shown.
+    """What a reader needs to judge a measurement and to repeat it, in display order.
 
     Args:
         facts: of the target.
         model: its file, where it is here.
         threads: that compute; None is unknown.
         isa: instruction-set path; "" is unknown.
-        command: the command line; this process's unless told.
+        command: the command line; default: of this process.
         flags: settings of the measurement that the command line does not show.
     """
     found = {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")}
@@ -118,14 +118,15 @@ def _sha256(path: Path, size: int, mtime_ns: int) -> str:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """A command line to type again, without secrets, and without the folder that the program lies in."""
+    """A command line to type again, without secrets and without the program's folder."""
     program = Path(arguments[0]).name
     words = ["twinphase" if program in ("__main__.py", "cli.py") else program]
     hide_next = False
     for argument in arguments[1:]:
         name, equals, _ = argument.partition("=")
         secret = argument.startswith("-") and _is_secret(name)
-        if hide_next:  # whatever it begins with: a key may begin with a hyphen
+        # A key may begin with a hyphen.
+        if hide_next:
             words.append("***")
             hide_next = False
             continue
@@ -145,7 +146,7 @@ def _is_secret(name: str) -> bool:
 
 
 def public(text: str) -> str:
-    """Text without what a URL may keep secret (user, password, query, fragment), and without the home folder."""
+    """Text without the secrets of URLs (user, password, query, fragment) and the home folder."""
     from twinphase_bench.client.client import (
         without_secrets,
     )  # its parser is not in a peer engine's environment
@@ -156,7 +157,7 @@ def public(text: str) -> str:
 
 
 class Bystanders:
-    """Whoever else used the CPU while something was measured, by the kernel's counters.
+    """Other programs that used the CPU during a measurement, by the kernel's counters.
 
     A context manager: the measurement runs inside. This process and its descendants are the
     measurement; everything else on the machine is a bystander. Afterwards `cores` says how many
@@ -183,7 +184,7 @@ class Bystanders:
             self.cores = max(0.0, ticks / os.sysconf("SC_CLK_TCK") / seconds)
 
     def _read(self) -> tuple[int, int] | None:
-        """(ticks that all used, ticks that the measurement used), or None where the kernel does not say."""
+        """(ticks of the machine, ticks of the measurement); None if the kernel gives none."""
         used = _machine_ticks()
         return None if used is None else (used, _ticks_of_tree(os.getpid()))
 
@@ -216,7 +217,7 @@ def _machine_ticks() -> int | None:
 
 
 def _ticks_of_tree(root: int) -> int:
-    """CPU ticks of a process and its descendants, those included that have ended and were waited for."""
+    """CPU ticks of a process and its descendants, including those that have ended."""
     children: dict[int, list[int]] = {}
     ticks = {}
     for entry in Path("/proc").glob("[0-9]*"):

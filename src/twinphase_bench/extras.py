@@ -1,4 +1,4 @@
-"""Packages that only measuring needs, imported when they are used: a missing one is an error that says what to type."""
+"""Packages of the bench extra, imported on first use; a missing one is a clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`twinphase bench` from a target to a report: runs what was asked for, and puts its parts together.
+"""`twinphase bench` from a target to a report: runs the measurements and joins their parts.
 
 Not for options (`commands/bench.py`), nor for what a sweep (`sweep/report.py`) or a load
 (`load/report.py`) found.
@@ -71,15 +71,15 @@ def sweep_parts(result: PhaseSweep) -> Parts:
         "phase sweep",
         sweep_verdicts(result),
         sweep_sections(result),
-        sweep_metrics(result),
-        sweep_noise(result),
-        sweep_data(result),
-        flags,
+        metrics=sweep_metrics(result),
+        noise=sweep_noise(result),
+        data=sweep_data(result),
+        flags=flags,
     )
 
 
 def client_parts(target: Target) -> list[Parts]:
-    """Whether the client kept up with the sweep of a server, and its requests; none for a target in this process."""
+    """Whether the client kept up with the sweep of a server; empty for other targets."""
     if not isinstance(target, PhasesOfUrl):
         return []
     fault = target.client_fault()

@@ -1,4 +1,4 @@
-"""Errors of a client's figures, judged though other programs take the processors: by what both processes waited."""
+"""Judges a client's figures on a busy machine, by how long its processes waited."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUIET = 1e-3  # seconds of waiting in an attempt that disturb nothing
 
 
 def seconds_waited(*pids: int) -> float:
-    """For how long the first threads of processes could have run and were not let; 0 where the system says nothing."""
+    """Seconds that the first threads of processes waited for a core; 0 where unknown."""
     try:
         return (
             sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) for pid in pids) * 1e-9
@@ -31,7 +31,7 @@ def seconds_waited(*pids: int) -> float:
 def check_errors(
     attempt: Callable[[int], Mapping[str, float]], server: int, limit: float = 1e-3
 ) -> None:
-    """Every figure is right in three quarters of the attempts, of which those count in which the least was waited.
+    """Every figure is right in three quarters of the attempts with the least waiting.
 
     It is taken off each error.
 

@@ -1,4 +1,4 @@
-"""Headless Chromium, driven over a pipe by the Chrome DevTools protocol: enough to open a page and look at it.
+"""Headless Chromium, driven over a pipe by the Chrome DevTools protocol.
 
 (https://chromedevtools.github.io/devtools-protocol/) No driver program and no package beside the
 browser itself.
@@ -141,7 +141,7 @@ class Browser:
         return found["result"].get("value")
 
     def complaints(self) -> list[str]:
-        """Everything that a developer would see in red or yellow: errors, warnings, violations of the page's policy."""
+        """Errors, warnings and violations of the page's policy in the console."""
         found = []
         for event in self.events:
             method = event.get("method")

@@ -1,4 +1,4 @@
-"""A report as files, a browser for whoever looks at its page, a server with known delays for whoever asks one."""
+"""Fixtures: a report as files, a browser, a server with known delays."""
 
 from __future__ import annotations
 

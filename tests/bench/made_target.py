@@ -1,4 +1,4 @@
-"""A target that takes no time, and says what it would have taken: a law of either phase, and noise."""
+"""A target that takes no time and reports times by a law of each phase, with noise."""
 
 from __future__ import annotations
 

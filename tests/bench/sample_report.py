@@ -1,4 +1,4 @@
-"""A report as `bench` writes one, of made-up measurements that look like real ones, and with hostile text in it."""
+"""A report as `bench` writes one, of made-up measurements, with hostile text in it."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ class RunningStub:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def script(self, *scripts: dict[str, Any], refuse: tuple[str, ...] = (), **pages: Any) -> None:
-        """What the next requests get; the log begins anew. `pages`: routes without their first slash."""
+        """Set the next replies and clear the log; `pages` are by route without its slash."""
         wanted = {"scripts": list(scripts) or [{}], "refuse": refuse}
         wanted["pages"] = {"/" + route.replace("__", "/"): page for route, page in pages.items()}
         self._ask("/script", json.dumps(wanted).encode())

@@ -1,4 +1,4 @@
-"""`twinphase bench` from the command line to its files, on a tiny model and a server of known timings."""
+"""`twinphase bench` from its options to its files, on a tiny model and a stub server."""
 
 import json
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_sweep_of_a_model_to_files(gguf_path, small, tmp_path, capsys):
 
 
 def test_a_load_beside_a_sweep_is_the_load_alone(gguf_path, small, tmp_path):
-    """The sweep's engine has no prefix cache; a load's has one, whether or not a sweep came before."""
+    """The sweep's engine has no prefix cache; a load's has one, also after a sweep."""
     words = [
         "--max-concurrency",
         "2",

@@ -1,4 +1,4 @@
-"""Conditions say what a reader needs and nothing secret; progress is seen on a terminal and brief in a log."""
+"""Conditions say what a reader needs and nothing secret; progress is brief in a log."""
 
 from __future__ import annotations
 

@@ -185,7 +185,9 @@ class TimedForward:
 
 
 class Workshop:
-    """A loaded model, and engines on it: one at a time, because they share the memory of the KV cache.
+    """A loaded model, and engines on it.
+
+    Only one engine at a time may have unfinished requests: all share the memory of the KV cache.
 
     Attributes:
         config: as resolved for this model; its limits bound those of each engine.
@@ -234,7 +236,7 @@ class Workshop:
         max_num_seqs: int | None = None,
         enable_prefix_caching: bool = False,
     ) -> Stepped:
-        """A new engine without a drafter; its settings are those of `EngineConfig`, up to the loaded ones."""
+        """A new engine without a drafter; settings as in `EngineConfig`, up to the loaded ones."""
         budget = min(max_num_batched_tokens, self.config.max_num_batched_tokens)
         seats = min(max_num_seqs or budget, self.config.max_num_seqs, budget)
         config = replace(

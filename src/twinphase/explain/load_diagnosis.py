@@ -1,8 +1,8 @@
-"""What a client alone can tell of a server's phases, from the result of a load: the same causes, by other evidence.
+"""The causes of slow phases that the result of a load shows, seen from its client alone.
 
 A client sees when it sent a prompt and when each piece of the answer came, nothing of the steps in
 between. Rules here compare requests with each other: those sent into an idle server with those sent
-into a busy one, long prompts with short ones, gaps in which somebody else's prompt was being
+into a busy one, long prompts with short ones, gaps in which another prompt was being
 computed with the other gaps. The seconds are those of a request's TTFT, or of a token; no shares of
 one whole are claimed. What would need the server's own word is `unknown`. Not for ledgers
 (`explain/diagnosis.py`).
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import correlation, linear_regression, mean, median
 
 from twinphase.errors import ResultError
-from twinphase.explain.attribution import WORTH_NAMING
+from twinphase.explain.attribution import MIN_REPORTED_SHARE
 from twinphase.explain.diagnosis import Diagnosis
 from twinphase.explain.levers import Lever, duration, percent
 from twinphase.explain.loads import ObservedLoad
@@ -25,8 +25,8 @@ from twinphase.explain.waterfall import Waterfall, WaterfallBar
 from twinphase.phases.observation import Observation
 
 FEW = 4  # requests on each side of a comparison, below which nothing is concluded
-SPREAD = 1.5  # longest prompt / shortest, below which nothing is said about length
-FIRM = 0.5  # rank correlation, below which two quantities are not said to go together
+SPREAD = 1.5  # longest prompt / shortest, below which length is not judged
+FIRM = 0.5  # rank correlation, below which two quantities do not count as related
 MOSTLY = (
     0.8  # of pairs of one request of each group, in which the second's value must be the larger one
 )
@@ -37,7 +37,7 @@ UNKNOWN = (
     "here.",
     "Cold start: the requests that warmed the server up are not in the result.",
     "Cache pressure, evictions: a preemption cannot be seen from here, only a long gap.",
-    "Sampling, detokenizing, sending: they are part of every gap, and cannot be told apart.",
+    "Sampling, detokenizing, sending: they are part of every gap, and cannot be separated.",
     "Had it run alone: there is no cost model of this server; its requests that ran alone are "
     "the nearest to it.",
 )
@@ -45,12 +45,12 @@ UNKNOWN = (
 
 @dataclass(frozen=True)
 class ClientExplanation:
-    """What can be told from outside, and what cannot."""
+    """What can be concluded from outside, and what cannot."""
 
     waterfall: Waterfall  # of the mean request: until its first token, and after it
     diagnoses: tuple[Diagnosis, ...]
     levers: tuple[Lever, ...]  # of the diagnoses
-    unknown: tuple[str, ...]  # what cannot be told, each with the reason
+    unknown: tuple[str, ...]  # What stays unknown, each with the reason.
     num_requests: int
     claims: str = ""  # what the server itself says, where it is ours; the client saw nothing of it
 
@@ -118,7 +118,7 @@ def _queue(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
             (busy if load.others_before(request) else alone).append(_ttft(request))
     if (
         len(loads) > 1 and len(alone) < FEW
-    ):  # nobody was alone: the lightest load is the nearest to it
+    ):  # No request ran alone; the lightest load comes nearest.
         by_others = sorted(loads, key=lambda load: mean(map(load.others_before, load.requests)))
         alone, busy = (
             [_ttft(one) for one in load.requests] for load in (by_others[0], by_others[-1])
@@ -149,7 +149,7 @@ def _prompt_length(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
     where = "sent while no other ran"
     if len(pairs) < 2 * FEW:
         pairs = _lengths(loads, alone=False)
-        where = "whatever else ran"
+        where = "beside any others"
     tokens = [n for n, _ in pairs]
     seconds = [t for _, t in pairs]
     if len(pairs) < 2 * FEW or max(tokens) < SPREAD * max(1, min(tokens)) or len(set(seconds)) == 1:
@@ -157,7 +157,7 @@ def _prompt_length(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
     together = correlation(_ranks(tokens), _ranks(seconds))
     slope = linear_regression(tokens, seconds).slope
     spent = min(mean(seconds), slope * mean(tokens))
-    if together < FIRM or spent < WORTH_NAMING * mean(seconds):
+    if together < FIRM or spent < MIN_REPORTED_SHARE * mean(seconds):
         return None
     sentence = (
         f"TTFT grows with the prompt ({len(pairs)} requests {where}, rank correlation "
@@ -171,7 +171,7 @@ def _prompt_length(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Each value's place in the order, the mean place for equal ones: correlated, they give Spearman's coefficient."""
+    """Ranks, equal values having their mean rank; their correlation is Spearman's coefficient."""
     ordered = sorted(values)
     return [(bisect_left(ordered, value) + bisect_right(ordered, value)) / 2 for value in values]
 
@@ -187,12 +187,12 @@ def _lengths(loads: Sequence[ObservedLoad], alone: bool) -> list[tuple[int, floa
 
 
 def _stalls(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
-    """Gaps in which somebody else's prompt was being computed, against the other gaps."""
+    """Gaps during the prefill of another prompt, compared with the other gaps."""
     within: list[float] = []
     without: list[float] = []
     for load in loads:
         for request in load.requests:
-            others = load.others_reading(request.token_times[:-1], request.token_times[1:])
+            others = load.others_in_prefill(request.token_times[:-1], request.token_times[1:])
             for gap, reading in zip(request.itl, others, strict=True):
                 (within if reading else without).append(gap)
     if len(within) < FEW or len(without) < FEW:
@@ -202,7 +202,7 @@ def _stalls(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
     # What any gap exceeds the usual one by is not a stall.
     excess = sum(max(0.0, gap - usual) for gap in within)
     excess -= len(within) * mean(max(0.0, gap - usual) for gap in without)
-    if excess < WORTH_NAMING * (sum(within) + sum(without)) or not _differ(usual, held):
+    if excess < MIN_REPORTED_SHARE * (sum(within) + sum(without)) or not _differ(usual, held):
         return None
     sentence = (
         f"The median gap between tokens is {duration(held)} (the longest "
@@ -248,7 +248,7 @@ def _decode_batching(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
 
 
 def _claims(everyone: Sequence[Observation]) -> str:
-    """What the server itself says, where it is ours: its word, and no cause that was seen from outside."""
+    """A sentence on the ledgers of a twinphase server; the client cannot verify them."""
     totals: Counter[str] = Counter()
     ledgers = [ledger for request in everyone if (ledger := _ledger(request))]
     for ledger in ledgers:
@@ -264,7 +264,7 @@ def _claims(everyone: Sequence[Observation]) -> str:
 
 
 def _ledger(request: Observation) -> dict[str, float]:
-    """Milliseconds by kind, where the server is ours and said so."""
+    """Milliseconds by kind, where a twinphase server reports them."""
     timings = request.claims.get("timings")
     for found in (request.claims, timings if isinstance(timings, dict) else {}):
         ledger = found.get("ledger_ms")
@@ -276,7 +276,7 @@ def _ledger(request: Observation) -> dict[str, float]:
 
 
 def _differ(usual: float, more: float) -> bool:
-    return more - usual >= WORTH_NAMING * more and more > usual
+    return more - usual >= MIN_REPORTED_SHARE * more and more > usual
 
 
 def _times(usual: float, more: float) -> str:

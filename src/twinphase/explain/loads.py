@@ -1,6 +1,6 @@
 """The loads in a result file, and who was in flight beside whom.
 
-Not for what can be told from it (`diagnosis.py`).
+Not for their causes (`load_diagnosis.py`).
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ class ObservedLoad:
 
     @cached_property
     def _moments(self) -> Any:
-        """When requests were sent, had their first tokens, and their last ones: [3, requests], each row sorted."""
+        """[3, requests]: times sent, of first tokens and of last tokens, each row sorted."""
         rows = [(one.intended, one.token_times[0], one.token_times[-1]) for one in self.requests]
         return np.sort(np.array(rows).T)
 
     def others_before(self, request: Observation) -> int:
-        """Requests in flight when that one was sent, and those sent at the same moment, as all of a burst are."""
+        """Number of other requests in flight when `request` was sent, or sent with it."""
         sent, _, last = (
             np.searchsorted(times, request.intended, side="right") for times in self._moments
         )
         return max(0, int(sent - 1 - last))
 
-    def others_reading(self, begins: Sequence[float], ends: Sequence[float]) -> Any:
-        """Between each two moments, requests whose prompts were being computed, without a first token at the first."""
+    def others_in_prefill(self, begins: Sequence[float], ends: Sequence[float]) -> Any:
+        """For each (begin, end): requests sent before `end` that had no first token at `begin`."""
         sent, first, _ = self._moments
         return np.searchsorted(sent, ends) - np.searchsorted(first, begins, side="right")
 
     def others_decoding(self, request: Observation) -> float:
-        """Mean number of requests that decoded beside that one, over its own decode."""
+        """Mean number of other requests that decoded during the decode of `request`."""
         start = request.token_times[0]
         end = request.token_times[-1]
         if end <= start:
@@ -63,7 +63,7 @@ class ObservedLoad:
         _, first, last = np.clip(self._moments, start, end)
         return max(
             0.0, float(np.sum(last - first)) / (end - start) - 1
-        )  # of rounded sums, nobody may be a little less
+        )  # Rounding may give a little less than none.
 
 
 def read_loads(data: Any, what: str = "a result") -> list[ObservedLoad]:

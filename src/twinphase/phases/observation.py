@@ -1,4 +1,4 @@
-"""One request as a client saw it: moments on one monotonic clock, and the latencies computed from them.
+"""One request as a client saw it: times on one monotonic clock, and latencies.
 
 All times are seconds of `time.perf_counter`. Tokens are counted by the target, never by stream
 events. Not for sending (`client.py`, `targets/`).
@@ -36,11 +36,9 @@ class Observation:
     finish_reason: str = ""  # as the target named it
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    claims: dict[str, Any] = field(
-        default_factory=dict
-    )  # what the target said of its own time, as it came
+    claims: dict[str, Any] = field(default_factory=dict)  # The target's own latencies, as received.
     finished: float | None = (
-        None  # when the target said that the output was complete: with the last token or behind it
+        None  # When the target reported the end: with the last token or after it.
     )
     first_answer: float | None = (
         None  # when the first piece of the answer came, of an output that reasons first
@@ -68,7 +66,7 @@ class Observation:
 
     @property
     def ttfo(self) -> float | None:
-        """Time to the first piece of the answer itself, of an output that reasons first; None of others."""
+        """Time to the first piece of the answer after reasoning; None without reasoning."""
         return None if self.first_answer is None else self.first_answer - self.intended
 
     @property
@@ -76,7 +74,7 @@ class Observation:
         """When the last token came.
 
         With fewer pieces than tokens, the last tokens may have had no text: the target sent nothing
-        for them until it said that it was done, and that moment counts.
+        for them until it reported the end, and that time counts.
         """
         if not self.token_times:
             return None
@@ -90,10 +88,9 @@ class Observation:
 
     @property
     def tpot(self) -> float | None:
-        """None below two tokens, without the target's count, and where the last token's moment is not known.
+        """None below two tokens, without the target's count, or without the last token's time.
 
-        It is not known where there are fewer pieces than tokens and nothing said when the output
-        was complete.
+        It is not known where there are fewer pieces than tokens and the target reported no end.
         """
         number = self.num_output_tokens
         if self.last_token is None or number is None:

@@ -1,6 +1,6 @@
-"""The roofline (Williams, Waterman and Patterson, 2009): what bounds work of a given arithmetic intensity.
+"""The roofline (Williams, Waterman and Patterson, 2009): what bounds a part of a step.
 
-A part of a step does so many FLOP on so many bytes: its arithmetic intensity. Below the balance
+FLOP per byte of a part of a step is its arithmetic intensity. Below the balance
 point of a machine (peak / bandwidth) memory bounds it, above it the arithmetic unit. Rates come
 from measured `Ceilings`; nothing here measures, and what is unknown stays None.
 """
@@ -58,7 +58,7 @@ class Roofline:
 
 
 def measured_roofline(ceilings: Ceilings, caches: Sequence[tuple[str, int]] = ()) -> Roofline:
-    """A roof for each measured unit, and a slope for each level of memory that a measured working set stands for.
+    """A roof for each measured unit, and a slope for each level of memory.
 
     Args:
         ceilings: of this machine.
@@ -136,7 +136,7 @@ def parts_of_step(shape: ModelShape, units: Units, work: StepWork) -> tuple[Part
 
 
 def ideal_seconds(part: PartWork, ceilings: Ceilings | None) -> tuple[float, float] | None:
-    """Seconds that the FLOP of a part and that its bytes take at the ceilings; None if one is unknown."""
+    """Seconds of a part's FLOP and of its bytes at the ceilings; None if one is unknown."""
     compute = compute_seconds(part.flops, ceilings)
     memory = memory_seconds(part.bytes, part.working_set, ceilings)
     return None if compute is None or memory is None else (compute, memory)

@@ -1,4 +1,4 @@
-"""Service levels and goodput: which requests met every level, and which phase of the others was late.
+"""Service levels and goodput: which requests met every level, and which phase was late.
 
 Names and form are those of vLLM's benchmark: `--goodput ttft:500 tpot:50 e2el:5000`, in
 milliseconds.
@@ -60,7 +60,7 @@ class Slos:
         return ", ".join(f"{name} <= {1e3 * bound:g} ms" for name, bound in self.bounds.items())
 
     def missed(self, seen: Observation) -> tuple[str, ...]:
-        """Names of the levels that a request missed; ("unknown",) if one of its latencies is not known."""
+        """Names of the levels that a request missed; ("unknown",) if a latency is unknown."""
         tpot = 0.0 if seen.num_output_tokens == 1 else seen.tpot  # a single token meets any TPOT
         values = {"ttft": seen.ttft, "tpot": tpot, "e2el": seen.e2e}
         if any(values[name] is None for name in self.bounds):
@@ -93,7 +93,7 @@ class Goodput:
 
     @property
     def by_level(self) -> dict[str, int]:
-        """Requests that missed each level, whatever else they missed."""
+        """Number of requests that missed each level, alone or with others."""
         found: Counter[str] = Counter()
         for names, number in self.missed.items():
             found.update({name: number for name in names.split(" + ")})

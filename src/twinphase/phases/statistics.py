@@ -1,4 +1,4 @@
-"""Medians, percentiles and how sure they are, without assuming a distribution: timings have none that is known."""
+"""Medians, percentiles and their confidence, without assuming a distribution."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Interval:
-    """A confidence interval, `low` to `high`, with the `confidence` that it really has (a fraction)."""
+    """A confidence interval, `low` to `high`, with its actual `confidence` (a fraction)."""
 
     low: float
     high: float
@@ -30,16 +30,16 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 
 def has_percentile(n: int, q: float) -> bool:
-    """Whether the nearest-rank percentile `q` of `n` values lies below the highest; p99 needs a hundred."""
+    """Whether percentile `q` of `n` values lies below the highest; p99 needs a hundred."""
     return n > 1 and math.ceil(q / 100 * n) < n
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Interval of the median between two values that occurred, by the binomial distribution of their ranks.
+    """Interval of the median between two measured values, by the binomial law of ranks.
 
     (Conover, Practical Nonparametric Statistics, 3.2.) Few values cannot give much confidence: five
-    give 0.94 between the lowest and the highest; `confidence` of the result says what is had. NaN
-    without values.
+    give 0.94 between the lowest and the highest; `confidence` of the result says which is reached.
+    NaN without values.
     """
     ordered = sorted(values)
     n = len(values)

@@ -41,7 +41,7 @@ class EventReader:
 
 
 def read_events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """Each event's data, and the arrival of its last bytes: an event ends with a blank line."""
+    """Each event's data, with the time of the bytes that completed it."""
     reader = EventReader()
     for moment, data in pieces:
         for event in reader.feed(data):

@@ -74,7 +74,7 @@ class Scaling:
 
     lengths: float = 1.0  # factor of prompt, output and prefix block lengths
     time: float = 1.0  # factor of the times between requests; 2 sends half as fast
-    num_prompts: int | None = None  # only the first so many
+    num_prompts: int | None = None  # Only the first of this number.
 
     def __post_init__(self) -> None:
         for name, value in (("--scale-lengths", self.lengths), ("--time-scale", self.time)):
@@ -89,7 +89,7 @@ class Scaling:
 
 
 def read_trace(path: Path, limit: int | None = None) -> tuple[str, list[TraceLine]]:
-    """The format of a file, "mooncake", "sharegpt" or "azure", and its first `limit` requests in the file's order.
+    """The format ("mooncake", "sharegpt" or "azure") and the first `limit` requests of a file.
 
     Raises:
         InvalidRequestError: the file cannot be read, or a line (an entry) is not as its format

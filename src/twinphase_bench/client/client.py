@@ -1,4 +1,4 @@
-"""A streaming HTTP client that measures: it stamps bytes as they come, keeps them, and reads them afterwards.
+"""A streaming HTTP client that stamps bytes as they arrive, and reads them afterwards.
 
 Why not a ready-made client: server and client often share a machine, and a stamp must be early.
 Here the time is taken in the first line after the socket was read, and a token costs about 5
@@ -65,7 +65,9 @@ class ServerUnreachableError(InvalidRequestError):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is; `path` comes before every route ("" or "/v1"), `ip` is looked up once by `resolve`."""
+    """Where a server is.
+
+    `path` comes before every route ("" or "/v1"); `resolve` looks `ip` up once."""
 
     scheme: str
     host: str
@@ -125,7 +127,7 @@ class Address:
         return replace(self, ip=ip)
 
     def head(self, method: str, route: str, headers: Mapping[str, str], length: int) -> bytes:
-        """Request line and headers; `route` is the whole path, `length` that of the body in bytes."""
+        """Request line and headers for a whole path and a body of `length` bytes."""
         host = self.url.partition("://")[2]
         lines = [
             f"{method} {route} HTTP/1.1",
@@ -156,7 +158,7 @@ class Reply:
     connected_late: bool = (
         False  # the connection was asked for in time, and was there only after `intended`
     )
-    # it came to its end: a stream to its [DONE], unless `exchange` was told to wait for more
+    # it came to its end: a stream to its [DONE], unless `exchange` waits for more
     whole: bool = False
     error: str = ""  # "KIND: details" if it did not
     asked_tokens: int = 0  # output tokens asked for, as the sender noted; 0 if it did not
@@ -250,7 +252,7 @@ class _Exchange(asyncio.Protocol):
 
 
 async def wait_until(moment: float) -> None:
-    """Sleep until `time.perf_counter()` is `moment`, within some 20 microseconds where the loop is otherwise idle."""
+    """Sleep until `time.perf_counter()` is `moment`, within about 20 µs on an idle loop."""
     rest = moment - time.perf_counter()
     if rest > SPIN_SECONDS:
         await asyncio.sleep(rest - SPIN_SECONDS)
@@ -268,7 +270,7 @@ async def exchange(
     leave_after: float = math.inf,
     to_the_end: bool = False,
 ) -> Reply:
-    """Send a request when it is due, and take its whole reply; whatever goes wrong is in the reply's `error`.
+    """Send a request when it is due, and receive its reply; failures are in its `error`.
 
     Args:
         address: resolved.
@@ -335,7 +337,7 @@ def _connect_error(error: Exception) -> str:
 
 
 def without_secrets(url: str) -> str:
-    """A URL without user, password, query and fragment, so that it may be shown; works on malformed ones too."""
+    """A URL, even a malformed one, without user, password, query and fragment."""
     scheme, mark, rest = url.partition("://") if "://" in url else ("", "", url)
     user, at, after = rest.rpartition("@")
     # A password may contain any character, unescaped too. Only an @ behind a host and a slash
@@ -347,7 +349,7 @@ def without_secrets(url: str) -> str:
 
 
 def allow_connections(wanted: int) -> None:
-    """Raise this process's limit of open files, as far as it may, to what `wanted` connections need."""
+    """Raise this process's limit of open files for `wanted` connections, as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

@@ -1,4 +1,4 @@
-"""What a stream of server-sent events said, read from the stamped pieces of a reply.
+"""The observation of a streamed reply, from its stamped pieces.
 
 The format:
 https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation. Not for
@@ -24,7 +24,7 @@ OTHER_OUTPUT = ("tool_calls", "refusal")
 
 
 def failure_kind(error: str) -> str:
-    """The kind by which failures are counted: "http 429", "truncated", "error in stream", "timeout", ..."""
+    """The kind of a failure, for counting: "http 429", "truncated", "timeout", ..."""
     return error.partition(":")[0]
 
 
@@ -186,7 +186,7 @@ class _Stream:
 
 
 def _shown(body: bytes) -> str:
-    """The beginning of an answer that is not JSON; the markup of a page would say nothing in one line."""
+    """The beginning of an answer that is not JSON, without the markup of a page."""
     text = body[:SHOWN].decode(errors="replace").strip()
     return "(a page of HTML)" if text.startswith("<") else text
 

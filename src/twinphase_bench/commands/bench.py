@@ -1,4 +1,4 @@
-"""`twinphase bench`: both phases of a target measured apart, a load, and the comparison of two results."""
+"""`twinphase bench`: a sweep of both phases, a load, or a comparison of two results."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def bench(
 
 
 def _apart(target: str, words: list[str], goodput: list[str]) -> tuple[str, list[str], list[str]]:
-    """Target, words behind it and service levels: vLLM's form has several behind one --goodput, wherever it stands."""
+    """Target, further words and service levels: vLLM's form gives several to one --goodput."""
     if not goodput:
         return target, words, []
     rest = [word for word in (target, *words) if not LEVEL.match(word)]

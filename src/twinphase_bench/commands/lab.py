@@ -1,4 +1,4 @@
-"""`twinphase lab`: what people say of prefill and decode, tried on this machine."""
+"""`twinphase lab`: claims about prefill and decode, tried on this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lab(
         False, "--json", help="Print the report as JSON; write files only with --out."
     ),
 ) -> None:
-    """Try every claim about prefill and decode on this machine: verdicts with numbers and plots, in minutes."""
+    """Try claims about prefill and decode on this machine: verdicts, numbers and plots."""
     from twinphase_bench.extras import require
     from twinphase_bench.lab.lab import EXPERIMENTS, choose, planned_seconds, run_lab
     from twinphase_bench.lab.report import make_report

@@ -1,4 +1,4 @@
-"""What an experiment is: a claim as people say it, rules stated before anything is measured, and how it is tried.
+"""An experiment: a claim, rules stated before anything is measured, and a method.
 
 A rule names a quantity and its limit. `decide` compares the measured interval with it; nothing else
 makes a verdict.
@@ -18,7 +18,7 @@ from twinphase_bench.report.report import Status
 CONFIDENCE = 0.9  # an interval with less decides nothing
 BUSY_CORES = 0.25  # used by other programs: from here on the machine was not quiet
 Measured = Sequence[float] | float | str
-"""Of a rule's quantity: the value of every repetition; or a count, which no noise can change; or why there is none."""
+"""A rule's quantity: the value of every repetition, an exact count, or why there is none."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Reading:
-    """The median of repetitions and its confidence interval, with the confidence that it really has."""
+    """The median of repetitions and its confidence interval, with its actual confidence."""
 
     value: float = math.nan
     low: float = math.nan
@@ -107,11 +107,11 @@ class Judged:
 
 @dataclass(frozen=True)
 class Figure:
-    """How measured quantities are drawn: as lines over variants that are numbers, otherwise as bars.
+    """How quantities are drawn: as lines over numeric variants, otherwise as bars.
 
     Attributes:
         title: of the plot.
-        x: what tells the variants apart.
+        x: what differs between the variants.
         quantities: to draw, all of one unit.
         log: both axes are logarithmic.
         stacked: the quantities are parts of a whole.
@@ -147,7 +147,7 @@ def _nothing(bench: Workbench) -> Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A claim and how it is tried; the decorator of the function that measures it, whose name it takes.
+    """A claim and its method; decorates the function that measures it and takes its name.
 
     Attributes:
         claim: as people say it.
@@ -189,7 +189,7 @@ class Experiment:
 
 
 def decide(rule: Rule, measured: Measured, size: float = math.inf, others: float = 0.0) -> Judged:
-    """HOLDS if the whole interval keeps the limits, FAILS if all of it is beyond one, otherwise undecided.
+    """HOLDS if the interval is within the limits, FAILS if it is beyond one, else UNKNOWN.
 
     Nothing fails at a `size` below the rule's, nor by a time that was measured while other programs
     used `others` cores.
@@ -224,7 +224,7 @@ def decide(rule: Rule, measured: Measured, size: float = math.inf, others: float
 
 
 def overall(judged: Sequence[Judged]) -> Status:
-    """FAILS if any rule fails, HOLDS if all hold, otherwise undecided; never HOLDS without a rule."""
+    """FAILS if any rule fails, HOLDS if all hold, else UNKNOWN; never HOLDS without a rule."""
     statuses = {one.status for one in judged}
     if Status.FAILS in statuses:
         return Status.FAILS
@@ -232,7 +232,7 @@ def overall(judged: Sequence[Judged]) -> Status:
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """The ratio within each repetition: both were measured moments apart, so that a slow minute cancels."""
+    """The ratio within each repetition, in which a slow minute cancels out."""
     pairs = zip(numerators, denominators, strict=True)
     return [one / other if other > 0 else math.nan for one, other in pairs]
 

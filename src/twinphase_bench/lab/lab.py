@@ -1,4 +1,4 @@
-"""The lab: what people say of prefill and decode, tried on this machine, each claim with a verdict.
+"""The lab: claims about prefill and decode, tried on this machine, each with a verdict.
 
 Plans the time, runs the experiments one after the other and judges them. `report.py` makes their
 report.
@@ -64,7 +64,7 @@ REQUEST_TOKENS = 160  # of KV cache for each request, where a size counts reques
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What came of one experiment.
+    """The outcome of one experiment.
 
     Attributes:
         experiment: the claim.
@@ -114,7 +114,7 @@ class LabSetting:
 
 
 def choose(only: Sequence[str] = (), quick: bool = False) -> tuple[Experiment, ...]:
-    """Experiments by number (from 1) or name, in the lab's order; if none is named all of them, or the quick ones.
+    """Experiments by number (from 1) or name, in the lab's order; without names all or `quick`.
 
     Raises:
         InvalidRequestError: there is none of that number or name.
@@ -154,14 +154,14 @@ def run_lab(
     Args:
         model: a path, or a name that `twinphase pull` takes.
         experiments: which.
-        seconds: of measuring, for all of them together; what is planned unless told. What does not
+        seconds: of measuring, for all of them together; default: as planned. What does not
             fit is measured smaller; where even that is too slow, the verdict is undecided, and the
             report says so.
-        progress: told of every measurement.
+        progress: called before every measurement.
         config: fields of `EngineConfig`, such as `threads`.
 
     Returns:
-        What the experiments shared, what came of each, and what other programs did meanwhile.
+        What the experiments shared, the conclusion of each, and the load of other programs.
 
     Raises:
         TwinphaseError: the model cannot be found, read or run.
@@ -229,7 +229,7 @@ def _try(
     config: dict[str, Any],
     progress: Progress,
 ) -> Conclusion:
-    """One experiment with its verdict; what keeps it from being measured leaves it undecided, and the lab goes on."""
+    """One experiment with its verdict; a failure leaves it undecided and does not end the lab."""
     # What an experiment opens takes a path and not a name, so that no lookup is repeated.
     path = str(setting.workshop.path)
     bench = Workbench(
@@ -256,12 +256,19 @@ def _try(
         reduced.append(f"{bench.rounds} repetitions instead of {ROUNDS} to fit the time limit")
     pairs = zip(experiment.rules, trial.measured, strict=True)
     judged = [decide(rule, measured, bench.size, others.cores or 0.0) for rule, measured in pairs]
-    took = bench.clock() - bench.started
-    return Conclusion(experiment, trial, overall(judged), judged, took, reduced, others.cores)
+    return Conclusion(
+        experiment,
+        trial,
+        overall(judged),
+        judged,
+        seconds=bench.clock() - bench.started,
+        reduced=reduced,
+        others=others.cores,
+    )
 
 
 def _choose_size(experiment: Experiment, bench: Workbench) -> list[str]:
-    """Give the bench the largest size that fits the context and the time; what is smaller than planned, and why."""
+    """Set the largest size that fits the context and the time; returns what was reduced."""
     config = bench.workshop.config
     room = bench.workshop.max_model_len - 64
     if experiment.sized_in == "requests":
@@ -277,7 +284,7 @@ def _choose_size(experiment: Experiment, bench: Workbench) -> list[str]:
 
 
 def _affordable(experiment: Experiment, bench: Workbench, sizes: Sequence[int]) -> int:
-    """The largest size that leaves time for the usual repetitions, or else for the fewest; at least the smallest.
+    """The largest size with time for the usual repetitions, else for the fewest.
 
     One round at each of the two smallest sizes shows how the time grows with the size.
     """

@@ -1,4 +1,4 @@
-"""The one table and the one plot that every experiment gets, and its metrics for `bench compare`."""
+"""The table, the plot and the metrics of an experiment."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def plot(experiment: Experiment, trial: Trial) -> Plot:
 
 
 def _curves(rows: Sequence[dict[str, Any]], trial: Trial, x: str, y: str) -> list[dict[str, Any]]:
-    """The lines of a plot: through the points of every series without a curve of its own, and the curves."""
+    """Lines of a plot: through the points of each series without a curve, and the curves."""
     through = [
         {key: row[key] for key in (x, y, "what")} for row in rows if row["what"] not in trial.curves
     ]

@@ -126,7 +126,7 @@ def _section(conclusion: Conclusion) -> Section:
         )
         for one in conclusion.judged
     )
-    # What it means follows from the claim, so it is said only where that was seen to hold.
+    # The meaning follows from the claim, so it is shown only if the claim holds.
     meaning = (
         [f"What this means for you: {experiment.meaning}"]
         if conclusion.status is Status.HOLDS

@@ -1,4 +1,4 @@
-"""What experiments work with: a loaded model, engines on it, the machine's ceilings, a size and a share of the time.
+"""What experiments work with: a loaded model, engines, ceilings, a size and a time.
 
 Variants are repeated in turn, so that a slow minute hits all of them alike, until the share of the
 time is used.
@@ -79,7 +79,7 @@ class Workbench:
     def interleave(
         self, variants: Mapping[Variant, Callable[[], Mapping[str, float]]]
     ) -> dict[Variant, dict[str, list[float]]]:
-        """Measure every variant in turn, each round in another order, until the share of the time is used.
+        """Measure the variants in turn, each round in another order, until the time is used.
 
         A variant returns the values of its quantities. There are at least five rounds, unless they
         would take more than three times the share.
@@ -129,7 +129,7 @@ class Workbench:
 
 
 def serve(engine: Stepped, prompts: Sequence[list[int]], output: int = 1) -> dict[str, float]:
-    """Send prompts at the same moment and wait for all answers: medians over the requests, means of the ledger.
+    """Send prompts at once and wait for all answers: medians of latencies, means of ledgers.
 
     A decode step is one in which all of them decode, the median one: a step that was held up does
     not count.
@@ -169,7 +169,7 @@ def fits(repetitions: Mapping[int, Sequence[float]], degree: int) -> list[list[f
 
 
 def growth(repetitions: Mapping[int, Sequence[float]]) -> list[float]:
-    """The exponent of the growth with x in every repetition: 0 is constant, 1 linear, 2 quadratic."""
+    """The exponent of growth in every repetition: 0 is constant, 1 linear, 2 quadratic."""
     logs = {x: [float(np.log(value)) for value in values] for x, values in repetitions.items()}
     x = np.log(list(logs))
     return [

@@ -1,4 +1,4 @@
-"""The load of `twinphase bench`: from its options to what is sent and when, and to its parts of the report."""
+"""The load of `twinphase bench`: from its options to its parts of the report."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class LoadOptions:
 
 
 def load_parts(target: Any, options: LoadOptions, progress: Progress) -> Parts:
-    """Run the load against a `LoadTarget` with `sizing()`, close it, and give its parts of the report."""
+    """Run the load against a target with `sizing()`, close it, and return the report's parts."""
 
     async def load_and_close() -> Parts:
         try:
@@ -167,7 +167,7 @@ def load_parts(target: Any, options: LoadOptions, progress: Progress) -> Parts:
 
 
 async def _runs(target: Any, options: LoadOptions, sizing: Sizing, progress: Progress) -> Parts:
-    """The load, as often as asked for: only runs, whose requests share no queue, tell how its figures differ."""
+    """The runs of the load; runs are independent, requests of one run share a queue."""
     number = options.repetitions or 1
     slos = Slos.parse(options.goodput)
     if number > 1 and options.trace is not None:
@@ -215,8 +215,8 @@ def _parts_of_runs(results: Sequence[LoadResult]) -> Parts:
         "load",
         verdicts,
         sections,
-        report.load_metrics(results),
-        report.notes_of(first),
-        data,
-        flags,
+        metrics=report.load_metrics(results),
+        noise=report.notes_of(first),
+        data=data,
+        flags=flags,
     )

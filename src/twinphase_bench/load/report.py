@@ -1,4 +1,4 @@
-"""A load, and its repetitions, as parts of a report: verdicts, tables with their definitions, plots, metrics, raw data.
+"""A load and its repetitions as parts of a report.
 
 Not for what a server says of itself (`twinphase_bench/targets/server_times.py`).
 """
@@ -39,13 +39,13 @@ PERCENTILES = (
 
 @dataclass(frozen=True)
 class LoadFigure:
-    """A column of a table with a row per load: its name with the unit, its definition, and its value in that unit."""
+    """A column of a table with a row per load: name with unit, definition, value."""
 
     name: str
     definition: str
     of: Callable[[LoadResult], float | None]
 
-    def told(self, results: Sequence[LoadResult]) -> str:
+    def median_and_range(self, results: Sequence[LoadResult]) -> str:
         """Median and range over several runs."""
         known = [
             value for run in results if (value := self.of(run)) is not None and math.isfinite(value)
@@ -123,7 +123,7 @@ def runs_verdicts(results: Sequence[LoadResult]) -> list[Verdict]:
     ]
     sound = [run for run in results if not run.void and run.succeeded]
     if len(sound) > 1:
-        ranges = "; ".join(figure.told(sound) for figure in FIGURES)
+        ranges = "; ".join(figure.median_and_range(sound) for figure in FIGURES)
         text = f"Over {len(sound)} runs with other prompts (median, lowest .. highest): {ranges}."
         found.append(Verdict(Status.INFO, text))
     return found
@@ -395,7 +395,7 @@ def _failures(result: LoadResult) -> Table:
 
 
 def load_metrics(results: Sequence[LoadResult]) -> tuple[Metric, ...]:
-    """What `bench compare` compares, of the runs of one load: one value per run that is neither void nor empty.
+    """What `bench compare` compares: one value per run that is neither void nor empty.
 
     The requests of a run wait in one queue and depend on each other; taken as independent, they
     would make any two runs differ.

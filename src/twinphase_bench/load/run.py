@@ -1,4 +1,4 @@
-"""Run a load against a target: send each request when it is due, watch the client itself, and keep everything raw.
+"""Run a load: send each request when it is due, watch the client, keep all raw data.
 
 The run is void when the client was the limit (`twinphase_bench/client/health.py`).
 """
@@ -86,7 +86,7 @@ class LoadResult:
 
     @property
     def offered(self) -> float | None:
-        """Requests per second that were due: random gaps are one draw of `rate`, their mean; None for a closed loop."""
+        """Requests per second that were due (random gaps: of this draw); None for a closed loop."""
         if self.concurrency is not None or len(self.observations) < 2:
             return None
         window = self.observations[-1].intended - self.observations[0].intended
@@ -166,14 +166,13 @@ async def run_load(
     """Warm up, then send a workload.
 
     Args:
-        target: takes it. One with a `lead` is given each request that long before it is due, and in
-            a closed loop `SEND_NOW` for its moment; one with `start` and `read` (`OpenAITarget`) is
-            read when the load is over.
+        target: gets each request `lead` seconds before it is due; in a closed loop one with a lead
+            gets `SEND_NOW` for its moment. Replies are read when the load is over.
         workload: what is sent.
         arrivals: when.
         slos: for goodput.
-        send_seconds: send nothing after so many seconds.
-        progress: told how many requests have ended.
+        send_seconds: send nothing after this time.
+        progress: called with the number of requests that have ended.
 
     Raises:
         InvalidRequestError: the workload does not fit the target, or the arrivals need times that
@@ -203,7 +202,7 @@ async def run_load(
         client=client,
         slos=slos or Slos(),
         conditions={**workload.conditions, "arrivals": str(arrivals)},
-        notes=(*workload.notes, *getattr(target, "notes", ())),
+        notes=(*workload.notes, *target.notes),
     )
 
 
@@ -239,7 +238,7 @@ async def _watched(client: ClientHealth, sending: Coroutine[Any, Any, None]) -> 
 def _judge(
     client: ClientHealth, observations: Sequence[Observation], beats: Sequence[Beat]
 ) -> None:
-    """Note how late requests were sent and tokens stamped, and which requests this machine refused."""
+    """Record how late requests were sent and tokens stamped, and what this machine refused."""
     client.send_lags = [seen.lag for seen in observations if not seen.connected_late]
     client.connected_late = sum(seen.connected_late for seen in observations)
     client.loop_lags = lags_of_stamps(
@@ -254,7 +253,7 @@ def _judge(
 
 
 class _Sender:
-    """Sends a workload and collects what came; replies are read afterwards, where the target can."""
+    """Sends a workload and collects the replies, which the target reads afterwards."""
 
     def __init__(
         self,
@@ -266,14 +265,13 @@ class _Sender:
         self._requests = requests
         self._client = client
         self._progress = progress
-        self._lead = float(getattr(target, "lead", 0.0))
-        self._read: Any = getattr(target, "read", None)
-        self._send: Any = target.send if self._read is None else getattr(target, "start")  # noqa: B009
+        self._target = target
+        self._lead = target.lead
         self._replies: dict[int, Any] = {}  # by the request's place in the workload
         self._in_flight = 0
 
     async def open(self, offsets: Sequence[float], send_seconds: float) -> None:
-        """Each request at its moment, whatever becomes of the others."""
+        """Send each request at its time, independently of the others."""
         began = time.perf_counter() + START_DELAY + self._lead
         tasks = []
         for number, offset in enumerate(offsets):
@@ -303,7 +301,9 @@ class _Sender:
         request = self._requests[number]
         self._in_flight += 1
         try:
-            self._replies[number] = await self._send(request.prompt, request.max_tokens, intended)
+            self._replies[number] = await self._target.start(
+                request.prompt, request.max_tokens, intended
+            )
         except (
             Exception
         ) as error:  # a target raises for no failure; one that does all the same loses one request
@@ -313,13 +313,13 @@ class _Sender:
         self._progress("load", len(self._replies), len(self._requests))
 
     def read(self) -> list[Observation]:
-        """What became of each, by their intended moments, and as in the workload where these are equal."""
+        """The observations by their intended times; equal ones in the workload's order."""
         replies = [self._replies[number] for number in sorted(self._replies)]
         return sorted((self._observed(reply) for reply in replies), key=lambda one: one.intended)
 
     def _observed(self, reply: Any) -> Observation:
         try:
-            return reply if isinstance(reply, Observation) else self._read(reply)
+            return reply if isinstance(reply, Observation) else self._target.read(reply)
         except Exception as error:
             return _broken(error, reply.intended)
 
@@ -334,7 +334,7 @@ def _broken(error: Exception, intended: float) -> Observation:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """No garbage collection while it matters: a full one stops everything for longer than a token takes."""
+    """No garbage collection: a full one stops the process for longer than a token takes."""
     enabled = gc.isenabled()
     gc.collect()
     gc.freeze()

@@ -107,7 +107,7 @@ def _request(line: TraceLine, maker: PromptMaker, scaling: Scaling) -> LoadReque
 
 
 def _conversation(line: TraceLine, maker: PromptMaker, scaling: Scaling) -> LoadRequest:
-    """The question as it stands, as the target's own ids where its tokenizer is known; else as many random ids."""
+    """The question as text or the target's token ids; without a tokenizer as random ids."""
     sizing = maker.sizing
     if sizing.encode is not None:
         ids = sizing.encode(line.question)

@@ -1,4 +1,4 @@
-"""What a load sends: made-up prompts of given lengths that share no prefix unless they are meant to.
+"""What a load sends: made-up prompts of given lengths, with no or chosen shared prefixes.
 
 `arrivals.py` says when they are sent; `traces.py` reads workloads from files.
 """
@@ -14,22 +14,26 @@ from twinphase_bench.targets.target import Prompt
 
 WORDS = tuple(
     """
-    able about above across after again against air all almost along already also always among and animal another
-    answer any apple area around arrive ask autumn away baby back bad bag ball bank bar base basket be bear beat
-    beautiful because become bed before begin behind believe below bench best better between big bird black blue board
-    boat body bone book border both bottom box boy branch bread break bridge bright bring broad brother brown build
-    burn business busy butter buy by call camp can cap capital captain car care carry case cat catch cause center
-    certain chair chance change charge cheap check child choose church circle city class clean clear climb clock close
-    clothes cloud coast coat cold color come common company cook cool copper copy corn corner correct cost cotton
-    count country course cover cow cross crowd cry current cut dance dark daughter day dead deal deep degree depend
-    desert design desk detail different dinner direct distance divide doctor dog door double down draw dream dress
-    drink drive drop dry during dust each ear early earth east easy eat edge effect egg eight either electric eleven
-    else empty end engine enough enter equal even evening event ever every exact example except eye face fact fair
-    fall family famous far farm fast father fear feed feel few field fight figure fill film find fine finger finish
-    fire first fish fit five flat floor flow flower fly follow food foot for force forest form forward four free
-    fresh friend from front fruit full game garden gas gate gather gentle get girl give glad glass go gold good grand
-    grass gray great green ground group grow guess guide hair half hall hand happen happy hard hat have head hear
-    heart heat heavy help here high hill history hold hole home hope horse hot hotel hour house how huge human hundred
+    able about above across after again against air all almost along already also always among
+    and animal another answer any apple area around arrive ask autumn away baby back bad bag
+    ball bank bar base basket be bear beat beautiful because become bed before begin behind
+    believe below bench best better between big bird black blue board boat body bone book border
+    both bottom box boy branch bread break bridge bright bring broad brother brown build burn
+    business busy butter buy by call camp can cap capital captain car care carry case cat catch
+    cause center certain chair chance change charge cheap check child choose church circle city
+    class clean clear climb clock close clothes cloud coast coat cold color come common company
+    cook cool copper copy corn corner correct cost cotton count country course cover cow cross
+    crowd cry current cut dance dark daughter day dead deal deep degree depend desert design
+    desk detail different dinner direct distance divide doctor dog door double down draw dream
+    dress drink drive drop dry during dust each ear early earth east easy eat edge effect egg
+    eight either electric eleven else empty end engine enough enter equal even evening event
+    ever every exact example except eye face fact fair fall family famous far farm fast father
+    fear feed feel few field fight figure fill film find fine finger finish fire first fish fit
+    five flat floor flow flower fly follow food foot for force forest form forward four free
+    fresh friend from front fruit full game garden gas gate gather gentle get girl give glad
+    glass go gold good grand grass gray great green ground group grow guess guide hair half hall
+    hand happen happy hard hat have head hear heart heat heavy help here high hill history hold
+    hole home hope horse hot hotel hour house how huge human hundred
     """.split()  # noqa: SIM905  a list of quoted words would be a page long
 )
 NONCE_WORDS = 8  # words that no other prompt begins with
@@ -103,7 +107,7 @@ class PromptMaker:
         return Prompt("", tuple(ids), num_tokens)
 
     def take_shared(self, num_tokens: int, blocks: Sequence[int], block_tokens: float) -> Prompt:
-        """A prompt of blocks: two prompts whose first k blocks are equal share a prefix of k blocks."""
+        """A prompt of blocks: prompts whose first k blocks are equal share k blocks."""
         if self.sizing.vocab_size is not None:
             size = max(1, round(block_tokens))
             ids = [i for block in blocks for i in self._ids(size, f"block/{block}")]
@@ -177,7 +181,7 @@ class Workload:
 def make_workload(
     lengths: Lengths, num_prompts: int, sizing: Sizing, *, seed: int = 0, num_warm_up: int = 3
 ) -> Workload:
-    """Requests with unique prompts; `sizing` is `await target.sizing()`, `seed` that of lengths and texts."""
+    """Requests with unique prompts; `sizing` is the target's, `seed` of lengths and texts."""
     generator = random.Random(f"lengths/{seed}")
     maker = PromptMaker(sizing, seed)
 

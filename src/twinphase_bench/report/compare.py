@@ -1,4 +1,4 @@
-"""Two results of one kind, metric by metric: by what factor they differ, and whether that is more than chance.
+"""Compares two results metric by metric: the factor, and whether it is beyond chance.
 
 The ratio of medians B/A with a bootstrap interval (Efron and Tibshirani, An Introduction to the
 Bootstrap, chapter 13). An interval that has 1 in it shows no difference, which is not the same as
@@ -27,7 +27,7 @@ FEWEST = 5  # values on each side: fewer give an interval that is too narrow
 RESAMPLES = 9999
 SEED = 20240501  # so that the same files give the same report
 # Conditions that differ between any two runs of one command and change nothing: prompts are drawn
-# anew each time, and a sweep ends where its time does ("longest prompt"); only places that both
+# for each run, and a sweep ends where its time does ("longest prompt"); only places that both
 # have are compared.
 INCIDENTAL = (
     "date",
@@ -158,14 +158,14 @@ def _too_few(kind: str, number_a: int, number_b: int) -> str:
 
 
 def _interval(a: Sequence[float], b: Sequence[float]) -> Interval:
-    """Percentile interval of median(b) / median(a), values of each drawn anew with replacement."""
+    """Percentile interval of median(b) / median(a), resampling both with replacement."""
     numpy = require("numpy")
     stats = require("scipy.stats")
 
     def ratio(x: Any, y: Any, axis: int = -1) -> Any:
         return numpy.median(y, axis=axis) / numpy.median(x, axis=axis)
 
-    if len({*a}) == 1 and len({*b}) == 1:  # nothing varies, so nothing can be drawn anew
+    if len({*a}) == 1 and len({*b}) == 1:  # Without variation there is nothing to resample.
         return Interval(b[0] / a[0], b[0] / a[0], CONFIDENCE)
     samples = (numpy.asarray(a), numpy.asarray(b))
     options = {"method": "percentile", "vectorized": True, "n_resamples": RESAMPLES, "batch": 500}
@@ -177,7 +177,7 @@ def _interval(a: Sequence[float], b: Sequence[float]) -> Interval:
 
 
 def _differing(a: Report, b: Report, found: Sequence[Comparison]) -> list[tuple[str, str, str]]:
-    """(condition, A's, B's): other definitions of a metric first, what differs between any two runs last."""
+    """(condition, A's, B's): definitions of metrics first, incidental conditions last."""
     defined = {item.family: (item.a.definition, item.b.definition) for item in found}
     differing = [
         (f"definition of {family}", *pair) for family, pair in defined.items() if pair[0] != pair[1]
@@ -255,11 +255,12 @@ def _findings(found: Sequence[Comparison]) -> Iterable[Verdict]:
             "shown without "
             "an interval: it may be chance.",
         )
-    told = number - verdicts[CANNOT]
-    if told:
-        by_chance = (1 - CONFIDENCE) * told
+    compared = number - verdicts[CANNOT]
+    if compared:
+        by_chance = (1 - CONFIDENCE) * compared
         text = (
-            f"Of {told} comparisons about {by_chance:.1f} would show a difference by chance alone."
+            f"Of {compared} comparisons about {by_chance:.1f} would show a difference by chance "
+            "alone."
         )
         yield Verdict(Status.INFO, text)
 

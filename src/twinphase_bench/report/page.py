@@ -1,4 +1,4 @@
-"""A report as one HTML page that holds everything it needs: text, charts, the program that draws them, the raw JSON.
+"""A report as one HTML page with its text, charts, the program that draws them, and JSON.
 
 The page asks no network for anything, and its own policy (CSP) forbids it to. Text from outside is
 escaped by the template; data travels in a script element that is not run. What the page looks like
@@ -55,14 +55,14 @@ def page(report: Report, result: str) -> str:
 
 
 def _number_columns(table: Table) -> list[bool]:
-    """Which columns hold numbers, and so are read from the right; cells that say that there is none do not count."""
+    """Which columns hold numbers and are aligned right; cells without a value do not count."""
     columns = zip(*(row[1:] for row in table.rows), strict=True)
     found = [all(NUMBER.match(cell) or cell in NO_NUMBER for cell in column) for column in columns]
     return [False, *found] if found else [False for _ in table.columns]
 
 
 def _inert(text: str) -> Markup:
-    """JSON in which nothing can end the script element that holds it, or open a comment: same values, other escapes."""
+    """JSON escaped so that it cannot end its script element or open a comment."""
     return Markup(
         text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     )

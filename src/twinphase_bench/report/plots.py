@@ -3,8 +3,8 @@
 Every kind takes the plot's `name`, `title` and `caption`, and rows: mappings with plain values. The
 keys of a row are shown when a reader points at it, so they are words that a reader knows; "low" and
 "high" are an interval. `x` and `y` are (key of the row, title of the axis with its unit). `series`
-or `part` is the key that is told apart by colour: a name that begins with "prefill" or "decode" has
-its phase's colour (`theme.py`). Sizes, fonts and colours are left to whoever draws the chart: the
+or `part` is the key shown by colour: a name that begins with "prefill" or "decode" has
+its phase's colour (`theme.py`). Sizes, fonts and colours are left to the renderer: the
 page, or `render.py` for a PNG.
 """
 
@@ -37,7 +37,7 @@ def lines(
     log_y: bool = False,
     caption: str = "",
 ) -> Plot:
-    """Measured points with error bars, and lines through them, or through the rows `fitted` if there are any."""
+    """Measured points with error bars, and lines through them or through the rows `fitted`."""
     names = _names([*rows, *fitted], series)
     base = alt.Chart().encode(x=_axis(alt.X, *x, log_x), color=_colour(series, names, name))
     at = _axis(alt.Y, *y, log_y, zero=True)
@@ -67,7 +67,7 @@ def bars(
     grouped: bool = False,
     caption: str = "",
 ) -> Plot:
-    """Horizontal bars, one per category, with an error bar; divided by colour where `part` names a key.
+    """Horizontal bars with error bars, one per category; divided by colour by the key `part`.
 
     Parts add up, one behind the other; `grouped` ones are compared, one below the other. They have
     no error bars.
@@ -156,7 +156,7 @@ def distribution(
     log_x: bool = False,
     caption: str = "",
 ) -> Plot:
-    """What share of the values is at most so large, one line per series (empirical distribution function).
+    """Empirical distribution functions, one line per series.
 
     `values` are by the name of their series, in `unit`; `limit` is drawn across, such as an SLO.
     """
@@ -231,7 +231,7 @@ def _names(rows: Iterable[Row], key: str | None) -> list[str]:
 
 
 def _axis(channel: Any, field: str, title: str, log: bool = False, *, zero: bool = False) -> Any:
-    """A quantitative axis, with room for half a point at its ends; one that begins at zero begins there."""
+    """A quantitative axis with room for half a point at its ends, or beginning at zero."""
     axis = channel(field=field, type="quantitative", title=title)
     if log:
         return axis.scale(type="log", nice=False, padding=10).axis(
@@ -248,7 +248,7 @@ def _colour(
     roles: Mapping[str, str] | None = None,
     legend: bool = True,
 ) -> Any:
-    """By series; without series all is one, in the colour of the phase that the plot's name begins with."""
+    """Colour by series; without series the colour of the phase in the plot's name."""
     if series is None:
         return alt.value(colour(phase_of_name(plot) or "series1"))
     roles = colours_of(names) if roles is None else roles
@@ -260,7 +260,7 @@ def _colour(
 
 
 def _zoom() -> Any:
-    """Drag to move, Ctrl and the wheel to zoom: a page that only scrolls must not be caught by a chart."""
+    """Drag to move, Ctrl and the wheel to zoom: scrolling a page must not zoom a chart."""
     return alt.selection_interval(
         name="zoom", bind="scales", on=DRAG, translate=DRAG, zoom="wheel![event.ctrlKey]"
     )
@@ -296,7 +296,7 @@ def _tooltips(rows: Sequence[Row]) -> list[Any]:
 
 
 def _ranks(series: str, values: Sequence[float], most: int = 400) -> list[dict[str, Any]]:
-    """Ordered values with the share at or below each; of many, evenly chosen ranks, first and last among them."""
+    """Ordered values with the share at or below each; at most `most`, evenly chosen."""
     ordered = sorted(values)
     n = len(values)
     ranks = (

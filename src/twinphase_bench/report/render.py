@@ -1,4 +1,4 @@
-"""A report as files: one page that needs no network, PNGs, JSON with everything raw, and Markdown to paste."""
+"""A report as files: an HTML page, PNGs, JSON with all raw data, and Markdown."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_report(
     folder: Path,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Written:
-    """Write `report.html`, `report.md`, `result.json` and `plots/NAME.png`; files of the same names are replaced.
+    """Write `report.html`, `report.md`, `result.json` and `plots/NAME.png`.
 
     Args:
         report: what was measured.
@@ -76,7 +76,7 @@ def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_bytes(data)
-    part.replace(path)  # nobody sees half a file
+    part.replace(path)  # no reader sees half a file
 
 
 def _check_names(names: list[str]) -> None:

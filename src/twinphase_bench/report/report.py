@@ -1,4 +1,4 @@
-"""What a measurement tells, as data: verdicts first, then conditions, noise, numbers and plots.
+"""A measurement as data: verdicts first, then conditions, noise, numbers and plots.
 
 Every command that measures or explains ends in a `Report`. Charts are made in `plots.py`, files in
 `render.py`.
@@ -29,7 +29,7 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """One sentence with its number; `reason` says why it does not hold or cannot be told, "" where that is clear."""
+    """One sentence with its number; `reason` says why it fails or is undecided."""
 
     status: Status
     text: str
@@ -58,7 +58,7 @@ class Plot:
     """A Vega-Lite chart (https://vega.github.io/vega-lite), its data inside.
 
     `name` is unique in its report: the stem of its PNG file. `spec` has no size, theme and title,
-    which whoever draws it adds. `caption` says how it was measured.
+    which the renderer adds. `caption` says how it was measured.
     """
 
     name: str

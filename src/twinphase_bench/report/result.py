@@ -33,7 +33,7 @@ def result_json(report: Report) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value as it is read back from a file: plain containers, null for what is not a finite number."""
+    """A value as it is read back from a file: plain containers, null for non-finite numbers."""
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=_builtin))
 
 

@@ -1,4 +1,4 @@
-"""A report on a terminal: title, verdicts, tables that are short enough to be read here, and the noise."""
+"""A report on a terminal: title, verdicts, short tables, and the noise."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def show(
     Args:
         report: of any command that measures.
         tables: "short" prints the first table of each section where that is short and narrow.
-        console: where to; stdout unless told.
+        console: where to; default: stdout.
     """
     console = console or answers()
     console.print(Text(report.title, "bold"))

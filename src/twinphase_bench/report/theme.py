@@ -56,12 +56,12 @@ def colour(role: str) -> dict[str, str]:
 
 
 def phase_of_name(name: str) -> str | None:
-    """The phase that a series belongs to: the one that its name begins with ("prefill, 512 tokens")."""
+    """The phase that the name of a series begins with ("prefill, 512 tokens"), or None."""
     return next((phase for phase in PAGE_COLOURS if name.lower().startswith(phase)), None)
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
-    """A role for each series: the phase's own colour, then its shades; other series take the series' roles in order."""
+    """A role for each series: its phase's colour and then shades, or a colour without phase."""
     roles: dict[str, str] = {}
     for name in dict.fromkeys(names):
         phase = phase_of_name(name)
@@ -76,7 +76,9 @@ def colour_scale(roles: Mapping[str, str]) -> dict[str, Any]:
 
 
 def config(theme: str) -> dict[str, Any]:
-    """Vega-Lite's `config` (https://vega.github.io/vega-lite/docs/config.html) for the "light" or the "dark" theme."""
+    """Vega-Lite's `config` for the "light" or the "dark" theme.
+
+    See https://vega.github.io/vega-lite/docs/config.html."""
     roles = {role: pair[THEMES.index(theme)] for role, pair in COLOURS.items()}
     text = roles["text"]
     muted = roles["muted"]

@@ -23,7 +23,7 @@ class CeilingSweep:
 
     @property
     def kept(self) -> Ceilings:
-        """The best of this run, which replaces the earlier one; on a busy machine the best of both."""
+        """The best of this run; on a busy machine the best of this run and earlier ones."""
         today = reduce(Ceilings.merged, self.runs)
         return self.earlier.merged(today) if today.provisional and self.earlier else today
 

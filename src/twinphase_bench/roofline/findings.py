@@ -1,4 +1,4 @@
-"""What the measured points of `twinphase roofline` mean: medians, and their places under the roofline.
+"""Medians of the measured points of `twinphase roofline`, placed under the roofline.
 
 Not for measuring (`measure.py`) nor for words and tables (`report.py`).
 """
@@ -45,7 +45,7 @@ class PointFinding:
 
     @property
     def adds_up(self) -> bool:
-        """Whether reading the clock left the step as it was, so that its parts are the whole step's."""
+        """Whether reading the clock left the step's duration as it was."""
         return abs(self.disagreement) <= TOLERANCE
 
     @property

@@ -39,7 +39,7 @@ class Settings:
         batch_context: tokens before the decoded ones.
         contexts: of the decodes of one sequence.
         repetitions: of everything; one value each.
-        steps: decode steps of one repetition, so many whole and as many in parts.
+        steps: decode steps of one repetition, whole, and the same number in parts.
         config: of the engine; with several ranks and no model, their exchange is measured.
     """
 
@@ -68,7 +68,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class RooflinePoint:
-    """What is measured: a prefill of `tokens`, or decode of `batch` sequences behind `tokens` tokens each."""
+    """A prefill of `tokens`, or decode of `batch` sequences after `tokens` tokens each."""
 
     phase: str
     tokens: int
@@ -86,7 +86,7 @@ class Sample:
 
     Attributes:
         seconds: whole steps: schedule, forward pass, sampling, commit.
-        forward: of which in the forward pass.
+        forward: seconds of the forward pass.
         split_seconds, split_forward: the same of the steps with clock readings inside.
         parts: seconds of the latter by `stamps.PARTS`.
         tokens: computed in `seconds`.
@@ -133,16 +133,16 @@ def _sample(
     tokens: int,
     whole: Callable[[Iterable[float]], float],
 ) -> Sample:
-    """Of steps without and with clock readings, whose times `whole` makes one; the work is that of `plain`."""
+    """A sample of steps without and with clock readings; `whole` combines their times."""
     return Sample(
-        whole(step.seconds for step in plain),
-        whole(step.forward for step in plain),
-        whole(step.seconds for step in split),
-        whole(step.forward for step in split),
-        {name: whole(step.parts[name] for step in split) for name in split[0].parts},
-        tokens,
-        reduce(PartWork.plus, (step.linear for step in plain)),
-        reduce(PartWork.plus, (step.attention for step in plain)),
+        seconds=whole(step.seconds for step in plain),
+        forward=whole(step.forward for step in plain),
+        split_seconds=whole(step.seconds for step in split),
+        split_forward=whole(step.forward for step in split),
+        parts={name: whole(step.parts[name] for step in split) for name in split[0].parts},
+        tokens=tokens,
+        linear=reduce(PartWork.plus, (step.linear for step in plain)),
+        attention=reduce(PartWork.plus, (step.attention for step in plain)),
     )
 
 
@@ -168,7 +168,7 @@ class _Bench:
         return [rng.randrange(vocabulary // 100, vocabulary) for _ in range(length)]
 
     def one_prefill(self, length: int, first: int) -> list[_Step]:
-        """The steps of a prompt that nothing of is cached, in turn whole and in parts; `first` 1 begins in parts."""
+        """Steps of an uncached prompt, alternately whole and in parts (`first` 1: parts first)."""
         ticket = self.workshop.stepped.submit(self.prompt(length, self.rng), 1)
         steps: list[_Step] = []
         while not ticket.times:
@@ -178,7 +178,7 @@ class _Bench:
         return steps
 
     def prefill(self, point: RooflinePoint, first: int) -> Sample:
-        """Two prompts at a time, whose steps are timed whole and in parts in turn: both kinds see the same machine."""
+        """Two prompts at a time, timed whole and in parts by turns on the same machine."""
         plains = []
         splits = []
         for _ in range(max(1, min(4, SHORT_PROMPT // point.tokens))):
@@ -214,7 +214,7 @@ class _Bench:
         self.workshop.stepped.clear()
         sample = _sample(found[False], found[True], point.batch, statistics.median)
         middle = found[False][len(found[False]) // 2]  # of one step, as the times are
-        return Sample(**{**vars(sample), "linear": middle.linear, "attention": middle.attention})
+        return replace(sample, linear=middle.linear, attention=middle.attention)
 
 
 def _middle(runs: list[list[_Step]]) -> list[_Step]:
@@ -227,7 +227,7 @@ def _turns(settings: Settings) -> int:
 
 
 def decode_room(point: RooflinePoint, settings: Settings) -> int:
-    """Output tokens a sequence of a decode point may need: those measured, and those while others are prefilled."""
+    """Output tokens per sequence of a decode point: measured ones, and during others' prefill."""
     prefill_steps = -(-point.batch * point.tokens // settings.config.max_num_batched_tokens)
     return 2 * _turns(settings) * (1 + TURN_STEPS) + prefill_steps + point.batch + 2
 
@@ -235,7 +235,7 @@ def decode_room(point: RooflinePoint, settings: Settings) -> int:
 def planned(
     settings: Settings, max_model_len: int, capacity: int | None
 ) -> tuple[list[RooflinePoint], list[str], int]:
-    """The points that fit, why others do not, and the tokens of KV cache that hold all of a repetition.
+    """The points that fit, why others do not, and the KV cache tokens of a repetition.
 
     Args:
         settings: what is wanted.

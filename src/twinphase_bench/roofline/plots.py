@@ -29,7 +29,7 @@ class DrawnPart:
         label: what varies in the series: "n = 512", "batch 8", "context 1024".
         intensity: FLOP per byte.
         rate: FLOP per second.
-        facts: more for whoever points at it.
+        facts: more rows of the tooltip.
     """
 
     phase: str
@@ -44,7 +44,7 @@ class DrawnPart:
 def _ranges(
     line: Roofline, marks: Sequence[DrawnPart]
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Domains of intensity and of rate that show every ridge and every mark, in whole decades of the former."""
+    """Domains of intensity and of rate that show every ridge and every mark."""
     ridges = [balance for _, _, balance in line.balances]
     xs = [*ridges, *(mark.intensity for mark in marks)]
     # room for names
@@ -57,7 +57,7 @@ def _ranges(
 
 
 def _distinct(slopes: Sequence[Slope]) -> list[Slope]:
-    """Slopes that can be told apart; one that is not lends its name to the one above it."""
+    """Slopes that differ visibly; a slope too near to another adds its name to that one."""
     found: list[Slope] = []
     for slope in slopes:
         if found and found[-1].rate < SAME * slope.rate:
@@ -68,7 +68,7 @@ def _distinct(slopes: Sequence[Slope]) -> list[Slope]:
 
 
 def roofline_plot(line: Roofline, marks: Sequence[DrawnPart], caption: str) -> Plot:
-    """Roofs, slopes, the balance points with the slowest memory (crosses), and measured parts; log-log."""
+    """Roofs, slopes, balance points with the slowest memory (crosses), measured parts."""
     xs, ys = _ranges(line, marks)
     x = _scaled("x", "arithmetic intensity, FLOP / byte", xs)
     axes = {"x": x, "y": _scaled("y", "GFLOP/s", (ys[0] / 1e9, ys[1] / 1e9))}
@@ -122,12 +122,12 @@ def _roof_layers(line: Roofline, xs: tuple[float, float], ys: tuple[float, float
         rows += [{"line": roof.unit, "kind": "unit", "x": at, "y": roof.rate / 1e9} for at in ends]
         text = f"{roof.unit}: {rate_text(roof.rate, 'FLOP/s')}"
         names["roof"].append({"text": text, "x": xs[1], "y": roof.rate / 1e9})
-    said = ("unit", "memory", "balance point, FLOP/byte")
+    names_shown = ("unit", "memory", "balance point, FLOP/byte")
     balances = [
         {
             "x": balance,
             "y": roof.rate / 1e9,
-            **dict(zip(said, (roof.unit, slope.name, f"{balance:,.1f}"), strict=True)),
+            **dict(zip(names_shown, (roof.unit, slope.name, f"{balance:,.1f}"), strict=True)),
         }
         for roof, slope, balance in line.balances
         if slope == line.slopes[-1]
@@ -139,7 +139,7 @@ def _roof_layers(line: Roofline, xs: tuple[float, float], ys: tuple[float, float
     cross = {"shape": "cross", "color": colour("text"), "size": 60}
     layers = [
         _layer(rows, "line", lines_style, detail={"field": "line"}, strokeDash=dash),
-        _layer(balances, "point", cross, tooltip=[{"field": key} for key in said]),
+        _layer(balances, "point", cross, tooltip=[{"field": key} for key in names_shown]),
     ]
     edge = {
         "stroke": colour("surface"),
@@ -165,7 +165,7 @@ def _nominal(field: str, **more: Any) -> Layer:
 def _mark_layers(marks: Sequence[DrawnPart]) -> list[Layer]:
     series = {mark.series: [one for one in marks if one.series == mark.series] for mark in marks}
     at_ends = {id(many[index]) for many in series.values() for index in (0, -1)}
-    said = [
+    shown = [
         {
             "phase": mark.phase,
             "part": PARTS[mark.part],
@@ -178,13 +178,13 @@ def _mark_layers(marks: Sequence[DrawnPart]) -> list[Layer]:
     ]
     rows = [
         {**facts, "x": mark.intensity, "y": mark.rate / 1e9, "series": mark.series, "order": order}
-        for order, (mark, facts) in enumerate(zip(marks, said, strict=True))
+        for order, (mark, facts) in enumerate(zip(marks, shown, strict=True))
     ]
     shade = _nominal("phase", scale=colour_scale(colours_of(PAGE_COLOURS)))
     shape = _nominal("part", scale={"domain": list(PARTS.values()), "range": ["circle", "diamond"]})
     trail = {"strokeWidth": 1, "opacity": 0.6}
     dot = {"filled": True, "size": 70, "opacity": 0.9}
-    tooltip = [{"field": key} for key in said[0]]
+    tooltip = [{"field": key} for key in shown[0]]
     layers = [
         _layer(
             rows, "line", trail, color=shade, detail={"field": "series"}, order={"field": "order"}

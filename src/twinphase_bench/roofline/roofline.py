@@ -1,4 +1,4 @@
-"""`twinphase roofline`: this machine's ceilings, and where a model's two phases stand under them, as a `Report`.
+"""`twinphase roofline`: this machine's ceilings, and a model's two phases under them.
 
 Joins measuring (`ceilings.py`, `measure.py`), meaning (`findings.py`), words (`report.py`) and
 drawings (`plots.py`).
@@ -44,7 +44,7 @@ def roofline(
         model: as `twinphase run` takes it; None measures the machine alone.
         settings: of the model's points.
         ceiling_repetitions: of the ceilings.
-        progress: told what is measured.
+        progress: called before each measurement.
 
     Raises:
         InvalidRequestError: a model, or another backend, together with ranks.
@@ -99,7 +99,7 @@ def roofline(
 
 
 def _link(config: EngineConfig, model: str | None, progress: Progress) -> LinkRates | None:
-    """What ranks exchange, if there are to be several; raises InvalidRequestError where that is not measured."""
+    """What several ranks exchange; raises InvalidRequestError where that is not measured."""
     ranks = config.tensor_parallel_size
     if ranks == 1:
         return None
@@ -113,7 +113,7 @@ def _link(config: EngineConfig, model: str | None, progress: Progress) -> LinkRa
 
 
 def settings_of(given: Mapping[str, Any], engine: Mapping[str, Any]) -> Settings:
-    """Settings from the command line's options, of which those left out are not in `given`.
+    """Settings from the command line's options; `given` lacks those left out.
 
     Raises:
         InvalidRequestError: a list that is not one, or a value out of range.
@@ -209,7 +209,7 @@ def _phase_section(found: Sequence[PointFinding], phase: str) -> Section:
 
 
 def _series(found: Sequence[PointFinding], series: str) -> list[PointFinding]:
-    """Points in which one thing varies: "prefill" the prompt, "batch" at the largest batch's context, "context"."""
+    """Points that vary in one thing: "prefill" in prompts, "batch", or "context"."""
     if series == "prefill":
         return sorted(
             (one for one in found if one.point.phase == series), key=lambda one: one.point.tokens
@@ -246,7 +246,9 @@ def _marks(found: Sequence[PointFinding]) -> list[DrawnPart]:
             }
             name = f"{series} {part}"
             marks.append(
-                DrawnPart(point.phase, part, name, label, placed.intensity, placed.rate, facts)
+                DrawnPart(
+                    point.phase, part, name, label, placed.intensity, rate=placed.rate, facts=facts
+                )
             )
     return marks
 

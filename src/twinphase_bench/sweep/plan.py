@@ -1,4 +1,4 @@
-"""Where a phase sweep measures: prompt lengths, positions and batch sizes, and how much of it a time limit allows.
+"""The points of a phase sweep, shortened to fit a time limit.
 
 Not for measuring (`run.py`).
 """
@@ -128,7 +128,7 @@ def _places(length: int, batches: Sequence[int], quick: bool) -> tuple[tuple[Pla
     middle = powers[-1] if powers else max(1, longest // 2)
     far = [n for n in powers[2 if quick else 0 :: 2] if n > low]
     grid = {(position, 1) for position in (low, *far, middle, longest)}
-    # Batches behind short prompts only: each sequence's prompt is read anew for every repetition.
+    # Batches only after short prompts, which every repetition computes again for each sequence.
     near = {low, min(middle, 512), *(() if quick else (min(middle, 1024),))}
     grid |= {(position, size) for size in sizes if size > 1 for position in near}
     places += [

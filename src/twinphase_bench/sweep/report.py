@@ -20,7 +20,7 @@ TIME = Column(
 )
 INTERVAL = Column(
     "interval (ms)",
-    "of the median, by the ranks of the repetitions, with the confidence that so many can give: "
+    "of the median, by the ranks of the repetitions, with the confidence that their number gives: "
     "the lowest to the "
     "highest of five give 94 %, of three 75 %",
 )
@@ -89,7 +89,7 @@ def _phase(result: PhaseSweep, phase: str) -> Section:
 
 
 def sweep_metrics(result: PhaseSweep) -> list[Metric]:
-    """Every place under the name of what was asked for, so that two targets can be compared; one value per round."""
+    """Every place by its planned name, so that two targets compare; one value per round."""
     definitions = {
         "prefill": result.facts.prefill_definition,
         "decode": result.facts.decode_definition,

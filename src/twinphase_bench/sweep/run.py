@@ -1,6 +1,6 @@
-"""The phase sweep: prefill time against prompt length, decode time against position and batch, each point repeated.
+"""The phase sweep: prefill time by prompt length, decode time by position and batch.
 
-Rounds over all points in an order drawn anew each time, so that a machine that slows down meanwhile
+Rounds over all points, each in another random order, so that a machine that slows down meanwhile
 does not look like a law. Not for what it means (`verdicts.py`).
 """
 
@@ -48,7 +48,7 @@ class Visit:
     ]  # what the target gave: several for a short prefill
     foreign_cores: (
         float | None
-    )  # cores' worth of CPU time that others used meanwhile; None where it cannot be told
+    )  # cores' worth of CPU time that others used meanwhile; None where unknown
     disturbed: bool  # others used so much that it was measured again, or would have been
     kept: bool  # False for one that a less disturbed repetition replaced
 
@@ -62,7 +62,7 @@ class Visit:
 
     @property
     def seconds(self) -> float:
-        """Of a prefill: the median of the samples. Of a decode step: the mean of the steps, as TPOT has it."""
+        """Of a prefill: the median of the samples. Of a decode step: the mean, like TPOT."""
         first = self.samples[0]
         if isinstance(first, DecodeSample):
             return sum(first.gaps) / len(first.gaps)
@@ -73,7 +73,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """Where it was measured, as (prompt tokens, 1) or (position, batch), and the seconds of each repetition."""
+    """(prompt tokens, 1) or (position, batch), and the seconds of each repetition."""
 
     x: tuple[float, float]
     values: tuple[float, ...]
@@ -91,7 +91,7 @@ class PhaseSweep:
     plan: Plan
     visits: list[Visit] = field(
         default_factory=list
-    )  # replaced ones too, in the order in which they were made
+    )  # replaced ones too, in the order of measurement
     failures: dict[Place, str] = field(default_factory=dict)  # why a place could not be measured
     seconds: float = 0.0  # that the sweep took
     stopped: str = ""  # why it ended before all rounds were done
@@ -154,7 +154,7 @@ def sweep(
     Args:
         target: idle and warm (`calibrate`).
         plan: what to measure.
-        progress: told before each measurement.
+        progress: called before each measurement.
         watch_others: repeat what others' use of the CPU disturbed. Not for a server, whose own work
             would count.
         clock: monotonic seconds.
@@ -198,7 +198,7 @@ class _Sweep:
         self.random = random.Random(plan.seed)
 
     def rounds(self) -> None:
-        """All places, as often as the plan says or the time allows; in each round in an order drawn anew."""
+        """Measure all places, each round in another order, until the plan or the time ends."""
         done = 0
         total = len(self.plan.places) * self.plan.repetitions
         for number in range(self.plan.repetitions):

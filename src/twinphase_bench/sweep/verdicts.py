@@ -1,6 +1,6 @@
 """What a phase sweep says of a target, in sentences with their numbers.
 
-What binds a phase is told from outside, by behaviour: a foreign engine's bytes and operations are
+What bounds a phase is inferred from its behaviour: bytes and operations of another engine are
 not known.
 """
 
@@ -17,8 +17,8 @@ REFERENCE_PROMPT = 512  # tokens: long enough that reading the weights once is s
 FEWEST_STEPS = 4.0
 # a batch that takes less than this share of its sequences one by one waits for something they share
 SHARED = 0.6
-SHARING_BATCH = 4  # sequences from which that can be told
-FEWEST_REPETITIONS = 3  # whose spread tells something
+SHARING_BATCH = 4  # Sequences; smaller batches show too little.
+FEWEST_REPETITIONS = 3  # Fewer have no meaningful spread.
 BUSY_SHARE = 0.2  # of disturbed measurements above which it is the first thing to know
 
 
@@ -93,7 +93,7 @@ def _rates(result: PhaseSweep) -> Verdict | None:
 
 
 def _prefill_bound(result: PhaseSweep) -> Verdict:
-    """How much of prefill's time reading the weights can be at most; more cannot be shown from outside."""
+    """The largest share of prefill's time that reading the weights can take."""
     prompt = _reference(result)
     alone = _alone(result)
     claim = "Prefill does not wait for reading the weights."
@@ -105,8 +105,8 @@ def _prefill_bound(result: PhaseSweep) -> Verdict:
             claim,
             f"The longest prompt had {prompt.x[0]:,.0f} tokens, too few to tell.",
         )
-    told = _chunks(result, prompt.x[0])
-    chunks = told or 1
+    known_chunks = _chunks(result, prompt.x[0])
+    chunks = known_chunks or 1
     steps = prompt.median / alone[0].median
     text = f"A prompt of {prompt.x[0]:,.0f} tokens takes as long as {steps:,.1f} decode steps"
     low, high = _ratio(prompt, alone[0])
@@ -114,7 +114,7 @@ def _prefill_bound(result: PhaseSweep) -> Verdict:
         return Verdict(Status.UNKNOWN, claim, f"{text}, {_doubt(low, high)}")
     how = (
         "assuming that it was read in one chunk"
-        if told is None
+        if known_chunks is None
         else f"read in {chunks} chunk{'s'[: chunks != 1]}"
     )
     bound = f"{text}, {how}; a step reads all weights once, and so does a chunk: "
@@ -131,9 +131,9 @@ def _prefill_bound(result: PhaseSweep) -> Verdict:
 
 def _chunks(result: PhaseSweep, num_tokens: float) -> int | None:
     """In how many chunks the target reads a prompt; None where it does not say."""
-    told = result.facts.details.get("max_num_batched_tokens", "")
-    if told.isdigit() and int(told):
-        return math.ceil(num_tokens / int(told))
+    limit = result.facts.details.get("max_num_batched_tokens", "")
+    if limit.isdigit() and int(limit):
+        return math.ceil(num_tokens / int(limit))
     return 1 if result.facts.kind == "transformers" else None
 
 
@@ -171,7 +171,7 @@ def _doubt(low: float, high: float) -> str:
 
 
 def _ratio(one: SweepPoint, other: SweepPoint) -> tuple[float, float]:
-    """The least and the most that one / other may be, by the intervals of their medians; anything if too few."""
+    """Bounds of one / other by the intervals of their medians; (0, inf) if too few values."""
     if min(len(one.values), len(other.values)) < FEWEST_REPETITIONS:
         return 0.0, math.inf
     top = median_interval(one.values)
@@ -188,10 +188,10 @@ def _prefill_growth(result: PhaseSweep) -> Verdict | None:
         point.x[0]: f"{time_text(point.median / point.x[0])} ms"
         for point in (points[0], best, points[-1])
     }
-    told = ", ".join(f"{price} at {tokens:,.0f}" for tokens, price in prices.items())
+    by_length = ", ".join(f"{price} at {tokens:,.0f}" for tokens, price in prices.items())
     return Verdict(
         Status.INFO,
-        f"A prompt token takes {told} tokens of prompt.",
+        f"A prompt token takes {by_length} tokens of prompt.",
     )
 
 

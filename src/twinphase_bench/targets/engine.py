@@ -1,4 +1,4 @@
-"""Our engine in this process, stepped by hand: the time of every step is seen, no text is made, no socket in the way.
+"""Our engine in this process, driven step by step, without text or network.
 
 Not for load (`engine_load.py`), nor for experiments (`stepped.py`).
 """
@@ -80,7 +80,7 @@ class EngineTarget:
         compile_progress: Callable[[int, int, str], None] | None = None,
         **config: Any,
     ) -> None:
-        """Load a model; arguments and errors as for `LLM`, but the prefix cache is off by default."""
+        """Load a model; arguments and errors as for `LLM`, the prefix cache off by default."""
         self.workshop = Workshop(
             model, compile_progress=compile_progress, **{"enable_prefix_caching": False, **config}
         )
@@ -105,7 +105,7 @@ class EngineTarget:
         that.
 
         Raises:
-            CacheCapacityError: the engine cannot hold so many sequences of that length at once.
+            CacheCapacityError: the engine cannot hold `batch` sequences of that length at once.
         """
         # The first sequences decode already while the chunks of the others' prompts are computed.
         chunks = -(-position // max(1, self.workshop.config.max_num_batched_tokens - batch)) + 1

@@ -15,7 +15,7 @@ from twinphase_bench.client.client import SEND_NOW, wait_until
 from twinphase_bench.client.sse import broken_off
 from twinphase_bench.load.workload import Sizing
 from twinphase_bench.targets.engine import engine_facts
-from twinphase_bench.targets.target import Prompt
+from twinphase_bench.targets.target import LoadTarget, Prompt
 
 PREFILL = (
     "request alone: intended submit to its first token handed over by the stream, queue in "
@@ -28,8 +28,8 @@ SHARED = (
 )
 
 
-class EngineLoadTarget:
-    """`AsyncEngine` on a thread of this process; `send` is to be called `lead` seconds before a request is due."""
+class EngineLoadTarget(LoadTarget):
+    """`AsyncEngine` on a thread of this process."""
 
     lead = 0.003
 
@@ -48,7 +48,7 @@ class EngineLoadTarget:
     async def send(
         self, prompt: Prompt, max_tokens: int, intended: float = SEND_NOW
     ) -> Observation:
-        """Submit a request at `intended`, and take its whole answer; failures are in the observation."""
+        """Submit a request at `intended` and wait for its answer."""
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         await wait_until(intended)
         sent = time.perf_counter()
@@ -70,9 +70,7 @@ class EngineLoadTarget:
         except TwinphaseError as error:
             seen.error = f"{type(error).__name__}: {error.cause}"
             seen.status = error.http_status
-        except (
-            Exception
-        ) as error:  # the engine's, whatever it is: this request failed, the load goes on
+        except Exception as error:  # This request failed; the load continues.
             seen.error = f"exception: {type(error).__name__}: {error}"
             seen.status = 500
         seen.ended = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Every kind of TARGET that `twinphase bench` measures, and the way from the command line's text to a target.
+"""The kinds of targets of `twinphase bench`, and how each is opened.
 
 A new one is a file in this folder and a line in `KINDS`. Each imports its engine only when it is
 opened.
@@ -185,7 +185,7 @@ def open_target(
 
 
 def open_load_target(text: str, kind: str, options: TargetOptions, swept: Any = None) -> Any:
-    """A target for many requests at once: our engine, or a server, that of the sweep where there was one.
+    """A target for many requests at once: our engine, or a server (that of the sweep).
 
     Our engine is loaded again, because a sweep switches the prefix cache off and a load does not.
 

@@ -35,7 +35,7 @@ UBATCH = 512  # tokens that llama.cpp computes at once; its own default
 
 
 class LlamaCpp:
-    """A GGUF file loaded by llama.cpp, with a context for each size of batch, made when first asked for."""
+    """A GGUF file loaded by llama.cpp, with a context per batch size, made on first use."""
 
     def __init__(
         self, path: str, *, threads: int | None = None, flash_attention: bool = True
@@ -89,7 +89,7 @@ class LlamaCpp:
         )
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> Generated:
-        """As many whole prompts per call as fill one internal batch, then one token of each per call."""
+        """Whole prompts, as many per call as fill an internal batch, then one token of each."""
         batch = len(prompts)
         length = len(prompts[0])
         context = self._context(batch, length + num_tokens)
@@ -168,7 +168,7 @@ class LlamaCpp:
     def _decode(
         self, context: Any, buffer: Any, pieces: list[list[int]], position: int, first: int = 0
     ) -> list[int]:
-        """One call for all pieces, at `position` of the sequences from `first` on; the next token of each."""
+        """One call for all pieces, at `position` of the sequences from `first`; the next tokens."""
         rows = _fill(buffer, pieces, position, first)
         status = self._lib.llama_decode(context, buffer)
         if status:
@@ -185,7 +185,7 @@ class LlamaCpp:
 
 
 def _fill(buffer: Any, pieces: list[list[int]], position: int, first: int) -> list[int]:
-    """Lay one piece per sequence into the buffer; the rows of their last tokens, which get logits."""
+    """Fill the buffer with one piece per sequence; returns the rows that get logits."""
     row = 0
     rows = []
     for sequence, piece in enumerate(pieces, first):

@@ -27,7 +27,7 @@ from twinphase_bench.client.client import (
 from twinphase_bench.client.sse import SHOWN, observe
 from twinphase_bench.load.workload import WORDS, Sizing, TextMaker
 from twinphase_bench.targets.servers import ACCEPTS_IGNORE_EOS, ACCEPTS_TOKEN_IDS, Server, detect
-from twinphase_bench.targets.target import Prompt, TargetFacts
+from twinphase_bench.targets.target import LoadTarget, Prompt, TargetFacts
 
 LEAD_SECONDS = 0.1  # a connection is opened that long before its request is due,
 LEAD_CONNECTS = 4.0  # or that many times what opening the first one took, for servers far away
@@ -65,7 +65,7 @@ class Dialect:
     limit: str = "max_tokens"
 
 
-class OpenAITarget:
+class OpenAITarget(LoadTarget):
     """A server at a URL; made by `OpenAITarget.open`.
 
     Attributes:
@@ -79,7 +79,7 @@ class OpenAITarget:
     def __init__(
         self, address: Address, model: str, *, api_key: str = "", timeout: float = 600.0
     ) -> None:
-        """Nothing is asked yet; `address` is resolved, and its path does not have the API's "/v1"."""
+        """Connects to nothing yet; `address` is resolved, its path without "/v1"."""
         self.address = address
         self.model = model
         self.timeout = timeout
@@ -90,7 +90,14 @@ class OpenAITarget:
         self.lead = LEAD_SECONDS
         self.notes: list[str] = []
         self.facts = TargetFacts(
-            address.url, "openai", "unknown", model, "unknown", None, PREFILL, DECODE
+            name=address.url,
+            kind="openai",
+            engine="unknown",
+            model=model,
+            precision="unknown",
+            context_length=None,
+            prefill_definition=PREFILL,
+            decode_definition=DECODE,
         )
         self._sizing: Sizing | None = None
 
@@ -146,7 +153,7 @@ class OpenAITarget:
         return await exchange(self.address, head + data, intended=intended, timeout=timeout)
 
     async def start(self, prompt: Prompt, max_tokens: int, intended: float = SEND_NOW) -> Reply:
-        """Send a request when it is due and take what comes, unread: reading takes time that others' stamps need."""
+        """Send a request when it is due and keep the unread reply, because reading takes time."""
         reply = await self.ask(
             ROUTES[self.dialect.endpoint], self.body(prompt, max_tokens), intended
         )
@@ -154,7 +161,7 @@ class OpenAITarget:
         return reply
 
     def read(self, reply: Reply) -> Observation:
-        """What became of a request that was started, without the API key, which some servers repeat in an error."""
+        """The observation of a reply, without the API key, which some servers repeat in errors."""
         seen = observe(reply)
         if len(self._api_key) >= SHORTEST_SECRET:
             seen.error = seen.error.replace(self._api_key, "(the API key)")
@@ -216,11 +223,8 @@ class OpenAITarget:
                 self._sizing = Sizing((many - overhead) / PROBE_WORDS, overhead)
         return self._sizing
 
-    async def close(self) -> None:
-        """Nothing to do: each request has its own connection."""
-
     async def _count_prompt(self, prompt: Prompt) -> int | None:
-        """Tokens of a prompt by the server's own count, which some give only where they do not stream."""
+        """Tokens of a prompt by the server's count, which some give only without streaming."""
         seen = await self.send(prompt, 1)
         if seen.error and not seen.error.startswith("no output"):
             raise TargetFailedError(f"{self.facts.name} failed on a short prompt: {seen.error}")
@@ -271,7 +275,7 @@ class OpenAITarget:
         return entries[0]
 
     async def _agree(self, endpoint: str) -> None:
-        """Find the dialect by asking for two tokens, with ever fewer fields that a server may not know."""
+        """Find the dialect by requests for two tokens, with fewer and fewer optional fields."""
         prompt = Prompt(TextMaker(seed=0xA63E).words(8, 0))
         refusals = []
         for name in ROUTES if endpoint == "auto" else (endpoint,):

@@ -1,6 +1,6 @@
-"""Both phases of a server at a URL, told apart from outside: by what is asked of it and when its answers come.
+"""Both phases of a server at a URL, measured apart by what its client sends and receives.
 
-Here is what a client gets, whatever a server itself calls prefill or decode. Not for load.
+What a server itself calls prefill or decode does not matter. Not for load.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PhasesOfUrl:
         seed: int = 0,
         timeout: float = 600.0,
     ) -> None:
-        """Find the server, and how long its prompts get; arguments and errors as for `OpenAITarget.open`."""
+        """Find the server and its tokens per word; arguments and errors as `OpenAITarget.open`."""
         self.target = run(
             OpenAITarget.open(url, model=model, api_key=api_key, endpoint=endpoint, timeout=timeout)
         )
@@ -89,7 +89,7 @@ class PhasesOfUrl:
         )
 
     def decode(self, position: int, batch: int, num_tokens: int) -> DecodeSample:
-        """Time requests while all of them decode; with longer outputs again where that is too short."""
+        """Time requests while all of them decode; repeats too short ones with longer outputs."""
         extra = TOKENS_PER_PROMPT * (batch - 1)
         for _ in range(TRIES):
             seen = self.together(batch, position, num_tokens + 1 + extra)
@@ -104,8 +104,7 @@ class PhasesOfUrl:
                 for one in seen
             )
             raise TargetFailedError(
-                f"The time of a decode step is unknown: {counts}. When each token came cannot be "
-                "told.",
+                f"The time of a decode step is unknown: {counts}. When each token came is unknown.",
                 "Check that the server sends each token by itself, and counts them (usage).",
             )
         if not any(gaps):  # none, or all read at one moment
@@ -147,7 +146,7 @@ class PhasesOfUrl:
         )
 
     def _ask(self, count: int, num_tokens: int, max_tokens: int) -> list[Observation]:
-        """Requests at once; again where the client itself was late, and noted where it stays late."""
+        """Requests at once; repeated, and at last noted, where the client itself was late."""
         self.num_measured += 1
         for _ in range(TRIES):
             requests = tuple(
@@ -171,7 +170,7 @@ class PhasesOfUrl:
 
 
 def window_gaps(seen: list[Observation]) -> tuple[list[float] | None, float]:
-    """Seconds per token while all sequences decode, and the mean number of output tokens before those.
+    """Seconds per token while all sequences decode, and the mean output position.
 
     A gap counts if both of its ends lie between the last first piece and the first last piece.
     Where pieces are not tokens, a lone sequence has its mean; of several it is unknown whose tokens

@@ -1,4 +1,4 @@
-"""What a server says of its own time beside what its client saw: both definitions, and the difference.
+"""A server's own latencies beside those of its client: definitions and differences.
 
 A claim comes with the replies to the requests that were measured. Where a server says nothing,
 nothing is made up.
@@ -90,18 +90,18 @@ class Claim:
 
 
 def claims_of(result: LoadResult) -> list[Claim]:
-    """All that the server said of this load."""
+    """All claims of the server about this load."""
     found = []
     done = set()
     for key, sources in IN_REPLIES:
-        told = [(one, one.claims.get(key, {})) for one in result.succeeded]
-        if key in done or not any(sources[0].name in fields for _, fields in told):
+        fields_of = [(one, one.claims.get(key, {})) for one in result.succeeded]
+        if key in done or not any(sources[0].name in fields for _, fields in fields_of):
             continue
         done.add(key)
         for name, figure, definition in sources:
             pairs = [
                 (_our_value(one, figure), fields[name] / 1e3)
-                for one, fields in told
+                for one, fields in fields_of
                 if isinstance(fields.get(name), (int, float))
             ]
             if not pairs:
@@ -111,7 +111,15 @@ def claims_of(result: LoadResult) -> list[Claim]:
             ours = statistics.median(a for a, _ in both) if both else None
             difference = statistics.median(a - b for a, b in both) if both else None
             found.append(
-                Claim(figure, ours, theirs, difference, len(pairs), definition, f"{key}.{name}")
+                Claim(
+                    figure,
+                    ours,
+                    theirs,
+                    difference,
+                    number=len(pairs),
+                    definition=definition,
+                    source=f"{key}.{name}",
+                )
             )
     return found
 

@@ -10,7 +10,7 @@ GetJson = Callable[
     [str], Awaitable[Any]
 ]  # of a route at the server's root; None where there is no JSON
 GetText = Callable[[str], Awaitable[str]]
-# Servers that go on behind the end of text when told to; others ignore the field, or refuse it.
+# Servers that continue after the end of text on request; others ignore or refuse the field.
 ACCEPTS_IGNORE_EOS = {"twinphase", "vllm", "sglang", "llama.cpp"}
 ACCEPTS_TOKEN_IDS = {"twinphase", "vllm", "sglang", "llama.cpp"}  # as the prompt of /v1/completions
 OWNERS = {
@@ -42,7 +42,7 @@ class Server:
         kind: "twinphase", "vllm", "sglang", "llama.cpp" (its own server), "llama-cpp-python",
             "ollama", "unknown".
         version: as it says; "" where it does not.
-        found_by: the route that told.
+        found_by: the route whose reply identified it.
         context_length: longest prompt + output, tokens; None is unknown.
         details: what else it says that a reader should know.
     """

@@ -1,6 +1,6 @@
 """Both phases of an engine in this process that runs one batch at a time: transformers, llama.cpp.
 
-Such an engine only has to generate; what is timed as prefill and as decode is told apart here. Not
+Such an engine only has to generate; prefill and decode are separated here. Not
 for our own engine, which mixes phases in a step (`engine.py`).
 """
 
@@ -16,7 +16,7 @@ from twinphase_bench.targets.target import DecodeSample, PrefillSample, TargetFa
 
 @dataclass(frozen=True)
 class Generated:
-    """One batch: when its prompts were handed over, when each step's tokens were there, and each sequence's last one.
+    """One batch: its start, the end of each step, and the last token of each sequence.
 
     The first step gives the first tokens: it has computed all the prompts.
     """
@@ -33,7 +33,7 @@ class Generator(Protocol):
     vocab_size: int
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> Generated:
-        """Give each prompt that many tokens; all prompts have one length, and none of them is cached."""
+        """Decode `num_tokens` for each uncached prompt; all prompts have one length."""
 
     def close(self) -> None:
         """Free the model."""

@@ -6,9 +6,9 @@ many requests at once. The other files of this folder are the targets; `kinds.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from twinphase.phases.observation import Observation
 
@@ -56,7 +56,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PrefillSample:
-    """One prefill: `num_tokens` prompt tokens by the target's count, none of them cached, in `seconds`."""
+    """One prefill of `num_tokens` uncached prompt tokens by the target's count."""
 
     num_tokens: int
     seconds: float
@@ -78,7 +78,7 @@ class DecodeSample:
 
 
 class Target(Protocol):
-    """Something whose phases can be measured apart; both raise a TwinphaseError where it fails or refuses."""
+    """A target whose phases can be measured apart; failures are a TwinphaseError."""
 
     facts: TargetFacts
 
@@ -86,19 +86,40 @@ class Target(Protocol):
         """Measure one prefill of about that many tokens, none of them cached."""
 
     def decode(self, position: int, batch: int, num_tokens: int) -> DecodeSample:
-        """Measure decode of `num_tokens` tokens per sequence, behind prompts of about `position` tokens each."""
+        """Measure `num_tokens` decode steps after prompts of about `position` tokens each."""
 
     def close(self) -> None:
         """Let go of the model, or of connections."""
 
 
-class LoadTarget(Protocol):
-    """Something that serves many requests at once."""
+class LoadTarget:
+    """Something that serves many requests at once; a subclass gives `facts` and `send`.
+
+    Attributes:
+        facts: what a reader must know.
+        lead: seconds before its intended moment at which `start` is to be called.
+        notes: what a reader must know to judge a load, for the report.
+    """
 
     facts: TargetFacts
+    lead = 0.0
+    notes: Sequence[str] = ()
+
+    async def start(self, prompt: Prompt, max_tokens: int, intended: float) -> Any:
+        """As `send`, but reading the reply may be left to `read`, after the load."""
+        return await self.send(prompt, max_tokens, intended)
+
+    def read(self, reply: Any) -> Observation:
+        """The observation in what `start` returned; called when the load is over."""
+        observation: Observation = reply
+        return observation
 
     async def send(self, prompt: Prompt, max_tokens: int, intended: float) -> Observation:
-        """Send a request when it is due, and take its whole answer; failures are in the observation, never raised."""
+        """Send a request when it is due, and take its whole answer.
+
+        Failures are in the observation and never raised.
+        """
+        raise NotImplementedError
 
     async def close(self) -> None:
         """Let go of connections."""

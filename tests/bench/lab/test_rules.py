@@ -57,7 +57,7 @@ class MadeUp(Workbench):
     """Sets everything up as usual, but gives made-up values instead of measuring."""
 
     def of(self, experiment, values):
-        """A function of (variant, its number) gives values: by quantity, or of the table's columns in their order."""
+        """`values(variant, number)` returns values by quantity, or in the order of the columns."""
         self.values = values
         self.columns = (*experiment.figure.quantities, *experiment.also)
         return self

@@ -15,7 +15,7 @@ from twinphase_bench.client.health import ClientHealth
 from twinphase_bench.load.run import LoadResult
 from twinphase_bench.load.workload import Sizing, Workload, make_workload
 from twinphase_bench.report.report import Section
-from twinphase_bench.targets.target import TargetFacts
+from twinphase_bench.targets.target import LoadTarget, TargetFacts
 
 FACTS = TargetFacts("made up", "test", "none", "m", "unknown", None, "", "")
 LATE = ClientHealth([0.5] * 3, [0.3] * 100, 0.95)  # a client that voids every run
@@ -61,7 +61,7 @@ def every(seconds: float, number: int, *times: float) -> list[tuple[float, list[
 
 
 def stream(*events: Any, sent: float = 0.0, moments: Sequence[float] = ()) -> Reply:
-    """A reply whose events came at those moments, or one every 10 ms, and whose [DONE] came with the last one."""
+    """A reply with events at `moments` or every 10 ms, and [DONE] with the last one."""
     moments = moments or [sent + 0.01 * n for n in range(1, len(events) + 1)]
     pairs = zip(moments, events, strict=True)
     pieces = [(moment, b"data: " + json.dumps(event).encode() + b"\n\n") for moment, event in pairs]
@@ -85,7 +85,7 @@ def usage(number: int, **details: Any) -> dict[str, Any]:
     }
 
 
-class Instant:
+class Instant(LoadTarget):
     """A target that answers at once: whatever is late is the client.
 
     It notes prompts and if garbage is collected.
@@ -109,7 +109,7 @@ class Instant:
 
 
 def check_sections(sections: tuple[Section, ...]) -> None:
-    """Tables have a cell of text for each column, plots have data and unique names, and all of it is JSON."""
+    """Tables have a cell per column, plots have data and unique names, all is JSON."""
     for section in sections:
         for table in section.tables:
             assert table.rows and all(len(row) == len(table.columns) for row in table.rows)

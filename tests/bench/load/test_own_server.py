@@ -1,4 +1,4 @@
-"""Loads of our own engine and of `twinphase serve`, with a random model: counts, ids, claims; no times."""
+"""Loads of our own engine and of `twinphase serve` with a random model, without times."""
 
 from __future__ import annotations
 

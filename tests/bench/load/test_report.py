@@ -42,14 +42,14 @@ def test_a_void_load_says_so_first_and_has_no_metrics():
 
 
 def test_lag_that_changes_nothing_voids_nothing():
-    """50 ms late is nothing where the first token takes seconds, and everything where it takes 100 ms."""
+    """50 ms late matters if the first token takes 100 ms, not if it takes seconds."""
     client = ClientHealth([0.05] * 10, [0.0])
     assert not made([(0.0, [2.0, 2.1], "")] * 3, client=client).void
     assert made([(0.0, [0.1, 0.2], "")] * 3, client=client).void
 
 
 def test_several_runs():
-    """Requests of a run depend on each other: a metric has a value per run, and the range of runs is told."""
+    """Requests of a run depend on each other: a metric has one value per run."""
     runs = [made(every(0.1, 30, 0.05 + 0.01 * run, 0.2)) for run in range(5)]
     void = made([(0.0, [0.1, 0.2], "")] * 3, client=LATE)
     metrics = {metric.name: metric.values for metric in load_metrics([*runs, void])}

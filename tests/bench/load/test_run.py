@@ -1,4 +1,4 @@
-"""What a load reports against what a stub server did, and that a client which cannot keep up says so."""
+"""What a load reports against what a stub server did; a client that cannot keep up says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two results compared: what differs is found, what does not is not, and what cannot be compared says so."""
+"""Two results compared: differences, no differences, and what cannot be compared."""
 
 from __future__ import annotations
 

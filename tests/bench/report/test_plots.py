@@ -1,4 +1,4 @@
-"""Charts: each kind draws what it is given, in the colours of its phases, and rows stay what they are."""
+"""Charts: each kind draws its rows, unchanged, in the colours of their phases."""
 
 from __future__ import annotations
 

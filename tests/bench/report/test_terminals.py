@@ -1,4 +1,4 @@
-"""What commands print: every verdict, and tables that are whole and not cut at a width that nobody asked for."""
+"""What commands print: every verdict, and whole tables at any width."""
 
 from __future__ import annotations
 

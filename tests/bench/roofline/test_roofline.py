@@ -348,7 +348,7 @@ def test_steps_in_parts_compute_the_same(tiny):
 
 @pytest.fixture
 def given_ceilings(monkeypatch) -> tuple[list[int], list[Ceilings]]:
-    """Ceilings have tests of their own (tests/backends/cpu). Threads of each measurement; what is kept."""
+    """Made-up ceilings; returns the threads of each measurement and what is kept."""
     from twinphase_bench.roofline import roofline as module
 
     counts: list[int] = []

@@ -52,7 +52,7 @@ def watch(monkeypatch):
 
 
 def ticking():
-    """A clock that goes on by a second each time it is read: long enough for the kernel's ticks to count."""
+    """A clock that advances by a second per reading, so that the kernel's ticks count."""
     return itertools.count(1.0).__next__
 
 

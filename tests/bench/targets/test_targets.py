@@ -1,4 +1,4 @@
-"""Targets of the phase sweep: what each measures on tiny models, and of a server whose timings are known."""
+"""Targets of the phase sweep on tiny models and on a server with known timings."""
 
 import asyncio
 import dataclasses
@@ -217,7 +217,7 @@ def test_only_gaps_while_all_decode_count():
 
 
 def test_pieces_that_are_not_tokens_are_not_scaled():
-    """Five tokens in three pieces: when the others came is unknown, but for their mean where one request is alone."""
+    """Five tokens in three pieces: only the mean gap of a lone request is known."""
     one = seen(1.0, 2.0, 3.0, tokens=5)
     assert window_gaps([one])[0] is None  # nothing said when the last token came
     one.finished = 3.0
@@ -228,7 +228,7 @@ def test_pieces_that_are_not_tokens_are_not_scaled():
 
 
 def stamped(stub, target):
-    """A prefill and a decode of three requests, and by how much each differs from what the stub stamped."""
+    """A prefill and a decode of three requests, and their differences from the stub's times."""
     target.forget()
     stub.script({"first": 0.05})
     sample = target.prefill(100)
@@ -267,7 +267,7 @@ def test_phases_of_a_server_are_what_it_stamped(stub):
 
 
 def test_a_client_that_is_late_is_noticed_and_measured_again(stub, monkeypatch):
-    """What the client stamps late is its own lateness: repeated, and if it stays, the sweep is void."""
+    """Measurements by a late client are repeated; if it stays late, the sweep is void."""
     stub.script({"first": 0.1})
     target = PhasesOfUrl(stub.url)
     target.forget()

@@ -15,7 +15,7 @@ TOGETHER = "a burst, all run at once"
 
 @Experiment(
     claim="A busy machine delays the first token and leaves the stream after it alone.",
-    method="One request alone; a burst of requests of which all may run at once; and the same "
+    method="One request alone; a burst of requests that may all run at once; and the same "
     f"with {SEATS} at once.",
     rules=(
         Rule(

@@ -1,4 +1,4 @@
-"""Claim: the same request gives the same answer whatever shares the machine with it."""
+"""Claim: the same request gives the same answer under any other load."""
 
 from collections.abc import Sequence
 
@@ -59,15 +59,14 @@ def same_tokens(bench: Workbench) -> Trial:
     why = (
         "Sums of floating-point numbers depend on their order. Many kernels choose it by the "
         "size of the batch; this "
-        "engine's keep one order for every row of a matrix product, whatever rows stand beside it."
+        "engine's keep one order for every row of a matrix product, regardless of the other rows."
     )
     if tokens or bits:
         differed = ", ".join(way for way, count in counts.items() if count[TOKENS] or count[BITS])
-        why = f"This engine means to give the same bits whatever shares a step: a bug ({differed})."
+        why = f"This engine means to give the same bits in any batch: a bug ({differed})."
     return Trial(
         {way: {key: [number] for key, number in count.items()} for way, count in counts.items()},
-        # A difference is one whatever happened; that there is none is shown only by what did
-        # happen.
+        # A difference counts in any case; equality counts only if the other way was taken.
         [tokens, bits]
         if tokens or bits or not missing
         else [f"Not in every answer: {', '.join(missing)}."] * 2,

@@ -55,9 +55,7 @@ def separate_pools(bench: Workbench) -> Trial:
             return runner.run(_interrupt(bench, engine))
 
         try:
-            for engine in (
-                engines.values()
-            ):  # memory that nobody has touched yet is slow, and chunks are to be chosen
+            for engine in engines.values():  # Touches the memory and chooses the chunk size.
                 interrupt(engine)
             runs = bench.interleave(
                 {name: partial(interrupt, engine) for name, engine in engines.items()}

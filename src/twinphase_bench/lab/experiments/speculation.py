@@ -1,4 +1,4 @@
-"""Claim: a draft verified in one pass gives several tokens for one step, without changing the text."""
+"""Claim: a draft verified in one pass gives several tokens per step and the same text."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial

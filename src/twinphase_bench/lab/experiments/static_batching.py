@@ -21,8 +21,8 @@ PADDED = "static, padded to the longest answer"
     "differ in length.",
     method=(
         f"Requests with answers of different lengths (exponential, {MEAN} tokens on average), "
-        f"{SEATS} at once: whoever "
-        "ends makes room for the next; or in groups, of which the next waits for the longest "
+        f"{SEATS} at once: the next "
+        "starts when one ends; or in groups, each of which waits for the longest "
         "answer of the last."
     ),
     rules=(
