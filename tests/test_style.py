@@ -45,7 +45,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 20_500,
-    "tests": 320_000,
+    "tests": 321_000,
     "twinphase": 14_000,
     "twinphase/backends": 85_000,
     "twinphase/cache": 4_500,
@@ -65,7 +65,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 61_000,
 }
-MAX_TOKENS = {"src": 386_500, "tests": 320_000, "benchmarks": 20_500}
+MAX_TOKENS = {"src": 386_500, "tests": 321_000, "benchmarks": 20_500}
 
 SKIPPED = {
     tokenize.COMMENT,
@@ -205,13 +205,13 @@ def lists_of_public_names() -> Iterator[str]:
 
 # The most places that may break a rule; a rule that holds everywhere has 0.
 RULES: list[tuple[Callable[[], Iterator[str]], int]] = [
-    (odd_words_of_sources, 119),
+    (odd_words_of_sources, 107),
     (odd_words_of_pages, 0),
-    (constants_completed_by_a_comment, 166),
-    (long_lines, 215),
+    (constants_completed_by_a_comment, 148),
+    (long_lines, 185),
     (long_files, 8),
     (paired_assignments, 0),
-    (many_positional_arguments, 33),
+    (many_positional_arguments, 27),
     (lists_of_public_names, 0),
 ]
 
