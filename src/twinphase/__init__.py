@@ -1,4 +1,4 @@
-"""twinphase: an LLM inference engine in which prefill and decode are first-class.
+"""twinphase: an LLM inference engine with prefill and decode as first-class phases.
 
 The public names load on first use, so that `import twinphase` costs next to nothing.
 docs/python.md says what each group of them is for.

@@ -27,7 +27,8 @@ if (
     from twinphase.engine.frontends.outputs import RequestOutput
     from twinphase.request import SamplingParams
 
-INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended, as shells have it
+# Exit code of a process that Ctrl-C ended, as in shells.
+INTERRUPTED = 130
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the command line's arguments mean: options made of configurations, a model's name or a prompt, JSON.
+"""Parses command-line arguments: options from configurations, model names, prompts, JSON.
 
 Nothing heavy is imported: the time to the first token counts from the start of the process.
 """
@@ -42,7 +42,7 @@ class Options:
 
 
 def with_options(**groups: Options) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorates a command: each group's options are handed to the parameter of its name, as a dict of those given."""
+    """Decorate a command: the parameter named like a group gets a dict of the options given."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
@@ -119,7 +119,7 @@ def decoded(data: bytes, source: str) -> str:
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str | None:
-    """The prompt with the file's and stdin's text appended; None if there is none and a person can be asked."""
+    """The prompt, followed by the file's and stdin's text; None without any on a terminal."""
     parts = []
     if prompt is not None:
         parts.append(decoded(prompt.encode(errors="surrogateescape"), "The prompt"))

@@ -30,7 +30,7 @@ class StepWork(NamedTuple):
 
     Work of parts adds up by `plus`.
 
-    The `windowed` counts are those of layers in which a token attends to a window only; 0 where no
+    The `windowed` counts are those of layers whose tokens attend to a window only; 0 where no
     layer has one.
 
     Attributes:
@@ -64,7 +64,7 @@ class StepWork(NamedTuple):
     def of_chunk(
         cls, start: int, num_tokens: int, num_logits: int, window: int | None = None
     ) -> StepWork:
-        """A prefill chunk at positions `start` .. `start + num_tokens - 1`; `window` is that of the model's layers."""
+        """A prefill chunk at positions `start`, +1, ...; `window` is that of the model's layers."""
         sums = _attended(start, num_tokens, window)
         return cls(num_tokens, sums[0], 0, int(num_logits), 1, sums[1], sums[2], 0, sums[3])
 
@@ -77,7 +77,7 @@ class StepWork(NamedTuple):
 
 
 def _attended(start: int, count: int, window: int | None) -> tuple[int, int, int, int]:
-    """Contexts and KV tokens of rows at positions `start`, +1, ...: of the whole context, and within a window.
+    """Contexts and KV tokens of rows at positions `start`, +1, ...: in all, and within a window.
 
     The row at position p attends to p + 1 tokens, or to the window's number if that is less. All
     rows together attend to the tokens from the first row's first to the last row itself.
@@ -95,7 +95,7 @@ def _attended(start: int, count: int, window: int | None) -> tuple[int, int, int
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """A request's share of one step: compute `token_ids` at positions `num_computed_tokens`, +1, ...
+    """A request's share of a step: compute `token_ids` at positions `num_computed_tokens`, +1, ...
 
     `samples` is true when the last known token is among them, so that its logits give a new token.
     The last `num_drafts` of them are guesses at what follows the last known token: the logits of
@@ -124,7 +124,7 @@ class ScheduledRequest:
 
     @property
     def scored(self) -> range:
-        """Positions whose logits give the log probability of the prompt token that follows; none is given twice."""
+        """Positions whose logits score the prompt token that follows; each is scored only once."""
         if self.sampling_params.prompt_logprobs is None or self.output_token_ids:
             return range(0)
         start = max(self.num_computed_tokens, self.most_computed_tokens)
@@ -135,7 +135,7 @@ class ScheduledRequest:
 
     @property
     def num_logits(self) -> int:
-        """Rows whose logits are wanted: those of `scored`, of the last known token, and of the drafts."""
+        """Rows that need logits: those of `scored`, of the last known token, and of the drafts."""
         return len(self.scored) + (1 + self.num_drafts if self.samples else 0)
 
     @property
@@ -153,7 +153,7 @@ class Batch:
         held_back: what kept the first waiting request from being admitted: "seats"
             (`max_num_seqs`), "blocks" (KV cache), "budget" (tokens of this step, or the SLO),
             "prefix" (most of its prompt is being computed in this step, for another); None when
-            nobody waits.
+            no request waits.
         window: tokens that a row attends to at most in those layers of the model that have a
             window; None is no window.
     """
@@ -210,7 +210,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log probability of one sampled token and of the most likely ones at its position (natural log)."""
+    """Natural log probability of a sampled token, and of the most likely ones at its position."""
 
     token_id: int
     logprob: float
@@ -256,7 +256,7 @@ class StepOutput:
             the batch that should have sampled and has no tokens failed.
         prompt_logprobs: first index and entries of consecutive prompt tokens, by request.
         errors: why a request failed, in one line.
-        computed_singly: the executor failed on the whole batch, and each request was computed alone.
+        computed_singly: the executor failed on the batch, and each request was computed alone.
     """
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)

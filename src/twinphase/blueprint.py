@@ -1,4 +1,4 @@
-"""What a decoder is made of: everything in which one architecture differs from another, as plain data.
+"""What a decoder is made of: all differences between architectures, as plain data.
 
 `models/architectures` fills a blueprint from a checkpoint's hyper-parameters; `models/decoder.py`
 computes it, backends prepare for it, and every count of parameters, FLOP and bytes is derived from
@@ -175,12 +175,12 @@ class Blueprint:
 
     @property
     def whole(self) -> Blueprint:
-        """The model's blueprint, of which this may be the share of one rank."""
+        """The whole model's blueprint; this one may be a rank's share."""
         return self.share.whole if self.share else self
 
     @property
     def norm_spans(self) -> tuple[Span | None, Span | None]:
-        """What a rank has of the rows of queries and of keys that are normalized over their whole width, if any are."""
+        """A rank's columns of the query and key rows that are normalized over their whole width."""
         if self.qk_norm != "width":
             return None, None
         return self.span("heads"), self.span("keys")

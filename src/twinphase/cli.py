@@ -208,7 +208,7 @@ def worker(
         None, help="File with the key; TWINPHASE_CLUSTER_KEY has it otherwise."
     ),
 ) -> None:
-    """Run an engine for a server elsewhere, which names the model: `twinphase serve MODEL --worker HOST:PORT`."""
+    """Run an engine for a server elsewhere: `twinphase serve MODEL --worker HOST:PORT`."""
     from twinphase.cluster.address import read_key
 
     key = read_key(cluster_key_file)
@@ -244,7 +244,7 @@ def list_() -> None:
 def rm(
     name: str = typer.Argument(..., help="A name of `twinphase list`, or any other model."),
 ) -> None:
-    """Remove a fetched model and what was made from it; of your own files and Ollama's, only the latter."""
+    """Remove a fetched model and files made from it; your own and Ollama's model files stay."""
     from twinphase.terminal import describe_bytes
     from twinphase.weights.hub import remove_model
 
@@ -275,7 +275,7 @@ app.command("explain")(explain_command)
 
 @functools.cache
 def _process_start() -> float:
-    """When this process started, on the clock of `time.perf_counter`; now, where the system does not tell."""
+    """When this process started, on the clock of `time.perf_counter`; now if unknown."""
     now = time.perf_counter()
     # field 22 of the kernel's line counts clock ticks from boot; it is the 20th after the name in
     # brackets
@@ -301,7 +301,7 @@ def run_app(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         note("Interrupted.")
         return 130
-    except BrokenPipeError:  # the reader of stdout is gone, and with it whoever wanted more
+    except BrokenPipeError:  # The reader of stdout has closed it.
         sys.stdout = None  # or the interpreter would try to flush it again
         return 1  # as typer does where it notices first
     except Exception as error:

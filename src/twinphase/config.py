@@ -229,7 +229,7 @@ class EngineConfig:
     def resolve(
         self, context_length: int, kv_token_bytes: float = 0, memory: int | None = None
     ) -> EngineConfig:
-        """The same configuration with `max_model_len`, `num_kv_blocks` and ranks' threads filled in; no SLO is None.
+        """The same configuration with `max_model_len`, `num_kv_blocks` and `threads` filled in.
 
         `max_num_seqs` is lowered to the token budget: a step must be able to give every running
             request its token.

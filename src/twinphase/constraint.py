@@ -12,7 +12,8 @@ from typing import Any, NoReturn, Protocol
 
 from twinphase.errors import InvalidRequestError
 
-MAX_GRAMMAR_SIZE = 65536  # bytes, or characters of JSON
+# In bytes, or in characters of JSON.
+MAX_GRAMMAR_SIZE = 65536
 MAX_JSON_DEPTH = 32
 MAX_CHOICES = 1024
 CONSTRAINT_FAILURE = (
@@ -33,7 +34,7 @@ class StructuredOutputsParams:
         json: a JSON schema, as an object or as text.
         regex: a regular expression that the whole output matches, in the syntax of Rust's `regex`,
             with the classes of digits, words and spaces of ASCII.
-        choice: texts, one of which is the output.
+        choice: texts; the output is one of them.
         grammar: in Lark, or in GBNF (EBNF with `::=`) as llama.cpp has it.
         json_object: any JSON object.
         structural_tag: {"type": "structural_tag", "structures": [{"begin", "schema", "end"}, ...],
@@ -100,7 +101,7 @@ _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural
 
 
 def plain_json(name: str, value: str | dict[str, Any]) -> dict[str, Any]:
-    """The JSON object in a text or a mapping, once it is known to be small, flat and plain enough to work with.
+    """The JSON object in a text or a mapping, checked to be small, flat and plain.
 
     `name` is the field's, for errors.
 
@@ -181,11 +182,11 @@ class Constraint(Protocol):
         ...
 
     def forced(self, output_token_ids: Sequence[int], limit: int) -> list[int]:
-        """The tokens, `limit` at most, that follow an output because no other one is allowed; none that ends it."""
+        """Up to `limit` tokens that must follow an output; none that ends it."""
         ...
 
     def admits(self, output_token_ids: Sequence[int], draft: Sequence[int]) -> int:
-        """How many leading tokens of `draft` may follow an output; an upper bound where that takes long to tell."""
+        """Leading tokens of `draft` that may follow an output; may be an upper bound."""
         ...
 
 

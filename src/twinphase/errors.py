@@ -26,14 +26,14 @@ class TwinphaseError(Exception):
 
 
 class InvalidRequestError(TwinphaseError):
-    """A request with a value that cannot be honoured (sampling values, empty prompt, broken text)."""
+    """A request value that cannot be honoured (sampling values, empty prompt, broken text)."""
 
     http_status = 400
     exit_code = 2
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt plus requested tokens do not fit the model's context; the message carries the numbers."""
+    """Prompt plus requested tokens exceed the model's context; the message has the numbers."""
 
     code = "context_length_exceeded"
 
@@ -93,7 +93,7 @@ class CheckpointError(TwinphaseError):
 
 
 class UnsupportedModelError(TwinphaseError):
-    """A sound model file of an architecture or tensor type that twinphase does not run; the message names it."""
+    """A valid model file with an unsupported architecture or tensor type, which is named."""
 
     exit_code = 5
 
@@ -120,7 +120,7 @@ class OutOfMemoryError(TwinphaseError):
 
 
 class KVFrameError(TwinphaseError):
-    """A KV block from elsewhere that another model, version or instruction-set path computed, or a part of one."""
+    """A foreign KV block: another model, version or instruction-set path, or incomplete."""
 
 
 class CacheFullError(TwinphaseError):

@@ -1,4 +1,4 @@
-"""The machine's NUMA nodes: which cores each rank of a model computes on, and keeping threads there.
+"""The machine's NUMA nodes: the cores of each rank of a model, and binding threads there.
 
 Linux gives a page of memory to the node of the core that first writes it, so that threads that are
 on their cores before weights and KV cache are made have both beside them.
@@ -16,7 +16,7 @@ NODES = Path("/sys/devices/system/node")  # Documentation/ABI/stable/sysfs-devic
 
 
 class Place(NamedTuple):
-    """Where a rank computes: the numbers of its nodes, none where there is only one, and of its cores."""
+    """Where a rank computes: its node numbers, none if there is only one, and its cores."""
 
     nodes: tuple[int, ...]
     cores: frozenset[int]
@@ -36,7 +36,7 @@ def usable_cores() -> frozenset[int]:
 
 
 def rank_places(ranks: int) -> list[Place]:
-    """The place of each rank, on the cores that this thread may use: nodes are divided evenly, or shared evenly."""
+    """The place of each rank on this thread's cores: nodes are divided or shared evenly."""
     usable = usable_cores()
     nodes = []
     for folder in sorted(NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
@@ -63,7 +63,7 @@ def rank_places(ranks: int) -> list[Place]:
 
 @contextmanager
 def bound_to(cores: Collection[int]) -> Iterator[None]:
-    """Keep the calling thread, and the threads and processes that it starts meanwhile, on these cores; none is any."""
+    """Bind the calling thread and what it starts meanwhile to these cores; none is any core."""
     if not cores:
         yield
         return

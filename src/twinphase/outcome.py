@@ -1,4 +1,4 @@
-"""What becomes of a request: its status, why it finished, why the prefix cache did not hold more of its prompt."""
+"""A request's outcome: its status, its finish reason, and why the prefix cache missed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RequestStatus(enum.Enum):
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request finished, in the words of OpenAI's API (abort and error are ours, as in vLLM)."""
+    """Why a request finished, in OpenAI's words (abort and error are ours, as in vLLM)."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -27,24 +27,26 @@ class FinishReason(enum.StrEnum):
 class MissReason(enum.StrEnum):
     """Why the prefix cache did not hold more of a prompt.
 
-    A reason never tells of another salt's content.
+    A reason never reveals another salt's content.
     """
 
-    DIVERGED = "diverged"  # a cached prompt goes on with other tokens
-    BLOCK_GRANULARITY = "block_granularity"  # what is left is shorter than a block
+    # A cached prompt continues with other tokens.
+    DIVERGED = "diverged"
+    # The rest is shorter than a block.
+    BLOCK_GRANULARITY = "block_granularity"
     # nothing is cached under this request's `cache_salt`, and nothing is shared across salts
     SALT = "salt"
-    EVICTED = "evicted"  # it was there, and its blocks were needed for others
-    NEVER_SEEN = "never_seen"  # in no full block
-    PROMPT_LOGPROBS = (
-        "prompt_logprobs"  # they are computed with the prompt, of which they need every row
-    )
+    # It was cached, and its blocks were needed for other requests.
+    EVICTED = "evicted"
+    # No full block ever held it.
+    NEVER_SEEN = "never_seen"
+    PROMPT_LOGPROBS = "prompt_logprobs"  # They need every row of the prompt to be computed.
     DISABLED = "disabled"
 
 
 @dataclass(frozen=True)
 class PrefixMiss:
-    """The first prompt token that had to be computed although a longer cached prefix would have spared it, and why.
+    """The first prompt token that the prefix cache could have spared but did not, and why.
 
     `part` is the kind of prompt part it lies in ("system", "question", ...), where a front end
     knows the parts. `num_known` tokens from there on are known to have been computed before: of an

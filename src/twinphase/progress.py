@@ -1,4 +1,4 @@
-"""Live progress of a measurement on stderr: what is measured now, how far it is, and about how long it still takes."""
+"""Live progress of a measurement on stderr: what is measured, how far, and time left."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 """Called as progress(what is measured now, pieces done, pieces in all)."""
 
-ROOMY = 100  # columns; in fewer the bar is short, so that what is measured can be read
-QUIET_SECONDS = 10.0  # between lines where nobody watches
+# On narrower terminals the bar is short, to leave room for the label.
+WIDE_COLUMNS = 100
+# Interval between lines where the output is not a terminal.
+QUIET_SECONDS = 10.0
 
 
 @contextmanager
@@ -28,7 +30,7 @@ def live(title: str, stream: TextIO | None = None, *, percent: bool = False) -> 
 
     Args:
         title: what all of it is: "twinphase bench".
-        stream: where to; stderr unless told.
+        stream: where to write; stderr by default.
         percent: show the share that is done instead of the number of pieces.
     """
     stream = sys.stderr if stream is None else stream
@@ -52,7 +54,7 @@ def _bars(title: str, stream: TextIO, percent: bool) -> RichProgress:
     what = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     return progress.Progress(
         progress.TextColumn(f"[bold]{escape(title)}"),
-        progress.BarColumn(bar_width=24 if console.width >= ROOMY else 8),
+        progress.BarColumn(bar_width=24 if console.width >= WIDE_COLUMNS else 8),
         progress.TaskProgressColumn() if percent else progress.MofNCompleteColumn(),
         progress.TextColumn("{task.description}", markup=False, table_column=what),
         progress.TimeElapsedColumn(),

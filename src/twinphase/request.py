@@ -1,4 +1,4 @@
-"""What a user asks for (`SamplingParams`) and the state of one request (`Request`) on its way through the engine.
+"""What a user asks for (`SamplingParams`), and a request's state in the engine (`Request`).
 
 Holds ids and numbers only: no text, no arrays, no engine.
 """
@@ -86,17 +86,17 @@ class SamplingParams:
         16, "Maximum output tokens.", minimum=1, default_text="the rest of the context"
     )
     min_tokens: int = setting(0, "Output tokens before the output may end.", minimum=0)
-    ignore_eos: bool = setting(False, "Go on after the token that ends the output.")
+    ignore_eos: bool = setting(False, "Continue after the token that ends the output.")
     logprobs: int | None = setting(
         None,
-        "Log probabilities per output token: the sampled token's, and those of so many most "
-        "likely ones.",
+        "Log probabilities per output token: the sampled token's, and those of this many "
+        "most likely ones.",
         minimum=0,
         maximum=MAX_LOGPROBS,
     )
     prompt_logprobs: int | None = setting(
         None,
-        "Log probabilities per prompt token, but for the first: its own, and those of so many "
+        "Log probabilities per prompt token, but for the first: its own, and those of this many "
         "most likely ones.",
         minimum=0,
         maximum=MAX_LOGPROBS,
@@ -157,7 +157,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, whatever shape it was given in."""
+        """`stop` as a tuple."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -284,7 +284,7 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log probabilities of prompt tokens are still wanted: then the rows before them are all computed."""
+        """Whether prompt log probabilities are still wanted: then all prompt rows are computed."""
         return self.sampling_params.prompt_logprobs is not None and not self.output_token_ids
 
     def token_ids(self, start: int, stop: int) -> list[int]:

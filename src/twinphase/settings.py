@@ -1,4 +1,4 @@
-"""One declaration for each field of a configuration: its default, its help text, and which values are allowed.
+"""One declaration per configuration field: its default, help text and allowed values.
 
 `check_settings` refuses other values; the command line's options are made of the same declarations
 (`arguments.py`).
@@ -85,7 +85,7 @@ def setting(default: Any, help: str, **declared: Any) -> Any:  # noqa: A002
 
 @cache
 def settings_of(kind: Any) -> dict[str, tuple[str, Any, ConfigField]]:
-    """Type as it is written, default and declaration of each field of a configuration that has one."""
+    """Written type, default and declaration of each declared field of a configuration."""
     return {
         one.name: (str(one.type), one.default, one.metadata["setting"])
         for one in fields(kind)

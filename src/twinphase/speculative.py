@@ -1,4 +1,4 @@
-"""`--speculative-config`: which proposers there are, and how many tokens they may draft; the keys are vLLM's.
+"""`--speculative-config`: the proposers and how many tokens they draft, in vLLM's keys.
 
 What vLLM has and this has not is refused by name.
 """
@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 from twinphase.errors import InvalidRequestError
 from twinphase.settings import ConfigField, check_value
 
-MOST_DRAFTED = 64  # tokens; a step has 512 rows for all
+# A step has 512 rows for all requests.
+MOST_DRAFTED = 64
 USUAL_DRAFTED = 16
 USUAL_BY_HEADS = 3
 DRAFTED = ConfigField("Tokens.", minimum=1, maximum=MOST_DRAFTED)
@@ -24,7 +25,8 @@ NUMBERS = {
         ConfigField("Drafts per token that agrees.", above=0),
     ),
 }
-USUAL_NGRAM = 5  # as in vLLM, where neither bound is given
+# As in vLLM, if neither bound is given.
+USUAL_NGRAM = 5
 HEADS = ("medusa", "eagle3")
 METHODS = ("auto", "ngram", "suffix", "draft_model", *HEADS, "none")
 ELSEWHERE = ("self", "heads", "eagle", "mtp", "mlp_speculator", "dflash", "dspark", "custom_class")
@@ -70,7 +72,7 @@ class SpeculativeConfig:
 
 
 def speculative_config(given: str | Mapping[str, Any] | None) -> SpeculativeConfig:
-    """What a method's name, or an object of vLLM's keys (as a mapping or as JSON), asks for; None is "none".
+    """The configuration of a method's name or of an object with vLLM's keys; None is "none".
 
     Raises:
         InvalidRequestError: an unknown method or key, a value out of its range, or a text that is
@@ -140,7 +142,8 @@ def _object(given: str | Mapping[str, Any]) -> dict[str, Any]:
         except (ValueError, RecursionError):
             _refuse(
                 f"is {given[:60]!r}, neither a method nor valid JSON.",
-                """Use auto, none, or such as '{"method": "ngram", "num_speculative_tokens": 5}'.""",
+                "Use auto, none, or an object such as "
+                """'{"method": "ngram", "num_speculative_tokens": 5}'.""",
             )
     if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
         _refuse(f"is of type {type(values).__name__}.", "Use a method's name, or a JSON object.")

@@ -27,7 +27,8 @@ RED = "31"
 YELLOW = "33"
 BAR_WIDTH = 28
 REDRAW_SECONDS = 0.1
-PLAIN_WIDTH = 120  # columns where no terminal says
+# Columns where the output is not a terminal.
+PLAIN_WIDTH = 120
 
 
 def _is_terminal() -> bool:
@@ -63,20 +64,20 @@ def transient(text: str) -> None:
 
 
 def error_line(error: TwinphaseError) -> None:
-    """Cause and fix, in one line whatever they contain."""
+    """Cause and fix, joined into one line."""
     cause, fix = (" ".join(part.split()) for part in (error.cause, error.fix))
     _write(f"{paint('error:', BOLD, RED)} {cause}{' ' + fix if fix else ''}\n")
 
 
 def answers() -> Console:
-    """Where commands print tables: stdout, as wide as its terminal, and wide enough for tables where it is none."""
+    """Console for tables: stdout, as wide as its terminal, or wide enough for tables."""
     from rich.console import Console  # here, because a run without tables shall not wait for it
 
     return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
 
 
 class Bar:
-    """A progress bar with the time left, drawn only on terminals and only for work that takes a while.
+    """A progress bar with the time left, on terminals only and for long work only.
 
     The time left follows the pace of the last pieces, because the pace falls as a prompt gets
     longer.
@@ -186,7 +187,7 @@ def _phase_line(row: PhaseRow, share: str) -> str:
 
 
 def report_lines(report: PhaseReport) -> list[str]:
-    """One line per phase, and one for the rest of the wall time; the printed shares add up to 100.0 %."""
+    """A line per phase, and one for the rest of the wall time; shares add up to 100.0 %."""
     shares = percentages([row.share for row in report.phases] + [row.share for row in report.rest])
     lines = [_phase_line(row, share) for row, share in zip(report.phases, shares, strict=False)]
     pieces = [

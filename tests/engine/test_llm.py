@@ -329,7 +329,7 @@ def test_log_probabilities_of_the_prompt_are_those_of_the_whole_computed_at_once
     make_llm, tiny_path, monkeypatch
 ):
     """In chunks, behind another of the same prompt, and beside it; what was computed for them serves others."""
-    monkeypatch.setattr(chunk, "MOST_SCORED", 32)
+    monkeypatch.setattr(chunk, "MAX_SCORED_ROWS", 32)
     llm = make_llm()
     prompt = [7 + number * number % 290 for number in range(100)]
     logits = (

@@ -35,6 +35,8 @@ def test_the_speed_told_at_the_start_was_measured_on_a_warm_engine(loaded):
 
     Script(loaded.engine, seconds)
     loaded.warm_up(600, 16)
+    totals = [loaded.warm_timeline.prefill, loaded.warm_timeline.decode]
+    assert all(total.building > 0 for total in totals)
     facts = engine_facts(loaded, loaded.settle_pace())
     assert facts.warm_up_tokens == 600
     # Two chunks: 2 x 2 ms for the weights, 60 ms for the rows, 3.6 ms for what they attend to, one
@@ -47,7 +49,7 @@ def test_a_pace_that_was_chosen_on_a_busy_machine_is_soon_forgotten(loaded, monk
     """Busy at the start and for two choices in between; then for good."""
     choices = [150.0, 80.0, 82.0, 300.0, 290.0, 79.0, 81.0, 78.0, 160.0, 161.0, 162.0]
     slos = [150, 80, 82, 82, 150, 82, 82, 81, 81, 81, 160]
-    monkeypatch.setattr(loaded, "_paces", deque(maxlen=load.PACES))
+    monkeypatch.setattr(loaded, "_paces", deque(maxlen=load.MAX_KEPT_PACES))
     monkeypatch.setattr(
         load.Pacing,
         "choose",

@@ -272,7 +272,7 @@ def test_a_gguf_counts_as_its_configuration_does(tmp_path, tied):
 
 
 def write_zeros(path: Path, architecture: str, *, left_out: str = "", **numbers: int) -> str:
-    """A GGUF file of 16-bit zeros with all tensors of a small model that has these hyper-parameters."""
+    """A GGUF file of 16-bit zeros, all tensors of a small model with these hyper-parameters."""
     sizes = {
         "embedding_length": 64,
         "block_count": 3,

@@ -1,4 +1,4 @@
-"""The rules on made-up ledgers: what counts before and after the first token, and what no second is claimed twice for.
+"""The rules on synthetic ledgers: each second before and after the first token has one cause.
 
 `test_diagnosis_provoked.py` has each cause on a real engine.
 """
@@ -389,7 +389,7 @@ def test_the_page_lists_every_cause_and_tests_that_exist():
     assert named and all(f"def {name}(" in tests for name in named)
 
 
-def test_guesses():
+def test_drafts():
     pieces = [
         (IntervalKind.PREFILL, 1.0),
         (IntervalKind.DRAFTING, 0.5),
@@ -403,4 +403,4 @@ def test_guesses():
     assert shares["drafting"] == pytest.approx(0.5 / 3.5) and shares[
         "rejected_drafts"
     ] == pytest.approx(1 / 3.5)
-    assert "Computing 12 wrong guesses took 1.00 s." in str(explained)
+    assert "Computing 12 rejected drafts took 1.00 s." in str(explained)

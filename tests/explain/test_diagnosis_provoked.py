@@ -1,4 +1,4 @@
-"""Each cause of docs/explain.md, provoked on a real engine: its diagnosis comes first, and not where it is absent.
+"""Each cause of docs/explain.md, provoked on a real engine: first if present, absent if not.
 
 Nothing here depends on how busy the machine is: each step takes what the test says
 (`provoked.Script`), and the engine's clock stands still meanwhile. Only `test_contention` looks at
@@ -234,7 +234,7 @@ PEAK = 1e18
 
 
 def decode_of(engine, length, busy):
-    """Causes of slow tokens after a prompt of `length`, in steps whose bytes take the part `busy` of their time."""
+    """Causes of slow tokens after `length` prompt tokens; bytes take `busy` of each step's time."""
     shape = engine.engine.shape
     ceilings = Ceilings("p", 1, "numpy", ((1, BANDWIDTH), (1 << 40, BANDWIDTH)), PEAK, PEAK, None)
 

@@ -41,7 +41,7 @@ def lived(
     ids=(),
     read=0,
 ):
-    """A request that queued, prefilled 10 ms, then decoded in steps with `tokens` of others and `read` bytes."""
+    """A request that queued, prefilled 10 ms, then decoded beside `tokens` others; `read` bytes."""
     timeline = RequestTimeline(arrival=0.0)
     timeline.extend(IntervalKind.QUEUE, queue, reason)
     at = queue
@@ -75,7 +75,7 @@ def test_the_way_of_blocks_to_another_worker_is_told_and_slows_tokens():
     timeline.mark(IntervalKind.TRANSFER, 1.0, reason="decode-0: 5 of 6 blocks there")
     timeline.hand_over_tokens(1, timeline.end)
     found = explain(make_request(), timeline, make_machine())
-    assert "Went on at decode-0: 5 of 6 blocks there." in found.sentences
+    assert "Continued at decode-0: 5 of 6 blocks there." in found.sentences
     assert "transfer" in [one.cause for one in found.diagnoses if one.seconds]
 
 
@@ -247,7 +247,7 @@ FLAGS = {
 
 
 def advised(found, backend, config):
-    """The flags for which the levers name values, once all are known to exist and their values to be accepted."""
+    """The flags with values in the levers; all exist, and their values are accepted."""
     for lever in found.levers:
         for flag, value in re.findall(
             r"(--[a-z-]+)(?: ([\d.]+|int8|priority)\b)?", f"{lever.flag}: {lever.advice}"

@@ -1,4 +1,4 @@
-"""What a client alone can tell, of requests that a real engine served, and what it must not claim."""
+"""Diagnosis from a client's measurements of a real engine, and claims that it must not make."""
 
 import json
 from dataclasses import asdict
@@ -102,7 +102,7 @@ def test_tpot_that_grows_with_company_is_batching(start):
 
 
 def test_comparisons_of_other_requests_are_no_shares_of_one_whole(tmp_path, capsys):
-    """TTFT is long for the load and for the prompts alike: shares of each would be more than all of it."""
+    """Both load and prompts make TTFT long: the sum of their shares would exceed the whole."""
     lengths = [100, 200, 400, 800, 1600]
     alone = [(20.0 * n, length) for n, length in enumerate(lengths)]
     crowd = [(200.0 + 0.1 * n, length) for n, length in enumerate(lengths * 3)]
@@ -161,7 +161,7 @@ def test_company_is_what_comparing_each_with_each_gives(moments):
         start = one.token_times[0]
         end = one.token_times[-1]
         reading = sum(o.intended < end and start < o.token_times[0] for o in requests)
-        assert list(load.others_reading([start], [end])) == [reading]
+        assert list(load.others_in_prefill([start], [end])) == [reading]
         if end - start > 0.01:
             beside = sum(
                 max(0.0, min(end, o.token_times[-1]) - max(start, o.token_times[0])) for o in others

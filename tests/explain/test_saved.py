@@ -1,4 +1,4 @@
-"""Files that are no ledger, or a damaged one, are refused with a reason; sound ones are read back as they were."""
+"""Files without a ledger, or a damaged one, are refused with a reason; others are restored."""
 
 import copy
 import json

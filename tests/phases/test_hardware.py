@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinphase.phases.hardware import (
-    MOST_MEASUREMENTS,
+    MAX_MEASUREMENTS,
     Ceilings,
     bound,
     compute_seconds,
@@ -107,7 +107,7 @@ def test_provisional_ceilings_are_measured_until_the_machine_was_quiet_or_often_
     known = busy
     while must_measure(known):
         known = known.merged(busy)
-    assert known.provisional and known.measurements == MOST_MEASUREMENTS
+    assert known.provisional and known.measurements == MAX_MEASUREMENTS
 
 
 @pytest.fixture

@@ -492,7 +492,7 @@ def test_a_regex_that_explodes_costs_its_own_request_only(compiler, regex):
 
 
 def test_compiled_grammars_are_kept_up_to_a_number(monkeypatch):
-    monkeypatch.setattr(structured, "MAX_COMPILED", 3)
+    monkeypatch.setattr(structured, "MAX_COMPILED_GRAMMARS", 3)
     compiler = make_compiler()
     compiled = []
     whole = GrammarCompiler._compile

@@ -1,4 +1,4 @@
-"""How many tokens are drafted: the most tokens per second, by brute force too; and what is learned."""
+"""Draft lengths: the most tokens per second, also by brute force; and learned rates."""
 
 import itertools
 import random

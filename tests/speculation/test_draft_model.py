@@ -1,4 +1,4 @@
-"""The proposer `draft_model`: what it computes, what it forgets, and that drafting changes no answer."""
+"""The draft model: computed tokens, freed blocks, and that drafting changes no answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from tiny_gguf import tiny_vocabulary, write_tiny_gguf
 from twinphase.batch import Batch, StepOutput
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.config import EngineConfig
-from twinphase.engine.loading.drafting import load_draft_model, open_draft_model
+from twinphase.engine.loading.drafting import (
+    draft_config,
+    make_draft_model,
+    open_draft_model,
+)
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.errors import InvalidRequestError
 from twinphase.outcome import FinishReason
@@ -29,7 +33,7 @@ CONTROL = 3  # GGUF's type of control tokens
 
 
 class Counter:
-    """Computes nothing: the token after t is t + 1, and each step's rows are noted as {request: (start, tokens)}."""
+    """The token after t is t + 1; records each step's rows as {request: (start, tokens)}."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, tuple[int, list[int]]]] = []
@@ -86,7 +90,7 @@ def test_drafts_follow_the_known_tokens():
 
 
 def test_only_what_it_has_not_seen_is_computed():
-    """After right drafts the last of them and the token behind it, after a wrong one what replaced it."""
+    """After accepted drafts the last one and the next token; else the token that replaced it."""
     model, counter = draft_model()
     one = request("a", [1, 2, 3, 4, 5], 6)
     assert model.num_missing(one) == 6
@@ -247,13 +251,15 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def pair(folder) -> tuple[LoadedEngine, DraftModel]:
-    """The same weights in eight bits and in 32: a draft model that is often right, and not always."""
+    """The same weights in 8 and in 32 bits: many drafts of the model are accepted, not all."""
     target = write_tiny_gguf(folder / "target.gguf", vocab=320, tensor_type="Q8_0")
     draft = write_tiny_gguf(folder / "draft.gguf", vocab=320, tensor_type="F32")
     loaded = LoadedEngine(
         target, EngineConfig(num_kv_blocks=100, max_num_batched_tokens=64, threads=2)
     )
-    return loaded, load_draft_model(open_draft_model(str(draft), loaded), 3, loaded)
+    checkpoint = open_draft_model(str(draft), loaded.checkpoint, "none")
+    drafting = LoadedEngine(checkpoint, draft_config(loaded.config, checkpoint)).engine
+    return loaded, make_draft_model(drafting, loaded.engine, 3)
 
 
 def answers(loaded: LoadedEngine, drafter: Any, **params: Any) -> tuple[list[list[int]], float]:
@@ -343,10 +349,10 @@ def test_another_vocabulary_is_refused_by_its_first_token_that_differs(folder, p
     loaded, _ = pair
     other = write_tiny_gguf(folder / "other.gguf", vocab=320, pre="gpt-2")
     open_draft_model(
-        str(other), loaded
+        str(other), loaded.checkpoint, "none"
     )  # how texts are cut does not matter: ids are what is drafted
     longer = write_tiny_gguf(folder / "longer.gguf", vocab=336)
-    open_draft_model(str(longer), loaded)
+    open_draft_model(str(longer), loaded.checkpoint, "none")
     tokens, types, merges = tiny_vocabulary(320)
     control = [CONTROL if i == 310 else kind for i, kind in enumerate(types)]
     renamed = [f"<|other_{i}|>" if i in (305, 311) else token for i, token in enumerate(tokens)]

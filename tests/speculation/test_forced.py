@@ -1,4 +1,4 @@
-"""Where a grammar leaves one token it is drafted; asking changes nothing in what the grammar allows."""
+"""A token that a grammar forces is drafted; drafting does not change the grammar's state."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Medusa and EAGLE-3 heads: what they compute, beside plain torch written from the papers; what they leave alone."""
+"""Medusa and EAGLE-3 heads, compared with plain torch after the papers; answers stay equal."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def request(name: str, prompt: list[int], output: list[int]) -> Request:
 class TestMedusa:
     @staticmethod
     def by_torch(tensors: dict[str, Tensor], hidden: Tensor) -> Tensor:
-        """Equation 1 of the paper, with as many residual blocks as there are: [heads, rows, tokens]."""
+        """Equation 1 of the paper, with any number of residual blocks: [heads, rows, tokens]."""
         logits = []
         for head in range(3):
             x = hidden
@@ -339,7 +339,7 @@ class TestEagle3:
 
     @pytest.mark.parametrize("before", [False, True])
     def test_drafts(self, tmp_path, target, monkeypatch, before):
-        """A prompt in chunks, a preemption, steps with drafts right and wrong, another request beside it all."""
+        """A prompt in chunks, a preemption, accepted and rejected drafts, and another request."""
         tensors = eagle3_tensors()
         heads = opened(
             write_heads(tmp_path, EAGLE3 | {"norm_before_residual": before}, tensors), target, 4
@@ -458,7 +458,7 @@ PROMPTS = [[(7 * i + j) % 250 + 10 for i in range(20 + 13 * j)] for j in range(6
 
 
 def answers(loaded: LoadedEngine) -> tuple[list[tuple[list[int], str]], int, int]:
-    """Tokens and log probabilities of each prompt, then drafted and accepted tokens; all prompts at once."""
+    """Tokens and log probabilities per prompt; numbers of drafted and accepted tokens."""
     engine = loaded.engine
     logprobs = {}
     requests = []

@@ -1,4 +1,4 @@
-"""Drafts are accepted while they are what would have been drawn anyway, and not a token beyond the output's end."""
+"""Drafts are accepted while they equal the sampled tokens, and not beyond the output's end."""
 
 import numpy as np
 import pytest

@@ -69,10 +69,10 @@ class Device(Protocol):
     ceilings: str
 
     def units(self, weights: Set[tuple[str, int]]) -> Units:
-        """Which arithmetic unit does what, by the types and dimensions (3 of experts) of the layers' weights."""
+        """The unit of each operation, by types and dimensions (3 for experts) of the weights."""
 
     def kv_head_bytes(self, head_dim: int, dtype: str) -> float:
-        """Bytes of one token's key and value in one KV head of one layer, with a `kv_cache_dtype`."""
+        """Bytes of one token's key and value per KV head and layer, with a `kv_cache_dtype`."""
 
     def free_memory(self) -> int | None:
         """Bytes of its own memory that could be taken now; None where it computes in the host's."""
@@ -133,11 +133,11 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """What to sample from a step's logits [rows, vocab_size], and which log probabilities to return.
+    """What to sample from a step's logits [rows, vocab_size], and which log probabilities to give.
 
     Attributes:
-        edits: for each operation of `sampling/logit_edits.py`, flat indices into the logits, each at
-            most once, and the operands.
+        edits: for each operation of `sampling/logit_edits.py`, flat indices into the logits,
+            each at most once, and the operands.
         masks: int64 [masked rows], and uint8 [masked rows, ceil(vocab_size / 8)]: a bit for each
             token that may be drawn, the lowest first; applied after the edits.
         temperature: float32 [rows]; 0 takes the largest logit, the lowest id of equal ones.
@@ -193,9 +193,10 @@ class DeviceSampler(Protocol):
         max_model_len: int,
         progress: Callable[[int, int, str], None] | None,
     ) -> None:
-        """Make decode steps ready to be replayed, where that is possible; `progress` is told (done, total, what).
+        """Make decode steps ready to be replayed, where possible.
 
-        Called once, after the KV cache is allocated and before the first step.
+        Called once, after the KV cache is allocated and before the first step; `progress` is called
+        with (done, total, name).
         """
 
     def launch(self, forward: Forward, inputs: StepInputs) -> None:
@@ -226,10 +227,10 @@ class Operations(Protocol):
         first: int = 0,
         bias: Array | None = None,
     ) -> Array:
-        """x @ weight.T, plus columns of `residual` from `first` on, or `bias`, when given; [rows, outputs]."""
+        """x @ weight.T, plus columns of `residual` from `first` on, or `bias`; [rows, outputs]."""
 
     def gather(self, x: Array, span: Span | None) -> Array:
-        """The columns of all ranks side by side: this rank's x [rows, span.size] to [rows, span.total].
+        """The columns of all ranks side by side: x [rows, span.size] to [rows, span.total].
 
         Without a span, one rank has all columns, and x is returned as it is.
         """
@@ -248,7 +249,7 @@ class Operations(Protocol):
         q_norm: Array | None = None,
         k_norm: Array | None = None,
     ) -> Array:
-        """Normalize and rotate queries and keys, write keys and values to the cache; returns the queries.
+        """Normalize and rotate queries and keys, write the cache; returns the queries.
 
         `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], however its matrices were
         stored. The norms' weights are as the blueprint's `qk_norm` says; without a `rope` nothing
@@ -266,7 +267,7 @@ class Operations(Protocol):
         """
 
     def gate_mul(self, gate_up: Array) -> Array:
-        """activation(gate) * up of [rows, 2 * ffn] = (gate, up), by the blueprint's activation; [rows, ffn]."""
+        """activation(gate) * up of [rows, 2 * ffn] = (gate, up); [rows, ffn]."""
 
     def moe(
         self,
@@ -280,7 +281,7 @@ class Operations(Protocol):
         gate_up_bias: Array | None = None,
         down_bias: Array | None = None,
     ) -> Array:
-        """The weighted sum of each row's chosen experts, added in the order of their rank; same shape as x.
+        """The weighted sum of each row's chosen experts, in the order of their rank; shaped as x.
 
         The `experts.used` largest of the router's logits are chosen, the smaller number of two
         equal ones.
@@ -319,13 +320,13 @@ class WeightLoader(Protocol):
         """
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
-        """Weights of a linear layer; several names are stacked along the outputs, [sum of outputs, inputs]."""
+        """A linear layer's weights; names are stacked along the outputs, [outputs, inputs]."""
 
     def experts(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
-        """The same linear layer of every expert; several names are stacked, [experts, sum of outputs, inputs]."""
+        """The same layer of every expert; names are stacked, [experts, outputs, inputs]."""
 
     def vector(self, checkpoint: Checkpoint, names: Sequence[str], plus: float = 0.0) -> Array:
-        """Float32 values of tensors, such as a norm's weight or the biases of stacked matrices, `plus` added.
+        """Float32 values of tensors, such as norms or the biases of stacked matrices, `plus` added.
 
         A tensor with rows, such as the biases of experts, keeps them: [experts, sum of widths].
         """
@@ -357,11 +358,11 @@ class Backend(WeightLoader, Protocol):
         """Make the KV cache; called once, after the weights and before the first step."""
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
-        """Bytes of one token in the allocated cache, over all layers; or in one of another of `kv_cache_dtypes`."""
+        """Bytes of one token over all layers, in the allocated cache or one of another `dtype`."""
 
     @property
     def kv_fingerprint(self) -> str:
-        """What the bits of a block of the allocated cache depend on besides its tokens; see `kv_frames`."""
+        """What the bits of a block depend on besides its tokens; see `kv_frames`."""
 
     # Between two steps: blocks in a form that another backend with the same fingerprint can use.
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
@@ -375,10 +376,10 @@ class Backend(WeightLoader, Protocol):
         """
 
     def frame_parts(self) -> list[tuple[int, int]]:
-        """How the bits of a frame lie, for ranks that each have some KV heads: (rows, bytes of a head in a row)."""
+        """The bits of a frame, for ranks with some KV heads: (rows, bytes of a head in a row)."""
 
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
-        """Whether a frame of this fingerprint and length holds no NaN and no infinity; from any thread.
+        """Whether a frame of this fingerprint and length has no NaN or infinity; from any thread.
 
         Either would outlive its block: attention multiplies what lies behind a sequence's end in
         its last block by 0.
@@ -386,14 +387,14 @@ class Backend(WeightLoader, Protocol):
 
     # One step.
     def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:
-        """Run `forward` on `inputs`; float32 logits [num_logits, vocab_size], valid until the next call."""
+        """Run `forward`; float32 logits [num_logits, vocab_size], valid until the next call."""
 
     def kept(self) -> list[NDArray[np.float32]]:
-        """What the model kept in the last step, float32 [num_tokens or num_logits, width]; valid until the next."""
+        """What the model kept in the last step, float32 [rows, width]; valid until the next."""
 
 
 class EncoderBackend(Protocol):
-    """The operations of an encoder, on one text at a time: no KV cache, no steps, every row looks at every other."""
+    """The operations of an encoder, on one text at a time: no KV cache, no steps, no mask."""
 
     def matrix(self, checkpoint: Checkpoint, name: str) -> Array:
         """Weights of a linear layer or of an embedding, [outputs, inputs]."""
@@ -408,7 +409,7 @@ class EncoderBackend(Protocol):
         """x + y; may overwrite x. A single row is added to all."""
 
     def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float) -> Array:
-        """(x - mean) / sqrt(variance + eps) * weight + bias of each row (Ba et al., 2016), same shape."""
+        """(x - mean) / sqrt(variance + eps) * weight + bias of each row (Ba et al., 2016)."""
 
     def linear(self, x: Array, weight: Array, bias: Array) -> Array:
         """x @ weight.T + bias, [rows, outputs]."""
@@ -420,4 +421,4 @@ class EncoderBackend(Protocol):
         """softmax(q k^T / sqrt(head_dim)) v of each head, without a mask, [rows, width]."""
 
     def pool(self, x: Array, pooling: str) -> Array:
-        """One row of [rows, width]: their "mean", the first ("cls") or the "last"; of length 1, float32 [width]."""
+        """One row of length 1, float32 [width]: the "mean", the first ("cls") or the "last" row."""

@@ -58,7 +58,7 @@ def _polynomial(coefficients: Sequence[float], x: F32) -> F32:
 
 
 def pooled(x: F32, pooling: str) -> F32:
-    """One row of x [rows, width], float32 [width] of length 1; `pooling` is "mean", "cls" (the first) or "last"."""
+    """One row of x [rows, width], of length 1; `pooling` is "mean", "cls" (first) or "last"."""
     row: F32 = (
         x.mean(axis=0, dtype=np.float64).astype(np.float32)
         if pooling == "mean"

@@ -24,7 +24,7 @@ SLEEP_SECONDS = 50e-6
 
 
 def shared_bytes(blueprint: Blueprint, rows: int) -> int:
-    """More than the ranks of a model will share, for steps of up to `rows` rows; pages are taken when written."""
+    """Upper bound of what ranks share, for steps of `rows` rows; pages are taken when written."""
     b = blueprint
     width = (
         b.hidden_size + b.num_heads * b.head_dim + b.ffn_size * (b.experts.used if b.experts else 1)
@@ -33,7 +33,7 @@ def shared_bytes(blueprint: Blueprint, rows: int) -> int:
 
 
 def shared_file(nbytes: int) -> int:
-    """Descriptor of memory without a name, of which pages are taken when they are written.
+    """Descriptor of memory without a name; its pages are taken when they are written.
 
     Raises:
         InvalidRequestError: the system has no such memory.
@@ -55,7 +55,7 @@ class Group:
     """
 
     def __init__(self, rank: int, ranks: int, descriptor: int, meeting_place: Path) -> None:
-        """Map the file of `descriptor`, zeros at first; the path is free for a file by which libraries meet."""
+        """Map the file of `descriptor`, zeros at first; libraries may meet at the path."""
         self.rank = rank
         self.ranks = ranks
         self.meeting_place = meeting_place
@@ -77,7 +77,7 @@ class Group:
         return bool(self._words[0])
 
     def end(self) -> None:
-        """Let nobody wait any longer, now or later."""
+        """End every wait, now and later."""
         self._words[0] = 1
 
     def meetings(self) -> list[int]:

@@ -1,7 +1,7 @@
-"""KV blocks in a portable form: a frame is what the bits of a block depend on besides its tokens, then the bits.
+"""KV blocks in a portable form: a frame is a fingerprint, then the bits of a block.
 
-Not for which tokens a block holds, nor for damage on the way: whoever carries frames names and
-checks them.
+Not for which tokens a block holds, nor for damage on the way: the code that sends frames
+names and checks them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def unpack_frames(
 def is_finite(
     frame: bytes | bytearray | memoryview, dtype: str, first: int = 0, nbytes: int | None = None
 ) -> bool:
-    """Whether `nbytes` of a frame's bits from the byte `first` on, all of them by default, are finite numbers.
+    """Whether `nbytes` of a frame's bits, from byte `first` on, are finite numbers.
 
     Args:
         frame: as `pack_frames` makes them.

@@ -163,7 +163,7 @@ class ReferenceBackend:
         return out if bias is None else out + bias
 
     def gather(self, x: F32, span: Span | None) -> F32:
-        """Every rank's columns, copied out of the shared memory before the next rank writes to it."""
+        """Every rank's columns, copied out of the shared memory before it is written again."""
         if span is None:
             return x
         assert self.group is not None
@@ -208,7 +208,7 @@ class ReferenceBackend:
         return q
 
     def _normalize(self, x: F32, weight: F32, span: Span | None) -> F32:
-        """RMSNorm of each head of x [rows, heads, head_dim], or of rows as wide as the weight: a rank has the span."""
+        """RMSNorm of each head of x [rows, heads, head_dim], or of rows as wide as the weight."""
         rows = (
             x.reshape(len(x), -1, len(weight))
             if span is None
@@ -299,7 +299,7 @@ class ReferenceBackend:
         gate_up_bias: F32 | None = None,
         down_bias: F32 | None = None,
     ) -> F32:
-        """Each row through its chosen experts, expert by expert; added in the order of their rank."""
+        """Each row through its chosen experts; results are added in the order of their rank."""
         logits = self.linear(x, router, bias=router_bias)
         order = np.argsort(-logits, axis=1, kind="stable")[:, : experts.used]
         p = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -329,7 +329,7 @@ class ReferenceBackend:
 
 
 def _product_in_blocks(x: F32, weight: F32) -> F32:
-    """x @ weight.T, 32 outputs after 32: BLAS orders sums by the product's shape, which ranks change."""
+    """x @ weight.T, 32 outputs at a time: BLAS orders sums by the shape, which ranks change."""
     missing = -len(weight) % 32
     if missing:
         weight = np.concatenate([weight, np.zeros((missing, weight.shape[1]), np.float32)])
@@ -352,7 +352,7 @@ class ReferenceDevice:
     best_isa: str | None = None
 
     def units(self, weights: Set[tuple[str, int]]) -> Units:
-        """Float32 whatever the weights are stored as."""
+        """Float32 for all weights."""
         return Units("float32", "float32", "float32")
 
     def kv_head_bytes(self, head_dim: int, dtype: str) -> float:

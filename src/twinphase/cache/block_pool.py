@@ -26,7 +26,7 @@ class BlockPool:
 
         Args:
             num_blocks: size of the pool.
-            on_evict: told the id of a cached block whose content is given up.
+            on_evict: called with the id of each evicted block.
         """
         self.num_blocks = num_blocks
         self._on_evict = on_evict
@@ -66,7 +66,7 @@ class BlockPool:
         return self._owners[block_id] > 0
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take `num_blocks` blocks, all or none; cached ones are evicted only when no free one is left.
+        """Take `num_blocks` blocks, all or none; evict cached ones only when no free one is left.
 
         Raises:
             CacheFullError: fewer are available; nothing was taken.
@@ -101,18 +101,18 @@ class BlockPool:
     def release(
         self, block_ids: Collection[int], cached: Callable[[int], bool] = lambda block_id: False
     ) -> None:
-        """Take one owner from each block; the last ones first, so that the end of a prefix is evicted before it.
+        """Take one owner from each block, the last first: the end of a prefix is evicted first.
 
         Args:
             block_ids: in order of position.
-            cached: whether a block's content is to be kept when nobody owns it.
+            cached: whether a block's content is kept when the block has no owner.
 
         Raises:
             ValueError: a block has no owner (a bug of the caller).
         """
         for block_id in reversed(list(block_ids)):
             if self._owners[block_id] == 0:
-                raise ValueError(f"block {block_id} is released but nobody holds it")
+                raise ValueError(f"block {block_id} is released, but it has no owner")
             self._owners[block_id] -= 1
             if self._owners[block_id] == 0:
                 if cached(block_id):
@@ -121,13 +121,13 @@ class BlockPool:
                     self._free.append(block_id)
 
     def empty(self, block_id: int) -> None:
-        """The block's content is no longer kept; whoever holds the block keeps it."""
+        """Stop keeping the block's content; its owners keep the block."""
         if block_id in self._cached:
             del self._cached[block_id]
             self._free.append(block_id)
 
     def check_integrity(self, owned: Iterable[Iterable[int]]) -> None:
-        """Prove that free + held + cached = all, and that every block has as many owners as it should.
+        """Prove that free + held + cached = all, and that every block has the right owners.
 
         Args:
             owned: the block ids of every owner.

@@ -34,7 +34,7 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         fingerprint: bytes = b"",
     ) -> None:
-        """Manage `num_blocks` blocks of `block_size` tokens; `fingerprint` is of the model and the KV's format."""
+        """Manage `num_blocks` blocks; `fingerprint` identifies the model and the KV format."""
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_cache = PrefixCache(num_blocks, block_size, fingerprint)
@@ -58,7 +58,7 @@ class KVCacheManager:
         return found
 
     def blocks_of_chunk(self, request: Request, num_tokens: int) -> list[bytes]:
-        """Hashes of the blocks that become full when the next `num_tokens` tokens of `request` are computed."""
+        """Hashes of the blocks that the next `num_tokens` tokens of `request` complete."""
         if not self.enable_prefix_caching:
             return []
         first = request.num_computed_tokens // self.block_size
@@ -66,12 +66,12 @@ class KVCacheManager:
         return [self.prefix_cache.block_hash(request, index) for index in range(first, end)]
 
     def tokens_in(self, request: Request, computed: int, blocks: Collection[bytes]) -> int:
-        """How many of the tokens that follow the first `computed` ones lie in full blocks of these hashes."""
+        """Tokens after the first `computed` ones that lie in full blocks with these hashes."""
         shared = takewhile(blocks.__contains__, self._following(request, computed))
         return sum(1 for _ in shared) * self.block_size
 
     def _following(self, request: Request, computed: int) -> Iterator[bytes]:
-        """Hashes of the full blocks behind the first `computed` tokens that could be shared, one by one.
+        """Hashes of the shareable full blocks after the first `computed` tokens, one by one.
 
         None off a block boundary, nor where the prompt's log probabilities are wanted, which no
         block has; the last known token is never shared.
@@ -82,14 +82,14 @@ class KVCacheManager:
                 yield self.prefix_cache.block_hash(request, following)
 
     def free_blocks_needed(self, request: Request, num_tokens: int, prefix: list[int]) -> int:
-        """Available blocks that it takes to hold `num_tokens` tokens of `request`, which is to share `prefix`."""
+        """Available blocks needed for `num_tokens` tokens of `request`, which shares `prefix`."""
         own = (
             self.blocks_for(num_tokens) - self.blocks_for(request.num_computed_tokens) - len(prefix)
         )
         return own + sum(not self.pool.is_held(block_id) for block_id in prefix)
 
     def start(self, request: Request, prefix: list[int]) -> None:
-        """Admit a request that holds no block: share `prefix`, and take blocks for all other known tokens.
+        """Admit a request without blocks: share `prefix`, take blocks for all other known tokens.
 
         Raises:
             CacheFullError: not enough blocks; nothing was taken.
@@ -125,7 +125,7 @@ class KVCacheManager:
             request.counts.prefix_miss = self._miss(request, first + len(prefix))
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Make room for `num_tokens` tokens in all; False, and nothing changed, if blocks are lacking."""
+        """Make room for `num_tokens` tokens in all; False and no change without enough blocks."""
         missing = self.blocks_for(num_tokens) - len(request.block_ids)
         if missing > self.pool.num_available:
             return False
@@ -134,7 +134,7 @@ class KVCacheManager:
         return True
 
     def give_back(self, request: Request) -> None:
-        """Free the blocks behind those of the computed tokens: drafts that came to nothing had them."""
+        """Free the blocks after those of the computed tokens, which rejected drafts used."""
         kept = self.blocks_for(request.num_computed_tokens)
         self.pool.release(request.block_ids[kept:])
         del request.block_ids[kept:]
@@ -152,14 +152,14 @@ class KVCacheManager:
     ) -> list[Acceptance]:
         """Make blocks that were computed elsewhere findable here.
 
-        Nobody owns them: they may be evicted at once.
+        They have no owner and may be evicted at once.
 
         They take free blocks, then cached ones, oldest use first; never one that a request holds,
         and never one of their own beginnings.
 
         Args:
             blocks: a parent before its children.
-            write: told block ids, and which of `blocks` go there; what it raises leaves everything
+            write: called with block ids, and which of `blocks` go there; an error leaves everything
                 as it was.
 
         Returns:
@@ -191,9 +191,9 @@ class KVCacheManager:
         return sorted(found, key=lambda block: block.index)
 
     def forget(self, request: Request) -> set[int]:
-        """Give up what is cached of a prompt and of all that begins with its first block; returns which blocks had it.
+        """Evict a prompt and everything that begins with its first block; returns those blocks.
 
-        Nobody finds them any more; requests that hold some keep them.
+        They cannot be found any more; requests that hold some keep them.
         """
         if not self.enable_prefix_caching or len(request.prompt_token_ids) < self.block_size:
             return set()
@@ -204,13 +204,13 @@ class KVCacheManager:
         return set(block_ids)
 
     def free(self, request: Request) -> None:
-        """Take all blocks of `request`; its tokens are no longer computed, but findable ones stay so for a while."""
+        """Take all blocks of `request`; cached ones can still be found until they are evicted."""
         self.pool.release(request.block_ids, cached=self.prefix_cache.holds)
         request.block_ids = []
         request.num_computed_tokens = 0
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Prove that free + held + cached = all, given every request that may hold blocks (AssertionError if not)."""
+        """Prove that free + held + cached = all, given every request that may hold blocks."""
         self.pool.check_integrity(request.block_ids for request in requests)
         self.prefix_cache.check_integrity()
 

@@ -1,4 +1,4 @@
-"""Which blocks hold which tokens, by hash, so that equal beginnings of prompts are computed once; and why one missed.
+"""Finds blocks by the hash of their tokens: equal prompt beginnings are computed once.
 
 A block's hash covers everything before it: SHA-256 over the parent's hash and the block's tokens,
 starting from the model's fingerprint and the request's salt. Only full blocks have one. Ints and
@@ -17,13 +17,13 @@ from itertools import islice
 from twinphase.outcome import MissReason, PrefixMiss
 from twinphase.request import Request
 
-MOST_EVICTED = 1 << 16  # hashes of evicted blocks to remember, at most
-MOST_SIBLINGS = 64  # cached blocks to compare with, where a prompt leaves the cached ones
+MAX_REMEMBERED_EVICTIONS = 1 << 16
+MAX_COMPARED_SIBLINGS = 64
 
 
 @dataclass(frozen=True)
 class CachedBlock:
-    """A block whose content is known, here or elsewhere: its hash names its bits, wherever they were computed.
+    """A block with known content, here or elsewhere: its hash identifies its bits.
 
     Attributes:
         parent: hash of the block before it, or the root.
@@ -40,14 +40,18 @@ class Acceptance(StrEnum):
     """What became of a block that came from elsewhere."""
 
     STORED = "stored"
-    KNOWN = "known"  # its content is here already
-    WRONG = "wrong"  # its hash is not that of its tokens, or its index not its parent's plus one
-    ORPHAN = "orphan"  # its parent is not here, so nobody could find it
-    NO_ROOM = "no_room"  # requests hold all blocks, or its own beginning would have to go
+    # The content is cached already.
+    KNOWN = "known"
+    # The hash is not that of the tokens, or the index is not the parent's plus one.
+    WRONG = "wrong"
+    # The parent is not cached, so that the block could not be found.
+    ORPHAN = "orphan"
+    # Requests hold all blocks, or the block's own ancestors would have to be evicted.
+    NO_ROOM = "no_room"
 
 
 class BlockChanges:
-    """Which blocks can be found since it was last asked, and which no longer can: events with numbers."""
+    """Blocks stored and evicted since the last event; events are numbered."""
 
     def __init__(self) -> None:
         self.next_id = 0
@@ -67,7 +71,7 @@ class BlockChanges:
             self._evicted[block_hash] = None
 
     def take(self) -> tuple[int, list[bytes], list[bytes]]:
-        """The event's number, the hashes stored and those evicted, none in both; without any, the number is kept."""
+        """The event's number, stored and evicted hashes; without any, the number is kept."""
         number = self.next_id
         stored = list(self._stored)
         evicted = list(self._evicted)
@@ -95,7 +99,7 @@ class PrefixCache:
         self._content: dict[int, CachedBlock] = {}
         self._children: dict[bytes, dict[bytes, None]] = {}  # hashes of cached blocks, by parent
         self._evicted: dict[bytes, None] = {}  # in order of eviction
-        self._most_evicted = min(MOST_EVICTED, 4 * num_blocks)
+        self._most_evicted = min(MAX_REMEMBERED_EVICTIONS, 4 * num_blocks)
 
     def __len__(self) -> int:
         return len(self._content)
@@ -135,7 +139,7 @@ class PrefixCache:
         )
 
     def watch(self) -> tuple[int, list[bytes]]:
-        """Keep `changes` from now on: the number of the next event, and the hashes that can be found now."""
+        """Record `changes` from now on; returns the next event's number and all cached hashes."""
         self.changes = self.changes or BlockChanges()
         self.changes.take()
         return self.changes.next_id, list(self._block_of)
@@ -144,7 +148,7 @@ class PrefixCache:
         return self._block_of.get(block_hash)
 
     def insert(self, request: Request, index: int) -> None:
-        """Make the request's computed block number `index` findable, unless an equal one is already."""
+        """Cache the request's computed block number `index`, unless an equal one is cached."""
         block_id = request.block_ids[index]
         if self.block_hash(request, index) not in self._block_of and block_id not in self._content:
             self.put(block_id, self.block(request, index))
@@ -159,7 +163,7 @@ class PrefixCache:
             self.changes.stored(block.block_hash)
 
     def judge(self, blocks: Sequence[CachedBlock]) -> list[Acceptance]:
-        """What may become of blocks from elsewhere, each after those before it: STORED where there is room."""
+        """Judge blocks from elsewhere, each after those before it: STORED where there is room."""
         coming: dict[bytes, int] = {}
         verdicts = []
         for block in blocks:
@@ -186,7 +190,7 @@ class PrefixCache:
         )
 
     def beginnings(self, blocks: Collection[CachedBlock]) -> list[int]:
-        """Ids of the cached blocks that come before these in their sequences, a parent before its children."""
+        """Ids of the cached ancestors of these blocks, a parent before its children."""
         found: dict[int, int] = {}
         for block in blocks:
             block_id = self.find(block.parent)
@@ -220,7 +224,7 @@ class PrefixCache:
             del self._evicted[next(iter(self._evicted))]
 
     def miss(self, request: Request, num_hits: int) -> PrefixMiss | None:
-        """Why only the first `num_hits` blocks of the request were found; None if all that could be were.
+        """Why only the first `num_hits` blocks were found; None if all possible ones were.
 
         The last known token is always computed, since its logits are wanted, so it is not missed.
         """
@@ -237,7 +241,7 @@ class PrefixCache:
                 end += 1
             return PrefixMiss(MissReason.EVICTED, start, num_known=end * size - start)
         tokens = request.token_ids(start, start + size)
-        siblings = islice(reversed(self._children.get(parent, {})), MOST_SIBLINGS)
+        siblings = islice(reversed(self._children.get(parent, {})), MAX_COMPARED_SIBLINGS)
         common = max((self._common(tokens, block_hash) for block_hash in siblings), default=0)
         if common or (num_hits and parent in self._children):
             return PrefixMiss(MissReason.DIVERGED, start + common)

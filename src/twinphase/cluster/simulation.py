@@ -176,7 +176,7 @@ class Simulation:
             max_num_seqs=spec.max_num_seqs,
             pace=Pace(spec.itl_slo_ms and spec.itl_slo_ms / 1e3),
         )
-        scheduler.most_prefill_tokens = DECODE_WORKER_CHUNK_TOKENS if role == "decode" else None
+        scheduler.max_prefill_tokens = DECODE_WORKER_CHUNK_TOKENS if role == "decode" else None
         return scheduler
 
     def _at(self, moment: float, happen: Callable[[], None]) -> None:

@@ -140,7 +140,7 @@ def estimate(
 
 
 def _drafting(given: dict[str, Any], hardware: Hardware) -> Drafting | None:
-    """What --speculative-config and --acceptance say; a draft model writes its tokens on the same machine."""
+    """Assumed speculation by the options; a draft model runs on the same hardware."""
     from twinphase.estimate.estimate import estimate as compute
     from twinphase.estimate.inputs import Drafting
     from twinphase.estimate.known_models import read_shape
@@ -163,7 +163,7 @@ def _drafting(given: dict[str, Any], hardware: Hardware) -> Drafting | None:
 
 
 def _number(option: str, text: str | None) -> float | None:
-    """A positive number with an optional decimal suffix (k, M, G, T, P); None if the option was not given."""
+    """A positive number with an optional decimal suffix (k, M, G, T, P); None if not given."""
     if text is None:
         return None
     factor = SUFFIXES.get(text[-1:], 0.0)

@@ -1,4 +1,4 @@
-"""How an estimate is shown: both phases side by side in a table, or as JSON. Computes nothing."""
+"""Shows an estimate: both phases side by side in a table, or as JSON."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _hardware_line(result: Estimate) -> str:
 
 
 def show_estimate(result: Estimate, explain: bool) -> None:
-    """Print both phases side by side, what follows from them, warnings and assumptions; formulas if `explain`."""
+    """Print both phases, consequences, warnings and assumptions; formulas if `explain`."""
     console = answers()
     console.print(Text(_model_line(result), "bold"))
     console.print(Text(f"  from {result.shape.source}", "dim"))
@@ -171,7 +171,7 @@ def _phase_table(result: Estimate) -> Table:
 def _decode_rate(result: Estimate) -> str:
     batch = result.scenario.batch_size
     seconds = result.decode.seconds
-    if seconds is None:  # memory alone still says what no peak could beat
+    if seconds is None:  # Memory alone still bounds the rate.
         most = result.decode.memory_seconds
         return "unknown" if most is None else f"unknown; at most {_rate(1, most)} per request"
     total = f", {_rate(batch, seconds)} in all" if batch > 1 else ""
@@ -393,9 +393,8 @@ def show_hardware(as_json: bool) -> None:
     )
     for sheet in DATASHEETS.values():
         rates = (f"{precision} {scaled(peak, '')}" for precision, peak in sheet.peaks.items())
-        peaks = (
-            ", ".join(rate.replace(" ", "\u00a0") for rate in rates) or "unknown"
-        )  # a figure stays on its line
+        # No-break spaces keep each figure on one line.
+        peaks = ", ".join(rate.replace(" ", "\u00a0") for rate in rates) or "unknown"
         table.add_row(
             sheet.name,
             sheet.title,
@@ -408,9 +407,8 @@ def show_hardware(as_json: bool) -> None:
         console.print(Text(sheet.name, "bold"))
         for source in sheet.sources:
             console.print(Text(f"  {', '.join(source.figures)}: {source.title}"))
-            console.print(
-                Text(f"    {source.address}", "dim"), soft_wrap=True
-            )  # whole, to be copied
+            # The address stays whole, to be copied.
+            console.print(Text(f"    {source.address}", "dim"), soft_wrap=True)
         for figure, formula in sheet.computed.items():
             console.print(Text(f"  {figure} is computed: {formula}"))
         if sheet.note:
@@ -426,9 +424,8 @@ def show_models(as_json: bool) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for head in ("name", "parameters", "active", "context"):
         table.add_column(head, no_wrap=True)
-    table.add_column(
-        "repository", overflow="fold"
-    )  # whole, to be copied, on two lines where one is too narrow
+    # The name stays whole, to be copied.
+    table.add_column("repository", overflow="fold")
     for shape in shapes:
         active = f"{shape.active_parameters:,}" if shape.blueprint.experts else ""
         context = f"{shape.blueprint.context_length:,}"

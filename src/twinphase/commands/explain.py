@@ -1,4 +1,4 @@
-"""`twinphase explain`: where one request's time went, what bound it, why, and what to change."""
+"""`twinphase explain`: one request's time, its bounds, their causes, and what to change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def explain(
     json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     out: Path = typer.Option(None, help="Write a report with plots into this folder."),
 ) -> None:
-    """Explain one request: a waterfall of its time, what bound each phase, the causes, and what to change."""
+    """Explain one request: a waterfall of its time, bounds of each phase, causes and changes."""
     if out is not None and context.obj is None:
         raise InvalidRequestError(
             "--out needs the `twinphase` script, which writes reports.", "Leave --out out."

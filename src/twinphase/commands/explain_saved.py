@@ -1,9 +1,9 @@
-"""A ledger that was written to a file, read back as evidence.
+"""Evidence from a saved ledger.
 
-Four forms are taken: what `twinphase run --json` printed, what `GET /v1/requests/{id}/timeline`
-gave, an answer's body (or its last chunk) with `timings`, and the `timings` alone. What a form does
-not say stays unknown. Not for opening files (`explain_source.py`), nor for results of loads
-(`twinphase/explain/loads.py`).
+Four forms are accepted: the output of `twinphase run --json` or of
+`GET /v1/requests/{id}/timeline`, an answer's body (or last chunk) with `timings`, and the `timings`
+alone. Facts missing in a form stay unknown. `explain_source.py` opens files;
+`twinphase/explain/loads.py` reads results of loads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ACCEPTED = (
 )
 LARGEST_NUMBER = 1e18
 MS = 1e-3
-# Sums say nothing of the order in which they came; this is the usual one.
+# Sums have no order; this is the usual order of the kinds.
 ORDER = (
     IntervalKind.TOKENIZE,
     IntervalKind.ROUTE,
@@ -89,7 +89,7 @@ def read_ledger(found: Any) -> Evidence:
 
 
 def check_numbers(found: Any) -> None:
-    """Refuse numbers that are NaN (which JSON does not have, but Python writes), infinite or absurdly large."""
+    """Refuse numbers that are NaN (Python writes them to JSON), infinite or too large."""
     rest = [found]
     while rest:
         value = rest.pop()
@@ -100,7 +100,7 @@ def check_numbers(found: Any) -> None:
 
 
 def _timings_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The timings of a body; of several answers, the first one's."""
+    """The timings of a body; with several answers, those of the first."""
     choices = body.get("choices")
     bodies = [body, *(choices if isinstance(choices, list) else [])]
     timings = next(

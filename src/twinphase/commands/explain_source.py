@@ -1,9 +1,7 @@
-"""Where an explanation comes from: a server that is asked, or a file that is read.
+"""Gets an explanation from a server or a file, as plain values.
 
-Both give the same plain values.
-
-In addition to what `Explanation.as_dict` has, they have "id" (a request's, or a file's name) and
-"kind": "ledger", or "client" for the result of a load, of which only a client's side is known.
+The values are those of `Explanation.as_dict`, with "id" (of a request, or a file's name) and
+"kind": "ledger", or "client" for the result of a load, which has a client's measurements only.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ from twinphase.explain.levers import Lever, rank
 from twinphase.explain.load_diagnosis import ClientExplanation, explain_client
 from twinphase.explain.loads import read_loads
 
-LARGEST_FILE = 1 << 30  # bytes
-LARGEST_REPLY = 64 << 20
-REPLY_SECONDS = 60.0
+MAX_FILE_BYTES = 1 << 30
+MAX_REPLY_BYTES = 64 << 20
+REPLY_TIMEOUT_SECONDS = 60.0
 # What a result is, by its kind; of a bench result, by the names in its data.
 RESULTS = {"lab": "a lab result", "roofline": "a roofline", "compare": "a comparison of results"}
 BENCH_RESULTS = {"load": "a load's result", "phase sweep": "a phase sweep"}
@@ -40,13 +38,13 @@ CHECK_URL = "Is it a twinphase server? Give --url as the server logged it when i
 
 
 def as_file(what: str) -> Path | None:
-    """The file that is meant, if one is: what exists, or looks like a path."""
+    """The path in `what`, if it exists or looks like a path."""
     path = Path(what)
     try:
         if path.is_dir():
             return path / "result.json"
         return path if path.exists() or path.suffix == ".json" or "/" in what else None
-    except (OSError, ValueError):  # too long for a path, or with a null byte
+    except (OSError, ValueError):  # Too long for a path, or with a null byte.
         return None
 
 
@@ -61,9 +59,8 @@ def from_file(path: Path) -> dict[str, Any]:
     found = _read_json(path)
     is_object = isinstance(found, dict)
     if is_object and found.get("format") == "twinphase-result":
-        if found.get("kind") == "explain" and isinstance(
-            found.get("data"), dict
-        ):  # of `explain --out`
+        # The format of `explain --out`.
+        if found.get("kind") == "explain" and isinstance(found.get("data"), dict):
             return _checked(found["data"], str(path))
         explained = explain_client(read_loads(found.get("data"), _result_name(found)))
         return {"id": str(path), "kind": "client", **asdict(explained)}
@@ -79,8 +76,8 @@ def from_file(path: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> Any:
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise SavedLedgerError(f"{path} is larger than {LARGEST_FILE >> 30} GiB.", ACCEPTED)
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise SavedLedgerError(f"{path} is larger than {MAX_FILE_BYTES >> 30} GiB.", ACCEPTED)
         return json.loads(path.read_bytes())
     except OSError as error:
         raise SavedLedgerError(f"{path} cannot be read: {error.strerror}.", ACCEPTED) from None
@@ -97,7 +94,7 @@ def _result_name(result: dict[str, Any]) -> str:
 
 
 def _add_engines_own(explanation: dict[str, Any], engines: dict[str, Any]) -> None:
-    """Add what the engine itself said in `run --explain --json`, which knows nothing of what came before the request.
+    """Add the engine's own explanation from `run --explain --json`, which begins at the arrival.
 
     Its causes come from a ledger with every interval; their shares of TTFT are scaled to the whole
     wait.
@@ -120,7 +117,7 @@ def _add_engines_own(explanation: dict[str, Any], engines: dict[str, Any]) -> No
 
 
 def _checked(found: Any, name: str) -> dict[str, Any]:
-    """An explanation that was saved, with an id and a kind, if all of it is what it should be."""
+    """A saved explanation, checked, with an id and a kind."""
     try:
         if not isinstance(found, dict):
             raise ValueError(f"it is a JSON {type(found).__name__}")
@@ -148,9 +145,9 @@ def from_server(url: str, api_key: str | None, request_id: str | None) -> dict[s
     """The explanation of a server's request; of the last one that finished if no id is given.
 
     Raises:
-        InvalidRequestError: the URL is none.
+        InvalidRequestError: the URL is not valid.
         RequestNotFoundError: the server does not know the request, or has not finished one yet.
-        EngineUnavailableError: nobody answers.
+        EngineUnavailableError: no server answers.
         TwinphaseError: the server refuses, or is not a twinphase server.
     """
     base = server_base(url)
@@ -173,10 +170,10 @@ def from_server(url: str, api_key: str | None, request_id: str | None) -> dict[s
 
 
 def server_base(url: str) -> str:
-    """The URL of a server, with or without /v1 behind it.
+    """The base URL of a server, without /v1 at the end.
 
     Raises:
-        InvalidRequestError: it is no such URL.
+        InvalidRequestError: the URL is not valid.
     """
     base = url.rstrip("/").removesuffix("/v1")
     if urllib.parse.urlsplit(base).scheme not in ("http", "https"):
@@ -188,18 +185,18 @@ def get_json(url: str, api_key: str | None) -> dict[str, Any]:
     """The JSON object that a server answers with.
 
     Raises:
-        EngineUnavailableError: nobody answers.
+        EngineUnavailableError: no server answers.
         TwinphaseError: the server refuses, or is not a twinphase server.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         with urllib.request.urlopen(
-            urllib.request.Request(url, headers=headers), timeout=REPLY_SECONDS
+            urllib.request.Request(url, headers=headers), timeout=REPLY_TIMEOUT_SECONDS
         ) as reply:
-            found = json.loads(reply.read(LARGEST_REPLY))
+            found = json.loads(reply.read(MAX_REPLY_BYTES))
     except urllib.error.HTTPError as error:
         with error:
-            raise _refused(url, error.code, error.read(LARGEST_REPLY)) from None
+            raise _refused(url, error.code, error.read(MAX_REPLY_BYTES)) from None
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         reason = getattr(error, "reason", None) or error
         raise EngineUnavailableError(
@@ -216,7 +213,7 @@ def get_json(url: str, api_key: str | None) -> dict[str, Any]:
 
 
 def _refused(url: str, status: int, body: bytes) -> TwinphaseError:
-    """The server's own words where it has some."""
+    """The error with the server's message, if it sent one."""
     try:
         message = str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -38,9 +38,8 @@ COLOURS = {
     "until first token": PREFILL,
     "tokens after it": DECODE,
 }
-# of the bars, characters
-NARROWEST = 20
-WIDEST = 60
+MIN_BAR_COLUMNS = 20
+MAX_BAR_COLUMNS = 60
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 TITLES = {"prefill": "Why the first token took {}", "decode": "Why each token after it took {}"}
 
@@ -100,7 +99,7 @@ def _bars(falls: Mapping[str, Any]) -> Iterator[str]:
     """One bar per kind, each beginning where the one above ended."""
     bars = falls["bars"]
     wall = falls["wall_seconds"]
-    width = max(NARROWEST, min(WIDEST, shutil.get_terminal_size().columns - 42))
+    width = max(MIN_BAR_COLUMNS, min(MAX_BAR_COLUMNS, shutil.get_terminal_size().columns - 42))
     shares = percentages([bar["share"] for bar in bars])
     at = 0.0
     for bar, share in zip(bars, shares, strict=True):
@@ -114,7 +113,7 @@ def _bars(falls: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _blocks(start: float, end: float) -> str:
-    """Block characters from column `start` to `end`, at least an eighth of one so that nothing is invisible."""
+    """Block characters from column `start` to `end`, at least an eighth, to be visible."""
     eighths = max(
         1, round(8 * (end - int(start))) if int(start) == start else round(8 * (end - start))
     )

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from twinphase.tokenizer.tokenizer import Tokenizer
     from twinphase.weights.checkpoint import Checkpoint
 
-PROMPT_TOKENS = 512  # of the request that both phases are estimated for
-NOT_MEASURED = "not measured yet: run `twinphase roofline`"
+# Prompt of the request that both phases are estimated for.
+PROMPT_TOKENS = 512
 
 
 def show(
@@ -36,10 +36,10 @@ def show(
         "--tensor-parallel-size",
         "-tp",
         min=1,
-        help="Show as well what each of so many ranks would hold.",
+        help="Also show what each of this many ranks would hold.",
     ),
 ) -> None:
-    """Show what a model is: architecture, parameters, formats, context, KV cache, template, and both phases here."""
+    """Show a model: architecture, parameters, formats, context, KV cache, template, both phases."""
     facts = model_facts(model, ranks)
     if json:
         import json as encoder
@@ -52,11 +52,11 @@ def show(
 
 
 def model_facts(name: str, ranks: int = 1) -> dict[str, Any]:
-    """Everything that is shown, as plain values; those of an encoder have "embeds" and nothing of the phases.
+    """Everything `show` prints, as plain values; an encoder has "embeds" and no phases.
 
     Raises:
         ModelNotFoundError: there is no such model here.
-        InvalidRequestError: it cannot be divided among so many `ranks`.
+        InvalidRequestError: it cannot be divided among `ranks`.
         TwinphaseError: it cannot be read, or is of an architecture that is not known.
     """
     from twinphase.estimate.shapes import from_checkpoint
@@ -149,7 +149,7 @@ def _formats(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _kv_cache(b: Blueprint) -> dict[str, dict[str, int]]:
-    """Bytes by `kv_cache_dtype`: of one token; held at the full context, and read by a decode step there."""
+    """KV bytes by `kv_cache_dtype`: per token, at the full context, and read by a step there."""
     from twinphase.backends.device import open_device
     from twinphase.config import KV_CACHE_DTYPES
 
@@ -169,7 +169,7 @@ def _kv_cache(b: Blueprint) -> dict[str, dict[str, int]]:
 
 
 def _ranks(checkpoint: Checkpoint, b: Blueprint, count: int) -> list[dict[str, Any]]:
-    """What each rank would hold: bytes of weights, KV heads, and bytes per token by `kv_cache_dtype`."""
+    """What each rank holds: weight bytes, KV heads, and bytes per token by `kv_cache_dtype`."""
     from twinphase.models.share import rank_sizes
 
     whole = _kv_cache(b)
@@ -218,7 +218,7 @@ def _tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, dict[str, Any]
 
 
 def _both_phases(shape: DecoderShape) -> dict[str, Any] | None:
-    """The bounds of both phases by the ceilings that were measured here; None where nothing was measured."""
+    """Bounds of both phases by this machine's measured ceilings; None without measurements."""
     from twinphase.commands.estimate import scenario_of, this_machine
     from twinphase.estimate.estimate import estimate, warnings
 

@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from twinphase.commands.estimate_view import scaled, time_text
-from twinphase.commands.show import NOT_MEASURED
 from twinphase.terminal import answers
 
 KINDS = {"byte-level": "byte-level BPE", "sentencepiece": "SentencePiece", "wordpiece": "WordPiece"}
@@ -119,7 +118,7 @@ def _tokenizer(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _here(here: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     if here is None:
-        yield "both phases here", NOT_MEASURED
+        yield "both phases here", "not measured yet: run `twinphase roofline`"
         return
     prompt = f"{here['prompt_tokens']:,}"
     yield (

@@ -35,7 +35,7 @@ def status(
     ),
     json: bool = typer.Option(False, "--json", help="Print the server's JSON."),
 ) -> None:
-    """Show a server's engines: where they are, what they have, and the share of time that each phase takes."""
+    """Show a server's engines: where they run, their load, and the time share of each phase."""
     from twinphase.commands.explain_source import get_json, server_base
 
     found = get_json(f"{server_base(url)}/v1/cluster", api_key)

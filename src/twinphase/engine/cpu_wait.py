@@ -1,4 +1,4 @@
-"""How long threads were ready to run but had no processor: the sign of other programs on the same processors."""
+"""How long threads were ready but had no processor: a sign of other programs on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Iterable
 
 NANOSECOND = 1e-9
-THREAD_PREFIX = "twinphase-"  # of the names of a backend's threads
+# Names of a backend's threads begin with it.
+THREAD_PREFIX = "twinphase-"
 
 
 class CpuWait:
@@ -20,7 +21,7 @@ class CpuWait:
     """
 
     def __init__(self, read: Callable[[Iterable[int]], dict[int, float]]) -> None:
-        """Count for the calling thread; `read` gives the seconds that each thread has waited, by its native id."""
+        """Count for the calling thread; `read` gives each thread's waited seconds by native id."""
         self._read = read
         self._own = threading.get_native_id()
         self._last: dict[int, float] = {}
@@ -88,7 +89,7 @@ _OWN = threading.local()
 
 
 def thread_cpu_wait() -> float:
-    """Seconds that the calling thread and a backend's threads have waited in the system's run queue.
+    """Seconds that this thread and a backend's threads have waited in the run queue.
 
     Field 2 of Linux's /proc/self/task/ID/schedstat (Documentation/scheduler/sched-stats.rst);
     always 0 where there is none. Time that a hypervisor took from the whole machine is not in it;

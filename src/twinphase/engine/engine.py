@@ -41,7 +41,7 @@ class StepResult:
 
 
 class Engine:
-    """Requests in, tokens out, one step at a time: scheduler, executor and recorder decide, compute and measure."""
+    """Requests in, tokens out: scheduler decides, executor computes, recorder measures."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Engine:
         """Validate and queue a request.
 
         Args:
-            request: new, or with output tokens of an answer that another engine began: it goes on
+            request: new, or with output tokens of an answer that another engine began: it continues
                 as that one would have. A seed is chosen for it if it needs one and has none.
             timeline: what happened to the request before, such as tokenizing; a new one if None.
 
@@ -139,22 +139,22 @@ class Engine:
             self.recorder.trace.pace(pace)
 
     def limit_prefill(self, num_tokens: int | None) -> None:
-        """From the next step on, bound what prefill has of a step, whether something decodes in it or not."""
-        self.scheduler.most_prefill_tokens = num_tokens
+        """From the next step on, cap the prefill tokens of a step; None removes the cap."""
+        self.scheduler.max_prefill_tokens = num_tokens
         if self.recorder.trace:
             self.recorder.trace.read_at_most(num_tokens)
 
     def accept(
         self, blocks: Sequence[CachedBlock], write: Callable[[list[int], list[int]], None]
     ) -> list[Acceptance]:
-        """Between steps, make blocks that another engine computed findable; see `KVCacheManager.accept`."""
+        """Between steps, cache blocks that another engine computed; see `KVCacheManager.accept`."""
         verdicts = self.scheduler.kv_cache.accept(blocks, write)
         if self.recorder.trace:
             self.recorder.trace.accept(blocks, verdicts)
         return verdicts
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
-        """End a request between steps, such as at a stop string; unknown and finished ones are left alone."""
+        """End a request between steps, as at a stop string; ignore unknown and finished ones."""
         request = self.scheduler.get(request_id)
         if request is not None:
             self.scheduler.finish(request_id, reason)
@@ -172,7 +172,7 @@ class Engine:
         self.finish(request_id, FinishReason.ABORT)
 
     def _draft(self) -> dict[str, list[int]]:
-        """The drafter's guesses for the requests that decode next, up to the first that is no token."""
+        """The drafts for the requests that decode next, each cut at its first invalid token id."""
         assert self.drafter is not None
         decoding = [
             request for request in self.scheduler.running if phase_of(request) is Phase.DECODE
@@ -190,7 +190,7 @@ class Engine:
             self.drafter.forget(request)
 
     def _execute(self, batch: Batch) -> StepOutput:
-        """Compute a batch; if that fails, its shares one by one, so that the one at fault fails alone.
+        """Compute a batch; if that fails, its shares one by one, so that only the faulty one fails.
 
         Those that fail alone end with `FinishReason.ERROR`. The others' results are the same: a
         request's bits do not depend on who is computed with it.

@@ -1,4 +1,4 @@
-"""Measures steps from outside: the clock, who waited for a processor, the ledger, the cost model, the step log.
+"""Measures steps from outside: clock, processor waits, ledger, cost model, step log.
 
 The engine decides and computes the same without it. Not for how a step's time divides
 (`phases/ledger.py`).
@@ -19,13 +19,12 @@ from twinphase.phases.timeline import RequestTimeline, StepRecord
 from twinphase.phases.work import ModelShape
 from twinphase.request import Request
 
-LONGEST_GAP = (
-    0.1  # seconds between steps that count as the front end's work on a token; more is idleness
-)
+# A gap between steps up to this is the front end's work on a token; a longer one is idleness.
+MAX_GAP_SECONDS = 0.1
 
 
 class StepRecorder:
-    """Told by the engine what it does; tells where the time went, and teaches the cost model.
+    """Records what the engine does: fills the ledger and trains the cost model.
 
     Attributes:
         clock: monotonic seconds, the clock of `Request.arrival_time`.
@@ -74,7 +73,7 @@ class StepRecorder:
         batch: Batch,
         drafts: Mapping[str, Sequence[int]],
     ) -> StepOutput:
-        """What `compute` makes of the batch; logged now, since the batch's lists change with the commit.
+        """Compute, measure and log a batch; it is logged now, because the commit changes its lists.
 
         `drafts` are those that the batch was scheduled with.
         """
@@ -97,13 +96,13 @@ class StepRecorder:
         *,
         running: bool,
     ) -> StepRecord:
-        """The step is committed: `work` by tenant, predicted; `running` says whether requests go on after it."""
+        """Record a committed step: predicted `work` by tenant; `running` if requests continue."""
         start = self._start
         end = self.clock()
         record = self.ledger.add_step(batch, output, start, end, work)
         gap = start - self._last_end if self._last_end is not None else 0.0
         if not output.computed_singly:  # then the step did not take what its work takes
-            self._learn(batch, end - start - self._drafting, gap if gap < LONGEST_GAP else 0.0)
+            self._learn(batch, end - start - self._drafting, gap if gap < MAX_GAP_SECONDS else 0.0)
         for request in finished:
             self.ledger.close(request.request_id, end)
         self._last_end = end if running else None

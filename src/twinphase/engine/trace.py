@@ -1,4 +1,4 @@
-"""The log of everything that decides a step, one JSON object a line, and its replay through a fresh scheduler.
+"""The step log, one JSON object per line, and its replay through a fresh scheduler.
 
 The scheduler and the cost model are pure: given the same requests, tokens and times they decide the
 same. A log thus shows why a step was as it was, on any machine and without the model; a replay that
@@ -108,7 +108,7 @@ class TraceWriter:
     """
 
     def __init__(self, file: IO[str], header: dict[str, Any]) -> None:
-        """Write the header, from `trace_header` before anything was run; `file` is closed when the writer goes."""
+        """Write the header from `trace_header`, before any step; the writer closes `file`."""
         self._file = file
         self.error: OSError | None = None
         weakref.finalize(self, file.close)
@@ -145,7 +145,7 @@ class TraceWriter:
         self._write("bound", {"num_tokens": num_tokens})
 
     def observe(self, seconds: float, gap: float) -> None:
-        """What the step took, and what went by before it; Python writes floats so that they read back the same."""
+        """Log seconds of a step and of the gap before it; Python's floats read back the same."""
         self._write("observe", {"seconds": seconds, "gap": gap})
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
@@ -177,7 +177,7 @@ class Replay:
 
 
 def replay(path: Path) -> Replay:
-    """Run a log's requests, tokens and times through a fresh scheduler and compare the decisions byte for byte.
+    """Replay a log through a fresh scheduler and compare the decisions byte for byte.
 
     Raises:
         InvalidRequestError: the file is not such a log, or not a whole one; the message names the
@@ -235,7 +235,7 @@ class _Replaying:
         elif kind == "pace":
             scheduler.pace = Pace(**event)
         elif kind == "bound":
-            scheduler.most_prefill_tokens = event["num_tokens"]
+            scheduler.max_prefill_tokens = event["num_tokens"]
         elif kind == "observe":
             self._cost_model.observe(self._work, event["seconds"], event["gap"])
         elif kind == "step":

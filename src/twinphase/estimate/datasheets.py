@@ -1,7 +1,4 @@
-"""Published peaks of hardware that is not here, read from `datasheets.toml`.
-
-Not for measured ceilings.
-"""
+"""Published peaks of hardware, from `datasheets.toml`."""
 
 from __future__ import annotations
 
@@ -32,19 +29,21 @@ class Datasheet:
     """One product's published peaks.
 
     Attributes:
-        memory: bytes; the largest configuration where there are several; None where it is whatever
-            is fitted.
+        name: value of `--hardware`.
+        bandwidth: bytes per second of its memory; None is unpublished.
+        memory: bytes of the largest configuration; None if it depends on what is installed.
         peaks: dense operations per second by precision of `PRECISIONS`; a missing one is
             unpublished.
-        computed: for a figure that no document states, the formula over published parts.
+        sources: the documents that state the figures.
+        computed: formulas over published parts, for figures without a document.
     """
 
-    name: str  # what `--hardware` takes
+    name: str
     title: str
-    bandwidth: float | None = None  # of its memory, bytes per second; None is unpublished
+    bandwidth: float | None = None
     memory: float | None = None
     peaks: Mapping[str, float] = field(default_factory=dict)
-    sources: tuple[Source, ...]  # the documents that state the figures
+    sources: tuple[Source, ...]
     computed: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
 

@@ -1,4 +1,4 @@
-"""The arithmetic of both phases from first principles: what a model must compute and move, and how long that takes.
+"""The arithmetic of both phases from first principles: work, bytes and the time they take.
 
 Formulas (n prompt tokens, position p, batch B, h hidden size, V vocabulary; the rest as in
 `phases/work.py`, which counts FLOP and bytes; here all of the last layer is in P):
@@ -30,12 +30,13 @@ from twinphase.estimate.shapes import DecoderShape
 from twinphase.models.size import Size
 from twinphase.phases.work import ModelShape, make_shape, step_cost, weight_bytes_read
 
-LARGEST_BATCH = 1 << 24  # sequences; a break-even beyond this is reported as "never"
+# A break-even batch beyond this is reported as "never".
+MAX_BATCH = 1 << 24
 
 
 @dataclass(frozen=True)
 class PartEstimate:
-    """The linear layers or the attention of a phase: work, and the seconds that each known ceiling needs for it."""
+    """Work of the linear layers or the attention of a phase, and its time at each known ceiling."""
 
     flops: float
     bytes: float
@@ -43,7 +44,8 @@ class PartEstimate:
     memory_seconds: float | None
 
     @property
-    def intensity(self) -> float:  # FLOP per byte
+    def intensity(self) -> float:
+        """FLOP per byte."""
         return self.flops / self.bytes
 
     @property
@@ -79,7 +81,8 @@ class PhaseEstimate:
         return _sum(self.linear.seconds, self.attention.seconds)
 
     @property
-    def memory_seconds(self) -> float | None:  # no peak makes it faster
+    def memory_seconds(self) -> float | None:
+        """Time by memory alone, a lower bound at any peak."""
         return _sum(self.linear.memory_seconds, self.attention.memory_seconds)
 
     @property
@@ -105,43 +108,48 @@ class SpeculationEstimate:
     step: PhaseEstimate
 
     @property
-    def seconds(self) -> float | None:  # of a step, with what drafting takes
+    def seconds(self) -> float | None:
+        """Time of a step, drafting included."""
         return _sum(self.step.seconds, self.drafting.seconds)
 
     @property
-    def tokens_per_second(self) -> float | None:  # of one request
+    def tokens_per_second(self) -> float | None:
+        """Rate of one request."""
         return None if self.seconds is None else self.drafting.tokens_per_step / self.seconds
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Everything that follows from a model, a machine and a request; None is unknown.
+    """The results for a model, a machine and a request; None is unknown.
 
     Attributes:
+        kv_token_bytes: KV of one token in all layers.
+        prefill: of one prompt; its time is the TTFT in an idle engine.
         decode: the mean step of the batch over the whole request; `decode_first` and `decode_last`
-            are its ends.
+            are its first and last steps.
+        decode_steps: output tokens - 1.
+        balance: FLOP per byte with equal times of arithmetic and memory in the linear layers.
+        break_even_batch: smallest batch with compute-bound linear layers in decode.
+        no_break_even: why there is none, beginning with "unknown" or "never"; else "".
+        max_batch: sequences of this length that fit beside the weights; 0 if the weights do not.
+        sequence_bytes: KV of one sequence at its end, in layers with a window too.
     """
 
     shape: DecoderShape
     hardware: Hardware
     scenario: Scenario
     weights: Size
-    kv_token_bytes: float  # KV of one token in all layers
-    # of one prompt; its seconds are the TTFT with no queue and nothing else running
+    kv_token_bytes: float
     prefill: PhaseEstimate
     decode: PhaseEstimate
     decode_first: PhaseEstimate
     decode_last: PhaseEstimate
-    decode_steps: int  # output tokens - 1
-    balance: (
-        float | None
-    )  # FLOP per byte at which the linear layers' unit and the memory take equally long
-    break_even_batch: int | None  # smallest batch at which decode's linear layers are compute-bound
-    no_break_even: str  # why there is none, beginning with "unknown" or "never"; "" if there is one
-    max_batch: (
-        int | None
-    )  # sequences of this length that fit beside the weights; 0 where the weights do not fit
-    sequence_bytes: float  # KV that one sequence holds at its end, in layers with a window too
+    decode_steps: int
+    balance: float | None
+    break_even_batch: int | None
+    no_break_even: str
+    max_batch: int | None
+    sequence_bytes: float
     speculation: SpeculationEstimate | None = None
 
     @property
@@ -205,10 +213,9 @@ class _Model:
         return PhaseEstimate(linear, self.attention(cost.attention_flops, cost.bytes, moved))
 
     def decode(self, position: int, steps: int, drafts: int = 0) -> PhaseEstimate:
-        """The mean of `steps` steps of the batch, the first of them at `position`, with so many drafts per request."""
-        rows = StepWork.of_chunk(
-            position, steps, True, self.costs.window
-        )  # but each row reads its KV for itself
+        """The mean of `steps` steps of the batch from `position` on, with `drafts` per request."""
+        # Unlike in a chunk, each row reads its own KV.
+        rows = StepWork.of_chunk(position, steps, True, self.costs.window)
         near = rows.windowed_prefill_contexts
         cost = step_cost(
             self.costs, rows._replace(kv_tokens=rows.prefill_contexts, windowed_kv_tokens=near)
@@ -221,7 +228,7 @@ class _Model:
         return PhaseEstimate(self.linear(count, count, moved), self.attention(flops, kv, moved))
 
     def break_even(self) -> tuple[int | None, str]:
-        """Smallest batch whose linear layers are compute-bound in decode; or None, and why there is none."""
+        """Smallest batch with compute-bound linear layers in decode; or None and the reason."""
         unit = self.scenario.units.linear
         missing = [] if self.hardware.peak(unit) else [f"peak in {unit}"]
         missing += (
@@ -238,7 +245,7 @@ class _Model:
         while not compute_bound(high):
             low = high
             high = high * 2
-            if high > LARGEST_BATCH:
+            if high > MAX_BATCH:
                 slower = "reading the weights takes longer than the arithmetic"
                 return None, f"never: even with {low:,} requests at once, {slower}"
         while high - low > 1:
@@ -250,10 +257,10 @@ class _Model:
 def estimate(
     shape: DecoderShape, hardware: Hardware, scenario: Scenario, drafting: Drafting | None = None
 ) -> Estimate:
-    """Estimate both phases of one request, and decode with drafts too.
+    """Estimate both phases of one request, and decode with drafts if `drafting` is given.
 
     Raises:
-        InvalidRequestError: it is not known how the weights are stored.
+        InvalidRequestError: the storage type of the weights is unknown.
     """
     weights = weight_bytes(shape, scenario.dtype)
     b = shape.blueprint
@@ -360,8 +367,7 @@ def assumptions(result: Estimate) -> list[str]:
         )
     if result.speculation is not None:
         found.append(
-            "Speculation: every draft is right with the same chance, given that those before it "
-            "are; each step drafts "
-            "as many tokens; looking up text takes no time."
+            "Speculation: every draft is accepted with the same chance if those before it are; "
+            "each step drafts the same number of tokens; looking up text takes no time."
         )
     return [*found, *hardware.notes]

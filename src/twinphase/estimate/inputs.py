@@ -18,31 +18,35 @@ from twinphase.phases.hardware import Ceilings
 
 # Bytes per value. Real 4-bit formats keep scales too: GGUF's types count them, "int4" does not.
 DTYPES: Mapping[str, float] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
+# Names of the precisions in Ceilings.
 _MEASURED_UNITS = {
     "fp32": "float32",
     "bf16": "bfloat16",
     "fp16": "float16",
     "int8": "int8",
-}  # as Ceilings names them
+}
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the arithmetic is divided by."""
+    """Peaks of the hardware.
+
+    Attributes:
+        kind: "datasheet", "measured here" or "given".
+        peaks: operations per second of one device, by precision; a missing one is unknown.
+        bandwidth: bytes per second of one device; None is unknown, or given by `ceilings`.
+        memory: bytes of one device; None is unknown.
+        devices: devices that share every layer evenly, without cost of communication.
+        ceilings: of this machine; their bandwidth depends on the bytes that a step reads.
+    """
 
     name: str
-    kind: str  # "datasheet", "measured here" or "given"
-    peaks: Mapping[
-        str, float
-    ]  # operations per second of one device, by precision; a missing one is unknown
-    bandwidth: (
-        float | None
-    )  # bytes per second of one device; None is unknown, or given by `ceilings`
-    memory: float | None  # bytes of one device; None is unknown
-    devices: int = 1  # how many share every layer evenly, without any cost of communication
-    ceilings: Ceilings | None = (
-        None  # of this machine, whose bandwidth depends on how much a step reads
-    )
+    kind: str
+    peaks: Mapping[str, float]
+    bandwidth: float | None
+    memory: float | None
+    devices: int = 1
+    ceilings: Ceilings | None = None
     notes: tuple[str, ...] = ()
 
     def peak(self, precision: str) -> float | None:
@@ -66,25 +70,28 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is asked of the model, and how well the hardware is assumed to be used.
+    """The requests, and the assumed efficiency of the hardware.
 
     Attributes:
+        prompt_tokens: per request, none of them cached.
+        output_tokens: per request; prefill produces the first one.
+        batch_size: sequences that decode together, all at the same position.
+        units: precision of the linear layers and of attention's two products.
+        dtype: storage type of the weights; "" as in the model's file.
+        kv_head_bytes: key and value of one token in one KV head of one layer, 2 d b in the formula.
         mfu, mbu: assumed fractions of the peak and of the bandwidth.
+        price_per_hour: price of all devices together.
     """
 
-    prompt_tokens: int  # per request, none of them cached
-    output_tokens: int  # per request; the first one comes out of prefill
-    batch_size: int  # sequences that decode together, all at the same position
-    units: (
-        Units  # precision of the arithmetic, of the linear layers and of attention's two products
-    )
-    dtype: str  # how weights are stored; "" as in the model's file
-    kv_head_bytes: (
-        float  # key and value of one token in one KV head of one layer: 2 d b by the formula
-    )
+    prompt_tokens: int
+    output_tokens: int
+    batch_size: int
+    units: Units
+    dtype: str
+    kv_head_bytes: float
     mfu: float = 1.0
     mbu: float = 1.0
-    price_per_hour: float | None = None  # of all devices together
+    price_per_hour: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "output_tokens", "batch_size"):
@@ -104,18 +111,18 @@ class Scenario:
 
     @property
     def precisions(self) -> list[str]:
-        """Those of `units`, each once."""
+        """The distinct precisions of `units`."""
         return list(dict.fromkeys((self.units.linear, self.units.scores, self.units.values)))
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """Speculative decoding, assumed.
+    """Assumed speculative decoding.
 
     Attributes:
         num_tokens: drafted per request and step.
-        acceptance: chance that a draft is right where all before it are.
-        seconds: that drafting takes per step; None is unknown.
+        acceptance: probability that a draft is accepted if all before it are.
+        seconds: drafting time per step; None is unknown.
     """
 
     num_tokens: int
@@ -148,7 +155,7 @@ def datasheet_hardware(name: str) -> Hardware:
 
 
 def units_for(dtype: str) -> Units:
-    """The precision of the arithmetic, by how the weights are stored.
+    """The precision of the arithmetic for a storage type of the weights.
 
     Weights of 8 bits (with 8-bit activations) and more are multiplied as they are; narrower ones
     are widened to bf16 first. Attention works in 16 bits or more.
@@ -181,7 +188,7 @@ def weight_bytes(shape: DecoderShape, dtype: str) -> Size:
     """Bytes of the weights: as in the file, or with every weight in `dtype`.
 
     Raises:
-        InvalidRequestError: neither `dtype` nor the file says how they are stored.
+        InvalidRequestError: neither `dtype` nor the file has a storage type.
     """
     if not dtype and shape.stored is not None:
         return shape.stored

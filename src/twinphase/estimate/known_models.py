@@ -1,4 +1,4 @@
-"""The shape of a model by its name: a known one (`known_models.toml`), a file, or a model in the cache."""
+"""The shape of a model by name: from `known_models.toml`, a file, or the model cache."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FILE = Path(__file__).with_name("known_models.toml")
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model by name."""
+    """A repository at https://huggingface.co, and fields of its config.json for the formulas."""
 
-    repo: str  # its repository at https://huggingface.co
-    config: Mapping[str, Any]  # the fields of its config.json that the formulas need
+    repo: str
+    config: Mapping[str, Any]
 
     @property
     def source(self) -> str:
@@ -40,9 +40,9 @@ KNOWN_MODELS = msgspec.convert(
 
 
 def read_shape(name: str) -> DecoderShape:
-    """The shape of a model: a known name, a GGUF file, a config.json or its folder, or a model in the cache.
+    """The shape of a known model, a GGUF file, a config.json or its folder, or a cached model.
 
-    Nothing is downloaded. Where a folder has weights, their bytes are counted.
+    Nothing is downloaded. For a folder with weights, their bytes are counted.
 
     Raises:
         ModelNotFoundError: nothing has that name; the message has close matches.
@@ -68,7 +68,7 @@ def read_shape(name: str) -> DecoderShape:
                 if path.suffix.lower() == ".json"
                 else from_model(path, name)
             )
-    except (OSError, ValueError):  # too long for a path, or with a null byte
+    except (OSError, ValueError):  # Too long for a path, or with a null byte.
         pass
     return _from_cache(name)
 

@@ -1,7 +1,6 @@
-"""A decoder as the formulas of `estimate.py` need it, from a Hugging Face configuration or an open checkpoint.
+"""The shape of a decoder for the formulas, from a Hugging Face configuration or a checkpoint.
 
-What a configuration means is `models/architectures`' to say, for all formats. Not for names
-(`known_models.py`).
+`models/architectures` interprets configurations of all formats; `known_models.py` resolves names.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ HF_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """A blueprint with what an estimate says of its origin.
+    """A blueprint and its origin.
 
     Attributes:
         name: as the user gave it.
         source: where its numbers come from.
-        blueprint: what the model is made of.
-        dtype: how its weights are stored: "fp16", "bf16", "fp32", a GGUF type; "" if nothing says
-            it.
+        blueprint: structure of the model.
+        dtype: storage type of the weights: "fp16", "bf16", "fp32" or a GGUF type; "" is unknown.
         stored: bytes of its tensors; None for a configuration without weights.
     """
 
@@ -51,7 +49,7 @@ class DecoderShape:
 
     @property
     def linear_parameters(self) -> int:
-        """P: weights of the layers' matrices that one row uses, of the experts only its own."""
+        """P: weights of the layers' matrices that one row uses, its own experts included."""
         return self.parameters.linear(self.blueprint.experts)
 
     @property
@@ -61,7 +59,7 @@ class DecoderShape:
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token uses, the whole embedding matrix included, as model cards count."""
+        """Weights that one token uses, with the whole embedding matrix, as on model cards."""
         return self.parameters.active(self.blueprint.experts)
 
 
@@ -73,7 +71,7 @@ def read_config(path: Path, name: str) -> DecoderShape:
         raise CheckpointError(f"{path} is not readable JSON: {error}.", CONFIG_FIX) from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object.", CONFIG_FIX)
-    if isinstance(config.get("text_config"), dict):  # of a model that also sees
+    if isinstance(config.get("text_config"), dict):  # Of a multimodal model.
         config |= config["text_config"]
     return from_hf_config(config, name, str(path))
 

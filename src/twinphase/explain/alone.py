@@ -1,4 +1,4 @@
-"""What a request would have taken with the engine to itself: measured where it was alone, else by the cost model."""
+"""A request's time with the engine to itself: measured if it was alone, else predicted."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from twinphase.explain.evidence import Evidence
 from twinphase.explain.levers import duration, percent
 from twinphase.phases.timeline import IntervalKind
 
-# What sharing its own steps costs a request, and what a full engine or a full cache costs it
-# besides.
+# Time that other requests in the same steps, a full engine or a full cache add.
 SHARING = (
     IntervalKind.PREFILL_WAIT,
     IntervalKind.BATCHING,
@@ -19,26 +18,28 @@ SHARING = (
     IntervalKind.RECOMPUTE,
 )
 NOT_ITS_OWN = {*SHARING, IntervalKind.QUEUE}
-OTHERS_REASONS = {"seats", "blocks", "budget", "prefix"}  # to queue
+# Reasons to queue that other requests cause.
+OTHERS_REASONS = {"seats", "blocks", "budget", "prefix"}
 
 
 @dataclass(frozen=True)
 class Alone:
-    """A request with the engine to itself, and its cached tokens as they were.
+    """Times of a request alone in the engine, with the same cached tokens.
 
     Attributes:
-        seconds: prefill + decode + everything measured that is neither of them nor others'
-            (tokenizing, text, ...); None where it cannot be told.
+        seconds: prefill, decode and measured time that others do not cause (tokenizing, text, ...);
+            None is unknown.
+        ttft: seconds to the first token; None is unknown.
+        tpot: seconds per later token; None is unknown, or fewer than two output tokens.
         prefill_seconds, decode_seconds: by the cost model.
-        own_shares: this request's shares of the steps that it was in, prefill + decode; alone it
-            would not take more.
-        verdict: "alone": it was, and `seconds` was measured; "predicted"; or "unknown": the cost
-            model is further off from `own_shares` than it usually errs.
+        own_shares: this request's shares of its steps, prefill and decode; an upper bound.
+        verdict: "alone" if `seconds` was measured; "predicted"; or "unknown" if the prediction is
+            further from `own_shares` than the cost model's usual error.
     """
 
     seconds: float | None
-    ttft: float | None  # until the first token; None where it cannot be told
-    tpot: float | None  # per token after it; None as `ttft`, and below two output tokens
+    ttft: float | None
+    tpot: float | None
     prefill_seconds: float
     decode_seconds: float
     own_shares: float
@@ -48,16 +49,16 @@ class Alone:
 def had_it_run_alone(evidence: Evidence) -> Alone | None:
     """The same request in an empty engine; None without a cost model.
 
-    Where nobody else was in its steps, its own times are the answer. Otherwise it is the cost
-    model's: prefill in chunks as the engine cuts them, then a step per token at its context; never
-    more than the measured shares.
+    If no other request was in its steps, its measured times are the answer. Otherwise the cost
+    model predicts prefill in the engine's chunks and a step per token; the measured shares are
+    upper bounds.
     """
     prefill = evidence.prefill_alone()
     if prefill is None or evidence.machine is None:
         return None
     num_decoded = max(0, evidence.request.num_output_tokens - 1)
-    # A step's time is linear in its context, so that the mean context gives the mean time. With
-    # drafts, alone it would have taken about as many steps, since what is drafted is its own text.
+    # A step's time is linear in its context, so the mean context gives the mean time. With drafts,
+    # which depend on its own text, it would have taken about as many steps alone.
     steps = evidence.timeline.decode.steps if evidence.request.num_draft_tokens else num_decoded
     decode = steps * (evidence.decode_step(1, evidence.num_prompt + (num_decoded + 1) / 2) or 0.0)
     own_prefill, own_decode = (
@@ -84,7 +85,7 @@ def had_it_run_alone(evidence: Evidence) -> Alone | None:
 
 
 def _shared_steps(evidence: Evidence) -> bool:
-    """Whether somebody else was in its steps, or took its place."""
+    """Whether other requests were in its steps, or preempted it."""
     decode = evidence.timeline.decode
     return (
         any(evidence.timeline.seconds(kind) > 0 for kind in SHARING)
@@ -94,13 +95,13 @@ def _shared_steps(evidence: Evidence) -> bool:
 
 
 def _beyond_its_error(predicted: float, own: float, evidence: Evidence) -> bool:
-    """Whether the prediction is further off than 95 % of the model's last ones."""
+    """Whether the prediction's error exceeds 95 % of the model's last errors."""
     p95 = evidence.model_error.p95 if evidence.model_error else None
     return abs(predicted - own) > own * p95 if p95 is not None else predicted > own
 
 
 def alone_sentences(found: Mapping[str, Any]) -> list[str]:
-    """What to say about it, of an explanation as plain values."""
+    """Sentences for an explanation in plain values."""
     alone = found.get("alone")
     error = found.get("error") or {}
     if not alone:

@@ -1,6 +1,6 @@
-"""Which cause each second of a request belongs to: one division per phase, so that no second is claimed twice.
+"""Divides each phase of a request among causes, so that every second has exactly one cause.
 
-None instead of seconds: the cause is there, but what it takes cannot be told.
+None instead of seconds: the cause is present, but its time is unknown.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from twinphase.phases.hardware import NEITHER
 from twinphase.phases.timeline import IntervalKind, PhaseTotals
 from twinphase.phases.work import kv_bytes_per_token, weight_bytes_read
 
-WORTH_NAMING = 0.1  # smallest share of the time in question that is told
-COLD_STEPS = 4  # a prompt that began in the engine's first steps may have found it cold,
-COLD_FACTOR = 2.0  # and did if it took this many times what it would take now
+# Smaller shares of a phase are not reported.
+MIN_REPORTED_SHARE = 0.1
+# A prompt was a cold start if it began in the engine's first steps and took this many times the
+# time that it would take now.
+COLD_START_STEPS = 4
+COLD_START_RATIO = 2.0
 EITHER_PHASE = {
     IntervalKind.ROUTE: "route",
     IntervalKind.TRANSFER: "transfer",
@@ -39,7 +42,7 @@ Seconds = dict[str, float | None]
 
 
 def attribute(evidence: Evidence, phase: str) -> Seconds:
-    """Seconds by cause: of the time to first token for "prefill", of the time after it for "decode"."""
+    """Seconds by cause, up to the first token for "prefill", after it for "decode"."""
     spent = evidence.spent(phase)
     found: Seconds = {cause: spent[kind] for kind, cause in KIND_CAUSES[phase].items()}
     found |= _prefill(evidence, spent) if phase == "prefill" else _decode(evidence, spent)
@@ -47,7 +50,7 @@ def attribute(evidence: Evidence, phase: str) -> Seconds:
 
 
 def _prefill(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
-    """The queue by its reasons; the request's own prefill between contention, coldness, evicted tokens and new ones."""
+    """Queue time by reason; prefill by contention, cold start, evicted tokens and new tokens."""
     grammar = evidence.grammar_seconds
     own = spent[IntervalKind.PREFILL]
     totals = evidence.timeline.prefill
@@ -59,12 +62,11 @@ def _prefill(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
     first_step = min(
         (interval.step for interval in evidence.intervals(IntervalKind.PREFILL)), default=-1
     )
-    if expected and 0 <= first_step < COLD_STEPS and rest > COLD_FACTOR * expected:
+    if expected and 0 <= first_step < COLD_START_STEPS and rest > COLD_START_RATIO * expected:
         cold = rest - expected
     evicted = (rest - cold) * evidence.known_part
-    # A shared beginning proves nothing about the rest of a prompt: only evicted tokens were
-    # certainly cached once.
-    listed = None if own >= WORTH_NAMING * sum(spent.values()) > 0 else 0.0
+    # Only evicted tokens were certainly cached once; a shared prefix does not prove more.
+    listed = None if own >= MIN_REPORTED_SHARE * sum(spent.values()) > 0 else 0.0
     return {
         "queue": spent[IntervalKind.QUEUE] - grammar,
         "grammar": grammar,
@@ -77,7 +79,7 @@ def _prefill(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
 
 
 def _decode(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
-    """The request's own decode, divided between what is not the model, and the model by what bound it."""
+    """The request's own decode: parts outside the model, and the model by what bounds it."""
     own = spent[IntervalKind.DECODE]
     totals = evidence.timeline.decode
     bound = evidence.efficiency("decode").bound
@@ -87,20 +89,18 @@ def _decode(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
     around = max(0.0, totals.seconds - totals.executed) if totals.executed > 0 else 0.0
     scheduled = min(own - waited - for_ranks - sampled, _own_part(own, totals, around))
     model = own - waited - for_ranks - sampled - scheduled
-    listed = None if model >= WORTH_NAMING * sum(spent.values()) > 0 else 0.0
+    listed = None if model >= MIN_REPORTED_SHARE * sum(spent.values()) > 0 else 0.0
     found: Seconds = {"contention": waited, "rank_wait": for_ranks, "sampling": sampled}
-    # After its first token a request queues only where it was preempted.
+    # After its first token a request queues only after a preemption.
     found["cache_pressure"] = spent[IntervalKind.RECOMPUTE] + spent[IntervalKind.QUEUE]
     machine = evidence.machine
     idle = evidence.idle_part
     unexplained = 0.0
     if machine and machine.config.isa and machine.best_isa not in (None, machine.config.isa):
-        found["isa"] = listed  # the other path was not measured
-    if bound in NEITHER:  # memory and arithmetic explain no more than the nearest ceiling does
+        found["isa"] = listed  # The other path was not measured.
+    if bound in NEITHER:  # The nearest ceiling explains the most that memory and arithmetic can.
         unexplained = max(0.0, model - own * nearest_ceiling(evidence)[1])
-    if (
-        idle
-    ):  # only arithmetic divides among more threads: memory gives no more once a few have filled it
+    if idle:  # Only arithmetic divides among more threads; a few threads saturate memory.
         found["threads"] = model * idle if bound == "compute" else listed
     model -= unexplained + (found.get("threads") or 0.0)
     found["step_overhead"] = scheduled + unexplained
@@ -111,12 +111,12 @@ def _decode(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
 
 
 def _own_part(own: float, totals: PhaseTotals, seconds: float) -> float:
-    """The request's part of the `seconds` that its steps spent on something, by its `own` part of those steps."""
+    """The request's part of `seconds` of its steps, in proportion to its `own` part of them."""
     return min(own, own * seconds / totals.seconds) if totals.seconds > 0 else 0.0
 
 
 def nearest_ceiling(evidence: Evidence) -> tuple[str, float]:
-    """The ceiling that the decode steps came nearest to, and how near; ("unknown", 0) where neither is known."""
+    """The ceiling nearest to the decode steps, and the fraction reached; ("unknown", 0) if none."""
     near = evidence.efficiency("decode")
     known = [
         (value, name)
@@ -128,17 +128,17 @@ def nearest_ceiling(evidence: Evidence) -> tuple[str, float]:
 
 
 def _weights_part(evidence: Evidence) -> float:
-    """The fraction of the model's decode time that goes to its weights; the rest goes to the context."""
+    """Fraction of the model's decode time for its weights; the rest is for the context."""
     machine = evidence.machine
     totals = evidence.timeline.decode
     if machine is None or not totals.steps or not totals.bytes:
         return 1.0
     shape = machine.shape
     context = shape.mean_attended(evidence.mean_context)
-    if nearest_ceiling(evidence)[0] == "compute":  # floating-point operations per token
+    if nearest_ceiling(evidence)[0] == "compute":  # Floating-point operations per token.
         weights = 2.0 * (shape.linear_parameters + shape.head_parameters)
         attended = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * context
-    else:  # bytes per token
+    else:  # Bytes per token.
         weights = float(weight_bytes_read(shape, 1, 1))
         attended = context * kv_bytes_per_token(shape)
     return weights / (weights + attended)

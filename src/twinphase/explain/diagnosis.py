@@ -1,15 +1,15 @@
 """The causes of a bad time to first token and of bad tokens per second.
 
-`attribution.py` gives every second to one cause, so that the shares of one symptom add up to 1 at
-most; `causes.py` has the words. docs/explain.md lists the causes, each with the test that provokes
-it. Not for what only a client can see (`twinphase/explain/load_diagnosis.py`).
+`attribution.py` gives every second to one cause, so the shares of one symptom add up to at most 1;
+`causes.py` has the sentences. docs/explain.md lists the causes, each with the test that provokes
+it. `load_diagnosis.py` works from the outside, with a client's measurements.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from twinphase.explain.attribution import WORTH_NAMING, attribute
+from twinphase.explain.attribution import MIN_REPORTED_SHARE, attribute
 from twinphase.explain.causes import CAUSES
 from twinphase.explain.evidence import Evidence
 from twinphase.explain.levers import Lever
@@ -17,28 +17,37 @@ from twinphase.explain.levers import Lever
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A cause of a bad time to first token, or of bad tokens per second."""
+    """A cause of a bad time to first token, or of bad tokens per second.
 
-    cause: str  # its name, as in docs/explain.md
-    phase: str  # "prefill" for a bad TTFT, "decode" for bad tokens per second
-    evidence: str  # what was measured, in a sentence or two
-    seconds: float | None  # what it explains; None where that cannot be told
-    share: float | None  # of TTFT, or of the time after the first token; None as above
-    lever: Lever | None = None  # what to change, if anything can be
+    Attributes:
+        cause: name, as in docs/explain.md.
+        phase: "prefill" for a bad TTFT, "decode" for bad tokens per second.
+        evidence: what was measured, in one or two sentences.
+        seconds: time that the cause explains; None is unknown.
+        share: fraction of TTFT, or of the time after the first token; None is unknown.
+        lever: what to change, if anything.
+    """
+
+    cause: str
+    phase: str
+    evidence: str
+    seconds: float | None
+    share: float | None
+    lever: Lever | None = None
 
 
 def diagnose(evidence: Evidence) -> tuple[Diagnosis, ...]:
     """The causes of a bad TTFT, then of bad tokens per second, the largest share first.
 
-    Causes that explain less than a tenth are left out; those without a share come last, if
-    something can be changed.
+    Causes that explain less than a tenth are left out; those without a share come last, if they
+    have a lever.
     """
     found: list[Diagnosis] = []
     for phase, before in (("prefill", sum(evidence.before.values())), ("decode", 0.0)):
         whole = before + sum(evidence.spent(phase).values())
         named = []
         for cause, seconds in attribute(evidence, phase).items():
-            if seconds is not None and seconds < WORTH_NAMING * whole:
+            if seconds is not None and seconds < MIN_REPORTED_SHARE * whole:
                 continue
             sentence, lever = CAUSES[cause](evidence, seconds or 0.0)
             if lever is not None and lever.addressed_seconds is None:
@@ -47,5 +56,5 @@ def diagnose(evidence: Evidence) -> tuple[Diagnosis, ...]:
                 named.append(Diagnosis(cause, phase, sentence, seconds, seconds / whole, lever))
             elif lever is not None:
                 named.append(Diagnosis(cause, phase, sentence, None, None, lever))
-        found += sorted(named, key=lambda one: (one.share is None, -(one.share or 0.0)))
+        found += sorted(named, key=lambda item: (item.share is None, -(item.share or 0.0)))
     return tuple(found)

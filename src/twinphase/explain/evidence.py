@@ -1,6 +1,6 @@
-"""What is known of one request, wherever it comes from: the engine that served it, or a file that was saved.
+"""Facts about one request, from the engine that served it or from a saved file.
 
-The explanation and the rules of the diagnosis read this and nothing else. Not for judging it.
+Explanation and diagnosis use these facts only.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from twinphase.phases.timeline import (
 from twinphase.phases.work import ModelShape
 from twinphase.request import RequestCounts
 
-FEW = 0.1  # fraction of a phase's steps, or of the rows of its steps
+# Fraction of a phase's steps, or of the rows of its steps.
+FEW = 0.1
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the request ran on; None is unknown.
+    """The engine and machine that served the request; None is unknown.
 
     Attributes:
         kv_token_bytes: bytes per token of the KV cache, for each `kv_cache_dtype` that the backend
@@ -53,7 +54,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How near the steps of one phase came to the machine's ceilings.
+    """Fractions of the machine's ceilings that the steps of one phase reached.
 
     Attributes:
         mfu, mbu: fractions of the measured peaks; above 1 a count or a ceiling is wrong. None is
@@ -67,22 +68,23 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A request, its timeline, and what it ran on.
+    """A request, its timeline and its machine.
 
     Attributes:
-        before: seconds by name of what came before it arrived, such as loading the model.
-        known: the efficiency of a phase where the ledger has it; otherwise it is worked out here.
+        machine: None for a saved ledger; then nothing is predicted.
+        before: seconds before its arrival by name, such as loading the model.
+        known: efficiency by phase if the ledger has it; otherwise it is computed here.
+        detailed: the timeline has intervals in order, not only sums.
+        names: ids of other requests may be shown, since they belong to the caller.
     """
 
     request: RequestCounts
     timeline: RequestTimeline
-    machine: Machine | None = None  # None for a saved ledger; nothing can be predicted then
+    machine: Machine | None = None
     before: Mapping[str, float] = field(default_factory=dict)
     known: Mapping[str, Efficiency] = field(default_factory=dict)
-    detailed: bool = True  # the timeline has every interval in its place, not just sums
-    names: bool = (
-        False  # other requests may be called by their ids, because they belong to whoever asks
-    )
+    detailed: bool = True
+    names: bool = False
 
     @cached_property
     def first(self) -> dict[IntervalKind, float]:
@@ -109,7 +111,7 @@ class Evidence:
 
     @property
     def num_known(self) -> int:
-        """Prompt tokens computed although they were once cached, by their hash; the last one is always computed."""
+        """Computed prompt tokens that were cached once, by hash; the last is always computed."""
         miss = self.request.prefix_miss
         return min(miss.num_known, max(0, self.num_computed - 1)) if miss is not None else 0
 
@@ -133,7 +135,7 @@ class Evidence:
 
     @property
     def grammar_seconds(self) -> float:
-        """Seconds before the first output token in which its grammar was being compiled."""
+        """Seconds of grammar compilation before the first output token."""
         cut = self.timeline.arrival + sum(self.first.values())
         queues = (
             queue for queue in self.intervals(IntervalKind.QUEUE) if queue.reason == "grammar"
@@ -150,7 +152,7 @@ class Evidence:
 
     @property
     def cores(self) -> int:
-        """The machine's processors, divided by the engine's ranks; 0 where that does not matter."""
+        """The machine's processors per rank of the engine; 0 if unknown."""
         machine = self.machine
         return (
             machine.cores // machine.config.tensor_parallel_size if machine and machine.cores else 0
@@ -158,14 +160,14 @@ class Evidence:
 
     @property
     def idle_part(self) -> float:
-        """The fraction of the processors that no thread of the engine uses."""
+        """Fraction of the processors without a thread of the engine."""
         threads = self.config.threads if self.config else None
         return max(0.0, 1 - threads / self.cores) if threads and self.cores else 0.0
 
     def smaller_kv_cache(self) -> tuple[str, float] | None:
-        """The smallest KV cache type that the backend accepts, and its bytes as a fraction of the present one's.
+        """The backend's smallest KV cache type, and its bytes relative to the current type.
 
-        None where there is none smaller, and where the machine is not known.
+        None if no type is smaller, or if the machine is unknown.
         """
         sizes = self.machine.kv_token_bytes if self.machine else {}
         now = sizes.get(self.machine.config.kv_cache_dtype) if self.machine else None
@@ -173,9 +175,9 @@ class Evidence:
         return (smallest, sizes[smallest] / now) if now and sizes[smallest] < now else None
 
     def prefill_alone(self, num_tokens: int | None = None) -> float | None:
-        """Predicted time to compute `num_tokens` prompt tokens behind the cached ones, in the chunks of the engine.
+        """Predicted time to prefill `num_tokens` after the cached ones, in the engine's chunks.
 
-        All that were computed if it is None. No prediction without a cost model, or without tokens.
+        By default all computed tokens. None without a cost model or without tokens.
         """
         count = self.num_computed if num_tokens is None else num_tokens
         if self.machine is None or count <= 0:
@@ -192,7 +194,7 @@ class Evidence:
         return total
 
     def decode_step(self, count: int, context: float | None = None) -> float | None:
-        """Predicted time of a step that decodes `count` requests at a context (of this request, if None) of tokens."""
+        """Predicted time of a step that decodes `count` requests; by default at its own context."""
         if self.machine is None:
             return None
         each = self.request.num_tokens if context is None else context
@@ -201,10 +203,10 @@ class Evidence:
         )
 
     def efficiency(self, phase: str) -> Efficiency:
-        """Of "prefill" or "decode", over its steps in which no request was in the other phase.
+        """Efficiency of "prefill" or "decode", over steps in which all requests were in that phase.
 
-        A prompt may have had a few decodes beside it. Where too few steps are left, or none, it is
-        unknown: the work of others cannot be taken out of a step.
+        Prefill steps may have a few decodes. With too few such steps it is unknown, since the work
+        of others cannot be separated from a step.
         """
         if phase in self.known:
             return self.known[phase]

@@ -1,7 +1,6 @@
-"""Why a request took as long as it did: a waterfall, what bound each phase, the causes, and what to change.
+"""Explains a request's time: a waterfall, what bound each phase, the causes, and what to change.
 
-Reads a timeline; the cost model says what another setting, or an empty engine, would do. Not for
-dividing time (`phases/ledger.py`), nor for drawing (the terminal does).
+The timeline has the measured times; the cost model predicts other settings and an empty engine.
 """
 
 from __future__ import annotations
@@ -10,10 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from twinphase.explain.alone import Alone, had_it_run_alone
-from twinphase.explain.causes import prefix_sentence, speculation_sentence
+from twinphase.explain.decode_causes import speculation_sentence
 from twinphase.explain.diagnosis import Diagnosis, diagnose
 from twinphase.explain.evidence import Efficiency, Evidence, Machine
 from twinphase.explain.levers import Lever, duration, percent, rank
+from twinphase.explain.prefill_causes import prefix_sentence
 from twinphase.explain.waterfall import Waterfall, waterfall
 from twinphase.phases.cost import CostError
 from twinphase.phases.report import FORMULAS
@@ -23,27 +23,28 @@ from twinphase.request import RequestCounts
 
 @dataclass(frozen=True)
 class Explanation:
-    """Where the time went.
+    """An explanation of one request.
 
     Attributes:
-        bounds: what held prefill and decode back, as `hardware.bound` says it.
-        diagnoses: causes of a bad TTFT, then of bad tokens per second, each the largest share
-            first.
+        dominant: the kind of interval with the most time.
+        bounds: by phase, as `hardware.bound` returns it.
+        sentences: most important first.
+        levers: what to change, as `rank` orders them.
+        waterfall: the wall time in parts that add up to it; None before anything has happened.
+        diagnoses: causes of a bad TTFT, then of bad tokens per second, largest share first.
+        alone: None without a cost model.
+        error: of the cost model, for all predictions.
     """
 
-    dominant: IntervalKind  # the kind of interval with the most time
+    dominant: IntervalKind
     bounds: dict[str, str]
-    sentences: tuple[str, ...]  # for a reader, most important first
-    levers: tuple[
-        Lever, ...
-    ]  # what to change, the most predicted gain first, then by the time that they address
-    waterfall: Waterfall | None = (
-        None  # the wall time in parts that add up to it; None where nothing has happened yet
-    )
+    sentences: tuple[str, ...]
+    levers: tuple[Lever, ...]
+    waterfall: Waterfall | None = None
     diagnoses: tuple[Diagnosis, ...] = ()
     efficiency: dict[str, Efficiency] | None = None
-    alone: Alone | None = None  # None without a cost model
-    error: CostError | None = None  # of the cost model, in everything that is predicted
+    alone: Alone | None = None
+    error: CostError | None = None
     ttft: float | None = None
     tpot: float | None = None
 
@@ -60,15 +61,12 @@ class Explanation:
 def explain(
     request: RequestCounts, timeline: RequestTimeline, machine: Machine, *, names: bool = False
 ) -> Explanation:
-    """Explain a request that has finished, or has come as far as its timeline tells.
-
-    With `names` other requests are called by their ids; only for someone who may know of them.
-    """
+    """Explain a request, finished or not. `names` shows ids of other requests."""
     return explain_evidence(Evidence(request, timeline, machine, names=names))
 
 
 def explain_evidence(evidence: Evidence) -> Explanation:
-    """Explain a request by whatever is known of it.
+    """Explain a request by its facts.
 
     Raises:
         WaterfallError: the parts of the ledger do not add up.
@@ -96,7 +94,7 @@ def explain_evidence(evidence: Evidence) -> Explanation:
 
 
 def _sentences(evidence: Evidence, falls: Waterfall, diagnoses: tuple[Diagnosis, ...]) -> list[str]:
-    """The headline, the causes by their time, what bound each phase, the cached prefix, and the model's error."""
+    """Headline, causes by time, bounds, cached prefix, and the error of the cost model."""
     largest = sorted(falls.bars, key=lambda bar: -bar.seconds)[:4]
     named = ", ".join(f"{percent(bar.share)} {bar.name}" for bar in largest)
     lines = [f"{duration(falls.wall_seconds)} from its arrival to its end: {named}."]
@@ -117,12 +115,12 @@ def _sentences(evidence: Evidence, falls: Waterfall, diagnoses: tuple[Diagnosis,
     if routes:
         lines.append(f"Routed to {'; then '.join(routes)}.")
     lines += [
-        f"Went on at {one.reason}."
+        f"Continued at {one.reason}."
         for one in evidence.intervals(IntervalKind.TRANSFER)
         if one.reason
     ]
-    if (guesses := speculation_sentence(evidence)) is not None:
-        lines.append(guesses)
+    if (speculation := speculation_sentence(evidence)) is not None:
+        lines.append(speculation)
     if all(one.cause != "missed_prefix" for one in diagnoses):
         lines.append(prefix_sentence(evidence))
     error = evidence.model_error

@@ -1,7 +1,4 @@
-"""What a user can change, ranked by what it would save.
-
-Not for finding out what took the time (`diagnosis.py`).
-"""
+"""What a user can change, ranked by the time it saves. `diagnosis.py` finds the causes."""
 
 from __future__ import annotations
 
@@ -11,32 +8,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Lever:
-    """Something to change.
+    """A setting or input to change.
 
     Attributes:
-        saved_seconds: what it would save of this request's wall time; None where that cannot be
-            predicted.
+        flag: option of the command line, or "prompt", "model" and the like.
+        advice: one or two sentences.
+        saved_seconds: predicted reduction of this request's wall time; None is unknown.
+        addressed_seconds: upper bound of the reduction; None is unknown.
     """
 
-    flag: str  # of the command line, or "prompt", "model", ...
-    advice: str  # one sentence or two
+    flag: str
+    advice: str
     saved_seconds: float | None = None
-    addressed_seconds: float | None = (
-        None  # the time that it works on, which is the most it can save; None is unknown
-    )
+    addressed_seconds: float | None = None
+
+
+About = tuple[str, Lever | None]
 
 
 def rank(levers: Iterable[Lever]) -> tuple[Lever, ...]:
-    """The most predicted gain first, then levers without a prediction, by the time that they address.
+    """Levers by predicted gain, then those without prediction by the time that they address.
 
-    Of several levers with the same flag only the first is kept.
+    Among several levers with the same flag only the first is kept.
     """
     ordered = sorted(
         levers,
-        key=lambda one: (
-            one.saved_seconds is None,
-            -(one.saved_seconds or 0.0),
-            -(one.addressed_seconds or 0.0),
+        key=lambda lever: (
+            lever.saved_seconds is None,
+            -(lever.saved_seconds or 0.0),
+            -(lever.addressed_seconds or 0.0),
         ),
     )
     by_flag: dict[str, Lever] = {}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import correlation, linear_regression, mean, median
 
 from twinphase.errors import ResultError
-from twinphase.explain.attribution import WORTH_NAMING
+from twinphase.explain.attribution import MIN_REPORTED_SHARE
 from twinphase.explain.diagnosis import Diagnosis
 from twinphase.explain.levers import Lever, duration, percent
 from twinphase.explain.loads import ObservedLoad
@@ -157,7 +157,7 @@ def _prompt_length(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
     together = correlation(_ranks(tokens), _ranks(seconds))
     slope = linear_regression(tokens, seconds).slope
     spent = min(mean(seconds), slope * mean(tokens))
-    if together < FIRM or spent < WORTH_NAMING * mean(seconds):
+    if together < FIRM or spent < MIN_REPORTED_SHARE * mean(seconds):
         return None
     sentence = (
         f"TTFT grows with the prompt ({len(pairs)} requests {where}, rank correlation "
@@ -192,7 +192,7 @@ def _stalls(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
     without: list[float] = []
     for load in loads:
         for request in load.requests:
-            others = load.others_reading(request.token_times[:-1], request.token_times[1:])
+            others = load.others_in_prefill(request.token_times[:-1], request.token_times[1:])
             for gap, reading in zip(request.itl, others, strict=True):
                 (within if reading else without).append(gap)
     if len(within) < FEW or len(without) < FEW:
@@ -202,7 +202,7 @@ def _stalls(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
     # What any gap exceeds the usual one by is not a stall.
     excess = sum(max(0.0, gap - usual) for gap in within)
     excess -= len(within) * mean(max(0.0, gap - usual) for gap in without)
-    if excess < WORTH_NAMING * (sum(within) + sum(without)) or not _differ(usual, held):
+    if excess < MIN_REPORTED_SHARE * (sum(within) + sum(without)) or not _differ(usual, held):
         return None
     sentence = (
         f"The median gap between tokens is {duration(held)} (the longest "
@@ -276,7 +276,7 @@ def _ledger(request: Observation) -> dict[str, float]:
 
 
 def _differ(usual: float, more: float) -> bool:
-    return more - usual >= WORTH_NAMING * more and more > usual
+    return more - usual >= MIN_REPORTED_SHARE * more and more > usual
 
 
 def _times(usual: float, more: float) -> str:

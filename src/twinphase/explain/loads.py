@@ -49,7 +49,7 @@ class ObservedLoad:
         )
         return max(0, int(sent - 1 - last))
 
-    def others_reading(self, begins: Sequence[float], ends: Sequence[float]) -> Any:
+    def others_in_prefill(self, begins: Sequence[float], ends: Sequence[float]) -> Any:
         """For each (begin, end): requests sent before `end` that had no first token at `begin`."""
         sent, first, _ = self._moments
         return np.searchsorted(sent, ends) - np.searchsorted(first, begins, side="right")

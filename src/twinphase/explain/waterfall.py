@@ -1,7 +1,4 @@
-"""Where a request's wall time went, as bars that add up to all of it.
-
-Not for drawing, which is the terminal's.
-"""
+"""A request's wall time as bars that add up to it. The terminal draws them."""
 
 from __future__ import annotations
 
@@ -12,8 +9,10 @@ from dataclasses import dataclass
 from twinphase.errors import TwinphaseError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 
-TOLERANCE = 1e-4  # fraction of the wall time
-ROUNDING = 2e-5  # seconds that a ledger written in thousandths of a millisecond may lose
+# Allowed difference of a sum, as a fraction of the wall time.
+TOLERANCE = 1e-4
+# Rounding error in seconds of a ledger written in microseconds.
+ROUNDING = 2e-5
 DAMAGED = "The ledger is damaged, or was cut."
 
 
@@ -25,37 +24,44 @@ class WaterfallError(TwinphaseError):
 
 @dataclass(frozen=True)
 class WaterfallBar:
-    """One kind of time."""
+    """One kind of time.
 
-    name: str  # of an `IntervalKind`, or of what came before the request arrived ("load", ...)
-    seconds: float  # all of it
-    share: float  # of the wall time
-    before_first_token: (
-        float  # the seconds of it that passed before the first output token was handed over
-    )
+    Attributes:
+        name: an `IntervalKind`, or time before the request arrived ("load", ...).
+        seconds: total.
+        share: fraction of the wall time.
+        before_first_token: seconds before the first output token was delivered.
+    """
+
+    name: str
+    seconds: float
+    share: float
+    before_first_token: float
 
 
 @dataclass(frozen=True)
 class Waterfall:
-    """Bars that partition a wall time, in the order in which a request lives through them.
+    """Bars that partition a wall time, in the usual order of a request.
+
+    Attributes:
+        first_token: seconds from the start to the first output token; None if there was none.
+        bars: bars with time.
 
     Raises:
         WaterfallError: there is no wall time, a bar is not part of it, or the bars do not add up to
-            it; nothing is scaled to make them fit.
+            it; bars are never scaled to fit.
     """
 
-    wall_seconds: float  # all of it
-    first_token: (
-        float | None
-    )  # seconds from the beginning to the first output token; None if there was none
-    bars: tuple[WaterfallBar, ...]  # only those that took time
+    wall_seconds: float
+    first_token: float | None
+    bars: tuple[WaterfallBar, ...]
 
     def __post_init__(self) -> None:
         wall = self.wall_seconds
         if not 0 < wall < math.inf:
             raise WaterfallError(f"The wall time is {wall!r} seconds.", DAMAGED)
         check_sum(sum(bar.seconds for bar in self.bars), wall)
-        for bar in self.bars:  # written so that NaN is refused
+        for bar in self.bars:  # This form refuses NaN.
             if not (
                 bar.seconds >= 0
                 and abs(bar.share - bar.seconds / wall) <= TOLERANCE
@@ -65,7 +71,7 @@ class Waterfall:
 
 
 def check_sum(found: float, whole: float, roundings: int = 1) -> None:
-    """Refuse parts of `found` seconds, of which `roundings` were rounded, that do not make up the `whole`."""
+    """Refuse parts that add up to `found`, with `roundings` rounded numbers, not to `whole`."""
     if not abs(found - whole) <= max(roundings * ROUNDING, TOLERANCE * whole):
         raise WaterfallError(
             f"The parts of the ledger add up to {1e3 * found:.3f} ms, but {1e3 * whole:.3f} ms "
@@ -75,7 +81,7 @@ def check_sum(found: float, whole: float, roundings: int = 1) -> None:
 
 
 def waterfall(timeline: RequestTimeline, before: Mapping[str, float] | None = None) -> Waterfall:
-    """The bars of a timeline, after those of `before` (seconds by name of what came before the request)."""
+    """The bars of a timeline, after those of `before` (seconds by name before the arrival)."""
     earlier = {name: seconds for name, seconds in (before or {}).items() if seconds > 0}
     lead = sum(earlier.values())
     first = until_first_token(timeline)
@@ -96,7 +102,7 @@ def waterfall(timeline: RequestTimeline, before: Mapping[str, float] | None = No
 
 
 def until_first_token(timeline: RequestTimeline) -> dict[IntervalKind, float]:
-    """Seconds by kind before the first output token was handed over, all of them if none was; they add up to TTFT."""
+    """Seconds by kind up to the first output token, or all if there is none; they sum to TTFT."""
     sums = dict.fromkeys(IntervalKind, 0.0)
     cut = timeline.token_times[0] if timeline.token_times else timeline.end
     for interval in timeline.intervals:

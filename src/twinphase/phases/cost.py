@@ -1,4 +1,4 @@
-"""The cost model: how long a step of any mix of prefill and decode takes on this machine, learned while it runs.
+"""The cost model: predicts the time of any mix of prefill and decode, and learns from steps.
 
 A step's time is a sum of non-negative prices times counts (`FEATURES`). Prices start from the
 machine's measured peaks and the model's shape, and are fitted to the steps that were run: least
@@ -36,24 +36,31 @@ FEATURES = (
 )
 # A single row takes a path of its own, so that the second costs more than the third: `several_rows`
 # is what leaving it costs.
-FEW_ROWS = 8  # up to here rows mostly wait for the weights; beyond, each costs its arithmetic
-FADE = 0.98  # weight of a class's memory after one more step of it
-DOUBT = 0.02  # weight of the starting price, in steps whose time it were all of
+# Up to here rows mostly wait for the weights; beyond, each costs its arithmetic.
+FEW_ROWS = 8
+# Weight of the memory of a class of steps after one more step of that class.
+MEMORY_FADE_PER_STEP = 0.98
+# Weight of the starting prices, in steps.
+PRIOR_WEIGHT_STEPS = 0.02
 # error, as a logarithm, from which a step counts less: a shared machine stalls now and then
 OUTLIER = 0.5
-PACE = 0.05  # of a step's error, as a logarithm, that the pace takes over
-PACE_FADE = 0.999  # a pace that lasts becomes prices
-SHORTEST = 1e-9  # seconds
-REFIT_EVERY = 8  # steps
-ENOUGH = 12  # steps
-SWEEPS = 12  # of coordinate descent, from the last prices
-RECENT = 256  # predictions that the error is told of
-QUANTILE = 0.95  # of steps that the SLO's margin is meant to cover
+# Share of the logarithm of an error that the pace takes over.
+PACE_LEARNING_RATE = 0.05
+# A pace that lasts becomes prices.
+PACE_FADE_PER_STEP = 0.999
+MIN_STEP_SECONDS = 1e-9
+REFIT_INTERVAL_STEPS = 8
+MIN_STEPS_TO_PREDICT = 12
+# Sweeps of coordinate descent, from the last prices.
+DESCENT_SWEEPS = 12
+KEPT_PREDICTIONS = 256
+# Share of steps that the SLO's margin covers.
+SLO_QUANTILE = 0.95
 
 
 @dataclass(frozen=True)
 class CostError:
-    """Relative error of the last predictions, |predicted - measured| / measured; None before the first."""
+    """Relative error of the last predictions, |predicted - measured| / measured."""
 
     steps: int
     median: float | None
@@ -63,7 +70,7 @@ class CostError:
 def features(work: StepWork, windowed_share: float = 0.0) -> tuple[float, ...]:
     """The counts that prices multiply, in the order of `FEATURES`.
 
-    Contexts are the mean of the layers, of which `windowed_share` attend to a window only.
+    Contexts are the mean of the layers, and `windowed_share` of the layers attend to a window only.
     """
     few = min(work.rows, FEW_ROWS)
     prefill = work.prefill_contexts - windowed_share * (
@@ -113,19 +120,19 @@ def starting_prices(shape: ModelShape, ceilings: Ceilings | None) -> tuple[float
 
 
 class CostModel:
-    """Predicts step times, and learns from each; `prices` are seconds for one of each feature, at the pace of now."""
+    """Predicts step times, and learns from each; `prices` are seconds per unit of each feature."""
 
     def __init__(self, prices: Sequence[float], windowed_share: float = 0.0) -> None:
-        """Start from `starting_prices`, or from those of an earlier run; `windowed_share` is the model's."""
+        """Start from `starting_prices` or an earlier run's; `windowed_share` is the model's."""
         self.windowed_share = windowed_share
         self._start = tuple(max(float(price), 1e-12) for price in prices)
         self.prices = self._base = self._start
         self._pace = 0.0  # logarithm
         self._classes: dict[tuple[bool, int], tuple[list[list[float]], list[float]]] = {}
         self._since_fit = 0
-        self._ratios: deque[float] = deque(maxlen=RECENT)  # measured / predicted
+        self._ratios: deque[float] = deque(maxlen=KEPT_PREDICTIONS)  # measured / predicted
         self._mixed_ratios: deque[float] = deque(
-            maxlen=RECENT // 4
+            maxlen=KEPT_PREDICTIONS // 4
         )  # of steps with prefill and decode
         self._margin = 1.25
         self._gap = 0.0
@@ -136,7 +143,9 @@ class CostModel:
 
     def seconds(self, work: StepWork) -> float:
         """Predicted time of a step, seconds."""
-        return max(SHORTEST, sum(map(float.__mul__, self.prices, map(float, self.features(work)))))
+        return max(
+            MIN_STEP_SECONDS, sum(map(float.__mul__, self.prices, map(float, self.features(work))))
+        )
 
     def step_limit(self, slo_seconds: float) -> float:
         """Predicted time at which a step still meets the SLO.
@@ -171,9 +180,11 @@ class CostModel:
             self._pace
         )  # what it would have taken at the pace that the base prices are of
         self._learn(work, usual, min(1.0, OUTLIER / abs(error)) if error else 1.0)
-        self._pace = PACE_FADE * self._pace + PACE * max(-OUTLIER, min(OUTLIER, error))
+        self._pace = PACE_FADE_PER_STEP * self._pace + PACE_LEARNING_RATE * max(
+            -OUTLIER, min(OUTLIER, error)
+        )
         self._since_fit += 1
-        if self._since_fit >= min(REFIT_EVERY, len(self._ratios)):
+        if self._since_fit >= min(REFIT_INTERVAL_STEPS, len(self._ratios)):
             self._since_fit = 0
             self._fit()
         pace = math.exp(self._pace)
@@ -183,7 +194,7 @@ class CostModel:
     def knows_both_phases(self) -> bool:
         """Whether enough steps were learned from, of both phases, to choose by it."""
         kinds = {has_prefill for has_prefill, _ in self._classes}
-        return len(self._ratios) >= ENOUGH and len(kinds) == 2
+        return len(self._ratios) >= MIN_STEPS_TO_PREDICT and len(kinds) == 2
 
     def error(self) -> CostError:
         """How far off the last predictions were, each made before its step was learned from."""
@@ -208,11 +219,11 @@ class CostModel:
             row = matrix[i]
             scaled = weight * xi
             for j, xj in enumerate(x):
-                row[j] = FADE * row[j] + scaled * xj
-            vector[i] = FADE * vector[i] + scaled * y
+                row[j] = MEMORY_FADE_PER_STEP * row[j] + scaled * xj
+            vector[i] = MEMORY_FADE_PER_STEP * vector[i] + scaled * y
 
     def _fit(self) -> None:
-        """Minimize the relative errors' squares plus a little of the prices' distance from where they started."""
+        """Minimize squared relative errors plus a small penalty on distance from the start."""
         size = len(FEATURES)
         matrix = [[0.0] * size for _ in range(size)]
         vector = [0.0] * size
@@ -229,17 +240,17 @@ class CostModel:
             map(float.__mul__, expected, self._start)
         )
         for i, start in enumerate(self._start):
-            weight = DOUBT / (start * max(1.0, fitting)) ** 2
+            weight = PRIOR_WEIGHT_STEPS / (start * max(1.0, fitting)) ** 2
             matrix[i][i] += weight
             vector[i] += weight * start
         prices = list(self._base)
-        for _ in range(SWEEPS):
+        for _ in range(DESCENT_SWEEPS):
             for i, row in enumerate(matrix):
                 rest = sum(map(float.__mul__, row, prices)) - row[i] * prices[i]
                 prices[i] = max(0.0, (vector[i] - rest) / row[i])
         self._base = tuple(prices)
         if len(self._mixed_ratios) >= 8:
-            self._margin = min(2.0, max(1.0, _quantile(sorted(self._mixed_ratios), QUANTILE)))
+            self._margin = min(2.0, max(1.0, _quantile(sorted(self._mixed_ratios), SLO_QUANTILE)))
 
 
 def _quantile(ordered: Sequence[float], q: float) -> float:

@@ -1,4 +1,4 @@
-"""This machine's ceilings: kept between runs, and how close a phase came to them (MFU, MBU, what bound it).
+"""This machine's ceilings, kept between runs, and a phase's MFU, MBU and bound.
 
 Not for measuring: a backend does that, and the command line joins the two. Reading the kept numbers
 needs nothing but the standard library, so that it may happen at any time.
@@ -20,14 +20,17 @@ from pathlib import Path
 from twinphase.numa import cpu_list
 from twinphase.weights.storage import cache_root, write_atomically
 
-VERSION = 4  # of what is measured and how; another version is another file
-MOST_MEASUREMENTS = 5  # of provisional ceilings, before they are left as they are
+# Part of the file name: another way of measuring needs another file.
+VERSION = 4
+# Provisional ceilings are final after this many measurements.
+MAX_MEASUREMENTS = 5
 NEITHER = (
     "overhead",
     "contention",
     "ranks",
 )  # of what `bound` gives: no ceiling explains half of the time
-EXPLAINED = 0.5  # a ceiling that accounts for less of the time than this did not bind
+# A ceiling that explains a smaller share of the time is not the bound.
+MIN_EXPLAINED_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,8 @@ def _higher(one: float | None, other: float | None) -> float | None:
 
 
 def must_measure(known: Ceilings | None) -> bool:
-    """Whether a run should measure the ceilings: they are unknown, or provisional and not measured often yet."""
-    return known is None or (known.provisional and known.measurements < MOST_MEASUREMENTS)
+    """Whether to measure: the ceilings are unknown, or provisional with few measurements."""
+    return known is None or (known.provisional and known.measurements < MAX_MEASUREMENTS)
 
 
 def compute_seconds(flops: Mapping[str, int], ceilings: Ceilings | None) -> float | None:
@@ -155,7 +158,7 @@ def bound(
     if compute is None or memory is None or seconds <= 0:
         return "unknown"
     unexplained = seconds - max(compute, memory)
-    if unexplained > (1 - EXPLAINED) * seconds:
+    if unexplained > (1 - MIN_EXPLAINED_SHARE) * seconds:
         if cpu_wait >= unexplained / 2:
             return "contention"
         return "ranks" if rank_wait >= unexplained / 2 else "overhead"
@@ -164,7 +167,7 @@ def bound(
 
 @functools.cache
 def processor_name() -> str:
-    """Name, family, model and number of this machine's processors; virtual machines often hide the marketing name."""
+    """Name, family, model and number of processors; virtual machines often hide the name."""
     facts: dict[str, str] = {}
     with (
         contextlib.suppress(OSError),
@@ -188,7 +191,7 @@ def _path(threads: int, isa: str) -> Path:
 
 
 def load_ceilings(threads: int, isa: str) -> Ceilings | None:
-    """The kept ceilings, or None when they were never measured or the file is not readable as such."""
+    """The kept ceilings; None if they were never measured or the file is unreadable."""
     try:
         found = json.loads(_path(threads, isa).read_bytes())
         found["bandwidth"] = tuple((int(size), float(rate)) for size, rate in found["bandwidth"])
@@ -204,7 +207,7 @@ def save_ceilings(ceilings: Ceilings) -> None:
 
 
 def cache_levels(threads: int) -> tuple[tuple[str, int], ...]:
-    """(name, bytes) of the data caches that `threads` threads on cores of their own use, from the second level on.
+    """(name, bytes) of the data caches of `threads` cores, from the second level on.
 
     Smallest first. Empty where the system does not tell.
     """

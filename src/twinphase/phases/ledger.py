@@ -1,7 +1,7 @@
 """Divides each step's time among the requests that lived through it, by the cost model.
 
-A step that took T and of which the model expected P is divided as the model would divide P, scaled
-by T / P:
+A step that took T and for which the model predicted P is divided as the model divides P,
+scaled by T / P:
 
     drafting      its part of the time that guessing the next tokens took
     decode        what the step would have taken with this request alone
@@ -152,9 +152,9 @@ class Ledger:
         self._waits[request_id] = _Wait(dict(self._held_back), sum(self._work.values()), own)
 
     def _waited_for(self, request_id: str) -> tuple[str, float]:
-        """What held the first in line back for most of the time that the request waited ("" if nothing did).
+        """What held the first in line back for most of the request's wait ("" if nothing did).
 
-        And the seconds of that time in which other tenants' work was done.
+        Also returns the seconds of that time that went to other tenants' work.
         """
         wait = self._waits.pop(request_id, None)
         if wait is None:
@@ -196,7 +196,7 @@ class Ledger:
             if share.num_drafts:
                 wrong = share.num_drafts - output.num_accepted(share)
                 whole, right = (
-                    predict(self._rows_of(share, count)) * scale for count in (0, wrong)
+                    predict(self._work_without(share, count)) * scale for count in (0, wrong)
                 )
                 own = drafting + whole
                 rejected = max(0.0, whole - right)
@@ -220,9 +220,9 @@ class Ledger:
             again = min(count, max(0, share.most_computed_tokens - share.num_computed_tokens))
             timeline.add_prefill(record, count, own, own * again / count)
 
-    def _rows_of(self, share: ScheduledRequest, without: int) -> StepWork:
-        """The work of a decode by itself, without so many of its last rows."""
-        kept = share.token_ids[: len(share.token_ids) - without]
+    def _work_without(self, share: ScheduledRequest, num_rows: int) -> StepWork:
+        """The work of a decode alone, without its last `num_rows` rows."""
+        kept = share.token_ids[: len(share.token_ids) - num_rows]
         return Batch([replace(share, token_ids=kept)], [], window=self.shape.window).decode_work
 
     def _record(self, batch: Batch, start: float, end: float, times: StepTimes) -> StepRecord:

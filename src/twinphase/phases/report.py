@@ -1,4 +1,4 @@
-"""What a user reads at the end of an answer, as data: one row per phase, and rows for the rest of the wall time.
+"""The report at the end of an answer: a row per phase, and rows for other wall time.
 
 The shares of all rows sum to 1 by construction: the last row is unattributed time. Drawing is the
 terminal's.
@@ -20,7 +20,7 @@ FORMULAS = {
     "that working set",
 }
 
-# A phase's row is the wall time of its steps, whoever they were shared with; `ledger.py` divides
+# A phase's row is the wall time of its steps, shared ones included; `ledger.py` divides
 # them.
 PREFILL_KINDS = (IntervalKind.PREFILL, IntervalKind.RECOMPUTE, IntervalKind.PREFILL_WAIT)
 DECODE_KINDS = (
@@ -46,9 +46,9 @@ class PhaseRow:
         other_efficiency: the value of the other metric.
         working_set: bytes that a step goes through; decides which bandwidth counts.
         bound: as `hardware.bound` gives it.
-        host_share: of the steps' time, that in which a device with a clock of its own had nothing
+        host_share: share of the steps' time when a device with a clock of its own had nothing
             to compute, or waited for Python; None where there is no such device.
-        rank_share: of the steps' time, that in which the first of several ranks waited for others;
+        rank_share: share of the steps' time when the first of several ranks waited for others;
             None where none did.
     """
 
@@ -97,7 +97,7 @@ class PhaseReport:
 
 
 def flops_by_unit(totals: StepTotals, units: Units) -> Mapping[str, int]:
-    """The phase's FLOP divided between the units of the linear layers and of attention's two products."""
+    """A phase's FLOP by unit: the linear layers' and those of attention's two products."""
     linear = totals.linear_flops
     attention = totals.attention_flops
     parts = (

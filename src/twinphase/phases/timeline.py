@@ -1,8 +1,8 @@
-"""Where the time went: one record a step, and per request intervals that partition its life.
+"""Where the time went: a record per step, and intervals that partition each request's life.
 
 All times are seconds on one monotonic clock (`time.perf_counter`). Nothing here reads a clock:
-whoever knows what just ended says when. What nobody names is `unattributed`, so that it shows. How
-a shared step divides is `ledger.py`'s.
+callers pass the end of each interval. Unnamed time is `unattributed`, so that reports show it.
+`ledger.py` divides shared steps.
 """
 
 from __future__ import annotations
@@ -20,19 +20,28 @@ class IntervalKind(enum.StrEnum):
     """What a request's time was spent on (the ledger's words)."""
 
     TOKENIZE = "tokenize"
-    # the choice of a worker, the way there and back, and what a worker did that then died
+    # Choosing a worker, messages there and back, and work of a worker that died.
     ROUTE = "route"
-    # its KV blocks' way from who read the prompt to who goes on, as far as no chunk hid it
+    # The transfer of its KV blocks to the decode worker, as far as no prefill chunk hides it.
     TRANSFER = "transfer"
-    QUEUE = "queue"  # not running: before the first step, and after each preemption
-    PREFILL = "prefill"  # its own share of the steps that computed its prompt
-    PREFILL_WAIT = "prefill_wait"  # the rest of those steps, and the steps between its chunks
-    RECOMPUTE = "recompute"  # its own share of prefill that a preemption made necessary once more
-    DRAFTING = "drafting"  # its own share of guessing its next tokens
-    DECODE = "decode"  # its own share of the steps that produced its tokens
-    REJECTED = "rejected"  # what computing wrong guesses added to it
-    BATCHING = "batching"  # what other requests' decodes added to them
-    STALL = "stall"  # what other requests' prefill chunks added to them
+    # Not running: before the first step, and after each preemption.
+    QUEUE = "queue"
+    # Its own share of the steps that computed its prompt.
+    PREFILL = "prefill"
+    # The rest of those steps, and the steps between its chunks.
+    PREFILL_WAIT = "prefill_wait"
+    # Its own share of prefill that was repeated after a preemption.
+    RECOMPUTE = "recompute"
+    # Its own share of drafting.
+    DRAFTING = "drafting"
+    # Its own share of the steps that produced its tokens.
+    DECODE = "decode"
+    # Time that rejected drafts added to it.
+    REJECTED = "rejected"
+    # Time that other requests' decodes added to those steps.
+    BATCHING = "batching"
+    # Time that other requests' prefill chunks added to those steps.
+    STALL = "stall"
     DETOKENIZE = "detokenize"
     SEND = "send"
     UNATTRIBUTED = "unattributed"
@@ -137,14 +146,13 @@ class PhaseTotals(StepTotals):
     """Sums over the steps that a request spent in one phase."""
 
     tokens: int = 0  # of this request
-    unmixed: StepTotals = field(
-        default_factory=StepTotals
-    )  # of the steps in which no request was in the other phase
+    # Of the steps without a request in the other phase.
+    unmixed: StepTotals = field(default_factory=StepTotals)
 
 
 @dataclass
 class RequestTimeline:
-    """Intervals that partition [arrival, end] of one request: no gap and no overlap, by construction.
+    """Intervals that partition one request's [arrival, end]: no gap, no overlap.
 
     Each interval begins where the last one ended.
 
@@ -180,7 +188,7 @@ class RequestTimeline:
             self.mark(kind, until, reason=reason)
 
     def queue_until(self, until: float, reason: str, other_tenants: float = 0.0) -> None:
-        """The request was not running; `reason` is what held the first in line back for most of that time.
+        """The request was not running; `reason` held the first in line back most of that time.
 
         For `other_tenants` seconds of it, the work of other tenants was done.
         """
@@ -195,7 +203,7 @@ class RequestTimeline:
             self.intervals[-1].end = self.end = until
 
     def text_until(self, until: float, alone: bool) -> None:
-        """Up to `until`, the front end turned tokens into text or sent them: its own if `alone`, else others'."""
+        """The front end handled text up to `until`: this request's if `alone`, else others'."""
         if until <= self.end:
             return
         if alone:
@@ -206,7 +214,7 @@ class RequestTimeline:
             )
 
     def reach_step(self, start: float) -> None:
-        """A step begins; what went before was nobody's named work."""
+        """Mark the time since the last interval as unattributed."""
         if start > self.end:
             self.extend(IntervalKind.UNATTRIBUTED, start)
 
@@ -233,7 +241,7 @@ class RequestTimeline:
         drafting: float = 0.0,
         rejected: float = 0.0,
     ) -> None:
-        """A step computed `num_tokens` of this request in its decode phase, to which `own` seconds of it went.
+        """A step decoded `num_tokens` of this request; `own` seconds of the step are its share.
 
         Of these, `drafting` seconds went to guesses, and `rejected` ones to computing those that
         were wrong. Without the prefill chunks in it the step would have taken `decodes` seconds;
@@ -272,7 +280,7 @@ class RequestTimeline:
             totals.unmixed.add(record)
 
     def copy(self) -> RequestTimeline:
-        """The same life so far, which goes on by itself; of a timeline that another thread may be growing."""
+        """An independent copy, safe while another thread extends the timeline."""
         intervals = [replace(interval) for interval in self.intervals[:]]
         return RequestTimeline(
             self.arrival,

@@ -1,6 +1,6 @@
 """What a step must do by the algorithm: floating-point operations and bytes, from a model's shape.
 
-These are the numerators of MFU and MBU. Activations are left out, and so is whatever an
+These are the numerators of MFU and MBU. Activations are left out, and so is what an
 implementation does on top. Not for measured rates, ceilings or times.
 """
 
@@ -60,21 +60,21 @@ class ModelShape:
         return self.windowed_layers / self.num_layers
 
     def mean_attended(self, context: float) -> float:
-        """Tokens that a row with `context` tokens, itself included, attends to: the mean of the layers."""
+        """Tokens that a row with `context` tokens (itself too) attends to: mean over layers."""
         if self.window is None:
             return context
         return context - self.windowed_share * (context - min(context, self.window))
 
 
 def model_shape(checkpoint: Checkpoint, blueprint: Blueprint) -> ModelShape:
-    """The numbers of the cost formulas for an open model; bytes are those of the checkpoint's own precision."""
+    """The cost formulas' numbers of an open model; bytes in the checkpoint's own precision."""
     return make_shape(blueprint, count_parameters(blueprint), stored_bytes(checkpoint, blueprint))
 
 
 def make_shape(
     blueprint: Blueprint, parameters: Size, nbytes: Size, kv_token_bytes: int = 0
 ) -> ModelShape:
-    """The numbers of the cost formulas for a model of so many parameters and bytes."""
+    """The numbers of the cost formulas for a model given by its parameter and byte counts."""
     b = blueprint
     experts = blueprint.experts
     windowed = [window for window in b.windows if window is not None]
@@ -125,12 +125,12 @@ class Cost:
 
 
 def kv_bytes_per_token(shape: ModelShape) -> int:
-    """Keys and values of one token in every layer: what the backend stores, or 2 L H_kv d b with b = 2."""
+    """KV bytes of one token in all layers: as the backend stores them, or 2 L H_kv d b, b = 2."""
     return shape.kv_token_bytes or 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 2
 
 
 def weight_bytes_read(shape: ModelShape, rows: int, num_logits: int) -> int:
-    """Weights that a step of `rows` rows reads, each once; those behind logits if any row wants them.
+    """Weight bytes that a step of `rows` rows reads, each once; the head's only for logits.
 
     Of E experts, k per row, n rows reach E (1 - (1 - k / E)^n) if they choose evenly and
     independently: so much of the experts' bytes is counted. In the last layer only the rows with

@@ -1,7 +1,7 @@
-"""A request's structured output as one Lark grammar in llguidance's dialect, and what is refused before compiling.
+"""Turns a request's structured output into one Lark grammar of llguidance, or refuses it.
 
-llguidance limits what a grammar may cost, but a single step of a few constructs has no limit: those
-are counted here. Not for running a grammar (structured.py).
+llguidance limits the cost of a grammar, but not that of a single step with a few constructs; those
+are counted here. `structured.py` runs the grammar.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from twinphase.constraint import StructuredOutputsParams, plain_json
 from twinphase.errors import InvalidRequestError
 
-# The model chooses how to cut forced text into tokens, as it does with other text: forcing tokens
-# instead would call the tokenizer in every step, for all of a text of any length.
+# The model chooses the tokens of forced text, as with other text. Forcing tokens would tokenize the
+# whole forced text in every step.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# As much as JSON of some depth needs for its indentation; without a bound, a small model may never
-# stop to indent.
+# Enough to indent nested JSON; without a bound, a small model may indent forever.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
-MAX_GBNF_RULES = 300  # conversion takes time with the square
-MAX_COMBINED_PATTERNS = (
-    10  # each of the patterns that one text must match doubles the work of a step
-)
-MAX_COMMON_MULTIPLE = 10_000  # states needed for divisibility
-# A step takes time and memory with the square of one regular expression: 60 ms and 12 MB at worst
+# Conversion time grows with the square of the rules.
+MAX_GBNF_RULES = 300
+# Each pattern that one text must match doubles the work of a step.
+MAX_COMBINED_PATTERNS = 10
+# A test for divisibility needs this many states.
+MAX_COMMON_MULTIPLE = 10_000
+# Time and memory of a step grow with the square of a regular expression: at worst 60 ms and 12 MB
 # for this many bytes.
-MAX_REGEX = 4096
-MAX_PROPERTIES = 1000  # of one object; a step takes time with the square
-# llguidance goes from rule to rule by recursion. Some three times as many fill a stack of 8 MB,
+MAX_REGEX_BYTES = 4096
+# Time of a step grows with the square of an object's properties.
+MAX_PROPERTIES = 1000
+# llguidance recurses from rule to rule. About three times as many rules overflow a stack of 8 MB,
 # which ends the process.
 MAX_RULES = 1000
 MAX_REFS = 500
-LOWEST_NUMBER = -9e18  # at the lowest integer of 64 bits its recursion has no end
+# At the lowest 64-bit integer the recursion of llguidance does not end.
+LOWEST_NUMBER = -9e18
 
 _ANNOTATIONS = {
     "$anchor",
@@ -60,7 +62,7 @@ _ANNOTATIONS = {
     "writeOnly",
 }
 _COMBINING = ("$ref", "anyOf", "oneOf")
-# One that has no end matches all the same, so that no text is searched twice.
+# An unterminated string or regex matches too, so that no text is searched twice.
 _LARK_TOKEN = re.compile(
     r'(?P<string>"(?:\\.|[^"\\\n])*(?:"|(?P<no_end>)))|//[^\n]*|(?P<regex>/(?:\\.|[^/\\])*(?:/|(?P<open>)))'
     r"|#[^\n]*|(?P<schema>%json\b\s*)|(?P<and>&)"
@@ -74,10 +76,10 @@ _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)")
 def to_lark(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
     """The grammar of a constraint; equal constraints have equal grammars.
 
-    `special_tokens` are the ids of the control tokens, by the text that stands for them.
+    `special_tokens` maps the text of each control token to its id.
 
     Raises:
-        InvalidRequestError: what cannot be honoured, or would cost too much.
+        InvalidRequestError: the constraint is not supported or costs too much.
     """
     try:
         return _to_lark(params, special_tokens)
@@ -98,8 +100,7 @@ def to_lark(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) 
 
 def _to_lark(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
     if params.regex is not None:
-        # Classes are those of ASCII, as in JSON Schema: who asks for digits wants 0 to 9, not
-        # hundreds of others.
+        # Character classes are ASCII, as in JSON Schema: \d means 0 to 9.
         regex = regex_to_lark(params.regex, "dws")
         _check_size("regex", "a regular expression", regex)
         body = f"start: /{regex}/\n"
@@ -117,7 +118,7 @@ def _to_lark(params: StructuredOutputsParams, special_tokens: Mapping[str, int])
             else plain_json("structured_outputs.json", params.json)
         )
         body = f"start: {_schema(schema, params)}\n"
-    return f"{body}\n{_OPTIONS}"  # last, for the line numbers in messages
+    return f"{body}\n{_OPTIONS}"  # Last, to keep line numbers in messages.
 
 
 def _schema(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
@@ -136,9 +137,9 @@ def _schema(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
 
 
 def _structural_tag(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> str:
-    """Free text up to a trigger, then one of the structures that begin with it, and so on.
+    """Free text up to a trigger, then a structure that begins with the trigger, repeatedly.
 
-    The trigger's lexeme is lazy: it ends the text at once, so the text cannot go on over a trigger.
+    The lexeme with the trigger is lazy: free text cannot contain a trigger.
     """
     tag = plain_json("structured_outputs.structural_tag", params.structural_tag or "")
     structures = tag.get("structures") or []
@@ -178,7 +179,7 @@ def _structural_tag(params: StructuredOutputsParams, special_tokens: Mapping[str
 
 
 def _all(kind: type, values: object) -> bool:
-    """Whether `values` is a list of that kind, and not empty."""
+    """Whether `values` is a non-empty list of that kind."""
     return (
         isinstance(values, list)
         and bool(values)
@@ -191,7 +192,7 @@ def _literal(text: str) -> str:
 
 
 def _texts(text: str, special_tokens: Mapping[str, int]) -> str:
-    """Literals for a text in which the names of control tokens stand for those tokens."""
+    """Literals for a text; names of control tokens become those tokens."""
     names = sorted((name for name in special_tokens if name in text), key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
     return " ".join(
@@ -204,7 +205,7 @@ def _from_gbnf(text: str) -> str:
         _refuse("grammar", f"has more than {MAX_GBNF_RULES} rules in GBNF.", "Use fewer, or Lark.")
     try:
         return gbnf_to_lark(_GBNF_ESCAPE.sub(_gbnf_character, text))
-    except Exception as error:  # the converter raises bare exceptions
+    except Exception as error:  # The converter raises bare exceptions.
         _refuse(
             "grammar",
             f"is not GBNF: {' '.join(str(error).split())[:200]}.",
@@ -213,7 +214,7 @@ def _from_gbnf(text: str) -> str:
 
 
 def _gbnf_character(match: re.Match[str]) -> str:
-    r"""What \uXXXX stands for, since the converter drops its zeros: the character, or \xXX for one with a meaning."""
+    r"""Decodes \uXXXX, whose zeros the converter drops: the character, or \xXX for syntax."""
     digits = match[1] or match[2]
     code = int(digits, 16) if digits else -1
     if not 0 <= code <= sys.maxunicode or 0xD800 <= code < 0xE000:
@@ -222,8 +223,8 @@ def _gbnf_character(match: re.Match[str]) -> str:
 
 
 def _check_lark(text: str) -> None:
-    """Refuse what llguidance's limits do not cover, outside of strings and comments."""
-    outline = []  # the grammar without schemas and comments, each string as one character
+    """Refuse constructs outside of strings and comments that llguidance does not limit."""
+    outline = []  # The grammar without schemas and comments; each string is one character.
     at = 0
     while found := _LARK_TOKEN.search(text, at):
         outline.append(text[at : found.start()])
@@ -252,22 +253,21 @@ def _check_lark(text: str) -> None:
 
 
 def _check_terminals(outline: str) -> None:
-    """Refuse too many rules, and a terminal that is too large with the others put in place: it is one regex."""
+    """Refuse too many rules, and terminals whose regex is too large with others expanded."""
     heads = list(_LARK_RULE.finditer(outline))
     if len(heads) > MAX_RULES:
         _refuse("grammar", f"has more than {MAX_RULES} rules.", "Use fewer.")
     bodies: dict[str, str] = {}
     ends = [head.start() for head in heads[1:]] + [len(outline)]
     for head, end in zip(heads, ends, strict=True):
-        name = (
-            head[1].strip() if "[" in head[1] else head[1].split(".")[0].strip()
-        )  # attributes make a rule a terminal
+        # Attributes make a rule a terminal.
+        name = head[1].strip() if "[" in head[1] else head[1].split(".")[0].strip()
         bodies[name] = bodies.get(name, "") + outline[head.end() : end]
     sizes: dict[str, int] = {}
 
     def size(name: str) -> int:
         if name not in sizes:
-            sizes[name] = 1  # for a circle, which llguidance refuses
+            sizes[name] = 1  # Ends recursion in a cycle, which llguidance refuses.
             inner = [
                 inner for inner in _LARK_TERMINAL.findall(bodies.get(name, "")) if inner in bodies
             ]
@@ -276,7 +276,7 @@ def _check_terminals(outline: str) -> None:
         return sizes[name]
 
     for name in bodies:
-        if ("[" in name or _LARK_TERMINAL.match(name)) and size(name) > MAX_REGEX:
+        if ("[" in name or _LARK_TERMINAL.match(name)) and size(name) > MAX_REGEX_BYTES:
             _refuse(
                 "grammar",
                 f"has the terminal {name[:40]}, which is too large.",
@@ -285,16 +285,16 @@ def _check_terminals(outline: str) -> None:
 
 
 def _check_size(kind: str, what: str, regex: str) -> None:
-    if len(regex.encode("utf-8", "replace")) > MAX_REGEX:
+    if len(regex.encode("utf-8", "replace")) > MAX_REGEX_BYTES:
         _refuse(
             kind,
-            f"has {what} of more than {MAX_REGEX} bytes: {regex[:40]!r}...",
+            f"has {what} of more than {MAX_REGEX_BYTES} bytes: {regex[:40]!r}...",
             "Use a shorter one.",
         )
 
 
 def _check_schema(kind: str, schema: dict[str, Any]) -> None:
-    """Refuse a schema that would make one text match many patterns at once, count modulo a large number, or crash."""
+    """Refuse combined patterns, large common multiples, and schemas that crash llguidance."""
     patterns: set[str] = set()
     targets: set[str] = set()
     multiples: set[Fraction] = set()
@@ -313,7 +313,7 @@ def _check_schema(kind: str, schema: dict[str, Any]) -> None:
         if isinstance(named := node.get("patternProperties"), dict):
             texts |= named.keys()
         patterns |= texts
-        if isinstance(blank := node.get("whitespace_pattern"), str):  # of x-guidance
+        if isinstance(blank := node.get("whitespace_pattern"), str):
             texts.add(blank)
         for text in texts:
             _check_size(kind, "a pattern", text)
@@ -352,7 +352,7 @@ def _check_schema(kind: str, schema: dict[str, Any]) -> None:
 
 
 def _common_multiple(values: Iterable[Fraction]) -> int:
-    """The least common multiple in units of the finest fraction; a large one stands for a larger."""
+    """The least common multiple in units of the finest fraction; stops above the limit."""
     first, *others = values
     unit = first.denominator
     multiple = first.numerator

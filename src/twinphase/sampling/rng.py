@@ -1,8 +1,8 @@
-"""Counter-based random numbers: a draw is a function of (seed, position) and of nothing else.
+"""Counter-based random numbers: a draw is a function of (seed, position) only.
 
 Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). No state,
-hence the same draw whatever the batch, the chunking or the order of requests. Plain integers: one
-draw per token needs no arrays.
+so batch, chunking and order of requests do not change a draw. Plain integers: one draw per token
+needs no arrays.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The 64-bit seed of the `index`-th request without a seed of its own, from the engine's seed."""
+    """The 64-bit seed of the `index`-th request without its own, from the engine's seed."""
     word_0, word_1, _, _ = philox4x32(
         (index & _MASK, index >> 32 & _MASK, _STREAM_SEED, 0), _key(seed)
     )

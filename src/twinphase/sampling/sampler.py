@@ -1,6 +1,6 @@
 """Samples the next token of a request from one row of logits on the host.
 
-There is no state: the token depends on the request's row, tokens, constraint, seed and the position,
+There is no state: the token depends on the request's row, tokens, constraint, seed and position,
 never on the batch. Drafts are verified in `speculation/verify.py`; the scheduler stops requests.
 """
 

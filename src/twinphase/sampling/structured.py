@@ -1,8 +1,7 @@
-"""Structured output: grammars compiled for a model's vocabulary, and which tokens they allow next.
+"""Structured output: compiles grammars for a model's vocabulary; masks the tokens they exclude.
 
-llguidance does the parsing; here is what it is given, what it may cost, and how its state follows a
-request's tokens. Not for the form that a grammar is written in (lark.py) nor for thinking before
-the answer (thinking.py).
+llguidance parses. This module gives it the vocabulary and limits, and keeps its state in line with
+a request's tokens. `lark.py` writes the grammars; `thinking.py` handles thinking before the answer.
 """
 
 from __future__ import annotations
@@ -29,11 +28,12 @@ from twinphase.sampling.sampler import ConstraintError
 
 F32 = NDArray[np.float32]
 
-MAX_COMPILED = 16  # grammars kept; a usual one takes some 100 KB, one made to be large 50 MB
+# A typical compiled grammar takes about 100 KB, one made to be large 50 MB.
+MAX_COMPILED_GRAMMARS = 16
 
 
-# Bounds of what was measured for grammars made to be slow: 0.5 s to compile, 15 ms per token (50
-# where tables grow), and 50 MB for a request. A usual one takes 2 ms, 0.01 ms and 20 KB.
+# With these limits, grammars made to be slow took at most 0.5 s to compile, 15 ms per token (50 ms
+# where tables grow) and 50 MB per request. A typical grammar takes 2 ms, 0.01 ms and 20 KB.
 def _limits(items_in_row: int, step_items: int) -> LLParserLimits:
     return LLParserLimits(
         max_items_in_row=items_in_row,
@@ -46,12 +46,11 @@ def _limits(items_in_row: int, step_items: int) -> LLParserLimits:
     )
 
 
-# A step takes time with the square of the items; a schema needs four for each property that may be
-# left out.
+# Time of a step grows with the square of the items; a schema needs four items per optional
+# property.
 _SCHEMA_LIMITS = _limits(10_000, 50_000)
 _GRAMMAR_LIMITS = _limits(1_000, 5_000)
-# By a byte of a mask: what its eight tokens' logits are bounded by. A look-up costs half of
-# unpacking the bits.
+# Upper bounds of eight logits by byte of the mask. A look-up takes half the time of unpacking bits.
 _BOUNDS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(
         np.bool_
@@ -60,20 +59,19 @@ _BOUNDS = np.where(
     np.float32(-np.inf),
 )
 _SOURCE_LINE = re.compile(r" *\d+ \| ")
-_SPECIAL_TOKEN = b"\xff"  # llguidance's mark of what is not text: no UTF-8 has this byte
+# llguidance's prefix of control tokens; UTF-8 does not contain this byte.
+_SPECIAL_TOKEN = b"\xff"
 
 
 class GrammarCompiler:
     """Compiles constraints for one vocabulary.
 
-    Safe to use from several threads; compiling lets the others run.
+    Thread-safe; other threads run during compilation.
 
     Attributes:
         token_bytes: the exact bytes of each token; control tokens have their names.
-        special_ids: the control tokens, which no text can bring about, those that end a sequence
-            included.
-        eos_token_ids: tokens that end a sequence: allowed where a grammar may end, and only they
-            once it must.
+        special_ids: control tokens, which no text contains, including those that end a sequence.
+        eos_token_ids: tokens that end a sequence; the only tokens allowed after the grammar's end.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class GrammarCompiler:
         eos_token_ids: Iterable[int],
         num_logits: int,
     ) -> None:
-        """`num_logits`: columns of the model's logits, which may be more than tokens."""
+        """`num_logits`: columns of the model's logits, at least the number of tokens."""
         self.token_bytes = token_bytes
         self.eos_token_ids = sorted(eos_token_ids)
         self.special_ids = frozenset(special_ids) | frozenset(self.eos_token_ids)
@@ -101,8 +99,7 @@ class GrammarCompiler:
         """The constraint of one request.
 
         Raises:
-            InvalidRequestError: what llguidance or `to_lark` refuses, in one line, with the field's
-                name.
+            InvalidRequestError: llguidance or `to_lark` refuses it; names the field and reason.
         """
         lark = to_lark(params, self._names)
         with self._lock:
@@ -113,12 +110,12 @@ class GrammarCompiler:
             compiled = self._compile(lark, params.kind)
             with self._lock:
                 self._compiled[lark] = compiled
-                while len(self._compiled) > MAX_COMPILED:
+                while len(self._compiled) > MAX_COMPILED_GRAMMARS:
                     self._compiled.popitem(last=False)
         return GrammarConstraint(compiled, lambda: self._forget(lark), self.eos_token_ids)
 
     def _forget(self, lark: str) -> None:
-        """Drop a grammar that failed somebody, with the tables it shares with its copies."""
+        """Drop a grammar that failed, with the tables that its copies share."""
         with self._lock:
             self._compiled.pop(lark, None)
 
@@ -132,7 +129,7 @@ class GrammarCompiler:
         compiled = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
         trial = compiled.deep_copy()
         if not trial.is_error():
-            trial.compute_bitmask()  # shows a grammar that allows no token at all
+            trial.compute_bitmask()  # Fails if the grammar allows no token at all.
         reason = _one_line(trial) or "; ".join(compiled.get_grammar_warnings())
         if reason:
             raise InvalidRequestError(
@@ -150,7 +147,7 @@ class GrammarCompiler:
             return self._tokenizer
 
     def _marked_tokens(self) -> list[bytes]:
-        """The tokens as llguidance wants them: one per column of the logits, empty where a token is never allowed."""
+        """Bytes of one token per column of the logits; empty for tokens that are never allowed."""
         tokens = [
             _SPECIAL_TOKEN + text
             if i in self.special_ids
@@ -163,7 +160,7 @@ class GrammarCompiler:
 
 
 class _Vocabulary:
-    """What `TokenizerWrapper` asks for. Text is never encoded: grammars do not force tokens (see lark.py)."""
+    """Arguments of `TokenizerWrapper`. No text is encoded, since no tokens are forced (lark.py)."""
 
     bos_token_id = None
 
@@ -176,16 +173,15 @@ class _Vocabulary:
 
 
 class GrammarConstraint:
-    """One request's place in a grammar: a `Constraint`.
+    """The state of one request in a grammar: a `Constraint`.
 
-    The matcher is a cache of what the grammar makes of the tokens seen; it follows when tokens come
-    or are taken back.
+    The matcher caches the state after the tokens seen; added and removed tokens update it.
     """
 
     def __init__(
         self, compiled: LLMatcher, forget: Callable[[], None], ends: Collection[int] = ()
     ) -> None:
-        """Begin at the start of a compiled grammar, which is not changed; `forget` is called if it fails.
+        """Begin at the start of a compiled grammar, which is shared; call `forget` if it fails.
 
         `ends` are the tokens that end a sequence.
         """
@@ -196,7 +192,7 @@ class GrammarConstraint:
         self._seen: list[int] = []
 
     def restrict(self, logits: F32, output_token_ids: Sequence[int]) -> F32:
-        """See `Constraint`; a `ConstraintError` if the grammar refuses the output or reached a limit."""
+        """As `Constraint`; `ConstraintError` if the grammar refuses the output or hits a limit."""
         try:
             self._follow(output_token_ids)
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -211,7 +207,6 @@ class GrammarConstraint:
         return np.minimum(logits, _BOUNDS.take(bits, axis=0).ravel()[: len(logits)])
 
     def forced(self, output_token_ids: Sequence[int], limit: int) -> list[int]:
-        """See `Constraint`."""
         self._follow(output_token_ids)
         forced: list[int] = []
         while len(forced) < limit and not self._matcher.is_stopped():
@@ -223,29 +218,28 @@ class GrammarConstraint:
             if token_id in self._ends or not self._matcher.consume_token(token_id):
                 break
             forced.append(token_id)
-            self._seen.append(token_id)  # taken back when the output turns out to be without them
+            self._seen.append(token_id)  # Rolled back if the output continues differently.
         return forced
 
     def admits(self, output_token_ids: Sequence[int], draft: Sequence[int]) -> int:
-        """See `Constraint`."""
         self._follow(output_token_ids)
         return int(self._matcher.validate_tokens(list(draft)))
 
     def _follow(self, token_ids: Sequence[int]) -> None:
         kept = common_prefix_length(self._seen, token_ids)
         too_many = len(self._seen) - kept
-        # A matcher that has stopped did not count what came after; one that failed cannot go back.
+        # A stopped matcher does not count later tokens, and a failed one cannot roll back.
         if too_many and (self._matcher.is_stopped() or not self._matcher.rollback(too_many)):
             self._matcher = self._compiled.deep_copy()
             kept = 0
         new = list(token_ids[kept:])
         self._seen[kept:] = new
-        if new and not self._matcher.is_stopped():  # after the end, only ends follow
+        if new and not self._matcher.is_stopped():  # After the end, only end tokens follow.
             self._matcher.consume_tokens(new)
 
 
 def _one_line(matcher: LLMatcher) -> str:
-    """The error of a matcher without its view of the source; empty if there is none."""
+    """The error of a matcher without its source excerpt; empty if there is none."""
     lines = matcher.get_error().removesuffix("<non-verbose/>").splitlines()
     message = " ".join(
         " ".join(itertools.takewhile(lambda line: not _SOURCE_LINE.match(line), lines)).split()

@@ -1,7 +1,6 @@
-"""Thinking before the answer: where it ends, how long it may take, and a grammar that holds for the answer only.
+"""Thinking before the answer: its end, its token budget, and a grammar for the answer only.
 
-`make_constraint` is the entry point for whoever makes requests. Not for splitting thoughts from the
-answer's text.
+`make_constraint` is the entry point. Thoughts are split from the answer's text elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ F32 = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class ThinkingTags:
-    """The tokens that a model begins and ends its thinking with, such as those of "<think>" and "</think>"."""
+    """Tokens that begin and end a model's thinking, such as those of <think> and </think>."""
 
     start: tuple[int, ...]
     end: tuple[int, ...]
@@ -34,16 +33,16 @@ def make_constraint(
     compiler: GrammarCompiler,
     tags: ThinkingTags | None = None,
 ) -> Constraint | None:
-    """What the output of a new request must obey, for `Request.constraint`; None when it is free.
+    """The constraint of a new request's output, for `Request.constraint`; None for no constraint.
 
-    A grammar holds from the first token, thinking excluded then, unless the prompt left thinking
-    open: in that case it holds after the end of thinking. Without a grammar, thinking is what
-    follows a start tag at the output's beginning.
+    A grammar applies from the first token, without thinking, unless the prompt ends within
+    thinking; then it applies after the end of thinking. Without a grammar, thinking begins with a
+    start tag at the start of the output.
 
     `tags` is None for a model that does not think.
 
     Raises:
-        InvalidRequestError: a grammar that is refused, or a budget for a model that does not think.
+        InvalidRequestError: the grammar is refused, or a model that does not think has a budget.
     """
     if params.thinking_token_budget is not None and tags is None:
         raise InvalidRequestError(
@@ -70,10 +69,10 @@ def make_constraint(
 
 
 class ThinkingConstraint:
-    """A `Constraint` that leaves thinking free, ends it when its budget is spent, and hands over to the answer's.
+    """A `Constraint` that ends thinking when its budget is spent, then constrains the answer.
 
-    The end is found in the text, since a tag may come in other tokens than its own, such as with a
-    newline at its end.
+    The end tag is searched in text, since other tokens can contain it, such as one that ends with a
+    newline.
     """
 
     def __init__(
@@ -87,9 +86,9 @@ class ThinkingConstraint:
     ) -> None:
         """Begin before the first token of an output.
 
-        `opened` says whether the output begins within thinking. After `budget` tokens of thinking
-        in the output, the end tag is forced. The tokens after it obey `answer`, if given; the
-        output then cannot end before them.
+        `opened`: the output begins within thinking. After `budget` thinking tokens in the output,
+        the end tag is forced. `answer`, if given, constrains the tokens after it, and the output
+        cannot end before them.
         """
         self._tags = tags
         self._token_bytes = token_bytes
@@ -100,10 +99,9 @@ class ThinkingConstraint:
         self._start_text = self._text(tags.start)
         self._end_text = self._text(tags.end)
         self._seen: list[int] = []
-        self._end: int | None = None  # tokens seen up to the end of the end tag
+        self._end: int | None = None  # Number of tokens up to and with the end tag.
 
     def restrict(self, logits: F32, output_token_ids: Sequence[int]) -> F32:
-        """See `Constraint`; raises what the answer's constraint raises."""
         start = 0 if self._opened else self._find_start(output_token_ids)
         if start is None:
             return logits
@@ -125,7 +123,7 @@ class ThinkingConstraint:
         return logits
 
     def forced(self, output_token_ids: Sequence[int], limit: int) -> list[int]:
-        """See `Constraint`: the rest of the end tag once the budget is spent, and what the answer's constraint says."""
+        """The rest of the end tag once the budget is spent, or tokens that the answer's forces."""
         start = 0 if self._opened else self._find_start(output_token_ids)
         if start is None:
             return []
@@ -141,7 +139,7 @@ class ThinkingConstraint:
         return self._answer.forced(output[end:], limit)
 
     def admits(self, output_token_ids: Sequence[int], draft: Sequence[int]) -> int:
-        """See `Constraint`: thoughts are free, and so is what a draft has behind them."""
+        """As `Constraint`; thoughts are free, and so are tokens after them in the same draft."""
         end = self._find_end(output_token_ids)
         if end is None or self._answer is None:
             return len(draft)
@@ -152,7 +150,7 @@ class ThinkingConstraint:
         return b"".join(tokens[i] for i in token_ids if i < len(tokens))
 
     def _find_start(self, token_ids: Sequence[int]) -> int | None:
-        """Tokens up to the end of a start tag that begins the output, whitespace aside; None if there is none (yet)."""
+        """Number of tokens up to and with a start tag at the start; None if there is none yet."""
         text = b""
         for count, token_id in enumerate(token_ids, start=1):
             text = (text + self._text([token_id])).lstrip()
@@ -169,14 +167,14 @@ class ThinkingConstraint:
         for count in range(kept + 1, len(token_ids) + 1):
             if self._end is not None:
                 break
-            # A tag that ends here has at most one token a byte.
+            # A tag that ends here has at most one token per byte.
             if self._end_text in self._text(token_ids[max(0, count - len(self._end_text)) : count]):
                 self._end = count
         self._seen[kept:] = token_ids[kept:]
         return self._end
 
     def _next_of_end(self, thoughts: Sequence[int]) -> int:
-        """The token of the end tag that is next, where the thoughts' last tokens may be its first ones."""
+        """The next token of the end tag; the last tokens of the thoughts may begin it."""
         tag = list(self._tags.end)
         begun = (
             n
@@ -191,14 +189,13 @@ def _leaves_open(
 ) -> bool:
     """Whether a prompt ends within thinking.
 
-    Only the text after its last control token counts, as that is the turn.
-
-    So a question about "<think>" opens nothing.
+    Only the text after the last control token, the current turn, counts: a question about
+    "<think>" does not begin thinking.
     """
-    of_tags = {*tags.start, *tags.end}
+    tag_ids = {*tags.start, *tags.end}
     turn: list[bytes] = []
     for token_id in reversed(prompt_token_ids):
-        if token_id in compiler.special_ids and token_id not in of_tags:
+        if token_id in compiler.special_ids and token_id not in tag_ids:
             break
         turn.append(compiler.token_bytes[token_id] if token_id < len(compiler.token_bytes) else b"")
     text = b"".join(reversed(turn))

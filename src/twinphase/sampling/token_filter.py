@@ -1,6 +1,6 @@
-"""Tokens that a request is to be without (`bad_words`), and those that it is held to (`allowed_token_ids`), as in vLLM.
+"""Excludes `bad_words` and restricts output to `allowed_token_ids`, as in vLLM.
 
-Beside whatever form its output must have. Not for biases (logit_filters.py).
+Both apply together with a grammar or thinking budget. `logit_edits.py` applies biases.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ F32 = NDArray[np.float32]
 def filtered(
     form: Constraint | None, params: SamplingParams, encode: Callable[[str], Sequence[int]]
 ) -> Constraint | None:
-    """The constraint of a request's form, or of none, with what its tokens have to be besides; `encode` adds no BOS."""
+    """A request's constraint `form`, if any, with its token filter; `encode` adds no BOS."""
     if not params.bad_words and not params.allowed_token_ids:
         return form
     return TokenFilter(form, params.allowed_token_ids, _spellings(params.bad_words or (), encode))
 
 
 def _spellings(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> list[list[int]]:
-    """The token ids of each word at the beginning of a text, and behind a space where that makes other tokens of it.
+    """Token ids of each word at the start of a text, and after a space if they differ there.
 
     As vLLM's `SamplingParams.update_from_tokenizer`.
     """
@@ -42,19 +42,19 @@ def _spellings(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> 
 
 
 class TokenFilter:
-    """A `Constraint`: what the request's form allows, of what is listed, without the last token of a bad word."""
+    """A `Constraint`: tokens that `form` allows and that are listed, without bad words."""
 
     def __init__(
         self, form: Constraint | None, allowed: Sequence[int] | None, bad: Sequence[Sequence[int]]
     ) -> None:
-        """`bad` are sequences of tokens, none of them empty."""
+        """`bad`: non-empty sequences of tokens; each excludes its last token after the others."""
         self._form = form
         self._bad = [list(word) for word in bad]
         self._allowed = np.unique(np.array(allowed, np.intp)) if allowed else None
         self._listed = frozenset(allowed or ())
 
     def restrict(self, logits: F32, output_token_ids: Sequence[int]) -> F32:
-        """See `Constraint`; a `ConstraintError` where no token is left."""
+        """As `Constraint`; `ConstraintError` if no token is left."""
         before = logits if self._form is None else self._form.restrict(logits, output_token_ids)
         forbidden = self._forbidden(output_token_ids)
         if self._allowed is None:
@@ -73,12 +73,10 @@ class TokenFilter:
         return after
 
     def forced(self, output_token_ids: Sequence[int], limit: int) -> list[int]:
-        """See `Constraint`."""
         forced = [] if self._form is None else self._form.forced(output_token_ids, limit)
         return forced[: self._passes(output_token_ids, forced)]
 
     def admits(self, output_token_ids: Sequence[int], draft: Sequence[int]) -> int:
-        """See `Constraint`."""
         count = len(draft) if self._form is None else self._form.admits(output_token_ids, draft)
         return self._passes(output_token_ids, draft[:count])
 
@@ -93,7 +91,7 @@ class TokenFilter:
         return len(draft)
 
     def _forbidden(self, output: Sequence[int]) -> list[int]:
-        """The tokens that would complete a bad word."""
+        """Tokens that would complete a bad word."""
         return [
             word[-1]
             for word in self._bad

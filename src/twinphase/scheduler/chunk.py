@@ -1,4 +1,4 @@
-"""How large a prefill chunk may be: the rest of the token budget, and what the inter-token SLO leaves of it."""
+"""How large a prefill chunk may be, by the token budget and the inter-token SLO."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Protocol
 from twinphase.batch import StepWork
 from twinphase.scheduler.pace import Pace
 
-MOST_SCORED = 128  # rows of logits of one request in a step: 78 MB of a vocabulary of 151,936
+# Logits of a vocabulary of 151,936 take 78 MB for this many rows.
+MAX_SCORED_ROWS = 128
 
 
 class StepCost(Protocol):
     """Predicts how long a step takes; the measured cost model does."""
 
     def step_limit(self, slo_seconds: float) -> float:
-        """Predicted time, seconds, at which a step still meets the SLO: what is between steps, and error, deducted."""
+        """Longest predicted step, seconds, that meets the SLO, after gaps and prediction error."""
 
     def slo_seconds(self, step_seconds: float) -> float:
         """The SLO that a step of that predicted time just meets: the inverse of `step_limit`."""
@@ -59,7 +60,7 @@ class ChunkBudget:
         self._given = False
 
     def take(self, start: int, remaining: int, *, scored: bool = False) -> int:
-        """Tokens of the next chunk, of a request that has computed `start` tokens and needs `remaining` more.
+        """Tokens of the next chunk of a request with `start` computed and `remaining` to compute.
 
         Where the prompt is `scored`, each of them may want its logits, which are many bytes: then
         they are few.
@@ -67,7 +68,7 @@ class ChunkBudget:
         The first chunk of a step has a block's worth of tokens even where the SLO has no room: a
         request that waits for ever is no better than a late token.
         """
-        most = min(self.num_tokens, remaining, MOST_SCORED if scored else remaining)
+        most = min(self.num_tokens, remaining, MAX_SCORED_ROWS if scored else remaining)
         if self._limit is not None:
             most = self._fitting(start, most, remaining, scored)
         if most < remaining:

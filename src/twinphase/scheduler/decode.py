@@ -1,10 +1,10 @@
-"""The decode half of a step: every running request that decodes gets its one token, and room for guesses behind it.
+"""The decode half of a step: a token for each decoding request, and room for its drafts.
 
 Where blocks run out, the last in the policy's order gives up its own, as often as it takes. The
 first in order always gets through, since no request is accepted that the whole cache could not
 hold; so there is progress in every step.
 
-Drafts are guests: they take what nobody else wants of a step's rows and blocks, and get shorter
+Drafts are guests: they take only unused rows and blocks of a step, and get shorter
 where that is little.
 """
 
@@ -73,9 +73,10 @@ def with_drafts(
 def fit_drafts(
     decodes: list[ScheduledRequest], get: Callable[[str], Request | None], kv_cache: KVCacheManager
 ) -> None:
-    """Take free blocks for the drafts in `decodes`, and shorten those that find none; nothing cached is given up.
+    """Take free blocks for the drafts in `decodes`, and shorten the others; evict nothing.
 
-    Call it when everybody else has the blocks of this step. `get` finds a request by its id.
+    Call it last, when all other requests have their blocks of this step. `get` finds a request
+    by its id.
     """
     for index, share in enumerate(decodes):
         request = get(share.request_id) if share.num_drafts else None

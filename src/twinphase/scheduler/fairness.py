@@ -1,9 +1,9 @@
-"""Which tenant is served next: start-time fair queueing by seconds of work, and within a tenant the policy's order.
+"""Which tenant is served next: start-time fair queueing by seconds of work.
 
 Each tenant has a virtual time: the seconds of work that were done for it, divided by its weight.
 The smallest goes first. A tenant that has wanted nothing for a while begins at the system's virtual
 time, which is the smallest of those who want something: what it left unused is no credit, and what
-it used while nobody else wanted it is no debt.
+it used while no other tenant wanted it is no debt.
 
 Goyal, Vin and Cheng, "Start-time Fair Queuing" (SIGCOMM 1996). Sheng et al., "Fairness in Serving
 Large Language Models" (OSDI 2024) count tokens in the same way; here it is the cost model's
@@ -23,7 +23,7 @@ from twinphase.scheduler.phase import phase_of
 from twinphase.scheduler.policy import Key
 
 # seconds of virtual time that a tenant may be ahead and still take the next seat, if it has none
-LEAD = 0.1
+MAX_LEAD_SECONDS = 0.1
 
 
 class FairQueue:
@@ -78,13 +78,13 @@ class FairQueue:
             del self.lines[request.tenant]
 
     def first(self) -> Request | None:
-        """Whose turn it is to be let in: tenants without a running request before others, then by virtual time."""
+        """The request to admit next: of tenants without a seat first, then by virtual time."""
         return min((line[0] for line in self.lines.values()), key=self._turn, default=None)
 
     def begin_step(self, running: Sequence[Request]) -> None:
-        """Advance the system's virtual time to that of the tenant who has had the least of those who want something.
+        """Advance the virtual time to the smallest one among tenants with pending prefill.
 
-        Who only decodes has all that it can get.
+        A tenant that only decodes is not waiting for anything.
         """
         times = self._times
         if len(times) < 2:
@@ -106,7 +106,7 @@ class FairQueue:
             self._times[tenant] += seconds / self._weights[tenant]
 
     def excess(self, tenant: str, num_seats: int) -> float:
-        """Seats that a tenant holds beyond its share, per weight; at most 0 where it holds no more, or just one."""
+        """Seats that a tenant holds beyond its share, per weight; at most 0 with a single seat."""
         here = [one for one in self._times if self._is_here(one)]
         due = num_seats * self._weights[tenant] / sum(self._weights[one] for one in here)
         held = self.seats[tenant]
@@ -117,13 +117,16 @@ class FairQueue:
 
     def _turn(self, first: Request) -> tuple[bool, float, int, int]:
         tenant = first.tenant
-        return (self.seats[tenant] > 0 or self._times[tenant] > self.now + LEAD, *self.key(first))
+        return (
+            self.seats[tenant] > 0 or self._times[tenant] > self.now + MAX_LEAD_SECONDS,
+            *self.key(first),
+        )
 
 
 def work_by_tenant(batch: Batch, times: StepCost) -> dict[str, float]:
     """A step's predicted seconds, divided by what each tenant's tokens add to an empty step.
 
-    Tokens that are computed again after a preemption are on nobody's account.
+    Tokens that are computed again after a preemption are charged to no tenant.
     """
     seconds = times.seconds(batch.work)
     tenants = sorted({share.tenant for share in batch.scheduled})

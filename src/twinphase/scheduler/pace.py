@@ -11,7 +11,7 @@ class Pace:
 
     Attributes:
         slo_seconds: longest gap between tokens of a running request; None where there is no SLO.
-        prefill_room: seconds that prefill may add to a step whatever the SLO.
+        prefill_room: seconds that prefill may add to a step even against the SLO.
         chosen: chosen by `Pacing.choose`, not by the user.
         gap_seconds: predicted gap for one request that decodes beside a prefill. This and the
             following are set by `Pacing.predict`.

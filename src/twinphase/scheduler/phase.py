@@ -7,7 +7,7 @@ from twinphase.request import Request
 
 
 def phase_of(request: Request) -> Phase:
-    """DECODE when the uncomputed tail is one sampled token; else PREFILL, recomputed output included."""
+    """DECODE if only one sampled token is uncomputed; else PREFILL, recomputed output too."""
     tail_is_sampled = bool(request.output_token_ids)
     return (
         Phase.DECODE
@@ -17,7 +17,7 @@ def phase_of(request: Request) -> Phase:
 
 
 def give_tokens(request: Request, num_tokens: int) -> ScheduledRequest:
-    """`request`'s share of a step: its next `num_tokens` uncomputed tokens, whose KV blocks it already has.
+    """A request's share of a step: its next `num_tokens` uncomputed tokens.
 
     The request's lists are lent, not copied: the share is valid until the next commit.
     """

@@ -1,4 +1,4 @@
-"""The prefill half of a step: chunks, in the policy's order, that fill what the decodes left of the token budget."""
+"""The prefill half of a step: chunks fill what the decodes left of the token budget."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from twinphase.request import Request
 from twinphase.scheduler.chunk import ChunkBudget
 from twinphase.scheduler.phase import give_tokens, phase_of
 
-LEAST_SHARED = 64  # tokens
+MIN_SHARED_TOKENS = 64
 
 
 def worth_waiting_for(
     request: Request, computed: int, kv_cache: KVCacheManager, computing: set[bytes]
 ) -> bool:
-    """Whether this step computes so much of what `request` needs next that it had better come a step later.
+    """Whether to delay `request` a step, because this step computes much of what it needs.
 
     That is half of what it still needs, and enough to be worth a step.
     """
     if not computing:
         return False
     shared = kv_cache.tokens_in(request, computed, computing)
-    return shared >= LEAST_SHARED and 2 * shared >= request.num_tokens - computed
+    return shared >= MIN_SHARED_TOKENS and 2 * shared >= request.num_tokens - computed
 
 
 def schedule_prefills(

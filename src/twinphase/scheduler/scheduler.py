@@ -23,10 +23,14 @@ from twinphase.scheduler.phase import give_tokens
 from twinphase.scheduler.policy import policy_key
 from twinphase.scheduler.prefill import schedule_prefills, worth_waiting_for
 
-USUAL_OUTPUT = 128.0  # tokens of an answer, before any has finished
-LOSS = 0.03  # of the time at most may go to computing again what was lost when tenants took seats
-PATIENCE = 0.05  # seconds that a tenant waits for a first seat, where there is no SLO
-OUTPUT_FADE = 0.1  # of the difference to each answer that finishes
+# Expected length of an answer before any has finished.
+INITIAL_OUTPUT_TOKENS = 128.0
+# Share of step time that recomputing after fairness preemptions may take.
+MAX_RECOMPUTE_SHARE = 0.03
+# Longest wait of a tenant for a first seat, where there is no SLO.
+FIRST_SEAT_WAIT_SECONDS = 0.05
+# Weight of each finished answer in the mean output length.
+OUTPUT_LEARNING_RATE = 0.1
 
 
 class Scheduler:
@@ -37,7 +41,7 @@ class Scheduler:
         fair: requests that hold no blocks, new or preempted, by tenant; and whose turn it is.
         running: requests that hold blocks; in a step, in the order of `fair`.
         pace: the gap between tokens that chunks leave to running requests.
-        most_prefill_tokens: of a step, whatever decodes in it; None is no bound but the budget.
+        max_prefill_tokens: cap on the prefill tokens of a step; None is only the token budget.
         seconds: predicted, of all steps so far: the scheduler's clock.
         step_work: seconds of the last step by tenant, predicted.
         num_preemptions: so far.
@@ -57,7 +61,7 @@ class Scheduler:
         max_num_seqs: int = 64,
         policy: str = "fcfs",
         pace: Pace = Pace(),
-        usual_output: float = USUAL_OUTPUT,
+        usual_output: float = INITIAL_OUTPUT_TOKENS,
         window: int | None = None,
     ) -> None:
         """Start without requests; the settings are those of `EngineConfig`.
@@ -74,7 +78,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.policy = policy
         self.pace = pace
-        self.most_prefill_tokens: int | None = None
+        self.max_prefill_tokens: int | None = None
         self.fair = FairQueue(policy_key(policy))
         self.running: list[Request] = []
         self.num_preemptions = self.num_recomputed_tokens = 0
@@ -132,13 +136,14 @@ class Scheduler:
         self._num_added = self._num_added + 1
         self._requests[request.request_id] = request
         self.fair.add(request)
-        if request.fresh:  # whoever computes with what is given up computes it again as well
+        # Other requests that use the evicted blocks must recompute them too.
+        if request.fresh:
             wrong = self.kv_cache.forget(request)
             for other in [other for other in self.running if not wrong.isdisjoint(other.block_ids)]:
                 self._preempt(other)
 
     def schedule(self, drafts: Mapping[str, Sequence[int]] = MappingProxyType({})) -> Batch:
-        """The next step's work: decodes first, then prefill chunks of running requests and of those that are let in.
+        """The next step's work: decodes, then prefill chunks of running and admitted requests.
 
         `drafts` are guesses at what follows the last known tokens, by request. A request that does
         not decode in this step gets none of its own verified; for the others see
@@ -161,7 +166,7 @@ class Scheduler:
             decodes = with_drafts(decodes, drafts, tokens // 2, self._longest_draft)
             tokens -= sum(share.num_drafts for share in decodes)
         budget = ChunkBudget(
-            tokens if self.most_prefill_tokens is None else min(tokens, self.most_prefill_tokens),
+            tokens if self.max_prefill_tokens is None else min(tokens, self.max_prefill_tokens),
             Batch(decodes, [], window=self.window).decode_work,
             self._times,
             self.pace,
@@ -222,7 +227,7 @@ class Scheduler:
                 self.num_recomputed_tokens += again
             if (
                 share.request_id not in output.errors
-            ):  # what failed may never have been computed: nobody may find it
+            ):  # A failed request's blocks may be incomplete.
                 self.kv_cache.keep_computed(request, before)
             if wrong:
                 self.kv_cache.give_back(request)
@@ -235,13 +240,13 @@ class Scheduler:
         return finished
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
-        """End a request now, between steps; one that has finished already, or was never there, is left alone."""
+        """End a request now, between steps; ignore unknown and finished ones."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request, reason)
 
     def max_tokens_total(self, request: Request) -> int:
-        """Prompt and output tokens the request may have; without `max_tokens`, what context and cache can hold."""
+        """Prompt plus output tokens it may have; by default what context and cache can hold."""
         max_tokens = request.sampling_params.max_tokens
         if max_tokens is not None:
             return min(len(request.prompt_token_ids) + max_tokens, self.max_model_len)
@@ -253,7 +258,7 @@ class Scheduler:
         return self.max_tokens_total(request) - request.num_tokens - 1
 
     def check_integrity(self) -> None:
-        """Prove that free + held + cached blocks are all, and that lists and statuses agree (AssertionError if not)."""
+        """Prove that no block is lost and that lists and statuses agree (AssertionError if not)."""
         self.kv_cache.check_integrity(self._requests.values())
         lines = self.fair.lines
         for tenant in {request.tenant for request in self._requests.values()}:
@@ -320,7 +325,7 @@ class Scheduler:
         return total
 
     def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it waits at its old place in the line and computes again what is lost."""
+        """Take a running request's blocks; it queues at its old place and recomputes the rest."""
         request.most_computed_tokens = max(
             request.most_computed_tokens, request.num_computed_tokens
         )
@@ -333,7 +338,7 @@ class Scheduler:
         self.fair.add(request)
 
     def _note_wait(self, held_back: str) -> None:
-        """Remember since when a tenant without a running request has been waiting for seats or blocks."""
+        """Record since when a tenant without a running request has waited for a seat or blocks."""
         first = (
             self.fair.first() if self.fair.is_shared and held_back in ("seats", "blocks") else None
         )
@@ -344,14 +349,14 @@ class Scheduler:
             self._seat_wanted_since = self.seconds
 
     def _make_room(self, preempt: Callable[[Request], None]) -> None:
-        """Where a tenant has waited too long for a first seat, take one from the tenant that holds most.
+        """If a tenant has waited too long for its first seat, take one from the largest holder.
 
         It goes to the tenant's newest request, if the tenant holds more than its share and keeps
         one. So seldom that computing the lost tokens again takes little of the whole.
         """
         since = self._seat_wanted_since
         if since is None or self.seconds < max(
-            since + (self.pace.slo_seconds or PATIENCE), self._next_seat_taken
+            since + (self.pace.slo_seconds or FIRST_SEAT_WAIT_SECONDS), self._next_seat_taken
         ):
             return
         excess = {
@@ -365,7 +370,7 @@ class Scheduler:
             if self._wanted == "seats" and self.kv_cache.enable_prefix_caching:
                 lost %= self.kv_cache.block_size  # the others are found again
             again = self._times.seconds(StepWork.of_chunk(0, lost, False, self.window))
-            self._next_seat_taken = self.seconds + again / LOSS
+            self._next_seat_taken = self.seconds + again / MAX_RECOMPUTE_SHARE
             preempt(victim)
 
     def _charge(self, batch: Batch) -> None:
@@ -375,7 +380,7 @@ class Scheduler:
             self.fair.charge(tenant, seconds)
 
     def _append(self, request: Request, token_ids: list[int]) -> FinishReason | None:
-        """Append sampled tokens up to the one that ends the request; returns why it ended, if it did."""
+        """Append sampled tokens up to the one that ends the request; returns the finish reason."""
         if not token_ids:
             return FinishReason.ERROR
         for token_id in token_ids:
@@ -399,5 +404,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.usual_output += OUTPUT_FADE * (len(request.output_token_ids) - self.usual_output)
+            self.usual_output += OUTPUT_LEARNING_RATE * (
+                len(request.output_token_ids) - self.usual_output
+            )
         self.kv_cache.free(request)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from twinphase.errors import RequestNotFoundError
-from twinphase.explain.prompt_parts import divide, part_at
+from twinphase.explain.prompt_costs import divide, part_at
 from twinphase.phases.cost import CostModel
 from twinphase.phases.record import RequestRecord
 from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS

@@ -82,7 +82,7 @@ class Eagle3(HiddenStateProposer):
         embed: Callable[[Sequence[int]], F32],
         num_tokens: int,
     ) -> None:
-        """Draft `num_tokens` tokens from inputs of the target's `layers`; `embed` takes token ids."""
+        """Draft `num_tokens` tokens from inputs of the target's `layers`; `embed` maps ids."""
         super().__init__()
         self.layers = tuple(layers)
         self.num_tokens = num_tokens

@@ -11,7 +11,7 @@ another. vLLM, transformers and llama.cpp's server (as of 2026) read both alike.
 what the vocabulary calls control tokens is concerned; what it calls user-defined, "</think>" and
 "<tool_call>" in many models, is read wherever it stands.
 
-Not for arithmetic on the parts (`explain/prompt_parts.py`).
+Not for arithmetic on the parts (`explain/prompt_costs.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Quantized weights of Hugging Face folders in GGUF's formats: FP8 as BF16, AWQ and GPTQ as Q4_0 or Q4_1, MXFP4.
+"""Quantized weights of Hugging Face folders in GGUF's formats.
+
+FP8 becomes BF16, AWQ and GPTQ become Q4_0 or Q4_1, and MXFP4 stays.
 
 The 4-bit codes stay as they are. In AWQ and GPTQ a weight is scale * (q - zero) with a float16
 scale for each group of inputs and each output; Q4_1 has scale * q + m, where only m = -scale * zero
@@ -91,11 +93,11 @@ def _check_settings(method: str, settings: Mapping[str, Any]) -> None:
 
 
 # FP8
-# ----------------------------------------------------------------------------------------------------------------
+# ----------------------------------------
 
 
 def _e4m3_values() -> NDArray[np.float32]:
-    """Every number of FP8 E4M3 (Micikevicius et al., 2022): 4 bits of exponent (bias 7), 3 of fraction, no infinity."""
+    """Every number of FP8 E4M3 (Micikevicius et al., 2022): exponent bias 7, no infinity."""
     codes = np.arange(256)
     exponent = codes >> 3 & 15
     fraction = codes & 7
@@ -142,7 +144,7 @@ def _fp8(module: str, parts: dict[str, Source], settings: Mapping[str, Any]) -> 
 
 
 # AWQ and GPTQ
-# -------------------------------------------------------------------------------------------------------
+# ----------------------------------------
 
 
 def _awq(module: str, parts: dict[str, Source], settings: Mapping[str, Any]) -> dict[str, Source]:
@@ -233,13 +235,13 @@ def _group_size(
     """Inputs that share a scale."""
     groups = scales.shape[0]
     group = inputs // groups if groups and inputs % groups == 0 else 0
-    said = settings.get("group_size", settings.get("q_group_size", group))
+    stated = settings.get("group_size", settings.get("q_group_size", group))
     fits = scales.shape == (groups, outputs) and qzeros.shape == (groups, outputs // 8)
-    if not group or said not in (group, -1) or not fits:
+    if not group or stated not in (group, -1) or not fits:
         raise CheckpointError(
             f"{module}: scales {scales.shape} and zeros {qzeros.shape} do not fit {outputs} "
             f"outputs of {inputs} inputs "
-            f"in groups of {said!r}.",
+            f"in groups of {stated!r}.",
             _FIX,
         )
     if group % 32:
@@ -290,7 +292,7 @@ def _four_bit_matrix(
 
 
 # MXFP4
-# --------------------------------------------------------------------------------------------------------------
+# ----------------------------------------
 
 
 _MXFP4_ROWS = {

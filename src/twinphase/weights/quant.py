@@ -24,7 +24,7 @@ _Quants = NDArray[np.uint8] | NDArray[np.int8]
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A matrix as integers and per-group parameters: `scale * (q - offset) + minimum` are its values.
+    """A matrix as integers and per-group parameters: `scale * (q - offset) + minimum`.
 
     Attributes:
         q: [N, K], uint8; int8 where the format has 8 bits.

@@ -35,7 +35,7 @@ _TRIALS = (-0.9, -0.6, -0.3, 0.0, 0.3, 0.6, 0.9)
 
 
 def quantized_tensors(sources: Mapping[str, Source], quantization: str) -> dict[str, Source]:
-    """The tensors with their float matrices quantized when read; vectors, routers and what is quantized stay as is.
+    """The tensors, with float matrices quantized when read; vectors and routers stay as they are.
 
     Args:
         sources: by GGUF's names.
@@ -104,7 +104,7 @@ def _quantized(source: Source, type: str) -> Source:
 
 
 def quantize(values: _Floats, type: str) -> NDArray[np.uint8]:
-    """float32 [N, K] to blocks, uint8 [N, bytes of a row]; Q4_K, or a type that the gguf package quantizes to."""
+    """float32 [N, K] to blocks, uint8 [N, bytes per row]; Q4_K, or a type of gguf's."""
     # A block of zeros, or of numbers next to it, has no inverse scale; its codes are zero.
     with np.errstate(all="ignore"):
         if type == "Q4_K":
@@ -117,7 +117,7 @@ def quantize(values: _Floats, type: str) -> NDArray[np.uint8]:
 
 
 def _q4_k(values: _Floats) -> NDArray[np.uint8]:
-    """w = d * scale * code - dmin * minimum, with scale and minimum of 6 bits for each 32 values (quant.py)."""
+    """w = d * scale * code - dmin * minimum, with scale and minimum of 6 bits per 32 values."""
     x = values.reshape(-1, 8, 32)
     scale, minimum = _group_scales(x)
     d = scale.max(axis=1, keepdims=True) / 63
@@ -152,7 +152,7 @@ def _q4_k(values: _Floats) -> NDArray[np.uint8]:
 
 
 def _group_scales(x: _Floats) -> tuple[_Floats, _Floats]:
-    """Scale and minimum (subtracted, not negative) of each group: float32 [blocks, 8, 32] to [blocks, 8] each.
+    """Scale and (subtracted) minimum of each group: float32 [blocks, 8, 32] to [blocks, 8] each.
 
     Each trial rounds with another scale and then solves for the scale and minimum with the least
     weighted squared error; large values weigh more.

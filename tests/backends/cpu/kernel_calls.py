@@ -67,7 +67,7 @@ def call_kernel(address: int, args: Sequence[int], tiles: int) -> None:
 def random_blocks(
     rng: np.random.Generator, outputs: int, inputs: int, name: str, fill: int | None = None
 ) -> NDArray[np.uint8]:
-    """Blocks of a format: bytes of codes and small scales random or all `fill`, float16 parameters of about 0.05."""
+    """Random blocks of a format, or all bytes `fill`; float16 parameters of about 0.05."""
     size, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     low, high = (0, 256) if fill is None else (fill, fill + 1)
     raw = rng.integers(low, high, (outputs, inputs // size, nbytes), dtype=np.uint8)

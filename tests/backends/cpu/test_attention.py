@@ -1,6 +1,4 @@
-"""Attention of the cpu backend beside the reference's float32: both write the same queries, keys and values to a paged
-cache, then attend over it, without a model around them.
-"""
+"""Attention of the cpu backend beside the reference's float32, without a model around them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ CHECK = """
 import sys
 import numpy as np
 from twinphase.backends.cpu.isa import choose_isa
-from twinphase.backends.cpu.peak_loops import OPERAND_STEPS, READ_UNIT, clock_readings, peak_loop, read_loop
+from twinphase.backends.cpu.peak_loops import OPERAND_STEPS, READ_UNIT
+from twinphase.backends.cpu.peak_loops import clock_readings, peak_loop, read_loop
 
 isa, rng, turns = choose_isa(sys.argv[1]), np.random.default_rng(0), OPERAND_STEPS + 3
 
@@ -44,15 +45,17 @@ for kind in ("int8", "float32", "bfloat16"):
     if kind == "int8":
         weights.view(np.uint8)[:] = rng.integers(0, 128, weights.view(np.uint8).shape)
         inputs.view(np.int8)[:] = rng.integers(-127, 128, inputs.view(np.int8).shape)
-        w, x, got = weights.view(np.uint8).astype(np.int64), inputs.view(np.int8).astype(np.int64), out
+        w, x = weights.view(np.uint8).astype(np.int64), inputs.view(np.int8).astype(np.int64)
+        got = out
     elif kind == "float32":
         weights.view(np.float32)[:] = rng.integers(-9, 10, weights.shape)
         inputs.view(np.float32)[:] = rng.integers(-9, 10, inputs.shape)
         w, x, got = weights.view(np.float32), inputs.view(np.float32), out.view(np.float32)
     else:
-        weights.view(np.uint16)[:] = rng.choice([0x3F80, 0xBF80, 0x4000, 0], weights.view(np.uint16).shape)
-        inputs.view(np.uint16)[:] = rng.choice([0x3F80, 0xBF80, 0x4000, 0], inputs.view(np.uint16).shape)
-        w, x, got = bfloat16(weights.view(np.uint16)), bfloat16(inputs.view(np.uint16)), out.view(np.float32)
+        w, x = weights.view(np.uint16), inputs.view(np.uint16)
+        for operand in (w, x):
+            operand[:] = rng.choice([0x3F80, 0xBF80, 0x4000, 0], operand.shape)
+        w, x, got = bfloat16(w), bfloat16(x), out.view(np.float32)
     loop.run(weights, inputs, out, turns, clock_readings(1))
     order = np.arange(turns) % OPERAND_STEPS
     if kind != "float32" and isa.matrix_tiles:
@@ -72,8 +75,10 @@ for kind in ("int8", "float32", "bfloat16"):
 memory = rng.integers(0, 256, 8 * READ_UNIT, np.uint8)
 words, read, readings = memory.view(np.int64).reshape(4, -1), read_loop(isa), clock_readings(2)
 whole = np.bitwise_xor.reduce(words, axis=None)
-assert read(memory, memory.size, 1, clock_readings(1)) == whole and read(memory, memory.size, 1, readings) == 0
-assert read(memory, 2 * READ_UNIT, 3, readings) == whole ^ np.bitwise_xor.reduce(words[:2], axis=None)
+assert read(memory, memory.size, 1, clock_readings(1)) == whole
+assert read(memory, memory.size, 1, readings) == 0
+first = np.bitwise_xor.reduce(words[:2], axis=None)
+assert read(memory, 2 * READ_UNIT, 3, readings) == whole ^ first
 assert (np.diff(readings @ [10**9, 1]) > 0).all(), "the clock goes on"
 print("right")
 """

@@ -1,4 +1,4 @@
-"""Instruction-set paths: which are offered, which is chosen, and that each emits the instructions it is named for."""
+"""Instruction-set paths: which are offered and chosen, and what instructions each emits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_is_not_here_is_refused(features, name, why):
 
 
 def _assembly(isa: Isa, triple: str, cpu: str, features: str, write: Callable[..., Value]) -> str:
-    """Assembly of one function of whole registers, (emit, three of them) -> register, for another processor."""
+    """Assembly of (emit, three registers) -> register, for another processor."""
     module = ir.Module("dot")
     module.triple = triple
     ty = vector(I32, isa.lanes)

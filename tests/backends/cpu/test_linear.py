@@ -67,24 +67,17 @@ def linear(
     )
     cells = np.array([rows, per_tile, ROW_CHUNK], np.int64)
     source = x.x if spec.startswith("dense") else x.data
-    args = [
-        weights,
-        groups,
-        strips,
-        source.ctypes.data,
-        source.strides[0],
-        x.scale.ctypes.data,
-        x.fsum.ctypes.data,
-    ]
-    args += [4 * (x.x.shape[1] // 32), x.isum.ctypes.data, out.ctypes.data, out.strides[0]]
-    args += [base.ctypes.data, stride, *(cells.ctypes.data + 8 * i for i in range(3))]
+    args = [weights, groups, source.ctypes.data, source.strides[0]]
+    args += [x.scale.ctypes.data, x.fsum.ctypes.data, 4 * (x.x.shape[1] // 32), x.isum.ctypes.data]
+    args += [out.ctypes.data, out.strides[0], base.ctypes.data, stride]
+    args += [strips, *(cells.ctypes.data + 8 * i for i in range(3))]
     tiles = -(-strips // per_tile) * -(-rows // ROW_CHUNK)
     call_kernel(kernel(isa, spec), args, tiles)
     return out
 
 
 def random_rows(rng: np.random.Generator, rows: int, inputs: int) -> F32:
-    """Activations with a few outliers, as models have, and groups of zeros where there are several."""
+    """Activations with a few outliers, as models have, and some groups of zeros."""
     x = aligned(rows * inputs, np.float32).reshape(rows, inputs)
     x[:] = rng.standard_normal((rows, inputs)) * np.where(rng.random((rows, inputs)) < 0.01, 30, 1)
     x[0, : inputs // 64 * 32] = 0
@@ -222,7 +215,7 @@ def test_residual(isa):
 
 
 def dense(isa: str, name: str, matrix: F32, x: F32, residual: F32 | None = None) -> F32:
-    """x @ matrix.T by the kernel, [rows, outputs rounded up to strips]; the order of strips is the backend's."""
+    """x @ matrix.T by the kernel, [rows, outputs rounded up to strips]."""
     outputs, inputs = matrix.shape
     kind = gguf.GGMLQuantizationType[name]
     info = TensorInfo("a.weight", matrix.shape, name, 0, 0)

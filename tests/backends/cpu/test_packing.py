@@ -1,4 +1,4 @@
-"""Packing changes no value: a reader of the packed layout, written from `formats.py` alone, gives back the weights."""
+"""Packing changes no value: a reader written from `formats.py` gives back the weights."""
 
 from __future__ import annotations
 

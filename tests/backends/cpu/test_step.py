@@ -83,7 +83,7 @@ def test_every_tile_is_in_one_unit(threads, kv_heads, dtype):
 def check_plan(
     memory: StepMemory, counts: dict[str, int], contexts: list[int], rows: list[int], kv_heads: int
 ) -> int:
-    """Each row's tiles are in one unit each, each piece's results in a place of their own, found by the merges."""
+    """Each row's tiles are in one unit each, and merges find each piece's results."""
     starts = np.cumsum([0, *rows]).tolist()
     seen: set[tuple[int, int, int]] = set()  # row, KV head, tile
     places: dict[int, tuple[int, int, int, int]] = {}  # of partial results

@@ -1,4 +1,4 @@
-"""The thread pool: every tile runs once, and what depends on a tile waits for it, however late a thread is.
+"""The thread pool: every tile runs once, and its dependents wait for it, however late it is.
 
 Kernels here are Python functions where order is looked at, and compiled ones where bits are.
 """
@@ -154,22 +154,13 @@ class Chain:
                 rows + 16,
             )
         )
-        args = [
-            weights.ctypes.data,
-            groups,
-            OUTPUTS // 32,
-            at[0],
-            inputs,
-            at[1],
-            at[2],
-            4 * groups,
-            at[3],
-        ]
-        args += [out.ctypes.data, out.strides[0], zeros.ctypes.data, 0, rows, rows + 8, rows + 32]
+        args = [weights.ctypes.data, groups, at[0], inputs, *at[1:3], 4 * groups, at[3]]
+        args += [out.ctypes.data, out.strides[0], zeros.ctypes.data, 0]
+        args += [OUTPUTS // 32, rows, rows + 8, rows + 32]
         self.calls.append((kernel(BEST, "quantized_linear:Q4_1"), args, rows + 24))
 
     def load(self, pool: ThreadPool) -> None:
-        """Make the calls the pool's program; what they should give is computed first, in order by this thread."""
+        """Load the calls as the pool's program; the expected result is computed first, in order."""
         self._set_rows(ROWS, 1)
         for fn, args, tiles in self.calls:
             call_kernel(fn, args, int(self.counts[(tiles - self.counts.ctypes.data) // 8]))

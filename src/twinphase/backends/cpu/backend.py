@@ -1,4 +1,4 @@
-"""The CPU backend: operations become commands of a captured program, which the thread pool replays every step."""
+"""The CPU backend: operations become commands of a program, which a thread pool replays."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ class CpuBackend:
 
     @cached_property
     def kv_fingerprint(self) -> str:
-        """See `Backend`: the path that runs, and the sources of its kernels, which lay out the cache too."""
+        """The path that runs, and the sources of its kernels, which lay out the cache too."""
         path = {"backend": self.name, "isa": self.isa.name, "kernels": kernel_digest()}
         return kv_fingerprint(
             self._checkpoint,
@@ -257,7 +257,7 @@ class CpuBackend:
         )
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
-        """Keys, scales and values, uint8 [cells of a block, layers, KV heads, bytes of a cell] each (`kv_layout`)."""
+        """Keys, scales and values, uint8 [cells of a block, layers, KV heads, bytes] each."""
         at = self._cells(block_ids)
         parts = [
             view[at[0], :, :, at[1]].reshape(len(block_ids), -1) for view in self._cell_views()

@@ -1,4 +1,4 @@
-"""What this machine can do at best: memory read by working set, and peak rates of the units that kernels use.
+"""This machine's ceilings: memory bandwidth by working set, and the peak rates of its units.
 
 Not for judging kernels (phases/hardware.py does), and not for the way to the first token: callers
 measure after the answer. The measuring is in peaks.py, which alone needs the compiler.
@@ -24,7 +24,7 @@ class CeilingsError(TwinphaseError):
 
 
 def measure(threads: int, isa: str | None = None) -> MeasuredRates:
-    """All ceilings of `threads` threads on one instruction-set path, measured in a process of its own.
+    """All ceilings of `threads` threads on one instruction-set path, in a process of its own.
 
     It takes about four seconds, half of them compiling; on a busy machine up to ten.
 

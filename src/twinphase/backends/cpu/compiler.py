@@ -1,4 +1,4 @@
-"""Compiles kernels to object files on disk and loads them: Numba once, in a process of its own; LLVM's loader after.
+"""Compiles kernels to object files, by Numba in a process of its own, and loads them by LLVM.
 
 A kernel is named by a spec such as `quantized_linear:Q4_0`, the name of a factory in KERNELS and
 its parameters. Object files are keyed by everything that could change them (kernel sources,
@@ -30,33 +30,22 @@ from twinphase.errors import TwinphaseError
 from twinphase.weights import block_formats
 from twinphase.weights.storage import storage_error, write_atomically
 
-# Factory of each kernel: module under `kernels` and function.
+# The module under `kernels` that makes each kernel, by a function of the kernel's name.
 KERNELS = {
-    "quantized_linear": ("linear", "quantized_linear"),
-    "dense_linear": ("linear", "dense_linear"),
-    "quantized_experts": ("linear", "quantized_experts"),
-    "dense_experts": ("linear", "dense_experts"),
-    "route": ("routing", "route"),
-    "sort_rows": ("routing", "sort_rows"),
-    "combine": ("routing", "combine"),
-    "attention_prefill": ("attention", "attention_prefill"),
-    "attention_decode": ("attention", "attention_decode"),
-    "attention_merge": ("attention", "attention_merge"),
-    "rms_norm": ("elementwise", "rms_norm"),
-    "gate_mul": ("elementwise", "gate_mul"),
-    "add": ("elementwise", "add"),
-    "add_norm": ("elementwise", "add_norm"),
-    "cap_logits": ("elementwise", "cap_logits"),
-    "pick_rows": ("elementwise", "pick_rows"),
-    "embed": ("embedding", "embed"),
-    "quantize": ("quantize", "quantize"),
-    "round_rows": ("quantize", "round_rows"),
-    "rope_kv_write": ("rope", "rope_kv_write"),
-    "pack": ("packing", "pack"),
-    "run_program": ("program", "run_program"),
-    "copy_columns": ("ranks", "copy_columns"),
-    "norm_columns": ("rope", "norm_columns"),
-    "meet": ("ranks", "meet"),
+    kernel: module
+    for module, kernels in {
+        "attention": ("attention_prefill", "attention_decode", "attention_merge"),
+        "elementwise": ("rms_norm", "gate_mul", "add", "add_norm", "cap_logits", "pick_rows"),
+        "embedding": ("embed",),
+        "linear": ("quantized_linear", "dense_linear", "quantized_experts", "dense_experts"),
+        "packing": ("pack",),
+        "program": ("run_program",),
+        "quantize": ("quantize", "round_rows"),
+        "ranks": ("copy_columns", "meet"),
+        "rope": ("rope_kv_write", "norm_columns"),
+        "routing": ("route", "sort_rows", "combine"),
+    }.items()
+    for kernel in kernels
 }
 
 WRITE_FAILED = 100  # exit code of a compiling process that could not write, plus the errno
@@ -82,7 +71,7 @@ def _sources() -> Any:
 
 
 def kernel_digest() -> str:
-    """What all machines have in common whose kernels, of one path, compute the same bits."""
+    """A digest of everything that decides which bits the kernels of one path compute."""
     return str(_sources().hexdigest())
 
 
@@ -118,7 +107,7 @@ def _read_object(path: Path) -> tuple[str, bytes] | None:
 def compile_kernels(
     folder: Path, isa: Isa, specs: Sequence[str], progress: Progress | None = None
 ) -> None:
-    """Make sure a sound object file of every spec is in `folder`, compiling the missing ones in two processes.
+    """Make sure that `folder` has a sound object file per spec; two processes compile the rest.
 
     Raises:
         KernelCompileError: the compiler failed.
@@ -190,7 +179,7 @@ def _compile_in_processes(
 
 
 def _raise_failure(returncode: int, log: str, folder: Path, isa: Isa) -> NoReturn:
-    """Turn the end of a compiling process into an error; a failed write left its errno in the exit code."""
+    """Raise what ended a compiling process; a failed write left its errno in the exit code."""
     if returncode > WRITE_FAILED:
         number = returncode - WRITE_FAILED
         raise storage_error(OSError(number, os.strerror(number)), folder)
@@ -220,8 +209,8 @@ def _compile(folder: Path, isa: Isa, specs: Iterable[str]) -> None:
 
     for spec in specs:
         name, *parameters = spec.split(":")
-        module, factory = KERNELS[name]
-        make = getattr(importlib.import_module(f"twinphase.backends.cpu.kernels.{module}"), factory)
+        module = importlib.import_module(f"twinphase.backends.cpu.kernels.{KERNELS[name]}")
+        make = getattr(module, name)
         signature, function = make(isa, *parameters)
         # The name becomes the symbol; objects are loaded side by side.
         function.__name__ = function.__qualname__ = re.sub(r"\W", "_", spec)
@@ -244,7 +233,7 @@ def _compile(folder: Path, isa: Isa, specs: Iterable[str]) -> None:
 def _object_code(library: Any, symbol: str) -> bytes:
     """Object code of a library in which `symbol` alone is visible.
 
-    Helper functions of different kernels can have one name (numba numbers them anew in each
+    Helper functions of different kernels can have one name (numba numbers them in each
     process) and different
     bodies: the loader would take the first for all.
     """

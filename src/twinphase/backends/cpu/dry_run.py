@@ -73,7 +73,7 @@ class DryLoader:
 
 @contextmanager
 def private_group(group: Group | None, nbytes: int) -> Iterator[Group | None]:
-    """A group of the same size whose memory no other rank sees; None for no group."""
+    """A group of the same size with memory of its own; None for no group."""
     if group is None:
         yield None
         return

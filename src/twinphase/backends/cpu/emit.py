@@ -178,7 +178,7 @@ class Emit:
         return self.b.extract_element(x, ir.Constant(I32, 0))
 
     def widen(self, x: Value) -> Value:
-        """float16 to float32, a vector or a scalar; infinities and NaN become finite on the generic path."""
+        """float16 to float32; the generic path makes infinities and NaN finite."""
         single = F32 if x.type == F16 else vector(F32, x.type.count)
         if self.isa.converts_f16:
             return self.b.fpext(x, single)
@@ -216,7 +216,7 @@ class Emit:
         return b.bitcast(b.trunc(b.or_(result, sign), halves), half)
 
     def exp2(self, x: Value, coefficients: Sequence[float] = EXP2_DEGREE_5) -> Value:
-        """2^x of a float32 vector for x <= 126: Cody-Waite split, then a polynomial in the fraction.
+        """2^x of a float32 vector for x <= 126: Cody-Waite split, then a polynomial.
 
         Below -126 the result stays at 2^-126, which adds nothing to any sum of float32 numbers that
         contains a 1.
@@ -249,7 +249,7 @@ class Emit:
         return self._over_one_plus_exp2(x, self.b.fmul(x, self.splat(x.type, -LOG2_E * alpha)))
 
     def gelu(self, x: Value) -> Value:
-        """x / 2 (1 + tanh(u)) = x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3), of a float32 vector.
+        """x / 2 (1 + tanh(u)) = x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3).
 
         That is GELU by tanh (Hendrycks and Gimpel, 2016, arXiv:1606.08415).
         """
@@ -259,7 +259,7 @@ class Emit:
         return self._over_one_plus_exp2(x, self.b.fmul(x, factor))
 
     def softcap(self, x: Value, slope: Value, cap: Value) -> Value:
-        """cap * tanh(x / c) of a float32 vector, by 1 - 2 / (1 + 2^(slope x)); `slope` is 2 log2(e) / c."""
+        """cap * tanh(x / c) by 1 - 2 / (1 + 2^(slope x)); `slope` is 2 log2(e) / c."""
         ty = x.type
         share = self._over_one_plus_exp2(self.splat(ty, 2.0), self.b.fmul(x, slope))
         return self.b.fmul(cap, self.b.fsub(self.splat(ty, 1.0), share))
@@ -289,7 +289,7 @@ class Emit:
 
     # Dot products: the only instructions that differ between paths
     def dot(self, total: Value, weights: Value, inputs: Value, *, signed: bool = False) -> Value:
-        """total[i] += sum over 4 of weights[4i+j] * inputs[4i+j]; int32 lanes, bytes in int32 lanes.
+        """total[i] += sum over 4 of weights[4i+j] * inputs[4i+j]; bytes in int32 lanes.
 
         `weights` are unsigned bytes and `inputs` signed, below 2^7 in magnitude. With `signed` the
         weights were stored as value + 128 and the product is that of the value: see
@@ -312,7 +312,7 @@ class Emit:
         return self._dot_widen(total, weights, inputs)
 
     def dot_is_signed(self, bits: int) -> bool:
-        """True where byte-wide weights are multiplied as value (stored + 128 undone), not as stored.
+        """Whether byte-wide weights are multiplied as values (stored + 128 undone).
 
         maddubs saturates at 16 bits and sdot takes signed bytes, so both undo the offset; others
         leave it to the caller to subtract 128 times the sum of the inputs.
@@ -331,7 +331,7 @@ class Emit:
         return self.add_pairs(total, self.call("llvm.x86.avx2.pmadd.ub.sw", words, w, a))
 
     def pairs(self, weights: Value, inputs: Value) -> Value:
-        """weights[2i] * inputs[2i] + weights[2i+1] * inputs[2i+1] in int16 lanes, of what `dot` takes (maddubs)."""
+        """weights[2i] * inputs[2i] + weights[2i+1] * inputs[2i+1] in int16 lanes (maddubs)."""
         bytes_type = vector(I8, 4 * weights.type.count)
         w = self.b.bitcast(weights, bytes_type)
         a = self.b.bitcast(inputs, bytes_type)
@@ -372,7 +372,7 @@ class Emit:
         self.call(f"llvm.x86.{operation}", ir.VoidType(), *args)
 
     def shape_tiles(self, shapes: Sequence[tuple[int | Value, int]], scratch: Value) -> None:
-        """Give tiles their (rows, bytes of a row), by the 64 bytes of `scratch`; "tilerelease" ends their use."""
+        """Give tiles their (rows, bytes per row) by 64 bytes of `scratch`."""
         palette = [1, *[0] * 63]
         for tile, (rows, width) in enumerate(shapes):
             palette[16 + 2 * tile] = width
@@ -384,7 +384,7 @@ class Emit:
         self.call("llvm.x86.ldtilecfg", ir.VoidType(), self.pointer(scratch, I8))
 
     def dot_bf16(self, total: Value, left: Value, right: Value) -> Value:
-        """total[i] += left[2i] * right[2i] + left[2i+1] * right[2i+1]; float32 lanes, bfloat16 pairs in int32 lanes."""
+        """total[i] += left[2i] * right[2i] + left[2i+1] * right[2i+1]; bfloat16 pairs in int32."""
         count = total.type.count
         name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * count}"
         bf16 = vector(BFloat(), 2 * count)
@@ -393,7 +393,7 @@ class Emit:
         )
 
     def to_bf16(self, low: Value, high: Value) -> Value:
-        """Two float32 vectors rounded to one bfloat16 vector twice as long, as int32 lanes: low first."""
+        """Two float32 vectors rounded to a bfloat16 vector, as int32 lanes: low first."""
         count = low.type.count
         bf16 = vector(BFloat(), 2 * count)
         name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * count}"

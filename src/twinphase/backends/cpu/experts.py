@@ -1,4 +1,4 @@
-"""A mixture of experts as commands: route, sort rows by expert, gather them, the layers of experts, add up."""
+"""A mixture of experts as commands: route, sort and gather rows, experts' layers, add up."""
 
 from __future__ import annotations
 
@@ -128,22 +128,14 @@ class ExpertOperations(Operations):
                 part, program.max_rows["tokens"]
             )  # a token goes to an expert once
             strips_per_tile, tiles = self._expert_tiles(x.rows, part.strips, experts.count)
-            args = [
-                part.address,
-                part.nbytes,
-                part.groups,
-                part.strips,
-                at[0],
-                source.stride,
-                *at[1:3],
-            ]
-            args += [source.groups * 4, at[3], out.floats.data + column, out.floats.stride]
+            args = [part.address, part.groups, at[0], source.stride, *at[1:3]]
+            args += [4 * source.groups, at[3], out.floats.data + column, out.floats.stride]
             args += (
                 [self.zeros(part.strips), 0]
                 if bias is None
                 else [bias.values.ctypes.data + column, bias.stride]
             )
-            args += [routing.slots.ctypes.data, strips_per_tile]
+            args += [part.nbytes, part.strips, routing.slots.ctypes.data, strips_per_tile]
             reads = [source.data, routing.rows.ctypes.data]
             program.add(
                 layer_spec("experts", part.type),

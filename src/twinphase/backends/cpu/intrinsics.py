@@ -30,7 +30,7 @@ def emitted(isa: Isa, arguments: int, write: Callable[..., Value | None]) -> Any
 
 
 def _intrinsic(arguments: int, typing: Callable[[], tuple[Any, Any]]) -> Any:
-    """An @intrinsic of that many arguments, whatever their types."""
+    """An @intrinsic of that many arguments of any type."""
     names = ", ".join(f"a{i}" for i in range(arguments))
     scope: dict[str, Any] = {}
     # Numba looks at the parameter list, so the function must have exactly that many.
@@ -49,7 +49,7 @@ def _typing(isa: Isa, arguments: int, write: Callable[..., Value | None]) -> tup
 
 
 def fields(count: int, element: ir.Type = I64) -> Any:
-    """Numba-callable (address): the `count` integers there (int64, or unsigned int32), as a tuple of int64."""
+    """Numba-callable (address): the `count` integers there, as a tuple of int64."""
 
     def read(ctx: Any, address: Any) -> Any:
         def codegen(

@@ -1,4 +1,4 @@
-"""Instruction-set paths of the CPU backend: what each one may use, and which one this processor runs.
+"""Instruction-set paths of the CPU backend: what each may use, and which this processor runs.
 
 A path is chosen once, at run time. Forcing a lesser one (`--isa avx2`) compiles every kernel for a
 processor that has nothing more, so all paths can be tested on one machine. Not for kernels: they
@@ -47,7 +47,7 @@ class Isa:
         return self.name != "generic"
 
     def takes_bf16(self, weights: str) -> bool:
-        """Whether linear layers on weights of a type, but for experts, multiply bfloat16 rows in matrix tiles."""
+        """Whether linear layers on such weights, except experts, take bfloat16 rows."""
         return self.matrix_tiles and weights == "BF16"
 
     @property

@@ -44,7 +44,7 @@ def value_bytes(head_dim: int, dtype: str) -> int:
 
 
 def spread_size(head_dim: int) -> int:
-    """Dimensions that the Hadamard transform of queries and keys mixes: the largest power of two that divides."""
+    """Dimensions that the Hadamard transform mixes: the largest power of two that divides."""
     return head_dim & -head_dim
 
 

@@ -1,4 +1,4 @@
-"""What ranks can exchange at best, by the commands with which a step gathers rows, and nothing between them.
+"""What ranks can exchange at best, by the commands with which a step gathers rows.
 
 Runs as a process per rank, on the rank's cores, started by `measure_link`; the first prints what it
 found.
@@ -40,7 +40,7 @@ LIMIT_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Between ranks: bytes per second of LARGE rows that each gathers and reads, and seconds that SMALL ones take."""
+    """Between ranks: bytes per second of LARGE rows gathered and read; seconds of SMALL ones."""
 
     large: ClassVar = LARGE
     small: ClassVar = SMALL
@@ -50,7 +50,7 @@ class LinkRates:
 
 
 def measure_link(ranks: int, threads: int, isa: str | None = None) -> LinkRates:
-    """Measure between so many ranks of so many threads each, in processes of their own (about a second).
+    """Measure between `ranks` ranks of `threads` threads, in own processes (about a second).
 
     Raises:
         InvalidRequestError: this processor cannot run `isa`, or the system cannot share memory.

@@ -1,4 +1,4 @@
-"""The operations that models call while their forward pass is captured: each adds commands to a program."""
+"""The operations that models call during capture: each adds commands to a program."""
 
 from __future__ import annotations
 
@@ -164,16 +164,8 @@ class Operations:
             strips_per_tile, chunk, tiles = self._linear_tiles(
                 x.rows, part.strips, source.stride, part.tiled
             )
-            args = [
-                part.address,
-                part.groups,
-                part.strips,
-                at[0],
-                source.stride,
-                *at[1:3],
-                source.groups * 4,
-                at[3],
-            ]
+            args = [part.address, part.groups, at[0], source.stride, *at[1:3]]
+            args += [4 * source.groups, at[3]]
             args += [out.floats.data + column, out.floats.stride]
             if bias is not None:
                 args += [bias.values.ctypes.data + column, 0]  # one row for all
@@ -183,7 +175,7 @@ class Operations:
                     if base is None
                     else [base.data + 4 * first + column, base.stride]
                 )
-            args += [program.count(x.rows), strips_per_tile, chunk]
+            args += [part.strips, program.count(x.rows), strips_per_tile, chunk]
             reads = [source.data] if base is None else [source.data, base.data]
             program.add(
                 layer_spec("linear", part.type),
@@ -215,7 +207,7 @@ class Operations:
         """Addresses of the strips and of the rows a tile takes, and of the number of tiles.
 
         Many rows: one strip, so that its weights stay in the first-level cache and the rows in the
-        second; several of `tiled` weights, for each of which a panel of the rows comes from there.
+        second; several strips of `tiled` weights, which share each panel of the rows.
         Few rows: about eight tiles a thread, long enough to stream memory, short enough to even
         out.
         """
@@ -350,7 +342,7 @@ class Operations:
     def attention(
         self, q: StepMemory, layer: int, window: int | None = None, sinks: Vector | None = None
     ) -> Buffer:
-        """Units of one token, units of several and the merge of those that were cut; whichever the step has."""
+        """Units of few rows, units of many, and the merge of units that were cut into pieces."""
         program = self.program
         cache = self._cache.layers[layer]
         b = self.blueprint
@@ -368,7 +360,8 @@ class Operations:
         cap = b.attention_softcap or 0
         for part, (phase, units) in enumerate(q.units.items()):
             args = [units.ctypes.data, *common, target, partials, *limits]
-            spec = f"attention_{phase}:{b.head_dim}:{b.group}:{self._cache.dtype}:{cap:g}:{int(b.sinks)}"
+            shape = f"{b.head_dim}:{b.group}:{self._cache.dtype}:{cap:g}:{int(b.sinks)}"
+            spec = f"attention_{phase}:{shape}"
             program.add(
                 spec,
                 program.count(f"{phase}_units"),

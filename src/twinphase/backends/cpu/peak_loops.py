@@ -1,4 +1,4 @@
-"""The loops behind the ceilings: a tile of dot products for the peak of a unit, and reading for memory bandwidth.
+"""The loops of the ceilings: a tile of dot products for peaks, and reading for bandwidth.
 
 They use the instructions of the given path, keep their operands in the L1 cache and a tile of
 accumulators in registers, as a matrix product would. Each reads the clock itself after every chunk
@@ -46,7 +46,7 @@ def clock_readings(chunks: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class PeakLoop:
-    """A compiled loop: `run(weights, inputs, out, turns, readings)` leaves `turns` dot products in each cell of a tile.
+    """A compiled loop: `run` leaves `turns` dot products in each cell of a tile.
 
     It does so once per chunk and reads the clock before the first chunk and after each
     (`clock_readings`).
@@ -82,7 +82,7 @@ def _dot(kind: str, emit: Emit, total: Value, weights: Value, inputs: Value) -> 
 
 @functools.cache
 def peak_loop(kind: str, isa: Isa) -> PeakLoop | None:
-    """The loop that finds the peak of `kind` ("int8", "float32", "bfloat16"); None if `isa` has no such unit."""
+    """The loop for the peak of "int8", "float32" or "bfloat16"; None if `isa` has no such unit."""
     if kind == "bfloat16" and not isa.bf16_dot:
         return None
     rows, columns = (4, 4) if isa.registers == 32 else (4, 2)
@@ -155,7 +155,7 @@ def _running(isa: Isa, write: Callable[..., None]) -> Callable[..., Any]:
 
 @functools.cache
 def read_loop(isa: Isa) -> Callable[..., Any]:
-    """Compiled `read(memory, slice_bytes, repeats, readings)`: the xor of all 64-bit words that it reads.
+    """Compiled `read(memory, slice_bytes, repeats, readings)`: the xor of all words read.
 
     A chunk is `repeats` slices of the uint8 `memory`, one after the other and round again; a slice
     is a multiple of READ_UNIT. The clock is read as by `PeakLoop.run`. Sixteen loads per turn in

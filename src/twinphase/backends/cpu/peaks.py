@@ -2,7 +2,7 @@
 
 Runs as a process of its own, started by ceilings.py.
 
-A ceiling is what the hardware gives when nobody else takes a core, and disturbances only ever
+A ceiling is what the hardware gives to a machine without other load, and disturbances only ever
 subtract. In a round all threads compute side by side for some 20 ms, each on its own core; a
 round's rate is that of its best window of 2 ms, which is shorter than another process's time slice.
 All ceilings are measured in turn, round after round, until the best rounds of each agree, so that
@@ -32,12 +32,13 @@ from twinphase.backends.cpu.peak_loops import READ_UNIT, clock_readings, peak_lo
 MIB = 1 << 20
 WORKING_SETS = tuple(n * MIB for n in (1, 4, 16, 32, 64, 128, 256))
 KINDS = {"int8": "int8_ops", "float32": "float32_flops", "bfloat16": "bfloat16_flops"}
-WINDOW_CHUNKS = 8  # a window is so many chunks, and of memory at least one pass over it
+# Chunks of a window. Windows of memory are at least one pass over the working set.
+WINDOW_CHUNKS = 8
 CHUNK_SECONDS = 0.00025
 ROUND_SECONDS = 0.020
 LEAST_ROUNDS = 6
 LIMIT_SECONDS = 5.0
-# so many best rounds of a settled ceiling lie so close together
+# The best rounds of a settled ceiling, and how close together they lie.
 AGREEING_ROUNDS = 3
 AGREEMENT = 0.05
 BUSY_SHARE = (
@@ -81,7 +82,7 @@ class Crew:
 
 
 def _scheduled() -> tuple[float, float]:
-    """Seconds that the calling thread was on a core, and ready but without one; zeros where the system does not say."""
+    """Seconds of the calling thread on a core, and ready without one; zeros if not known."""
     try:
         ran, waited = Path("/proc/thread-self/schedstat").read_text().split()[:2]
         return int(ran) * 1e-9, int(waited) * 1e-9
@@ -90,7 +91,7 @@ def _scheduled() -> tuple[float, float]:
 
 
 def _stolen() -> float:
-    """Seconds that the hypervisor gave this machine's cores to others; 0 where the system does not say."""
+    """Seconds of this machine's cores that the hypervisor gave to others; 0 if not known."""
     try:
         return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
@@ -161,7 +162,7 @@ class Ceiling:
 
 
 def peak_ceiling(kind: str, isa: Isa, threads: int) -> Ceiling | None:
-    """The peak of "int8", "float32" or "bfloat16" arithmetic; None if the processor has no such unit."""
+    """The peak of "int8", "float32" or "bfloat16"; None if the processor has no such unit."""
     loop = peak_loop(kind, isa)
     if loop is None:
         return None
@@ -176,7 +177,7 @@ def peak_ceiling(kind: str, isa: Isa, threads: int) -> Ceiling | None:
 
 
 def bandwidth_ceiling(size: int, memory: list[NDArray[np.uint8]], isa: Isa) -> Ceiling:
-    """Reading a working set of `size` bytes, of which each thread reads its share of its own `memory`."""
+    """Reading a working set of `size` bytes; each thread reads its share of its own `memory`."""
     read = read_loop(isa)
     threads = len(memory)
     slices = WINDOW_CHUNKS if size // threads >= WINDOW_CHUNKS * 64 * READ_UNIT else 1

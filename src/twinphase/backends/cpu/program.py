@@ -1,4 +1,4 @@
-"""Captures a model's operations as a program: a list of commands on fixed memory that is replayed every step.
+"""Captures a model's operations as a program: commands on fixed memory, replayed every step.
 
 The model's forward pass runs once, on `Buffer` handles; what changes from step to step (row counts,
 positions, block tables) is read by the kernels from memory. It is the idea of CUDA graphs, with row
@@ -24,7 +24,7 @@ Key = tuple[str, int, bool, bool]  # of arrays: rows, width, whether quantized, 
 
 
 class StepCells:
-    """int64 numbers that kernels read by address and that are computed anew for every step."""
+    """int64 numbers that kernels read by address, computed for every step."""
 
     MOST = 256
 
@@ -60,7 +60,7 @@ def rows_in(counts: dict[str, int], rows: str) -> int:
 
 
 class Buffer:
-    """Rows that a program writes, or the promise of some (`make`), so that the reader chooses their kind.
+    """Rows that a program writes, or a promise of them (`make`): the reader chooses their kind.
 
     A promise is kept when an operation reads it: RMSNorm and SwiGLU write int8 groups for a
     quantized linear layer, float32 otherwise.
@@ -124,7 +124,7 @@ class Buffer:
 
 
 class Memory:
-    """Arrays of a buffer; they go back to the program when the last handle is dropped during capture."""
+    """Arrays of a buffer; they return to the program when the last handle is dropped."""
 
     def __init__(
         self, program: Program, rows: str, width: int, quantized: bool, shared: bool = False
@@ -164,7 +164,7 @@ class Program:
     def __init__(
         self, kernels: Mapping[str, int], max_rows: dict[str, int], group: Group | None = None
     ) -> None:
-        """Args: addresses of kernels by spec; the most rows of each kind ("tokens", "logits"); of ranks."""
+        """`kernels` are addresses by spec, `max_rows` the most rows of "tokens" and "logits"."""
         self.kernels = kernels
         self.max_rows = max_rows
         self.group = group
@@ -285,7 +285,7 @@ class Program:
 def gather_columns(
     program: Program, x: Buffer, span: Span, quantized: bool, column: int = 0
 ) -> Memory:
-    """All ranks' columns; those of this rank begin at `column` of x (0 where they are quantized)."""
+    """All ranks' columns; this rank's begin at `column` of x (0 where they are quantized)."""
     group = program.group
     assert group is not None
     source = x.memory(quantized)

@@ -1,4 +1,4 @@
-"""Byte offsets of the memory that Python and the compiled program runner share (`threads.py`, `kernels/program.py`)."""
+"""Byte offsets of the memory that Python and the compiled program runner share."""
 
 from __future__ import annotations
 

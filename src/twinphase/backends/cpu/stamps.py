@@ -1,4 +1,4 @@
-"""Times the parts of a captured program from inside: the same commands on the same memory, with clock readings between.
+"""Times the parts of a captured program from inside, by clock readings between commands.
 
 For measuring where a step's time goes (`twinphase roofline`). Not for serving: each reading waits
 until all earlier commands are done, which costs about a microsecond, so callers compare with the
@@ -37,7 +37,7 @@ def part_of(spec: str) -> str:
 
 
 def _stamp_kernel() -> tuple[int, Any]:
-    """A kernel (in the convention of `kernels/program.py`) that reads the clock; and what keeps its code alive.
+    """A kernel (as `kernels/program.py` calls it) that reads the clock, and its code's owner.
 
     Its arguments: address of libc's clock_gettime, address of the timespec to write.
     """

@@ -1,4 +1,4 @@
-"""The memory that one step's inputs are copied into: kernels know it by address, so it never moves."""
+"""The memory of a step's inputs: kernels know it by address, so it never moves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ INT8_TOKENS = 3
 # units a thread, below which they are cut until threads are busy for that part of the time
 FEW_UNITS = 6
 BUSY = 0.93
-PARTIAL_TOKENS = 4  # whose partial results there is room for, where the longest sequences are cut
+# Partial results of this many tokens have room where the longest sequences are cut.
+PARTIAL_TOKENS = 4
 COUNTS = (
     "tokens",
     "logits",
@@ -63,7 +64,7 @@ class StepMemory:
         dtype: str = "auto",
         prefill_rows: int = 6,
     ) -> None:
-        """Reserve memory; `dtype` is the KV cache's, `prefill_rows` the height of prefill's register tile."""
+        """Reserve memory; `dtype` is the KV cache's, `prefill_rows` prefill's tile height."""
         self._blueprint = blueprint
         self._threads = threads
         self._group = blueprint.group
@@ -122,7 +123,7 @@ class StepMemory:
         width = inputs.block_tables.shape[1]
         if (
             width > self.block_tables.shape[1]
-        ):  # fine as long as nobody looks behind what was made room for
+        ):  # fine as long as every sequence fits into the reserved columns
             width = self.block_tables.shape[1]
             longest = int(inputs.context_lens.max())
             if longest > width * self._block_size:
@@ -133,7 +134,7 @@ class StepMemory:
         return {"tokens": tokens, "logits": logits, **self._fill_units(inputs)}
 
     def _fill_units(self, inputs: StepInputs) -> dict[str, int]:
-        """Share out attention's work: a unit takes all KV tiles of a KV head for some rows of a sequence.
+        """Share out attention's work: a unit takes a KV head's tiles for some rows of a sequence.
 
         Only a sequence of few rows whose tiles, once for each row, are more than a fair share is
         cut, so that few long sequences still feed all threads; its pieces leave partial results.
@@ -198,7 +199,7 @@ class StepMemory:
         share: int,
         merges: list[tuple[int, ...]],
     ) -> int:
-        """Cut a sequence's tiles into units, from number `at` on, and add its rows to the merges; returns how many.
+        """Cut a sequence's tiles into units from number `at` on, with merges; returns how many.
 
         Where there is no room for its partial results, its tiles stay together.
         """
@@ -234,7 +235,7 @@ class StepMemory:
         return len(pieces)
 
     def _even(self, count: int) -> int:
-        """By how much to multiply so few units that a thread would wait for another's last one: 1 where they are many.
+        """Factor that cuts few units further, so that no thread waits for another's last unit.
 
         Each unit converts the keys and values it reads, so that fewer are better where threads end
         together.
@@ -248,7 +249,7 @@ class StepMemory:
         return 1 + next((i for i, part in enumerate(busy) if part >= BUSY), busy.index(max(busy)))
 
     def _query_tiles(self, at: int, sequence: int, plan: Ints, parts: int) -> int:
-        """Cut a chunk of many rows into units, `parts` for each KV head, from number `at` on; returns how many."""
+        """Cut a chunk into `parts` units per KV head, from number `at` on; returns how many."""
         row, tokens, position, _ = plan[sequence].tolist()
         size = -(-tokens // parts)
         size += (

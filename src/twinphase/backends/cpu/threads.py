@@ -1,4 +1,4 @@
-"""The thread pool: Python threads that stay inside one compiled loop and run captured programs together.
+"""The thread pool: Python threads inside one compiled loop, which run programs together.
 
 The calling thread is thread 0; the others wait for the next step. See `kernels/program.py` for how
 tiles are shared.
@@ -126,7 +126,7 @@ class ThreadPool:
 
 
 def libc_address(name: str) -> int:
-    """Address of a function of libc, for kernels to call: syscall() for a futex, sched_yield() where there is none."""
+    """Address of a function of libc, for kernels to call."""
     return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from twinphase.backends.cpu.formats import FORMATS, GROUP, STRIP, PackedFormat
 
-CHUNK_BYTES = (
-    384 << 10
-)  # of a linear layer's inputs that stay in the second-level cache while strips of weights pass by
+# Inputs of a linear layer that stay in the second-level cache while strips of weights pass by.
+CHUNK_BYTES = 384 << 10
 # The same in matrix tiles, whose processors have 2 MB of it: a strip is unpacked for each chunk.
 MATRIX_CHUNK_BYTES = 1 << 20
 MATRIX_CHUNK_ROWS = 512
@@ -16,7 +15,7 @@ MATRIX_LEAST = 96
 MATRIX_PANEL = 16  # groups of a strip that are unpacked at once
 MATRIX_BATCH = 4  # groups that are multiplied before they are scaled
 DENSE_TILE = 32  # inputs of a matrix tile of BF16 weights
-# such tiles of inputs, of which many rows lie in the second-level cache while strips pass by
+# Matrix tiles of inputs per panel: a panel of many rows stays in the second-level cache.
 DENSE_PANEL = 32
 DENSE_PANEL_BYTES = 2 * DENSE_TILE * DENSE_PANEL  # of a row
 DENSE_STRIPS = 8  # strips that many rows pass together
@@ -29,7 +28,7 @@ LOGIT_PARTS = 8  # tiles of one row of logits
 def row_chunk(
     rows: int, row_bytes: int, strips: int, tiles: int, matrix_tiles: bool = False
 ) -> int:
-    """Rows of a linear layer's tile, for `rows` rows of `row_bytes` bytes of inputs each; at least 1.
+    """Rows of a linear layer's tile, for `rows` rows of `row_bytes` bytes each; at least 1.
 
     As many as the cache holds, but few enough that `strips` strips of weights give about `tiles`
     tiles; in chunks of equal size, of whole matrix tiles where there are such.
@@ -43,12 +42,12 @@ def row_chunk(
 
 
 def unpacked_bytes(fmt: PackedFormat) -> int:
-    """Bytes of a group of a strip that is unpacked for matrix tiles: a code a byte, float32 scales and minima."""
+    """Bytes of an unpacked group of a strip: a byte per code, float32 scales and minima."""
     return STRIP * GROUP + 4 * STRIP * (GROUP // fmt.group) * (2 if fmt.minimum else 1)
 
 
 def matrix_areas(fmt: PackedFormat) -> tuple[int, int, int]:
-    """Where in a thread's scratch memory are integer sums, the unpacked panel and the rows that wait; shapes at 0."""
+    """Offsets of integer sums, unpacked panel and waiting rows in scratch memory; shapes at 0."""
     panel = 64 + MATRIX_BATCH * (GROUP // fmt.group) * MATRIX_ROWS * 64
     return 64, panel, panel + (MATRIX_PANEL + 1) * unpacked_bytes(fmt)
 

@@ -1,4 +1,4 @@
-"""A model's weights in the CPU's memory: packed matrices in one huge-page arena, and the commands that pack them."""
+"""A model's weights in memory: packed matrices in one huge-page arena, and what packs them."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A linear layer's weights, or those of the same layer of every expert, one expert behind the other.
+    """A linear layer's weights, or those of the same layer of every expert, one after another.
 
     Attributes:
-        parts: runs of strips; of the first expert, whose parts are not joined.
+        parts: runs of strips, of the first expert where there are several.
         columns: first output column of each named tensor.
         sizes: outputs of each named tensor.
         width: columns of the result, padding included.
@@ -102,7 +102,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Vector:
-    """Float32 values: a row, or one for each expert; each tensor's part padded with zeros to a multiple of 32."""
+    """Float32 values, a row or one per expert; each tensor is padded to a multiple of 32."""
 
     values: NDArray[np.float32]
     width: int
@@ -232,7 +232,7 @@ def place(
 
 
 def _joined(parts: list[Part], new: Part) -> list[Part]:
-    """Parts with `new` added; strips that follow each other in memory and are of one type are one part."""
+    """Parts with `new` added; adjacent strips of one type are one part."""
     last = parts[-1] if parts else None
     if last and last.type == new.type and last.address + last.nbytes == new.address:
         return [*parts[:-1], replace(last, strips=last.strips + new.strips)]
@@ -251,7 +251,7 @@ def _pack_dense(raw: NDArray[np.uint8], info: TensorInfo, memory: NDArray[np.uin
 
 
 def _pack_tiles(raw: NDArray[np.uint8], info: TensorInfo, memory: NDArray[np.uint8]) -> None:
-    """[strip][32 inputs][block of 16 outputs][pair of inputs][output][2], as tiles of weights are loaded."""
+    """[strip][32 inputs][16 outputs' block][pair of inputs][output][2], as tiles are loaded."""
     outputs, inputs = info.shape
     rows = raw.view(np.uint16).reshape(outputs, inputs)
     more = padded(outputs) - outputs, padded(inputs, DENSE_TILE) - inputs

@@ -1,4 +1,4 @@
-"""The ceilings of the device that a configuration runs on: what is kept of them, and measuring them anew."""
+"""The ceilings of the device that a configuration runs on, kept or measured."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def measure_ceilings(
 
 
 def learn_ceilings(config: EngineConfig) -> tuple[Ceilings, OSError | None]:
-    """Measure what this machine can do at best (some seconds), and keep the best of that and of what was known.
+    """Measure this machine's ceilings, for some seconds; keep the best values so far.
 
     Returns:
         The ceilings, and why they could not be kept, if they could not.

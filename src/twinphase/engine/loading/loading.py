@@ -44,8 +44,9 @@ from twinphase.speculative import HEADS, speculative_config
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.hub import resolve_model
 
-WARM_UP_PARTS = (8, 4, 16, 32)  # of the warm-up's prompt; the first of them finds everything cold
-PACES = 5  # choices of the pace that are remembered
+# The first of these requests finds everything cold.
+WARM_UP_PROMPT_DIVISORS = (8, 4, 16, 32)
+MAX_KEPT_PACES = 5
 
 
 class LoadedEngine:
@@ -70,9 +71,9 @@ class LoadedEngine:
     ) -> None:
         """Load a model; see `LLM` for the arguments and errors.
 
-        `load_progress` is told (done, total) layers.
+        `load_progress` is called with (done, total) layers.
         """
-        self._paces: deque[Pace] = deque(maxlen=PACES)
+        self._paces: deque[Pace] = deque(maxlen=MAX_KEPT_PACES)
         self.checkpoint = (
             model
             if isinstance(model, Checkpoint)
@@ -100,16 +101,21 @@ class LoadedEngine:
             heads = load_heads(folder, speculation.method, self.checkpoint, b.num_layers, most)
         drafts = None
         if speculation.method == "draft_model":
-            from twinphase.engine.loading.drafting import add_draft_model, open_draft_model
+            from twinphase.engine.loading.drafting import (
+                add_draft_model,
+                draft_config,
+                open_draft_model,
+            )
 
-            drafts = open_draft_model(speculation.model, self)
+            drafts = open_draft_model(speculation.model, self.checkpoint, self.config.quantization)
         loaded, backend = load_on_ranks(self.checkpoint, b, self.config, backend, load_progress)
         self.backend = backend
         costs = model_shape(self.checkpoint, b)
         eos = self.text.tokenizer.eos_token_ids
         self.engine = make_engine(self.config, loaded, backend, costs, eos, heads)
         if drafts is not None:
-            add_draft_model(self, drafts, speculation.num_speculative_tokens)
+            draft = LoadedEngine(drafts, draft_config(self.config, drafts)).engine
+            add_draft_model(self.engine, draft, speculation.num_speculative_tokens)
         cache_bytes = (
             (self.config.num_kv_blocks or 0) * self.config.block_size * backend.kv_bytes_per_token()
         )
@@ -123,12 +129,12 @@ class LoadedEngine:
         return self.text.encode(prompt, self.config.max_model_len)
 
     def warm_up(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Compute made-up requests: those that touch memory, and one whose times `warm_timeline` keeps.
+        """Compute made-up requests: some that touch memory, and one timed in `warm_timeline`.
 
-        The first are short ones of several lengths, so that the cost model tells a step's own time
-        from its tokens'.
+        The first are short ones of several lengths, so that the cost model separates the fixed time
+        of a step from that of its tokens.
         """
-        for part in WARM_UP_PARTS:
+        for part in WARM_UP_PROMPT_DIVISORS:
             self._compute(f"touch-{part}", num_prompt_tokens // part, 2)
         self.warm_timeline = self._compute("warm-up", num_prompt_tokens, num_output_tokens)
 
@@ -166,7 +172,7 @@ class LoadedEngine:
         return None if known is None or known.provisional else known
 
     def doubt_ceilings(self, timeline: RequestTimeline) -> None:
-        """Have the kept ceilings measured again at the next start if a request was faster than they allow."""
+        """Mark the kept ceilings provisional if a request was faster than they allow."""
         kept = self._final_ceilings
         if (
             kept
@@ -179,7 +185,7 @@ class LoadedEngine:
                 save_ceilings(replace(kept, provisional=True))
 
     def settle_pace(self) -> Pace | None:
-        """What gap running streams keep from now on, and what it costs; None while too few steps are known.
+        """The pace from now on and its predicted cost; None while too few steps were measured.
 
         With the SLO "auto" it is chosen here.
         """
@@ -189,7 +195,7 @@ class LoadedEngine:
         return self._pacing.predict(self.choose_pace() if auto else Pace(self.config.slo_seconds))
 
     def choose_pace(self) -> Pace:
-        """Choose the gap by what is known of steps now, and keep the middle one of the last choices.
+        """Choose the pace by the steps measured so far, and keep the median of the last choices.
 
         A machine that was busy for a while, at the start or later, is a choice or two out of the
         way.
@@ -211,7 +217,7 @@ class LoadedEngine:
     def explain(
         self, request: RequestCounts, timeline: RequestTimeline, *, names: bool = False
     ) -> Explanation:
-        """Why a request took as long as it did, and what to change; `names` calls other requests by their ids."""
+        """Why a request took its time, and what to change; `names` shows other requests' ids."""
         machine = Machine(
             self.config,
             self.engine.shape,
@@ -233,7 +239,7 @@ class LoadedEngine:
 def make_backend(
     config: EngineConfig, compile_progress: Callable[[int, int, str], None] | None = None
 ) -> Backend:
-    """The backend a configuration asks for; imported here because the others cost start-up time, or an extra."""
+    """The configured backend, imported here: the others cost start-up time or an extra."""
     if config.backend != "cpu" and config.kv_cache_dtype != "auto":
         raise InvalidRequestError(
             f"kv_cache_dtype is {config.kv_cache_dtype!r} with the {config.backend} backend.",

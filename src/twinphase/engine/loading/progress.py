@@ -1,4 +1,4 @@
-"""The bar of `LLM.generate`: finished prompts, and the token rates of both phases over the last moment."""
+"""The progress bar of `LLM.generate`: finished prompts, and both phases' token rates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from twinphase.phases.timeline import StepRecord
 
-WINDOW = 1.0  # seconds that the rates look back
+RATE_WINDOW_SECONDS = 1.0
 
 
 def token_rates(records: deque[StepRecord]) -> tuple[float, float]:
@@ -58,7 +58,7 @@ class GenerateProgress:
 
     def update(self, record: StepRecord, finished: int) -> None:
         self._records.append(record)
-        while record.end - self._records[0].end > WINDOW:
+        while record.end - self._records[0].end > RATE_WINDOW_SECONDS:
             self._records.popleft()
         if not self._bar.disable:
             prefill, decode = token_rates(self._records)

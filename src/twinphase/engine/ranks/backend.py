@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model computed by several processes, of which rank 0 is the engine's own.
+"""Tensor parallelism: a model computed by several processes; rank 0 is the engine's own.
 
 Every rank has a share of each layer and the KV cache of its heads; to an engine they are one
 backend.
@@ -39,7 +39,7 @@ def load_on_ranks(
     backend: Backend,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Decoder, Backend]:
-    """As `load_model`, on as many ranks as the resolved `config` says: rank 0's model, and what stands for all ranks.
+    """As `load_model`, on the ranks of a resolved `config`: rank 0's model, all ranks' backend.
 
     Raises:
         TwinphaseError: as `load_model`, on any rank.
@@ -61,7 +61,7 @@ def load_on_ranks(
 
 
 class _RankedBackend:
-    """Stands for all ranks where an engine expects one backend; whatever is not here is rank 0's."""
+    """One backend that computes on all ranks; other attributes are those of rank 0's backend."""
 
     def __init__(self, local: Backend, ranks: Ranks, model: Decoder) -> None:
         self._local = local
@@ -171,7 +171,7 @@ class _RankedBackend:
         return sum(rows * heads * size for rows, size in self._local.frame_parts())
 
     def _parts(self, blocks: NDArray[np.uint8], heads: int) -> list[NDArray[np.uint8]]:
-        """Views [blocks, rows, heads, bytes] of blocks with so many heads."""
+        """Views [blocks, rows, heads, bytes] of blocks with `heads` heads."""
         views = []
         start = 0
         for rows, size in self._local.frame_parts():

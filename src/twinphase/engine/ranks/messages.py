@@ -21,7 +21,7 @@ class LoadShare(msgspec.Struct, tag=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Compute this; `StepInputs` as bytes, the block tables with `columns` columns, and what the model keeps."""
+    """Compute a step: `StepInputs` as bytes, block tables of `columns` columns, layers to keep."""
 
     token_ids: bytes
     positions: bytes

@@ -1,6 +1,6 @@
-"""The process of a rank: `python -m twinphase.engine.ranks.rank SOCKET MEMORY`, started by `ranks.py`.
+"""A rank's process: `python -m twinphase.engine.ranks.rank SOCKET MEMORY`, from `ranks.py`.
 
-It computes its share of every step it is told, and ends when the other end is gone.
+It computes its share of every step, and ends when rank 0 has ended.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main(descriptor: int, memory: int) -> int:
 
 
 def _receive(link: socket.socket, inbox: queue.SimpleQueue[ToRank]) -> None:
-    """Rank 0 may end while this rank waits for it in the middle of a step: whoever listens here ends the process."""
+    """Receive messages; end the process with rank 0, even while a step waits for it."""
     decoder: Decoder[ToRank] = Decoder(ToRank)
     while True:
         try:

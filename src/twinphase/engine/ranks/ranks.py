@@ -1,4 +1,4 @@
-"""The processes of a model's ranks, as rank 0 sees them: it starts and watches them and tells them what to do.
+"""The processes of a model's ranks: rank 0 starts, watches and directs them.
 
 A rank that dies or stands still ends them all with one error. Not for what ranks exchange within a
 step: that is their backends' matter (`backends/group.py`).
@@ -39,7 +39,7 @@ from twinphase.models.share import rank_sizes
 from twinphase.numa import Place, bound_to, rank_places
 from twinphase.weights.checkpoint import Checkpoint
 
-LOOK_SECONDS = 0.1  # between two looks at the ranks
+WATCH_INTERVAL_SECONDS = 0.1
 RECEIVE_BYTES = 1 << 20
 FIX = "Load the model again: a server does so by itself, and requests can be sent again."
 
@@ -95,7 +95,7 @@ class Ranks:
         )
 
     def wait_until_ready(self) -> None:
-        """Wait for the ranks' weights, however long they take; later answers are to come in time."""
+        """Wait for the ranks' weights without a limit; later answers have a time limit."""
         for link in self._links:
             self._expect(link, Ready)
             link.socket.settimeout(self.seconds)
@@ -166,7 +166,7 @@ class Ranks:
 def rank_facts(
     checkpoint: Checkpoint, blueprint: Blueprint, config: EngineConfig, kv_bytes: int
 ) -> list[RankFacts]:
-    """Of every rank that a resolved configuration asks for; `kv_bytes` are those of the whole KV cache."""
+    """Facts about every rank of a resolved configuration; `kv_bytes` is the whole KV cache."""
     count = config.tensor_parallel_size
     if count == 1:
         return []
@@ -180,7 +180,7 @@ def rank_facts(
 
 
 def _places(config: EngineConfig) -> list[Place]:
-    """Only the cpu backend's ranks are bound: the others' libraries have threads before anybody can bind them."""
+    """Bind only the cpu backend's ranks: other libraries start threads before they can be bound."""
     count = config.tensor_parallel_size
     return rank_places(count) if config.backend == "cpu" else [Place((), frozenset())] * count
 
@@ -214,7 +214,7 @@ class _Link:
         self.socket.sendall(encode(message))
 
     def receive(self) -> FromRank | None:
-        """The next message; None when there is nobody any more."""
+        """The next message; None when the connection is closed."""
         while data := self.socket.recv(RECEIVE_BYTES):
             found = list(self._decoder.feed(data))
             if found:
@@ -238,17 +238,17 @@ class _Link:
 def _watch(
     links: Sequence[_Link], group: Group, watched: _Watched, stop: threading.Event, seconds: float
 ) -> None:
-    """End the step of a rank that died, or of ranks of which none has come to a meeting for so many seconds."""
+    """End a step when a rank has died, or when no rank has made progress for `seconds`."""
     looks = 0
     before = group.meetings()
-    while not stop.wait(LOOK_SECONDS):
+    while not stop.wait(WATCH_INTERVAL_SECONDS):
         now = group.meetings()
         looks = looks + 1 if watched.in_step and now == before else 0
         before = now
         missing = next((link for link in links if link.process.poll() is not None), None)
         if missing is not None:
             watched.reason = f"{missing.name(group.ranks)} {missing.how_it_ended()}."
-        elif looks * LOOK_SECONDS > seconds:
+        elif looks * WATCH_INTERVAL_SECONDS > seconds:
             watched.reason = (
                 f"Rank {now.index(min(now))} of {group.ranks} has come no further "
                 f"for {seconds:g} s."

@@ -1,4 +1,4 @@
-"""Attention of both phases: a unit of work is some rows of one sequence and a KV head, its KV tiles merged in order.
+"""Attention of both phases: a unit of work is some rows of a sequence and one KV head.
 
 The rows are the query heads of the group (GQA) for one new token (decode), for the few whose drafts
 a step verifies, or for many (prefill): a tile's keys and values are read once for all. Where units
@@ -51,7 +51,7 @@ def _first_tile(context: int, window: int) -> int:
 def attention_decode(
     isa: Isa, head_dim: str, group: str, dtype: str, softcap: str, sinks: str
 ) -> Kernel:
-    """Few rows, bound by memory: a register tile as high as the group, while the next KV tile is fetched.
+    """Few rows, bound by memory: a tile as high as the group, while the next KV tile is fetched.
 
     int8 values are converted in registers.
     """
@@ -71,7 +71,7 @@ def attention_decode(
 def attention_prefill(
     isa: Isa, head_dim: str, group: str, dtype: str, softcap: str, sinks: str
 ) -> Kernel:
-    """Many rows, bound by arithmetic: the highest register tile; int8 values are converted once for all of them."""
+    """Many rows, bound by arithmetic: the highest tile; int8 values are converted once for all."""
     return _attention(
         isa,
         int(head_dim),
@@ -116,90 +116,17 @@ def _attention(
     find_cells = find_cells_kernel(isa, dim, dtype, at, in_place=in_place)
     copy_query = copy_query_kernel(dim, at)
     fetch_scales = fetch_scales_kernel(isa)
-    scores = scores_kernel(isa, dim, rows, ahead)
-    softmax = softmax_kernel(isa, dtype, softcap)
-    weighted_values, merge_values = (
-        weighted_values_kernel(isa, dim, rows, merge, ahead=ahead, convert=convert)
-        for merge in (False, True)
-    )
-    merge_stats = merge_stats_kernel(isa)
+    row_block = _row_block_kernel(isa, dim, group, dtype, softcap, at, rows, ahead, convert)
     divide = divide_kernel(isa, dim, sinks)
     at_places = at["places"]
-    at_scores = at["scores"]
-    at_weights = at["weights"]
-    at_stats = at["tile_stats"]
-    at_queries = at["queries"]
     at_out = at["out"]
-    at_query_scales = at["query_scales"]
-    at_query_sums = at["query_sums"]
     at_maxima = at["maxima"]
     at_sums = at["sums"]
-    weight_row = (2 if isa.bf16_dot else 4) * TILE
-    chunk = 4 * isa.lanes
     partial_bytes = 64 + 4 * dim
     row_bytes = 4 * dim
 
     arguments = fields(16)
     unit_of = fields(UNIT, I32)
-
-    @njit  # type: ignore[untyped-decorator]
-    def row_block(
-        r: int,
-        seen: int,
-        window: int,
-        tokens: int,
-        now: int,
-        coming: int,
-        partial: int,
-        scratch: int,
-    ) -> None:
-        # Rows r.. of the unit against the KV tile at `now`; token i of the unit sees its tokens up
-        # to `seen` + i, the last `window` of them.
-        most = min(TILE, seen + min(tokens - 1, (r + rows - 1) // group))
-        if most <= 0 or (window and seen + r // group - window >= TILE):
-            return
-        scores(
-            scratch + at_queries + r * dim,
-            scratch + at_query_sums + 4 * r,
-            now,
-            coming,
-            scratch + at_scores,
-            (most + chunk - 1) // chunk,
-        )
-        stats = scratch + at_stats
-        cells = (most + CELL - 1) // CELL
-        maximum, total, stride = (
-            (partial, partial + 4, partial_bytes) if partial else (stats, stats + 4 * STATS, 4)
-        )
-        for i in range(rows):
-            end = seen + (r + i) // group
-            first = max(0, min(TILE, end - window)) if window else 0
-            softmax(
-                scratch + at_scores + 4 * TILE * i,
-                scratch + at_weights + weight_row * i,
-                scratch + at_query_scales + 4 * (r + i),
-                first,
-                max(0, min(TILE, end)),
-                maximum + stride * i,
-                total + stride * i,
-                now,
-            )
-        if partial:
-            weighted_values(
-                scratch + at_weights, now, coming, cells, partial + 64, partial_bytes, stats
-            )
-        else:
-            block = 4 * STATS * (r // rows)
-            merge_stats(scratch + at_maxima + block, scratch + at_sums + block, stats)
-            merge_values(
-                scratch + at_weights,
-                now,
-                coming,
-                cells,
-                scratch + at_out + row_bytes * r,
-                row_bytes,
-                stats,
-            )
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         (
@@ -314,8 +241,103 @@ def _attention(
     return KERNEL_SIGNATURE, kernel
 
 
+def _row_block_kernel(
+    isa: Isa,
+    dim: int,
+    group: int,
+    dtype: str,
+    softcap: float,
+    at: dict[str, int],
+    rows: int,
+    ahead: bool,
+    convert: bool,
+) -> Any:
+    """Numba function of a register tile of a unit's rows against one KV tile."""
+    scores = scores_kernel(isa, dim, rows, ahead)
+    softmax = softmax_kernel(isa, dtype, softcap)
+    weighted_values, merge_values = (
+        weighted_values_kernel(isa, dim, rows, merge, ahead=ahead, convert=convert)
+        for merge in (False, True)
+    )
+    merge_stats = merge_stats_kernel(isa)
+    at_scores = at["scores"]
+    at_weights = at["weights"]
+    at_stats = at["tile_stats"]
+    at_queries = at["queries"]
+    at_out = at["out"]
+    at_query_scales = at["query_scales"]
+    at_query_sums = at["query_sums"]
+    at_maxima = at["maxima"]
+    at_sums = at["sums"]
+    weight_row = (2 if isa.bf16_dot else 4) * TILE
+    chunk = 4 * isa.lanes
+    partial_bytes = 64 + 4 * dim
+    row_bytes = 4 * dim
+
+    @njit  # type: ignore[untyped-decorator]
+    def row_block(
+        r: int,
+        seen: int,
+        window: int,
+        tokens: int,
+        now: int,
+        coming: int,
+        partial: int,
+        scratch: int,
+    ) -> None:
+        # Rows r.. of the unit against the KV tile at `now`; token i of the unit sees its tokens up
+        # to `seen` + i, the last `window` of them.
+        most = min(TILE, seen + min(tokens - 1, (r + rows - 1) // group))
+        if most <= 0 or (window and seen + r // group - window >= TILE):
+            return
+        scores(
+            scratch + at_queries + r * dim,
+            scratch + at_query_sums + 4 * r,
+            now,
+            coming,
+            scratch + at_scores,
+            (most + chunk - 1) // chunk,
+        )
+        stats = scratch + at_stats
+        cells = (most + CELL - 1) // CELL
+        maximum, total, stride = (
+            (partial, partial + 4, partial_bytes) if partial else (stats, stats + 4 * STATS, 4)
+        )
+        for i in range(rows):
+            end = seen + (r + i) // group
+            first = max(0, min(TILE, end - window)) if window else 0
+            softmax(
+                scratch + at_scores + 4 * TILE * i,
+                scratch + at_weights + weight_row * i,
+                scratch + at_query_scales + 4 * (r + i),
+                first,
+                max(0, min(TILE, end)),
+                maximum + stride * i,
+                total + stride * i,
+                now,
+            )
+        if partial:
+            weighted_values(
+                scratch + at_weights, now, coming, cells, partial + 64, partial_bytes, stats
+            )
+        else:
+            block = 4 * STATS * (r // rows)
+            merge_stats(scratch + at_maxima + block, scratch + at_sums + block, stats)
+            merge_values(
+                scratch + at_weights,
+                now,
+                coming,
+                cells,
+                scratch + at_out + row_bytes * r,
+                row_bytes,
+                stats,
+            )
+
+    return row_block
+
+
 def attention_merge(isa: Isa, head_dim: str, group_size: str, sinks: str) -> Kernel:
-    """One head of a row whose tiles were spread over pieces: merge its partials in order of position.
+    """One head of a row with tiles in several pieces: merge its partials in order of position.
 
     Arguments: merges, partials, KV heads, out, window, sinks. A merge is int32 [5]: row, context
     length, number of the row's first partial, partials from one tile to the next and from one KV

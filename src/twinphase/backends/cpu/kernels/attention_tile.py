@@ -155,7 +155,10 @@ def scores_kernel(isa: Isa, dim: int, rows: int, ahead: bool = False) -> Any:
 
 
 def softmax_kernel(isa: Isa, dtype: str, softcap: float) -> Any:
-    """Numba-callable (scores, weights out, query scale, first visible token, their end, maximum, sum, places): one row.
+    """Numba-callable softmax of one row.
+
+    Arguments: scores, weights out, query scale, first visible token, their end, maximum, sum,
+    places.
 
     All but the range of visible tokens are addresses. Scores, in powers of 2, are capped by
     `softcap` unless it is 0. The scales of int8 values, found by the places, are multiplied into
@@ -251,7 +254,9 @@ def softmax_kernel(isa: Isa, dtype: str, softcap: float) -> Any:
 def weighted_values_kernel(
     isa: Isa, dim: int, rows: int, merge: bool, *, ahead: bool = False, convert: bool = False
 ) -> Any:
-    """Numba-callable (weights, places, next places, cells, out, out stride, stats): sum over tokens of weight * value.
+    """Numba-callable sum over tokens of weight * value.
+
+    Arguments: weights, places, next places, cells, out, out stride, stats.
 
     With `merge` the sums are folded into out (out * alpha + sum * beta, from `stats`), else stored.
     With `ahead` the values at the next places are asked for meanwhile. With `convert` values are
@@ -332,7 +337,7 @@ def weighted_values_kernel(
 
 
 def merge_stats_kernel(isa: Isa) -> Any:
-    """Numba-callable (maxima, sums, stats): fold a tile's maxima and sums into the rows', leave alpha and beta."""
+    """Numba-callable (maxima, sums, stats): fold a tile's into the rows', leave alpha and beta."""
     ty = vector(F32, STATS)
 
     def write(e: Emit, maxima: Value, sums: Value, stats: Value) -> None:
@@ -350,7 +355,7 @@ def merge_stats_kernel(isa: Isa) -> Any:
 
 
 def scale_add_kernel(isa: Isa, dim: int) -> Any:
-    """Numba-callable (out, tile, alpha and beta's addresses): out = out * alpha + tile * beta, as the merge above."""
+    """Numba-callable (out, tile, addresses of alpha and beta): out * alpha + tile * beta."""
     floats = vector(F32, 16)
 
     def write(e: Emit, out: Value, tile: Value, alpha: Value, beta: Value) -> None:

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's quantized blocks by `weights/block_formats.py`, for packing and for embedding rows."""
+"""Reads a checkpoint's quantized blocks by `weights/block_formats.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers on BF16 weights in matrix tiles (AMX), both phases: 16 rows x 16 outputs x 32 inputs an instruction.
+"""Linear layers on BF16 weights in matrix tiles (AMX): 16 rows x 16 outputs x 32 inputs.
 
 Rows come as bfloat16 too, as such models were trained, and sums stay in float32 tiles over a panel
 of inputs, waiting in the output's own memory between panels. A row of a tile is added by itself,
@@ -15,6 +15,7 @@ from numba import njit
 from twinphase.backends.cpu.emit import F32, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.kernels.register_tile import Operands
 from twinphase.backends.cpu.tiling import DENSE_PANEL, DENSE_TILE, MATRIX_ROWS
 
 ROWS = MATRIX_ROWS
@@ -25,7 +26,7 @@ AHEAD = 8192  # bytes; one row asks for the weights so far behind those that it 
 
 
 def _begin(e: Emit, scratch: Value, first: Value, second: Value) -> None:
-    """Shape the tiles: sums of `first` and of `second` rows by two blocks of outputs, rows of inputs, weights."""
+    """Shape the tiles: sums of `first` and of `second` rows by two blocks of outputs."""
     e.shape_tiles(
         [(rows, 64) for rows in (first, first, second, second, first, second, ROWS, ROWS)], scratch
     )
@@ -86,7 +87,7 @@ def _add_rows(
 
 
 def strips_in_dense_tiles(isa: Isa) -> Any:
-    """As `linear._strips_kernel`, for any number of rows, which are bfloat16; `groups` is the number of inputs."""
+    """As `linear._strips_kernel`, for bfloat16 rows; `groups` is the number of inputs."""
 
     def release(e: Emit) -> None:
         e.matrix("tilerelease")
@@ -105,24 +106,15 @@ def strips_in_dense_tiles(isa: Isa) -> Any:
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def run(
-        w: int,
-        groups: int,
+        operands: Operands,
         first_strip: int,
         end_strip: int,
-        data: int,
-        data_stride: int,
-        scale: int,
-        fsum: int,
-        scale_stride: int,
-        isum: int,
-        out: int,
-        out_stride: int,
-        residual: int,
-        residual_stride: int,
         first_row: int,
         rows: int,
         scratch: int,
     ) -> None:
+        w, groups, data, data_stride = operands[:4]
+        out, out_stride, residual, residual_stride = operands[8:]
         tiles = (groups + DENSE_TILE - 1) // DENSE_TILE
         whole = rows // (2 * ROWS) * 2 * ROWS
         rest = rows - whole

@@ -94,7 +94,7 @@ def rms_norm(isa: Isa, kind: str) -> tuple[Any, Callable[[int, int, int], None]]
 
 
 def gate_mul(isa: Isa, activation: str, kind: str) -> tuple[Any, Callable[[int, int, int], None]]:
-    """out = activation(gate) * up (Shazeer, 2020, arXiv:2002.05202); "swiglu_oai" as in gpt-oss's published code.
+    """out = activation(gate) * up (Shazeer, 2020, arXiv:2002.05202); "swiglu_oai" as in gpt-oss.
 
     Arguments: gate, up, their stride, groups, out, scale, fsum, isum.
     """

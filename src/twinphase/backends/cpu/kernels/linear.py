@@ -1,4 +1,4 @@
-"""Linear layers on quantized weights, both phases: a register tile of rows x outputs, and the loops around it.
+"""Linear layers of both phases: a register tile of rows x outputs, and the loops around it.
 
 Prefill has many rows: the widest tile, each weight unpacked once for all its rows. Decode has one
 or a few: the narrow tiles, bound by how fast weights stream from memory. Every row's sum runs over
@@ -21,7 +21,9 @@ from twinphase.backends.cpu.kernels.dense_tiles import strips_in_dense_tiles
 from twinphase.backends.cpu.kernels.linear_tiles import strips_in_matrix_tiles
 from twinphase.backends.cpu.kernels.register_tile import (
     AHEAD_LINES,
+    OPERANDS,
     Inputs,
+    Operands,
     RegisterTile,
     Weights,
     each_group,
@@ -33,9 +35,9 @@ from twinphase.backends.cpu.tiling import MATRIX_LEAST, SLOT
 def quantized_linear(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], None]]:
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus residual[m, n]; x in int8 groups, w packed.
 
-    Arguments: w, groups, strips, data, data stride, scale, fsum, scale stride, isum, out, out
-    stride, residual, residual stride, addresses of the row count, of the strips and of the rows
-    that a tile takes. Strides are bytes.
+    Arguments: operands (w, groups, data, data stride, scale, fsum, scale stride, isum, out, out
+    stride, residual, residual stride), strips, addresses of the row count, of the strips and of the
+    rows that a tile takes. Strides are bytes.
     """
     return _linear_kernel(_quantized_run(isa, format_name))
 
@@ -66,7 +68,7 @@ def dense_experts(isa: Isa, dtype: str) -> tuple[Any, Callable[[int, int, int], 
 
 
 def _quantized_run(isa: Isa, format_name: str) -> Any:
-    """Some rows through some strips of packed weights, many of them in matrix tiles where the processor has those."""
+    """Some rows through some strips of packed weights; many rows in matrix tiles if possible."""
     few = _strips_kernel(isa, *_quantized(isa, format_name))
     if not isa.matrix_tiles:
         return few
@@ -74,64 +76,17 @@ def _quantized_run(isa: Isa, format_name: str) -> Any:
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def run(
-        w: int,
-        groups: int,
+        operands: Operands,
         first_strip: int,
         end_strip: int,
-        data: int,
-        data_stride: int,
-        scale: int,
-        fsum: int,
-        scale_stride: int,
-        isum: int,
-        out: int,
-        out_stride: int,
-        residual: int,
-        residual_stride: int,
         first_row: int,
         rows: int,
         scratch: int,
     ) -> None:
         if rows >= MATRIX_LEAST:
-            many(
-                w,
-                groups,
-                first_strip,
-                end_strip,
-                data,
-                data_stride,
-                scale,
-                fsum,
-                scale_stride,
-                isum,
-                out,
-                out_stride,
-                residual,
-                residual_stride,
-                first_row,
-                rows,
-                scratch,
-            )
+            many(operands, first_strip, end_strip, first_row, rows, scratch)
         else:
-            few(
-                w,
-                groups,
-                first_strip,
-                end_strip,
-                data,
-                data_stride,
-                scale,
-                fsum,
-                scale_stride,
-                isum,
-                out,
-                out_stride,
-                residual,
-                residual_stride,
-                first_row,
-                rows,
-                scratch,
-            )
+            few(operands, first_strip, end_strip, first_row, rows, scratch)
 
     return run
 
@@ -192,7 +147,7 @@ def _dense(isa: Isa, dtype: str) -> tuple[Any, int, int]:
 
 
 def _strips_kernel(isa: Isa, write: Any, record: int, header: int) -> Any:
-    """Numba function of some rows through some strips: the loops around register tiles of every height.
+    """Numba function of some rows through some strips: loops around tiles of every height.
 
     Args:
         isa: the path.
@@ -236,24 +191,15 @@ def _strips_kernel(isa: Isa, write: Any, record: int, header: int) -> Any:
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def run(
-        w: int,
-        groups: int,
+        operands: Operands,
         first_strip: int,
         end_strip: int,
-        data: int,
-        data_stride: int,
-        scale: int,
-        fsum: int,
-        scale_stride: int,
-        isum: int,
-        out: int,
-        out_stride: int,
-        residual: int,
-        residual_stride: int,
         first_row: int,
         rows: int,
         scratch: int,
     ) -> None:
+        (w, groups, data, data_stride, scale, fsum, scale_stride, isum) = operands[:8]
+        out, out_stride, residual, residual_stride = operands[8:]
         strip_bytes = groups * record
         if nested:
             strip_bytes += groups // SUPER * header
@@ -293,52 +239,19 @@ def _strips_kernel(isa: Isa, write: Any, record: int, header: int) -> Any:
 
 def _linear_kernel(run: Any) -> tuple[Any, Callable[[int, int, int], None]]:
     """Tiles of a linear layer: chunks of rows, in each of them strips."""
-    arguments = fields(16)
+    operands_of = fields(OPERANDS)
+    sizes_of = fields(4)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        (
-            w,
-            groups,
-            strips,
-            data,
-            data_stride,
-            scale,
-            fsum,
-            scale_stride,
-            isum,
-            out,
-            out_stride,
-            residual,
-            residual_stride,
-            count,
-            per_tile,
-            chunk,
-        ) = arguments(args)
+        strips, count, per_tile, chunk = sizes_of(args + 8 * OPERANDS)
         per_tile = load_i64(per_tile)
         chunk = load_i64(chunk)
         strip_tiles = (strips + per_tile - 1) // per_tile
         first_row = tile // strip_tiles * chunk
         first_strip = tile % strip_tiles * per_tile
+        end_strip = min(strips, first_strip + per_tile)
         rows = min(load_i64(count) - first_row, chunk)
-        run(
-            w,
-            groups,
-            first_strip,
-            min(strips, first_strip + per_tile),
-            data,
-            data_stride,
-            scale,
-            fsum,
-            scale_stride,
-            isum,
-            out,
-            out_stride,
-            residual,
-            residual_stride,
-            first_row,
-            rows,
-            scratch,
-        )
+        run(operands_of(args), first_strip, end_strip, first_row, rows, scratch)
 
     return KERNEL_SIGNATURE, kernel
 
@@ -346,56 +259,27 @@ def _linear_kernel(run: Any) -> tuple[Any, Callable[[int, int, int], None]]:
 def _experts_kernel(run: Any) -> tuple[Any, Callable[[int, int, int], None]]:
     """Tiles of the same linear layer of many experts: an expert with rows, of it strips.
 
-    Arguments: w of the first expert, bytes to the next, groups, strips, data, data stride, scale,
-    fsum, scale stride, isum, out, out stride, bias of the first expert, bytes to the next, slots
+    Arguments: operands, w that of the first expert, and in place of the residual the bias of the
+    first expert and the bytes to the next one's; bytes to the next expert's w, strips, slots
     (`routing.py`), address of the strips that a tile takes. There are as many tiles as experts that
     could have rows: those of empty slots do nothing.
     """
-    arguments = fields(16)
+    operands_of = fields(OPERANDS)
+    sizes_of = fields(4)
     slot_of = fields(SLOT, I32)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        (
-            w,
-            w_stride,
-            groups,
-            strips,
-            data,
-            data_stride,
-            scale,
-            fsum,
-            scale_stride,
-            isum,
-            out,
-            out_stride,
-            bias,
-            bias_stride,
-            slots,
-            per_tile,
-        ) = arguments(args)
+        w_stride, strips, slots, per_tile = sizes_of(args + 8 * OPERANDS)
         per_tile = load_i64(per_tile)
         strip_tiles = (strips + per_tile - 1) // per_tile
         first_strip = tile % strip_tiles * per_tile
+        end_strip = min(strips, first_strip + per_tile)
         expert, first, end = slot_of(slots + 4 * SLOT * (tile // strip_tiles))
         if first < end:
-            run(
-                w + expert * w_stride,
-                groups,
-                first_strip,
-                min(strips, first_strip + per_tile),
-                data,
-                data_stride,
-                scale,
-                fsum,
-                scale_stride,
-                isum,
-                out,
-                out_stride,
-                bias + expert * bias_stride,
-                0,
-                first,
-                end - first,
-                scratch,
-            )
+            all_experts = operands_of(args)
+            w = all_experts[0] + expert * w_stride
+            bias = all_experts[10] + expert * all_experts[11]
+            operands = (w, *all_experts[1:10], bias, 0)
+            run(operands, first_strip, end_strip, first, end - first, scratch)
 
     return KERNEL_SIGNATURE, kernel

@@ -1,4 +1,4 @@
-"""Linear layers of many rows in matrix tiles (AMX): 16 rows x 16 outputs at a time, on weights unpacked in panels.
+"""Linear layers of many rows in matrix tiles (AMX), on weights that are unpacked in panels.
 
 A tile instruction multiplies a group of 32 inputs (16 where scales are of 16) of 16 rows and 16
 outputs. Its integer sums are those of the register tiles, and are scaled and added by the same
@@ -22,6 +22,7 @@ from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.register_tile import (
     Inputs,
+    Operands,
     RegisterTile,
     each_group,
     store_tile,
@@ -57,7 +58,7 @@ class _MatrixTile(RegisterTile):
         return self.e.add(self.sums, self.e.mul(place, self.parts * SUM_BYTES))
 
     def multiply(self, x: Inputs, g: Value, first: int) -> None:
-        """Multiply group g in the three tile registers from `first` on; a group more than there are is harmless."""
+        """Multiply group g in three tile registers; a group past the end does no harm."""
         e = self.e
         fmt = self.fmt
         codes = e.add(self.panel, e.mul(g, unpacked_bytes(fmt)), e.mul(self.block, BLOCK_CODES))
@@ -72,7 +73,7 @@ class _MatrixTile(RegisterTile):
             )
 
     def fetch(self, x: Inputs, g: Value) -> None:
-        """Ask for the line of groups g and g + 1 of each row of the next tile, half of them beside each block."""
+        """Prefetch groups g and g + 1 of the next tile's rows, half of them beside each block."""
         e = self.e
         first = e.add(e.mul(self.block, ROWS // 2), ROWS)
         at = e.add(x.data, e.mul(g, GROUP), e.mul(first, x.data_stride))
@@ -98,7 +99,7 @@ class _MatrixTile(RegisterTile):
 
 
 def _unpack(e: Emit, fmt: PackedFormat, w: Value, groups: Value, to: Value) -> None:
-    """Groups as signed bytes less the offset, [block of outputs][quad][output][input], and float scales and minima."""
+    """Groups as signed bytes less the offset, [block][quad][output][input], and float scales."""
     tile = RegisterTile(e, fmt, 0, 2, e.i64(0))
     size = unpacked_bytes(fmt)
     parts = GROUP // fmt.group
@@ -119,7 +120,7 @@ def _unpack(e: Emit, fmt: PackedFormat, w: Value, groups: Value, to: Value) -> N
 
 
 def strips_in_matrix_tiles(isa: Isa, format_name: str) -> Any:
-    """As `linear._strips_kernel` for at least 16 rows; the last argument is the thread's scratch memory."""
+    """As `linear._strips_kernel` for at least 16 rows."""
     fmt = FORMATS[format_name]
     record = fmt.record_bytes
     header = fmt.header_bytes
@@ -184,24 +185,15 @@ def strips_in_matrix_tiles(isa: Isa, format_name: str) -> Any:
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def run(
-        w: int,
-        groups: int,
+        operands: Operands,
         first_strip: int,
         end_strip: int,
-        data: int,
-        data_stride: int,
-        scale: int,
-        fsum: int,
-        scale_stride: int,
-        isum: int,
-        out: int,
-        out_stride: int,
-        residual: int,
-        residual_stride: int,
         first_row: int,
         rows: int,
         scratch: int,
     ) -> None:
+        (w, groups, data, data_stride, scale, fsum, scale_stride, isum) = operands[:8]
+        out, out_stride, residual, residual_stride = operands[8:]
         panel_bytes = PANEL * record + PANEL // SUPER * header
         strip_bytes = groups * record + groups // SUPER * header
         blocks = (rows + ROWS - 1) // ROWS

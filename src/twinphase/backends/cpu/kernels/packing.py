@@ -1,4 +1,4 @@
-"""Packs a quantized matrix from a checkpoint's blocks into strips (`formats.py`), without changing a value.
+"""Packs a quantized matrix from blocks into strips (`formats.py`), without changing a value.
 
 Sixteen rows are packed at a time, a row in each lane of a vector: four bytes of each row, turned,
 are the four inputs of sixteen outputs that stand side by side in a packed line. Where the numbers
@@ -24,7 +24,7 @@ WORDS = vector(I32, LANES)
 
 
 class _Strip:
-    """The half of a strip that 16 rows fill; `keep` has no bits in lanes beyond the matrix, where zeros stay."""
+    """The half of a strip that 16 rows fill; `keep` masks the lanes beyond the matrix to zero."""
 
     def __init__(self, e: Emit, fmt: PackedFormat, half: Value, keep: Value) -> None:
         self.e = e

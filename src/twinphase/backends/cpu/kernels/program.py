@@ -1,4 +1,4 @@
-"""Runs a captured program: the walk that every thread of the pool makes over the commands of a step.
+"""Runs a captured program: the walk of every thread of the pool over the commands of a step.
 
 A command is a kernel, its arguments and a number of tiles. Each thread has a contiguous range of
 the tiles, so that it reads memory in order, and takes them one by one; a thread that has finished
@@ -122,7 +122,7 @@ def pause(ctx: Any) -> Any:
 
 @intrinsic
 def _call_libc(ctx: Any, fn: Any, address: Any, operation: Any, value: Any) -> Any:
-    """syscall(SYS_futex, address, operation, value, 0, 0, 0), or sched_yield() where there is no futex."""
+    """syscall(SYS_futex, address, operation, value, 0, 0, 0), or sched_yield() without a futex."""
 
     def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
         if FUTEX_CALL is None:
@@ -145,7 +145,7 @@ def _futex(control: int, operation: int, value: int) -> None:
 
 @intrinsic
 def _call_kernel(ctx: Any, fn: Any, args_address: Any, tile: Any, scratch: Any) -> Any:
-    """Call a kernel by address, in Numba's calling convention (two pointers for results come first)."""
+    """Call a kernel by address, in Numba's calling convention (two result pointers first)."""
 
     def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
         pointer = ir.IntType(8).as_pointer()
@@ -196,7 +196,7 @@ def _wait_done(control: int, index: int, tiles: int, thread: int, epoch: int) ->
 
 @njit  # type: ignore[untyped-decorator]
 def _claim(word: int, epoch: int, own: bool) -> int:
-    """A tile from the front of one's own range or the back of another's; NO_TILE when empty, LATE when over."""
+    """A tile from the front of the thread's range or the back of another; NO_TILE or LATE."""
     while True:
         now = atomic_load(word)
         if now >> EPOCH_SHIFT != epoch:
@@ -274,7 +274,7 @@ def _open(control: int, epoch: int) -> None:
 
 @njit  # type: ignore[untyped-decorator]
 def _close(control: int, epoch: int) -> None:
-    """Leave nothing to claim before the caller may change tile counts; late threads see the next epoch."""
+    """Leave nothing to claim before tile counts change; late threads see the next epoch."""
     threads = load_i64(control + CTL_THREADS)
     claims = load_i64(control + CTL_CLAIMS)
     done = load_i64(control + CTL_DONE)
@@ -287,7 +287,7 @@ def _close(control: int, epoch: int) -> None:
 
 
 def run_program(isa: Isa) -> tuple[Any, Callable[[int, int], int]]:
-    """The entry of every thread: thread 0 runs one step and returns, the others serve steps until shutdown.
+    """The entry of every thread: thread 0 runs one step, the others serve steps until shutdown.
 
     Arguments: address of the control words, number of the thread (SHUTDOWN_THREAD ends the others).
     """

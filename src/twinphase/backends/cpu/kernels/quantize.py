@@ -66,7 +66,10 @@ def quantized_row(isa: Isa) -> Any:
 
 
 def quantize(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
-    """Quantize rows. Arguments: rows' address, source, source stride, groups, data, scale, fsum, isum."""
+    """Quantize rows.
+
+    Arguments: rows' address, source, source stride, groups, data, scale, fsum, isum.
+    """
     row_of = quantized_row(isa)
     arguments = fields(8)
 
@@ -87,7 +90,10 @@ def quantize(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
 
 
 def round_rows(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
-    """Rows to bfloat16, to nearest even. Arguments: rows' address, source, source stride, groups of 32, out."""
+    """Round rows to bfloat16, to nearest even.
+
+    Arguments: rows' address, source, source stride, groups of 32, out.
+    """
     arguments = fields(5)
 
     def write(e: Emit, source: Value, groups: Value, out: Value) -> None:

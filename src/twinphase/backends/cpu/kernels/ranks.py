@@ -1,4 +1,4 @@
-"""What ranks that share a model do for each other: copy columns to where all see them, and wait for all."""
+"""What ranks of a model do for each other: copy columns to shared memory, and wait for all."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _sleep(ctx: Any, usleep: Any, microseconds: Any) -> Any:
 
 @intrinsic
 def _clock(ctx: Any, clock_gettime: Any, place: Any) -> Any:
-    """Leave the monotonic clock's seconds and nanoseconds at `place`, by the address of clock_gettime(2)."""
+    """Leave the monotonic clock's seconds and nanoseconds at `place`."""
 
     def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
         fn = b.inttoptr(args[0], ir.FunctionType(I32, [I32, I64]).as_pointer())

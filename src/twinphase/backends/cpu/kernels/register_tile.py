@@ -1,4 +1,4 @@
-"""Register tiles of packed weights: the integer sums of groups of inputs, scaled and added in one fixed order.
+"""Register tiles of packed weights: integer sums of groups, scaled and added in a fixed order.
 
 Used by linear layers (`linear.py`), and by those in matrix tiles (`linear_tiles.py`) for all but
 the integer sums.
@@ -17,6 +17,10 @@ from twinphase.backends.cpu.formats import GROUP, STRIP, SUPER, PackedFormat
 
 # lines of the next strip's weights that one of many or of few tiles asks for in a group
 FEW_LINES = 3
+OPERANDS = 12
+# w, groups, data, data stride, scale, fsum, scale stride, isum, out, out stride, residual, residual
+# stride of a linear layer; strides are bytes.
+Operands = tuple[int, ...]
 AHEAD_LINES = 9
 STREAM_AHEAD = 8192  # bytes; a single tile asks for the weights so far behind those that it reads
 FEWEST_AHEAD = 4  # rows of the smallest tile that does: fewer are never one of several
@@ -34,7 +38,7 @@ class Inputs(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A strip's weights, and those to fetch while a tile computes: from `ahead` on, `step` bytes for each group."""
+    """A strip's weights, and those to fetch meanwhile: from `ahead` on, `step` bytes per group."""
 
     address: Value
     groups: Value
@@ -214,7 +218,7 @@ class RegisterTile:
     def part_scales(
         self, record: Value, header: Value | None, part: int
     ) -> tuple[list[Value], list[Value]]:
-        """Scales of a part of a group, and minima (none where the format has none), a vector for each of outputs."""
+        """Scales and minima of a part of a group, a vector for each of outputs."""
         fmt = self.fmt
         scale_at = fmt.code_bytes + part * STRIP * fmt.scale_size
         shared = None if header is None else (header, 0)
@@ -237,7 +241,7 @@ class RegisterTile:
         sums: list[list[Value]],
         part: int,
     ) -> None:
-        """Add the integer sums of a part of group g to the totals; the same operations whatever made the sums."""
+        """Add the integer sums of a part of group g to the totals, however the sums were made."""
         e = self.e
         b = self.e.b
         fmt = self.fmt
@@ -273,7 +277,7 @@ def store_tile(
 def each_group(
     e: Emit, fmt: PackedFormat, address: Value, groups: Value
 ) -> Iterator[tuple[Value, Value, Value | None]]:
-    """The groups of a strip: number, record and, in nested formats, header of each; the body is the `with` block."""
+    """The groups of a strip: number, record and header; the body is the `with` block."""
     per_header = SUPER if fmt.nested else 1
     with e.loop(0, e.b.sdiv(groups, e.i64(per_header))) as i:
         header = e.add(address, e.mul(i, fmt.header_bytes + per_header * fmt.record_bytes))

@@ -34,7 +34,7 @@ Load = Callable[
 
 
 def _loader(e: Emit, x: Value, normalized: bool, weight: Value, factor: Value) -> Load:
-    """Reads the head at address x; times the factor (float32 bits) and its weights if it is to be normalized."""
+    """Reads the head at address x; times the factor (float32 bits) and its norm's weights."""
 
     def load(count: int, index: int) -> Value:
         value = e.load(vector(F32, count), x, 4 * index)
@@ -121,7 +121,7 @@ def _spread(e: Emit, pieces: list[Value], size: int) -> list[Value]:
 def _head(
     e: Emit, load: Load, cos: Value, sin: Value, dim: int, rotary: int, interleaved: bool
 ) -> list[Value]:
-    """A query or key head as attention multiplies it, before rounding: rotated and spread, in vectors of 16."""
+    """A query or key head before rounding: rotated and spread, in vectors of 16."""
     pieces = _rotated(e, load, cos, sin, dim, rotary, interleaved)
     return _spread(e, _sixteens(e, pieces), spread_size(dim))
 
@@ -152,7 +152,10 @@ def _largest(e: Emit, pieces: list[Value]) -> Value:
 
 
 def _query(isa: Isa, dim: int, rotary: int, interleaved: bool, normalized: bool) -> Any:
-    """Numba-callable (x, cos, sin, data, scale, sum, softmax scale bits, norm, its factor): one query head to int8."""
+    """Numba-callable: one query head to int8.
+
+    Arguments: x, cos, sin, data, scale, sum, softmax scale bits, norm, its factor.
+    """
 
     def write(
         e: Emit,
@@ -186,7 +189,10 @@ def _query(isa: Isa, dim: int, rotary: int, interleaved: bool, normalized: bool)
 
 
 def _key(isa: Isa, dim: int, rotary: int, interleaved: bool, normalized: bool) -> Any:
-    """Numba-callable (x, cos, sin, cell's keys, cell's scales, token in the cell, norm, its factor): one key head."""
+    """Numba-callable: one key head to the cache.
+
+    Arguments: x, cos, sin, cell's keys, cell's scales, token in the cell, norm, its factor.
+    """
 
     def write(
         e: Emit,
@@ -222,7 +228,7 @@ def _key(isa: Isa, dim: int, rotary: int, interleaved: bool, normalized: bool) -
 
 
 def _value(isa: Isa, dim: int, dtype: str) -> Any:
-    """Numba-callable (x, cell's values, cell's scales, token in the cell): one value head to the cache."""
+    """Numba-callable (x, cell's values, cell's scales, token in the cell): one value head."""
     words = vector(I16, 16)
     size = 1 if dtype == "int8" else 2
 
@@ -258,7 +264,7 @@ def _value(isa: Isa, dim: int, dtype: str) -> Any:
 
 
 def norm_columns(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
-    """One row a tile: RMSNorm, where they lie, of columns of a row whose other columns another rank may have.
+    """One row a tile: RMSNorm of some columns, in place; other ranks may have the other columns.
 
     Arguments: the whole rows, their stride and width; the columns in row 0, their stride and
     number; weights, eps bits.

@@ -1,4 +1,4 @@
-"""Mixtures of experts: which experts each row goes to, the rows sorted by expert, and their results added up.
+"""Mixtures of experts: choose each row's experts, sort rows by expert, add up the results.
 
 Rows go through the linear kernels sorted by expert, so that an expert's weights are read once for
 all of its rows.
@@ -28,7 +28,7 @@ from twinphase.backends.cpu.tiling import ROWS_PER_TILE, SLOT
 
 
 def _powers(isa: Isa) -> Any:
-    """Numba-callable (logits, count, largest's address, out): e^(logit - largest) of each; their sum's float32 bits."""
+    """Numba-callable (logits, count, largest's address, out): e^(logit - largest), their sum."""
 
     def write(e: Emit, logits: Value, count: Value, largest: Value, out: Value) -> Value:
         four = vector(F32, 4)  # the narrowest vector of all paths
@@ -47,7 +47,7 @@ def _powers(isa: Isa) -> Any:
 
 
 def route(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
-    """One row a tile: the numbers of its `used` experts with the largest logits, in order, and their weights.
+    """One row a tile: the numbers and weights of the `used` experts with the largest logits.
 
     Arguments: logits, their stride, experts, used, whether weights are divided by their sum (else
     they are the softmax over all experts), numbers out (int32), weights out.

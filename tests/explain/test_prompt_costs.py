@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from twinphase.batch import StepWork
-from twinphase.explain.prompt_parts import divide, part_at
+from twinphase.explain.prompt_costs import divide, part_at
 from twinphase.phases.cost import FEATURES, CostModel
 from twinphase.phases.work import ModelShape
 

@@ -1,7 +1,6 @@
-"""What each part of a prompt cost: tokens, cached or computed, its share of the prefill, and its bytes in the KV cache.
+"""Costs of each part of a prompt: cached and computed tokens, prefill time, KV cache bytes.
 
-Parts are whatever the caller names them by. Not for finding them (`tokenizer/prompt_parts.py`), nor
-for reading clocks.
+The caller names the parts; `tokenizer/prompt_parts.py` finds them.
 """
 
 from __future__ import annotations
@@ -21,14 +20,20 @@ P = TypeVar("P", bound=Hashable)
 
 @dataclass(frozen=True)
 class PartReport(Generic[P]):
-    """What one part of a prompt cost."""
+    """Costs of one part of a prompt, which may have several runs of tokens.
+
+    Attributes:
+        prefill_share: fraction of the prefill time; cached tokens have none.
+        prefill_seconds: that fraction of the measured time.
+        kv_bytes: keys and values, cached ones included.
+    """
 
     part: P
-    tokens: int  # of it, wherever in the prompt they stand
-    cached_tokens: int  # those of them that the prefix cache held
-    prefill_share: float  # of the prefill's time, 0 to 1; a cached token has none
-    prefill_seconds: float  # that share of it
-    kv_bytes: int  # of its keys and values, cached ones included
+    tokens: int
+    cached_tokens: int
+    prefill_share: float
+    prefill_seconds: float
+    kv_bytes: int
 
     @property
     def computed_tokens(self) -> int:
@@ -42,19 +47,19 @@ def divide(
     cost_model: CostModel,
     shape: ModelShape,
 ) -> list[PartReport[P]]:
-    """Divides a prompt's prefill among its parts, as the cost model would price each token.
+    """Divide a prompt's prefill time among its parts by the cost model's price of each token.
 
-    The token at position p attends to p + 1 tokens, or to a window of them, at the model's price
-    for that. All else that the model expects of the prefill is the same for each computed token.
-    The shares add up to 1, or to 0 if nothing was computed.
+    The token at position p attends to p + 1 tokens, or to a window, at the model's price for that.
+    All other predicted prefill time is the same for each computed token. The shares add up to 1, or
+    to 0 if nothing was computed.
 
     Args:
-        runs: (part, first token, the one behind its last), in order and without gaps from 0.
-        num_cached_tokens: tokens at the prompt's beginning that were in the prefix cache. What
-            others computed while the prompt was being read is counted as if it stood there.
-        prefill_seconds: what is to be divided.
+        runs: (part, first token, token after the last), in order and without gaps from 0.
+        num_cached_tokens: number of leading tokens from the prefix cache; blocks that others
+            computed during this prefill count as leading tokens too.
+        prefill_seconds: the time to divide.
         cost_model: has the prices.
-        shape: of the model.
+        shape: shape of the model.
     """
     num_tokens = runs[-1][2] if runs else 0
 
@@ -91,6 +96,6 @@ def divide(
 
 
 def part_at(runs: Sequence[tuple[P, int, int]], token_index: int) -> P | None:
-    """The part of one token, such as that where the prefix cache missed; None behind the prompt."""
+    """The part of one token, such as where the prefix cache missed; None after the prompt."""
     found = bisect_right(runs, token_index, key=lambda run: run[1]) - 1
     return runs[found][0] if found >= 0 and token_index < runs[found][2] else None
