@@ -46,7 +46,12 @@ from twinphase.backends.torch.experts import mixture  # noqa: E402
 from twinphase.backends.torch.kernel_backend import KernelBackend  # noqa: E402
 from twinphase.backends.torch.kernels import attention as attention_kernels  # noqa: E402
 from twinphase.backends.torch.kernels import tiles  # noqa: E402
-from twinphase.backends.torch.kernels.attention import Shape, Tiles, attention, rows_of_tile  # noqa: E402
+from twinphase.backends.torch.kernels.attention import (  # noqa: E402
+    Shape,
+    Tiles,
+    attention,
+    rows_of_tile,
+)
 from twinphase.backends.torch.kernels.experts import route  # noqa: E402
 from twinphase.backends.torch.kernels.linear import linear  # noqa: E402
 from twinphase.backends.torch.kernels.tiles import FEW, Tile  # noqa: E402
@@ -130,7 +135,7 @@ def test_a_captured_step_has_the_bits_of_the_step(tmp_path, monkeypatch, experts
 
 def test_weights_dequantized_while_loading(tmp_path, monkeypatch):
     """The same bits; some rows, or some experts, after others."""
-    monkeypatch.setattr("twinphase.backends.torch.weights.DEQUANTIZED_AT_ONCE", 9000)
+    monkeypatch.setattr("twinphase.backends.torch.weights.DEQUANTIZED_CHUNK_BYTES", 9000)
     path = write_tiny_gguf(tmp_path / "tiny.gguf", layers=1, experts=(5, 2))
     results = []
     for whole in (False, True):
@@ -290,7 +295,9 @@ def test_experts(rows, count, used, kinds, dtype, biased):
         return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
 
     backend = KernelBackend("cpu", str(dtype).removeprefix("torch."))
-    backend.blueprint = cast("Any", SimpleNamespace(share=None, activation="silu"))
+    backend.blueprint = cast(
+        "Any", SimpleNamespace(share=None, span=lambda columns: None, activation="silu")
+    )
     gate_up = matrix(ffn, hidden, *kinds)
     down = matrix(hidden, ffn, kinds[1])
     raw = normal(count, hidden).numpy().view(np.uint8).reshape(-1)
@@ -308,7 +315,7 @@ def test_experts(rows, count, used, kinds, dtype, biased):
     config = Experts(count, used, ffn, renormalize=rows % 2 > 0)
     found = backend.moe(x, *weights, config, **biases)
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
-    torch.testing.assert_close(found, mixture(backend, x, weights, config, **biases), **near)
+    torch.testing.assert_close(found, mixture(backend, x, *weights, config, **biases), **near)
     same_bits(backend.moe(x[-1:], *weights, config, **biases).numpy(), found[-1:].numpy())
     # The products themselves are those of each expert alone, bit for bit.
     routed = route(backend.linear(x, router, bias=biases.get("router_bias")), config, 0)

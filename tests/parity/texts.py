@@ -1,16 +1,15 @@
 """Twenty varied texts of 50 to 2,000 tokens, from Python itself and written here."""
-# ruff: noqa: E501
 
 from __future__ import annotations
 
 import inspect
 import json
 
-__all__ = ["TEXTS"]
-
 _LANGUAGES = """\
-Der Fluß überquert die Grenze, und die Züge fahren über die Brücke; niemand weiß, wann der nächste kommt.
-L'été dernier, nous avons traversé la forêt à pied : « Où êtes-vous ? » demandait la voix derrière les arbres.
+Der Fluß überquert die Grenze, und die Züge fahren über die Brücke; niemand weiß, wann der \
+nächste kommt.
+L'été dernier, nous avons traversé la forêt à pied : « Où êtes-vous ? » demandait la voix \
+derrière les arbres.
 El niño comió piñas mañana tras mañana; ¿quién le dirá que el año ya terminó? ¡Qué vergüenza!
 Ночью шёл снег, и к утру весь город стал белым; только река оставалась чёрной и шумной.
 昨日の夜、雨が静かに降り続いて、朝になると庭の石はみな濡れて光っていた。
@@ -26,12 +25,18 @@ _EMOJI = (
     "Zero-width​joiners, combining é and ñ, and a tab\tor two.\n"
 )
 _STORY = """\
-The lighthouse keeper had not spoken to anyone since October. Every evening he climbed the hundred and twelve steps,
-trimmed the wick, wound the clockwork, and watched the beam go out over the water and come back with nothing. In
-January a small boat put in at the landing. Its owner, a woman with a red scarf and a box of oranges, asked whether the
-island had a name. He thought about it for longer than he should have. "It has a number," he said. She laughed, and
-gave him an orange, and by the time the tide turned they had agreed that a number would not do. They tried several
-names on the way down to the boat; none of them was quite right, but the trying was the best part of his winter.
+The lighthouse keeper had not spoken to anyone since October. Every evening he climbed the \
+hundred and twelve steps,
+trimmed the wick, wound the clockwork, and watched the beam go out over the water and come back \
+with nothing. In
+January a small boat put in at the landing. Its owner, a woman with a red scarf and a box of \
+oranges, asked whether the
+island had a name. He thought about it for longer than he should have. "It has a number," he \
+said. She laughed, and
+gave him an orange, and by the time the tide turned they had agreed that a number would not do. \
+They tried several
+names on the way down to the boat; none of them was quite right, but the trying was the best part \
+of his winter.
 """
 _CHAT = (
     "<|im_start|>user\nList three reasons why the sky looks blue at noon and red in the "
@@ -44,7 +49,8 @@ _CHAT = (
 )
 _SQL = """\
 SELECT customer.name, COUNT(*) AS orders, SUM(line.price * line.quantity) AS total
-FROM customer JOIN purchase ON purchase.customer_id = customer.id JOIN line ON line.purchase_id = purchase.id
+FROM customer JOIN purchase ON purchase.customer_id = customer.id JOIN line ON line.purchase_id = \
+purchase.id
 WHERE purchase.placed_at >= '2024-01-01' AND customer.country IN ('DE', 'FR', 'BR')
 GROUP BY customer.name HAVING COUNT(*) > 3 ORDER BY total DESC LIMIT 20;
 """
@@ -113,10 +119,14 @@ def _texts() -> dict[str, str]:
 
 
 _LICENSE = """
-Licensed under the Apache License, Version 2.0 (the "License"); you may not use this file except in compliance with the
-License. You may obtain a copy of the License at http://www.apache.org/licenses/LICENSE-2.0. Unless required by
-applicable law or agreed to in writing, software distributed under the License is distributed on an "AS IS" BASIS,
-WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied. See the License for the specific language
+Licensed under the Apache License, Version 2.0 (the "License"); you may not use this file except \
+in compliance with the
+License. You may obtain a copy of the License at http://www.apache.org/licenses/LICENSE-2.0. \
+Unless required by
+applicable law or agreed to in writing, software distributed under the License is distributed on \
+an "AS IS" BASIS,
+WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied. See the License for the \
+specific language
 governing permissions and limitations under the License.
 """
 TEXTS = _texts()

@@ -71,7 +71,14 @@ def limited(start):
     )
     order = ("--max-num-batched-tokens", "16", "--scheduling-policy", "priority")
     with start(
-        *names, *keys, *limits, *order, "--vllm-metrics", "--allowed-origins", PAGE
+        *names,
+        *keys,
+        *limits,
+        *order,
+        "--log-requests",
+        "--vllm-metrics",
+        "--allowed-origins",
+        PAGE,
     ) as running:
         yield running
 

@@ -1,6 +1,7 @@
 """The server as a whole: what each route gives, what it prints, how it becomes ready."""
 
 import json
+import re
 import socket
 
 import httpx
@@ -8,6 +9,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from dialects import bearer, function, user
+from raw_client import LONG, events, reset, send, until
 from twinphase import LLM, __version__
 
 CHAT = {
@@ -273,3 +275,23 @@ def test_health_follows_loading(start):
     stages = {state["status"].split(" (")[0] for status, state in seen if status == 503}
     # "starting" may be over before it is asked for.
     assert "importing" in stages and seen[-1][1] == {"status": "ready", "running": 0}
+
+
+def test_requests_are_logged_when_they_are_accepted_end_or_are_cut_off(limited, server):
+    def wait_for_line(pattern):
+        until(lambda: re.search(pattern, limited.log.read_text()), 30)
+
+    body = {"prompt": "hello world", "max_tokens": 3, "ignore_eos": True}
+    name = limited.post("/v1/completions", body, **KEY)[1]["id"]
+    counts = r"tenant \w+, \d+ prompt tokens \(\d+ cached\)"
+    wait_for_line(rf"Request accepted: {name} \w+, {counts}, \d output tokens: tokenize .* ms")
+    wait_for_line(
+        rf"Request ended: {name} ended \(length\), {counts}, 3 output tokens: .*prefill .*, decode .* ms"
+    )
+    client = send(limited, "/v1/completions", {**LONG, "stream": True}, **KEY)
+    name = next(events(client))["id"]
+    reset(client)
+    wait_for_line(f"Request cut off: {name} decoding, {counts}")
+    assert "hello world" not in limited.log.read_text()
+    server.post("/v1/completions", body)
+    assert "Request " not in server.log.read_text()

@@ -20,24 +20,29 @@ from twinphase.weights.hub import resolve_model
 # In the style of Llama 3: trims, writes a system message of its own with today's date, puts tools
 # into it.
 TRIMS = """{%- set system = '' %}{%- set rest = messages %}
-{%- if messages[0].role == 'system' %}{%- set system = messages[0].content | trim %}{%- set rest = messages[1:] %}
+{%- if messages[0].role == 'system' %}{%- set system = messages[0].content | trim %}{%- set rest \
+= messages[1:] %}
 {%- endif %}
 {{- '<|im_start|>system\\n\\nToday: ' + strftime_now('%d %b %Y') + '\\n\\n' }}
-{%- if tools %}{% for tool in tools %}{{ tool | tojson(indent=4) }}{{ '\\n\\n' }}{% endfor %}{%- endif %}
+{%- if tools %}{% for tool in tools %}{{ tool | tojson(indent=4) }}{{ '\\n\\n' }}{% endfor %}{%- \
+endif %}
 {{- system + '<|im_end|>' }}
-{%- for m in rest %}{{ '<|im_start|>' + m.role + '\\n\\n' + m.content | trim + '<|im_end|>' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n\\n' }}{% endif %}"""  # noqa: E501
+{%- for m in rest %}{{ '<|im_start|>' + m.role + '\\n\\n' + m.content | trim + '<|im_end|>' }}{% \
+endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n\\n' }}{% endif %}"""
 # In the style of DeepSeek R1 and Qwen 3: drops earlier reasoning, asks how a content begins, writes
 # calls of tools.
 REASONS = """{%- for m in messages %}
 {%- if m.role == 'assistant' %}{%- set text = m.content %}
 {%- if '</think>' in text %}{%- set text = text.split('</think>')[-1].lstrip('\\n') %}{%- endif %}
 {{- '<|im_start|>assistant\\n' + text }}
-{%- for call in m.tool_calls %}{{ '<tool_call>' + call.function.arguments | tojson + '</tool_call>' }}{% endfor %}
+{%- for call in m.tool_calls %}{{ '<tool_call>' + call.function.arguments | tojson + \
+'</tool_call>' }}{% endfor %}
 {{- '<|im_end|>\\n' }}
-{%- elif m.content.startswith('<tool_response>') %}{{- '<|im_start|>tool\\n' + m.content + '<|im_end|>\\n' }}
+{%- elif m.content.startswith('<tool_response>') %}{{- '<|im_start|>tool\\n' + m.content + \
+'<|im_end|>\\n' }}
 {%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}
-{%- endfor %}{{- '<|im_start|>assistant\\n<think>\\n' }}"""  # noqa: E501
+{%- endfor %}{{- '<|im_start|>assistant\\n<think>\\n' }}"""
 TEMPLATES = [CHATML, TRIMS, REASONS]
 WEATHER = {
     "type": "function",

@@ -1,4 +1,4 @@
-"""Quantized folders give the weights of their methods' published formulas, written here once more."""
+"""Quantized folders give the weights of their methods' published formulas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def codes(group: int, symmetric: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Integers 0..15 [inputs, outputs], zeros [groups, outputs] and float16 scales [groups, outputs]."""
+    """Integers 0..15 [inputs, outputs], zeros and float16 scales [groups, outputs]."""
     rng = np.random.default_rng(group)
     zeros = rng.integers(0, 16, (INPUTS // group, OUTPUTS))
     scales = rng.uniform(0.001, 0.02, zeros.shape).astype(np.float16)

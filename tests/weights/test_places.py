@@ -276,7 +276,8 @@ def hub_folder(tmp_path, monkeypatch) -> Callable[[Path], list[str]]:
             path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
         )
         module = types.ModuleType("huggingface_hub")
-        module.HfApi = type("HfApi", (), {"list_repo_files": lambda self, repo: files})  # type: ignore[attr-defined]
+        api = {"list_repo_files": lambda self, repo: files}
+        module.HfApi = type("HfApi", (), api)  # type: ignore[attr-defined]
         module.hf_hub_download = download  # type: ignore[attr-defined]
         utils = types.ModuleType("huggingface_hub.utils")
         levels = types.SimpleNamespace(get_verbosity=lambda: 30, set_verbosity=lambda level: None)

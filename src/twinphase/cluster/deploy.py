@@ -19,12 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from twinphase.cluster.replica import LLMConfig, OpenAIServer
 from twinphase.engine.frontends.checks import engine_config
-from twinphase.engine.process.host import Host, ProcessHost
-from twinphase.errors import EngineUnavailableError, InvalidRequestError
-from twinphase.server.app import make_app
-from twinphase.server.config import ServerConfig
-from twinphase.server.service import Service
+from twinphase.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -32,29 +29,6 @@ if TYPE_CHECKING:
 
 TARGET_SECONDS = 2.0  # of work that may wait for a replica
 IDLE = 0.5  # of its seats that a replica may have taken if another is to be spared
-
-
-class ModelLoading(msgspec.Struct, forbid_unknown_fields=True):
-    """Which model, and what it is called in the API."""
-
-    model_id: str
-    model_source: str | None = None
-
-
-class LLMConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """One model, with Ray's names.
-
-    Attributes:
-        deployment_config: options of a Serve deployment, such as `num_replicas` or
-            `autoscaling_config`.
-        engine_kwargs: fields of `EngineConfig`.
-        server_kwargs: fields of `ServerConfig`; Ray's own has none of these.
-    """
-
-    model_loading_config: ModelLoading
-    deployment_config: dict[str, Any] = {}
-    engine_kwargs: dict[str, Any] = {}
-    server_kwargs: dict[str, Any] = {}
 
 
 class ServingArgs(msgspec.Struct, forbid_unknown_fields=True):
@@ -68,40 +42,6 @@ class PDServingArgs(msgspec.Struct, forbid_unknown_fields=True):
 
     prefill_config: LLMConfig
     decode_config: LLMConfig
-
-
-class OpenAIServer:
-    """A replica: the server that `twinphase serve` is, behind Serve's proxy."""
-
-    when_ready = True  # it counts as started
-
-    def __init__(self, config: LLMConfig) -> None:
-        names = config.model_loading_config
-        server = ServerConfig(**{"served_model_name": (names.model_id,), **config.server_kwargs})
-        model = names.model_source or names.model_id
-        self._service = Service(self._host(model, config, server), model, server)
-
-    def _host(self, model: str, config: LLMConfig, server: ServerConfig) -> Host:
-        return ProcessHost(model, engine_config(config.engine_kwargs))
-
-    def __serve_build_asgi_app__(self) -> Any:  # noqa: PLW3201 - Ray asks for the application by this name
-        return make_app(self._service, when_ready=self.when_ready)
-
-    def check_health(self) -> None:
-        """Raise if Serve should start another replica in this one's place."""
-        service = self._service
-        if service.failure is not None:
-            raise service.failure
-        if service.stalled:
-            raise EngineUnavailableError("The engine makes no step.", "It is being started again.")
-
-    def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `by_queue_seconds` decides by: seconds of work that wait, and the share of the seats that is taken."""
-        admission = self._service.admission
-        return {
-            "queue_seconds": admission.queue_seconds,
-            "busy": admission.num_requests / admission.num_seats,
-        }
 
 
 def build_openai_app(llm_serving_args: Mapping[str, Any]) -> Application:

@@ -15,9 +15,9 @@ from contextlib import suppress
 from typing import Any
 
 from twinphase.cluster.address import KEY_VARIABLE
-from twinphase.cluster.deploy import LLMConfig, OpenAIServer
 from twinphase.cluster.joining import Door
 from twinphase.cluster.remote import CalledHost
+from twinphase.cluster.replica import LLMConfig, OpenAIServer
 from twinphase.cluster.router import Router
 from twinphase.cluster.routing import Role
 from twinphase.config import module_command

@@ -17,7 +17,8 @@ from twinphase.models.tensors import check_tensors
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.safetensors_header import strict_json
 
-HF = {"bert": "bert"}  # the model type of config.json, and GGUF's name
+# The model type of config.json, and GGUF's name.
+HF = {"bert": "bert"}
 GELU = ("gelu", "gelu_python")
 # llama.cpp's enum llama_pooling_type, and sentence-transformers' flags in 1_Pooling/config.json.
 # 0 means that the model leaves the choice to its user.

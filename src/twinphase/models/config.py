@@ -92,8 +92,7 @@ class Config:
         name = checkpoint.path.name
         if checkpoint.config is not None:
             fields = dict(checkpoint.config)
-            # A folder whose weights have no head of their own is tied, whatever the default of its
-            # class.
+            # A folder without a head of its own is tied, despite the default of its class.
             fields.setdefault("tie_word_embeddings", "output.weight" not in shapes)
             return cls(fields, arch, name, max_positions=max_positions)
         fields = _gguf_fields(checkpoint)

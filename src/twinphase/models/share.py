@@ -114,7 +114,7 @@ def _heads(b: Blueprint, rank: int, ranks: int) -> tuple[Span, Span]:
 
 
 def _columns(b: Blueprint, heads: list[Span], rank: int) -> Span:
-    """The columns of a rank's heads, of which `heads` are all ranks'."""
+    """The columns of a rank's heads; `heads` are those of all ranks."""
     dim = b.head_dim
     mine = heads[rank]
     return Span(

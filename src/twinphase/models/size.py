@@ -23,7 +23,7 @@ class Size:
         layers: matrices that every row goes through, of all layers; routers are among them.
         experts: matrices of all experts of all layers.
         head: the output head; the embedding where they are tied.
-        embedding: of which a row reads one line; 0 where it is the head.
+        embedding: a row reads one line of it; 0 if it is the head.
         other: norms, biases, sinks, and RoPE's factors where a file has them.
         tail, tail_experts: those of `layers` and `experts` after the last layer's attention:
             only rows whose logits are wanted go through them.

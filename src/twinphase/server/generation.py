@@ -77,7 +77,7 @@ class Generation(Exchange):
                 ticket.begun(len(job.prompts[prompt].token_ids))
 
         for choice in choices:
-            service.timelines.begin(self._tenant, choice)
+            service.observe_begin(self._tenant, choice)
         shape = service.facts.shape if service.facts else None
         spec_metrics = service.config.per_request_spec_decode_metrics
         self.replies = replies = self._make_replies(job, choices, shape, spec_metrics)

@@ -220,9 +220,18 @@ class Service:
         self.admission.draining = True
         self._drain_until = perf_counter() + seconds
 
+    def observe_begin(self, tenant: str, choice: Choice) -> None:
+        self.timelines.begin(tenant, choice)
+        if self.config.log_requests:
+            LOG.info("Request accepted: %s", choice.stream.transcript.record)
+
     def observe_end(self, job: Job, choice: Choice, headers: Mapping[bytes, bytes]) -> None:
         self.timelines.end(choice, job.prompt_of(choice.index).runs)
         transcript = choice.stream.transcript
+        if self.config.log_requests:
+            # Without an end, the client left or the engine died.
+            event = "ended" if transcript.finished else "cut off"
+            LOG.info("Request %s: %s", event, transcript.record)
         counts = transcript.counts
         timeline = transcript.timeline
         reason = transcript.finish_reason

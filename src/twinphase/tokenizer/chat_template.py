@@ -29,7 +29,7 @@ CHATML = (
     "message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-MAX_PART_NAME = 64  # characters
+MAX_PART_NAME_CHARACTERS = 64
 # A template that asks whether there is a content, as DeepSeek's do to find calls of tools.
 _ASKS_FOR_NONE = re.compile(
     r"\bcontent(['\"]\s*\])?\s*(\sis\s+(not\s+)?|[!=]=\s*)none\b", re.IGNORECASE
@@ -191,9 +191,12 @@ def _text_entry(entry: Any, at: str) -> tuple[str, str | None]:
     part = entry.get("part")
     if not isinstance(text, str):
         raise InvalidRequestError(f"{at}.text is of type {type(text).__name__}.", "Give a text.")
-    if part is not None and not (isinstance(part, str) and 0 < len(part) <= MAX_PART_NAME):
+    if part is not None and not (
+        isinstance(part, str) and 0 < len(part) <= MAX_PART_NAME_CHARACTERS
+    ):
         raise InvalidRequestError(
-            f"{at}.part is not a valid name.", f"Give a text of 1 to {MAX_PART_NAME} characters."
+            f"{at}.part is not a valid name.",
+            f"Give a text of 1 to {MAX_PART_NAME_CHARACTERS} characters.",
         )
     return text, part
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-SPACE = "▁"  # what SentencePiece writes for a space
+# What SentencePiece writes for a space.
+SPACE = "▁"
 
 
 class Spelling(Enum):

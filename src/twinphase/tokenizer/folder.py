@@ -72,15 +72,15 @@ def open_folder(
     ends = [i for i in _end_ids(folder, config) if 0 <= i < size]
     spelling, strips_leading_space = _spelling(backend)
     facts = TokenizerFacts(
-        size,
-        spelling,
-        names,
-        bos,
-        eos if eos is not None else next(iter(ends), None),
-        frozenset([*ends, *([eos] if eos is not None else [])]),
-        prefix,
-        suffix,
-        strips_leading_space,
+        vocab_size=size,
+        spelling=spelling,
+        names=names,
+        bos_token_id=bos,
+        eos_token_id=eos if eos is not None else next(iter(ends), None),
+        end_token_ids=frozenset([*ends, *_only(eos)]),
+        prefix=prefix,
+        suffix=suffix,
+        strips_leading_space=strips_leading_space,
     )
     return backend, facts
 

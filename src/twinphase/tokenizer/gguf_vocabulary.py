@@ -46,7 +46,8 @@ _END_TOKENS = (
 _HARMONY = ("<|return|>", "<|call|>", "<|end|>")
 # Special tokens after which Phi-3 keeps a space; it drops spaces and newlines after all others.
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
-_MAX_WORD = 100  # characters; a longer word is unknown, as in BERT's own tokenizer
+# A longer word is unknown, as in BERT's own tokenizer.
+_MAX_WORD_CHARACTERS = 100
 
 
 def build_tokenizer(
@@ -212,7 +213,9 @@ def _wordpiece(
     if not isinstance(unknown, int) or not 0 <= unknown < len(tokens):
         raise CheckpointError("The vocabulary has no token for unknown words.", _FIX)
     tokenizer = tokenizers.Tokenizer(
-        models.WordPiece(vocab=ids, unk_token=tokens[unknown], max_input_chars_per_word=_MAX_WORD)
+        models.WordPiece(
+            vocab=ids, unk_token=tokens[unknown], max_input_chars_per_word=_MAX_WORD_CHARACTERS
+        )
     )
     lowercase = bool(metadata.get("tokenizer.ggml.normalizer.lowercase", True))
     strip_accents = bool(metadata.get("tokenizer.ggml.normalizer.strip_accents", lowercase))

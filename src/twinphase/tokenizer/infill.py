@@ -64,8 +64,8 @@ def infill_prompt(
     Raises:
         InvalidRequestError: a vocabulary without such tokens, and as `Tokenizer.encode`.
     """
-    before, between, behind = (_find(tokenizer, metadata, kind) for kind in ("pre", "suf", "mid"))
-    if before is None or between is None or behind is None:
+    before, between, after = (_find(tokenizer, metadata, kind) for kind in ("pre", "suf", "mid"))
+    if before is None or between is None or after is None:
         raise InvalidRequestError(
             "The model's vocabulary has no tokens to fill in the middle, which `suffix` needs.",
             "Leave out `suffix`, or serve a model that has them, such as qwen2.5-coder:0.5b.",
@@ -76,7 +76,7 @@ def infill_prompt(
             text, add_special_tokens=False, parse_special=False, max_tokens=max_tokens
         )
 
-    return [*tokenizer.encode(""), before, *encode(prefix), between, *encode(suffix), behind]
+    return [*tokenizer.encode(""), before, *encode(prefix), between, *encode(suffix), after]
 
 
 def infill_ends(tokenizer: Tokenizer) -> list[int]:

@@ -16,7 +16,8 @@ from tokenizers import pre_tokenizers
 # Normalizers that shorten a text to a third at most (composing characters does). Others may drop
 # any part of it.
 _KEEPING_LENGTH = {"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Lowercase"}
-_INNER = ("normalizers", "pretokenizers", "decoders")  # where the JSON of a sequence has its parts
+# Where the JSON of a sequence has its parts.
+_INNER = ("normalizers", "pretokenizers", "decoders")
 
 
 def part_steps(part: Any) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 A GGUF file has copied the pieces, scores and types (gguf_vocabulary.py); a folder may have only the
 original, tokenizer.model. Text is split as by SentencePiece itself, but for one thing: where a
-model puts a space before a text, it is put behind control and user-defined pieces too. That is
+model puts a space before a text, it is put after control and user-defined pieces too. That is
 llama.cpp's rule, so a folder and its GGUF file agree.
 """
 
@@ -132,7 +132,7 @@ def add_tokens(
         tokenizer: which already has its normalizer.
         tokens: all, in the order of their ids.
         types: theirs.
-        swallowing: control tokens that take the spaces behind them.
+        swallowing: control tokens that take the spaces after them.
         normalized: user-defined ones are found in the normalized text, where a space is U+2581.
     """
     special = [t for t, kind in zip(tokens, types, strict=True) if kind in (CONTROL, UNKNOWN)]
@@ -220,7 +220,7 @@ def _read_normalizer(pieces: Pieces, settings: Mapping[int, int | bytes]) -> Non
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field of a message (https://protobuf.dev/programming-guides/encoding)."""
+    """Number and value of each field of a message (https://protobuf.dev)."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)

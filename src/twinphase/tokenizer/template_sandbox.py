@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 # One rendering's loop iterations, calls, operations, and characters made.
 _MAX_STEPS = 1_000_000
 _CHARACTERS_PER_STEP = 64
-_STEPS_PER_CALL = 10  # A function or macro takes that much longer than an operation.
+# A function or macro takes that much longer than an operation.
+_STEPS_PER_CALL = 10
 _MAX_INTEGER_BITS = 100_000
 # Characters or elements of anything a template makes, unless its input is longer.
 _MAX_LENGTH = 4_000_000

@@ -20,7 +20,8 @@ _PREFIXES = {
     "bert.": "",
 }
 _OTHER_MODALITIES = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
+    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector"
+    r"|embed_vision|embed_audio)\."
 )
 # Computed from the config, or part of no answer: rotary tables, BERT's position numbers, its pooler
 # and training heads.

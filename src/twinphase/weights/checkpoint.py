@@ -58,7 +58,7 @@ class Checkpoint:
         architecture: by GGUF's name, e.g. "llama", "qwen3moe".
         metadata: hyper-parameters by GGUF key (strings, numbers, short lists; never the
             vocabulary); a folder has none.
-        tensors: by GGUF's name, whatever the format.
+        tensors: by GGUF's name in both formats.
         files: every file with tensors, memory-mapped, uint8 [file size] each.
         fingerprint: hex digest naming this file's content for caches.
         cache_dir: folder for what is derived from this very file (the built tokenizer); None if

@@ -29,7 +29,8 @@ from twinphase.weights.storage import map_file, model_cache, replace_derived
 
 _INDEX_VERSION = 3
 _INDEX_NAME = "index.msgpack"
-_MIN_BYTES = 24  # magic, version and two counts
+# The magic number, the version and two counts.
+_MIN_BYTES = 24
 _FETCH_PARTS = "Fetch all parts of one model again, and keep their names."
 # llama.cpp's prefixes of vision, audio and their projection: Ollama has them in the file of the
 # text model.

@@ -141,7 +141,7 @@ def _fetch_folder(files: list[str], repo: str, target: Path, fetch: Callable[[st
 
 
 def _failure(error: Exception, repo: str, target: Path) -> TwinphaseError:
-    """Tells the library's errors apart by name: their classes have moved between its versions."""
+    """Our error for the library's, by class name: classes have moved between its versions."""
     names = {cls.__name__ for cls in type(error).__mro__}
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS:
         return storage_error(error, target)

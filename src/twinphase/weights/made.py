@@ -24,10 +24,12 @@ from twinphase.weights.source import Source
 from twinphase.weights.storage import abandoned, atomically, map_file
 
 _Bytes = NDArray[np.uint8]
-MADE = "tensors-"  # what the files' names begin with
+# Prefix of the files' names.
+MADE = "tensors-"
 _KEY = "twinphase.made_from"
 _MODEL = "twinphase.made_for"
-_SMALL_BYTES = 8 << 20  # made again at each start: milliseconds, against a file to look after
+# Fewer bytes are made again at each start, which takes milliseconds.
+_SMALL_BYTES = 8 << 20
 _Made = tuple[dict[str, TensorInfo], list[_Bytes]]
 
 

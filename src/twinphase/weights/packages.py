@@ -14,12 +14,13 @@ from pathlib import Path
 _PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _RANGE = re.compile(r"(.*\D)(\d{1,4})\.\.(\d{1,4})")
 _NUMBERED = re.compile(r"(.*\D)(\d{1,4})")
-_MAX_NAME = 200  # it becomes the name of a folder
+# A longer text cannot be the name of a folder.
+_MAX_NAME = 200
 
 
 @dataclass(frozen=True)
 class KnownFile:
-    """A model in parts whose content we know.
+    """A model in parts, with the known content of the whole.
 
     Attributes:
         alias: a short name for the command line.

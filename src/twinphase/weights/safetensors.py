@@ -33,7 +33,8 @@ from twinphase.weights.safetensors_header import read_safetensors_header, strict
 from twinphase.weights.source import Source
 from twinphase.weights.storage import map_file, model_cache, read_limited, replace_derived
 
-_RECIPE = "1"  # counted up when what is made from the same files changes
+# Increased when the same files give other tensors.
+_RECIPE = "1"
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 from twinphase.errors import CheckpointError
 from twinphase.weights.checkpoint import TensorInfo, quoted
 
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
+# The limit of the safetensors package.
+_MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMENSIONS = 8
 _ITEM_BYTES = {
     "BOOL": 1,

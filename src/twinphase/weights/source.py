@@ -48,7 +48,7 @@ class Source:
 def made_from_values(
     shape: Sequence[int], type: str, values: Callable[[], NDArray[np.float32]]
 ) -> Source:
-    """A float tensor whose values are computed when asked, rounded to `type` (F32 or BF16)."""
+    """A float tensor, computed when it is read and rounded to `type` (F32 or BF16)."""
 
     def read() -> NDArray[np.uint8]:
         computed = np.ascontiguousarray(values(), dtype=np.float32)

@@ -43,7 +43,7 @@ def atomically(path: Path) -> Iterator[Path]:
     """A temporary file to write, which becomes `path` afterwards: readers never see a part of it.
 
     Raises:
-        OSError: no space or no right; nothing is left behind.
+        OSError: no space or no right; nothing is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Beside the target, because a rename is atomic only within one file system.
@@ -62,7 +62,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Writes a file so that readers see the old content or the new, never a part.
 
     Raises:
-        OSError: no space or no right; nothing is left behind.
+        OSError: no space or no right; nothing is left.
     """
     with atomically(path) as temporary:
         temporary.write_bytes(data)
@@ -166,7 +166,7 @@ def _is_running(pid: int) -> bool:
 
 
 def storage_error(error: OSError, path: Path) -> StorageError:
-    """The error to show for a failed write at `path`: no space and no right are told apart."""
+    """The error to show for a failed write at `path`: no space and no right differ."""
     fix = f"Set {_CACHE_VARIABLE} to a folder you may write to, on a disk with room."
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(f"No disk space left at {path}.", f"Free some space there, or: {fix}")

@@ -209,7 +209,7 @@ def _run(
                 largest = max(_file_sizes(staging), default=0)
                 report(min(largest, total) if total else largest, total)
         finally:
-            process.kill()  # Whatever interrupted the wait, no pip is left.
+            process.kill()  # No pip is left after an interruption.
             reader.join()
     return process.returncode, "".join(log)
 

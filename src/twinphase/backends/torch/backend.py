@@ -198,7 +198,7 @@ class TorchBackend:
 
     @cached_property
     def kv_fingerprint(self) -> str:
-        """Torch's version and the device stand for the order in which products are summed."""
+        """Torch's version and the device stand for the order of sums."""
         cuda = self.device.type == "cuda"
         device = (
             torch.cuda.get_device_name(self.device)

@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from twinphase.backends.base import MeasuredRates, Units
 from twinphase.errors import InvalidRequestError
 
-MIN_CAPABILITY = (7, 5)  # of the CUDA that torch is built with today
-BF16_CAPABILITY = (8, 0)  # the first with bfloat16 in its tensor cores
+# What the CUDA of today's torch needs.
+MIN_CAPABILITY = (7, 5)
+# The first generation with bfloat16 in its tensor cores.
+BF16_CAPABILITY = (8, 0)
 
 
 def find_device(name: str | None) -> torch.device:

@@ -90,7 +90,15 @@ class Captured:
             width = min(tables.shape[1], inputs.block_tables.shape[1])
             tables[:count, :width] = inputs.block_tables[:, :width]
         rows = np.arange(self.rows + 1, dtype=np.int32)
-        return StepInputs(tokens, positions, slots, rows, tables, self.rows, rows[:-1])
+        return StepInputs(
+            token_ids=tokens,
+            positions=positions,
+            slot_mapping=slots,
+            query_start=rows,
+            block_tables=tables,
+            num_decodes=self.rows,
+            logit_rows=rows[:-1],
+        )
 
 
 class Graphs:

@@ -193,7 +193,7 @@ class KernelBackend(TorchBackend):
         return rope.rope_kv_write(qkv.contiguous(), rope_tables, norms, b.norm_eps, *where)
 
     def _norm_columns(self, x: Tensor, weight: Tensor, span: Span | None) -> Tensor:
-        """RMSNorm over the whole width, of which a rank has the columns of `span`."""
+        """RMSNorm over the whole width; a rank has the columns of `span`."""
         whole = self.gather(x, span)
         whole = elementwise.rms_norm(whole, weight, self.blueprint.norm_eps, torch.float32)
         return whole if span is None else whole[:, span.first : span.first + span.size]
@@ -212,7 +212,18 @@ class KernelBackend(TorchBackend):
         for decode, name, count, rows, longest in self.phases:
             of_sequence, first, end = self.step[name][:, :count]
             tiles = Tiles(of_sequence, first, end, rows, longest)
-            attention(q, keys, values, out, shape, sinks, positions, tables, tiles, decode)
+            attention(
+                q,
+                keys,
+                values,
+                out,
+                shape=shape,
+                sinks=sinks,
+                positions=positions,
+                tables=tables,
+                tiles=tiles,
+                decode=decode,
+            )
         return out.flatten(1)
 
     def gate_mul(self, gate_up: Tensor) -> Tensor:

@@ -15,8 +15,10 @@ from twinphase.backends.base import MeasuredRates
 from twinphase.backends.torch.device import mark, seconds_between
 
 MIB = 1 << 20
-WORKING_SETS = {"cpu": (1, 4, 16, 64, 256), "cuda": (4, 16, 32, 64, 256, 1024)}  # MiB
-SIDE = {"cpu": 1024, "cuda": 8192}  # of the matrices
+# Working sets in MiB by type of device.
+WORKING_SETS = {"cpu": (1, 4, 16, 64, 256), "cuda": (4, 16, 32, 64, 256, 1024)}
+# Rows and columns of the matrices.
+SIDE = {"cpu": 1024, "cuda": 8192}
 MIN_READING_SECONDS = 0.005
 TOTAL_SECONDS = 4.0
 # A rate is settled when its best readings agree to within the tolerance.

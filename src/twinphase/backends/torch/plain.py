@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK_OUTPUTS = 32  # Shares of ranks are multiples of it.
+# Shares of ranks are multiples of it.
+BLOCK_OUTPUTS = 32
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

@@ -14,14 +14,17 @@ from twinphase.backends.torch.kernels.linear import TritonError, linear
 from twinphase.backends.torch.kernels.tiles import FEW, Tile, key_of, tile_for
 from twinphase.backends.torch.weights import Matrix, Packed
 
-ROWS = {True: 1, False: 512}  # that represent few and many rows
+# Representatives of few and of many rows.
+ROWS = {True: 1, False: 512}
 CANDIDATES = {
     True: [Tile(16, *rest) for rest in product((32, 64, 128), (2, 4, 8), (2, 3, 4, 5))],
     False: [Tile(*sizes) for sizes in product((64, 128), (64, 128), (4, 8), (2, 3, 4))],
 }
 READINGS = 20
-FLUSH_BYTES = 256 << 20  # more than any cache holds
-MAX_TIME_SHARE = 0.97  # of the table's own tile; a gain below 3 % may be noise
+# Any cache holds less.
+FLUSH_BYTES = 256 << 20
+# A tile is kept if it takes less of the shipped tile's time: a gain below 3 % may be noise.
+MAX_TIME_SHARE = 0.97
 
 
 def tune(

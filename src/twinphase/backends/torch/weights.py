@@ -18,7 +18,8 @@ from torch import Tensor
 from twinphase.weights.block_formats import FORMATS
 from twinphase.weights.quant import dequantize, unpack
 
-PAIR = 64  # inputs whose nibbles share 32 bytes: byte j has input j below and input 32 + j above
+# Inputs whose nibbles share 32 bytes: byte j has input j below and input 32 + j above.
+PAIR = 64
 # Values of MXFP4's codes, doubled.
 FLOAT4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 DEQUANTIZED_CHUNK_BYTES = 1 << 26
@@ -38,13 +39,13 @@ class Packed:
     """
 
     codes: Tensor
-    scale: Tensor | None
-    minimum: Tensor | None
-    bits: int
-    group: int
-    offset: int
     inputs: int
     dtype: torch.dtype
+    scale: Tensor | None = None
+    minimum: Tensor | None = None
+    bits: int = 0
+    group: int = 32
+    offset: int = 0
     float4: bool = False
 
     @property
@@ -77,7 +78,7 @@ class Packed:
         """With the values that the kernels would unpack, in chunks to need little memory."""
         step = max(1, DEQUANTIZED_CHUNK_BYTES // self.codes[0].numel())
         values = torch.cat([self[i : i + step].values() for i in range(0, len(self.codes), step)])
-        return Packed(values, None, None, 0, 32, 0, self.inputs, self.dtype)
+        return Packed(values, self.inputs, self.dtype)
 
 
 def pack(
@@ -92,7 +93,7 @@ def pack(
     inputs = shape[-1]
     if not fmt.quantized:
         values = torch.from_numpy(dequantize(raw, shape, kind)).to(device, dtype)
-        return Packed(values, None, None, 0, 32, 0, inputs, dtype)
+        return Packed(values, inputs, dtype)
     parts = unpack(raw, shape, kind)
     float4 = kind == "MXFP4"
     padded = -(-inputs // PAIR) * PAIR
@@ -122,10 +123,17 @@ def pack(
         tensor = torch.from_numpy(values).to(device, torch.float16 if narrow else torch.float32)
         return tensor.reshape(*shape[:-1], -1)
 
-    codes = torch.from_numpy(q).to(device).reshape(*shape[:-1], -1)
-    scale = of_groups(parts.scale)
-    minimum = of_groups(parts.minimum)
-    return Packed(codes, scale, minimum, bits, fmt.group_size, offset, inputs, dtype, float4)
+    return Packed(
+        codes=torch.from_numpy(q).to(device).reshape(*shape[:-1], -1),
+        inputs=inputs,
+        dtype=dtype,
+        scale=of_groups(parts.scale),
+        minimum=of_groups(parts.minimum),
+        bits=bits,
+        group=fmt.group_size,
+        offset=offset,
+        float4=float4,
+    )
 
 
 class Matrix:

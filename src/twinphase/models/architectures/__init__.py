@@ -1,4 +1,4 @@
-"""One file per architecture, each of which says how it differs from Llama and computes nothing.
+"""One file per architecture: it says how the architecture differs from Llama, and computes nothing.
 
 A file has `HF`, the model types of Hugging Face's config.json with the name that GGUF has for each,
 and `describe`.

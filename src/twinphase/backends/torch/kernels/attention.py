@@ -3,7 +3,7 @@
 A context is cut into spans at fixed absolute positions. Within a span the softmax runs online, tile
 after tile; spans are merged in order. Prefill does so in one program, decode has a program for each
 span and one that merges, so that a single row keeps the whole device busy: both add in the same
-order, whatever the step holds. The query heads of one KV head are rows of one tile, which reads its
+order in every step. The query heads of one KV head are rows of one tile, which reads its
 keys and values once.
 """
 
