@@ -35,6 +35,8 @@ def test_the_speed_told_at_the_start_was_measured_on_a_warm_engine(loaded):
 
     Script(loaded.engine, seconds)
     loaded.warm_up(600, 16)
+    totals = [loaded.warm_timeline.prefill, loaded.warm_timeline.decode]
+    assert all(total.building > 0 for total in totals)
     facts = engine_facts(loaded, loaded.settle_pace())
     assert facts.warm_up_tokens == 600
     # Two chunks: 2 x 2 ms for the weights, 60 ms for the rows, 3.6 ms for what they attend to, one

@@ -518,13 +518,15 @@ def test_expensive_forms_do_not_hold_up_others(server):
 TEMPLATE = """{% set what = messages[-1].content %}{% if what == 'endless' -%}
 {% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}{% endfor %}{% endfor %}
 {%- elif what == 'expanding' -%}
-{% set n = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}
+{% set n = namespace(x='aaaaaaaa') %}
+{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}
 {%- elif what == 'product' %}{{ 'a' * 10 ** 12 }}
 {%- elif what == 'power' %}{{ 9 ** 9999999 }}
 {%- elif what == 'recursive' %}{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}
 {%- elif what == 'classes' %}{{ messages.__class__.__mro__[1].__subclasses__() }}
 {%- elif what == 'globals' %}{{ raise_exception.__globals__['os'] }}
-{%- elif what == 'import' %}{{ self.__init__.__globals__.__builtins__.__import__('os').system('touch BROKEN') }}
+{%- elif what == 'import' %}
+{{ self.__init__.__globals__.__builtins__.__import__('os').system('touch BROKEN') }}
 {%- elif what == 'change' %}{{ messages.append(messages[0]) }}
 {%- elif what == 'file' %}{% include '/etc/passwd' %}
 {%- elif what == 'format' %}{{ '%999999999d' | format(1) }}

@@ -1,11 +1,13 @@
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
+from twinphase.batch import StepTimes
 from twinphase.engine.process.messages import StepStats
 from twinphase.outcome import FinishReason
 from twinphase.phases.timeline import Interval, IntervalKind, RequestTimeline
@@ -95,6 +97,16 @@ def test_a_step_sets_gauges_and_adds_to_both_phases():
             tuple(values[f"step_{what}_total", phase] for phase in ("prefill", "decode"))
             == by_phase
         )
+
+
+def test_every_measured_part_of_a_step_is_counted():
+    metrics = Metrics("some/model")
+    parts = {part.name: float(number) for number, part in enumerate(fields(StepTimes), start=1)}
+    for _ in range(2):
+        metrics.step(make_stats(times=StepTimes(**parts)))
+    values = read(metrics)
+    assert {part: values["step_part_seconds_total", part] / 2 for part in parts} == parts
+    assert values["rank_wait_seconds_total",] == 2 * parts["rank_wait"]
 
 
 @pytest.mark.parametrize("announced", [True, False])

@@ -94,7 +94,7 @@ class TestAdmission:
             admission.enter("key1", 1)
         other = admission.enter("key2", 3)
         tickets[0].queue(80)
-        with pytest.raises(OverloadedError, match="80 prompt tokens wait"):
+        with pytest.raises(OverloadedError, match="80 prompt tokens are queued"):
             tickets[1].queue(80)
         other.queue(80)
         tickets[0].leave()

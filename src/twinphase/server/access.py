@@ -80,7 +80,7 @@ class Ticket:
         """Count the prompts' tokens as waiting; refused if the tenant has too many already."""
         waiting = self.tenant.queued_tokens
         if waiting and waiting + num_tokens > self.admission.config.max_queued_tokens:
-            raise self.admission.overloaded(self.tenant, f"{waiting} prompt tokens wait for prefill")
+            raise self.admission.overloaded(self.tenant, f"{waiting} prompt tokens are queued")
         self.num_tokens = num_tokens
         self.tenant.queued_tokens += num_tokens
 

@@ -96,29 +96,29 @@ def facts_lines(facts: EngineFacts, service: Service, url: str) -> list[str]:
 
 
 def pace_lines(facts: EngineFacts) -> Iterator[str]:
-    """What gap running answers keep while prompts are read, and what that costs the prompts."""
+    """The gap between tokens that running answers keep beside prefills, and its cost."""
     pace = facts.pace
     if pace is None:
         return
-    cost = f"a prompt of {pace.prompt_tokens:,} tokens beside one answer takes {pace.prompt_seconds:.1f} s"
+    gap = f"{1e3 * pace.gap_seconds:,.0f} ms"
+    cost = (
+        f"a prompt of {pace.prompt_tokens:,} tokens beside one answer takes "
+        f"{pace.prompt_seconds:.1f} s"
+    )
     instead = f"{cost} instead of {pace.uncut_prompt_seconds:.1f} s"
     if pace.slo_seconds is None:
+        yield f"pace       running answers may wait {gap} for a token (--itl-slo-ms off); {cost}"
+        return
+    slo = f"pace       --itl-slo-ms {1e3 * pace.slo_seconds:g}"
+    if pace.gap_seconds > pace.slo_seconds:
         yield (
-            f"pace       running answers may wait {1e3 * pace.gap_seconds:,.0f} ms for a token "
-            f"(--itl-slo-ms off); {cost}"
-        )
-    elif pace.gap_seconds > pace.slo_seconds:
-        yield (
-            f"pace       --itl-slo-ms {1e3 * pace.slo_seconds:g} is less than this machine reaches, "
-            "which is about "
-            f"{1e3 * pace.gap_seconds:,.0f} ms while a long prompt is read; {instead}"
-        )
-    else:
-        why = ", chosen by measured steps" if pace.chosen else ""
-        yield (
-            f"pace       --itl-slo-ms {1e3 * pace.slo_seconds:.0f}{why}: what running answers keep; "
+            f"{slo} is less than this machine reaches, which is about {gap} beside a long prompt; "
             f"{instead}"
         )
+    else:
+        slo = f"pace       --itl-slo-ms {1e3 * pace.slo_seconds:.0f}"
+        why = ", chosen by measured steps" if pace.chosen else ""
+        yield f"{slo}{why}: what running answers keep; {instead}"
 
 
 def _listen(config: ServerConfig) -> socket.socket:
