@@ -32,7 +32,6 @@ from twinphase.batch import StepWork
 from twinphase.cluster.routing import Role, Routing
 from twinphase.cluster.simulation import FleetSpec, Outcome, Simulation, TraceRequest
 from twinphase.errors import TwinphaseError
-from twinphase.phases.slo import Slos
 from twinphase.phases.statistics import percentile
 from twinphase.workload.traces import BLOCK_TOKENS, Scaling, TraceLine, read_trace
 
@@ -41,6 +40,8 @@ POLICIES = ("predicted", "random")
 LENGTH_FACTOR = 0.125
 LEARNED_GROUPS = 8
 ITL_SLO_MS = 100.0
+MAX_TTFT_SECONDS = 5.0
+MAX_TPOT_SECONDS = 0.1
 # Between two workers.
 KV_BYTES_PER_SECOND = 0.4e9
 # Ids of prefix blocks differ between repetitions of the trace, and from tokens of one prompt alone.
@@ -136,7 +137,7 @@ def learn(args: argparse.Namespace, trace: Trace, console: Console) -> FleetSpec
     )
 
 
-def capacity(spec: FleetSpec, trace: Trace, slos: Slos) -> float:
+def capacity(spec: FleetSpec, trace: Trace) -> float:
     """Requests per second that the fleet can do by the cost model, if each prefix is read once.
 
     Decode runs in the largest batch that keeps the TPOT. Where the pools are apart, the scarcer one
@@ -150,9 +151,7 @@ def capacity(spec: FleetSpec, trace: Trace, slos: Slos) -> float:
         (count, spec.times.seconds(StepWork.of_decodes(count, context)))
         for count in range(1, spec.max_num_seqs + 1)
     ]
-    count, step = max(
-        (one for one in steps if slos.tpot is None or one[1] <= slos.tpot), default=steps[0]
-    )
+    count, step = max((one for one in steps if one[1] <= MAX_TPOT_SECONDS), default=steps[0])
     decode = mean(outputs) * step / count
     if "both" in spec.roles:
         return len(spec.roles) / (read + decode)
@@ -171,7 +170,7 @@ def play(
     return simulation
 
 
-def table(runs: dict[str, tuple[Simulation, float]], slos: Slos, title: str) -> Table:
+def table(runs: dict[str, tuple[Simulation, float]], title: str) -> Table:
     shown = Table(
         "routing",
         "prefix hits",
@@ -179,7 +178,6 @@ def table(runs: dict[str, tuple[Simulation, float]], slos: Slos, title: str) -> 
         "TTFT p50, p99 (s)",
         "TPOT p50, p99 (ms)",
         "goodput",
-        "steps / time",
         "decision p50, p99 (us)",
         "simulated in (CPU s)",
         title=title,
@@ -187,8 +185,7 @@ def table(runs: dict[str, tuple[Simulation, float]], slos: Slos, title: str) -> 
     for policy, (run, seconds) in runs.items():
         seen = run.outcomes
         hits = sum(one.num_cached for one in seen) / sum(one.num_prompt for one in seen)
-        good = sum(is_good(one, slos) for one in seen) / len(seen)
-        busy = sum(run.busy_seconds.values()) / (run.now * len(run.busy_seconds))
+        good = sum(is_good(one) for one in seen) / len(seen)
         shown.add_row(
             policy,
             f"{hits:.1%}",
@@ -196,7 +193,6 @@ def table(runs: dict[str, tuple[Simulation, float]], slos: Slos, title: str) -> 
             pair([one.ttft for one in seen], 1, 2),
             pair([one.tpot for one in seen if one.num_outputs > 1], 1e3, 1),
             f"{good:.1%}",
-            f"{busy:.0%}",
             pair(run.routing_seconds, 1e6, 0),
             f"{seconds:.0f}",
         )
@@ -207,10 +203,8 @@ def pair(values: list[float], scale: float, digits: int) -> str:
     return ", ".join(f"{scale * percentile(values, q):,.{digits}f}" for q in (50, 99))
 
 
-def is_good(one: Outcome, slos: Slos) -> bool:
-    return (slos.ttft is None or one.ttft <= slos.ttft) and (
-        slos.tpot is None or one.tpot <= slos.tpot
-    )
+def is_good(one: Outcome) -> bool:
+    return one.ttft <= MAX_TTFT_SECONDS and one.tpot <= MAX_TPOT_SECONDS
 
 
 def main() -> None:
@@ -228,18 +222,14 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--load", type=float, default=0.8, help="of the fleet's predicted capacity")
-    parser.add_argument(
-        "--goodput", nargs="+", default=["ttft:5000", "tpot:100"], metavar="NAME:MS"
-    )
     args = parser.parse_args()
     console = Console()
     try:
         trace = Trace.read(args.trace, LENGTH_FACTOR)
-        slos = Slos.parse(args.goodput)
         spec = learn(args, trace, console)
     except TwinphaseError as error:
         sys.exit(str(error))
-    whole = capacity(spec, trace, slos)
+    whole = capacity(spec, trace)
     runs = {}
     with Progress(console=console) as progress:
         for policy in POLICIES:
@@ -251,12 +241,11 @@ def main() -> None:
     console.print(
         table(
             runs,
-            slos,
             (
                 f"{pools}, {args.requests:,} requests at {args.load * whole:.1f} per second "
                 f"({args.load:g} of capacity); "
                 f"means: {old + new:.0f} prompt tokens, {new:.0f} of them new, {outputs:.0f} "
-                f"output tokens; goodput: {slos}"
+                f"output tokens"
             ),
         )
     )

@@ -34,21 +34,19 @@ BLOCKS: dict[str, tuple[int, int, int, int | None, float]] = {
     "Q6_K": (210, 256, 208, None, 4096),
     "IQ4_NL": (18, 32, 0, None, 127),
     "IQ4_XS": (136, 256, 0, None, 4064),
-    "F16": (2, 1, 0, None, 1),
-    "BF16": (2, 1, 0, None, 1),
 }
 VOCABULARY = ("<unk>", "<s>", "</s>")
 
 
 def random_tensor(rng: np.random.Generator, shape: tuple[int, int], kind: str) -> NDArray[np.uint8]:
     """Uint8 [rows, bytes of a row]; weights of about 1 / sqrt(columns)."""
+    spread = shape[1] ** -0.5
+    if kind not in BLOCKS:
+        values = rng.standard_normal(shape, dtype=np.float32) * np.float32(spread)
+        return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]).view(np.uint8)
     nbytes, count, scale_at, minimum_at, largest = BLOCKS[kind]
     rows = shape[0]
     blocks = shape[1] // count
-    spread = shape[1] ** -0.5
-    if kind in ("F16", "BF16"):
-        values = rng.standard_normal(shape, dtype=np.float32) * np.float32(spread)
-        return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]).view(np.uint8)
     data = rng.integers(0, 256, (rows, blocks, nbytes), dtype=np.uint8)
     scale = np.float16(2 * spread / largest)
     data[..., scale_at : scale_at + 2] = np.frombuffer(scale.tobytes(), np.uint8)
@@ -126,7 +124,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", choices=sorted(KNOWN_MODELS))
-    parser.add_argument("type", choices=sorted(BLOCKS))
+    parser.add_argument("type", choices=[*BLOCKS, "F16", "BF16"])
     parser.add_argument("path", type=Path)
     parser.add_argument("--layers", type=int)
     args = parser.parse_args()

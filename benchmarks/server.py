@@ -58,7 +58,7 @@ def main() -> None:
     report = Report("server", section.title, (), where, (others.noise(),), (section,), data=data)
     print(markdown(report))
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"server-{args.subject}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    path = args.out / f"server-{args.subject}-{int(time.time())}.json"
     path.write_text(result_json(report))
     print(f"values: {path}", file=sys.stderr)
 

@@ -73,9 +73,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("variants", nargs="+", metavar="MODEL [OPTION=VALUE ...]")
-    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens")
+    parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--output", type=int, default=48, help="output tokens")
-    parser.add_argument("--reps", type=int, default=5, help="repetitions")
+    parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--text", type=Path, help="file that prompts are cut from")
     args = parser.parse_args()
     targets = [open_variant(text) for text in args.variants]

@@ -60,14 +60,12 @@ from twinphase_bench.conditions import Bystanders  # noqa: E402
 
 CALL_SECONDS = 600.0
 WARM_TOKENS = 8
-QUIET_CORES = (
-    0.1  # others may use this much of the machine before a measurement counts as disturbed
-)
-QUIET_WAIT_SECONDS = 10.0
+# Other processes may use this much of the machine before a measurement counts as disturbed.
+QUIET_CORES = 0.1
+QUIET_WAIT_SECONDS = 5.0
 
 
 def say(text: str) -> None:
-    """One line of progress."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -129,7 +127,7 @@ class Run:
         for attempt in range(self.retries + 1):
             if attempt:
                 say(f"{name} {point.name}: others were busy, measuring again")
-                wait_for_quiet()
+                time.sleep(QUIET_WAIT_SECONDS)
                 request = self.prompts.request(point)
             try:
                 entry = {
@@ -182,16 +180,6 @@ class Run:
                 self.measure(name, point, rep, request)
 
 
-def wait_for_quiet() -> None:
-    """Wait, for a while at most, until others leave the processor alone; engines are stopped."""
-    deadline = time.monotonic() + QUIET_WAIT_SECONDS
-    while time.monotonic() < deadline:
-        with Bystanders() as others:
-            time.sleep(0.5)
-        if (others.cores or 0.0) <= QUIET_CORES:
-            return
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -222,9 +210,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--peers-dir", type=Path, default=os.environ.get("PEERS_DIR"), help="default: $PEERS_DIR"
-    )
-    parser.add_argument(
-        "--json", type=Path, help="file for the raw values (default: beside the logs)"
     )
     args = parser.parse_args()
     default = (
@@ -264,7 +249,6 @@ def main() -> int:
         "interleaved, "
         "idle engines stopped, prefix caches off",
         "prompts": prompts.source,
-        "load average at the start": f"{os.getloadavg()[0]:.2f}",
     }
     logs = Path(tempfile.mkdtemp(prefix="versus_peers-"))
     say(f"logs of the engines: {logs}")
@@ -287,7 +271,7 @@ def main() -> int:
         "absent": run.absent,
         "measurements": run.measurements,
     }
-    path = args.json or logs / "result.json"
+    path = logs / "result.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     own = [spec.name for spec in args.specs if not spec.is_peer]
     print(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 
@@ -42,7 +43,7 @@ class OpenVino:
 
     def __init__(self, request: LoadRequest) -> None:
         self._request = request
-        self._requests = 0
+        self._ids = itertools.count(1)
         # The hint runs one inference at a time on all threads; the one for throughput halved the
         # rate of the batch.
         properties = {"INFERENCE_NUM_THREADS": request.threads, "PERFORMANCE_HINT": "LATENCY"}
@@ -90,7 +91,7 @@ class OpenVino:
         else:
             assert self._many is not None
             handles = [
-                self._many.add_request(self._next_id(), tensor, config) for tensor in tensors
+                self._many.add_request(next(self._ids), tensor, config) for tensor in tensors
             ]
             while self._many.has_non_finished_requests():
                 self._many.step()
@@ -105,10 +106,6 @@ class OpenVino:
         last = [tokens[-1] for tokens in outputs]
         computed = len(prompts) * len(prompts[0])
         return Timing(first - start, end - start, computed, n * len(prompts), last, widest)
-
-    def _next_id(self) -> int:
-        self._requests += 1
-        return self._requests
 
 
 if __name__ == "__main__":

@@ -48,8 +48,7 @@ def medians_table(
         if reason and not found:
             lines.append(_row([engine, f"absent: {reason}", *["-"] * (len(points) - 1)]))
         else:
-            name = f"{engine} (*)" if reason else engine
-            lines.append(_row([name, *(spread(found.get(point, ())) for point in points)]))
+            lines.append(_row([engine, *(spread(found.get(point, ())) for point in points)]))
     return [*lines, ""]
 
 
@@ -101,7 +100,7 @@ def markdown(
     table = rates(measurements)
     totals = rates(measurements, "total_tokens_per_second")
     lines = medians_table(table, engines, points, absent, "tokens/s")
-    lines += [f"(*) {name}: {reason}\n" for name, reason in absent.items() if name in table]
+    lines += [f"{name}: {reason}\n" for name, reason in absent.items() if name in table]
     quiet = {(one["engine"], one["point"]) for one in measurements if not one["disturbed"]}
     lines += [
         f"- {name} {point}: UNDERSTATED, every measurement was disturbed"

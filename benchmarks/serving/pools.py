@@ -33,9 +33,8 @@ OPTIONS = {
     "clients": (8, "at once"),
     "blocks": (256, "num_kv_blocks of each worker"),
 }
-WARM_SECONDS = (
-    20.0  # of load before the first look at the server, which has filled what it keeps of the past
-)
+# Of load before the first look at the server, which has then filled what it keeps of the past.
+WARM_SECONDS = 20.0
 
 
 def make_samples(model: str) -> list[Sample]:
@@ -139,11 +138,10 @@ def section(args: argparse.Namespace, found: dict[str, Any]) -> Section:
     kills = found["kills"]
     log = found["log"]
     continued = sum(map(int, re.findall(r"other workers continue its (\d+) requests", log)))
-    again = sum(
-        "service_unavailable_error" in one[5] for one in found["unexpected"]
-    )  # and not wrong, nor lost
+    # These were refused, and are neither wrong nor lost.
+    again = sum("service_unavailable_error" in one[5] for one in found["unexpected"])
     counts["wrong or lost"] = counts.pop("wrong", 0) + counts.pop("failed", 0) - again
-    counts["told to send it again, since no decode worker was left"] = again
+    counts["refused, since no decode worker was left"] = again
     notes = (
         f"{args.minutes:g} minutes, {args.clients} clients, a worker killed every {args.every:g} "
         "s: "

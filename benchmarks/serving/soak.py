@@ -48,13 +48,14 @@ OPTIONS = {
     "clients": (20, "at once"),
     "tenants": (3, "keys that the clients share"),
     "seats": (16, "max_num_seqs"),
-    "queued": (8, "max_queued_requests"),
     "blocks": (160, "num_kv_blocks"),
     "leavers": (0.2, "share of the requests whose client leaves"),
-    "every": (2.0, "seconds between looks at the processes"),
 }
 IDLE_SECONDS = 30.0
-FILL_TOKENS = 1024  # of each of the requests that fill the record of steps
+# Of each of the requests that fill the record of steps.
+FILL_TOKENS = 1024
+MAX_QUEUED_REQUESTS = 8
+SAMPLING_INTERVAL_SECONDS = 2.0
 METRICS = (
     "num_preemptions_total",
     "prefix_cache_hits_total",
@@ -179,7 +180,7 @@ async def soak(server: RunningServer, samples: list[Sample], args: argparse.Name
     async def watch() -> None:
         while True:
             tally.looks.append(look())
-            await asyncio.sleep(args.every)
+            await asyncio.sleep(SAMPLING_INTERVAL_SECONDS)
 
     watcher = asyncio.create_task(watch())
     for number in range(args.rounds):
@@ -216,7 +217,7 @@ def run(args: argparse.Namespace) -> tuple[Section, Any]:
     gc.collect()
     flags = {
         "max_num_seqs": args.seats,
-        "max_queued_requests": args.queued,
+        "max_queued_requests": MAX_QUEUED_REQUESTS,
         "num_kv_blocks": args.blocks,
     }
     named = [f"--api-key={key}" for key in tenant_keys(args)]
