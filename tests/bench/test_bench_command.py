@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 """`twinphase bench` from its options to its files, on a tiny model and a stub server."""
 
 import json
@@ -40,7 +42,9 @@ def small(monkeypatch):
     """The slow reference backend needs no compiled kernels; the command has no option for it."""
     loaded = stepped.LoadedEngine
     monkeypatch.setattr(
-        stepped, "LoadedEngine", lambda *a, **k: loaded(*a, **{**k, "backend": "reference"})
+        stepped,
+        "LoadedEngine",
+        lambda model, config, **how: loaded(model, replace(config, backend="reference"), **how),
     )
 
 

@@ -246,7 +246,7 @@ def test_the_command_lines_pools(tiny_path, own_cache, monkeypatch):
         "decode-0": "decode",
         "decode-1": "decode",
     }
-    assert [view.host._config["trace_file"] for view in views.values()] == [
+    assert [view.host._config.trace_file for view in views.values()] == [
         f"log.{name}" for name in views
     ]
     assert all(isinstance(view.host, PortedHost) for view in views.values())

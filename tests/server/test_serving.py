@@ -286,7 +286,8 @@ def test_requests_are_logged_when_they_are_accepted_end_or_are_cut_off(limited, 
     counts = r"tenant \w+, \d+ prompt tokens \(\d+ cached\)"
     wait_for_line(rf"Request accepted: {name} \w+, {counts}, \d output tokens: tokenize .* ms")
     wait_for_line(
-        rf"Request ended: {name} ended \(length\), {counts}, 3 output tokens: .*prefill .*, decode .* ms"
+        rf"Request ended: {name} ended \(length\), {counts}, 3 output tokens: "
+        r".*prefill .*, decode .* ms"
     )
     client = send(limited, "/v1/completions", {**LONG, "stream": True}, **KEY)
     name = next(events(client))["id"]

@@ -14,7 +14,7 @@ CONNECT_SECONDS = 5.0
 
 
 def read_key(file: str | None = None) -> bytes:
-    """The key in a file, or else in the environment; never on a command line, which every user of a machine can read.
+    """The key in a file or in the environment; command lines are visible to all users of a machine.
 
     Raises:
         StorageError: the file cannot be read.

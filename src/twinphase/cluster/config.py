@@ -127,7 +127,7 @@ class ClusterConfig:
         )
 
     def of_each(self, engine: EngineConfig) -> int | None:
-        """Compute threads of each engine here, with a warning where there are not enough cores for all."""
+        """Compute threads of each engine here; warns if there are not enough cores for all."""
         if self.threads_per_worker is not None and engine.threads is not None:
             raise InvalidRequestError(
                 "Both --threads and --threads-per-worker are given.",

@@ -1,4 +1,4 @@
-"""Applications for Ray Serve, configured as `ray.serve.llm`'s are: each replica is a whole server with its engine.
+"""Applications for Ray Serve, configured like `ray.serve.llm`'s: each replica is a whole server.
 
     from ray import serve
     from twinphase.cluster.deploy import build_openai_app
@@ -69,7 +69,7 @@ def build_openai_app(llm_serving_args: Mapping[str, Any]) -> Application:
 
 
 def build_pd_openai_app(pd_serving_args: Mapping[str, Any]) -> Application:
-    """A Serve application with OpenAI's API whose replicas either read prompts or answer; see `prefill_decode.py`.
+    """A Serve application with OpenAI's API whose replicas either prefill or decode.
 
     Args:
         pd_serving_args: `{"prefill_config": ..., "decode_config": ...}`, each as `LLMConfig`
@@ -114,7 +114,7 @@ def build_pd_openai_app(pd_serving_args: Mapping[str, Any]) -> Application:
 
 
 def _options(config: LLMConfig) -> dict[str, Any]:
-    """Of the deployment: as many cores as threads, and the number of replicas by `by_queue_seconds`."""
+    """Deployment options: as many cores as threads, and the replica count by `by_queue_seconds`."""
     engine = engine_config(config.engine_kwargs)
     options = {"ray_actor_options": {"num_cpus": engine.threads or 1}, **config.deployment_config}
     if isinstance(options.get("autoscaling_config"), dict):

@@ -101,7 +101,7 @@ class _Drain:
 
 
 class Drains:
-    """The workers that are about to end or to change their role; their `state` shows the progress."""
+    """The workers that will end or change their role; their `state` shows the progress."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Drains:
             self._end(drain, fleet)
 
     def gone(self, view: WorkerView) -> bool:
-        """Its connection has ended; returns whether that was planned, without requests to continue."""
+        """Its connection has ended; returns whether that was planned and costs no request."""
         drain = self._drains.pop(view.name, None)
         if drain is not None and drain.role is not None:
             view.role_reason = ""
@@ -231,7 +231,7 @@ class Drains:
                 self._give(view, fleet, half)
 
     def _heir(self, view: WorkerView, index: BlockIndex) -> WorkerView | None:
-        """A worker that can use the blocks: preferably of the same role, then with the fewest blocks."""
+        """A worker that can use the blocks: first by equal role, then by the fewest blocks."""
         if view.facts is None or not view.facts.kv_addresses:
             return None
         kind = view.facts.kv_fingerprint

@@ -1,4 +1,4 @@
-"""The load of each worker as a router counts it: predicted prefill seconds, decoding requests, cached blocks.
+"""The load of each worker in a router: predicted prefill seconds, decodes, cached blocks.
 
 No thread, no I/O, no clock: the live router (`router.py`) and the simulation both report to it.
 """
@@ -103,7 +103,7 @@ class Fleet:
         )
 
     def end(self, placement: Placement, num_outputs: int | None = None) -> None:
-        """Take a request off the loads; `num_outputs` is the length of an answer that is complete."""
+        """Take a request off the loads; `num_outputs` is the length of a complete answer."""
         if placement.has_ended:
             return
         placement.has_ended = True

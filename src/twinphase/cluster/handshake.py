@@ -1,4 +1,4 @@
-"""Who may speak to a worker: both ends of a connection prove that they have the same key, and neither says it.
+"""Mutual proof of a shared key on a connection, without sending the key.
 
 Each end answers the other's random challenge with an HMAC (RFC 2104, SHA-256). The role is part of
 what is signed, so that a challenge sent back to its sender proves nothing. Not encryption: what
@@ -23,7 +23,7 @@ class WrongKeyError(TwinphaseError):
 
 
 def authenticate(link: socket.socket, key: bytes, *, listening: bool) -> None:
-    """Prove to each other that both have `key`; the socket is blocking, without a timeout before and after.
+    """Prove to each other that both have `key`; the socket is blocking and has no timeout.
 
     Raises:
         WrongKeyError: the other end has not, or speaks something else.

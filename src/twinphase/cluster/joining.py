@@ -1,4 +1,4 @@
-"""How a worker joins a server that runs: it says where it listens, and the server connects to it as to any other."""
+"""How a worker joins a running server: it sends its address, and the server connects to it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def ask_to_join(server: str, address: str, key: bytes) -> None:
 
 
 def _reachable(address: str, link: socket.socket) -> str:
-    """The address as the other end of `link` knows it: of all addresses of this machine, the one it is spoken to by."""
+    """The address under which the other end of `link` can reach this machine."""
     host, _, port = address.rpartition(":")
     if link.family == socket.AF_UNIX or address.startswith("unix:"):
         return address

@@ -1,4 +1,4 @@
-"""From a configuration to the host that a server speaks to: one engine, or a router over several."""
+"""Makes a server's host from its configuration: one engine, or a router over several."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class WorkerKeeper:
     """The actor: one worker's process on its machine, which ends when the actor does."""
 
     def __init__(self, listen: str | None, role: Role) -> None:
-        """`listen` is the address that the worker gets a port at; None is that of its machine in the cluster."""
+        """`listen` is the address for the worker's port; None takes its machine's address in the cluster."""
         if listen is None:
             import ray
 
@@ -60,7 +60,7 @@ class WorkerKeeper:
         self._key_id = key_id(read_key())
 
     def where(self) -> tuple[str, str]:
-        """The worker's address, and the id of its key; one that has ended is started again before."""
+        """The worker's address and the id of its key; a worker that has ended is started again first."""
         if self._process is None or self._process.poll() is not None:
             command = [*module_command("twinphase.cluster.worker"), "--listen", f"{self._listen}:0"]
             command += ["--role", self._role, "--ends-with-stdin"]
@@ -118,7 +118,7 @@ class RayPool:
         return self._known[name]
 
     def close(self) -> None:
-        """Ray, where it was started here, and the workers end with the process that told of them."""
+        """Stop the workers, and Ray if it was started here."""
         self._closing.set()
         if self._process is not None and self._process.stdin is not None:
             with suppress(OSError):
@@ -165,7 +165,7 @@ class RayPool:
 
 
 def main(roles: Mapping[str, Role], threads: int, ray_address: str) -> int:
-    """The process in which Ray is: starts the actors, and tells where their workers are until stdin closes."""
+    """The process that runs Ray: starts the actors, and reports their workers until stdin closes."""
     import ray
 
     ended = threading.Event()
@@ -226,7 +226,7 @@ def main(roles: Mapping[str, Role], threads: int, ray_address: str) -> int:
 
 
 def _start(roles: Mapping[str, Role], threads: int, listen: str | None) -> dict[str, Any]:
-    """An actor for each worker, with cores of its own; those that send each other KV blocks close together."""
+    """An actor with cores of its own for each worker; workers that exchange KV blocks are close."""
     import ray
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

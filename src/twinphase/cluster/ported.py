@@ -1,4 +1,4 @@
-"""An engine's own process with a port for KV blocks: `python -m twinphase.cluster.ported FD`, started by `PortedHost`.
+"""An engine's process with a port for KV blocks: `python -m twinphase.cluster.ported FD`.
 
 As `engine/process/child.py`, whose process has none. The key comes in the environment.
 """

@@ -1,4 +1,4 @@
-"""The two halves as deployments of Ray Serve: a server with a router, and replicas that join it as workers.
+"""Prefill and decode as deployments of Ray Serve: a server with a router, and its workers.
 
 A replica starts a worker's process with its role, which says to the server where it is
 (`joining.py`), and which is drained when Serve stops the replica. Only the key, addresses and loads
@@ -52,7 +52,7 @@ class PDServer(OpenAIServer):
         return self._door.address
 
     def load(self, address: str) -> dict[str, float] | None:
-        """Seconds of reading that wait at a worker, and the share of its seats that is taken; None if it is not up."""
+        """Seconds of waiting prefill at a worker, and the share of its seats in use; None if not up."""
         views = self._router.workers_by_name.values()
         view = next((view for view in views if view.host.where == address and view.is_up), None)
         fleet = self._router.fleet

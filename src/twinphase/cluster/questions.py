@@ -1,4 +1,4 @@
-"""What is asked of workers besides answers: how a request fares, or a vector; asked again where a worker dies."""
+"""Questions to workers (inspections, embeddings); repeated elsewhere when a worker dies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Questions:
     def ask(
         self, message: Inspect | Embed, views: Collection[WorkerView], holder: WorkerView | None
     ) -> None:
-        """Of a request that a worker has, that worker, its `holder`; of anything else, the one with the least to do.
+        """Ask the worker that has the request, its `holder`, or else the worker with the fewest questions.
 
         Raises:
             EngineDeadError: nobody can be asked.

@@ -49,7 +49,7 @@ class RemoteHost(LinkHost):
         config: EngineConfig,
         silence: float | None = 1.5,
     ) -> None:
-        """Arguments and errors as `LinkHost`; an `address` function is called for each connection."""
+        """Arguments and errors as `LinkHost`; an `address` function is called per connection."""
         super().__init__(model, config, silence)
         self._address = address
         self._key = key

@@ -1,4 +1,4 @@
-"""A request in a router: its record, the worker that has it, and the tokens of its answer so far."""
+"""A request in a router: its record, its worker, and the tokens of its answer so far."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ class RoutedRequest:
         return length <= (config.max_model_len or length) and length - 1 <= room
 
     def _has_one_token(self, decode: EngineFacts) -> bool:
-        """Whether the answer has one token at most, so that the prefill worker computes all of it."""
+        """Whether the answer has at most one token, so that the prefill worker computes all of it."""
         room = (decode.config.max_model_len or 0) - len(self.add.prompt_token_ids)
         return room <= 1 or self.add.sampling_params.max_tokens == 1
 
     def message(self, now: float) -> Add:
-        """For a worker: continue after the tokens so far; a first token is computed again as a check."""
+        """For a worker: continue after the tokens so far, or compute the first one again as a check."""
         params = self.add.sampling_params
         output = list(self.token_ids)
         if self.first_token is not None:
@@ -125,7 +125,7 @@ class RoutedRequest:
         )
 
     def split(self, message: Add, decode_worker: str, decode: EngineFacts) -> Add:
-        """For the prefill worker: compute one token, and push the KV blocks if more tokens follow."""
+        """For the prefill worker: compute one token, and push the KV blocks if more follow."""
         if self._has_one_token(decode):
             return message
         self.decode_worker = decode_worker
@@ -195,7 +195,7 @@ class RoutedRequest:
         return self.message(self.mark_until_now(reason))
 
     def take(self, update: RequestUpdate) -> RequestUpdate:
-        """A worker's update, changed to what one engine would send that had the request all along."""
+        """A worker's update, changed to what a single engine would have sent."""
         if self.first_token is not None and not self.is_transferring and update.token_ids:
             self.first_token = None
             update = replace(update, token_ids=update.token_ids[1:], logprobs=update.logprobs[1:])
@@ -253,7 +253,7 @@ class RequestTable(dict[str, RoutedRequest]):
     """A router's unfinished requests, by id."""
 
     def at(self, worker: str) -> list[RoutedRequest]:
-        """Requests that a worker has to compute, without those that it has prefilled for another."""
+        """Requests that a worker has, without those that it has prefilled for another."""
         return [
             request
             for request in self.values()

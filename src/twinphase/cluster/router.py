@@ -1,4 +1,4 @@
-"""One host for several engines: routes each request to the cheapest worker, and continues it when that dies.
+"""One host for several engines: routes requests, and continues those of engines that die.
 
 The front end uses it like any other `Host`. This file handles the messages; `fleet.py` counts the
 loads, and `routing.py` chooses. An answer is the same whichever engine computes it, so a request
@@ -409,7 +409,7 @@ class Router:
         self._hand(view, request, request.message(now))
 
     def _lose(self, view: WorkerView, error: EngineDeadError) -> None:
-        """A worker has died: other workers continue its requests, or these fail if there are none."""
+        """A worker has died: others continue its requests, or all fail if there are no others."""
         with self._lock:
             lost = [one for one in self.requests.values() if one.worker == view.name]
             left = self._drains.gone(view)
@@ -446,7 +446,7 @@ class Router:
         self._died(self.last_death)
 
     def _continue(self, request: RoutedRequest, dead: str) -> None:
-        """Send a request that no worker has to another one, unless the front end wants it to end."""
+        """Send a request on that lost its worker, unless the front end wants it to end."""
         name = request.record.request_id
         request.lose_worker(dead)
         self._take_off(request)

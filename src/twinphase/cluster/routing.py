@@ -1,4 +1,4 @@
-"""Which worker a request goes to: the one where it costs everybody the least time, by the workers' own cost models.
+"""Chooses the worker where a request costs all users the least time, by the cost models.
 
 A pure function of what the router was told: no thread, no I/O, no clock. The live router
 (`router.py`) and the simulation use the same one. Other routers weigh blocks against loads; here
@@ -46,7 +46,7 @@ class WorkerLoad:
     _step: tuple[int, float] = field(default=(-1, 0.0), repr=False)
 
     def step_seconds(self) -> float:
-        """What a token of one more request costs: the step that it is in, and by how much that holds up the others."""
+        """Cost of one token of one more request: its step, and the delay of the others' tokens."""
         if self._step[0] != self.num_decodes:
             count = self.num_decodes
             context = self.decode_tokens / count if count else 0.0
@@ -112,7 +112,7 @@ class Routing:
         policy: Literal["predicted", "random"] = "predicted",
         seed: int = 0,
     ) -> None:
-        """`policy` "random" takes any worker of the right role: what the prediction is worth is seen beside it."""
+        """`policy` "random" takes any worker of the right role, as a baseline for the prediction."""
         self.block_size = block_size
         self.policy = policy
         self._random = random.Random(seed)
@@ -151,7 +151,7 @@ class Routing:
 
 
 class _Quote:
-    """What one request would cost at each worker: seconds, those of others that it holds up added."""
+    """The cost of one request at each worker, in seconds, with the delay of other requests."""
 
     def __init__(
         self, num_tokens: int, num_outputs: float, hits: Mapping[str, int], block_size: int
@@ -206,7 +206,7 @@ class _Quote:
         )
 
     def _decoding(self, workers: Sequence[WorkerLoad]) -> tuple[list[float], list[float], float]:
-        """By worker: reading and decoding there; decoding there what another reads; and the least of decoding alone.
+        """Per worker: prefill and decode there; decode there only; and the least cost of a decode.
 
         A worker that gets blocks computes the last tokens again, which fill none. Blocks are sent
         while the next ones are read, so that only the last one is waited for.

@@ -1,4 +1,4 @@
-"""A fleet of any size on one machine: real schedulers, KV bookkeeping and routing; made-up tokens, predicted times.
+"""A simulated fleet: real schedulers, KV bookkeeping and routing; predicted times.
 
 Each simulated worker takes the steps that its scheduler decides, and a step lasts as long as the
 cost model says. No time passes otherwise, so that an hour of 128 workers takes minutes. Not for
@@ -64,7 +64,7 @@ class FleetSpec:
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """A request of a trace; `prompt` makes its token ids when it arrives, and not before: traces are long."""
+    """A request of a trace; `prompt` makes its token ids on arrival, since traces are long."""
 
     arrival: float
     num_outputs: int
@@ -157,7 +157,7 @@ class Simulation:
         self._live: dict[str, _Live] = {}
 
     def run(self, trace: Iterable[TraceRequest], *, tick: Callable[[], None] | None = None) -> None:
-        """All of a trace, whose requests are in the order of their arrivals; `tick` is called when one has ended."""
+        """Run a trace in order of arrival; `tick` is called when a request has ended."""
         self._tick = tick or (lambda: None)
         self._arrivals = iter(trace)
         self._expect_arrival()

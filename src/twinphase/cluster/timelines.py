@@ -1,4 +1,4 @@
-"""A request's life from the router's part and the worker's: joined by durations, never by subtracting two clocks."""
+"""Joins the router's and a worker's part of a timeline by durations, not by comparing clocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shifted(timeline: RequestTimeline, seconds: float) -> RequestTimeline:
 def joined(
     before: RequestTimeline, worker: RequestTimeline, now: float, reason: str
 ) -> RequestTimeline:
-    """The whole life of a request: `before` it was sent to a worker, and what the worker tells of it.
+    """The whole timeline of a request: `before` it was sent to a worker, and the worker's part.
 
     The worker's part lies where its own clock says, if that is after `before` and not after `now`;
     else it is moved there, as little as is needed. What is between both is the way there.

@@ -1,4 +1,4 @@
-"""An engine for a server elsewhere: `twinphase worker`, or `python -m twinphase.cluster.worker --listen HOST:PORT`.
+"""An engine for a server elsewhere: `twinphase worker`, or `python -m twinphase.cluster.worker`.
 
 Listens for one server at a time, which proves that it has the key, names the model, and then speaks
 as to any engine. When the connection breaks, its requests are given up; model and prefix cache stay
@@ -88,7 +88,7 @@ class Worker:
         own: Mapping[str, Any] | None = None,
         kv_port: int = 0,
     ) -> None:
-        """With `key`, other workers send KV blocks to `kv_port`, 0 is any; the server is told the `role`.
+        """Other workers with the `key` send KV blocks to `kv_port` (0: any); the server gets the `role`.
 
         `own` are fields of `EngineConfig` that hold here, whatever the server says.
         """

@@ -254,7 +254,7 @@ def can_answer(views: Collection[WorkerView]) -> bool:
 
 
 def failure_of(views: Collection[WorkerView], *, more_may_come: bool) -> Refused | None:
-    """Why no worker will ever answer: the first worker's failure if all failed, or a lack of decoders."""
+    """Why no worker will ever answer: all have failed, or none decodes."""
     failures = [view.host.failure for view in views]
     if failures and all(failures):
         return failures[0]

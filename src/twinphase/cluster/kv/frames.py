@@ -1,4 +1,4 @@
-"""What two workers say about KV blocks: which are offered, which are wanted, the blocks, and what became of them.
+"""Messages about KV blocks between two workers: offers, requests, the blocks, and the results.
 
     message   magic "TPKV" | version | bytes of the header | bytes of the payload | header | payload
     header    MessagePack, one of the structs below; never pickle
@@ -33,7 +33,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ProtocolError(TwinphaseError):
-    """What came is not such a message, or not of this version: nothing that follows can be understood."""
+    """The data is no such message, or of another version; the connection cannot continue."""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -57,7 +57,7 @@ class Offer(msgspec.Struct, tag=True, frozen=True):
 
 
 class Wanted(msgspec.Struct, tag=True, frozen=True):
-    """Of an offer, for each block whether it is not here yet. A hint: things may have changed when the block comes."""
+    """Whether each offered block is missing here; only a hint, since the cache may change."""
 
     number: int
     wanted: list[bool]

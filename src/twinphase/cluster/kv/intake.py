@@ -1,4 +1,4 @@
-"""The receiving end of KV blocks: checks each, and puts it into an engine's prefix cache between two steps.
+"""The receiving end of KV blocks: checks each, and stores it in a prefix cache between two steps.
 
 A block is used only if its fingerprint, its checksum and its name are right, and its numbers
 finite. Whatever else comes is dropped and counted: it costs a shorter prefix, which is computed
@@ -71,7 +71,7 @@ class BlockIntake:
     def __init__(
         self, loaded: LoadedEngine, call: Callable[[Callable[[Engine], None]], None]
     ) -> None:
-        """`call` has the engine's thread run a function between two steps (`EngineLoop.between_steps`)."""
+        """`call` runs a function on the engine's thread between two steps (`between_steps`)."""
         self._backend = loaded.backend
         self._call = call
         self._clock = loaded.engine.clock
@@ -174,7 +174,7 @@ class BlockListener:
         port: int = 0,
         shared_memory: bool = True,
     ) -> None:
-        """Listen on a `port` of `host`, any free one for 0, and for workers of this machine on an abstract Unix socket.
+        """Listen on a `port` of `host` (0: any free one), and on an abstract Unix socket for this machine.
 
         Raises:
             OSError: that is not possible.

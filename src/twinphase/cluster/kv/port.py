@@ -1,4 +1,4 @@
-"""A worker's port for KV blocks: what it is sent, and what it pushes to others, around one engine's loop."""
+"""A worker's port for KV blocks: receives and pushes blocks for one engine's loop."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class KVPort:
 
 @contextmanager
 def opened_port(key: bytes, host: str = "127.0.0.1", port: int = 0) -> Iterator[OpenPort]:
-    """For `child.serve`: a function that opens a loop's port, which is closed at the end of the `with` block.
+    """For `child.serve`: a function that opens a loop's port; the `with` block closes it at its end.
 
     That function raises `StorageError` where somebody else has the port.
     """

@@ -1,4 +1,4 @@
-"""The sending end of KV blocks: each block of a prompt is sent on when its chunk is computed, beside the next chunk.
+"""The sending end of KV blocks: sends each prompt block while the next chunk is computed.
 
 The engine's thread copies blocks into slots between two steps. Everything else is done by the
 transport's threads, so that the end of a push is told while a step of the next prompt goes on.
@@ -99,7 +99,7 @@ class BlockPushes:
         self.read_seconds = 0.0
 
     def begin(self, request: Request, to: PushTo) -> None:
-        """Push the full blocks of a request's prompt; `Pushed` is told when all have arrived, or no more will."""
+        """Push the full blocks of a request's prompt; `Pushed` reports the end of it."""
         count = len(request.prompt_token_ids) // self._prefix_cache.block_size
         self._begin(
             request, to, [self._prefix_cache.block(request, index) for index in range(count)]

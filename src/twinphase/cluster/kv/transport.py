@@ -1,4 +1,4 @@
-"""How KV blocks travel from one worker to another: the seam `KVTransport`, over TCP and through shared memory.
+"""The seam `KVTransport`: KV blocks between workers, over TCP and through shared memory.
 
 Two verbs: offer hashes, of which the other end wants some; send blocks. Both return at once,
 threads do the rest, and what came of it is told to `TransportEvents`. A slow receiver fills the
@@ -83,7 +83,7 @@ class KVTransport(Protocol):
 
 
 class SharedSlots:
-    """Memory for blocks on their way; workers on this machine may map it, and read a block where it was put."""
+    """Memory for blocks in transfer; workers on this machine may map it and copy blocks from it."""
 
     def __init__(self, count: int, nbytes: int) -> None:
         """`count` slots of `nbytes` bytes."""
@@ -117,7 +117,7 @@ class SharedSlots:
 
 
 class SocketTransport:
-    """Over a socket: blocks follow their headers over TCP, and lie in shared memory for an end on this machine."""
+    """A socket transport: blocks follow their headers, or lie in shared memory on one machine."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class SocketTransport:
 
 
 def unix_names() -> str:
-    """How the names of workers begin whose abstract sockets can be reached from here (unix(7)): no file outlives them.
+    """Prefix of the abstract sockets' names (unix(7)) of workers here; they leave no files.
 
     These sockets are those of a machine and a network namespace.
     """

@@ -1,4 +1,4 @@
-"""Models that turn a text into a vector: encoders, and decoders by the last hidden state behind their final norm.
+"""Models that embed texts: encoders, and decoders by their last normalized hidden state.
 
 Nothing is sampled and nothing waits for a next token, so there is no scheduler: texts are computed
 one after the other, a decoder's in prefill chunks, and the same text gives the same bits whoever is
@@ -79,7 +79,7 @@ class LoadedEmbedder:
         compile_progress: Callable[[int, int, str], None] | None = None,
         load_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Load an open model for which `embeds` is true; the callbacks are those of `LoadedEngine`."""
+        """Load an open model for which `embeds` is true; callbacks as `LoadedEngine`."""
         self.checkpoint = checkpoint
         self.text = ModelText(checkpoint)
         _check_settings(config, checkpoint)
@@ -138,7 +138,7 @@ class LoadedEmbedder:
 
 
 class _HiddenStates:
-    """A decoder whose head is not used: the rows it would read are the model's view of each token."""
+    """A decoder without its head: the head's input rows are the tokens' embeddings."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class _HiddenStates:
         return pooled(np.concatenate(rows), pooling)
 
     def _rows(self, token_ids: Sequence[int], start: int, pooling: str) -> F32:
-        """The hidden states of one prefill chunk that `pooling` needs, float32 [rows, hidden_size]."""
+        """Hidden states of one prefill chunk that `pooling` needs, float32 [rows, hidden_size]."""
         end = min(start + self._chunk, len(token_ids))
         wanted = {
             "mean": range(start, end),

@@ -1,4 +1,4 @@
-"""What callers may pass to `LLM` and `AsyncEngine`, checked at the door: a wrong type is an error with a sentence."""
+"""Checks of what callers pass to `LLM` and `AsyncEngine`; wrong types get a clear error."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def prompt_list(prompts: Any) -> list[Prompt]:
 
 
 def plain_prompt(prompt: Any) -> str | list[int] | Sequence[Message]:
-    """The text or the token ids of a mapping such as {"prompt": "..."} or {"prompt_token_ids": [...]}.
+    """The text or token ids of a mapping such as {"prompt": "..."} or {"prompt_token_ids": [...]}.
 
     Raises:
         InvalidRequestError: neither text, token ids, messages nor such a mapping.

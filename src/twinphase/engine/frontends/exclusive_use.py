@@ -1,4 +1,4 @@
-"""Who may drive an engine: one thread at a time, in the process that loaded it, and never half a step."""
+"""Exclusive use of an engine: one thread at a time, in the process that loaded it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Interrupt:
 
 @contextmanager
 def _deferred_interrupt() -> Iterator[Interrupt]:
-    """Note the first SIGINT instead of raising KeyboardInterrupt; a second one raises at once, as ever.
+    """Note the first SIGINT instead of raising KeyboardInterrupt; a second one raises at once.
 
     Does nothing outside the main thread, or where the program handles SIGINT in its own way.
     """
@@ -83,7 +83,7 @@ class Turns:
 
     @contextmanager
     def take(self) -> Iterator[Interrupt]:
-        """Wait for a turn and have it; Ctrl-C meanwhile is noted, not raised, and is for the caller to raise.
+        """Wait for a turn and have it; the caller raises KeyboardInterrupt if Ctrl-C was noted meanwhile.
 
         Raises:
             EngineDeadError: this is a forked child.

@@ -180,7 +180,7 @@ class LLM:
         cache_salt: str | None = None,
         prediction: str | Sequence[str] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several; a next turn computes only what the prefix cache does not hold.
+        """Answer one conversation or several; the prefix cache spares earlier turns.
 
         Messages are mappings with "role" and "content". The other arguments are those of
         `generate`.
@@ -226,7 +226,7 @@ class LLM:
         return results
 
     def explain(self, output: RequestOutput) -> Explanation:
-        """Why a request of this `LLM` took as long as it did, what bound it, and which flag would change that."""
+        """Why a request of this `LLM` took as long as it did, and which flag would change that."""
         with self._turns.take() as interrupt:
             found = self._loaded.explain(
                 output.counts, output.metrics, names=True
@@ -337,7 +337,7 @@ class LLM:
             raise KeyboardInterrupt
 
     def _step(self, transcript: Transcript) -> StepResult | None:
-        """One step of the engine, for all who have requests in it, unless another thread has finished this one."""
+        """One step of the engine, unless another thread has finished this request."""
         if transcript.finished:
             return None
         result = self.engine.step()
@@ -375,7 +375,7 @@ class LLM:
             del self._transcripts[transcript.request_id]
 
     def _abort(self, transcripts: Sequence[Transcript]) -> None:
-        """Abort those of the requests that have not finished; in a forked child they are not this process's."""
+        """Abort unfinished requests; those of a forked child's parent are left alone."""
         if not self._turns.process.is_here or all(
             transcript.finished for transcript in transcripts
         ):
@@ -387,7 +387,7 @@ class LLM:
             raise KeyboardInterrupt
 
     def _abandon(self, transcript: Transcript) -> None:
-        """Abort a request as soon as the engine is free: a destructor may run in the middle of a step."""
+        """Abort a request once the engine is free: a destructor may run in the middle of a step."""
         self._abandoned.append(transcript)
         with self._turns.take_if_free() as free:
             if free:
@@ -401,7 +401,7 @@ class LLM:
 
 
 class _Stream(Iterator[StreamUpdate]):
-    """Makes a step for each update; a generator would not notice that it is closed before its first one."""
+    """Makes a step for each update; unlike a generator, it notices a close before the first one."""
 
     def __init__(self, llm: LLM, transcript: Transcript) -> None:
         self._llm = llm

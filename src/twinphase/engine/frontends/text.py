@@ -62,7 +62,7 @@ class EncodedPrompt:
 
 
 class ModelText:
-    """How a model reads and writes text; of the open model only the header and the JSON files are read."""
+    """A model's tokenizer and chat template; reads only the header and the JSON files."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint

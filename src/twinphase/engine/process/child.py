@@ -1,4 +1,4 @@
-"""The engine's own process: `python -m twinphase.engine.process.child FD`, started by `host.ProcessHost`.
+"""The engine's own process: `python -m twinphase.engine.process.child FD` (`ProcessHost`).
 
 Speaks messages over the socket it was given. It ends when told to, or when the other end is gone.
 """
@@ -144,7 +144,7 @@ def serve(
 
 
 def load(wanted: Load, send: Callable[[FromEngine], None]) -> LoadedEngine | LoadedEmbedder:
-    """Load a model, measure what is not known of this machine, and warm up; `send` is told how far it has come."""
+    """Load a model, measure this machine if needed, and warm up; `send` gets the progress."""
     from twinphase.engine.embedding.embedder import LoadedEmbedder
     from twinphase.engine.embedding.embedder import load as load_model
     from twinphase.engine.loading.ceilings import device_of, learn_ceilings, measured_ceilings

@@ -1,4 +1,4 @@
-"""Where an engine's loop lives: in a thread of this process, or at the other end of a connection that is made again.
+"""Where an engine's loop lives: in a thread, or at the other end of a reconnecting link.
 
 A host carries messages and says when the engine has died. Not for what the messages mean.
 """
@@ -89,7 +89,7 @@ class Host(Protocol):
         """
 
     def kill(self) -> None:
-        """End an engine that answers no more, so that it is started again, where that can be done."""
+        """End an engine that does not answer, so that it is started again, where possible."""
 
     def workers(self) -> list[WorkerStatus]:
         """The engines behind a router; empty for a host of one engine."""
@@ -290,7 +290,7 @@ class LinkHost:
         self._delay = min(2 * self._delay, LONGEST_DELAY)
 
     async def _beat(self, writer: asyncio.WriteTransport, silence: float) -> None:
-        """Ask for a sign of life, and end what gives none; time in which this process stood still does not count."""
+        """Ping the engine, and end it if it stays silent; pauses of this process do not count."""
         self._heard = time.monotonic()
         while self._writer is writer:
             writer.write(encode(Ping(time.perf_counter())))
@@ -385,7 +385,7 @@ class ProcessHost(LinkHost):
         return f"The engine's process {how}"
 
     def _load_message(self) -> Load:
-        """A log of steps is of one process: each has its own, the first the name that was asked for."""
+        """Each process has its own step log: the first under the given name, the next numbered."""
         config = self._config
         if config.trace_file and self.num_restarts:
             config = replace(config, trace_file=f"{config.trace_file}.{self.num_restarts}")

@@ -106,7 +106,7 @@ class WatchBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class HandOver(msgspec.Struct, tag=True, frozen=True):
-    """Send the blocks of the prefix cache to another engine; answered by `Pushed` for request ""."""
+    """Send the prefix cache's blocks to another engine; answered by `Pushed` with the id ""."""
 
     to: PushTo
 
@@ -195,7 +195,7 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """A request (by id), a question (by number) or the model (None) was refused: the error's class and two lines."""
+    """The error of a refused request (by id), question (by number) or model (None)."""
 
     about: str | int | None
     kind: str
@@ -215,7 +215,7 @@ class Accepted(msgspec.Struct, tag=True, frozen=True):
 
 
 class Leaving(msgspec.Struct, tag=True, frozen=True):
-    """The engine is to end: it should get nothing new, and `Stop` when it has finished what it has."""
+    """The engine will end: send it nothing new, and `Stop` when its requests have finished."""
 
 
 class Inspected(msgspec.Struct, tag=True, frozen=True):
@@ -250,7 +250,7 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
 
 
 class Pushed(msgspec.Struct, tag=True, frozen=True):
-    """A request with `Add.push_to` has finished, and its blocks are where they should be, or no more will come.
+    """A request with `Add.push_to` has finished, and its blocks have arrived or will not come.
 
     Attributes:
         num_blocks: full blocks of the prompt; `num_stored` of them the other worker has.

@@ -1,4 +1,4 @@
-"""The unfinished requests of one front end: `Add` messages in, updates with each step's results out.
+"""The unfinished requests of one front end: `Add` messages in, each step's updates out.
 
 `LLM` and the loop of `AsyncEngine` both use this. The engine may have requests of other front ends
 too. Not for text (`frontends/outputs.py`).

@@ -1,4 +1,4 @@
-"""An engine behind a router, as whoever looks at the server sees it. Not said by any engine: a router knows it."""
+"""The status of an engine behind a router, for operators; the router fills it in."""
 
 from __future__ import annotations
 
