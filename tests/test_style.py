@@ -44,14 +44,14 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 20_500,
-    "tests": 321_000,
+    "benchmarks": 20_000,
+    "tests": 320_000,
     "twinphase": 14_000,
     "twinphase/backends": 85_000,
     "twinphase/cache": 4_500,
     "twinphase/cluster": 29_500,
     "twinphase/commands": 12_000,
-    "twinphase/engine": 32_500,
+    "twinphase/engine": 32_000,
     "twinphase/estimate": 4_500,
     "twinphase/explain": 11_000,
     "twinphase/models": 11_500,
@@ -60,12 +60,12 @@ BUDGET: dict[str, int] = {
     "twinphase/scheduler": 6_000,
     "twinphase/server": 46_500,
     "twinphase/speculation": 13_000,
-    "twinphase/tokenizer": 17_000,
+    "twinphase/tokenizer": 16_500,
     "twinphase/weights": 21_500,
     "twinphase/workload": 2_000,
-    "twinphase_bench": 61_000,
+    "twinphase_bench": 60_500,
 }
-MAX_TOKENS = {"src": 386_500, "tests": 321_000, "benchmarks": 20_500}
+MAX_TOKENS = {"src": 385_500, "tests": 320_000, "benchmarks": 20_000}
 
 SKIPPED = {
     tokenize.COMMENT,
@@ -205,13 +205,13 @@ def lists_of_public_names() -> Iterator[str]:
 
 # The most places that may break a rule; a rule that holds everywhere has 0.
 RULES: list[tuple[Callable[[], Iterator[str]], int]] = [
-    (odd_words_of_sources, 107),
+    (odd_words_of_sources, 95),
     (odd_words_of_pages, 0),
-    (constants_completed_by_a_comment, 148),
-    (long_lines, 185),
-    (long_files, 8),
+    (constants_completed_by_a_comment, 147),
+    (long_lines, 104),
+    (long_files, 7),
     (paired_assignments, 0),
-    (many_positional_arguments, 27),
+    (many_positional_arguments, 26),
     (lists_of_public_names, 0),
 ]
 
