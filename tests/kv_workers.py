@@ -1,4 +1,4 @@
-"""Engines in threads of this process, with ports for KV blocks; and a proxy that spoils what goes through it."""
+"""Engines in threads with ports for KV blocks, and a proxy that damages messages."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ Fault = Callable[[random.Random, list[bytes]], list[bytes] | None]
 
 
 class FaultProxy:
-    """Between a sender and a receiver, over TCP; a fault is given each message and says what goes on, None to hang up.
+    """A TCP proxy whose fault gets each message and returns what to send, None to hang up.
 
     Attributes:
         num_frames: that came by.
@@ -314,7 +314,7 @@ FAULTS = {
 
 
 def through(fault: Fault) -> tuple[list[FaultProxy], Callable]:
-    """What `serve_pools` hears of workers, so that blocks for those of role decode go by proxies; and the proxies."""
+    """Sends blocks for decode workers of `serve_pools` through proxies; the proxies."""
     proxies: list[FaultProxy] = []
 
     def heard(name: str, message: FromEngine) -> FromEngine:

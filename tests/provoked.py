@@ -1,4 +1,4 @@
-"""An engine that a test steps by hand until a request has met what the test wants to see diagnosed."""
+"""An engine that a test steps by hand until a request meets the cause to diagnose."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Life = tuple[Request, RequestTimeline]
 
 
 def usual_seconds(batch: Batch) -> float:
-    """A step of a small model: it reads its weights, then computes each row, which attends to its context."""
+    """A step of a small model: it reads the weights, then computes and attends row by row."""
     contexts = batch.work.prefill_contexts + batch.work.decode_contexts
     return 2e-3 + 1e-4 * batch.work.rows + 2e-8 * contexts + 1e-4 * batch.work.logits
 
 
 class Engine:
-    """The reference backend on a small model, and requests whose tokens are stamped when their step is over.
+    """The reference backend on a small model, with requests whose tokens are time-stamped.
 
     Args:
         seconds: what a step takes on the engine's clock, which nothing else moves; None keeps the
@@ -97,7 +97,7 @@ class Engine:
 
 
 class Script:
-    """Steps that take what a test says, however busy the machine is: nothing else makes the engine's clock go on."""
+    """Steps of scripted length: only they advance the engine's clock."""
 
     def __init__(
         self,

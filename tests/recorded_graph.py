@@ -1,4 +1,4 @@
-"""A graph that records torch's operations, and launches of Triton's kernels, and does them again on the same memory.
+"""A graph that records torch operations and Triton launches, and replays them.
 
 It knows what a CUDA graph knows: memory. Numbers that the host put into an operation are those of
 the capture.
@@ -56,7 +56,7 @@ class Recorder(TorchDispatchMode):
 
 
 def record_kernels(patch: pytest.MonkeyPatch) -> None:
-    """Let recorders see launches in Triton's interpreter, whose own copies of tensors are none of theirs."""
+    """Let recorders see launches in Triton's interpreter, which copies its tensors."""
     from triton.runtime.interpreter import GridExecutor
 
     launch = GridExecutor.__call__

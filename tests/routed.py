@@ -1,4 +1,4 @@
-"""Requests through a router, and what must be true of their answers and of all workers afterwards."""
+"""Requests through a router, and what must hold for answers and workers afterwards."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def all_of(engine, asked, **options):
 
 
 async def whole(engine):
-    """Nothing is left anywhere: the workers hold no request and no block, and the router knows of none.
+    """The workers hold no request and no block, and the router knows of none.
 
     Workers of roles have a router that sends every prompt to a reader.
     """

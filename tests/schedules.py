@@ -1,4 +1,4 @@
-"""A scheduler, or an engine, without a model: made-up tokens, steps whose tokens and times the test chooses."""
+"""A scheduler or engine without a model: the test chooses tokens and step times."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def ids(shares) -> list[str]:
 
 
 class Machine:
-    """An executor with a clock that only it advances: token 7 for everyone, or an error for those that are struck."""
+    """An executor whose clock only it advances: token 7 for each request, or an error."""
 
     def __init__(self, seconds: Callable[[StepWork], float] | None = None) -> None:
         self.now = 100.0
@@ -113,7 +113,7 @@ def sevens(share: ScheduledRequest) -> list[int]:
 
 
 def machine_engine(machine: Machine, prices=PRICES, **settings) -> Engine:
-    """An engine on a machine; without noise, the cost model knows what steps take from the first on."""
+    """An engine on a simulated machine; without noise the cost model is exact at once."""
     model = CostModel(prices)
     scheduler = make_scheduler(times=model, **settings)
     recorder = StepRecorder(SHAPE, model, clock=lambda: machine.now)

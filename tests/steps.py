@@ -1,4 +1,4 @@
-"""Drives a backend by `StepInputs` alone, without scheduler or engine: which rows a step has is the test's choice.
+"""Drives a backend by `StepInputs` alone: the test chooses the rows of each step.
 
 Also gives tests a cache folder of their own that still finds the user's compiled kernels.
 """
@@ -49,7 +49,7 @@ per_isa = pytest.mark.parametrize(
 
 @contextlib.contextmanager
 def own_cache(folder: Path) -> Iterator[None]:
-    """Keeps what tests leave behind out of the user's cache, but compiles no kernel that is there already."""
+    """Keeps the tests' files out of the user's cache, but reuses compiled kernels."""
     folder.mkdir(parents=True, exist_ok=True)
     kernels = USER_CACHE / "kernels"
     with contextlib.suppress(OSError):
@@ -61,7 +61,7 @@ def own_cache(folder: Path) -> Iterator[None]:
 
 
 def compile_together(isa: str, models: Iterable[Callable[[], object]]) -> None:
-    """Compile at once what `models`, each of which begins to load one, need: one by one takes twice as long."""
+    """Compile at once the kernels that `models` need: one by one takes twice as long."""
     specs: set[str] = set()
     backend = "twinphase.backends.cpu.backend"
     with pytest.MonkeyPatch.context() as patch:
@@ -77,7 +77,7 @@ def compile_together(isa: str, models: Iterable[Callable[[], object]]) -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """The rows that one sequence has in a step: token ids from position `start` on, and its block ids in order."""
+    """The rows of one sequence in a step: token ids from `start`, and its block ids."""
 
     tokens: NDArray[np.int32]
     start: int
@@ -87,7 +87,7 @@ class Piece:
 def step_inputs(
     pieces: Sequence[Piece], block_size: int = 16, logit_rows: Sequence[int] | None = None
 ) -> StepInputs:
-    """Flatten pieces, decodes first, into a step that asks for the logits of all rows or of `logit_rows`."""
+    """Flatten pieces, decodes first, into a step that computes logits of `logit_rows` or all."""
     counts = [len(piece.tokens) for piece in pieces]
     positions = [
         np.arange(p.start, p.start + n, dtype=np.int32) for p, n in zip(pieces, counts, strict=True)
@@ -144,7 +144,7 @@ class Steps:
         sizes: Sequence[int],
         blocks: NDArray[np.int32] | None = None,
     ) -> NDArray[np.float32]:
-        """Logits of every position of one sequence, prefilled in chunks of `sizes`, which repeat."""
+        """Logits of every position of one sequence, prefilled in chunks of cyclic `sizes`."""
         blocks = self.blocks if blocks is None else blocks
         logits = []
         start = 0

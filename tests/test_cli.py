@@ -98,7 +98,8 @@ def test_answer_on_stdout_and_phases_on_stderr(model):
         r"prefill +\d+ tokens .* ms .* tok/s +\d+\.\d %  MFU unknown, bound unknown$", prefill
     )
     assert re.match(
-        r"decode +5 tokens .* ms .* tok/s +\d+\.\d %  MBU unknown \(\d+ MB per step\), bound unknown$",
+        r"decode +5 tokens .* ms .* tok/s +\d+\.\d %  "
+        r"MBU unknown \(\d+ MB per step\), bound unknown$",
         decode,
     )
     assert re.match(r"rest +start .*load .*unattributed .*; wall ", rest)

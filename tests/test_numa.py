@@ -1,4 +1,4 @@
-"""Which NUMA nodes each rank of a model computes on; that its threads are there is in parallel/test_ranks.py."""
+"""The NUMA nodes of each rank; parallel/test_ranks.py checks where its threads run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random BERT models by transformers, with a tokenizer, as a Hugging Face folder and as llama.cpp's GGUF."""
+"""Tiny random BERT models with a tokenizer, as a Hugging Face folder and as GGUF."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_bert(**config: Any) -> Any:
 
 
 def save_bert(model: Any, folder: Path, pooling: str | None = None) -> Path:
-    """As sentence-transformers lays a model out; without a `pooling`, as transformers alone does."""
+    """A folder as sentence-transformers lays it out; without `pooling`, as transformers does."""
     save_folder(folder, trained("bert"))
     model.save_pretrained(folder)
     if pooling is not None:
@@ -54,7 +54,7 @@ def save_bert(model: Any, folder: Path, pooling: str | None = None) -> Path:
 
 
 def write_bert_gguf(folder: Path, path: Path, pooling: int = 1) -> Path:
-    """The same weights as convert_hf_to_gguf.py writes them: the linear layers in F16, the rest in F32."""
+    """The same weights as convert_hf_to_gguf.py writes them: linear layers F16, the rest F32."""
     checkpoint = open_model(folder)
     config = checkpoint.config
     assert config is not None
@@ -80,7 +80,7 @@ def write_bert_gguf(folder: Path, path: Path, pooling: int = 1) -> Path:
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, folder: Path) -> None:
-    """As `BertModel.set_vocab` writes it: control tokens as they are, beginnings of words with a U+2581."""
+    """As `BertModel.set_vocab` writes it: control tokens unchanged, word starts with U+2581."""
     vocab = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     control = {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"}
     names = sorted(vocab, key=vocab.__getitem__)

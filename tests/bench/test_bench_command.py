@@ -1,8 +1,7 @@
-from dataclasses import replace
-
 """`twinphase bench` from its options to its files, on a tiny model and a stub server."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest

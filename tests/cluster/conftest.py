@@ -59,11 +59,11 @@ def serve(tiny_path, own_cache):
 
 @pytest.fixture
 def serve_pools(tiny_path, own_cache, monkeypatch):
-    """Runs a coroutine function with a front end over workers of both roles; every prompt goes to a reader."""
+    """Runs a coroutine function with a front end over workers of both roles."""
     monkeypatch.setenv(KEY_VARIABLE, "the key of these tests")
 
     def run(body, roles, heard=None, config=CONFIG, seconds=240, balance=None, silence=2.0):
-        """`heard` is given each message of a worker, by its name, and returns what the router is told instead."""
+        """`heard` gets each message of a worker, with its name, and returns a replacement."""
 
         async def main():
             hosts = {

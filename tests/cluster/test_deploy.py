@@ -1,4 +1,4 @@
-"""Applications for Ray Serve: the configuration, how many replicas there are, and one that really runs."""
+"""Applications for Ray Serve: configuration, number of replicas, and one that really runs."""
 
 import json
 import socket

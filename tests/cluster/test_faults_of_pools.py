@@ -1,4 +1,4 @@
-"""Whatever happens at any point of a request's life: the bits of an undisturbed engine, and nothing left behind."""
+"""Faults at any point of a request's life: the undisturbed engine's bits, and no leaks."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_frames_are_spoilt_while_the_router_sends_requests(serve_pools, lone):
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_a_decode_worker_without_room_and_one_that_takes_no_blocks(serve_pools, lone):
-    """Its cache holds three of the eight prompts; then its port stands still until all leases have ended."""
+    """Its cache holds three of eight prompts; its port then hangs until all leases expire."""
     point = Point()
     point.arm("", None)
 

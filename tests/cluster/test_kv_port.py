@@ -1,4 +1,4 @@
-"""KV blocks from one engine to another: pushed beside the prompt, checked, used with the same bits, or not at all."""
+"""KV blocks between engines: sent during prefill, checked, and used with the same bits."""
 
 import queue
 import random
@@ -82,7 +82,7 @@ def test_a_prompt_is_read_here_and_answered_there(pair, alone, kind, length):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_an_answer_goes_on_where_its_blocks_went(pair, alone, seed):
-    """The first token comes from the engine that read the prompt, all others from the one that has the blocks."""
+    """The first token comes from the prefill engine, all others from the decode engine."""
     (reader, writer) = pair
     choose = random.Random(seed)
     one = prompt(choose.randint(20, 300), 1000 + seed)

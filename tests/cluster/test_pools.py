@@ -1,4 +1,4 @@
-"""Workers that Ray starts: their processes die, and Ray's, and the answers are those of one engine."""
+"""Workers that Ray starts: workers die, Ray dies, and the answers stay the same."""
 
 from __future__ import annotations
 

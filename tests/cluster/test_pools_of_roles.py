@@ -1,4 +1,4 @@
-"""One engine reads prompts, another one answers: through the router, with the bits of one engine alone."""
+"""One engine prefills, another decodes: through the router, with the bits of one engine."""
 
 from __future__ import annotations
 

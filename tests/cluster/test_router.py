@@ -1,4 +1,4 @@
-"""Several engines behind one router: the answers of a lone engine, digit for digit, whoever dies in the middle."""
+"""Several engines behind a router: the answers of one engine, also when workers die."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from twinphase.request import SamplingParams
 
 @pytest.mark.timeout(300)
 def test_answers_through_two_workers_are_those_of_one_engine(serve, lone):
-    """Mixes of requests with prefixes, grammars, penalties and stop strings, all at once; unseeded ones too."""
+    """Random mixes with prefixes, grammars, penalties and stop strings; some without a seed."""
     num_mixes = int(os.environ.get("TWINPHASE_MIXES", "10"))
 
     async def body(engine):
@@ -73,7 +73,7 @@ def test_answers_through_two_workers_are_those_of_one_engine(serve, lone):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_what_a_dead_worker_began_goes_on_elsewhere(serve, lone, sig):
-    """While it queues, between two chunks, and in the middle of answers, which are the undisturbed ones."""
+    """While it queues, between two chunks, and in the middle of answers."""
     long_prompts = [([10 + (i * j) % 250 for i in range(180)], LONG) for j in (3, 7)]
     answers = [([30 + number, 31, 32], LONG) for number in range(4)]
     everything = answers + long_prompts
@@ -125,7 +125,7 @@ def test_what_a_dead_worker_began_goes_on_elsewhere(serve, lone, sig):
 
 @pytest.mark.timeout(300)
 def test_an_answer_that_ended_at_a_stop_string_needs_no_other_worker(serve, lone):
-    """The front end found the end; that the worker dies before it has let go of the request changes nothing."""
+    """A worker that dies after the front end found the end of the text changes nothing."""
     params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
     text = lone.generate([[40, 41]], params)[0].outputs[0].text
     stopping = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True, stop=text[20:24])

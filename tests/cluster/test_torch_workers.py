@@ -1,4 +1,4 @@
-"""Workers on the torch backend, on a processor: blocks leave its memory and go on in another's, with equal tokens.
+"""Workers on the torch backend, on a CPU: blocks travel, and the tokens are equal.
 
 Plain torch adds in an order that depends on shapes: log probabilities are near each other, not
 equal, and the likeliest tokens are compared.

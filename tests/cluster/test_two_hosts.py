@@ -1,4 +1,4 @@
-"""Two hosts, as far as one machine has them: a network namespace at the other end of a cable that is pulled."""
+"""Two hosts on one machine: a network namespace whose cable is disconnected."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def test_a_worker_that_is_not_there_is_not_waited_for_and_taken_when_it_comes(
 
 @pytest.mark.timeout(300)
 def test_workers_say_their_roles_and_send_each_other_blocks(serve, lone, tiny_path):
-    """The worker that reads says the first token, and the other one goes on; alone it would never answer."""
+    """The prefill worker reports the first token and the decode worker continues."""
     asked = list(mix(3))
     expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
 
@@ -448,7 +448,7 @@ def test_bad_keys_and_addresses_are_refused_in_a_line(tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize("offset", [0.0, 0.2, -0.5, 7.0, -1e6, 1e6])
 def test_two_clocks_are_joined_by_durations(offset):
-    """A worker's part of 2 s within the 3 s between sending and the end; what its clock says beyond that is not so."""
+    """A worker's 2 s within the 3 s between sending and the end; its clock cannot add more."""
     before = RequestTimeline(10.0)
     before.mark(IntervalKind.TOKENIZE, 10.5)
     before.mark(IntervalKind.ROUTE, 11.0, reason="why")

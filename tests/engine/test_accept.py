@@ -1,4 +1,4 @@
-"""Blocks that one engine computed and another uses: the same tokens and log probabilities, bit for bit."""
+"""Blocks that one engine computed and another uses: the same tokens, bit for bit."""
 
 import pytest
 
@@ -92,7 +92,7 @@ def test_blocks_of_another_format_are_refused_and_nothing_is_lost(path):
 
 
 def test_whoever_watches_is_told_what_can_be_found(path):
-    """All that is there, then each change with its number; what is accepted between two steps counts as well."""
+    """All cached blocks first, then each change with its number, accepted blocks included."""
     one, other = (
         LoadedEngine(path, EngineConfig(num_kv_blocks=8, **KINDS["cpu"])) for _ in range(2)
     )

@@ -30,7 +30,7 @@ async def until_idle(engine):
 
 @contextmanager
 def held(engine, after=0):
-    """After so many steps none ends in the meantime, however late what the test does comes; yields all that begin.
+    """Yields requests that cannot end while the test acts on them, however slow it is.
 
     What is submitted first of all is taken at once; whoever comes later waits for the step that is
     held.
@@ -242,9 +242,7 @@ def test_what_was_cached_is_known_from_the_first_update(serve):
     serve(body)
 
 
-def test_the_gap_that_streams_keep_is_chosen_once_steps_are_known_and_only_where_nobody_said_otherwise(
-    serve, llm
-):
+def test_the_pace_is_chosen_once_step_times_are_known_unless_the_user_set_one(serve, llm):
     def body_of(chosen):
         async def body(engine):
             scheduler = engine.host.loaded.engine.scheduler
@@ -286,7 +284,7 @@ def test_a_tenants_short_request_is_not_behind_all_of_anothers(serve):
 
 
 def test_seeds_are_chosen_where_requests_come_in_as_an_engine_would_choose_them(serve, make_llm):
-    """A request without a seed draws what it draws from `LLM`; one with a seed, or a greedy one, takes no number."""
+    """A request without a seed draws as in `LLM`; seeded and greedy ones take no number."""
     free = SamplingParams(temperature=1.5, max_tokens=8)
     greedy = SamplingParams(temperature=0.0, max_tokens=8)
     asked = [free, greedy, SamplingParams(temperature=1.5, max_tokens=8, seed=5), free]

@@ -35,7 +35,7 @@ def test_the_system_is_read():
 
 
 class Dropped:
-    """Garbage that only the collector finds, and that notes whether the list of threads is locked then."""
+    """Garbage that only the collector frees, noting whether the list of threads is locked."""
 
     locked: list[bool] = []
 

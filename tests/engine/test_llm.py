@@ -41,7 +41,7 @@ def patched(llm, before):
 
 
 def scripted(llm):
-    """Steps take a millisecond on the engine's clock, and whatever is done between two looks at it a microsecond."""
+    """Steps take 1 ms on the engine's clock, and everything else 1 us."""
     script = Script(llm.engine, lambda batch: 1e-3)
 
     def clock():
@@ -58,7 +58,7 @@ def answer(llm, prompt=PROMPT, params=GREEDY):
 
 
 def test_greedy_tokens_are_those_of_the_whole_sequence_at_once(llm):
-    """Incremental decoding over the paged cache equals taking the argmax after each full recomputation."""
+    """Incremental decoding over the paged cache equals full recomputation with argmax."""
     tokens = list(PROMPT)
     for _ in range(4):
         one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -328,7 +328,7 @@ class TestMany:
 def test_log_probabilities_of_the_prompt_are_those_of_the_whole_computed_at_once(
     make_llm, tiny_path, monkeypatch
 ):
-    """In chunks, behind another of the same prompt, and beside it; what was computed for them serves others."""
+    """In chunks, after and beside another request with the same prompt, which shares blocks."""
     monkeypatch.setattr(chunk, "MAX_SCORED_ROWS", 32)
     llm = make_llm()
     prompt = [7 + number * number % 290 for number in range(100)]

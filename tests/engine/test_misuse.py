@@ -1,4 +1,4 @@
-"""What a library is used for that it was not made for: an answer or an error with a sentence, never a hang."""
+"""Misuse of the library: an answer or an error with a sentence, never a hang."""
 
 import asyncio
 import multiprocessing
@@ -18,7 +18,7 @@ PROMPTS = [list(range(40, 40 + n)) for n in (30, 7, 17, 25)]
 
 
 def in_threads(*functions):
-    """Results of functions that run at once, each in a thread; fails where one does not come back."""
+    """Results of functions that run at once, one thread each; fails if one does not return."""
     results = [None] * len(functions)
     threads = []
 

@@ -37,7 +37,7 @@ class Guesser:
 
 
 def random_run(seed, policy="priority", slo=0.012, window=None, tenants=("",), drafter=None):
-    """The log of an engine under a load that it cannot hold, with aborts, failures and noise; and the engine."""
+    """An overloaded engine with aborts, failures and noise, and its step log."""
     choose = random.Random(seed)
     machine = Machine(
         lambda work: (2e-3 + 3e-4 * work.rows + 1e-6 * sum(work)) * choose.uniform(0.8, 1.3)
@@ -247,7 +247,7 @@ def test_other_times_lead_to_other_chunks(log):
     ],
 )
 def test_what_is_no_log_or_does_not_belong_into_one(log, text, match):
-    """LOG stands for a log up to its first observation, {} for the number of the line behind that."""
+    """LOG stands for a log up to its first observation, {} for the number of the next line."""
     lines = random_run(0)[0].splitlines(keepends=True)
     first = next(n for n, line in enumerate(lines) if '"event":"observe"' in line) + 1
     with pytest.raises(InvalidRequestError, match=match.format(first + 1)):

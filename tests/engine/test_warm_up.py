@@ -1,4 +1,4 @@
-"""What an engine knows when it is ready: its own speed, and whether the kept ceilings can be right."""
+"""What a warm engine knows: its own speed, and whether stored ceilings are plausible."""
 
 from collections import deque
 from dataclasses import replace

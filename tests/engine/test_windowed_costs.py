@@ -1,4 +1,4 @@
-"""What an engine counts for a model some of whose layers attend to a window, against a sum written out."""
+"""Costs of a model with windowed layers, compared with a sum that is written out."""
 
 from dataclasses import replace
 

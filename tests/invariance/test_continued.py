@@ -1,4 +1,4 @@
-"""An answer that one engine began, and another one goes on with: the same tokens and log probabilities, at any cut."""
+"""Answers that another engine continues: the same tokens and log probabilities."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ SIZES = (1, 7, 64, 512)
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny model. Between them the cases have every format and every kind of head; shapes recur to save compiling."""
+    """Tiny models that cover every format and every head; shapes recur to save compiling."""
 
     tensor_type: str
     hidden: int
@@ -249,7 +249,7 @@ def test_with_other_requests(folder, case, isa):
 @per_isa
 @per_cache
 def test_many_decodes(folder, case, isa):
-    """Steps of 2 to 64 decodes, which share the blocks of one sequence as requests with a common prefix do."""
+    """Steps of 2 to 64 decodes that share blocks, as requests with a common prefix do."""
     steps = model(folder, case, isa)
     expected = one_pass(folder, case, isa)
     steps.chunked(tokens(), [LENGTH])
@@ -265,8 +265,7 @@ def test_many_decodes(folder, case, isa):
 @per_isa
 @per_cache
 def test_few_rows_of_a_sequence(folder, case, isa):
-    """Steps in which sequences have 1 to 8 rows or a few more, as where drafted tokens are verified, around the ends of
-    blocks and tiles: alone, and with others in any order."""
+    """Steps with 1 to 8 rows per sequence or a few more, as in the verification of drafts."""
     steps = model(folder, case, isa)
     expected = one_pass(folder, case, isa)
     steps.chunked(tokens(), [LENGTH])

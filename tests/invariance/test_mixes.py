@@ -1,4 +1,4 @@
-"""Random mixes of requests: each gets, bit for bit, the tokens and log probabilities that it gets alone.
+"""Random mixes of requests: each gets the tokens that it gets alone, bit for bit.
 
 A state machine submits, aborts, preempts, evicts, fails and changes chunk sizes and the SLO between
 steps, on the real cpu backend, while somebody guesses what comes next and is right or wrong. In the
@@ -160,7 +160,7 @@ def make_writer(loaded: LoadedEngine, num_blocks: int) -> Checked:
 def make_drafter(
     kind: str, engine: Engine, right: Callable[[Request], Sequence[int]]
 ) -> Drafter | None:
-    """One of `GUESSERS`; "ngram" and "suffix" have whatever they find verified, "auto" what seems worth it."""
+    """A proposer by name; "ngram" and "suffix" verify every draft, "auto" those that pay."""
     shares = {"adversary": 0.0, "oracle": 1.0, "mixed": 0.5}
     if kind in shares:
         return Guesser(right, shares[kind])
@@ -180,7 +180,7 @@ def make_engine(
     drafter: Drafter | None = None,
     **options: object,
 ) -> Engine:
-    """A fresh engine on a loaded model; the KV of earlier ones lies in its blocks, and must not matter."""
+    """A new engine on a loaded model, whose blocks still hold the KV of earlier engines."""
     whole = loaded.engine
     cost_model = CostModel(starting_prices(whole.shape, None))
     scheduler = Scheduler(
@@ -211,7 +211,7 @@ def constraint_of(
 
 
 class Alone:
-    """What each request gets by itself, from a model loaded once more, with another number of threads."""
+    """Each request alone, on a second copy of the model with another number of threads."""
 
     def __init__(self, loaded: LoadedEngine) -> None:
         self._loaded = loaded
@@ -554,7 +554,7 @@ LONG |= {"natural preemptions": 20, "forced preemptions": 5, "evicted blocks": 5
     ),
 )
 def test_mixes(folder, num_mixes, model, kv_cache_dtype, least):
-    """`least` is what must have happened in all mixes together, so that the proof is not an empty one."""
+    """`least` are counts that all mixes together must reach, so that the proof is not empty."""
     path = write_tiny_gguf(folder / f"{model}.gguf", vocab=VOCAB, **MODELS[model])
     config = {
         "num_kv_blocks": MOST_BLOCKS,
@@ -579,7 +579,7 @@ def test_mixes(folder, num_mixes, model, kv_cache_dtype, least):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("fault", "kind"), [("blind", "adversary"), ("forgetful", "oracle")])
 def test_a_wrong_verification_is_found(folder, fault, kind, monkeypatch):
-    """One that takes the first draft unseen, and one that draws without regard to the drafts before."""
+    """One that accepts the first draft unverified, and one that ignores earlier drafts."""
     real = sampler.sample_row
 
     def blind(

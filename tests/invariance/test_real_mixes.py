@@ -1,4 +1,4 @@
-"""The mixes of `test_mixes.py` with real weights, the same for each source of drafts; by hand, since it takes long.
+"""The mixes of `test_mixes.py` with real weights, run by hand, since they take long.
 
     MIXES=200 pytest -n 0 -s tests/invariance/test_real_mixes.py
     MIXES=20 MIXES_MODEL=qwen2.5-coder:0.5b pytest -n 0 -s tests/invariance/test_real_mixes.py
@@ -42,7 +42,7 @@ pytestmark = [
 
 @dataclass
 class Loaded:
-    """One model three times: as it serves mixes, alone with another number of threads, and as a draft model."""
+    """One model three times: for mixes, for requests alone, and as a draft model."""
 
     mixed: LoadedEngine
     alone: Alone

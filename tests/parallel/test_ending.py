@@ -1,4 +1,4 @@
-"""However rank 0 ends, no rank outlives it: all processes hold the pipes, and the last one to go closes them."""
+"""No rank outlives rank 0: all processes hold the pipes, and the last one closes them."""
 
 from __future__ import annotations
 

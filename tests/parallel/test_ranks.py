@@ -1,4 +1,4 @@
-"""Tensor parallelism: any number of ranks gives the bits of one, and one that is missing ends the step."""
+"""Tensor parallelism: any number of ranks gives the same bits; a lost rank ends the step."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_tails_are_values_that_occurred():
 
 
 def test_two_prefills_in_a_row_count_as_their_mean():
-    """The lower one would make prompts that are measured twice faster than those measured once or thrice."""
+    """The lower median would favour prompts that are measured an even number of times."""
     samples = (PrefillSample(100, 0.03), PrefillSample(100, 0.05))
     one = Visit(Place("prefill", 100), 0, 0.0, samples, None, disturbed=False, kept=True)
     assert one.seconds == pytest.approx(0.04)

@@ -115,7 +115,7 @@ def test_a_windowed_chunk_by_hand():
     st.lists(st.one_of(st.none(), st.just(17)), min_size=1, max_size=4),
 )
 def test_windowed_work_is_the_sum_over_rows_and_layers_written_out(shares, windows):
-    """FLOP by each row's own context, bytes by the set of tokens that the rows of a sequence see in a layer."""
+    """FLOP by each row's own context, bytes by the tokens that a sequence's rows attend to."""
     window = max((one for one in windows if one), default=None)
     near = sum(one is not None for one in windows)
     each = 2 * 3 * 64 * 2  # bytes of a token's keys and values in a layer

@@ -86,7 +86,7 @@ TENANTS = st.tuples(
 
 
 def let_in(prompt, output):
-    """Seconds of work that one step may begin for a tenant: whoever it lets in is computed to the end."""
+    """Seconds of work that one step may begin for a tenant, all of it admitted at once."""
     return min(64, 512 / prompt) * output * TIMES.row
 
 
@@ -164,7 +164,7 @@ class TestSeats:
         load.step()
         return load
 
-    def test_a_tenant_with_nothing_running_gets_one_within_the_slo_from_the_newest_of_who_holds_most(
+    def test_an_idle_tenant_gets_the_newest_seat_of_the_largest_holder_within_the_slo(
         self,
     ):
         load = self.full()

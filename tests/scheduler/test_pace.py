@@ -141,7 +141,7 @@ def test_small_limits_are_paced_too(limits):
     [(3.4e-3, 1.9e-4, 2.7e-4, 3.4e-7), (3.7e-3, 4.8e-4, 3.6e-4, 3e-7)],
 )
 def test_requests_that_come_at_once_lose_little_of_their_throughput(count, step, few, row, context):
-    """In the time of prices that were learned on two occasions: SmolLM2-135M in Q4_1 on two cores."""
+    """Step times by prices learned on two occasions: SmolLM2-135M in Q4_1 on two cores."""
     known = {
         "step": step,
         "few_rows": few,

@@ -1,4 +1,4 @@
-"""A cache too small for all: who gives way, that nobody gives way for nothing, and that all finish."""
+"""A cache too small for all: which request is preempted, and that all of them finish."""
 
 import random
 from collections import Counter

@@ -65,7 +65,7 @@ class BlockIndex:
                 _remove(table, block, bit)
 
     def expect(self, worker: str, blocks: Iterable[bytes]) -> None:
-        """Note that a worker got a request with these blocks; the next one with them is a hit there."""
+        """Note that a worker got a request with these blocks, so that the next one hits there."""
         bit = self._bit(worker)
         for block in blocks:
             if not self._held.get(block, 0) & bit:
@@ -78,7 +78,7 @@ class BlockIndex:
             _remove(self._coming, block, bit)
 
     def hits(self, chain: Sequence[bytes]) -> dict[str, int]:
-        """Leading blocks of a chain that each worker holds or will hold; without workers that hold none."""
+        """Leading blocks of a chain per worker, held or expected; only workers with some."""
         held = self._held
         coming = self._coming
         mask = -1

@@ -47,7 +47,7 @@ class WorkerKeeper:
     """The actor: one worker's process on its machine, which ends when the actor does."""
 
     def __init__(self, listen: str | None, role: Role) -> None:
-        """`listen` is the address for the worker's port; None takes its machine's address in the cluster."""
+        """`listen` is the address of the worker's port; None uses its machine's cluster address."""
         if listen is None:
             import ray
 
@@ -60,7 +60,7 @@ class WorkerKeeper:
         self._key_id = key_id(read_key())
 
     def where(self) -> tuple[str, str]:
-        """The worker's address and the id of its key; a worker that has ended is started again first."""
+        """The worker's address and the id of its key; restarts a worker that has ended."""
         if self._process is None or self._process.poll() is not None:
             command = [*module_command("twinphase.cluster.worker"), "--listen", f"{self._listen}:0"]
             command += ["--role", self._role, "--ends-with-stdin"]
@@ -165,7 +165,7 @@ class RayPool:
 
 
 def main(roles: Mapping[str, Role], threads: int, ray_address: str) -> int:
-    """The process that runs Ray: starts the actors, and reports their workers until stdin closes."""
+    """The process that runs Ray: starts the actors and reports workers until stdin closes."""
     import ray
 
     ended = threading.Event()

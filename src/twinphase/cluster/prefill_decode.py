@@ -52,7 +52,7 @@ class PDServer(OpenAIServer):
         return self._door.address
 
     def load(self, address: str) -> dict[str, float] | None:
-        """Seconds of waiting prefill at a worker, and the share of its seats in use; None if not up."""
+        """Seconds of waiting prefill at a worker, and the share of seats in use; None if down."""
         views = self._router.workers_by_name.values()
         view = next((view for view in views if view.host.where == address and view.is_up), None)
         fleet = self._router.fleet

@@ -26,7 +26,7 @@ class Questions:
     def ask(
         self, message: Inspect | Embed, views: Collection[WorkerView], holder: WorkerView | None
     ) -> None:
-        """Ask the worker that has the request, its `holder`, or else the worker with the fewest questions.
+        """Ask the worker that has the request, or else the worker with the fewest questions.
 
         Raises:
             EngineDeadError: nobody can be asked.

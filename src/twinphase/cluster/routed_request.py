@@ -98,12 +98,12 @@ class RoutedRequest:
         return length <= (config.max_model_len or length) and length - 1 <= room
 
     def _has_one_token(self, decode: EngineFacts) -> bool:
-        """Whether the answer has at most one token, so that the prefill worker computes all of it."""
+        """Whether the answer has at most one token, which the prefill worker computes."""
         room = (decode.config.max_model_len or 0) - len(self.add.prompt_token_ids)
         return room <= 1 or self.add.sampling_params.max_tokens == 1
 
     def message(self, now: float) -> Add:
-        """For a worker: continue after the tokens so far, or compute the first one again as a check."""
+        """For a worker: continue after the tokens so far, or compute the first one as a check."""
         params = self.add.sampling_params
         output = list(self.token_ids)
         if self.first_token is not None:

@@ -112,7 +112,7 @@ class Routing:
         policy: Literal["predicted", "random"] = "predicted",
         seed: int = 0,
     ) -> None:
-        """`policy` "random" takes any worker of the right role, as a baseline for the prediction."""
+        """The policy "random" takes any worker of the right role, as a baseline."""
         self.block_size = block_size
         self.policy = policy
         self._random = random.Random(seed)

@@ -88,7 +88,7 @@ class Worker:
         own: Mapping[str, Any] | None = None,
         kv_port: int = 0,
     ) -> None:
-        """Other workers with the `key` send KV blocks to `kv_port` (0: any); the server gets the `role`.
+        """Other workers with `key` send KV blocks to `kv_port` (0: any); the server gets `role`.
 
         `own` are fields of `EngineConfig` that hold here, whatever the server says.
         """

@@ -1,4 +1,4 @@
-"""`RequestRecord`: what is known of one request, from the front door through the engine and back."""
+"""`RequestRecord`: one request, from the front door through the engine and back."""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ class ServerUnreachableError(InvalidRequestError):
 class Address:
     """Where a server is.
 
-    `path` comes before every route ("" or "/v1"); `resolve` looks `ip` up once."""
+    `path` comes before every route ("" or "/v1"); `resolve` looks `ip` up once.
+    """
 
     scheme: str
     host: str

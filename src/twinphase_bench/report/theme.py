@@ -78,7 +78,8 @@ def colour_scale(roles: Mapping[str, str]) -> dict[str, Any]:
 def config(theme: str) -> dict[str, Any]:
     """Vega-Lite's `config` for the "light" or the "dark" theme.
 
-    See https://vega.github.io/vega-lite/docs/config.html."""
+    See https://vega.github.io/vega-lite/docs/config.html.
+    """
     roles = {role: pair[THEMES.index(theme)] for role, pair in COLOURS.items()}
     text = roles["text"]
     muted = roles["muted"]

@@ -39,7 +39,8 @@ def engine_facts(
     Args:
         workshop: the model.
         name: of the target.
-        prefill, decode: what is timed.
+        prefill: what a prefill time includes.
+        decode: what a decode time includes.
         caching: name of the detail that says whether prefixes are cached.
     """
     config = workshop.config

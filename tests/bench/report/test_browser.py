@@ -16,7 +16,7 @@ DRAWN = "document.documentElement.dataset.state === 'drawn'"
 # its box's.
 CHARTS = """[...document.querySelectorAll('figure[data-plot]')].map((figure) => [
   figure.dataset.plot, figure.dataset.state,
-  [...figure.querySelectorAll('svg .role-mark path, svg .role-mark line, svg .role-mark rect')].filter((mark) => {
+  [...figure.querySelectorAll('svg .role-mark :is(path, line, rect)')].filter((mark) => {
     const box = mark.getBoundingClientRect(); return box.width + box.height > 1;
   }).length,
   figure.querySelector('svg')?.getBoundingClientRect().width ?? 0,
@@ -131,7 +131,8 @@ def test_a_tooltip_tells_numbers_and_hostile_names_as_text(opened, chart, mark, 
     for step in (4, 0):
         opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + step, y=box[1])
     opened.wait(
-        f"/{told.replace('/', chr(92) + '/')}/.test(document.querySelector('.vg-tooltip.visible')?.innerText)"
+        f"/{told.replace('/', chr(92) + '/')}/"
+        ".test(document.querySelector('.vg-tooltip.visible')?.innerText)"
     )
     shown = opened.evaluate("document.querySelector('.vg-tooltip').innerText")
     assert re.search(told, shown) and "NaN" not in shown

@@ -174,7 +174,7 @@ class BlockListener:
         port: int = 0,
         shared_memory: bool = True,
     ) -> None:
-        """Listen on a `port` of `host` (0: any free one), and on an abstract Unix socket for this machine.
+        """Listen on `port` of `host` (0: any free port), and on an abstract Unix socket.
 
         Raises:
             OSError: that is not possible.

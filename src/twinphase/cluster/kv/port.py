@@ -62,7 +62,7 @@ class KVPort:
 
 @contextmanager
 def opened_port(key: bytes, host: str = "127.0.0.1", port: int = 0) -> Iterator[OpenPort]:
-    """For `child.serve`: a function that opens a loop's port; the `with` block closes it at its end.
+    """For `child.serve`: a function that opens a loop's port, which the `with` block closes.
 
     That function raises `StorageError` where somebody else has the port.
     """

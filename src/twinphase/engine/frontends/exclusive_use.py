@@ -83,7 +83,7 @@ class Turns:
 
     @contextmanager
     def take(self) -> Iterator[Interrupt]:
-        """Wait for a turn and have it; the caller raises KeyboardInterrupt if Ctrl-C was noted meanwhile.
+        """Wait for a turn and take it; after Ctrl-C the caller raises KeyboardInterrupt.
 
         Raises:
             EngineDeadError: this is a forked child.

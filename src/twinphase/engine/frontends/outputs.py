@@ -217,7 +217,7 @@ class Transcript:
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop string or token id that ended the text; None otherwise and at end of sequence."""
+        """The stop string or token id that ended the text; None at the end of the sequence."""
         if self.stop_string is not None or self.finish_reason is not FinishReason.STOP:
             return self.stop_string
         last = self.token_ids[-1]
