@@ -411,7 +411,8 @@ def divide_kernel(isa: Isa, dim: int, sinks: bool) -> Any:
 def find_cells_kernel(isa: Isa, dim: int, dtype: str, at: dict[str, int], *, in_place: bool) -> Any:
     """Numba function that writes the places of KV tile t's first `cells` cells.
 
-    Places are int64 [3][CELLS_PER_TILE].     Keys, scales, values; unless values are used in place, they are widened into scratch first.
+    Places are int64 [3][CELLS_PER_TILE]: of keys, scales and values. Unless values are used in
+    place, they are widened into scratch first.
     """
     widen = _widen_values(isa, dim, dtype)
     at_values = at["values"]
