@@ -78,7 +78,7 @@ class Device(Protocol):
         """Bytes of its own memory that could be taken now; None where it computes in the host's."""
 
     def measure(self) -> MeasuredRates:
-        """What the device can do at best just now (some seconds)."""
+        """Measure the best rates that the device reaches now; takes some seconds."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class StepInputs:
             where k drafts are verified: rows `query_start[s]` .. `query_start[s + 1] - 1` belong
             together, at consecutive positions of one sequence, and share its row of `block_tables`.
             Row i attends to `context_lens[s] - k + i` tokens.
-        logit_rows: int32 [num_logits], rows whose logits are wanted.
+        logit_rows: int32 [num_logits], rows that need logits.
     """
 
     token_ids: NDArray[np.int32]
@@ -144,7 +144,7 @@ class SamplingPlan:
         min_p, top_p, uniform: float64 [rows]; without effect are 0 and 1, and `uniform` in [0, 1)
             decides a draw.
         top_k: int64 [rows]; 0 is no limit.
-        scored: int64 [rows], the token whose log probability is wanted; -1 is the drawn one, -2
+        scored: int64 [rows], the token to report the log probability for; -1 is the drawn one, -2
             none.
         num_top: how many of the most likely tokens to return for rows with `scored`.
     """
@@ -207,10 +207,10 @@ class DeviceSampler(Protocol):
 
 
 class Operations(Protocol):
-    """What a model's forward pass calls. Row counts are those of the current step."""
+    """The operations of a model's forward pass. Row counts are those of the current step."""
 
     def keep(self, x: Array) -> None:
-        """Leave these rows readable behind the step (`kept`); changes no bit of anything else."""
+        """Leave these rows readable after the step (`kept`); changes no bit of anything else."""
 
     def embed(self, table: Array, scale: float = 1.0) -> Array:
         """Embedding rows of the step's tokens times `scale`, [num_tokens, hidden_size]."""
@@ -239,7 +239,7 @@ class Operations(Protocol):
         """x + scale * h; may overwrite x."""
 
     def add_norm(self, x: Array, h: Array, weight: Array, eps: float, scale: float = 1.0) -> Array:
-        """x + scale * rms_norm(h, weight), the norm behind a half of a layer; may overwrite x."""
+        """x + scale * rms_norm(h, weight), the norm after a half of a layer; may overwrite x."""
 
     def rope_kv_write(
         self,
@@ -288,7 +288,7 @@ class Operations(Protocol):
         """
 
     def logit_rows(self, x: Array) -> Array:
-        """The rows of x [num_tokens, width] whose logits are wanted, [num_logits, width]."""
+        """The rows of x [num_tokens, width] that need logits, [num_logits, width]."""
 
     def cap_logits(self, logits: Array, scale: float, softcap: float | None) -> Array:
         """The logits times `scale`, then softcap * tanh(logits / softcap) when there is one."""
@@ -342,7 +342,7 @@ class Backend(WeightLoader, Protocol):
     """How the operations are computed on one device. Row counts are those of the current step.
 
     A backend may call `forward` once, record the operations, and replay the record for every later
-    step; so a model calls the same operations whatever the step, and looks at no value.
+    step; so a model calls the same operations in every step, and looks at no value.
     """
 
     name: str
@@ -362,7 +362,7 @@ class Backend(WeightLoader, Protocol):
 
     @property
     def kv_fingerprint(self) -> str:
-        """What the bits of a block depend on besides its tokens; see `kv_frames`."""
+        """Everything besides tokens that the bits of a block depend on; see `kv_frames`."""
 
     # Between two steps: blocks in a form that another backend with the same fingerprint can use.
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
@@ -381,7 +381,7 @@ class Backend(WeightLoader, Protocol):
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
         """Whether a frame of this fingerprint and length has no NaN or infinity; from any thread.
 
-        Either would outlive its block: attention multiplies what lies behind a sequence's end in
+        Either would outlive its block: attention multiplies what lies after a sequence's end in
         its last block by 0.
         """
 
@@ -390,7 +390,7 @@ class Backend(WeightLoader, Protocol):
         """Run `forward`; float32 logits [num_logits, vocab_size], valid until the next call."""
 
     def kept(self) -> list[NDArray[np.float32]]:
-        """What the model kept in the last step, float32 [rows, width]; valid until the next."""
+        """Rows kept in the last step, float32 [rows, width]; valid until the next one."""
 
 
 class EncoderBackend(Protocol):

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from twinphase.blueprint import Blueprint
 from twinphase.errors import InvalidRequestError
 
-WORD_BYTES = 64  # a word that others look at, a cache line each
+# Each word that other ranks poll has a cache line of its own.
+WORD_BYTES = 64
 PAGE = 4096
-SPINS = 200  # looks of `meet` before it sleeps between two
+SPINS_BEFORE_SLEEP = 200
 SLEEP_SECONDS = 50e-6
 
 
@@ -105,7 +106,7 @@ class Group:
         start = time.perf_counter_ns()
         while not self.is_over and (self._words[1:] < mine).any():
             looks += 1
-            if looks > SPINS:
+            if looks > SPINS_BEFORE_SLEEP:
                 time.sleep(SLEEP_SECONDS)
         if looks:
             self._waits[self.rank] += time.perf_counter_ns() - start

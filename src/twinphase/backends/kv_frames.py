@@ -24,7 +24,8 @@ EXPONENTS = {
     "bfloat16": (np.uint16, 0x7F80),
     "float16": (np.uint16, 0x7C00),
 }
-LENGTH_BYTES = 4  # of the fingerprint, little endian, in front of it
+# A frame begins with the length of its fingerprint, little endian.
+FINGERPRINT_LENGTH_BYTES = 4
 
 
 def kv_fingerprint(
@@ -47,7 +48,7 @@ def kv_fingerprint(
 def pack_frames(fingerprint: str, blocks: NDArray[np.uint8]) -> list[bytes]:
     """One frame for each row of `blocks`, uint8 [blocks, bytes of a block]."""
     head = fingerprint.encode()
-    head = len(head).to_bytes(LENGTH_BYTES, "little") + head
+    head = len(head).to_bytes(FINGERPRINT_LENGTH_BYTES, "little") + head
     return [head + block.tobytes() for block in blocks]
 
 
@@ -63,8 +64,8 @@ def unpack_frames(
     blocks = np.empty((len(frames), nbytes), np.uint8)
     for block, frame in zip(blocks, frames, strict=True):
         view = memoryview(frame).cast("B")
-        start = LENGTH_BYTES + int.from_bytes(view[:LENGTH_BYTES], "little")
-        found = bytes(view[LENGTH_BYTES:start]).decode(errors="replace")
+        start = FINGERPRINT_LENGTH_BYTES + int.from_bytes(view[:FINGERPRINT_LENGTH_BYTES], "little")
+        found = bytes(view[FINGERPRINT_LENGTH_BYTES:start]).decode(errors="replace")
         if found != fingerprint:
             raise KVFrameError(
                 "A KV block from elsewhere cannot be used here: "
@@ -92,7 +93,7 @@ def is_finite(
         nbytes: up to the frame's end if it is None.
     """
     (kind, exponent) = EXPONENTS[dtype]
-    start = LENGTH_BYTES + int.from_bytes(frame[:LENGTH_BYTES], "little")
+    start = FINGERPRINT_LENGTH_BYTES + int.from_bytes(frame[:FINGERPRINT_LENGTH_BYTES], "little")
     view = memoryview(frame)[start + first :]
     bits = np.frombuffer(view if nbytes is None else view[:nbytes], kind) & kind(exponent)
     return not (bits == exponent).any()

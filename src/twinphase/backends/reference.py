@@ -39,7 +39,7 @@ class ReferenceBackend:
     def prepare(
         self, checkpoint: Checkpoint, blueprint: Blueprint, forward_on: Callable[..., Forward]
     ) -> None:
-        """Nothing but to remember what the model is made of."""
+        """Remember the model's files and blueprint."""
         self.blueprint = blueprint
         self._checkpoint = checkpoint
 
@@ -88,7 +88,7 @@ class ReferenceBackend:
 
     @cached_property
     def kv_fingerprint(self) -> str:
-        """See `Backend`; NumPy's version stands for the order in which its products add."""
+        """See `Backend`; NumPy's version fixes the order of the sums in its products."""
         facts = {"backend": self.name, "numpy": np.__version__, "kv_cache_dtype": "float32"}
         return kv_fingerprint(self._checkpoint, self.blueprint, self.kv_spec, **facts)
 

@@ -111,7 +111,15 @@ def _flat(
     name: str, nbytes: int, *codes: Plane, offset: int = 0, minimum: bool = False
 ) -> BlockFormat:
     """32 values with one scale, and with one minimum in some formats."""
-    return BlockFormat(name, 32, nbytes, 32, codes, offset, (0, 2) if minimum else (0,))
+    return BlockFormat(
+        name,
+        block_size=32,
+        block_bytes=nbytes,
+        group_size=32,
+        codes=codes,
+        offset=offset,
+        halves=(0, 2) if minimum else (0,),
+    )
 
 
 FORMATS: Mapping[str, BlockFormat] = MappingProxyType(

@@ -29,7 +29,8 @@ QUANTIZATIONS: Mapping[str, str | None] = {
 _EMBEDDINGS = ("token_embd.weight", "output.weight")
 # Small, and a wrong choice of an expert costs more than its bytes.
 _KEPT = ("ffn_gate_inp.weight", "position_embd.weight", "token_types.weight")
-_CHUNK_VALUES = 1 << 17  # with what is computed of them, about a second-level cache
+# A chunk and its intermediate results fill about a second-level cache.
+_CHUNK_VALUES = 1 << 17
 # Trials of a scale: 15 steps from the smallest to the largest value, and some more or fewer.
 _TRIALS = (-0.9, -0.6, -0.3, 0.0, 0.3, 0.6, 0.9)
 

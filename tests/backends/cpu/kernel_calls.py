@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 
 from steps import USER_CACHE
 from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
-from twinphase.backends.cpu.formats import FORMATS, STRIP
+from twinphase.backends.cpu.formats import FORMATS, STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.threads import aligned
 
-__all__ = ["DENSE", "SPECS", "call_kernel", "kernel", "pack", "random_blocks"]
+__all__ = ["DENSE_ELEMENTS", "SPECS", "call_kernel", "kernel", "pack", "random_blocks"]
 
-DENSE = ("F32", "F16", "BF16")
+DENSE_ELEMENTS = ("F32", "F16", "BF16")
 SPECS = (
     *(f"{kind}:{name}" for name in FORMATS for kind in ("quantized_linear", "pack")),
-    *(f"dense_linear:{name}" for name in DENSE),
-    *(f"embed:{name}" for name in (*FORMATS, *DENSE)),
+    *(f"dense_linear:{name}" for name in DENSE_ELEMENTS),
+    *(f"embed:{name}" for name in (*FORMATS, *DENSE_ELEMENTS)),
     "quantize",
     "run_program",
 )
@@ -82,7 +82,7 @@ def random_blocks(
 def pack(isa: str, name: str, raw: NDArray[np.uint8], inputs: int) -> NDArray[np.uint8]:
     """The matrix in strips, uint8 [strips, bytes of a strip]."""
     outputs, row_bytes = raw.shape
-    strips = -(-outputs // STRIP)
+    strips = -(-outputs // STRIP_OUTPUTS)
     strip_bytes = FORMATS[name].strip_bytes(inputs)
     packed = aligned(strips * strip_bytes, np.uint8)
     args = [raw.ctypes.data, row_bytes, outputs, inputs // 32, packed.ctypes.data]

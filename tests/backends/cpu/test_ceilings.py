@@ -28,7 +28,7 @@ CHECK = """
 import sys
 import numpy as np
 from twinphase.backends.cpu.isa import choose_isa
-from twinphase.backends.cpu.peak_loops import OPERAND_STEPS, READ_UNIT
+from twinphase.backends.cpu.peak_loops import OPERAND_STEPS, READ_TURN_BYTES
 from twinphase.backends.cpu.peak_loops import clock_readings, peak_loop, read_loop
 
 isa, rng, turns = choose_isa(sys.argv[1]), np.random.default_rng(0), OPERAND_STEPS + 3
@@ -72,13 +72,13 @@ for kind in ("int8", "float32", "bfloat16"):
     assert np.array_equal(got.astype(np.float64), want.astype(np.float64)), kind
     assert loop.operations == 2 * products.size
 
-memory = rng.integers(0, 256, 8 * READ_UNIT, np.uint8)
+memory = rng.integers(0, 256, 8 * READ_TURN_BYTES, np.uint8)
 words, read, readings = memory.view(np.int64).reshape(4, -1), read_loop(isa), clock_readings(2)
 whole = np.bitwise_xor.reduce(words, axis=None)
 assert read(memory, memory.size, 1, clock_readings(1)) == whole
 assert read(memory, memory.size, 1, readings) == 0
 first = np.bitwise_xor.reduce(words[:2], axis=None)
-assert read(memory, 2 * READ_UNIT, 3, readings) == whole ^ first
+assert read(memory, 2 * READ_TURN_BYTES, 3, readings) == whole ^ first
 assert (np.diff(readings @ [10**9, 1]) > 0).all(), "the clock goes on"
 print("right")
 """

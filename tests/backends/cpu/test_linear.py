@@ -6,14 +6,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from kernel_calls import DENSE, call_kernel, kernel, pack, random_blocks
+from kernel_calls import DENSE_ELEMENTS, call_kernel, kernel, pack, random_blocks
 from numpy.typing import NDArray
 
 from steps import per_isa
 from twinphase.backends.cpu.formats import FORMATS
 from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.threads import aligned
-from twinphase.backends.cpu.tiling import MATRIX_LEAST, ROWS_PER_TILE
+from twinphase.backends.cpu.tiling import ELEMENTWISE_TILE_ROWS, MATRIX_MIN_ROWS
 from twinphase.backends.cpu.weights import _pack_dense, _pack_tiles, _strip_bytes
 from twinphase.weights.checkpoint import TensorInfo
 
@@ -36,7 +36,7 @@ class Activations:
         self.rows = np.array([rows], np.int64)
         args = [self.rows.ctypes.data, x.ctypes.data, 4 * inputs, groups]
         args += [array.ctypes.data for array in (self.data, self.scale, self.fsum, self.isum)]
-        call_kernel(kernel(isa, "quantize"), args, -(-rows // ROWS_PER_TILE))
+        call_kernel(kernel(isa, "quantize"), args, -(-rows // ELEMENTWISE_TILE_ROWS))
 
     @property
     def values(self) -> NDArray[np.float64]:
@@ -161,9 +161,9 @@ def test_a_row_has_the_same_bits_among_any_number(name, isa):
         31,
         48,
         64,
-        MATRIX_LEAST - 1,
-        MATRIX_LEAST,
-        MATRIX_LEAST + 1,
+        MATRIX_MIN_ROWS - 1,
+        MATRIX_MIN_ROWS,
+        MATRIX_MIN_ROWS + 1,
         111,
         112,
         113,
@@ -237,14 +237,14 @@ def dense(isa: str, name: str, matrix: F32, x: F32, residual: F32 | None = None)
             inputs // 32,
             rows.x.ctypes.data,
         ]
-        call_kernel(kernel(isa, "round_rows"), args, -(-len(x) // ROWS_PER_TILE))
+        call_kernel(kernel(isa, "round_rows"), args, -(-len(x) // ELEMENTWISE_TILE_ROWS))
     return linear(
         isa, f"dense_linear:{name}", memory.ctypes.data, inputs, outputs, rows, 2, residual
     )
 
 
 @per_isa
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", DENSE_ELEMENTS)
 def test_dense(name, isa):
     rng = np.random.default_rng(5)
     for outputs, inputs, rows in (
@@ -271,7 +271,7 @@ def test_dense(name, isa):
 
 
 @per_isa
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", DENSE_ELEMENTS)
 def test_a_row_of_dense_weights_has_the_same_bits_among_any_number(name, isa):
     rng = np.random.default_rng(7)
     matrix = (rng.standard_normal((70, 1120)) / 8).astype(np.float32)

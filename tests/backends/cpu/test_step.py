@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from twinphase.backends.base import KVCacheSpec, StepInputs
-from twinphase.backends.cpu.kv_layout import TILE
+from twinphase.backends.cpu.kv_layout import TILE_TOKENS
 from twinphase.backends.cpu.step import StepMemory
 from twinphase.blueprint import Blueprint
 
@@ -96,7 +96,7 @@ def check_plan(
         ].tolist():
             assert starts[sequence] <= row and row + tokens <= starts[sequence + 1]
             assert position == contexts[sequence] - rows[sequence] + row - starts[sequence]
-            assert base or (first == 0 and end == -(-(position + tokens) // TILE))
+            assert base or (first == 0 and end == -(-(position + tokens) // TILE_TOKENS))
             per_tile = (
                 -(-3 * tokens // height[phase]) * height[phase]
             )  # the kernel writes whole register tiles
@@ -111,7 +111,7 @@ def check_plan(
                     places[place] = row + r // 3, head, tile, r % 3
     for i, (context, n) in enumerate(zip(contexts, rows, strict=True)):
         for token in range(n):
-            tiles = -(-(context - n + token + 1) // TILE)
+            tiles = -(-(context - n + token + 1) // TILE_TOKENS)
             assert all(
                 (starts[i] + token, head, t) in seen
                 for head in range(kv_heads)
@@ -122,7 +122,7 @@ def check_plan(
     for row, context, base, per_tile, per_head in memory.merges[: counts["merges"]].tolist():
         merged.add(row)
         for head in range(kv_heads):
-            for tile in range(-(-context // TILE)):
+            for tile in range(-(-context // TILE_TOKENS)):
                 found = [places[base + head * per_head + tile * per_tile + h] for h in range(3)]
                 assert found == [(row, head, tile, h) for h in range(3)]
     assert merged == cut_rows

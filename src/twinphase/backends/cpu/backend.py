@@ -20,7 +20,7 @@ from twinphase.backends.cpu.program import Buffer, Program
 from twinphase.backends.cpu.program_layout import TILE_BITS
 from twinphase.backends.cpu.step import COUNTS, StepMemory
 from twinphase.backends.cpu.threads import Command, ThreadPool
-from twinphase.backends.cpu.tiling import GATE_PARTS, LOGIT_PARTS
+from twinphase.backends.cpu.tiling import GATE_TILES_PER_ROW, LOGIT_TILES_PER_ROW
 from twinphase.backends.cpu.weights import (
     Arena,
     Embedding,
@@ -43,7 +43,7 @@ from twinphase.weights.storage import cache_root
 if TYPE_CHECKING:
     from twinphase.backends.cpu.stamps import StampedProgram
 
-PACK_BYTES = 64 << 20  # of the file, packed together
+PACK_BATCH_BYTES = 64 << 20
 MAX_ROWS = 1 << 16
 F32 = NDArray[np.float32]
 
@@ -52,7 +52,7 @@ class CpuBackend:
     """The `Backend` protocol on this processor's vector instructions."""
 
     name = "cpu"
-    block_multiple = kv_layout.CELL
+    block_multiple = kv_layout.CELL_TOKENS
     kv_cache_dtypes: tuple[str, ...] = kv_layout.KV_CACHE_DTYPES
     device_sampler = None
     group: Group | None = None
@@ -137,7 +137,7 @@ class CpuBackend:
         loader = DryLoader(self.isa)
         forward = forward_on(loader)
         rows = {"tokens": 1, "logits": 1}
-        spec = KVCacheSpec(b.num_layers, b.num_kv_heads, b.head_dim, 1, kv_layout.CELL)
+        spec = KVCacheSpec(b.num_layers, b.num_kv_heads, b.head_dim, 1, kv_layout.CELL_TOKENS)
         step = StepMemory(1, 1, 1, spec, b, 1)
         cache = CacheAddresses(self.kv_cache_dtype, [[0, 0, 0]] * b.num_layers, 1, 1)
         kernels = RecordedKernels(["run_program", *loader.packs])
@@ -151,8 +151,8 @@ class CpuBackend:
         """Packed weights, or those of every expert, as soon as the KV cache is allocated."""
         matrix, fills = place(checkpoint, names, self._arena.take, self.isa)
         self._fills += fills
-        # All at once would have the whole file in memory beside the packed weights.
-        if sum(fill.info.nbytes for fill in self._fills) >= PACK_BYTES:
+        # All at once would have the whole file in memory together with the packed weights.
+        if sum(fill.info.nbytes for fill in self._fills) >= PACK_BATCH_BYTES:
             self._fill_now()
         return matrix
 
@@ -196,19 +196,19 @@ class CpuBackend:
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
         """Make the paged cache (`kv_layout`) and pack the weights."""
-        if spec.block_size % kv_layout.CELL:
+        if spec.block_size % kv_layout.CELL_TOKENS:
             raise InvalidRequestError(
                 f"block_size is {spec.block_size} with the cpu backend.", "Use a multiple of 16."
             )
         self.kv_spec = spec
         per_chunk = kv_layout.chunk_cells(spec.num_layers, spec.num_kv_heads)
-        per_block = spec.block_size // kv_layout.CELL
-        cells = -(-spec.num_blocks * per_block // kv_layout.CHUNK) * per_chunk
+        per_block = spec.block_size // kv_layout.CELL_TOKENS
+        cells = -(-spec.num_blocks * per_block // kv_layout.CHUNK_CELLS) * per_chunk
         sizes = self._cell_sizes()
         arena = Arena(cells * sum(sizes) + 128, "KV cache")
         memory = [arena.take(cells * size) for size in sizes]
         self.kv_memory = memory  # keys, scales, values
-        layer_cells = spec.num_kv_heads * kv_layout.CHUNK
+        layer_cells = spec.num_kv_heads * kv_layout.CHUNK_CELLS
         layers = [
             [
                 array.ctypes.data + layer * layer_cells * size
@@ -218,21 +218,26 @@ class CpuBackend:
         ]
         self._cache = CacheAddresses(self.kv_cache_dtype, layers, per_chunk, per_block)
         self._step = StepMemory(
-            self.max_rows["tokens"],
-            self.max_num_seqs,
-            self._max_positions,
-            spec,
-            self.blueprint,
-            self.threads,
-            self.kv_cache_dtype,
-            self.isa.attention_rows,
+            max_tokens=self.max_rows["tokens"],
+            max_seqs=self.max_num_seqs,
+            max_positions=self._max_positions,
+            spec=spec,
+            blueprint=self.blueprint,
+            threads=self.threads,
+            dtype=self.kv_cache_dtype,
+            prefill_rows=self.isa.attention_rows,
         )
         self._fill_now()
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """Keys in int8 with a scale, values in 16 bits or likewise."""
         spec = self.kv_spec
-        return spec.num_layers * spec.num_kv_heads * sum(self._cell_sizes(dtype)) // kv_layout.CELL
+        return (
+            spec.num_layers
+            * spec.num_kv_heads
+            * sum(self._cell_sizes(dtype))
+            // kv_layout.CELL_TOKENS
+        )
 
     def _cell_sizes(self, dtype: str | None = None) -> tuple[int, int, int]:
         """Bytes of one head's keys, scales and values in a cell."""
@@ -278,7 +283,7 @@ class CpuBackend:
 
     def frame_parts(self) -> list[tuple[int, int]]:
         """See `Backend`: keys, scales and values."""
-        rows = self.kv_spec.block_size // kv_layout.CELL * self.kv_spec.num_layers
+        rows = self.kv_spec.block_size // kv_layout.CELL_TOKENS * self.kv_spec.num_layers
         return [(rows, size) for size in self._cell_sizes()]
 
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
@@ -292,14 +297,14 @@ class CpuBackend:
 
     def _cells(self, block_ids: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Chunk, and place in it, of each cell, [blocks, cells of a block] each."""
-        per_block = self.kv_spec.block_size // kv_layout.CELL
+        per_block = self.kv_spec.block_size // kv_layout.CELL_TOKENS
         return np.divmod(
-            np.array(block_ids)[:, None] * per_block + np.arange(per_block), kv_layout.CHUNK
+            np.array(block_ids)[:, None] * per_block + np.arange(per_block), kv_layout.CHUNK_CELLS
         )
 
     def _cell_views(self) -> list[NDArray[np.uint8]]:
-        """Keys, scales and values as [chunks, layers, KV heads, CHUNK, bytes of a cell]."""
-        shape = -1, self.kv_spec.num_layers, self.kv_spec.num_kv_heads, kv_layout.CHUNK
+        """Keys, scales and values as [chunks, layers, KV heads, CHUNK_CELLS, bytes of a cell]."""
+        shape = -1, self.kv_spec.num_layers, self.kv_spec.num_kv_heads, kv_layout.CHUNK_CELLS
         return [
             array.reshape(*shape, size)
             for array, size in zip(self.kv_memory, self._cell_sizes(), strict=True)
@@ -368,7 +373,7 @@ def _check_heads(blueprint: Blueprint) -> None:
 
 def _most_rows(blueprint: Blueprint) -> int:
     """Rows that a step may have, so that no kernel has more tiles than a claim word can count."""
-    times = GATE_PARTS * (blueprint.experts.used if blueprint.experts else 1)
+    times = GATE_TILES_PER_ROW * (blueprint.experts.used if blueprint.experts else 1)
     if blueprint.logit_scale != 1 or blueprint.logit_softcap:
-        times = max(times, LOGIT_PARTS)
+        times = max(times, LOGIT_TILES_PER_ROW)
     return ((1 << TILE_BITS) - 1) // times

@@ -48,7 +48,8 @@ KERNELS = {
     for kernel in kernels
 }
 
-WRITE_FAILED = 100  # exit code of a compiling process that could not write, plus the errno
+# A compiling process that cannot write exits with this code plus the errno.
+WRITE_FAILED_EXIT = 100
 Progress = Callable[[int, int, str], None]  # done, total, what
 
 
@@ -91,7 +92,7 @@ def _object_path(folder: Path, isa: Isa, spec: str) -> Path:
 
 
 def _read_object(path: Path) -> tuple[str, bytes] | None:
-    """Symbol and object code of a file, None when it is missing or not what was written."""
+    """Symbol and object code of a file, None when it is missing or damaged."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -180,8 +181,8 @@ def _compile_in_processes(
 
 def _raise_failure(returncode: int, log: str, folder: Path, isa: Isa) -> NoReturn:
     """Raise what ended a compiling process; a failed write left its errno in the exit code."""
-    if returncode > WRITE_FAILED:
-        number = returncode - WRITE_FAILED
+    if returncode > WRITE_FAILED_EXIT:
+        number = returncode - WRITE_FAILED_EXIT
         raise storage_error(OSError(number, os.strerror(number)), folder)
     last = (log.strip().splitlines() or [f"exit code {returncode}"])[-1]
     raise KernelCompileError(
@@ -227,15 +228,14 @@ def _compile(folder: Path, isa: Isa, specs: Iterable[str]) -> None:
                 hashlib.sha256(symbol + code).digest() + symbol + code,
             )
         except OSError as error:
-            sys.exit(WRITE_FAILED + (error.errno or 0))
+            sys.exit(WRITE_FAILED_EXIT + (error.errno or 0))
 
 
 def _object_code(library: Any, symbol: str) -> bytes:
-    """Object code of a library in which `symbol` alone is visible.
+    """Object code of a library that exports `symbol` only.
 
-    Helper functions of different kernels can have one name (numba numbers them in each
-    process) and different
-    bodies: the loader would take the first for all.
+    Helper functions of different kernels can have equal names (Numba numbers them per process) and
+    different bodies: the loader would use the first for all.
     """
     library._ensure_finalized()
     module = library._final_module

@@ -38,7 +38,7 @@ class CpuDevice:
             kv_layout.scale_bytes(dtype),
             kv_layout.value_bytes(head_dim, dtype),
         )
-        return sum(sizes) / kv_layout.CELL
+        return sum(sizes) / kv_layout.CELL_TOKENS
 
     def free_memory(self) -> None:
         """It has none of its own."""

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from twinphase.backends.cpu.formats import FORMATS
 from twinphase.backends.cpu.operations import (
     FEW_ROWS,
-    MAX_TILES,
+    MAX_LINEAR_TILES,
     TILES_PER_THREAD,
     Operations,
     layer_spec,
 )
 from twinphase.backends.cpu.program import Buffer, Memory, rows_in
 from twinphase.backends.cpu.threads import aligned
-from twinphase.backends.cpu.tiling import ROWS_PER_TILE, SLOT
+from twinphase.backends.cpu.tiling import ELEMENTWISE_TILE_ROWS, SLOT_INTS
 from twinphase.backends.cpu.weights import Matrix, Vector
 from twinphase.blueprint import Experts
 
@@ -86,7 +86,11 @@ class ExpertOperations(Operations):
         args += [source.data, source.groups, out.floats.data]
         reads = [source.data, routing.numbers.ctypes.data, routing.rows.ctypes.data]
         program.add(
-            "combine", program.tiles(x.rows, ROWS_PER_TILE), args, reads, [(out.floats.data, 0)]
+            "combine",
+            program.tiles(x.rows, ELEMENTWISE_TILE_ROWS),
+            args,
+            reads,
+            [(out.floats.data, 0)],
         )
         return out
 
@@ -101,7 +105,7 @@ class ExpertOperations(Operations):
                 weights=aligned(pairs, np.float32),
                 rows=aligned(pairs, np.int32),
                 places=aligned(pairs, np.int32),
-                slots=aligned(experts.count * SLOT, np.int32),
+                slots=aligned(experts.count * SLOT_INTS, np.int32),
             )
         routing = self._routings[key]
         numbers = routing.numbers.ctypes.data
@@ -161,7 +165,7 @@ class ExpertOperations(Operations):
             strips_in_all = slots(counts) * strips
             if rows_in(counts, rows) <= FEW_ROWS * min(count, 8):
                 return max(1, min(strips, strips_in_all // wanted))
-            return max(1, -(-strips_in_all // MAX_TILES))
+            return max(1, -(-strips_in_all // MAX_LINEAR_TILES))
 
         def tiles(counts: dict[str, int]) -> int:
             return slots(counts) * -(-strips // per_tile(counts))

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from twinphase.weights.block_formats import FORMATS as BLOCK_FORMATS
 from twinphase.weights.block_formats import BlockFormat
 
-STRIP = 32  # outputs
-GROUP = 32  # inputs
-SUPER = 8  # groups that share a float16 scale in the K formats
+STRIP_OUTPUTS = 32
+GROUP_INPUTS = 32
+# In the K formats, the groups of a superblock share a float16 scale.
+GROUPS_PER_SUPERBLOCK = 8
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class PackedFormat:
     @property
     def scale_bytes(self) -> int:
         """Bytes of scales in a record."""
-        return STRIP * (GROUP // self.group) * self.scale_size
+        return STRIP_OUTPUTS * (GROUP_INPUTS // self.group) * self.scale_size
 
     @property
     def minimum_bytes(self) -> int:
@@ -111,13 +112,13 @@ class PackedFormat:
     @property
     def header_bytes(self) -> int:
         """Bytes of the shared float16 scales in front of every 8 records (nested formats)."""
-        return (STRIP * 2 * (2 if self.minimum else 1)) if self.nested else 0
+        return (STRIP_OUTPUTS * 2 * (2 if self.minimum else 1)) if self.nested else 0
 
     def strip_bytes(self, inputs: int) -> int:
         """Bytes of one strip of a matrix with that many inputs."""
-        groups = inputs // GROUP
+        groups = inputs // GROUP_INPUTS
         return groups * self.record_bytes + (
-            groups // SUPER * self.header_bytes if self.nested else 0
+            groups // GROUPS_PER_SUPERBLOCK * self.header_bytes if self.nested else 0
         )
 
 

@@ -1,4 +1,4 @@
-"""Ties emitted vector code and scalar memory access to Numba, in which the kernels are written.
+"""Makes emitted vector code and scalar memory access callable from Numba kernels.
 
 Kernels are Python functions compiled by Numba; where a loop must use particular vector
 instructions, it is written as a Python function that emits LLVM IR through `Emit` and appears to
@@ -30,10 +30,10 @@ def emitted(isa: Isa, arguments: int, write: Callable[..., Value | None]) -> Any
 
 
 def _intrinsic(arguments: int, typing: Callable[[], tuple[Any, Any]]) -> Any:
-    """An @intrinsic of that many arguments of any type."""
+    """An @intrinsic of `arguments` arguments of any type."""
     names = ", ".join(f"a{i}" for i in range(arguments))
     scope: dict[str, Any] = {}
-    # Numba looks at the parameter list, so the function must have exactly that many.
+    # Numba looks at the parameter list, so the function must have exactly these arguments.
     exec(f"def typing(ctx, {names}):\n    return make()\n", {"make": typing}, scope)
     return intrinsic(scope["typing"])
 

@@ -1,4 +1,4 @@
-"""Instruction-set paths of the CPU backend: what each may use, and which this processor runs.
+"""Instruction-set paths of the CPU backend: their instructions, and which this processor can run.
 
 A path is chosen once, at run time. Forcing a lesser one (`--isa avx2`) compiles every kernel for a
 processor that has nothing more, so all paths can be tested on one machine. Not for kernels: they
@@ -33,12 +33,12 @@ class Isa:
     """
 
     name: str
+    needs: tuple[str, ...]
     lanes: int
     dot: str
-    bf16_dot: bool
-    needs: tuple[str, ...]
-    cpu: str
     registers: int
+    bf16_dot: bool = False
+    cpu: str = ""
     matrix_tiles: bool = False
 
     @property
@@ -67,27 +67,32 @@ ISAS = {
     for isa in (
         Isa(
             "avx512-amx",
-            16,
-            "vnni",
-            True,
-            (*_BF16, "amx-tile", "amx-int8", "amx-bf16"),
-            "",
-            32,
-            True,
+            needs=(*_BF16, "amx-tile", "amx-int8", "amx-bf16"),
+            lanes=16,
+            dot="vnni",
+            bf16_dot=True,
+            registers=32,
+            matrix_tiles=True,
         ),
-        Isa("avx512-bf16", 16, "vnni", True, _BF16, "", 32),
+        Isa("avx512-bf16", needs=_BF16, lanes=16, dot="vnni", bf16_dot=True, registers=32),
         Isa(
             "avx512-vnni",
-            16,
-            "vnni",
-            False,
-            ("avx512f", "avx512bw", "avx512vnni"),
-            "cascadelake",
-            32,
+            needs=("avx512f", "avx512bw", "avx512vnni"),
+            lanes=16,
+            dot="vnni",
+            registers=32,
+            cpu="cascadelake",
         ),
-        Isa("avx2", 8, "maddubs", False, ("avx2", "fma", "f16c"), "haswell", 16),
-        Isa("neon-dot", 4, "sdot", False, ("dotprod",), "", 32),
-        Isa("generic", 4, "widen", False, (), "", 16),
+        Isa(
+            "avx2",
+            needs=("avx2", "fma", "f16c"),
+            lanes=8,
+            dot="maddubs",
+            registers=16,
+            cpu="haswell",
+        ),
+        Isa("neon-dot", needs=("dotprod",), lanes=4, dot="sdot", registers=32),
+        Isa("generic", needs=(), lanes=4, dot="widen", registers=16),
     )
 }
 
@@ -116,7 +121,7 @@ def choose_isa(name: str | None) -> Isa:
     """The path called `name`, or the best this processor has when None.
 
     Raises:
-        InvalidRequestError: the name is unknown, or the processor lacks what the path needs.
+        InvalidRequestError: the name is unknown, or the processor lacks its instructions.
     """
     possible = available_isas()
     if name is None:

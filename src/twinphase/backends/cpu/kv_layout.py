@@ -5,42 +5,44 @@ Tokens are stored in cells of 16 (a block is one cell or several), cells in chun
 do, and that memory is touched chunk by chunk as the cache fills. A cell of one layer and head is:
 
     keys     uint8 [head_dim / 4][16 tokens][4], stored + 128, so that 4 dimensions of 16 tokens are
-    one vector scales   float32 [16]: the largest magnitude of each token's key, divided by 127;
-    where values are int8, [16] more
-             for them
+             one vector
+    scales   float32 [16]: the largest magnitude of each token's key, divided by 127; where values
+             are int8, [16] more for them
     values   [8 pairs of tokens][head_dim][2], so that two tokens' values are one pair of a bfloat16
              dot: int8 where the cache is asked for in int8, else bfloat16 where the processor
              multiplies it, float16 elsewhere
 
-Keys are kept in the form in which attention multiplies them: more bits would be read and never
-used.
+Attention multiplies keys in the form that they are kept in: more bits would be read and not used.
 """
 
 from __future__ import annotations
 
-CELL = 16  # tokens
-CHUNK = 32  # cells
-KV_CACHE_DTYPES = ("auto", "int8")  # how values are kept: in 16 bits or in 8; keys are int8 in both
-TILE = 128  # tokens of KV that attention sums over at a time, at absolute positions
-PLACES_BYTES = 8 * 3 * (TILE // CELL)  # of one tile
-UNIT = 8  # int32 numbers of an attention unit
-MERGE = 5  # int32 numbers of a merge
-MAX_QUERY_ROWS = 192  # rows (tokens x heads of a group) that share a converted KV tile in prefill
+CELL_TOKENS = 16
+CHUNK_CELLS = 32
+# Values are kept in 16 bits ("auto") or 8; keys are int8 in both.
+KV_CACHE_DTYPES = ("auto", "int8")
+# Attention sums over this number of KV tokens at a time. Tiles begin at absolute positions.
+TILE_TOKENS = 128
+PLACES_BYTES_PER_TILE = 8 * 3 * (TILE_TOKENS // CELL_TOKENS)
+UNIT_INTS = 8
+MERGE_INTS = 5
+# In prefill, this number of rows (tokens x heads of a group) shares a converted KV tile.
+MAX_QUERY_ROWS = 192
 
 
 def key_bytes(head_dim: int) -> int:
     """Bytes of one cell's keys of one head."""
-    return CELL * head_dim
+    return CELL_TOKENS * head_dim
 
 
 def scale_bytes(dtype: str) -> int:
     """Bytes of one cell's scales of one head."""
-    return 4 * CELL * (2 if dtype == "int8" else 1)
+    return 4 * CELL_TOKENS * (2 if dtype == "int8" else 1)
 
 
 def value_bytes(head_dim: int, dtype: str) -> int:
     """Bytes of one cell's values of one head."""
-    return CELL * head_dim * (1 if dtype == "int8" else 2)
+    return CELL_TOKENS * head_dim * (1 if dtype == "int8" else 2)
 
 
 def spread_size(head_dim: int) -> int:
@@ -50,7 +52,7 @@ def spread_size(head_dim: int) -> int:
 
 def chunk_cells(num_layers: int, num_kv_heads: int) -> int:
     """Cells of one chunk, over all layers and heads."""
-    return num_layers * num_kv_heads * CHUNK
+    return num_layers * num_kv_heads * CHUNK_CELLS
 
 
 def query_tile_tokens(group: int) -> int:
@@ -80,10 +82,10 @@ def scratch_areas(head_dim: int, group: int) -> dict[str, int]:
     sizes = {
         "places": 2
         # addresses of the cells' keys, scales and values: this tile's and the next's
-        * PLACES_BYTES,
-        "values": 4 * TILE * head_dim,  # widened, where values are not used in place
-        "scores": 4 * TILE * 8,
-        "weights": 4 * TILE * 8,  # softmax numerators, bfloat16 or float32
+        * PLACES_BYTES_PER_TILE,
+        "values": 4 * TILE_TOKENS * head_dim,  # widened, where values are not used in place
+        "scores": 4 * TILE_TOKENS * 8,
+        "weights": 4 * TILE_TOKENS * 8,  # softmax numerators, bfloat16 or float32
         "tile_stats": 4 * 8 * 4,  # of the row block: maximum, sum, and the two factors of the merge
         "queries": rows * head_dim,  # int8
         "query_scales": 4 * rows,

@@ -9,18 +9,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.cpu import kv_layout, tiling
-from twinphase.backends.cpu.formats import FORMATS, GROUP, STRIP
+from twinphase.backends.cpu.formats import FORMATS, GROUP_INPUTS, STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.program import Buffer, Memory, Program, gather_columns
 from twinphase.backends.cpu.step import StepMemory
 from twinphase.backends.cpu.threads import aligned
-from twinphase.backends.cpu.tiling import GATE_PARTS, LOGIT_PARTS, ROWS_PER_TILE
+from twinphase.backends.cpu.tiling import (
+    ELEMENTWISE_TILE_ROWS,
+    GATE_TILES_PER_ROW,
+    LOGIT_TILES_PER_ROW,
+)
 from twinphase.backends.cpu.weights import Embedding, Matrix, Part, Vector, padded
 from twinphase.blueprint import Blueprint, Rope, Span
 
 FEW_ROWS = 16
 TILES_PER_THREAD = 8
-MAX_TILES = 1 << 17  # of a linear layer; a claim word holds numbers below 2^18
+# A claim word holds numbers below 2^18.
+MAX_LINEAR_TILES = 1 << 17
 LOG2_E = 1.4426950408889634
 
 
@@ -135,7 +140,7 @@ class Operations:
             args = [program.count(x.rows), source.data, source.stride, weight.values.ctypes.data]
             args += [weight.width, float_bits(eps), source.groups, *out.addresses]
             spec = f"rms_norm:{'q8' if quantized else 'f32'}"
-            tiles = program.tiles(x.rows, ROWS_PER_TILE)
+            tiles = program.tiles(x.rows, ELEMENTWISE_TILE_ROWS)
             program.add(spec, tiles, args, [source.data], [(out.data, 0)])
             return out
 
@@ -197,8 +202,8 @@ class Operations:
 
     def zeros(self, strips: int) -> int:
         """Address of a row of zeros, the residual of a layer without one."""
-        if self._zeros[-1].size < strips * STRIP:
-            self._zeros.append(aligned(strips * STRIP, np.float32))
+        if self._zeros[-1].size < strips * STRIP_OUTPUTS:
+            self._zeros.append(aligned(strips * STRIP_OUTPUTS, np.float32))
         return int(self._zeros[-1].ctypes.data)
 
     def _linear_tiles(
@@ -212,7 +217,7 @@ class Operations:
         out.
         """
         wanted = TILES_PER_THREAD * self.threads
-        row_bytes = min(row_bytes, tiling.DENSE_PANEL_BYTES) if tiled else row_bytes
+        row_bytes = min(row_bytes, tiling.DENSE_PANEL_ROW_BYTES) if tiled else row_bytes
 
         def chunk(counts: dict[str, int]) -> int:
             return tiling.row_chunk(counts[rows], row_bytes, strips, wanted, self.isa.matrix_tiles)
@@ -223,8 +228,10 @@ class Operations:
         def per_tile(counts: dict[str, int]) -> int:
             if counts[rows] <= FEW_ROWS:
                 return max(1, strips // wanted)
-            several = min(tiling.DENSE_STRIPS, strips * chunks(counts) // wanted) if tiled else 1
-            return max(several, -(-strips * chunks(counts) // MAX_TILES))
+            several = (
+                min(tiling.DENSE_STRIPS_PER_PASS, strips * chunks(counts) // wanted) if tiled else 1
+            )
+            return max(several, -(-strips * chunks(counts) // MAX_LINEAR_TILES))
 
         def tiles(counts: dict[str, int]) -> int:
             return -(-strips // per_tile(counts)) * chunks(counts)
@@ -250,7 +257,11 @@ class Operations:
             out.floats.data,
         ]
         program.add(
-            "add", program.tiles(x.rows, ROWS_PER_TILE), args, sources, [(out.floats.data, 0)]
+            "add",
+            program.tiles(x.rows, ELEMENTWISE_TILE_ROWS),
+            args,
+            sources,
+            [(out.floats.data, 0)],
         )
         return out
 
@@ -270,7 +281,11 @@ class Operations:
         ]
         args += [float_bits(scale), x.floats.groups, out.floats.data]
         program.add(
-            "add_norm", program.tiles(x.rows, ROWS_PER_TILE), args, sources, [(out.floats.data, 0)]
+            "add_norm",
+            program.tiles(x.rows, ELEMENTWISE_TILE_ROWS),
+            args,
+            sources,
+            [(out.floats.data, 0)],
         )
         return out
 
@@ -396,7 +411,7 @@ class Operations:
             spec = f"gate_mul:{b.activation}:{'q8' if quantized else 'f32'}"
             program.add(
                 spec,
-                program.tiles(gate_up.rows, 1, GATE_PARTS),
+                program.tiles(gate_up.rows, 1, GATE_TILES_PER_ROW),
                 args,
                 [source.data],
                 [(out.data, 0)],
@@ -414,7 +429,7 @@ class Operations:
         floats: list[Memory] = []
 
         def make(quantized: bool) -> Memory:
-            if quantized and not floats and span.multiple % GROUP == 0:
+            if quantized and not floats and span.multiple % GROUP_INPUTS == 0:
                 return gather_columns(self.program, x, span, True)
             if not floats:
                 floats.append(gather_columns(self.program, x, span, False))
@@ -431,6 +446,6 @@ class Operations:
         args = [source.data, source.groups, out.floats.data]
         args += [float_bits(value) for value in (scale, 2 * LOG2_E / cap, cap)]
         spec = f"cap_logits:{int(bool(softcap))}"
-        tiles = program.tiles(logits.rows, 1, LOGIT_PARTS)
+        tiles = program.tiles(logits.rows, 1, LOGIT_TILES_PER_ROW)
         program.add(spec, tiles, args, [source.data], [(out.floats.data, 0)])
         return out

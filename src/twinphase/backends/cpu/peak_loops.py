@@ -20,14 +20,14 @@ from llvmlite import ir
 from numpy.typing import NDArray
 
 from twinphase.backends.cpu.emit import F32, I32, I64, Emit, Value, vector
-from twinphase.backends.cpu.formats import GROUP
+from twinphase.backends.cpu.formats import GROUP_INPUTS
 from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
 
-READ_UNIT = 1024  # bytes of one turn of the read loop at the widest vectors
-OPERAND_STEPS = (
-    16  # turns until the operands repeat: 16 turns of at most 8 vectors are 8 KiB, inside any L1
-)
+# One turn of the read loop reads this much with the widest vectors.
+READ_TURN_BYTES = 1024
+# Operands repeat after 16 turns: at most 8 vectors per turn are 8 KiB, which fit any L1 cache.
+OPERAND_STEPS = 16
 MONOTONIC = time.CLOCK_MONOTONIC
 TIMESPEC_BYTES = 16
 
@@ -110,9 +110,9 @@ def peak_loop(kind: str, isa: Isa) -> PeakLoop | None:
     products = {"int8": 4, "bfloat16": 2, "float32": 1}[kind]
     operations = 2 * rows * columns * lanes * products
     if kind != "float32" and isa.matrix_tiles:
-        size = 16 * GROUP * 4 // products  # bytes of a tile of operands
+        size = 16 * GROUP_INPUTS * 4 // products  # bytes of a tile of operands
         tiles = functools.partial(_in_matrix_tiles, kind, size)
-        return PeakLoop(_running(isa, tiles), 2, 2, size // 4, 2 * 4 * 16 * 16 * GROUP, 256)
+        return PeakLoop(_running(isa, tiles), 2, 2, size // 4, 2 * 4 * 16 * 16 * GROUP_INPUTS, 256)
     return PeakLoop(_running(isa, write), rows, columns, lanes, operations, lanes)
 
 
@@ -158,8 +158,8 @@ def read_loop(isa: Isa) -> Callable[..., Any]:
     """Compiled `read(memory, slice_bytes, repeats, readings)`: the xor of all words read.
 
     A chunk is `repeats` slices of the uint8 `memory`, one after the other and round again; a slice
-    is a multiple of READ_UNIT. The clock is read as by `PeakLoop.run`. Sixteen loads per turn in
-    eight chains: only memory limits it.
+    is a multiple of READ_TURN_BYTES. The clock is read as by `PeakLoop.run`. Sixteen loads per turn
+    in eight chains: only memory limits it.
     """
     words = vector(I64, isa.lanes // 2)
     width = 4 * isa.lanes

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.cpu.isa import Isa, choose_isa
-from twinphase.backends.cpu.peak_loops import READ_UNIT, clock_readings, peak_loop, read_loop
+from twinphase.backends.cpu.peak_loops import READ_TURN_BYTES, clock_readings, peak_loop, read_loop
 
 MIB = 1 << 20
 WORKING_SETS = tuple(n * MIB for n in (1, 4, 16, 32, 64, 128, 256))
@@ -180,15 +180,15 @@ def bandwidth_ceiling(size: int, memory: list[NDArray[np.uint8]], isa: Isa) -> C
     """Reading a working set of `size` bytes; each thread reads its share of its own `memory`."""
     read = read_loop(isa)
     threads = len(memory)
-    slices = WINDOW_CHUNKS if size // threads >= WINDOW_CHUNKS * 64 * READ_UNIT else 1
-    slice_bytes = size // threads // slices // READ_UNIT * READ_UNIT
+    slices = WINDOW_CHUNKS if size // threads >= WINDOW_CHUNKS * 64 * READ_TURN_BYTES else 1
+    slice_bytes = size // threads // slices // READ_TURN_BYTES * READ_TURN_BYTES
     share = slices * slice_bytes
     rounds = [0] * threads
 
     def work(thread: int, repeats: int, readings: NDArray[np.int64]) -> None:
         # Elsewhere in each round: which physical pages a small set has decides how well it fits a
         # cache.
-        start = rounds[thread] * share % (memory[thread].size - share + READ_UNIT)
+        start = rounds[thread] * share % (memory[thread].size - share + READ_TURN_BYTES)
         rounds[thread] += 1
         read(memory[thread][start : start + share], slice_bytes, repeats, readings)
 
@@ -219,7 +219,7 @@ def measure_here(threads: int, isa: Isa) -> dict[str, Any]:
     """All ceilings of `threads` threads, as the fields of `ceilings.MeasuredRates`."""
     crew = Crew(threads)
     memory = [
-        np.empty(-(-WORKING_SETS[-1] // threads // READ_UNIT) * READ_UNIT, np.uint8)
+        np.empty(-(-WORKING_SETS[-1] // threads // READ_TURN_BYTES) * READ_TURN_BYTES, np.uint8)
         for _ in range(threads)
     ]
     crew.run(

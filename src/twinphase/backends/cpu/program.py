@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.cpu.formats import GROUP
+from twinphase.backends.cpu.formats import GROUP_INPUTS
 from twinphase.backends.cpu.threads import Command, aligned, libc_address
-from twinphase.backends.cpu.tiling import ROWS_PER_TILE
+from twinphase.backends.cpu.tiling import ELEMENTWISE_TILE_ROWS
 from twinphase.backends.cpu.weights import padded
 from twinphase.backends.group import Group
 from twinphase.blueprint import Span
 
-COPY_ARGS = 21  # arguments of `copy_columns`, however many arrays it copies
+# Unused array slots are arguments too.
+COPY_COLUMNS_ARGS = 21
 Key = tuple[str, int, bool, bool]  # of arrays: rows, width, whether quantized, whether shared
 
 
@@ -264,7 +265,11 @@ class Program:
         out = Memory(self, source.rows, source.width, quantized=True)
         args = [self.count(source.rows), source.data, source.stride, source.groups, *out.addresses]
         self.add(
-            "quantize", self.tiles(source.rows, ROWS_PER_TILE), args, [source.data], [(out.data, 0)]
+            "quantize",
+            self.tiles(source.rows, ELEMENTWISE_TILE_ROWS),
+            args,
+            [source.data],
+            [(out.data, 0)],
         )
         return out
 
@@ -274,7 +279,7 @@ class Program:
         args = [self.count(source.rows), source.data, source.stride, source.groups, out.data]
         self.add(
             "round_rows",
-            self.tiles(source.rows, ROWS_PER_TILE),
+            self.tiles(source.rows, ELEMENTWISE_TILE_ROWS),
             args,
             [source.data],
             [(out.data, 0)],
@@ -290,16 +295,16 @@ def gather_columns(
     assert group is not None
     source = x.memory(quantized)
     whole = Memory(program, x.rows, padded(span.total), quantized, shared=True)
-    per_number = GROUP if quantized else 1  # columns that share a number of an array
-    units = (GROUP, 4, 4, 8) if quantized else (4,)  # bytes of a group, or of a column
+    per_number = GROUP_INPUTS if quantized else 1  # columns that share a number of an array
+    units = (GROUP_INPUTS, 4, 4, 8) if quantized else (4,)  # bytes of a group, or of a column
     args = [program.count(x.rows)]
     for unit, mine, all_ranks in zip(units, source.arrays, whole.arrays, strict=True):
         args += [mine.ctypes.data + unit * column, unit * (source.width // per_number)]
         args += [all_ranks.ctypes.data + unit * (span.first // per_number)]
         args += [unit * (whole.width // per_number), unit * -(-span.size // per_number)]
-    tiles = program.tiles(x.rows, ROWS_PER_TILE)
+    tiles = program.tiles(x.rows, ELEMENTWISE_TILE_ROWS)
     written = [(whole.data, 0)]
-    args += [0] * (COPY_ARGS - len(args))
+    args += [0] * (COPY_COLUMNS_ARGS - len(args))
     program.add("copy_columns", tiles, args, [source.data], written)
     args = [group.address, group.rank, group.ranks]
     args += [libc_address("usleep"), libc_address("clock_gettime")]

@@ -5,40 +5,46 @@ from __future__ import annotations
 import platform
 import sys
 
-# Control words. Those that threads write often have a cache line of their own.
-CTL_EPOCH = 0  # number of the step being run
-CTL_WAKE = 64  # changes when sleepers should look again
-CTL_SLEEPERS = 128  # threads that sleep or are about to
+# Offsets of control words. Words that threads write often have a cache line of their own. A thread
+# polls CTL_TILE_SPINS times for a tile, or CTL_STEP_SPINS times for a step, then sleeps until
+# CTL_WAKE changes. The function at CTL_LIBC_ADDRESS is syscall() or sched_yield().
+CTL_EPOCH = 0
+CTL_WAKE = 64
+CTL_SLEEPERS = 128
 CTL_SHUTDOWN = 192
-CTL_COMMANDS = 256  # address of the commands
+CTL_COMMANDS_ADDRESS = 256
 CTL_COUNT = 264
-CTL_CLAIMS = 272  # address of the claim words
-CTL_DONE = 280  # address of the done counters
-CTL_SCRATCH = 288  # address of the threads' scratch memory
-CTL_SCRATCH_BYTES = 296  # of one thread
-CTL_SPINS = 304  # looks before a thread that waits for a tile sleeps
-CTL_IDLE_SPINS = 312  # looks before a thread that waits for a step sleeps
-CTL_LIBC = 320  # address of syscall() or sched_yield()
+CTL_CLAIMS_ADDRESS = 272
+CTL_DONE_COUNTERS_ADDRESS = 280
+CTL_SCRATCH_ADDRESS = 288
+CTL_SCRATCH_BYTES_PER_THREAD = 296
+CTL_TILE_SPINS = 304
+CTL_STEP_SPINS = 312
+CTL_LIBC_ADDRESS = 320
 CTL_THREADS = 328
 CTL_BYTES = 336
 
-TILE_BITS = 18  # a command has fewer than 2^18 tiles
+# A command has fewer than 2^18 tiles.
+TILE_BITS = 18
 EPOCH_SHIFT = 2 * TILE_BITS
-EPOCH_MASK = (
-    1 << 63 - EPOCH_SHIFT
-) - 1  # epochs count modulo this, so that a claim word stays positive
+# Epochs are counted modulo a power of two, so that a claim word stays positive.
+EPOCH_MASK = (1 << 63 - EPOCH_SHIFT) - 1
 
 FUTEX_CALL = (
     {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
 )
 
-SHUTDOWN_THREAD = -1  # the thread number that tells all others to end
+# Running the program with this thread number ends the threads.
+SHUTDOWN_THREAD = -1
 
-COUNTER_BYTES = 64  # a claim word or done counter, a cache line each
+# Claim words and done counters have a cache line each.
+COUNTER_BYTES = 64
 
-COMMAND_FN = 0  # kernel's address
-COMMAND_TILES = 8  # address of the tile count, which may change from step to step
-COMMAND_SYNC = 16  # whether earlier commands must be done first
+# The tile count has an address because it changes from step to step. A command with a barrier waits
+# until all earlier commands are done.
+COMMAND_KERNEL_ADDRESS = 0
+COMMAND_TILE_COUNT_ADDRESS = 8
+COMMAND_BARRIER = 16
 COMMAND_ARGS = 24
 COMMAND_MAX_ARGS = 21
 COMMAND_BYTES = COMMAND_ARGS + 8 * COMMAND_MAX_ARGS

@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from twinphase.backends.base import KVCacheSpec, StepInputs
 from twinphase.backends.cpu.kv_layout import (
-    MERGE,
-    TILE,
-    UNIT,
+    MERGE_INTS,
+    TILE_TOKENS,
+    UNIT_INTS,
     decode_rows,
     padded_group,
     query_tile_tokens,
@@ -49,8 +49,8 @@ class StepMemory:
     units.
 
     Attributes:
-        units: attention's work, int32 [most, UNIT], for the kernels of few rows ("decode") and of
-            many ("prefill").
+        units: attention's work, int32 [most, UNIT_INTS], for the kernels of few rows ("decode") and
+            of many ("prefill").
     """
 
     def __init__(
@@ -94,16 +94,18 @@ class StepMemory:
             "prefill": max_tokens // query_tile_tokens(self._group) + max_seqs + 1,
         }
         self.units: dict[str, Ints] = {
-            phase: aligned((count * blueprint.num_kv_heads + 7 * shares + 1) * UNIT, np.int32)
+            phase: aligned((count * blueprint.num_kv_heads + 7 * shares + 1) * UNIT_INTS, np.int32)
             .view(np.int32)
-            .reshape(-1, UNIT)
+            .reshape(-1, UNIT_INTS)
             for phase, count in most.items()
         }
         # A spread sequence has more than a share's tiles in each KV head, so that fewer heads than
         # shares are spread. Pages are taken when first written: an upper bound costs nothing.
         spread = min(shares, max_seqs * blueprint.num_kv_heads)
-        self.merges = aligned(spread * self._few * MERGE, np.int32).reshape(-1, MERGE)
-        self._room = spread * -(-max_positions // TILE) * padded_group(self._group) * PARTIAL_TOKENS
+        self.merges = aligned(spread * self._few * MERGE_INTS, np.int32).reshape(-1, MERGE_INTS)
+        self._room = (
+            spread * -(-max_positions // TILE_TOKENS) * padded_group(self._group) * PARTIAL_TOKENS
+        )
         self.partials = aligned(self._room * (16 + blueprint.head_dim), np.float32)
 
     @property
@@ -142,7 +144,7 @@ class StepMemory:
         """
         first = inputs.query_start[:-1]
         rows = inputs.query_start[1:] - first
-        tiles = -(-inputs.context_lens // TILE)
+        tiles = -(-inputs.context_lens // TILE_TOKENS)
         plan = np.empty((len(rows), 4), np.int32)
         plan[:, 0] = first
         plan[:, 1] = rows
@@ -182,7 +184,7 @@ class StepMemory:
         kv_heads = self._blueprint.num_kv_heads
         count = len(sequences) * kv_heads
         if count:
-            out = units[:count].reshape(-1, kv_heads, UNIT)
+            out = units[:count].reshape(-1, kv_heads, UNIT_INTS)
             out[:, :, 0] = sequences[:, None]
             out[:, :, 1] = np.arange(kv_heads)
             out[:, :, 2:5] = plan[sequences, None, :3]
@@ -264,7 +266,7 @@ class StepMemory:
                 min(size, tokens - i),
                 position + i,
                 0,
-                -(-(position + min(i + size, tokens)) // TILE),
+                -(-(position + min(i + size, tokens)) // TILE_TOKENS),
                 0,
             )
             for head in range(self._blueprint.num_kv_heads)

@@ -67,11 +67,11 @@ class ThreadPool:
         self.threads = threads
         self._scratch = aligned(threads * scratch_bytes, np.uint8, 4096)
         self._control = aligned(at.CTL_BYTES, np.uint8)
-        self._set(at.CTL_SCRATCH, self._scratch.ctypes.data)
-        self._set(at.CTL_SCRATCH_BYTES, scratch_bytes)
-        self._set(at.CTL_SPINS, spins)
-        self._set(at.CTL_IDLE_SPINS, idle_spins)
-        self._set(at.CTL_LIBC, libc_address("syscall" if at.FUTEX_CALL else "sched_yield"))
+        self._set(at.CTL_SCRATCH_ADDRESS, self._scratch.ctypes.data)
+        self._set(at.CTL_SCRATCH_BYTES_PER_THREAD, scratch_bytes)
+        self._set(at.CTL_TILE_SPINS, spins)
+        self._set(at.CTL_STEP_SPINS, idle_spins)
+        self._set(at.CTL_LIBC_ADDRESS, libc_address("syscall" if at.FUTEX_CALL else "sched_yield"))
         self._entry = ENTRY(entry)
         self._result = ctypes.create_string_buffer(64)
         self._program: list[NDArray[np.generic]] = []
@@ -98,9 +98,9 @@ class ThreadPool:
         done = aligned(len(commands) * at.COUNTER_BYTES // 8, np.int64)
         self._program = [records, claims, done]
         for offset, array in (
-            (at.CTL_COMMANDS, records),
-            (at.CTL_CLAIMS, claims),
-            (at.CTL_DONE, done),
+            (at.CTL_COMMANDS_ADDRESS, records),
+            (at.CTL_CLAIMS_ADDRESS, claims),
+            (at.CTL_DONE_COUNTERS_ADDRESS, done),
         ):
             self._set(offset, array.ctypes.data)
         self._set(at.CTL_COUNT, len(commands))

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.cpu.formats import FORMATS, GROUP, STRIP
+from twinphase.backends.cpu.formats import FORMATS, GROUP_INPUTS, STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.threads import Command
-from twinphase.backends.cpu.tiling import DENSE_TILE
+from twinphase.backends.cpu.tiling import DENSE_TILE_INPUTS
 from twinphase.errors import OutOfMemoryError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.quant import dequantize
@@ -21,7 +21,7 @@ from twinphase.weights.quant import dequantize
 DENSE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
-def padded(count: int, multiple: int = STRIP) -> int:
+def padded(count: int, multiple: int = STRIP_OUTPUTS) -> int:
     """`count` rounded up."""
     return -(-count // multiple) * multiple
 
@@ -137,12 +137,16 @@ def _strip_bytes(info: TensorInfo, tiled: bool) -> int:
     inputs = info.shape[-1]
     if info.type in FORMATS:
         return FORMATS[info.type].strip_bytes(inputs)
-    return STRIP * (padded(inputs, DENSE_TILE) if tiled else inputs) * DENSE_BYTES[info.type]
+    return (
+        STRIP_OUTPUTS
+        * (padded(inputs, DENSE_TILE_INPUTS) if tiled else inputs)
+        * DENSE_BYTES[info.type]
+    )
 
 
 def _strips(info: TensorInfo) -> int:
     """Strips of a matrix, or of one expert's matrix."""
-    return padded(info.shape[-2]) // STRIP
+    return padded(info.shape[-2]) // STRIP_OUTPUTS
 
 
 def arena_bytes(checkpoint: Checkpoint, tied: bool) -> int:
@@ -182,7 +186,7 @@ class Fill:
         for raw, memory in zip(raws, np.split(self.memory, count), strict=True):
             if info.type in FORMATS:
                 row_bytes = len(raw) // outputs
-                groups = inputs // GROUP
+                groups = inputs // GROUP_INPUTS
                 args = [raw.ctypes.data, row_bytes, outputs, groups, memory.ctypes.data]
                 commands.append(pack(info.type, args, _strips(info)))
             elif self.tiled:
@@ -219,7 +223,7 @@ def place(
             type=info.type,
             address=memory.ctypes.data,
             strips=strips,
-            groups=info.shape[-1] // (GROUP if info.type in FORMATS else 1),
+            groups=info.shape[-1] // (GROUP_INPUTS if info.type in FORMATS else 1),
             column=column,
             strip_bytes=strip_bytes,
             tiled=tiled,
@@ -243,21 +247,23 @@ def _pack_dense(raw: NDArray[np.uint8], info: TensorInfo, memory: NDArray[np.uin
     outputs, inputs = info.shape[-2:]
     word = np.dtype(f"u{DENSE_BYTES[info.type]}")
     rows = raw.view(word).reshape(outputs, inputs)
-    whole = memory.view(word).reshape(-1, inputs, STRIP)
-    full = outputs // STRIP
-    whole[:full] = rows[: full * STRIP].reshape(full, STRIP, inputs).transpose(0, 2, 1)
+    whole = memory.view(word).reshape(-1, inputs, STRIP_OUTPUTS)
+    full = outputs // STRIP_OUTPUTS
+    whole[:full] = (
+        rows[: full * STRIP_OUTPUTS].reshape(full, STRIP_OUTPUTS, inputs).transpose(0, 2, 1)
+    )
     if full < len(whole):
-        whole[full, :, : outputs - full * STRIP] = rows[full * STRIP :].T
+        whole[full, :, : outputs - full * STRIP_OUTPUTS] = rows[full * STRIP_OUTPUTS :].T
 
 
 def _pack_tiles(raw: NDArray[np.uint8], info: TensorInfo, memory: NDArray[np.uint8]) -> None:
     """[strip][32 inputs][16 outputs' block][pair of inputs][output][2], as tiles are loaded."""
     outputs, inputs = info.shape
     rows = raw.view(np.uint16).reshape(outputs, inputs)
-    more = padded(outputs) - outputs, padded(inputs, DENSE_TILE) - inputs
+    more = padded(outputs) - outputs, padded(inputs, DENSE_TILE_INPUTS) - inputs
     if any(more):
         rows = np.pad(rows, [(0, count) for count in more])
-    strips = rows.reshape(-1, 2, 16, rows.shape[1] // DENSE_TILE, 16, 2)
+    strips = rows.reshape(-1, 2, 16, rows.shape[1] // DENSE_TILE_INPUTS, 16, 2)
     tiles = strips.transpose(0, 3, 1, 4, 2, 5)
     memory[: rows.nbytes].view(np.uint16).reshape(tiles.shape)[:] = tiles
 

@@ -17,8 +17,8 @@ from twinphase.backends.cpu.emit import I32
 from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, fields, load_f32, store_f32
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.attention_tile import (
-    MASKED,
-    STATS,
+    MASKED_SCORE,
+    STATS_LANES,
     copy_query_kernel,
     divide_kernel,
     fetch_scales_kernel,
@@ -30,11 +30,11 @@ from twinphase.backends.cpu.kernels.attention_tile import (
     weighted_values_kernel,
 )
 from twinphase.backends.cpu.kv_layout import (
-    CELL,
-    MERGE,
-    PLACES_BYTES,
-    TILE,
-    UNIT,
+    CELL_TOKENS,
+    MERGE_INTS,
+    PLACES_BYTES_PER_TILE,
+    TILE_TOKENS,
+    UNIT_INTS,
     decode_rows,
     scratch_areas,
 )
@@ -45,7 +45,7 @@ Kernel = tuple[Any, Callable[[int, int, int], None]]
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _first_tile(context: int, window: int) -> int:
     """The first KV tile that the last of `context` tokens sees."""
-    return max(0, context - window) // TILE if window else 0
+    return max(0, context - window) // TILE_TOKENS if window else 0
 
 
 def attention_decode(
@@ -126,7 +126,7 @@ def _attention(
     row_bytes = 4 * dim
 
     arguments = fields(16)
-    unit_of = fields(UNIT, I32)
+    unit_of = fields(UNIT_INTS, I32)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         (
@@ -148,7 +148,7 @@ def _attention(
             sinks_at,
         ) = arguments(args)
         sequence, kv_head, first_row, tokens, position, first, end, base = unit_of(
-            units + 4 * UNIT * tile
+            units + 4 * UNIT_INTS * tile
         )
         first = max(first, _first_tile(position + 1, window))
         if first >= end:
@@ -168,20 +168,20 @@ def _attention(
                 query_sums,
                 scratch,
             )
-            lane = 4 * (r // rows * STATS + r % rows)
-            store_f32(scratch + at_maxima + lane, MASKED)
+            lane = 4 * (r // rows * STATS_LANES + r % rows)
+            store_f32(scratch + at_maxima + lane, MASKED_SCORE)
             store_f32(scratch + at_sums + lane, 0.0)
         if not base:
             for i in range(padded * dim):
                 store_f32(scratch + at_out + 4 * i, 0.0)
         now = scratch + at_places
-        coming = scratch + at_places + PLACES_BYTES
+        coming = scratch + at_places + PLACES_BYTES_PER_TILE
         for t in range(first, end):
-            seen = position + 1 - t * TILE
+            seen = position + 1 - t * TILE_TOKENS
             if t == first or not ahead:
                 find_cells(
                     t,
-                    (min(TILE, seen + tokens - 1) + CELL - 1) // CELL,
+                    (min(TILE_TOKENS, seen + tokens - 1) + CELL_TOKENS - 1) // CELL_TOKENS,
                     table,
                     cells_per_block,
                     per_chunk,
@@ -197,7 +197,7 @@ def _attention(
                 # unit's first.
                 if t + 1 == end:
                     sequence_, kv_head_, _, tokens_, position_, next_t, _, _ = unit_of(
-                        units + 4 * UNIT * (tile + 1)
+                        units + 4 * UNIT_INTS * (tile + 1)
                     )
                     next_t = max(next_t, _first_tile(position_ + 1, window))
                     table_ = tables + sequence_ * table_stride
@@ -209,7 +209,8 @@ def _attention(
                     table_ = table
                 find_cells(
                     next_t,
-                    (min(TILE, position_ + tokens_ - next_t * TILE) + CELL - 1) // CELL,
+                    (min(TILE_TOKENS, position_ + tokens_ - next_t * TILE_TOKENS) + CELL_TOKENS - 1)
+                    // CELL_TOKENS,
                     table_,
                     cells_per_block,
                     per_chunk,
@@ -229,7 +230,7 @@ def _attention(
         if not base:
             for r in range(count):
                 head = kv_head * group + r % group
-                lane = 4 * (r // rows * STATS + r % rows)
+                lane = 4 * (r // rows * STATS_LANES + r % rows)
                 divide(
                     out + row_bytes * ((first_row + r // group) * kv_heads * group + head),
                     scratch + at_out + row_bytes * r,
@@ -269,7 +270,7 @@ def _row_block_kernel(
     at_query_sums = at["query_sums"]
     at_maxima = at["maxima"]
     at_sums = at["sums"]
-    weight_row = (2 if isa.bf16_dot else 4) * TILE
+    weight_row = (2 if isa.bf16_dot else 4) * TILE_TOKENS
     chunk = 4 * isa.lanes
     partial_bytes = 64 + 4 * dim
     row_bytes = 4 * dim
@@ -287,8 +288,8 @@ def _row_block_kernel(
     ) -> None:
         # Rows r.. of the unit against the KV tile at `now`; token i of the unit sees its tokens up
         # to `seen` + i, the last `window` of them.
-        most = min(TILE, seen + min(tokens - 1, (r + rows - 1) // group))
-        if most <= 0 or (window and seen + r // group - window >= TILE):
+        most = min(TILE_TOKENS, seen + min(tokens - 1, (r + rows - 1) // group))
+        if most <= 0 or (window and seen + r // group - window >= TILE_TOKENS):
             return
         scores(
             scratch + at_queries + r * dim,
@@ -299,19 +300,21 @@ def _row_block_kernel(
             (most + chunk - 1) // chunk,
         )
         stats = scratch + at_stats
-        cells = (most + CELL - 1) // CELL
+        cells = (most + CELL_TOKENS - 1) // CELL_TOKENS
         maximum, total, stride = (
-            (partial, partial + 4, partial_bytes) if partial else (stats, stats + 4 * STATS, 4)
+            (partial, partial + 4, partial_bytes)
+            if partial
+            else (stats, stats + 4 * STATS_LANES, 4)
         )
         for i in range(rows):
             end = seen + (r + i) // group
-            first = max(0, min(TILE, end - window)) if window else 0
+            first = max(0, min(TILE_TOKENS, end - window)) if window else 0
             softmax(
-                scratch + at_scores + 4 * TILE * i,
+                scratch + at_scores + 4 * TILE_TOKENS * i,
                 scratch + at_weights + weight_row * i,
                 scratch + at_query_scales + 4 * (r + i),
                 first,
-                max(0, min(TILE, end)),
+                max(0, min(TILE_TOKENS, end)),
                 maximum + stride * i,
                 total + stride * i,
                 now,
@@ -321,7 +324,7 @@ def _row_block_kernel(
                 scratch + at_weights, now, coming, cells, partial + 64, partial_bytes, stats
             )
         else:
-            block = 4 * STATS * (r // rows)
+            block = 4 * STATS_LANES * (r // rows)
             merge_stats(scratch + at_maxima + block, scratch + at_sums + block, stats)
             merge_values(
                 scratch + at_weights,
@@ -357,28 +360,28 @@ def attention_merge(isa: Isa, head_dim: str, group_size: str, sinks: str) -> Ker
     at_out = at["out"]
 
     arguments = fields(6)
-    merge_of = fields(MERGE, I32)
+    merge_of = fields(MERGE_INTS, I32)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         merges, partials, kv_heads, out, window, sinks_at = arguments(args)
         heads = kv_heads * group
-        row, context, base, per_tile, per_head = merge_of(merges + 4 * MERGE * (tile // heads))
+        row, context, base, per_tile, per_head = merge_of(merges + 4 * MERGE_INTS * (tile // heads))
         head = tile % heads
         stats = scratch + at_stats
         total = scratch + at_out
-        store_f32(scratch + at_maxima, MASKED)
+        store_f32(scratch + at_maxima, MASKED_SCORE)
         store_f32(scratch + at_sums, 0.0)
         for i in range(dim):
             store_f32(total + 4 * i, 0.0)
-        for t in range(_first_tile(context, window), (context + TILE - 1) // TILE):
+        for t in range(_first_tile(context, window), (context + TILE_TOKENS - 1) // TILE_TOKENS):
             place = (
                 partials
                 + (base + head // group * per_head + t * per_tile + head % group) * partial_bytes
             )
             store_f32(stats, load_f32(place))
-            store_f32(stats + 4 * STATS, load_f32(place + 4))
+            store_f32(stats + 4 * STATS_LANES, load_f32(place + 4))
             merge_stats(scratch + at_maxima, scratch + at_sums, stats)
-            scale_add(total, place + 64, stats + 8 * STATS, stats + 12 * STATS)
+            scale_add(total, place + 64, stats + 8 * STATS_LANES, stats + 12 * STATS_LANES)
         divide(
             out + 4 * dim * (row * heads + head),
             total,

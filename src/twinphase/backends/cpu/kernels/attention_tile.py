@@ -38,11 +38,20 @@ from twinphase.backends.cpu.intrinsics import (
     store_i64,
 )
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.kv_layout import CELL, CHUNK, TILE, key_bytes, scale_bytes, value_bytes
+from twinphase.backends.cpu.kv_layout import (
+    CELL_TOKENS,
+    CHUNK_CELLS,
+    TILE_TOKENS,
+    key_bytes,
+    scale_bytes,
+    value_bytes,
+)
 
-MASKED = -1e30  # finite, so that a wholly masked tile merges with weight 0 instead of NaN
-CELLS = TILE // CELL  # of a tile
-STATS = 8  # lanes of the vectors that hold a row block's maxima and sums
+# Finite, so that a wholly masked tile merges with weight 0 instead of NaN.
+MASKED_SCORE = -1e30
+CELLS_PER_TILE = TILE_TOKENS // CELL_TOKENS
+# The maxima of a row block are one vector, its sums another.
+STATS_LANES = 8
 
 
 def _bf16_pairs(e: Emit, address: Value, *offsets: int | Value) -> Value:
@@ -63,7 +72,7 @@ def _widen_values(isa: Isa, dim: int, dtype: str) -> Any:
     lanes = isa.lanes
 
     def write(e: Emit, values: Value, out: Value) -> None:
-        for i in range(0, CELL * dim, 2 * lanes):
+        for i in range(0, CELL_TOKENS * dim, 2 * lanes):
             if isa.bf16_dot:
                 e.store(_bf16_pairs(e, values, i), out, 2 * i)
                 continue
@@ -115,7 +124,7 @@ def scores_kernel(isa: Isa, dim: int, rows: int, ahead: bool = False) -> Any:
                 place = e.mul(b.ashr(token, e.i64(4)), 8)
                 part = e.mul(b.and_(token, e.i64(15)), 4)
                 keys.append(e.add(e.load(I64, places, place), part))
-                scales.append(e.load(floats, e.load(I64, places, place, 8 * CELLS), part))
+                scales.append(e.load(floats, e.load(I64, places, place, 8 * CELLS_PER_TILE), part))
             totals = []
             for r in range(rows):
                 start: Value = e.splat(ints, 0)
@@ -125,12 +134,11 @@ def scores_kernel(isa: Isa, dim: int, rows: int, ahead: bool = False) -> Any:
                     )
                 totals.append([e.variable(start) for _ in range(columns)])
             with e.loop(0, dim // 4) as quad:
-                vectors = [e.load(ints, key, e.mul(quad, 4 * CELL)) for key in keys]
+                vectors = [e.load(ints, key, e.mul(quad, 4 * CELL_TOKENS)) for key in keys]
                 if ahead:
-                    # Four lines in the order in which they lie, so that the hardware sees a stream
-                    # and helps.
+                    # Four lines in memory order, so that the hardware prefetcher sees a stream.
                     cell = e.add(
-                        e.mul(chunk, lanes * columns // CELL), b.sdiv(quad, e.i64(dim // 16))
+                        e.mul(chunk, lanes * columns // CELL_TOKENS), b.sdiv(quad, e.i64(dim // 16))
                     )
                     line = e.mul(b.srem(quad, e.i64(dim // 16)), 256)
                     for n in range(4):
@@ -147,7 +155,7 @@ def scores_kernel(isa: Isa, dim: int, rows: int, ahead: bool = False) -> Any:
                     e.store(
                         b.fmul(b.sitofp(totals[r][c].get(), floats), scales[c]),
                         out,
-                        4 * TILE * r,
+                        4 * TILE_TOKENS * r,
                         at,
                     )
 
@@ -168,7 +176,7 @@ def softmax_kernel(isa: Isa, dtype: str, softcap: float) -> Any:
     lanes = isa.lanes
     ints = vector(I32, lanes)
     floats = vector(F32, lanes)
-    count = TILE // lanes
+    count = TILE_TOKENS // lanes
 
     def row(
         e: Emit,
@@ -181,7 +189,7 @@ def softmax_kernel(isa: Isa, dtype: str, softcap: float) -> Any:
     ) -> None:
         b = e.b
         zero = e.splat(floats, 0.0)
-        # The tile's own maximum: a tile is computed alike whatever came before it.
+        # The tile's own maximum: a tile is computed alike after any other tile.
         largest = x[0]
         for value in x[1:]:
             largest = e.maximum(largest, value)
@@ -200,10 +208,10 @@ def softmax_kernel(isa: Isa, dtype: str, softcap: float) -> Any:
         e.store(e.reduce_add(summed), total)
         if dtype == "int8":
             for i in range(count):
-                cell = i * lanes // CELL
-                lane = i * lanes % CELL
-                scales = e.load(I64, places, 8 * (CELLS + cell))
-                weights[i] = b.fmul(weights[i], e.load(floats, scales, 4 * (CELL + lane)))
+                cell = i * lanes // CELL_TOKENS
+                lane = i * lanes % CELL_TOKENS
+                scales = e.load(I64, places, 8 * (CELLS_PER_TILE + cell))
+                weights[i] = b.fmul(weights[i], e.load(floats, scales, 4 * (CELL_TOKENS + lane)))
         if isa.bf16_dot:
             for i in range(0, count, 2):
                 e.store(e.to_bf16(weights[i], weights[i + 1]), out, 2 * i * lanes)
@@ -229,7 +237,9 @@ def softmax_kernel(isa: Isa, dtype: str, softcap: float) -> Any:
             slope = e.splat(floats, 2 / softcap)
             cap = e.splat(floats, softcap * LOG2_E)
             x = [e.softcap(value, slope, cap) for value in x]
-        masked = b.or_(b.icmp_signed("<", end, e.i64(TILE)), b.icmp_signed(">", first, e.i64(0)))
+        masked = b.or_(
+            b.icmp_signed("<", end, e.i64(TILE_TOKENS)), b.icmp_signed(">", first, e.i64(0))
+        )
         with b.if_else(masked) as (partly, wholly):
             with partly:
                 start, limit = (e.broadcast(b.trunc(bound, I32), lanes) for bound in (first, end))
@@ -241,7 +251,7 @@ def softmax_kernel(isa: Isa, dtype: str, softcap: float) -> Any:
                     for number in numbers
                 ]
                 seen = [
-                    b.select(mask, value, e.splat(floats, MASKED))
+                    b.select(mask, value, e.splat(floats, MASKED_SCORE))
                     for mask, value in zip(masks, x, strict=True)
                 ]
                 row(e, seen, masks, out, maximum, total, places)
@@ -267,7 +277,7 @@ def weighted_values_kernel(
     ints = vector(I32, lanes)
     columns = min(4, dim // lanes)
     tokens = 2 if isa.bf16_dot else 1  # of one step
-    steps = CELL // tokens
+    steps = CELL_TOKENS // tokens
     value_size = 1 if convert else 2 if isa.bf16_dot else 4  # bytes
     value_row = tokens * value_size * dim
 
@@ -287,10 +297,12 @@ def weighted_values_kernel(
             totals = [[e.variable(e.splat(floats, 0.0)) for _ in here] for _ in range(rows)]
             with e.loop(0, cells) as cell:
                 start = tokens * value_size * first
-                values = e.add(e.load(I64, places, e.mul(cell, 8), 16 * CELLS), start)
+                values = e.add(e.load(I64, places, e.mul(cell, 8), 16 * CELLS_PER_TILE), start)
                 weight_at = e.add(weights, e.mul(cell, 4 * steps))
                 later = (
-                    e.add(e.load(I64, coming, e.mul(cell, 8), 16 * CELLS), start) if ahead else None
+                    e.add(e.load(I64, coming, e.mul(cell, 8), 16 * CELLS_PER_TILE), start)
+                    if ahead
+                    else None
                 )
                 with e.loop(0, steps) as step:
                     if later is not None:
@@ -307,7 +319,7 @@ def weighted_values_kernel(
                             for c in here
                         ]
                     for r in range(rows):
-                        place = (r * TILE * 4 // tokens, e.mul(step, 4))
+                        place = (r * TILE_TOKENS * 4 // tokens, e.mul(step, 4))
                         weight = e.broadcast(e.load(I32, weight_at, *place), lanes)
                         for c in here:
                             total = totals[r][c]
@@ -327,7 +339,7 @@ def weighted_values_kernel(
                     value = totals[r][c].get()
                     if merge:
                         alpha, beta = (
-                            e.broadcast(e.load(F32, stats, 4 * (STATS * k + r)), lanes)
+                            e.broadcast(e.load(F32, stats, 4 * (STATS_LANES * k + r)), lanes)
                             for k in (2, 3)
                         )
                         value = e.fma(e.load(floats, out, *at), alpha, b.fmul(value, beta))
@@ -338,7 +350,7 @@ def weighted_values_kernel(
 
 def merge_stats_kernel(isa: Isa) -> Any:
     """Numba-callable (maxima, sums, stats): fold a tile's into the rows', leave alpha and beta."""
-    ty = vector(F32, STATS)
+    ty = vector(F32, STATS_LANES)
 
     def write(e: Emit, maxima: Value, sums: Value, stats: Value) -> None:
         old = e.load(ty, maxima)
@@ -347,9 +359,11 @@ def merge_stats_kernel(isa: Isa) -> Any:
         alpha = e.exp2(e.b.fsub(old, new))
         beta = e.exp2(e.b.fsub(tile, new))
         e.store(new, maxima)
-        e.store(e.fma(e.load(ty, sums), alpha, e.b.fmul(e.load(ty, stats, 4 * STATS), beta)), sums)
-        e.store(alpha, stats, 8 * STATS)
-        e.store(beta, stats, 12 * STATS)
+        e.store(
+            e.fma(e.load(ty, sums), alpha, e.b.fmul(e.load(ty, stats, 4 * STATS_LANES), beta)), sums
+        )
+        e.store(alpha, stats, 8 * STATS_LANES)
+        e.store(beta, stats, 12 * STATS_LANES)
 
     return emitted(isa, 3, write)
 
@@ -395,16 +409,17 @@ def divide_kernel(isa: Isa, dim: int, sinks: bool) -> Any:
 
 
 def find_cells_kernel(isa: Isa, dim: int, dtype: str, at: dict[str, int], *, in_place: bool) -> Any:
-    """Numba function that writes the places of KV tile t's first `cells` cells, int64 [3][CELLS].
+    """Numba function that writes the places of KV tile t's first `cells` cells.
 
-    Keys, scales, values; unless values are used in place, they are widened into scratch first.
+    Places are int64 [3][CELLS_PER_TILE]: of keys, scales and values. Unless values are used in
+    place, they are widened into scratch first.
     """
     widen = _widen_values(isa, dim, dtype)
     at_values = at["values"]
     size = key_bytes(dim)
     scale_size = scale_bytes(dtype)
     value_size = value_bytes(dim, dtype)
-    widened_bytes = (2 if isa.bf16_dot else 4) * CELL * dim
+    widened_bytes = (2 if isa.bf16_dot else 4) * CELL_TOKENS * dim
 
     @njit  # type: ignore[untyped-decorator]
     def find(
@@ -420,11 +435,11 @@ def find_cells_kernel(isa: Isa, dim: int, dtype: str, at: dict[str, int], *, in_
         scratch: int,
         places: int,
     ) -> None:
-        block = t * CELLS // cells_per_block
-        offset = t * CELLS - block * cells_per_block
+        block = t * CELLS_PER_TILE // cells_per_block
+        offset = t * CELLS_PER_TILE - block * cells_per_block
         for c in range(cells):
             where = load_u32(table + 4 * block) * cells_per_block + offset
-            index = where // CHUNK * per_chunk + kv_head * CHUNK + where % CHUNK
+            index = where // CHUNK_CELLS * per_chunk + kv_head * CHUNK_CELLS + where % CHUNK_CELLS
             place = places + 8 * c
             value = values + index * value_size
             if not in_place:
@@ -432,18 +447,18 @@ def find_cells_kernel(isa: Isa, dim: int, dtype: str, at: dict[str, int], *, in_
                 widen(value, widened)
                 value = widened
             store_i64(place, keys + index * size)
-            store_i64(place + 8 * CELLS, scales + index * scale_size)
-            store_i64(place + 16 * CELLS, value)
+            store_i64(place + 8 * CELLS_PER_TILE, scales + index * scale_size)
+            store_i64(place + 16 * CELLS_PER_TILE, value)
             offset += 1
             if offset == cells_per_block:
                 block = block + 1
                 offset = 0
-        for c in range(cells, CELLS):
+        for c in range(cells, CELLS_PER_TILE):
             # A chunk of scores may reach past the last cell: any readable place will do, the result
             # is masked.
             store_i64(places + 8 * c, load_i64(places))
-            store_i64(places + 8 * (CELLS + c), load_i64(places + 8 * CELLS))
-            store_i64(places + 8 * (2 * CELLS + c), load_i64(places + 16 * CELLS))
+            store_i64(places + 8 * (CELLS_PER_TILE + c), load_i64(places + 8 * CELLS_PER_TILE))
+            store_i64(places + 8 * (2 * CELLS_PER_TILE + c), load_i64(places + 16 * CELLS_PER_TILE))
 
     return find
 
@@ -452,8 +467,8 @@ def fetch_scales_kernel(isa: Isa) -> Any:
     """Numba-callable (places): ask for the scales of a tile's cells."""
 
     def write(e: Emit, places: Value) -> None:
-        for c in range(CELLS):
-            e.prefetch(e.load(I64, places, 8 * (CELLS + c)))
+        for c in range(CELLS_PER_TILE):
+            e.prefetch(e.load(I64, places, 8 * (CELLS_PER_TILE + c)))
 
     return emitted(isa, 1, write)
 

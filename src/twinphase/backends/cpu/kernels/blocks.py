@@ -8,11 +8,11 @@ from functools import reduce
 from llvmlite import ir
 
 from twinphase.backends.cpu.emit import I8, I16, I32, Emit, Value, vector
-from twinphase.backends.cpu.formats import GROUP
+from twinphase.backends.cpu.formats import GROUP_INPUTS
 from twinphase.weights.block_formats import BlockFormat, Numbers, Plane
 
-LANES = 16  # rows that are packed together
-WINDOW = 16  # bytes of a row that are loaded together
+PACKED_ROWS = 16
+WINDOW_BYTES = 16
 EACH_BYTE = 0x01010101
 SIGN_BITS = 0x80 * EACH_BYTE
 
@@ -64,7 +64,7 @@ class Blocks:
             return [self.word(0, I8)]
         if not fmt.scales:
             return [self.word(at, I16) for at in fmt.halves]
-        count = GROUP // fmt.group_size
+        count = GROUP_INPUTS // fmt.group_size
         numbers = range(group * count, (group + 1) * count)
         less = self.e.same(self.words, fmt.scale_offset)
         scales = [self.e.b.sub(self._number(fmt.scales, i), less) for i in numbers]
@@ -90,7 +90,7 @@ class Blocks:
 
     def _bits(self, byte: int, shift: int, count: int) -> Value:
         """Some bits of a byte."""
-        start = min(byte // WINDOW * WINDOW, self.fmt.block_bytes - WINDOW)
+        start = min(byte // WINDOW_BYTES * WINDOW_BYTES, self.fmt.block_bytes - WINDOW_BYTES)
         quad, within = divmod(byte - start, 4)
         return self._shifted(self._quad(start, quad), 8 * within + shift, (1 << count) - 1)
 
@@ -98,7 +98,7 @@ class Blocks:
         """Four bytes, those at `start` + 4 * `number`; more rows load a window of 16 at once."""
         if len(self.rows) == 1:
             return self.word(start + 4 * number, I32)
-        at = start + number // 4 * WINDOW
+        at = start + number // 4 * WINDOW_BYTES
         if at not in self._turned:
             self._turned[at] = self._turn(at)
         return self._turned[at][number % 4]
@@ -129,7 +129,7 @@ class Blocks:
         loaded = [self.e.load(element, row, self.offset, at) for row in self.rows]
         value = loaded[0]
         if len(loaded) > 1:
-            value = ir.Constant(vector(element, LANES), ir.Undefined)
+            value = ir.Constant(vector(element, PACKED_ROWS), ir.Undefined)
             for lane, number in enumerate(loaded):
                 value = self.e.b.insert_element(value, number, ir.Constant(I32, lane))
         return value if element == I32 else self.e.b.zext(value, self.words)

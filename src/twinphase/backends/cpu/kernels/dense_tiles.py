@@ -2,7 +2,7 @@
 
 Rows come as bfloat16 too, as such models were trained, and sums stay in float32 tiles over a panel
 of inputs, waiting in the output's own memory between panels. A row of a tile is added by itself,
-inputs in one order, so its bits do not depend on the rows beside it: the same instruction computes
+inputs in one order, so its bits do not depend on the rows around it: the same instruction computes
 one row and a thousand.
 """
 
@@ -16,13 +16,14 @@ from twinphase.backends.cpu.emit import F32, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.register_tile import Operands
-from twinphase.backends.cpu.tiling import DENSE_PANEL, DENSE_TILE, MATRIX_ROWS
+from twinphase.backends.cpu.tiling import DENSE_PANEL_TILES, DENSE_TILE_INPUTS, MATRIX_TILE_ROWS
 
-ROWS = MATRIX_ROWS
-# bytes of a strip's weights for `DENSE_TILE` inputs: [block of 16 outputs][pair of
+ROWS = MATRIX_TILE_ROWS
+# Bytes of a strip's weights for `DENSE_TILE_INPUTS` inputs: [block of 16 outputs][pair of
 # inputs][output][2]
 WEIGHTS = 2048
-AHEAD = 8192  # bytes; one row asks for the weights so far behind those that it reads
+# A single tile of rows prefetches weights this far ahead of its reads.
+PREFETCH_BYTES = 8192
 
 
 def _begin(e: Emit, scratch: Value, first: Value, second: Value) -> None:
@@ -57,7 +58,7 @@ def _block(
                 e.matrix("tileloadd64", tile, at=place)
     with e.loop(0, tiles) as k:
         weights = e.add(w, e.mul(k, WEIGHTS))
-        inputs = e.add(data, e.mul(k, 2 * DENSE_TILE))
+        inputs = e.add(data, e.mul(k, 2 * DENSE_TILE_INPUTS))
         for i, j, tile, _ in sums:
             if j == 0:
                 e.matrix(
@@ -70,7 +71,7 @@ def _block(
             e.matrix("tdpbf16ps", tile, 4 + i, 6 + j)
         if not both:
             for line in range(0, WEIGHTS, 64):
-                e.prefetch(weights, AHEAD, line)
+                e.prefetch(weights, PREFETCH_BYTES, line)
     for _, _, tile, place in sums:
         e.matrix("tilestored64", tile, at=place)
 
@@ -115,12 +116,12 @@ def strips_in_dense_tiles(isa: Isa) -> Any:
     ) -> None:
         w, groups, data, data_stride = operands[:4]
         out, out_stride, residual, residual_stride = operands[8:]
-        tiles = (groups + DENSE_TILE - 1) // DENSE_TILE
+        tiles = (groups + DENSE_TILE_INPUTS - 1) // DENSE_TILE_INPUTS
         whole = rows // (2 * ROWS) * 2 * ROWS
         rest = rows - whole
-        for p in range(0, tiles, DENSE_PANEL):
-            count = min(DENSE_PANEL, tiles - p)
-            here = data + 2 * DENSE_TILE * p
+        for p in range(0, tiles, DENSE_PANEL_TILES):
+            count = min(DENSE_PANEL_TILES, tiles - p)
+            here = data + 2 * DENSE_TILE_INPUTS * p
             if whole:
                 begin(scratch, ROWS, ROWS)
                 for s in range(first_strip, end_strip):

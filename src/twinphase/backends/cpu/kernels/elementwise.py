@@ -15,7 +15,11 @@ from twinphase.backends.cpu.emit import F32, I32, I64, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64, load_u32
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.quantize import store_quantized
-from twinphase.backends.cpu.tiling import GATE_PARTS, LOGIT_PARTS, ROWS_PER_TILE
+from twinphase.backends.cpu.tiling import (
+    ELEMENTWISE_TILE_ROWS,
+    GATE_TILES_PER_ROW,
+    LOGIT_TILES_PER_ROW,
+)
 
 GROUP_OF_FLOATS = vector(F32, 32)
 
@@ -76,7 +80,9 @@ def rms_norm(isa: Isa, kind: str) -> tuple[Any, Callable[[int, int, int], None]]
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         count, x, stride, weight, width, eps, groups, out, scale, fsum, isum = arguments(args)
-        for m in range(tile * ROWS_PER_TILE, min(load_i64(count), (tile + 1) * ROWS_PER_TILE)):
+        for m in range(
+            tile * ELEMENTWISE_TILE_ROWS, min(load_i64(count), (tile + 1) * ELEMENTWISE_TILE_ROWS)
+        ):
             at = 4 * m * groups
             row_of(
                 x + m * stride,
@@ -132,10 +138,10 @@ def gate_mul(isa: Isa, activation: str, kind: str) -> tuple[Any, Callable[[int, 
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         gate, up, stride, groups, out, scale, fsum, isum = arguments(args)
-        m = tile // GATE_PARTS
-        part = tile % GATE_PARTS
-        first = part * groups // GATE_PARTS
-        end = (part + 1) * groups // GATE_PARTS
+        m = tile // GATE_TILES_PER_ROW
+        part = tile % GATE_TILES_PER_ROW
+        first = part * groups // GATE_TILES_PER_ROW
+        end = (part + 1) * groups // GATE_TILES_PER_ROW
         at = 4 * m * groups
         part_of(
             gate + m * stride,
@@ -169,7 +175,9 @@ def add(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         count, x, h, scale, groups, out = arguments(args)
-        for m in range(tile * ROWS_PER_TILE, min(load_i64(count), (tile + 1) * ROWS_PER_TILE)):
+        for m in range(
+            tile * ELEMENTWISE_TILE_ROWS, min(load_i64(count), (tile + 1) * ELEMENTWISE_TILE_ROWS)
+        ):
             at = m * groups * 128
             row_of(x + at, h + at, scale, groups, out + at)
 
@@ -206,7 +214,9 @@ def add_norm(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         count, x, h, weight, width, eps, scale, groups, out = arguments(args)
-        for m in range(tile * ROWS_PER_TILE, min(load_i64(count), (tile + 1) * ROWS_PER_TILE)):
+        for m in range(
+            tile * ELEMENTWISE_TILE_ROWS, min(load_i64(count), (tile + 1) * ELEMENTWISE_TILE_ROWS)
+        ):
             at = m * groups * 128
             row_of(x + at, h + at, weight, width, eps, scale, groups, out + at)
 
@@ -241,12 +251,12 @@ def cap_logits(isa: Isa, capped: str) -> tuple[Any, Callable[[int, int, int], No
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         x, groups, out, scale, slope, cap = arguments(args)
-        part = tile % LOGIT_PARTS
-        at = tile // LOGIT_PARTS * groups * 128
+        part = tile % LOGIT_TILES_PER_ROW
+        at = tile // LOGIT_TILES_PER_ROW * groups * 128
         part_of(
             x + at,
-            part * groups // LOGIT_PARTS,
-            (part + 1) * groups // LOGIT_PARTS,
+            part * groups // LOGIT_TILES_PER_ROW,
+            (part + 1) * groups // LOGIT_TILES_PER_ROW,
             out + at,
             scale,
             slope,

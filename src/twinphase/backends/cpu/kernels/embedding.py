@@ -8,7 +8,7 @@ from typing import Any
 from llvmlite import ir
 
 from twinphase.backends.cpu.emit import F32, I8, I16, I32, Emit, Value, vector
-from twinphase.backends.cpu.formats import GROUP
+from twinphase.backends.cpu.formats import GROUP_INPUTS
 from twinphase.backends.cpu.intrinsics import (
     KERNEL_SIGNATURE,
     emitted,
@@ -18,23 +18,23 @@ from twinphase.backends.cpu.intrinsics import (
 )
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.blocks import Blocks
-from twinphase.backends.cpu.kernels.linear import DENSE, dense_values
+from twinphase.backends.cpu.kernels.linear import DENSE_ELEMENTS, dense_values
 from twinphase.weights.block_formats import FORMATS, BlockFormat
 
-VALUES = vector(F32, GROUP)
+VALUES = vector(F32, GROUP_INPUTS)
 
 
 def _codes(e: Emit, blocks: Blocks, fmt: BlockFormat, group: int) -> Value:
     """What the codes of a group stand for, less their offset, float32 [32]."""
-    words = ir.Constant(vector(I32, GROUP // 4), ir.Undefined)
-    for i in range(GROUP // 4):
-        quad = blocks.codes(GROUP * group + 4 * i)
+    words = ir.Constant(vector(I32, GROUP_INPUTS // 4), ir.Undefined)
+    for i in range(GROUP_INPUTS // 4):
+        quad = blocks.codes(GROUP_INPUTS * group + 4 * i)
         words = e.b.insert_element(words, quad, ir.Constant(I32, i))
-    codes = e.b.bitcast(words, vector(I8, GROUP))
+    codes = e.b.bitcast(words, vector(I8, GROUP_INPUTS))
     if fmt.values:
         return e.b.sitofp(e.select_by_code(codes, fmt.values), VALUES)
     offset = 128 if fmt.bits == 8 else fmt.offset
-    numbers = vector(I32, GROUP)
+    numbers = vector(I32, GROUP_INPUTS)
     return e.b.sitofp(e.b.sub(e.b.zext(codes, numbers), e.splat(numbers, offset)), VALUES)
 
 
@@ -50,7 +50,7 @@ def _parameters(e: Emit, blocks: Blocks, fmt: BlockFormat, group: int) -> tuple[
         floats = [e.b.fmul(e.b.bitcast(bits, F32), ir.Constant(F32, 0.5))]
     elif fmt.scales:
         halves = [half(blocks.word(at, I16)) for at in fmt.halves]
-        count = GROUP // fmt.group_size
+        count = GROUP_INPUTS // fmt.group_size
         floats = [
             e.b.fmul(halves[i // count], e.b.sitofp(number, F32))
             for i, number in enumerate(numbers)
@@ -58,8 +58,10 @@ def _parameters(e: Emit, blocks: Blocks, fmt: BlockFormat, group: int) -> tuple[
     else:
         floats = [half(number) for number in numbers]
     lanes = [e.broadcast(value, fmt.group_size) for value in floats]
-    if fmt.group_size < GROUP:
-        lanes = [e.shuffle(lanes[i], lanes[i + 1], range(GROUP)) for i in range(0, len(lanes), 2)]
+    if fmt.group_size < GROUP_INPUTS:
+        lanes = [
+            e.shuffle(lanes[i], lanes[i + 1], range(GROUP_INPUTS)) for i in range(0, len(lanes), 2)
+        ]
     return lanes[0], lanes[1] if fmt.has_minimum else None
 
 
@@ -67,29 +69,29 @@ def _quantized_row(isa: Isa, fmt: BlockFormat) -> Any:
     """Numba function (row, width, out, bits of the scale) of a row in blocks."""
 
     def write(e: Emit, row: Value, width: Value, out: Value, bits: Value) -> None:
-        factor = e.broadcast(e.b.bitcast(e.b.trunc(bits, I32), F32), GROUP)
+        factor = e.broadcast(e.b.bitcast(e.b.trunc(bits, I32), F32), GROUP_INPUTS)
         with e.loop(0, e.b.sdiv(width, e.i64(fmt.block_size))) as i:
             blocks = Blocks(e, fmt, [row], e.mul(i, fmt.block_bytes))
             to = e.add(out, e.mul(i, 4 * fmt.block_size))
-            for group in range(fmt.block_size // GROUP):
+            for group in range(fmt.block_size // GROUP_INPUTS):
                 scale, minimum = _parameters(e, blocks, fmt, group)
                 values = e.b.fmul(scale, _codes(e, blocks, fmt, group))
                 if minimum is not None:
                     add = e.b.fsub if fmt.minima else e.b.fadd
                     values = add(values, minimum)
-                e.store(e.b.fmul(values, factor), to, 4 * GROUP * group)
+                e.store(e.b.fmul(values, factor), to, 4 * GROUP_INPUTS * group)
 
     return emitted(isa, 4, write)
 
 
 def _dense_row(isa: Isa, dtype: str) -> Any:
     """The same of a row of F32, F16 or BF16."""
-    element, size = DENSE[dtype]
+    element, size = DENSE_ELEMENTS[dtype]
 
     def write(e: Emit, row: Value, width: Value, out: Value, bits: Value) -> None:
         factor = e.b.bitcast(e.b.trunc(bits, I32), F32)
-        whole = e.mul(e.b.sdiv(width, e.i64(GROUP)), GROUP)
-        for start, end, lanes in ((0, whole, GROUP), (whole, width, 1)):
+        whole = e.mul(e.b.sdiv(width, e.i64(GROUP_INPUTS)), GROUP_INPUTS)
+        for start, end, lanes in ((0, whole, GROUP_INPUTS), (whole, width, 1)):
             with e.loop(start, end, lanes) as i:
                 raw = e.load(vector(element, lanes), row, e.mul(i, size))
                 values = e.b.fmul(dense_values(e, dtype, raw), e.broadcast(factor, lanes))

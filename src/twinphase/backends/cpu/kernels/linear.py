@@ -2,7 +2,7 @@
 
 Prefill has many rows: the widest tile, each weight unpacked once for all its rows. Decode has one
 or a few: the narrow tiles, bound by how fast weights stream from memory. Every row's sum runs over
-the groups in the same order whatever the tile, so a row's bits do not depend on how many others are
+the groups in the same order in every tile, so a row's bits do not depend on the number of rows
 computed with it.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from numba import njit
 
 from twinphase.backends.cpu.emit import F16, F32, I16, I32, Emit, Value, vector
-from twinphase.backends.cpu.formats import FORMATS, STRIP, SUPER
+from twinphase.backends.cpu.formats import FORMATS, GROUPS_PER_SUPERBLOCK, STRIP_OUTPUTS
 from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.dense_tiles import strips_in_dense_tiles
@@ -29,7 +29,7 @@ from twinphase.backends.cpu.kernels.register_tile import (
     each_group,
     store_tile,
 )
-from twinphase.backends.cpu.tiling import MATRIX_LEAST, SLOT
+from twinphase.backends.cpu.tiling import MATRIX_MIN_ROWS, SLOT_INTS
 
 
 def quantized_linear(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], None]]:
@@ -83,7 +83,7 @@ def _quantized_run(isa: Isa, format_name: str) -> Any:
         rows: int,
         scratch: int,
     ) -> None:
-        if rows >= MATRIX_LEAST:
+        if rows >= MATRIX_MIN_ROWS:
             many(operands, first_strip, end_strip, first_row, rows, scratch)
         else:
             few(operands, first_strip, end_strip, first_row, rows, scratch)
@@ -108,7 +108,8 @@ def _quantized(isa: Isa, format_name: str) -> tuple[Any, int, int]:
     return write, fmt.record_bytes, fmt.header_bytes
 
 
-DENSE = {"F32": (F32, 4), "F16": (F16, 2), "BF16": (I16, 2)}  # element and bytes
+# Type of a loaded element, and its size in bytes.
+DENSE_ELEMENTS = {"F32": (F32, 4), "F16": (F16, 2), "BF16": (I16, 2)}
 
 
 def dense_values(e: Emit, dtype: str, raw: Value) -> Value:
@@ -124,13 +125,13 @@ def dense_values(e: Emit, dtype: str, raw: Value) -> Value:
 
 def _dense(isa: Isa, dtype: str) -> tuple[Any, int, int]:
     """The same for dense weights."""
-    element, size = DENSE[dtype]
+    element, size = DENSE_ELEMENTS[dtype]
     floats = vector(F32, isa.lanes)
 
     def write(e: Emit, rows: int, vectors: int, w: Weights, x: Inputs) -> list[list[Any]]:
         totals = [[e.variable(e.splat(floats, 0.0)) for _ in range(vectors)] for _ in range(rows)]
         with e.loop(0, w.groups) as k:
-            at = e.add(w.address, e.mul(k, STRIP * size), e.mul(w.block, 16 * size))
+            at = e.add(w.address, e.mul(k, STRIP_OUTPUTS * size), e.mul(w.block, 16 * size))
             loads = [
                 e.load(vector(element, isa.lanes), at, n * isa.lanes * size) for n in range(vectors)
             ]
@@ -143,7 +144,7 @@ def _dense(isa: Isa, dtype: str) -> tuple[Any, int, int]:
                     totals[m][n].set(e.fma(value, weights[n], totals[m][n].get()))
         return totals
 
-    return write, STRIP * size, 0
+    return write, STRIP_OUTPUTS * size, 0
 
 
 def _strips_kernel(isa: Isa, write: Any, record: int, header: int) -> Any:
@@ -153,10 +154,10 @@ def _strips_kernel(isa: Isa, write: Any, record: int, header: int) -> Any:
         isa: the path.
         write: emits a tile of (rows, vectors of outputs) and returns its totals.
         record: bytes of a group of a strip.
-        header: bytes in front of every `SUPER` records, or 0.
+        header: bytes in front of every `GROUPS_PER_SUPERBLOCK` records, or 0.
     """
     pieces = 1 if isa.lanes == 16 else 2  # a narrow register file holds one block of 16 outputs
-    columns = STRIP // pieces
+    columns = STRIP_OUTPUTS // pieces
     nested = header > 0
     most = isa.linear_rows
 
@@ -202,7 +203,7 @@ def _strips_kernel(isa: Isa, write: Any, record: int, header: int) -> Any:
         out, out_stride, residual, residual_stride = operands[8:]
         strip_bytes = groups * record
         if nested:
-            strip_bytes += groups // SUPER * header
+            strip_bytes += groups // GROUPS_PER_SUPERBLOCK * header
         blocks = (rows + most - 1) // most  # of as equal heights as can be
         # Each of several blocks fetches its share of the next strip; a single one keeps the memory
         # busy by itself.
@@ -210,7 +211,7 @@ def _strips_kernel(isa: Isa, write: Any, record: int, header: int) -> Any:
         for s in range(first_strip, end_strip):
             ahead = w + (s + 1) * strip_bytes
             for piece in range(pieces):
-                column = 4 * (s * STRIP + piece * columns)
+                column = 4 * (s * STRIP_OUTPUTS + piece * columns)
                 for i in range(blocks):
                     m = first_row + i * rows // blocks
                     end = first_row + (i + 1) * rows // blocks
@@ -257,7 +258,7 @@ def _linear_kernel(run: Any) -> tuple[Any, Callable[[int, int, int], None]]:
 
 
 def _experts_kernel(run: Any) -> tuple[Any, Callable[[int, int, int], None]]:
-    """Tiles of the same linear layer of many experts: an expert with rows, of it strips.
+    """Tiles of the same linear layer of many experts: experts with rows, and their strips.
 
     Arguments: operands, w that of the first expert, and in place of the residual the bias of the
     first expert and the bytes to the next one's; bytes to the next expert's w, strips, slots
@@ -266,7 +267,7 @@ def _experts_kernel(run: Any) -> tuple[Any, Callable[[int, int, int], None]]:
     """
     operands_of = fields(OPERANDS)
     sizes_of = fields(4)
-    slot_of = fields(SLOT, I32)
+    slot_of = fields(SLOT_INTS, I32)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         w_stride, strips, slots, per_tile = sizes_of(args + 8 * OPERANDS)
@@ -274,7 +275,7 @@ def _experts_kernel(run: Any) -> tuple[Any, Callable[[int, int, int], None]]:
         strip_tiles = (strips + per_tile - 1) // per_tile
         first_strip = tile % strip_tiles * per_tile
         end_strip = min(strips, first_strip + per_tile)
-        expert, first, end = slot_of(slots + 4 * SLOT * (tile // strip_tiles))
+        expert, first, end = slot_of(slots + 4 * SLOT_INTS * (tile // strip_tiles))
         if first < end:
             all_experts = operands_of(args)
             w = all_experts[0] + expert * w_stride

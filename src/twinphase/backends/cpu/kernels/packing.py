@@ -13,14 +13,20 @@ from typing import Any
 from llvmlite import ir
 
 from twinphase.backends.cpu.emit import I8, I16, I32, Emit, Value, vector
-from twinphase.backends.cpu.formats import FORMATS, GROUP, STRIP, SUPER, PackedFormat
+from twinphase.backends.cpu.formats import (
+    FORMATS,
+    GROUP_INPUTS,
+    GROUPS_PER_SUPERBLOCK,
+    STRIP_OUTPUTS,
+    PackedFormat,
+)
 from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.kernels.blocks import LANES, Blocks
+from twinphase.backends.cpu.kernels.blocks import PACKED_ROWS, Blocks
 from twinphase.weights.block_formats import FORMATS as BLOCK_FORMATS
 
-HALF = 0x8000  # sign bit of a float16
-WORDS = vector(I32, LANES)
+FLOAT16_SIGN_BIT = 0x8000
+WORDS = vector(I32, PACKED_ROWS)
 
 
 class _Strip:
@@ -35,13 +41,13 @@ class _Strip:
     def put(self, value: Value, element: ir.Type, at: Value, offset: int) -> None:
         """A number for each output, at the place of the strip's first half."""
         kept = self.e.b.and_(value, self.keep)
-        kept = kept if element == I32 else self.e.b.trunc(kept, vector(element, LANES))
-        self.e.store(kept, at, self.e.mul(self.half, LANES * element.width // 8), offset)
+        kept = kept if element == I32 else self.e.b.trunc(kept, vector(element, PACKED_ROWS))
+        self.e.store(kept, at, self.e.mul(self.half, PACKED_ROWS * element.width // 8), offset)
 
     def put_group(self, x: Blocks, j: int, record: Value) -> None:
         """Group j of the blocks."""
         fmt = self.fmt
-        codes = [x.codes(GROUP * j + first) for first in range(0, GROUP, 4)]
+        codes = [x.codes(GROUP_INPUTS * j + first) for first in range(0, GROUP_INPUTS, 4)]
         lines = codes
         if fmt.bits != 8:
             lines = [x.joined(codes[i : i + 2], 0, 4) for i in range(0, 8, 2)]
@@ -53,15 +59,15 @@ class _Strip:
         at = fmt.code_bytes
         for value in x.parameters(j):
             self.put(value, I8 if fmt.scale_size == 1 else I16, record, at)
-            at += STRIP * fmt.scale_size
+            at += STRIP_OUTPUTS * fmt.scale_size
 
     def put_shared(self, x: Blocks, header: Value) -> None:
         """The float16 numbers that all groups of a block share."""
         for i, at in enumerate(x.fmt.halves):
             value = x.word(at, I16)
             if i:  # minima are subtracted in the checkpoint, added here
-                value = self.e.b.xor(value, self.e.splat(WORDS, HALF))
-            self.put(value, I16, header, 2 * STRIP * i)
+                value = self.e.b.xor(value, self.e.splat(WORDS, FLOAT16_SIGN_BIT))
+            self.put(value, I16, header, 2 * STRIP_OUTPUTS * i)
 
 
 def pack(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], None]]:
@@ -71,18 +77,19 @@ def pack(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], Non
     """
     fmt = FORMATS[format_name]
     block_format = BLOCK_FORMATS[format_name]
-    per_block = SUPER if fmt.nested else 1
+    per_block = GROUPS_PER_SUPERBLOCK if fmt.nested else 1
     to_bytes = fmt.header_bytes + per_block * fmt.record_bytes
 
     def half_strip(
         e: Emit, source: Value, row_bytes: Value, rows: Value, blocks: Value, to: Value, half: Value
     ) -> None:
-        lanes = ir.Constant(WORDS, list(range(LANES)))
-        inside = e.b.icmp_signed("<", lanes, e.broadcast(e.b.trunc(rows, I32), LANES))
+        lanes = ir.Constant(WORDS, list(range(PACKED_ROWS)))
+        inside = e.b.icmp_signed("<", lanes, e.broadcast(e.b.trunc(rows, I32), PACKED_ROWS))
         strip = _Strip(e, fmt, half, e.b.sext(inside, WORDS))
         last = e.add(rows, -1)
         addresses = [
-            e.add(source, e.mul(e.least(e.i64(lane), last), row_bytes)) for lane in range(LANES)
+            e.add(source, e.mul(e.least(e.i64(lane), last), row_bytes))
+            for lane in range(PACKED_ROWS)
         ]
         with e.loop(0, blocks) as i:
             x = Blocks(e, block_format, addresses, e.mul(i, block_format.block_bytes))
@@ -99,12 +106,12 @@ def pack(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], Non
         source, row_bytes, outputs, groups, destination = arguments(args)
         blocks = groups // per_block
         for half in range(2):
-            first = STRIP * tile + LANES * half
+            first = STRIP_OUTPUTS * tile + PACKED_ROWS * half
             if first < outputs:
                 pack_half(
                     source + first * row_bytes,
                     row_bytes,
-                    min(LANES, outputs - first),
+                    min(PACKED_ROWS, outputs - first),
                     blocks,
                     destination + tile * blocks * to_bytes,
                     half,

@@ -30,24 +30,24 @@ from twinphase.backends.cpu.intrinsics import load_i64
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.program_layout import (
     COMMAND_ARGS,
+    COMMAND_BARRIER,
     COMMAND_BYTES,
-    COMMAND_FN,
-    COMMAND_SYNC,
-    COMMAND_TILES,
+    COMMAND_KERNEL_ADDRESS,
+    COMMAND_TILE_COUNT_ADDRESS,
     COUNTER_BYTES,
-    CTL_CLAIMS,
-    CTL_COMMANDS,
+    CTL_CLAIMS_ADDRESS,
+    CTL_COMMANDS_ADDRESS,
     CTL_COUNT,
-    CTL_DONE,
+    CTL_DONE_COUNTERS_ADDRESS,
     CTL_EPOCH,
-    CTL_IDLE_SPINS,
-    CTL_LIBC,
-    CTL_SCRATCH,
-    CTL_SCRATCH_BYTES,
+    CTL_LIBC_ADDRESS,
+    CTL_SCRATCH_ADDRESS,
+    CTL_SCRATCH_BYTES_PER_THREAD,
     CTL_SHUTDOWN,
     CTL_SLEEPERS,
-    CTL_SPINS,
+    CTL_STEP_SPINS,
     CTL_THREADS,
+    CTL_TILE_SPINS,
     CTL_WAKE,
     EPOCH_MASK,
     EPOCH_SHIFT,
@@ -140,7 +140,7 @@ def _call_libc(ctx: Any, fn: Any, address: Any, operation: Any, value: Any) -> A
 @njit  # type: ignore[untyped-decorator]
 def _futex(control: int, operation: int, value: int) -> None:
     """Linux's futex(2) on the wake word; elsewhere, give up the rest of the time slice."""
-    _call_libc(load_i64(control + CTL_LIBC), control + CTL_WAKE, operation, value)
+    _call_libc(load_i64(control + CTL_LIBC_ADDRESS), control + CTL_WAKE, operation, value)
 
 
 @intrinsic
@@ -174,8 +174,8 @@ def _over(claims: int, index: int, thread: int, threads: int, epoch: int) -> boo
 @njit  # type: ignore[untyped-decorator]
 def _wait_done(control: int, index: int, tiles: int, thread: int, epoch: int) -> bool:
     """Wait until a command's tiles are done; False when this thread came late."""
-    done = load_i64(control + CTL_DONE) + index * COUNTER_BYTES
-    claims = load_i64(control + CTL_CLAIMS)
+    done = load_i64(control + CTL_DONE_COUNTERS_ADDRESS) + index * COUNTER_BYTES
+    claims = load_i64(control + CTL_CLAIMS_ADDRESS)
     threads = load_i64(control + CTL_THREADS)
     spins = 0
     while True:
@@ -184,7 +184,7 @@ def _wait_done(control: int, index: int, tiles: int, thread: int, epoch: int) ->
         if atomic_load(done) >= tiles:
             return True
         spins += 1
-        if spins < load_i64(control + CTL_SPINS):
+        if spins < load_i64(control + CTL_TILE_SPINS):
             pause()
             continue
         _atomic_add(control + CTL_SLEEPERS, 1)
@@ -216,9 +216,11 @@ def _run_tiles(control: int, index: int, command: int, thread: int, epoch: int) 
     """Run tiles of a command until none is left; how many, or LATE."""
     threads = load_i64(control + CTL_THREADS)
     mine = 0
-    scratch = load_i64(control + CTL_SCRATCH) + thread * load_i64(control + CTL_SCRATCH_BYTES)
-    words = load_i64(control + CTL_CLAIMS) + index * threads * COUNTER_BYTES
-    fn = load_i64(command + COMMAND_FN)
+    scratch = load_i64(control + CTL_SCRATCH_ADDRESS) + thread * load_i64(
+        control + CTL_SCRATCH_BYTES_PER_THREAD
+    )
+    words = load_i64(control + CTL_CLAIMS_ADDRESS) + index * threads * COUNTER_BYTES
+    fn = load_i64(command + COMMAND_KERNEL_ADDRESS)
     for i in range(threads):
         owner = (thread + i) % threads
         while True:
@@ -234,15 +236,17 @@ def _run_tiles(control: int, index: int, command: int, thread: int, epoch: int) 
 
 @njit  # type: ignore[untyped-decorator]
 def _walk(control: int, thread: int, epoch: int) -> None:
-    commands = load_i64(control + CTL_COMMANDS)
+    commands = load_i64(control + CTL_COMMANDS_ADDRESS)
     count = load_i64(control + CTL_COUNT)
-    dones = load_i64(control + CTL_DONE)
+    dones = load_i64(control + CTL_DONE_COUNTERS_ADDRESS)
     unfinished = 0  # first command not yet known to be done
     for i in range(count + 1):
         command = commands + i * COMMAND_BYTES
-        if i == count or load_i64(command + COMMAND_SYNC):
+        if i == count or load_i64(command + COMMAND_BARRIER):
             for j in range(unfinished, i):
-                tiles = load_i64(load_i64(commands + j * COMMAND_BYTES + COMMAND_TILES))
+                tiles = load_i64(
+                    load_i64(commands + j * COMMAND_BYTES + COMMAND_TILE_COUNT_ADDRESS)
+                )
                 if not _wait_done(control, j, tiles, thread, epoch):
                     return
             unfinished = i
@@ -252,7 +256,7 @@ def _walk(control: int, thread: int, epoch: int) -> None:
         if mine == LATE:
             return
         if mine and _atomic_add(dones + i * COUNTER_BYTES, mine) + mine >= load_i64(
-            load_i64(command + COMMAND_TILES)
+            load_i64(command + COMMAND_TILE_COUNT_ADDRESS)
         ):
             _wake_sleepers(control)
 
@@ -260,11 +264,11 @@ def _walk(control: int, thread: int, epoch: int) -> None:
 @njit  # type: ignore[untyped-decorator]
 def _open(control: int, epoch: int) -> None:
     """Share out every command's tiles among the threads."""
-    commands = load_i64(control + CTL_COMMANDS)
+    commands = load_i64(control + CTL_COMMANDS_ADDRESS)
     threads = load_i64(control + CTL_THREADS)
-    claims = load_i64(control + CTL_CLAIMS)
+    claims = load_i64(control + CTL_CLAIMS_ADDRESS)
     for i in range(load_i64(control + CTL_COUNT)):
-        tiles = load_i64(load_i64(commands + i * COMMAND_BYTES + COMMAND_TILES))
+        tiles = load_i64(load_i64(commands + i * COMMAND_BYTES + COMMAND_TILE_COUNT_ADDRESS))
         for t in range(threads):
             first = t * tiles // threads
             end = (t + 1) * tiles // threads
@@ -276,8 +280,8 @@ def _open(control: int, epoch: int) -> None:
 def _close(control: int, epoch: int) -> None:
     """Leave nothing to claim before tile counts change; late threads see the next epoch."""
     threads = load_i64(control + CTL_THREADS)
-    claims = load_i64(control + CTL_CLAIMS)
-    done = load_i64(control + CTL_DONE)
+    claims = load_i64(control + CTL_CLAIMS_ADDRESS)
+    done = load_i64(control + CTL_DONE_COUNTERS_ADDRESS)
     for _ in range(load_i64(control + CTL_COUNT)):
         for _t in range(threads):
             atomic_store(claims, (epoch + 1 & EPOCH_MASK) << EPOCH_SHIFT)
@@ -313,7 +317,7 @@ def run_program(isa: Isa) -> tuple[Any, Callable[[int, int], int]]:
                 control + CTL_SHUTDOWN
             ):
                 spins += 1
-                if spins < load_i64(control + CTL_IDLE_SPINS):
+                if spins < load_i64(control + CTL_STEP_SPINS):
                     pause()
                     continue
                 _atomic_add(control + CTL_SLEEPERS, 1)

@@ -15,7 +15,7 @@ from llvmlite import ir
 from twinphase.backends.cpu.emit import F32, I8, I32, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.tiling import ROWS_PER_TILE
+from twinphase.backends.cpu.tiling import ELEMENTWISE_TILE_ROWS
 
 # Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits.
 MAGIC = 12582912.0
@@ -75,7 +75,9 @@ def quantize(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         count, source, stride, groups, data, scale, fsum, isum = arguments(args)
-        for m in range(tile * ROWS_PER_TILE, min(load_i64(count), (tile + 1) * ROWS_PER_TILE)):
+        for m in range(
+            tile * ELEMENTWISE_TILE_ROWS, min(load_i64(count), (tile + 1) * ELEMENTWISE_TILE_ROWS)
+        ):
             at = 4 * m * groups
             row_of(
                 source + m * stride,
@@ -105,7 +107,9 @@ def round_rows(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         count, source, stride, groups, out = arguments(args)
-        for m in range(tile * ROWS_PER_TILE, min(load_i64(count), (tile + 1) * ROWS_PER_TILE)):
+        for m in range(
+            tile * ELEMENTWISE_TILE_ROWS, min(load_i64(count), (tile + 1) * ELEMENTWISE_TILE_ROWS)
+        ):
             row_of(source + m * stride, groups, out + m * groups * 64)
 
     return KERNEL_SIGNATURE, kernel

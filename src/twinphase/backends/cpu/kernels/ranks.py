@@ -1,4 +1,4 @@
-"""What ranks of a model do for each other: copy columns to shared memory, and wait for all."""
+"""Kernels that connect the ranks of a model: copy columns to shared memory, and wait for all."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from twinphase.backends.cpu.emit import I32, I64, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.program import atomic_load, atomic_store, pause
-from twinphase.backends.cpu.tiling import ROWS_PER_TILE
+from twinphase.backends.cpu.tiling import ELEMENTWISE_TILE_ROWS
 
-ARRAYS = 4  # of a row in int8 groups
+# A row in int8 groups has codes, scales, and float and integer sums; other rows have fewer arrays.
+ARRAYS_PER_ROW = 4
 WORD_BYTES = 64
-SPINS = 5000  # looks, about 0.1 ms, before a rank sleeps between two
+# About 0.1 ms.
+SPINS_BEFORE_SLEEP = 5000
 SLEEP_MICROSECONDS = 20
 
 
@@ -37,15 +39,15 @@ def _copy(isa: Isa) -> Any:
 def copy_columns(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
     """A rank's columns into rows of all ranks.
 
-    Arguments: address of the row count; for each of ARRAYS arrays the source, its stride, the
-    target, its stride and the bytes of a row, a multiple of 4.
+    Arguments: address of the row count; for each of ARRAYS_PER_ROW arrays the source, its stride,
+    the target, its stride and the bytes of a row, a multiple of 4.
     """
     copy = _copy(isa)
 
     def kernel(args: int, tile: int, scratch: int) -> None:
-        first = tile * ROWS_PER_TILE
-        rows = min(load_i64(load_i64(args)), first + ROWS_PER_TILE)
-        for array in range(ARRAYS):
+        first = tile * ELEMENTWISE_TILE_ROWS
+        rows = min(load_i64(load_i64(args)), first + ELEMENTWISE_TILE_ROWS)
+        for array in range(ARRAYS_PER_ROW):
             place = args + 8 + 40 * array
             source = load_i64(place)
             stride = load_i64(place + 8)
@@ -103,7 +105,7 @@ def meet(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
                     waited = True
                     _clock(clock, scratch)
                 looks += 1
-                if looks < SPINS:
+                if looks < SPINS_BEFORE_SLEEP:
                     pause()
                 else:
                     _sleep(usleep, SLEEP_MICROSECONDS)

@@ -13,17 +13,24 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 
 from twinphase.backends.cpu.emit import F16, F32, I8, I32, Emit, Value, vector
-from twinphase.backends.cpu.formats import GROUP, STRIP, SUPER, PackedFormat
+from twinphase.backends.cpu.formats import (
+    GROUP_INPUTS,
+    GROUPS_PER_SUPERBLOCK,
+    STRIP_OUTPUTS,
+    PackedFormat,
+)
 
-# lines of the next strip's weights that one of many or of few tiles asks for in a group
+# Cache lines of the next strip that a tile prefetches per group: one of few tiles AHEAD_LINES, one
+# of many FEW_LINES.
 FEW_LINES = 3
 OPERANDS = 12
 # w, groups, data, data stride, scale, fsum, scale stride, isum, out, out stride, residual, residual
 # stride of a linear layer; strides are bytes.
 Operands = tuple[int, ...]
 AHEAD_LINES = 9
-STREAM_AHEAD = 8192  # bytes; a single tile asks for the weights so far behind those that it reads
-FEWEST_AHEAD = 4  # rows of the smallest tile that does: fewer are never one of several
+# The only row tile of a strip prefetches weights this far ahead; a tile of fewer rows always is.
+STREAM_PREFETCH_BYTES = 8192
+MIN_STREAM_PREFETCH_ROWS = 4
 
 
 class Inputs(NamedTuple):
@@ -47,19 +54,19 @@ class Weights(NamedTuple):
     step: Value
 
     def fetch(self, e: Emit, rows: int, g: Value, record: Value, record_bytes: int) -> None:
-        """Ask for what comes next, in iteration g of a tile of `rows` rows."""
+        """Prefetch the next weights, in iteration g of a tile of `rows` rows."""
 
         def stream() -> None:
             # A narrow register file reads a strip twice; there the processor's own guess is as
             # good.
             for line in range(0, record_bytes if e.isa.lanes == 16 else 0, 64):
-                e.prefetch(record, STREAM_AHEAD, line)
+                e.prefetch(record, STREAM_PREFETCH_BYTES, line)
 
         def share(first: int, end: int) -> None:
             for line in range(first, end):
                 e.prefetch(self.ahead, e.mul(g, self.step), 64 * line)
 
-        if rows < FEWEST_AHEAD:
+        if rows < MIN_STREAM_PREFETCH_ROWS:
             stream()
             return
         with e.b.if_else(e.b.icmp_signed("==", self.step, e.i64(0))) as (single, several):
@@ -151,7 +158,7 @@ class RegisterTile:
         signed = e.dot_is_signed(fmt.bits_multiplied)
         offset = 0 if signed else fmt.offset
         quads = fmt.group // 4
-        for part in range(GROUP // fmt.group):
+        for part in range(GROUP_INPUTS // fmt.group):
             sums = []
             for m in range(self.rows):
                 start: Value = e.splat(self.ints, 0)
@@ -190,7 +197,7 @@ class RegisterTile:
             codes = [self.codes(record, quad, n) for n in range(self.vectors)]
             last = not together or quad == quads[-1] or (quad + 1) % together == 0
             for m in range(self.rows):
-                where = e.add(e.mul(x.data_stride, m), e.mul(g, GROUP), 4 * quad)
+                where = e.add(e.mul(x.data_stride, m), e.mul(g, GROUP_INPUTS), 4 * quad)
                 inputs = e.broadcast(e.load(I32, x.data, where), self.lanes)
                 for n in range(self.vectors):
                     if not together:
@@ -220,14 +227,14 @@ class RegisterTile:
     ) -> tuple[list[Value], list[Value]]:
         """Scales and minima of a part of a group, a vector for each of outputs."""
         fmt = self.fmt
-        scale_at = fmt.code_bytes + part * STRIP * fmt.scale_size
+        scale_at = fmt.code_bytes + part * STRIP_OUTPUTS * fmt.scale_size
         shared = None if header is None else (header, 0)
         scales = [
             self.scales(record, scale_at, shared, n, fmt.signed_scales) for n in range(self.vectors)
         ]
         if not fmt.minimum:
             return scales, []
-        shared = None if header is None else (header, 2 * STRIP)
+        shared = None if header is None else (header, 2 * STRIP_OUTPUTS)
         at = scale_at + fmt.scale_bytes
         return scales, [self.scales(record, at, shared, n, False) for n in range(self.vectors)]
 
@@ -278,7 +285,7 @@ def each_group(
     e: Emit, fmt: PackedFormat, address: Value, groups: Value
 ) -> Iterator[tuple[Value, Value, Value | None]]:
     """The groups of a strip: number, record and header; the body is the `with` block."""
-    per_header = SUPER if fmt.nested else 1
+    per_header = GROUPS_PER_SUPERBLOCK if fmt.nested else 1
     with e.loop(0, e.b.sdiv(groups, e.i64(per_header))) as i:
         header = e.add(address, e.mul(i, fmt.header_bytes + per_header * fmt.record_bytes))
         if not fmt.nested:

@@ -17,15 +17,15 @@ from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields,
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.quantize import absmax_scale, round_to_int
 from twinphase.backends.cpu.kv_layout import (
-    CELL,
-    CHUNK,
+    CELL_TOKENS,
+    CHUNK_CELLS,
     key_bytes,
     scale_bytes,
     spread_size,
     value_bytes,
 )
 
-LARGEST_VALUE = 65504.0  # of float16
+MAX_FLOAT16 = 65504.0
 
 
 Load = Callable[
@@ -220,7 +220,7 @@ def _key(isa: Isa, dim: int, rotary: int, interleaved: bool, normalized: bool) -
             )
             for q in range(count // 4):
                 lane = e.b.extract_element(quads, ir.Constant(I32, q))
-                e.store(lane, keys, (at + q) * 4 * CELL, e.mul(token, 4))
+                e.store(lane, keys, (at + q) * 4 * CELL_TOKENS, e.mul(token, 4))
             at += count // 4
         e.store(step, scales, e.mul(token, 4))
 
@@ -241,14 +241,12 @@ def _value(isa: Isa, dim: int, dtype: str) -> Any:
             piece = e.load(vector(F32, 16), x, 4 * i)
             # A value that is not finite must not outlive its request: times a weight of 0 it would
             # poison another's.
-            finite = e.b.fcmp_ordered(
-                "<", e.unary("fabs", piece), e.splat(piece.type, LARGEST_VALUE)
-            )
+            finite = e.b.fcmp_ordered("<", e.unary("fabs", piece), e.splat(piece.type, MAX_FLOAT16))
             pieces.append(e.b.select(finite, piece, e.splat(piece.type, 0.0)))
         inverse = None
         if dtype == "int8":
             step, inverse = absmax_scale(e, _largest(e, pieces))
-            e.store(step, scales, e.mul(token, 4), 4 * CELL)
+            e.store(step, scales, e.mul(token, 4), 4 * CELL_TOKENS)
         for i, piece in zip(range(0, dim, 16), pieces, strict=True):
             if inverse is not None:
                 small = e.b.trunc(round_to_int(e, piece, e.broadcast(inverse, 16)), vector(I8, 16))
@@ -358,7 +356,11 @@ def rope_kv_write(
                 q_root,
             )
         for head in range(kv_heads):
-            at = slot // (CELL * CHUNK) * per_chunk + head * CHUNK + slot // CELL % CHUNK
+            at = (
+                slot // (CELL_TOKENS * CHUNK_CELLS) * per_chunk
+                + head * CHUNK_CELLS
+                + slot // CELL_TOKENS % CHUNK_CELLS
+            )
             here = tile * stride + head * dim * 4
             if normalized:
                 k_root = inverse_rms(k + here, dim, eps)
@@ -368,10 +370,10 @@ def rope_kv_write(
                 sin,
                 keys + at * cell_bytes,
                 scales + at * scale_size,
-                slot % CELL,
+                slot % CELL_TOKENS,
                 k_norm,
                 k_root,
             )
-            value(v + here, values + at * value_size, scales + at * scale_size, slot % CELL)
+            value(v + here, values + at * value_size, scales + at * scale_size, slot % CELL_TOKENS)
 
     return KERNEL_SIGNATURE, kernel

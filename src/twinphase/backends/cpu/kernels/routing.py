@@ -24,7 +24,7 @@ from twinphase.backends.cpu.intrinsics import (
     store_i32,
 )
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.tiling import ROWS_PER_TILE, SLOT
+from twinphase.backends.cpu.tiling import ELEMENTWISE_TILE_ROWS, SLOT_INTS
 
 
 def _powers(isa: Isa) -> Any:
@@ -101,8 +101,8 @@ def sort_rows(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
         pairs = load_i64(count) * used
         for expert in range(experts):
             store_i32(scratch + 4 * expert, 0)
-            for i in range(SLOT):
-                store_i32(slots + 4 * (SLOT * expert + i), 0)
+            for i in range(SLOT_INTS):
+                store_i32(slots + 4 * (SLOT_INTS * expert + i), 0)
         for pair in range(pairs):
             at = scratch + 4 * load_u32(numbers + 4 * pair)
             store_i32(at, load_u32(at) + 1)
@@ -111,9 +111,9 @@ def sort_rows(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
             size = load_u32(scratch + 4 * expert)
             store_i32(scratch + 4 * expert, start)  # where the expert's next row goes
             if size:
-                store_i32(slots + 4 * SLOT * slot, expert)
-                store_i32(slots + 4 * SLOT * slot + 4, start)
-                store_i32(slots + 4 * SLOT * slot + 8, start + size)
+                store_i32(slots + 4 * SLOT_INTS * slot, expert)
+                store_i32(slots + 4 * SLOT_INTS * slot + 4, start)
+                store_i32(slots + 4 * SLOT_INTS * slot + 8, start + size)
                 slot += 1
             start += size
         for pair in range(pairs):
@@ -157,7 +157,9 @@ def combine(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
 
     def kernel(args: int, tile: int, scratch: int) -> None:
         count, used, places, weights, results, groups, out = arguments(args)
-        for m in range(tile * ROWS_PER_TILE, min(load_i64(count), (tile + 1) * ROWS_PER_TILE)):
+        for m in range(
+            tile * ELEMENTWISE_TILE_ROWS, min(load_i64(count), (tile + 1) * ELEMENTWISE_TILE_ROWS)
+        ):
             row_of(
                 used,
                 places + 4 * used * m,
