@@ -29,7 +29,7 @@ def worker_pids(parent):
 @pytest.mark.timeout(300)
 def test_ray_starts_workers_of_both_roles_and_starts_them_again(tiny_path, lone, monkeypatch):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    monkeypatch.setattr("twinphase.engine.process.host.LONGEST_DELAY", 1.0)
+    monkeypatch.setattr("twinphase.engine.process.host.MAX_RETRY_SECONDS", 1.0)
     asked = list(mix(5))
     expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
     cluster = ClusterConfig(

@@ -235,7 +235,7 @@ def test_a_prompt_goes_where_its_beginning_is_cached_until_that_worker_dies(serv
         await until(lambda: router.fleet.index.hits(chain).get(first[1]) == 10)
         for number in (1, 2, 3):
             tokens, where, words = await cached(number)
-            assert (tokens, where) == (160, first[1]) and "1 of 161 tokens to read" in words
+            assert (tokens, where) == (160, first[1]) and "1 of 161 tokens to prefill" in words
         os.kill(pid_of(engine, first[1]), signal.SIGKILL)
         await until(lambda: router.num_restarts == 1)
         assert router.fleet.index.num_held(first[1]) == 0

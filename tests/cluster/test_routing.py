@@ -36,8 +36,8 @@ def test_a_cached_prefix_is_worth_waiting_for_as_long_as_it_saves():
 def test_the_reason_names_the_next_best_and_both_costs():
     decision = choose([worker("idle"), worker("warm", prefill_seconds=0.1)], warm=60)
     assert decision.num_cached == 960
-    assert decision.reason == "warm: 40 of 1,000 tokens to read, 145 ms < 1005 ms (idle)"
-    assert choose([worker("only")]).reason == "only: 1,000 of 1,000 tokens to read"
+    assert decision.reason == "warm: 40 of 1,000 tokens to prefill, 145 ms < 1005 ms (idle)"
+    assert choose([worker("only")]).reason == "only: 1,000 of 1,000 tokens to prefill"
 
 
 def test_the_last_token_is_always_computed():
@@ -48,7 +48,7 @@ def test_a_prompt_is_read_in_the_prefill_pool_where_it_would_hold_up_decodes():
     pools = [worker("p0", "prefill"), worker("d0", "decode", num_decodes=4)]
     long = choose(pools)
     assert (long.worker, long.prefill_worker) == ("d0", "p0")
-    assert long.reason.startswith("p0, then d0: 1,000 of 1,000 tokens to read, ")
+    assert long.reason.startswith("p0, then d0: 1,000 of 1,000 tokens to prefill, ")
     assert long.reason.endswith("(d0)")
     short = choose(pools, d0=62)  # eight tokens are left to read: sending would save nothing
     assert (short.worker, short.prefill_worker) == ("d0", None)

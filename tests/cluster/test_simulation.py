@@ -5,7 +5,7 @@ import random
 import pytest
 
 from schedules import Times
-from twinphase.cluster.routing import FRAME_SECONDS, Routing
+from twinphase.cluster.routing import FRAMING_SECONDS_PER_BLOCK, Routing
 from twinphase.cluster.simulation import FleetSpec, Simulation, TraceRequest
 
 TIMES = Times(row=1e-3, step=5e-3)
@@ -45,7 +45,7 @@ def test_what_one_pool_reads_the_other_decodes_and_computes_only_what_fills_no_b
     # The thirty blocks of the last chunk are waited for and the step that the stream is in; then
     # eight tokens of the prompt are computed for the first token, which is compared, and ten steps
     # of two streams follow.
-    waited = 30 * (FRAME_SECONDS + 1e-3)
+    waited = 30 * (FRAMING_SECONDS_PER_BLOCK + 1e-3)
     rest = 10 * outcome.tpot - waited - (1 + 8) * 1e-3 - 5e-3 - 10 * 7e-3
     assert 0 <= rest <= 6e-3
     assert simulation.busy_seconds["prefill-0"] == pytest.approx(1.0 + 2 * 0.005)

@@ -9,7 +9,7 @@ from pathlib import Path
 from twinphase.errors import InvalidRequestError, StorageError
 
 KEY_VARIABLE = "TWINPHASE_CLUSTER_KEY"
-LEAST_KEY_BYTES = 16
+MIN_KEY_BYTES = 16
 CONNECT_SECONDS = 5.0
 
 
@@ -29,10 +29,10 @@ def read_key(file: str | None = None) -> bytes:
             ) from None
     else:
         key = os.environ.get(KEY_VARIABLE, "").encode(errors="surrogateescape").strip()
-    if len(key) < LEAST_KEY_BYTES:
+    if len(key) < MIN_KEY_BYTES:
         raise InvalidRequestError(
             f"The workers' key has {len(key)} characters." if key else "The workers have no key.",
-            f"Set {KEY_VARIABLE}, or give --cluster-key-file, with {LEAST_KEY_BYTES} characters "
+            f"Set {KEY_VARIABLE}, or give --cluster-key-file, with {MIN_KEY_BYTES} characters "
             "or more; "
             "`openssl rand -hex 32` makes one.",
         )
@@ -44,7 +44,7 @@ def listen(address: str) -> tuple[socket.socket, str]:
 
     Raises:
         InvalidRequestError: it is no address.
-        StorageError: nobody can listen there.
+        StorageError: cannot listen there.
     """
     family, place = _parse(address)
     listener = socket.socket(family)
@@ -70,7 +70,7 @@ def connect(address: str) -> socket.socket:
 
     Raises:
         InvalidRequestError: it is no address.
-        OSError: nobody listens there.
+        OSError: nothing listens there.
     """
     family, place = _parse(address)
     link = socket.socket(family)

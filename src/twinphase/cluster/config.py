@@ -33,7 +33,7 @@ class ClusterConfig:
     )
     decode_workers: int | None = setting(
         None,
-        "Engines that answer what --prefill-workers have read, and read where that is faster.",
+        "Engines that decode after --prefill-workers, and prefill where that is faster.",
         minimum=1,
         maximum=128,
     )
@@ -46,7 +46,7 @@ class ClusterConfig:
         None,
         "Address where `twinphase worker --join` asks to be let in while the server runs, "
         "HOST:PORT.",
-        default_text="nobody joins",
+        default_text="no worker can join",
     )
     cluster_key_file: str | None = setting(
         None,

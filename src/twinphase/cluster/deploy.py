@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from ray.serve import Application
     from ray.serve.config import AutoscalingContext
 
-TARGET_SECONDS = 2.0  # of work that may wait for a replica
-IDLE = 0.5  # of its seats that a replica may have taken if another is to be spared
+MAX_QUEUE_SECONDS = 2.0
+# The share of the remaining replicas' seats that may be in use after one replica is stopped.
+MAX_BUSY_SHARE_AFTER_REMOVAL = 0.5
 
 
 class ServingArgs(msgspec.Struct, forbid_unknown_fields=True):
@@ -132,9 +133,9 @@ def by_queue_seconds(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     count = context.current_num_replicas
     metrics = context.aggregated_metrics or {}
     waiting, busy = (_mean(metrics.get(name, {})) for name in ("queue_seconds", "busy"))
-    if waiting > TARGET_SECONDS:
-        wanted = min(2 * count, math.ceil(count * waiting / TARGET_SECONDS))
-    elif not waiting and count > 1 and busy * count / (count - 1) < IDLE:
+    if waiting > MAX_QUEUE_SECONDS:
+        wanted = min(2 * count, math.ceil(count * waiting / MAX_QUEUE_SECONDS))
+    elif not waiting and count > 1 and busy * count / (count - 1) < MAX_BUSY_SHARE_AFTER_REMOVAL:
         wanted = count - 1
     else:
         wanted = count

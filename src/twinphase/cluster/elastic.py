@@ -21,7 +21,7 @@ from twinphase.engine.process.messages import HandOver, Pushed, PushTo, Stop
 LOG = logging.getLogger("twinphase.cluster")
 HANDOVER_LEASE_SECONDS = 10.0
 LONG_QUEUE_SECONDS = 2.0
-MIN_QUEUE_RATIO = 4.0  # of a long queue to the other pool's
+MIN_LONG_TO_SHORT_QUEUE_RATIO = 4.0
 PATIENCE_SECONDS = 10.0
 CHECK_INTERVAL_SECONDS = 1.0
 
@@ -69,7 +69,7 @@ class Balance:
         if (
             len(pools[short]) < 2
             or means[long] < self._long_queue
-            or means[long] < MIN_QUEUE_RATIO * means[short]
+            or means[long] < MIN_LONG_TO_SHORT_QUEUE_RATIO * means[short]
         ):
             self._wanting = None
             return None

@@ -39,8 +39,8 @@ class Fleet:
     """The workers with their loads.
 
     Attributes:
-        workers: by name, in the order in which they joined.
-        index: which worker's prefix cache holds which blocks.
+        workers: by name, in the order of joining.
+        index: the blocks in each worker's prefix cache.
         usual_output: fading mean of the answers' lengths, in tokens.
     """
 

@@ -1,8 +1,8 @@
 """Mutual proof of a shared key on a connection, without sending the key.
 
 Each end answers the other's random challenge with an HMAC (RFC 2104, SHA-256). The role is part of
-what is signed, so that a challenge sent back to its sender proves nothing. Not encryption: what
-follows can be read, and changed, by whoever sits on the way.
+what is signed, so that a challenge sent back to its sender proves nothing. Nothing is encrypted:
+an attacker on the network can read and change the messages after the handshake.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ NONCE_BYTES = DIGEST_BYTES = 32
 
 
 class WrongKeyError(TwinphaseError):
-    """The other end has another key, or is no worker."""
+    """The other end has another key, or is not a worker."""
 
 
 def authenticate(link: socket.socket, key: bytes, *, listening: bool) -> None:
     """Prove to each other that both have `key`; the socket is blocking and has no timeout.
 
     Raises:
-        WrongKeyError: the other end has not, or speaks something else.
-        OSError: it said nothing in time, or is gone.
+        WrongKeyError: the other end has another key, or is not a worker.
+        OSError: the other end did not answer in time, or is gone.
     """
     own = os.urandom(NONCE_BYTES)
     roles = (b"listens", b"connects") if listening else (b"connects", b"listens")

@@ -21,11 +21,11 @@ from twinphase.engine.process.wire import encode
 from twinphase.errors import InvalidRequestError, TwinphaseError
 
 LOG = logging.getLogger("twinphase.cluster")
-MOST_BYTES = 1 << 12
+MAX_JOIN_BYTES = 1 << 12
 
 
 class _Join(msgspec.Struct):
-    """Said by a worker; answered by the same, with what is wrong with it as `problem`."""
+    """A worker's request to join; the server returns it, with the reason for a refusal."""
 
     address: str
     version: str = __version__
@@ -33,18 +33,18 @@ class _Join(msgspec.Struct):
 
 
 class Door:
-    """Where workers ask to join.
+    """Listens for workers that ask to join.
 
     Attributes:
-        address: with the port that it got.
-        make: a host for a name and an address.
+        address: the address it listens on, with the actual port.
+        make: makes a host from a name and an address.
     """
 
     def __init__(self, address: str, key: bytes, make: Callable[[str, str], CalledHost]) -> None:
-        """Listen; whoever asks has to have the key.
+        """Listen; each worker has to prove that it has the key.
 
         Raises:
-            TwinphaseError: nobody can listen there.
+            TwinphaseError: cannot listen there.
         """
         self._listener, self.address = listen(address)
         self._key = key
@@ -56,11 +56,11 @@ class Door:
         loop = asyncio.get_running_loop()
 
         def call(address: str) -> None:
-            found = [view.host for view in views.values() if view.host.where == address]
-            for host in found:
+            hosts = [view.host for view in views.values() if view.host.where == address]
+            for host in hosts:
                 if isinstance(host, CalledHost):
                     host.call()
-            if not found and not self._is_closed:
+            if not hosts and not self._is_closed:
                 name = f"worker-{len(views)}"
                 add(name, self.make(name, address))
 
@@ -68,7 +68,7 @@ class Door:
         threading.Thread(target=self._serve, args=(loop, call), name=name, daemon=True).start()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop listening."""
         self._is_closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -83,18 +83,18 @@ class Door:
             with link:
                 try:
                     authenticate(link, self._key, listening=True)
-                    asked = _receive(link)
-                    if asked.version != __version__:
-                        asked.problem = (
-                            f"The worker is twinphase {asked.version}, and the "
+                    request = _receive(link)
+                    if request.version != __version__:
+                        request.problem = (
+                            f"The worker is twinphase {request.version}, and the "
                             f"server {__version__}."
                         )
-                    link.sendall(encode(asked))
-                    if not asked.problem:
-                        loop.call_soon_threadsafe(call, asked.address)
+                    link.sendall(encode(request))
+                    if not request.problem:
+                        loop.call_soon_threadsafe(call, request.address)
                 except (TwinphaseError, OSError, msgspec.MsgspecError) as error:
                     LOG.warning("A worker that wants to join was refused: %s", error)
-                except RuntimeError:  # the loop is closed
+                except RuntimeError:  # The event loop is closed.
                     return
 
 
@@ -103,7 +103,7 @@ def ask_to_join(server: str, address: str, key: bytes) -> None:
 
     Raises:
         TwinphaseError: it has another key or version, or could not reach that address.
-        OSError: nobody is there.
+        OSError: nothing listens there.
     """
     with connect(server) as link:
         authenticate(link, key, listening=False)
@@ -119,7 +119,7 @@ def _reachable(address: str, link: socket.socket) -> str:
     if link.family == socket.AF_UNIX or address.startswith("unix:"):
         return address
     own = str(link.getsockname()[0])
-    with suppress(ValueError):  # a name
+    with suppress(ValueError):  # The host is a name.
         listens = ipaddress.ip_address(host.strip("[]"))
         if listens.is_unspecified:
             return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
@@ -134,4 +134,4 @@ def _reachable(address: str, link: socket.socket) -> str:
 def _receive(link: socket.socket) -> _Join:
     link.settimeout(HANDSHAKE_SECONDS)
     size = int.from_bytes(receive_exactly(link, 4), "little")
-    return msgspec.msgpack.decode(receive_exactly(link, min(size, MOST_BYTES)), type=_Join)
+    return msgspec.msgpack.decode(receive_exactly(link, min(size, MAX_JOIN_BYTES)), type=_Join)

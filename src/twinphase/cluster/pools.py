@@ -1,11 +1,11 @@
-"""Workers on a Ray cluster: an actor for each, which starts it and starts it again.
+"""Workers on a Ray cluster: one actor per worker starts it, and restarts it when it ends.
 
 No token goes through Ray.
 
-Ray lives in a process of its own, `python -m twinphase.cluster.pools`, which tells the server where
-the workers are, a JSON object a line. So the server outlives Ray: what the workers compute goes on
-while it is away, and when it is back, the workers are asked for again. Not for what workers do
-(`worker.py`), nor for Ray Serve (`deploy.py`).
+Ray runs in its own process, `python -m twinphase.cluster.pools`, which reports the workers'
+addresses to the server, one JSON object per line. So the server outlives Ray: the workers keep
+computing while Ray is down, and their addresses are queried again when it is back. Not for what
+workers do (`worker.py`), nor for Ray Serve (`deploy.py`).
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from twinphase.config import module_command
 from twinphase.errors import InvalidRequestError, TwinphaseError
 
 LOG = logging.getLogger("twinphase.cluster")
-LOCAL = "local"  # instead of an address: Ray is started here, and ends with the server
-LOST_SECONDS = 10.0  # in which no actor answers, after which Ray is tried anew
-LOOK_SECONDS = 0.5  # between two looks at the actors
-REPLY_SECONDS = 5.0
-# seconds before Ray is tried again
-FIRST_DELAY = 1.0
-LONGEST_DELAY = 30.0
-OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes: nothing is put there
+# Given as the address, it starts a Ray cluster on this machine that ends with the server.
+LOCAL_RAY = "local"
+RAY_TIMEOUT_SECONDS = 10.0
+POLL_INTERVAL_SECONDS = 0.5
+REPLY_TIMEOUT_SECONDS = 5.0
+FIRST_RETRY_SECONDS = 1.0
+MAX_RETRY_SECONDS = 30.0
+# The smallest size that Ray accepts; the store stays empty.
+OBJECT_STORE_BYTES = 80 << 20
 
 
 def key_id(key: bytes) -> str:
-    """What may be said of a key, so that two ends can tell whether theirs are the same."""
+    """A digest that shows whether two keys are the same without revealing them."""
     return hashlib.sha256(b"twinphase key id" + key).hexdigest()[:12]
 
 
@@ -51,8 +52,9 @@ class WorkerKeeper:
         if listen is None:
             import ray
 
-            own_address: Any = ray.util.get_node_ip_address  # which has no types
-            listen = own_address()
+            # Ray declares no type for it.
+            get_address: Any = ray.util.get_node_ip_address
+            listen = get_address()
         self._listen = listen
         self._role = role
         self._address = ""
@@ -86,7 +88,7 @@ class RayPool:
 
         if importlib.util.find_spec("ray") is None:
             raise InvalidRequestError("Ray is not installed.", "pip install 'twinphase[cluster]'")
-        if ray_address == LOCAL:
+        if ray_address == LOCAL_RAY:
             os.environ.setdefault(KEY_VARIABLE, os.urandom(32).hex())
         self.key = read_key()
         self._command = [
@@ -105,11 +107,11 @@ class RayPool:
         self._thread.start()
 
     def address(self, name: str) -> str:
-        """Where a worker is, as it was told last.
+        """The last reported address of a worker.
 
         Raises:
-            TwinphaseError: it was refused.
-            ConnectionError: it is not known yet.
+            TwinphaseError: Ray or the worker's key was refused.
+            ConnectionError: the address is not known yet.
         """
         if self._error is not None:
             raise self._error
@@ -124,13 +126,13 @@ class RayPool:
             with suppress(OSError):
                 self._process.stdin.close()
             try:
-                self._process.wait(2 * REPLY_SECONDS)
+                self._process.wait(2 * REPLY_TIMEOUT_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
 
     def _watch(self) -> None:
-        delay = FIRST_DELAY
+        delay = FIRST_RETRY_SECONDS
         while not self._closing.is_set():
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             self._process = process = subprocess.Popen(
@@ -141,7 +143,7 @@ class RayPool:
                 for line in process.stdout:
                     if line.startswith("{"):
                         self._take(json.loads(line))
-                        delay = FIRST_DELAY
+                        delay = FIRST_RETRY_SECONDS
             code = process.wait()
             self._known.clear()
             with suppress(OSError):
@@ -150,18 +152,18 @@ class RayPool:
                 return
             LOG.error("Ray is gone (exit code %d); it is tried again in %.0f s.", code, delay)
             self._closing.wait(delay)
-            delay = min(2 * delay, LONGEST_DELAY)
+            delay = min(2 * delay, MAX_RETRY_SECONDS)
 
-    def _take(self, told: dict[str, Any]) -> None:
-        if "error" in told:
-            self._error = InvalidRequestError(told["error"], told["fix"])
-        elif told["key"] != key_id(self.key):
+    def _take(self, report: dict[str, Any]) -> None:
+        if "error" in report:
+            self._error = InvalidRequestError(report["error"], report["fix"])
+        elif report["key"] != key_id(self.key):
             self._error = InvalidRequestError(
-                f"The machine of {told['worker']} has another key.",
+                f"The machine of {report['worker']} has another key.",
                 f"Set {KEY_VARIABLE} alike on all of them.",
             )
         else:
-            self._known[told["worker"]] = told["address"]
+            self._known[report["worker"]] = report["address"]
 
 
 def main(roles: Mapping[str, Role], threads: int, ray_address: str) -> int:
@@ -170,13 +172,13 @@ def main(roles: Mapping[str, Role], threads: int, ray_address: str) -> int:
 
     ended = threading.Event()
 
-    def wait_for_the_end() -> None:
+    def wait_for_end_of_stdin() -> None:
         sys.stdin.read()
         ended.set()
 
-    threading.Thread(target=wait_for_the_end, daemon=True).start()
-    local = ray_address == LOCAL
-    own: dict[str, Any] = (
+    threading.Thread(target=wait_for_end_of_stdin, daemon=True).start()
+    local = ray_address == LOCAL_RAY
+    options: dict[str, Any] = (
         {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES} if local else {}
     )
     try:
@@ -184,15 +186,16 @@ def main(roles: Mapping[str, Role], threads: int, ray_address: str) -> int:
             "local" if local else ray_address,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            **own,
+            **options,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
-        words = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())[:200]
         return _refuse(
-            f"No Ray cluster answers at {ray_address}: {words}.",
+            f"No Ray cluster answers at {ray_address}: {reason}.",
             "Check --ray-address, and `ray status`.",
         )
-    resources: Any = ray.cluster_resources  # which has no types
+    # Ray declares no type for it.
+    resources: Any = ray.cluster_resources
     cores = resources().get("CPU", 0)
     if len(roles) * threads > cores:
         return _refuse(
@@ -202,25 +205,26 @@ def main(roles: Mapping[str, Role], threads: int, ray_address: str) -> int:
         )
     actors = _start(roles, threads, "127.0.0.1" if local else None)
     known: dict[str, tuple[str, str]] = {}
-    answered = float("inf")  # when one did last; none has yet
-    while not ended.wait(LOOK_SECONDS):
-        if time.monotonic() - answered > LOST_SECONDS:
+    # Time of the last answer; an actor takes long to give the first one.
+    answered = float("inf")
+    while not ended.wait(POLL_INTERVAL_SECONDS):
+        if time.monotonic() - answered > RAY_TIMEOUT_SECONDS:
+            # Ray does not report when its own process on this machine is dead.
             ray.shutdown()
-            return 1  # Ray's own process here may be dead, which Ray does not tell
+            return 1
         asked = {actor.where.remote(): name for name, actor in actors.items()}
-        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=REPLY_SECONDS)
+        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=REPLY_TIMEOUT_SECONDS)
         for reference in done:
             try:
-                found = tuple(ray.get(reference))
+                location = tuple(ray.get(reference))
             except ray.exceptions.RayError:
-                continue  # it is being started again
+                continue  # Ray is restarting the actor.
             answered = time.monotonic()
-            if known.get(asked[reference]) != found:
-                known[asked[reference]] = found
-                print(
-                    json.dumps({"worker": asked[reference], "address": found[0], "key": found[1]}),
-                    flush=True,
-                )
+            name = asked[reference]
+            if known.get(name) != location:
+                known[name] = location
+                address, key = location
+                print(json.dumps({"worker": name, "address": address, "key": key}), flush=True)
     ray.shutdown()
     return 0
 
@@ -253,7 +257,7 @@ def _refuse(cause: str, fix: str) -> int:
 
 
 if __name__ == "__main__":
-    # By its name: the actors' machines are to find the class in the module, not in this one.
+    # Imported by name, so that the actors find the class in the module, not in `__main__`.
     from twinphase.cluster import pools
 
     sys.exit(pools.main(json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

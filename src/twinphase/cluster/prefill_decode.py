@@ -25,14 +25,16 @@ from twinphase.engine.frontends.checks import engine_config
 from twinphase.engine.process.host import Host
 from twinphase.server.config import ServerConfig
 
-LOOK_SECONDS = 0.2
-DRAIN_SECONDS = 15.0  # less than Serve gives a replica to end
+POLL_INTERVAL_SECONDS = 0.2
+# Shorter than the time that Serve gives a replica to end.
+DRAIN_TIMEOUT_SECONDS = 15.0
 
 
 class PDServer(OpenAIServer):
-    """The server, of which there is one: a worker serves one at a time."""
+    """The only server: a worker serves one at a time."""
 
-    when_ready = False  # or its workers would wait for it, and it for them
+    # Its workers wait for the server, so the server must not wait for them.
+    when_ready = False
 
     def __init__(self, config: LLMConfig, key: str, pools: list[Any]) -> None:
         """`pools` are the workers' deployments, which Serve starts since they are named here."""
@@ -94,7 +96,7 @@ class PDWorker:
         await self.check_health()
         while await self._server.load.remote(self._address) is None:
             await self.check_health()
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL_SECONDS)
 
     async def check_health(self) -> None:
         """Start the worker if it has ended, or if its server is elsewhere now."""
@@ -118,7 +120,7 @@ class PDWorker:
 
     def __del__(self) -> None:
         """Drain the worker: Serve calls this when it stops the replica."""
-        self._end(DRAIN_SECONDS)
+        self._end(DRAIN_TIMEOUT_SECONDS)
 
     def _end(self, seconds: float) -> None:
         process = self._process

@@ -10,7 +10,7 @@ from twinphase.errors import EngineDeadError
 
 
 class Questions:
-    """Those that have no answer yet."""
+    """The questions that have no answer yet."""
 
     def __init__(self) -> None:
         self._open: dict[int, tuple[WorkerView, Inspect | Embed]] = {}
@@ -29,25 +29,25 @@ class Questions:
         """Ask the worker that has the request, or else the worker with the fewest questions.
 
         Raises:
-            EngineDeadError: nobody can be asked.
+            EngineDeadError: no worker is ready.
         """
         running = [view for view in views if view.state == "ready"]
         if not running:
             raise EngineDeadError(
                 "The engine is being started.", "Send the request again in a moment."
             )
-        view = holder or min(running, key=lambda one: self.owing.count(one.name))
+        view = holder or min(running, key=lambda view: self.owing.count(view.name))
         self._open[message.number] = view, message
         view.host.put(message)
 
     def end(self, number: int) -> Inspect | Embed | None:
-        """A question is answered, or refused; None if it is not known."""
+        """Remove a question that was answered or refused; None if it is unknown."""
         return self._open.pop(number, (None, None))[1]
 
     def of(self, view: WorkerView) -> list[Inspect | Embed]:
-        """What a worker owes."""
-        return [message for one, message in self._open.values() if one is view]
+        """The questions that a worker has not answered."""
+        return [message for holder, message in self._open.values() if holder is view]
 
     def clear(self) -> None:
-        """Nobody will answer."""
+        """Forget all questions; no answer will come."""
         self._open.clear()

@@ -28,7 +28,7 @@ from twinphase.engine.process.messages import (
     StepUpdates,
     ToEngine,
 )
-from twinphase.engine.process.wire import SEND_BUFFER
+from twinphase.engine.process.wire import SEND_BUFFER_BYTES
 from twinphase.phases.record import RequestRecord
 
 CLOSE_SECONDS = 2.0
@@ -113,7 +113,7 @@ class RemoteHost(LinkHost):
         link = connect(address)
         try:
             authenticate(link, self._key, listening=False)
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             link.setblocking(False)
         except BaseException:
             link.close()

@@ -58,7 +58,8 @@ class OpenAIServer:
     def _host(self, model: str, config: LLMConfig, server: ServerConfig) -> Host:
         return ProcessHost(model, engine_config(config.engine_kwargs))
 
-    def __serve_build_asgi_app__(self) -> Any:  # noqa: PLW3201 - Ray asks for the application by this name
+    # Ray calls this name.
+    def __serve_build_asgi_app__(self) -> Any:  # noqa: PLW3201
         return make_app(self._service, when_ready=self.when_ready)
 
     def check_health(self) -> None:

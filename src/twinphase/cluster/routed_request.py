@@ -21,7 +21,7 @@ from twinphase.phases.record import RequestRecord, RequestState
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import Request, RequestCounts, SamplingParams
 
-MAX_FAILED_WORKERS = 3  # in a row, without a new token between two of them
+MAX_CONSECUTIVE_FAILED_WORKERS = 3
 
 
 class FirstToken(NamedTuple):
@@ -44,9 +44,9 @@ class RoutedRequest:
         token_ids: of the answer so far.
         num_prefilled: prompt tokens, as reported to the front end.
         is_accepted: the front end knows that the request is queued.
-        end_reason: why the front end wants the request to end, if it does.
+        end_reason: why the front end ends the request; None if it does not.
         num_tokens_when_sent: tokens of the answer when the present worker got the request.
-        first_token: of the prefill worker, until the decode worker has computed it too.
+        first_token: the prefill worker's first token, until the decode worker has computed it too.
         mismatch: the decode worker computed another first token; it is aborting the request.
         recompute: the decode worker computes the prompt without the blocks that it received.
         num_failed_workers: workers in a row that died without computing a token of the request.
@@ -160,7 +160,7 @@ class RoutedRequest:
 
     def check_retry_limit(self) -> None:
         """Refuse to continue a request that may be the cause of the workers' deaths."""
-        if self.num_failed_workers >= MAX_FAILED_WORKERS:
+        if self.num_failed_workers >= MAX_CONSECUTIVE_FAILED_WORKERS:
             raise TwinphaseError(
                 f"{self.num_failed_workers} workers died one after the other when they had the "
                 "request.",

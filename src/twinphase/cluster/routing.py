@@ -1,8 +1,8 @@
 """Chooses the worker where a request costs all users the least time, by the cost models.
 
-A pure function of what the router was told: no thread, no I/O, no clock. The live router
-(`router.py`) and the simulation use the same one. Other routers weigh blocks against loads; here
-all of it is seconds, so that nothing needs a weight.
+A pure function of the reported loads: no thread, no I/O, no clock. The live router (`router.py`)
+and the simulation share it. Other routers weigh cached blocks against loads; here every cost is in
+seconds, so that nothing needs a weight.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from twinphase.errors import EngineUnavailableError
 from twinphase.scheduler.chunk import StepCost
 
 Role = Literal["both", "prefill", "decode"]
-FRAME_SECONDS = 3e-4  # for a block that is sent: packing, checks and unpacking
+# Packing, checking and unpacking a block that is sent.
+FRAMING_SECONDS_PER_BLOCK = 3e-4
 
 
 @dataclass
 class WorkerLoad:
-    """What the router knows of a worker.
+    """The load of a worker, as far as the router knows it.
 
     Attributes:
-        name, role: a worker of role "decode" reads prompts too, where that is faster than sending
-            them.
-        times: its cost model.
-        prefill_seconds: predicted, of the prompts that were sent there and are not read yet.
-        num_decodes: requests that were sent there and have not finished; all of them decode, or
-            will.
-        decode_tokens: their contexts, added up.
-        accepts: false while it drains.
+        role: a worker of role "decode" prefills too, where that is faster than receiving KV blocks.
+        times: the worker's cost model.
+        prefill_seconds: predicted time to prefill the prompts that are queued there.
+        num_decodes: unfinished requests that were sent there to decode.
+        decode_tokens: sum of the lengths of their contexts.
+        accepts: false while the worker drains.
     """
 
     name: str
@@ -50,15 +49,15 @@ class WorkerLoad:
         if self._step[0] != self.num_decodes:
             count = self.num_decodes
             context = self.decode_tokens / count if count else 0.0
-            now, then = (
-                self.times.seconds(StepWork.of_decodes(some, context))
-                for some in (count, count + 1)
+            current, longer = (
+                self.times.seconds(StepWork.of_decodes(decodes, context))
+                for decodes in (count, count + 1)
             )
-            self._step = (count, then + count * (then - now))
+            self._step = (count, longer + count * (longer - current))
         return self._step[1]
 
     def forget_steps(self) -> None:
-        """Other `times` hold from now on."""
+        """Recompute step times, since `times` has changed."""
         self._step = (-1, 0.0)
 
 
@@ -67,13 +66,14 @@ class Decision:
     """Where a request goes.
 
     Attributes:
-        worker: that decodes it.
-        prefill_worker: that reads its prompt; None where `worker` does.
-        num_tokens, num_cached: to read, and those of them that the worker who reads already has.
-        prefill_seconds: predicted for the rest of the prompt there.
-        cost: predicted seconds until the first token, and for which others are held up; without
-            what decoding costs even at the worker where it costs least.
-        instead: the next best, in words, and its cost; None where there is no other.
+        worker: the decode worker.
+        prefill_worker: prefills the prompt; None where `worker` does.
+        num_tokens: tokens of the prompt and of the answer so far.
+        num_cached: number of these that the prefill worker has cached.
+        prefill_seconds: predicted time to prefill the rest.
+        cost: predicted seconds until the first token, plus the delay of other requests, minus the
+            decode cost at the cheapest worker.
+        instead: the next best choice in words, and its cost; None if there is no other.
     """
 
     worker: str
@@ -87,23 +87,23 @@ class Decision:
     @cached_property
     def reason(self) -> str:
         """The decision in words, as the ledger and `explain` show it."""
-        way = _way(self.worker, self.prefill_worker)
-        unread = self.num_tokens - self.num_cached
-        words = f"{way}: {unread:,} of {self.num_tokens:,} tokens to read"
+        path = _path(self.worker, self.prefill_worker)
+        uncached = self.num_tokens - self.num_cached
+        reason = f"{path}: {uncached:,} of {self.num_tokens:,} tokens to prefill"
         if self.instead is None:
-            return words
+            return reason
         return (
-            f"{words}, {1e3 * self.cost:.0f} ms < {1e3 * self.instead[1]:.0f} ms "
+            f"{reason}, {1e3 * self.cost:.0f} ms < {1e3 * self.instead[1]:.0f} ms "
             f"({self.instead[0]})"
         )
 
 
-def _way(worker: str, reader: str | None) -> str:
-    return f"{reader}, then {worker}" if reader else worker
+def _path(worker: str, prefill_worker: str | None) -> str:
+    return f"{prefill_worker}, then {worker}" if prefill_worker else worker
 
 
 class Routing:
-    """Chooses among the workers it is shown."""
+    """Chooses workers by predicted cost, or at random."""
 
     def __init__(
         self,
@@ -127,30 +127,31 @@ class Routing:
         """Where to send a request.
 
         Args:
-            num_tokens: of its prompt, and of its answer as far as it has come.
-            num_outputs: tokens that are still expected to be decoded.
-            hits: blocks of its beginning that are cached, by worker (`BlockIndex.hits`).
-            workers: all that there are.
+            num_tokens: tokens of the prompt and of the answer so far.
+            num_outputs: expected number of tokens still to decode.
+            hits: cached blocks of the prefix, by worker (`BlockIndex.hits`).
+            workers: all workers, draining ones included.
 
         Raises:
-            EngineUnavailableError: no worker that decodes takes requests.
+            EngineUnavailableError: no decode worker accepts requests.
         """
         accepting = [worker for worker in workers if worker.accepts]
-        decoders = [worker for worker in accepting if worker.role != "prefill"]
-        readers = [worker for worker in accepting if worker.role == "prefill"]
-        if not decoders:
+        decode_workers = [worker for worker in accepting if worker.role != "prefill"]
+        prefill_workers = [worker for worker in accepting if worker.role == "prefill"]
+        if not decode_workers:
             raise EngineUnavailableError(
                 "No worker takes requests.", "Send the request again in a moment."
             )
-        quote = _Quote(num_tokens, num_outputs, hits, self.block_size)
+        estimate = _CostEstimate(num_tokens, num_outputs, hits, self.block_size)
         if self.policy == "random":
-            return quote.decision(
-                self._random.choice(decoders), self._random.choice(readers) if readers else None
+            return estimate.decision(
+                self._random.choice(decode_workers),
+                self._random.choice(prefill_workers) if prefill_workers else None,
             )
-        return quote.best(decoders, readers)
+        return estimate.best(decode_workers, prefill_workers)
 
 
-class _Quote:
+class _CostEstimate:
     """The cost of one request at each worker, in seconds, with the delay of other requests."""
 
     def __init__(
@@ -160,105 +161,113 @@ class _Quote:
         self._num_outputs = num_outputs
         self._hits = hits
         self._block_size = block_size
-        self._most_cached = (
-            (num_tokens - 1) // block_size * block_size
-        )  # the last token's logits are wanted
-        self._reads: dict[int, _Reads] = {}
+        # The last token is always computed, since its logits are needed.
+        self._max_cached = (num_tokens - 1) // block_size * block_size
+        self._prefills: dict[int, _PrefillSeconds] = {}
 
-    def best(self, decoders: Sequence[WorkerLoad], readers: Sequence[WorkerLoad]) -> Decision:
-        """The way that costs least, and the next best in words; of equals the first."""
-        local, sent, least = self._decoding(decoders)
-        order = sorted(range(len(decoders)), key=local.__getitem__)
+    def best(
+        self, decode_workers: Sequence[WorkerLoad], prefill_workers: Sequence[WorkerLoad]
+    ) -> Decision:
+        """The cheapest choice, and the next best in words; the first one of equals."""
+        local, sent, least = self._decoding(decode_workers)
+        order = sorted(range(len(decode_workers)), key=local.__getitem__)
         offers: list[tuple[float, WorkerLoad, WorkerLoad | None]]
-        offers = [(local[index] - least, decoders[index], None) for index in order[:2]]
-        if readers:
-            until_read = self._until_read(readers)
-            soonest = min(until_read)
+        offers = [(local[index] - least, decode_workers[index], None) for index in order[:2]]
+        if prefill_workers:
+            until_prefilled = self._until_prefilled(prefill_workers)
+            soonest = min(until_prefilled)
             cheapest = min(sent)
-            apart = decoders[sent.index(cheapest)], readers[until_read.index(soonest)]
+            apart = (
+                decode_workers[sent.index(cheapest)],
+                prefill_workers[until_prefilled.index(soonest)],
+            )
             offers = sorted(
                 [offers[0], (soonest + cheapest - least, *apart)], key=lambda offer: offer[0]
             )
-        (cost, worker, reader), *others = offers
+        (cost, worker, prefill_worker), *others = offers
         instead = [
-            (_way(one.name, other.name if other else None), cost) for cost, one, other in others
+            (_path(decoder.name, prefiller.name if prefiller else None), cost)
+            for cost, decoder, prefiller in others
         ]
-        return self.decision(worker, reader, cost, *instead)
+        return self.decision(worker, prefill_worker, cost, *instead)
 
     def decision(
         self,
         worker: WorkerLoad,
-        reader: WorkerLoad | None,
+        prefill_worker: WorkerLoad | None,
         cost: float = 0.0,
         instead: tuple[str, float] | None = None,
     ) -> Decision:
-        reads = reader or worker
-        cached = min(self._hits.get(reads.name, 0) * self._block_size, self._most_cached)
-        name = reader.name if reader else None
+        prefiller = prefill_worker or worker
+        cached = min(self._hits.get(prefiller.name, 0) * self._block_size, self._max_cached)
         return Decision(
             worker.name,
-            name,
+            prefill_worker.name if prefill_worker else None,
             self._num_tokens,
             cached,
-            self._reads_of(reads)[cached],
-            cost,
-            instead,
+            prefill_seconds=self._prefill_seconds(prefiller)[cached],
+            cost=cost,
+            instead=instead,
         )
 
     def _decoding(self, workers: Sequence[WorkerLoad]) -> tuple[list[float], list[float], float]:
-        """Per worker: prefill and decode there; decode there only; and the least cost of a decode.
+        """Per worker: cost of prefill and decode there; of decode only; the least decode cost.
 
-        A worker that gets blocks computes the last tokens again, which fill none. Blocks are sent
-        while the next ones are read, so that only the last one is waited for.
+        A worker that receives blocks computes the tokens of the last, partial block again. Blocks
+        are sent while the next chunk is computed, so that only the last one is waited for.
         """
         hits = self._hits
         size = self._block_size
-        most = self._most_cached
+        max_cached = self._max_cached
         local = list[float]()
         sent = list[float]()
         decodes = list[float]()
         times = None
-        for worker in workers:  # written out: a router asks this of every worker for every request
+        # One plain loop, since it runs over every worker for every request.
+        for worker in workers:
             if worker.times is not times:
                 times = worker.times
-                reads = self._reads_of(worker)
-                last = reads[most]
+                prefill = self._prefill_seconds(worker)
+                last = prefill[max_cached]
             slowed = 1 + worker.num_decodes
             decode = self._num_outputs * worker.step_seconds()
             cached = hits.get(worker.name, 0) * size
-            if cached < most:
-                local.append(worker.prefill_seconds + reads[cached] * slowed + decode)
-                sent.append(FRAME_SECONDS + last * slowed + decode)
+            if cached < max_cached:
+                local.append(worker.prefill_seconds + prefill[cached] * slowed + decode)
+                sent.append(FRAMING_SECONDS_PER_BLOCK + last * slowed + decode)
             else:
                 local.append(worker.prefill_seconds + last * slowed + decode)
                 sent.append(last * slowed + decode)
             decodes.append(decode)
         return local, sent, min(decodes)
 
-    def _until_read(self, workers: Sequence[WorkerLoad]) -> list[float]:
-        """By worker: reading there, behind those that came before."""
+    def _until_prefilled(self, workers: Sequence[WorkerLoad]) -> list[float]:
+        """Per worker: seconds until the prompt is prefilled there, queued prompts included."""
         hits = self._hits
         size = self._block_size
-        most = self._most_cached
+        max_cached = self._max_cached
         until = list[float]()
         times = None
         for worker in workers:
             if worker.times is not times:
                 times = worker.times
-                reads = self._reads_of(worker)
+                prefill = self._prefill_seconds(worker)
             cached = hits.get(worker.name, 0) * size
-            until.append(worker.prefill_seconds + reads[cached if cached < most else most])
+            until.append(
+                worker.prefill_seconds + prefill[cached if cached < max_cached else max_cached]
+            )
         return until
 
-    def _reads_of(self, worker: WorkerLoad) -> _Reads:
-        key = id(worker.times)  # workers of one kind share a cost model
-        if key not in self._reads:
-            self._reads[key] = _Reads(worker.times, self._num_tokens)
-        return self._reads[key]
+    def _prefill_seconds(self, worker: WorkerLoad) -> _PrefillSeconds:
+        # Workers on equal machines share a cost model.
+        key = id(worker.times)
+        if key not in self._prefills:
+            self._prefills[key] = _PrefillSeconds(worker.times, self._num_tokens)
+        return self._prefills[key]
 
 
-class _Reads(dict[int, float]):
-    """Predicted seconds for the rest of a prompt, by the tokens of it that are cached."""
+class _PrefillSeconds(dict[int, float]):
+    """Predicted seconds to prefill the rest of a prompt, by its number of cached tokens."""
 
     def __init__(self, times: StepCost, num_tokens: int) -> None:
         self._times = times

@@ -18,7 +18,7 @@ from twinphase.batch import Batch, StepOutput
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.cluster.fleet import Fleet, Placement
-from twinphase.cluster.routing import FRAME_SECONDS, Role, Routing
+from twinphase.cluster.routing import FRAMING_SECONDS_PER_BLOCK, Role, Routing
 from twinphase.cluster.worker_view import DECODE_WORKER_CHUNK_TOKENS
 from twinphase.engine.executor import Executor
 from twinphase.request import Request, SamplingParams
@@ -26,7 +26,7 @@ from twinphase.scheduler.chunk import StepCost
 from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.scheduler import Scheduler
 
-TOKEN = 7  # that everybody's answer consists of
+ANSWER_TOKEN_ID = 7
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class FleetSpec:
     """The workers, all alike but for their roles.
 
     Attributes:
-        roles: of each worker.
-        times: what steps take, by which the router chooses and the clock goes on.
-        num_blocks: of each worker's KV cache, of `block_size` tokens each.
+        roles: one per worker.
+        times: predicted step times, used by the router and to advance the clock.
+        num_blocks: blocks of `block_size` tokens in each worker's KV cache.
         max_num_batched_tokens, max_num_seqs, itl_slo_ms: as in `EngineConfig`.
-        between_steps: what Python does there, seconds.
-        block_bytes, bytes_per_second: of KV between workers, from being copied out to being stored.
+        between_steps: seconds of Python between two steps.
+        block_bytes, bytes_per_second: size and rate of KV transfers, from copying out to storing.
     """
 
     roles: Sequence[Role]
@@ -99,7 +99,9 @@ class SimulatedExecutor:
     """Computes nothing: every request that samples gets a token."""
 
     def execute(self, batch: Batch) -> StepOutput:
-        return StepOutput({share.request_id: [TOKEN] for share in batch.scheduled if share.samples})
+        return StepOutput(
+            {share.request_id: [ANSWER_TOKEN_ID] for share in batch.scheduled if share.samples}
+        )
 
 
 @dataclass
@@ -107,14 +109,14 @@ class _Live:
     """A request that has not ended.
 
     Attributes:
-        compares: who goes on with it computes its first token once more.
-        last_chunk: tokens of its prompt that were read in one step, lately.
+        checks_first_token: the decode worker computes its first token once more, as a check.
+        last_chunk: prompt tokens prefilled in its last step.
     """
 
     asked: TraceRequest
     placement: Placement
     outcome: Outcome
-    compares: bool = False
+    checks_first_token: bool = False
     last_chunk: int = 0
 
 
@@ -256,9 +258,9 @@ class Simulation:
         for share in batch.scheduled:
             if share.samples:
                 live = self._live[share.request_id]
-                if not live.compares:
+                if not live.checks_first_token:
                     live.outcome.token_times.append(self.now)
-                live.compares = False
+                live.checks_first_token = False
         for request in finished:
             live = self._live[request.request_id]
             if worker.name == live.placement.decision.prefill_worker and live.asked.num_outputs > 1:
@@ -275,7 +277,7 @@ class Simulation:
             request.request_id, asked, request.prompt_token_ids, asked.num_outputs
         )
         decoding.block_hashes = request.block_hashes
-        live.compares = True
+        live.checks_first_token = True
         chain = self._chain(request, len(request.prompt_token_ids) // self.spec.block_size)
         lacking = [
             index for index, block in enumerate(chain) if worker.prefix_cache.find(block) is None
@@ -289,7 +291,9 @@ class Simulation:
         before = (len(request.prompt_token_ids) - live.last_chunk) // self.spec.block_size
         left = min(len(blocks), len(chain) - before)
         self._at(
-            self.now + left * (FRAME_SECONDS + self.spec.block_bytes / self.spec.bytes_per_second),
+            self.now
+            + left
+            * (FRAMING_SECONDS_PER_BLOCK + self.spec.block_bytes / self.spec.bytes_per_second),
             arrive,
         )
 

@@ -1,8 +1,8 @@
 """An engine for a server elsewhere: `twinphase worker`, or `python -m twinphase.cluster.worker`.
 
 Listens for one server at a time, which proves that it has the key, names the model, and then speaks
-as to any engine. When the connection breaks, its requests are given up; model and prefix cache stay
-for whoever connects next.
+as to any engine. When the connection breaks, its requests are aborted; model and prefix cache stay
+for the next server.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from twinphase.engine.process.messages import (
     Loading,
     ToEngine,
 )
-from twinphase.engine.process.wire import SEND_BUFFER
+from twinphase.engine.process.wire import SEND_BUFFER_BYTES
 from twinphase.errors import InvalidRequestError, StorageError, TwinphaseError
 from twinphase.outcome import FinishReason
 from twinphase.phases.timeline import RequestTimeline
 
-DRAIN_SECONDS = 60.0
-JOIN_SECONDS = 1.0  # between two attempts
-LOST_SECONDS = 10.0  # without a ping, after which the server is gone
+DRAIN_TIMEOUT_SECONDS = 60.0
+JOIN_INTERVAL_SECONDS = 1.0
+PING_TIMEOUT_SECONDS = 10.0
 
 
 class _ServerLink(Link):
@@ -63,11 +63,12 @@ class _ServerLink(Link):
             super().send(message)
             return
         super().send(replace(message, role=self.role, pid=os.getpid()))
-        if self.leaving:  # it was told while it loaded
+        # The request to leave may arrive during loading.
+        if self.leaving:
             super().send(Leaving())
 
     def leave(self) -> None:
-        """Have the server take what it can elsewhere."""
+        """Have the server move requests to other workers where it can."""
         self.leaving = True
         super().send(Leaving())
 
@@ -79,7 +80,7 @@ class _ServerLink(Link):
 
 
 class Worker:
-    """The model that there is, for one connection after the other."""
+    """Serves a loaded model to one connection after the other."""
 
     def __init__(
         self,
@@ -90,21 +91,21 @@ class Worker:
     ) -> None:
         """Other workers with `key` send KV blocks to `kv_port` (0: any); the server gets `role`.
 
-        `own` are fields of `EngineConfig` that hold here, whatever the server says.
+        `own` has fields of `EngineConfig` that override the server's.
         """
         self._key = key
         self._role = role
         self._own = dict(own or {})
         self._kv_port = kv_port
         self.link: _ServerLink | None = None
-        self.refusal: TwinphaseError | None = None  # of a model, by this worker
+        self.refusal: TwinphaseError | None = None
         self._wanted: Load | None = None
         self._loaded: LoadedEngine | LoadedEmbedder | None = None
 
     def serve(self, connection: socket.socket) -> None:
-        """Do what a server wants that has proved its key, until it leaves."""
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-        connection.settimeout(LOST_SECONDS)
+        """Serve an authenticated server until it disconnects."""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        connection.settimeout(PING_TIMEOUT_SECONDS)
         self.link = link = _ServerLink(connection)
         link.role = self._role
         try:
@@ -117,14 +118,15 @@ class Worker:
             return
         if isinstance(loaded, LoadedEngine):
             engine = loaded.engine
-            for request_id in list(engine.timelines):  # of the connection before
+            # Requests of the previous connection may be unfinished.
+            for request_id in list(engine.timelines):
                 engine.finish(request_id, FinishReason.ABORT)
-        # Where the server found this worker, others of its machines can find it too.
+        # Other machines can reach this worker at the address that the server used.
         host = "127.0.0.1" if connection.family == socket.AF_UNIX else connection.getsockname()[0]
         with opened_port(self._key, host, self._kv_port) as open_port:
             try:
                 serve(loaded, link, lambda: None, open_port)
-            except StorageError as error:  # somebody else has the port
+            except StorageError as error:  # Another process has the port.
                 self._refuse(link, error)
 
     def _refuse(self, link: _ServerLink, error: TwinphaseError) -> None:
@@ -146,7 +148,8 @@ class Worker:
             )
         wanted = replace(wanted, config=engine_config(self._own, wanted.config))
         if self._loaded is None or self._wanted != wanted:
-            self._loaded = None  # before the next one takes as much memory
+            # Free the old model's memory before the next one is loaded.
+            self._loaded = None
             link.send(Loading("importing"))
             self._loaded = load(wanted, link.send)
             self._wanted = wanted
@@ -160,24 +163,23 @@ def run_worker(
     own: Mapping[str, Any] | None = None,
     *,
     join: str | None = None,
-    drain_timeout: float = DRAIN_SECONDS,
+    drain_timeout: float = DRAIN_TIMEOUT_SECONDS,
     kv_port: int = 0,
     ends_with_stdin: bool = False,
 ) -> None:
-    """Listen, and serve whoever has the key; prints the address first.
+    """Print the address, then serve each server that has the key.
 
-    With `ends_with_stdin`, until stdin closes.
+    With `ends_with_stdin`, the worker ends when stdin closes.
 
-    `own` fields of `EngineConfig` hold for this worker alone. Other workers send KV blocks to
-    `kv_port`, 0 is any. The server at `join` is told of it, and told again whenever no server is
-    connected.
+    `own` has fields of `EngineConfig` for this worker alone. Other workers send KV blocks to
+    `kv_port`; 0 is any free port. The worker asks the server at `join` to connect, and asks again
+    while no server is connected.
 
-    SIGTERM has the server drain this worker, which ends when that is done, at the latest after
-    `drain_timeout` seconds; a second one ends it at once. Whatever it still computes then goes on
-    elsewhere.
+    SIGTERM has the server drain this worker, which then ends, at the latest after `drain_timeout`
+    seconds; a second SIGTERM ends it at once. Other workers continue the requests that it has left.
 
     Raises:
-        TwinphaseError: nobody can listen there, there is no such role, or the server to join wants
+        TwinphaseError: cannot listen there, the role is unknown, or the server to join wants
             another model.
     """
     if role not in get_args(Role):
@@ -194,7 +196,7 @@ def run_worker(
         link = worker.link
         if link is None or link.is_broken or link.leaving:
             os._exit(0)
-        # In a thread: this one may be sending at this moment.
+        # In a thread, since this one may hold the lock for sending.
         threading.Thread(target=link.leave, name="twinphase-leave", daemon=True).start()
         timer = threading.Timer(drain_timeout, os._exit, (0,))
         timer.daemon = True
@@ -223,25 +225,25 @@ def run_worker(
 
 
 def _keep_joining(worker: Worker, server: str, address: str, key: bytes) -> None:
-    is_told = False
+    is_reported = False
     while worker.link is None or not worker.link.leaving:
         if worker.link is None or worker.link.is_broken:
             try:
                 ask_to_join(server, address, key)
-                is_told = False
+                is_reported = False
             except OSError as error:
-                if not is_told:
+                if not is_reported:
                     why = error.strerror or error
                     print(
                         f"Cannot reach {server}: {why}. It is tried again.",
                         file=sys.stderr,
                         flush=True,
                     )
-                is_told = True
+                is_reported = True
             except TwinphaseError as error:
                 print(error, file=sys.stderr, flush=True)
                 os._exit(error.exit_code)
-        time.sleep(JOIN_SECONDS)
+        time.sleep(JOIN_INTERVAL_SECONDS)
 
 
 def _end_with_stdin() -> None:
@@ -251,7 +253,7 @@ def _end_with_stdin() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The process that others start; returns the exit code."""
+    """The command line of a worker's process; returns the exit code."""
     parser = argparse.ArgumentParser(prog="twinphase.cluster.worker")
     parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT or unix:PATH")
     parser.add_argument("--cluster-key-file", help="file with the key; the environment's otherwise")

@@ -210,9 +210,10 @@ class WorkerView:
     def status(self, index: BlockIndex | None, now: float, transfers: int) -> WorkerStatus:
         received = self._received + Counter(self._stats.blocks_received if self._stats else {})
         stats = self._stats if self.num_requests else None
-        recent = [one for one in self._recent if one[0] >= now - SHARE_WINDOW_SECONDS]
+        running, waiting = self.seats
+        recent = [step for step in self._recent if step[0] >= now - SHARE_WINDOW_SECONDS]
         prefill, decode = (
-            sum(one[part] for one in recent) / SHARE_WINDOW_SECONDS for part in (1, 2)
+            sum(step[part] for step in recent) / SHARE_WINDOW_SECONDS for part in (1, 2)
         )
         return WorkerStatus(
             self.name,
@@ -220,21 +221,22 @@ class WorkerView:
             self.host.where,
             self.pid,
             self.state,
-            *self.seats,
-            stats.kv_cache_usage if stats else 0.0,
-            index.num_held(self.name) if index else 0,
-            round(min(1.0, prefill), 4),
-            round(min(1.0, decode), 4),
-            self._seconds[0],
-            self._seconds[1],
-            self.host.num_restarts,
-            self.num_mismatches,
-            transfers,
-            self._sent["blocks"],
-            self._sent["bytes"],
-            dict(received),
-            self.role_reason,
-            self.facts.ranks if self.facts else [],
+            running=running,
+            waiting=waiting,
+            kv_cache_usage=stats.kv_cache_usage if stats else 0.0,
+            cached_blocks=index.num_held(self.name) if index else 0,
+            prefill_share=round(min(1.0, prefill), 4),
+            decode_share=round(min(1.0, decode), 4),
+            prefill_seconds=self._seconds[0],
+            decode_seconds=self._seconds[1],
+            restarts=self.host.num_restarts,
+            first_token_mismatches=self.num_mismatches,
+            transfers=transfers,
+            blocks_sent=self._sent["blocks"],
+            bytes_sent=self._sent["bytes"],
+            blocks_received=dict(received),
+            role_reason=self.role_reason,
+            ranks=self.facts.ranks if self.facts else [],
         )
 
 

@@ -288,7 +288,8 @@ def _scheduler(header: dict[str, Any], cost_model: CostModel) -> Scheduler:
 def _events(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """(number, text, object) of each line."""
     try:
-        file = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115  what is no text is no JSON either
+        # Bytes that are not text are refused below, since they are not JSON.
+        file = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115
     except OSError as error:
         raise InvalidRequestError(
             f"Cannot read {path}: {error.strerror}.", "Give a step log."

@@ -3,6 +3,6 @@
 from twinphase.cluster import pools
 from twinphase.engine.process import host
 
-pools.LOST_SECONDS = 4.0
-pools.REPLY_SECONDS = 2.0
-host.LONGEST_DELAY = 1.0
+pools.RAY_TIMEOUT_SECONDS = 4.0
+pools.REPLY_TIMEOUT_SECONDS = 2.0
+host.MAX_RETRY_SECONDS = 1.0

@@ -2,11 +2,11 @@
 
     message   magic "TPKV" | version | bytes of the header | bytes of the payload | header | payload
     header    MessagePack, one of the structs below; never pickle
-    payload   of a `Frame` over TCP only: what `Backend.read_blocks` gave, which begins with the
+    payload   of a `Frame` over TCP only: the bytes of `Backend.read_blocks`, which begin with the
         fingerprint
 
-A frame names its block by its chain hash, and carries what the hash is made of: so the receiver
-proves the name, and the checksum proves header and bits. Not for how bytes travel (`transport.py`).
+A frame names its block by its chain hash, and carries the inputs of that hash: so the receiver
+proves the name, and the checksum proves header and bits. `transport.py` sends the bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from twinphase.errors import TwinphaseError
 MAGIC = b"TPKV"
 VERSION = 1
 ENVELOPE = struct.Struct("<4sHxxII")
-MOST_HEADER_BYTES = 1 << 24
+MAX_HEADER_BYTES = 1 << 24
 HASH_BYTES = 32
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
@@ -33,16 +33,16 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ProtocolError(TwinphaseError):
-    """The data is no such message, or of another version; the connection cannot continue."""
+    """The data is not a KV message of this version; the connection cannot continue."""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
     """The first message each way.
 
     Attributes:
-        fingerprint: of the backend's blocks; others are of no use.
-        slot_bytes: of a slot of the memory whose descriptor comes along; 0 where frames carry their
-            payload.
+        fingerprint: identifies the format of the backend's blocks; both ends must have the same.
+        slot_bytes: bytes per slot of the shared memory sent with this message; 0 where frames carry
+            their payload.
     """
 
     fingerprint: str
@@ -68,7 +68,7 @@ class Frame(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         length: bytes of the block as `Backend.read_blocks` gives it.
-        slot: where these lie in shared memory; None where they follow.
+        slot: the block's slot in shared memory; None where the bytes follow the header.
     """
 
     number: int
@@ -86,7 +86,7 @@ class Frame(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ack(msgspec.Struct, tag=True, frozen=True):
-    """What became of frames: "stored", or why not."""
+    """The verdict on each frame: "stored", or why the block was not stored."""
 
     numbers: list[int]
     verdicts: list[str]
@@ -107,19 +107,23 @@ def open_envelope(data: bytes | bytearray) -> tuple[int, int]:
     """Bytes of the header and of the payload.
 
     Raises:
-        ProtocolError: these are not the first bytes of a message.
+        ProtocolError: the data is not the start of a KV message of this version.
     """
     magic, version, header_bytes, payload_bytes = ENVELOPE.unpack(data)
-    if magic != MAGIC or version != VERSION or header_bytes > MOST_HEADER_BYTES:
+    if magic != MAGIC or version != VERSION or header_bytes > MAX_HEADER_BYTES:
         raise ProtocolError(
-            "What came is no KV message of this version.",
+            "The received data is not a KV message of this version.",
             "Run one version of twinphase everywhere.",
         )
     return header_bytes, payload_bytes
 
 
 def decode_header(data: bytes | bytearray) -> Message:
-    """Raises `ProtocolError` for what is no header."""
+    """The header's message.
+
+    Raises:
+        ProtocolError: the data is not a valid header.
+    """
     try:
         return _DECODER.decode(data)
     except msgspec.DecodeError as error:
@@ -129,7 +133,7 @@ def decode_header(data: bytes | bytearray) -> Message:
 
 
 def checksum(block: CachedBlock, payload: bytes | bytearray | memoryview) -> int:
-    """CRC-32 of everything that a frame says of its block, and of its bits."""
+    """CRC-32 of a block's hashes, index, token ids and payload."""
     names = block.block_hash + block.parent + struct.pack("<Q", block.index)
     return zlib.crc32(payload, zlib.crc32(names + _token_bytes(block.token_ids)))
 

@@ -1,8 +1,8 @@
 """The receiving end of KV blocks: checks each, and stores it in a prefix cache between two steps.
 
-A block is used only if its fingerprint, its checksum and its name are right, and its numbers
-finite. Whatever else comes is dropped and counted: it costs a shorter prefix, which is computed
-here with the same bits. Not for what a cache holds (`cache/`).
+A block is used only if its fingerprint, its checksum and its name are right, and its values
+finite. Any other block is dropped and counted; this worker then computes that part of the prompt
+itself, with the same bits. `cache/` decides what a cache holds.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ from twinphase.engine.engine import Engine
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.errors import TwinphaseError
 
-MOST_WAITING = (
-    64  # blocks that have come and are not stored yet: storing all of them takes some 20 ms
-)
+# Storing this number of blocks takes about 20 ms of the engine's thread.
+MAX_WAITING_BLOCKS = 64
 LOG = logging.getLogger("twinphase.cluster")
 
 
 def frame_head(fingerprint: str) -> bytes:
-    """What every block of `Backend.read_blocks` begins with."""
+    """The first bytes of every block that `Backend.read_blocks` returns."""
     head = fingerprint.encode()
     return len(head).to_bytes(4, "little") + head
 
@@ -59,13 +58,13 @@ class _Arrived:
 
 
 class BlockIntake:
-    """An engine's door for blocks.
+    """Checks received blocks and stores them in an engine's prefix cache.
 
     Attributes:
-        fingerprint: of the blocks that fit.
-        nbytes: of each, as `Backend.read_blocks` gives it.
-        counts: what became of all blocks so far, by verdict.
-        store_seconds: that the engine's thread has spent on them.
+        fingerprint: identifies the format of the blocks that fit.
+        nbytes: bytes per block, as `Backend.read_blocks` returns it.
+        counts: number of blocks so far, by verdict.
+        store_seconds: time of the engine's thread spent on storing blocks.
     """
 
     def __init__(
@@ -92,15 +91,15 @@ class BlockIntake:
             self._room.notify_all()
 
     def wanted(self, hashes: Sequence[bytes]) -> list[bool]:
-        """Which blocks are not here; from any thread, a hint."""
+        """Whether each block is missing here; a hint, callable from any thread."""
         return [self._prefix_cache.find(block_hash) is None for block_hash in hashes]
 
     def put(
         self, frame: Frame, payload: bytearray, reply: Callable[[list[tuple[int, str]]], None]
     ) -> None:
-        """Check a block and have it stored; `reply` is told (number, verdict) of blocks.
+        """Check a block and have it stored; `reply` gets (number, verdict) of each block.
 
-        Waits where too many wait.
+        Blocks while `MAX_WAITING_BLOCKS` are waiting.
         """
         verdict = self._check(frame, payload)
         if verdict:
@@ -108,7 +107,7 @@ class BlockIntake:
             reply([(frame.number, verdict)])
             return
         with self._room:
-            self._room.wait_for(lambda: self._closed or len(self._waiting) < MOST_WAITING)
+            self._room.wait_for(lambda: self._closed or len(self._waiting) < MAX_WAITING_BLOCKS)
             if self._closed:
                 return
             self._waiting.append(_Arrived(frame.block, payload, reply, frame.number))
@@ -128,30 +127,29 @@ class BlockIntake:
     def _store(self, engine: Engine) -> None:
         start = self._clock()
         with self._room:
-            some = list(self._waiting)
+            arrived = list(self._waiting)
             self._waiting.clear()
             self._called = False
             self._room.notify_all()
 
-        def write(block_ids: list[int], which: list[int]) -> None:
+        def write(block_ids: list[int], numbers: list[int]) -> None:
             self._backend.write_blocks(
-                block_ids, [memoryview(some[number].payload) for number in which]
+                block_ids, [memoryview(arrived[number].payload) for number in numbers]
             )
 
         try:
-            verdicts = [
-                str(verdict) for verdict in engine.accept([one.block for one in some], write)
-            ]
-        except Exception as error:  # blocks that cannot be stored must not cost anybody an answer
+            blocks = [arrival.block for arrival in arrived]
+            verdicts = [str(verdict) for verdict in engine.accept(blocks, write)]
+        except Exception as error:  # Blocks that cannot be stored must not fail any request.
             LOG.warning("KV blocks from another worker could not be stored: %s", error)
-            verdicts = ["failed"] * len(some)
+            verdicts = ["failed"] * len(arrived)
         self.store_seconds += self._clock() - start
         self._count(verdicts)
         replies: dict[Callable[[list[tuple[int, str]]], None], list[tuple[int, str]]] = {}
-        for one, verdict in zip(some, verdicts, strict=True):
-            replies.setdefault(one.reply, []).append((one.number, verdict))
-        for reply, news in replies.items():
-            reply(news)
+        for arrival, verdict in zip(arrived, verdicts, strict=True):
+            replies.setdefault(arrival.reply, []).append((arrival.number, verdict))
+        for reply, results in replies.items():
+            reply(results)
 
     def _count(self, verdicts: list[str]) -> None:
         with self._room:
@@ -159,10 +157,10 @@ class BlockIntake:
 
 
 class BlockListener:
-    """Listens for other workers, and hands what they send to an intake.
+    """Listens for other workers, and hands their blocks to an intake.
 
     Attributes:
-        addresses: where, the nearest first.
+        addresses: addresses that it listens on, the nearest first.
     """
 
     def __init__(
@@ -177,7 +175,7 @@ class BlockListener:
         """Listen on `port` of `host` (0: any free port), and on an abstract Unix socket.
 
         Raises:
-            OSError: that is not possible.
+            OSError: cannot listen there.
         """
         self._intake = intake
         self._key = key
@@ -227,13 +225,13 @@ class BlockListener:
         except TwinphaseError as error:
             LOG.warning("A worker's connection for KV blocks was refused: %s", error)
         except OSError:
-            pass  # it is gone; what it had begun is a shorter prefix
+            pass  # The sender is gone; the blocks received so far are a shorter prefix.
         finally:
             self._links.discard(link)
 
 
 class _Receiver:
-    """One connection."""
+    """The receiving end of one connection."""
 
     def __init__(self, link: socket.socket, intake: BlockIntake, *, shared: bool) -> None:
         self._link = link
@@ -241,12 +239,11 @@ class _Receiver:
         self._shared = shared
         self._memory: memoryview | None = None
         self._slot_bytes = 0
-        self._outbox: queue.SimpleQueue[Message | None] = (
-            queue.SimpleQueue()
-        )  # the engine's thread never waits
+        # A queue, since the engine's thread must not wait for a socket.
+        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
     def run(self, key: bytes) -> None:
-        """Serve until the other end is gone."""
+        """Serve until the other end closes the connection."""
         authenticate(self._link, key, listening=True)
         self._greet()
         threading.Thread(target=self._answer, name="twinphase-kv-answer", daemon=True).start()
@@ -295,16 +292,17 @@ class _Receiver:
         self._memory = memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
 
     def _bits(self, frame: Frame, payload: bytearray) -> bytearray:
-        """A copy that nobody else can change; a slot that is not there has no bytes."""
+        """A copy that the sender cannot change; a slot out of range has no bytes."""
         if self._memory is None or frame.slot is None:
             return payload
         start = frame.slot * self._slot_bytes
         return bytearray(self._memory[start : start + min(frame.length, self._slot_bytes)])
 
-    def _reply(self, news: list[tuple[int, str]]) -> None:
-        self._outbox.put(Ack([number for number, _ in news], [verdict for _, verdict in news]))
+    def _reply(self, results: list[tuple[int, str]]) -> None:
+        numbers = [number for number, _ in results]
+        self._outbox.put(Ack(numbers, [verdict for _, verdict in results]))
 
     def _answer(self) -> None:
-        with suppress(OSError):  # whoever is gone needs no answer
+        with suppress(OSError):  # A worker that is gone needs no answer.
             while (message := self._outbox.get()) is not None:
                 self._link.sendall(encode_message(message))

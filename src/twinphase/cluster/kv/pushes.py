@@ -1,9 +1,9 @@
 """The sending end of KV blocks: sends each prompt block while the next chunk is computed.
 
 The engine's thread copies blocks into slots between two steps. Everything else is done by the
-transport's threads, so that the end of a push is told while a step of the next prompt goes on.
+transport's threads, so that the end of a push is reported during a step of the next prompt.
 Nothing is pinned: a block that is not sent yet may be evicted like any other, the youngest last,
-and costs the other end a shorter prefix. Not for who is pushed to (the router's decision).
+and the receiver then gets a shorter prefix. The router decides where blocks are pushed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.messages import Pushed, PushTo
 from twinphase.request import Request
 
-SLOT_BYTES = 64 << 20  # of all blocks on their way together
-MOST_SLOTS = 256
-LEAST_SLOTS = 4
-PER_STEP = 64  # blocks copied between two steps at most
-# blocks: memory for more at once comes from the system each time, and takes longer than the copy
-READ_TOGETHER = 4
-HERE = frozenset({"stored", "known"})
+TOTAL_SLOT_BYTES = 64 << 20
+MAX_SLOTS = 256
+MIN_SLOTS = 4
+MAX_BLOCKS_PER_STEP = 64
+# Memory for more blocks at once comes from the system each time, and takes longer than the copy.
+MAX_BLOCKS_PER_READ = 4
+STORED_VERDICTS = frozenset({"stored", "known"})
 
 
 @dataclass
@@ -39,10 +39,10 @@ class _Push:
     """One request's blocks, or, without a request, those of a prefix cache.
 
     Attributes:
-        wanted: by block; None while the other end has not said.
-        next: the first block that was not handed to the transport yet.
-        away: numbers of frames that have no answer.
-        finished: when the request was, by the engine's clock.
+        wanted: whether the receiver lacks each block; None until it answers.
+        next: index of the first block that the transport has not been given.
+        away: numbers of frames that are not acknowledged yet.
+        finished: time at which the request finished, by the engine's clock.
     """
 
     request: Request | None
@@ -67,10 +67,10 @@ class _Push:
 
 
 class BlockPushes:
-    """Blocks on their way from an engine to others.
+    """KV blocks that an engine sends to other workers.
 
     Attributes:
-        read_seconds: that the engine's thread has spent on copying blocks.
+        read_seconds: time of the engine's thread spent on copying blocks.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class BlockPushes:
         loaded: LoadedEngine,
         key: bytes,
         wake: Callable[[], None],
-        tell: Callable[[Pushed], None],
+        report: Callable[[Pushed], None],
     ) -> None:
-        """`wake` has the engine's thread call `progress` soon; `tell` is called by any thread."""
+        """`wake` has the engine's thread call `progress` soon; any thread calls `report`."""
         self._backend = loaded.backend
         self._key = key
         self._wake = wake
-        self._tell = tell
+        self._report = report
         self._kv_cache = loaded.engine.scheduler.kv_cache
         self._prefix_cache = self._kv_cache.prefix_cache
         self._clock = loaded.engine.clock
@@ -92,21 +92,22 @@ class BlockPushes:
         self._nbytes += len(self._backend.kv_fingerprint.encode())
         self._slots: SharedSlots | None = None
         self._transports: dict[str, KVTransport] = {}
-        self._pushes: dict[int, _Push] = {}  # by the number of their offer
-        self._frames: dict[int, _Push] = {}  # by the number of a frame that is away
+        self._pushes: dict[int, _Push] = {}  # By the number of their offer.
+        self._frames: dict[int, _Push] = {}  # By the number of a frame that is not acknowledged.
         self._numbers = itertools.count()
-        self._lock = threading.Lock()  # all of the above
+        # Guards everything above.
+        self._lock = threading.Lock()
         self.read_seconds = 0.0
 
     def begin(self, request: Request, to: PushTo) -> None:
-        """Push the full blocks of a request's prompt; `Pushed` reports the end of it."""
+        """Push the full blocks of a request's prompt; `Pushed` reports the result."""
         count = len(request.prompt_token_ids) // self._prefix_cache.block_size
         self._begin(
             request, to, [self._prefix_cache.block(request, index) for index in range(count)]
         )
 
     def hand_over(self, to: PushTo) -> None:
-        """Push all blocks that no request has, and that can be found."""
+        """Push all cached blocks that no request holds."""
         self._begin(None, to, self._kv_cache.hot_blocks())
         self._wake()
 
@@ -123,11 +124,11 @@ class BlockPushes:
                 self._finish(push)
 
     def progress(self) -> None:
-        """On the engine's thread, between two steps: send on what was computed."""
+        """On the engine's thread, between two steps: send newly computed blocks."""
         if not self._pushes:
             return
         with self._lock:
-            room = PER_STEP
+            room = MAX_BLOCKS_PER_STEP
             for push in self._pushes.values():
                 if (
                     push.finished is None
@@ -140,7 +141,7 @@ class BlockPushes:
             self._end_done()
 
     def close(self) -> None:
-        """Give up what is on its way."""
+        """Abandon all unfinished pushes."""
         for push in list(self._pushes.values()):
             if push.timer is not None:
                 push.timer.cancel()
@@ -163,8 +164,8 @@ class BlockPushes:
                 push = self._frames.pop(number, None)
                 if push is not None:
                     push.away.discard(number)
-                    push.num_stored += verdict in HERE
-                    push.num_early += verdict in HERE and push.finished is None
+                    push.num_stored += verdict in STORED_VERDICTS
+                    push.num_early += verdict in STORED_VERDICTS and push.finished is None
             self._end_done()
 
     def room(self) -> None:
@@ -174,7 +175,7 @@ class BlockPushes:
     def lost(self, transport: KVTransport, reason: str) -> None:
         with self._lock:
             for address in [
-                address for address, one in self._transports.items() if one is transport
+                address for address, known in self._transports.items() if known is transport
             ]:
                 del self._transports[address]
             for push in self._pushes.values():
@@ -182,15 +183,15 @@ class BlockPushes:
                     push.problem = push.problem or reason
             self._end_done()
 
-    # All that follows holds the lock.
+    # The caller of each method below holds the lock.
     def _transport(self, to: PushTo) -> KVTransport:
-        near = (one for one in to.addresses if one.startswith("unix:" + unix_names()))
+        near = (address for address in to.addresses if address.startswith("unix:" + unix_names()))
         address = next(near, None) or next(
-            (one for one in to.addresses if one.startswith("tcp:")), ""
+            (address for address in to.addresses if address.startswith("tcp:")), ""
         )
         if address not in self._transports:
             if self._slots is None:
-                count = min(MOST_SLOTS, max(LEAST_SLOTS, SLOT_BYTES // self._nbytes))
+                count = min(MAX_SLOTS, max(MIN_SLOTS, TOTAL_SLOT_BYTES // self._nbytes))
                 self._slots = SharedSlots(count, self._nbytes)
             fingerprint = self._backend.kv_fingerprint
             self._transports[address] = SocketTransport(
@@ -211,16 +212,15 @@ class BlockPushes:
         push.timer.start()
 
     def _send(self, push: _Push, most: int) -> int:
-        """Copy into slots what is computed and wanted, in order; returns how many blocks."""
+        """Send computed blocks that the receiver wants, in order; returns how many."""
         assert push.wanted is not None and self._slots is not None
         chosen: list[tuple[CachedBlock, int, int]] = []
         while push.next < len(push.blocks) and len(chosen) < most:
             block = push.blocks[push.next]
             if push.wanted[push.next]:
                 block_id = self._prefix_cache.find(block.block_hash)
-                if (
-                    block_id is None
-                ):  # not computed yet; or no more, and then what follows is of no use
+                if block_id is None:
+                    # Not computed yet, or evicted: the blocks after an evicted one are useless.
                     push.next = len(push.blocks) if push.finished is not None else push.next
                     break
                 slot = self._slots.take()
@@ -239,7 +239,7 @@ class BlockPushes:
         assert self._slots is not None
         outgoing = []
         for (block, _, slot), bits in zip(
-            chosen, self._read([one[1] for one in chosen]), strict=True
+            chosen, self._read([block_id for _, block_id, _ in chosen]), strict=True
         ):
             self._slots.view(slot, len(bits))[:] = bits
             number = next(self._numbers)
@@ -251,8 +251,8 @@ class BlockPushes:
         self.read_seconds += self._clock() - start
 
     def _read(self, block_ids: list[int]) -> Iterator[bytes]:
-        for start in range(0, len(block_ids), READ_TOGETHER):
-            yield from self._backend.read_blocks(block_ids[start : start + READ_TOGETHER])
+        for start in range(0, len(block_ids), MAX_BLOCKS_PER_READ):
+            yield from self._backend.read_blocks(block_ids[start : start + MAX_BLOCKS_PER_READ])
 
     def _end_done(self) -> None:
         for number, push in list(self._pushes.items()):
@@ -267,14 +267,14 @@ class BlockPushes:
             push.timer.cancel()
         late = self._clock() - push.finished if push.finished is not None else 0.0
         name = push.request.request_id if push.request is not None else ""
-        self._tell(
+        self._report(
             Pushed(
                 name,
-                len(push.blocks),
-                push.num_stored,
-                push.num_early,
-                push.num_bytes,
-                late,
-                push.problem,
+                num_blocks=len(push.blocks),
+                num_stored=push.num_stored,
+                num_early=push.num_early,
+                num_bytes=push.num_bytes,
+                seconds=late,
+                problem=push.problem,
             )
         )

@@ -1,9 +1,9 @@
 """The seam `KVTransport`: KV blocks between workers, over TCP and through shared memory.
 
-Two verbs: offer hashes, of which the other end wants some; send blocks. Both return at once,
-threads do the rest, and what came of it is told to `TransportEvents`. A slow receiver fills the
-sender's slots, and slows nobody's steps. The receiving end is `intake.py`. Not for which blocks go
-where (`pushes.py`).
+Two verbs: offer hashes, some of them wanted by the receiver; send blocks. Both return at once,
+threads do the rest and report results to `TransportEvents`. A slow receiver fills the sender's
+slots, but slows no engine's steps. The receiving end is `intake.py`; `pushes.py` chooses the
+blocks.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from twinphase.cluster.kv.frames import (
 )
 from twinphase.errors import TwinphaseError
 
-SEND_SECONDS = 10.0  # after which an end that reads nothing counts as lost
+SEND_TIMEOUT_SECONDS = 10.0
 NO_SHRINKING = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class TransportEvents(Protocol):
-    """Told by a transport's threads."""
+    """Callbacks that a transport's threads make."""
 
     def wanted(self, number: int, wanted: list[bool]) -> None:
         """The answer to an offer."""
 
     def acknowledged(self, numbers: list[int], verdicts: list[str]) -> None:
-        """What became of frames."""
+        """The receiver's verdict on each frame."""
 
     def room(self) -> None:
         """A slot is free again."""
@@ -61,7 +61,7 @@ class TransportEvents(Protocol):
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A block in a slot, `length` bytes of it."""
+    """A block of `length` bytes in a slot."""
 
     number: int
     block: CachedBlock
@@ -70,7 +70,7 @@ class Outgoing:
 
 
 class KVTransport(Protocol):
-    """To one other worker."""
+    """A connection to one other worker."""
 
     def offer(self, number: int, hashes: list[bytes]) -> None:
         """Ask which of these blocks the other end wants."""
@@ -89,11 +89,11 @@ class SharedSlots:
         """`count` slots of `nbytes` bytes."""
         self.nbytes = -(-nbytes // 64) * 64
         self.descriptor = os.memfd_create("twinphase-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        weakref.finalize(self, os.close, self.descriptor)  # once no thread of a transport has it
+        # A transport's thread may outlive its owner.
+        weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, count * self.nbytes)
-        fcntl.fcntl(
-            self.descriptor, fcntl.F_ADD_SEALS, NO_SHRINKING
-        )  # or a reader could be made to fault
+        # A reader of memory that shrinks would fault.
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, NO_SHRINKING)
         self._memory = memoryview(mmap.mmap(self.descriptor, count * self.nbytes))
         self._free = list(range(count))
         self._lock = threading.Lock()
@@ -108,7 +108,7 @@ class SharedSlots:
             return self._free.pop() if self._free else None
 
     def give(self, slot: int) -> None:
-        """The slot may be filled anew; whoever still reads it finds that the checksum is wrong."""
+        """Free a slot; a receiver that still reads the old block sees a wrong checksum."""
         with self._lock:
             self._free.append(slot)
 
@@ -127,7 +127,7 @@ class SocketTransport:
         slots: SharedSlots,
         events: TransportEvents,
     ) -> None:
-        """Connect in a thread; see `parse_address`."""
+        """Connect in a thread."""
         self.address = address
         self._key = key
         self._fingerprint = fingerprint
@@ -135,7 +135,7 @@ class SocketTransport:
         self._events = events
         self._shared = address.startswith("unix:")
         self._jobs: queue.SimpleQueue[Offer | Outgoing | None] = queue.SimpleQueue()
-        self._away: dict[int, int] = {}  # slots that the other end may be reading, by number
+        self._away: dict[int, int] = {}  # Slots that the receiver may be reading, by number.
         self._lock = threading.Lock()
         self._link: socket.socket | None = None
         self._gone = False
@@ -191,7 +191,7 @@ class SocketTransport:
     def _greet(self, link: socket.socket) -> None:
         authenticate(link, self._key, listening=False)
         link.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_SECONDS), 0)
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_TIMEOUT_SECONDS), 0)
         )
         if self._shared:
             socket.send_fds(link, [b"M"], [self._slots.descriptor])
@@ -207,25 +207,25 @@ class SocketTransport:
                 "Run the same model and version.",
             )
 
-    def _send(self, link: socket.socket, one: Outgoing) -> None:
-        view = self._slots.view(one.slot, one.length)
-        block = one.block
+    def _send(self, link: socket.socket, outgoing: Outgoing) -> None:
+        view = self._slots.view(outgoing.slot, outgoing.length)
+        block = outgoing.block
         frame = Frame(
-            one.number,
+            outgoing.number,
             block.block_hash,
             block.parent,
             block.index,
             list(block.token_ids),
-            one.length,
-            checksum(block, view),
-            one.slot if self._shared else None,
+            outgoing.length,
+            checksum=checksum(block, view),
+            slot=outgoing.slot if self._shared else None,
         )
         if self._shared:
             link.sendall(encode_message(frame))
         else:
-            link.sendall(encode_message(frame, one.length))
+            link.sendall(encode_message(frame, outgoing.length))
             link.sendall(view)
-            self._free([one.number])
+            self._free([outgoing.number])
 
     def _read(self, link: socket.socket) -> None:
         reason = "the connection was closed"
@@ -265,7 +265,7 @@ class SocketTransport:
 def unix_names() -> str:
     """Prefix of the abstract sockets' names (unix(7)) of workers here; they leave no files.
 
-    These sockets are those of a machine and a network namespace.
+    The prefix is unique per machine and network namespace.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"twinphase-kv-{boot}-{Path('/proc/self/ns/net').stat().st_ino}-"
@@ -275,10 +275,10 @@ def connect(address: str) -> socket.socket:
     """A connection to "tcp:HOST:PORT" or "unix:NAME", an abstract socket.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: nothing listens there.
     """
-    kind, _, rest = address.partition(":")
-    if kind == "unix":
+    scheme, _, rest = address.partition(":")
+    if scheme == "unix":
         link = socket.socket(socket.AF_UNIX)
         try:
             link.connect("\0" + rest)
@@ -287,22 +287,22 @@ def connect(address: str) -> socket.socket:
             raise
         return link
     host, _, port = rest.rpartition(":")
-    if kind != "tcp" or not port.isdecimal():
-        raise OSError(f"{address!r} is no address of a worker's port for KV blocks")
+    if scheme != "tcp" or not port.isdecimal():
+        raise OSError(f"{address!r} is not an address of a worker's port for KV blocks")
     link = socket.create_connection((host, int(port)), HANDSHAKE_SECONDS)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return link
 
 
-def read_message(link: socket.socket, most_payload: int = 0) -> tuple[Message, bytearray]:
+def read_message(link: socket.socket, max_payload_bytes: int = 0) -> tuple[Message, bytearray]:
     """The next message and its payload.
 
     Raises:
-        ProtocolError: it is none, or its payload is larger than `most_payload` bytes.
+        ProtocolError: not a KV message, or its payload is larger than `max_payload_bytes`.
         OSError: the other end is gone.
     """
     header_bytes, payload_bytes = open_envelope(receive_exactly(link, ENVELOPE.size))
-    if payload_bytes > most_payload:
+    if payload_bytes > max_payload_bytes:
         raise ProtocolError(
             f"A KV message has {payload_bytes} bytes, more than a block.",
             "Run one version everywhere.",

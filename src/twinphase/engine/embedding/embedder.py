@@ -1,8 +1,8 @@
 """Models that embed texts: encoders, and decoders by their last normalized hidden state.
 
 Nothing is sampled and nothing waits for a next token, so there is no scheduler: texts are computed
-one after the other, a decoder's in prefill chunks, and the same text gives the same bits whoever is
-computed before it. Not for generating (`loading.py`), nor for HTTP.
+one after the other, a decoder's in prefill chunks, and the same text gives the same bits
+independent of the texts before it. Not for generating (`loading.py`), nor for HTTP.
 """
 
 from __future__ import annotations

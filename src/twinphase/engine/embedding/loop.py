@@ -67,7 +67,9 @@ def make_loop(
     """The loop for a loaded model, and its facts."""
     if isinstance(loaded, LoadedEmbedder):
         model = loaded.text.checkpoint.fingerprint
-        facts = EngineFacts(loaded.config, None, None, 0, None, None, loaded.size, model=model)
+        facts = EngineFacts(
+            loaded.config, None, None, 0, None, None, embedding_size=loaded.size, model=model
+        )
         return EmbeddingLoop(loaded, send), facts
     loop = EngineLoop(loaded, send)
     loop.pace = loaded.settle_pace()

@@ -13,10 +13,10 @@ from twinphase.models.bert import is_encoder
 from twinphase.request import SamplingParams
 from twinphase.weights.checkpoint import Checkpoint
 
-Message = Mapping[str, Any]  # "role" and "content", as in OpenAI's API
-Prompt = (
-    str | list[int] | Sequence[Message] | Mapping[str, Any]
-)  # a mapping: vLLM's TextPrompt or TokensPrompt
+# "role" and "content", as in OpenAI's API.
+Message = Mapping[str, Any]
+# A mapping is vLLM's TextPrompt or TokensPrompt.
+Prompt = str | list[int] | Sequence[Message] | Mapping[str, Any]
 MESSAGE = '{"role": "user", "content": "..."}'
 
 
@@ -39,13 +39,13 @@ def embeds(checkpoint: Checkpoint, config: EngineConfig) -> bool:
     """Whether the model makes vectors: an encoder always does, a decoder by `config.task`.
 
     Raises:
-        InvalidRequestError: text is asked of an encoder, or a pooling of a model that generates.
+        InvalidRequestError: `task` asks an encoder for text, or `pooling` is set for generation.
     """
     name = checkpoint.path.name
     encoder = is_encoder(checkpoint)
     if encoder and config.task == "generate":
         raise InvalidRequestError(
-            f"{name} is an encoder: it embeds texts and writes none.",
+            f"{name} is an encoder: it embeds texts and generates none.",
             "Use LLM.embed, or `twinphase serve` and /v1/embeddings.",
         )
     if config.pooling is not None and not encoder and config.task != "embed":
@@ -83,7 +83,7 @@ def unknown_request(request_id: str) -> RequestNotFoundError:
 
 
 def one_for_each(given: Any, kind: type, count: int, what: str) -> list[Any]:
-    """`given` for each of `count` prompts, or the list of as many that it is."""
+    """A list of `count` values: `given` for each prompt, or `given` itself if it is such a list."""
     if isinstance(given, kind):
         return [given] * count
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
@@ -111,7 +111,7 @@ def plain_prompt(prompt: Any) -> str | list[int] | Sequence[Message]:
     """The text or token ids of a mapping such as {"prompt": "..."} or {"prompt_token_ids": [...]}.
 
     Raises:
-        InvalidRequestError: neither text, token ids, messages nor such a mapping.
+        InvalidRequestError: not text, token ids, messages or such a mapping.
     """
     if isinstance(prompt, Mapping):
         keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]

@@ -72,12 +72,12 @@ class OwnProcess:
 
 
 class Turns:
-    """Lets threads drive an engine one after the other, in the order in which they came."""
+    """Lets threads drive an engine one after the other, in order of arrival."""
 
     def __init__(self) -> None:
         self.process = OwnProcess()
-        # Who waits holds `_next`, so that the thread that has just had a turn cannot take another
-        # before it.
+        # A waiting thread holds `_next`, so that the thread that has just had a turn cannot take
+        # another one first.
         self._next = threading.Lock()
         self._now = threading.Lock()
 
@@ -99,7 +99,7 @@ class Turns:
 
     @contextmanager
     def take_if_free(self) -> Iterator[bool]:
-        """Have a turn if nobody else has one; says whether.
+        """Take a turn if no other thread has one; yields whether it did.
 
         Never waits, so that a destructor may call it.
         """

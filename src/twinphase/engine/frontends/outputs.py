@@ -81,7 +81,7 @@ class RequestOutput:
 
     @property
     def counts(self) -> RequestCounts:
-        """The request in numbers, some of which have attributes of their own."""
+        """The request in numbers; some have attributes of their own."""
         return self.record.counts
 
     @property

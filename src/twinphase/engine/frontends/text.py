@@ -36,7 +36,7 @@ class EncodedPrompt:
     Attributes:
         text: None if token ids were given.
         arrival, tokenized: when the request came, and when its tokens were ready, seconds.
-        is_plain: the answer goes on in the prompt's text (no chat template between them).
+        is_plain: the answer continues the prompt's text, with no chat template between them.
         runs: of a chat's tokens by part of the prompt.
         prediction_token_ids: what the answer is expected to be; a right prediction makes it faster,
             never different.
@@ -51,7 +51,7 @@ class EncodedPrompt:
     prediction_token_ids: Sequence[int] = ()
 
     def last(self, num_tokens: int | None) -> EncodedPrompt:
-        """The prompt's last so many tokens, or all of it."""
+        """The prompt's last `num_tokens` tokens; all of them if None."""
         cut = len(self.token_ids) - num_tokens if num_tokens is not None else 0
         if cut <= 0:
             return self

@@ -211,8 +211,13 @@ class LoadedEngine:
     def _pacing(self) -> Pacing:
         engine = self.engine
         config = self.config
-        limits = config.max_num_batched_tokens, config.max_model_len or 1, config.block_size
-        return Pacing(engine.cost_model, *limits, engine.shape.window)
+        return Pacing(
+            engine.cost_model,
+            config.max_num_batched_tokens,
+            config.max_model_len or 1,
+            config.block_size,
+            engine.shape.window,
+        )
 
     def explain(
         self, request: RequestCounts, timeline: RequestTimeline, *, names: bool = False
@@ -224,10 +229,10 @@ class LoadedEngine:
             self.engine.cost_model,
             measured_ceilings(self.config),
             self.units,
-            available_cores() if self.config.backend == "cpu" else None,
-            device_of(self.config).best_isa,
-            self.backend.block_multiple,
-            {
+            cores=available_cores() if self.config.backend == "cpu" else None,
+            best_isa=device_of(self.config).best_isa,
+            block_multiple=self.backend.block_multiple,
+            kv_token_bytes={
                 dtype: self.backend.kv_bytes_per_token(dtype)
                 for dtype in self.backend.kv_cache_dtypes
             },
@@ -343,7 +348,8 @@ def _step_log(
     if config.trace_file is None:
         return None
     try:
-        file = open(config.trace_file, "w", encoding="utf-8")  # noqa: SIM115  open as long as the engine lives
+        # Open as long as the engine lives.
+        file = open(config.trace_file, "w", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
         raise StorageError(
             f"Cannot write {config.trace_file}: {error.strerror}.", "Choose another --trace-file."

@@ -1,6 +1,6 @@
 """The engine's own process: `python -m twinphase.engine.process.child FD` (`ProcessHost`).
 
-Speaks messages over the socket it was given. It ends when told to, or when the other end is gone.
+Exchanges messages over the socket it was given. Ends on `Stop`, or when the connection breaks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from twinphase.engine.process.messages import FromEngine, Load, Loading, Ping, Pong, Stop, ToEngine
-from twinphase.engine.process.wire import SEND_BUFFER, Decoder, encode
+from twinphase.engine.process.wire import SEND_BUFFER_BYTES, Decoder, encode
 from twinphase.errors import EngineDeadError, TwinphaseError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Link:
         self.is_broken = False
 
     def send(self, message: FromEngine) -> None:
-        """Hand a message over; nothing is sent any more once nobody is there."""
+        """Send a message; does nothing once the connection is broken."""
         data = encode(message)
         with self._sending:
             if not self.is_broken:
@@ -55,9 +55,9 @@ class Link:
                     self.is_broken = True
 
     def next(self) -> ToEngine | None:
-        """The next message; None when nobody is there any more.
+        """The next message; None when the connection is broken.
 
-        Pings are answered here, whatever the loop does.
+        Pings are answered here, independent of the loop.
         """
         while True:
             while self._backlog:
@@ -76,14 +76,12 @@ class Link:
 
 
 def main(descriptor: int, open_port: OpenPort | None = None) -> int:
-    """Load the model that the first message names, then serve; returns the exit code.
-
-    See `serve`.
-    """
+    """Load the model that the first message names, then `serve` it; returns the exit code."""
+    # The front end decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the front end decides when the engine ends
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     link = Link(connection)
     first = link.next()
     if not isinstance(first, Load):
@@ -92,7 +90,7 @@ def main(descriptor: int, open_port: OpenPort | None = None) -> int:
     def report(message: FromEngine) -> None:
         link.send(message)
         if link.is_broken:
-            os._exit(0)  # nobody is there any more
+            os._exit(0)
 
     report(Loading("importing"))
     from twinphase.engine.process.loop import refusal
@@ -104,7 +102,7 @@ def main(descriptor: int, open_port: OpenPort | None = None) -> int:
         return error.exit_code
     try:
         serve(loaded, link, lambda: os._exit(0), open_port)
-    except EngineDeadError as error:  # a rank of it is missing
+    except EngineDeadError as error:  # One of its ranks has died.
         link.send(refusal(None, error))
         return error.exit_code
     return 0
@@ -121,9 +119,9 @@ def serve(
     Args:
         loaded: the engine.
         link: the connection.
-        gone: called when it breaks.
-        open_port: opens a loop, which sends by the given function, for KV blocks, and returns where
-            they can be sent.
+        gone: called when the connection breaks.
+        open_port: opens a port for KV blocks to a loop, which sends messages with the given
+            function; returns the port's addresses.
     """
     from twinphase.engine.embedding.loop import make_loop
     from twinphase.engine.process.loop import EngineLoop
@@ -174,7 +172,8 @@ def load(wanted: Load, send: Callable[[FromEngine], None]) -> LoadedEngine | Loa
         learn_ceilings(loaded.config)
     send(Loading("warming up"))
     loaded.warm_up(WARM_UP_PROMPT, WARM_UP_TOKENS)
-    _ = loaded.text.grammar_compiler  # made now, not by the first grammar while others decode
+    # Made now, since the first grammar would delay other requests' decodes.
+    _ = loaded.text.grammar_compiler
     return loaded
 
 

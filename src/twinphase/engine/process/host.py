@@ -34,15 +34,15 @@ from twinphase.engine.process.messages import (
     ToEngine,
 )
 from twinphase.engine.process.status import WorkerStatus
-from twinphase.engine.process.wire import SEND_BUFFER, Decoder, encode
+from twinphase.engine.process.wire import SEND_BUFFER_BYTES, Decoder, encode
 from twinphase.errors import EngineDeadError, TwinphaseError
 
-# seconds before a dead engine is started again
-FIRST_DELAY = 0.1
-LONGEST_DELAY = 30.0
-HEALTHY_AFTER = 60.0  # seconds of life after which a death is a new one
-CLOSE_SECONDS = 10.0
-BEAT_SECONDS = 0.25  # between pings
+FIRST_RETRY_SECONDS = 0.1
+MAX_RETRY_SECONDS = 30.0
+# An engine that dies after a longer uptime is restarted with the shortest delay again.
+HEALTHY_UPTIME_SECONDS = 60.0
+CLOSE_TIMEOUT_SECONDS = 10.0
+PING_INTERVAL_SECONDS = 0.25
 
 Receive = Callable[[FromEngine], None]
 Died = Callable[[EngineDeadError], None]
@@ -52,12 +52,12 @@ class Host(Protocol):
     """Carries messages to an engine and back.
 
     Attributes:
-        embeds: the model makes vectors, and writes no text.
+        embeds: the model makes vectors and generates no text.
         is_running: the engine takes messages.
-        num_restarts: so far.
-        last_death: why the last one was needed.
-        failure: what refused the model at the first start, if it was refused.
-        totals_last: totals in `StepStats` go on after a restart; they begin at zero otherwise.
+        num_restarts: number of restarts so far.
+        last_death: why the last restart was needed.
+        failure: why the model was refused at the first start; None if it was not.
+        totals_last: totals in `StepStats` continue after a restart instead of starting at zero.
     """
 
     text: ModelText
@@ -204,7 +204,7 @@ class LinkHost:
         self._closing = False
         self._was_ready = self._ever_ready = False
         self._refused: Refused | None = None  # the model, by the engine that there is
-        self._delay = FIRST_DELAY
+        self._delay = FIRST_RETRY_SECONDS
         self._born = self._heard = 0.0
         self._own_process = OwnProcess()
         self._writer: asyncio.WriteTransport | None = None
@@ -266,14 +266,14 @@ class LinkHost:
         self._receive(Loading("starting"))
         try:
             link = await self._open()
-        except (
-            OSError
-        ) as error:  # no descriptors or no memory left, nobody there; there may be later
+        except OSError as error:
+            # Descriptors, memory or the worker are missing now and may be there later.
             self.waits_for = f"{self.where}: {error.strerror or error}"
             self._receive(Loading(f"waiting to start ({error.strerror or error})"))
             self._connect_later()
             return
-        except TwinphaseError as error:  # it would be refused again
+        except TwinphaseError as error:
+            # No retry: it would be refused again.
             self.failure = Refused(None, type(error).__name__, error.cause, error.fix)
             self._receive(self.failure)
             return
@@ -287,7 +287,7 @@ class LinkHost:
         if not self.is_sought:
             return
         self._run(self._connect(self._delay))
-        self._delay = min(2 * self._delay, LONGEST_DELAY)
+        self._delay = min(2 * self._delay, MAX_RETRY_SECONDS)
 
     async def _beat(self, writer: asyncio.WriteTransport, silence: float) -> None:
         """Ping the engine, and end it if it stays silent; pauses of this process do not count."""
@@ -295,14 +295,15 @@ class LinkHost:
         while self._writer is writer:
             writer.write(encode(Ping(time.perf_counter())))
             slept = time.monotonic()
-            await asyncio.sleep(BEAT_SECONDS)
-            if (late := (now := time.monotonic()) - slept - BEAT_SECONDS) > BEAT_SECONDS:
+            await asyncio.sleep(PING_INTERVAL_SECONDS)
+            if (
+                late := (now := time.monotonic()) - slept - PING_INTERVAL_SECONDS
+            ) > PING_INTERVAL_SECONDS:
                 self._heard = min(now, self._heard + late)
             elif now - self._heard > silence and self._writer is writer:
+                # Messages that a killed engine has sent must not arrive any more.
                 self.kill()
-                return (
-                    writer.abort()
-                )  # whatever it says while the system takes it down, nobody is to hear
+                return writer.abort()
 
     def take(self, message: FromEngine) -> None:
         self._heard = time.monotonic()
@@ -333,8 +334,8 @@ class LinkHost:
         if self.failure is not None:
             return
         self.num_restarts += 1
-        if self._was_ready and time.monotonic() - self._born > HEALTHY_AFTER:
-            self._delay = FIRST_DELAY
+        if self._was_ready and time.monotonic() - self._born > HEALTHY_UPTIME_SECONDS:
+            self._delay = FIRST_RETRY_SECONDS
         self._was_ready = False
         self._connect_later()
 
@@ -363,7 +364,7 @@ class ProcessHost(LinkHost):
         if not self._was_ready:
             process.kill()  # it reads no message before it has loaded
         try:
-            process.wait(CLOSE_SECONDS)
+            process.wait(CLOSE_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -404,7 +405,7 @@ def _start_process(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]
         except OSError:
             ours.close()
             raise
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     ours.setblocking(False)
     return process, ours
 

@@ -278,11 +278,10 @@ def engine_facts(loaded: LoadedEngine, pace: Pace | None) -> EngineFacts:
         prompt,
         ttft,
         tpot,
-        0,
-        pace,
-        loaded.engine.cost_model.prices,
-        loaded.checkpoint.fingerprint,
-        loaded.backend.kv_fingerprint,
+        pace=pace,
+        prices=loaded.engine.cost_model.prices,
+        model=loaded.checkpoint.fingerprint,
+        kv_fingerprint=loaded.backend.kv_fingerprint,
         ranks=loaded.ranks,
     )
 

@@ -121,7 +121,7 @@ class LimitPrefill(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """Answered by `Pong` with the same time, at once, whatever the engine computes."""
+    """Answered by `Pong` with the same time, at once, even during a step."""
 
     sent: float
 
@@ -227,13 +227,13 @@ class Inspected(msgspec.Struct, tag=True, frozen=True):
 
 
 class BlocksChanged(msgspec.Struct, tag=True, frozen=True):
-    """Which blocks the prefix cache holds more, and no longer; sent after `WatchBlocks` only.
+    """Blocks that the prefix cache stored and evicted; sent after `WatchBlocks` only.
 
     Attributes:
         number: of this event, one more than the last one's, or one was lost; with `whole`, the next
             event's.
         stored, evicted: chain hashes; none is in both.
-        whole: `stored` are all blocks that can be found, whatever was told before.
+        whole: `stored` has all blocks that can be found, and replaces all earlier events.
     """
 
     number: int

@@ -69,16 +69,17 @@ class EngineRequests:
                 continue
             record.advance()
             request = finished.get(name)
-            update = RequestUpdate(
-                name,
-                result.output.token_ids.get(name, []),
-                share.num_prefilled,
-                share.num_cached_tokens,
-                result.output.logprobs.get(name, []),
-                self._ended(request) if request else None,
-                result.output.prompt_logprobs.get(name),
+            updates.append(
+                RequestUpdate(
+                    name,
+                    result.output.token_ids.get(name, []),
+                    share.num_prefilled,
+                    share.num_cached_tokens,
+                    result.output.logprobs.get(name, []),
+                    self._ended(request) if request else None,
+                    prompt_logprobs=result.output.prompt_logprobs.get(name),
+                )
             )
-            updates.append(update)
         return updates
 
     def end(self, request_id: str, reason: FinishReason) -> RequestUpdate | None:

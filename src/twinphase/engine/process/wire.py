@@ -13,7 +13,8 @@ import msgspec
 
 from twinphase.errors import InvalidRequestError
 
-SEND_BUFFER = 4 << 20  # bytes that may wait for a reader that is busy
+# Large enough for a reader that is busy for a while.
+SEND_BUFFER_BYTES = 4 << 20
 _LENGTH = struct.Struct("<I")
 _ENCODER = msgspec.msgpack.Encoder()
 
