@@ -20,7 +20,8 @@ from twinphase_bench.report.theme import colour, colour_scale, colours_of, phase
 
 alt: Any = OnFirstUse("altair")
 Row = Mapping[str, Any]
-ROW_HEIGHT = 30  # pixels of a horizontal bar and the space around it
+# The height of a horizontal bar and the space around it.
+ROW_PIXELS = 30
 DRAG = "[pointerdown[event.pointerType === 'mouse'], window:pointerup] > window:pointermove!"
 
 
@@ -96,7 +97,7 @@ def bars(
     if not part and any("low" in row for row in rows):
         low = alt.X(field="low", type="quantitative", title=value[1])
         layers.append(base.mark_rule(color=colour("text")).encode(x=low, x2="high"))
-    height = ROW_HEIGHT * len(categories) * (max(1, len(parts)) if grouped else 1)
+    height = ROW_PIXELS * len(categories) * (max(1, len(parts)) if grouped else 1)
     return _plot(name, title, layers, rows, caption, *_highlight(part), height=height)
 
 
