@@ -96,7 +96,7 @@ def make_plan(context_length: int | None, options: SweepOptions, pace: Pace | No
     """Places for a context: prompt lengths by ratio; decode on a grid of positions and batches.
 
     Args:
-        context_length: longest prompt + output; None (unknown) plans up to `DEFAULT_CONTEXT_TOKENS`.
+        context_length: longest prompt + output; None is unknown (`DEFAULT_CONTEXT_TOKENS`).
         options: what was asked for.
         pace: of the target (`calibrate`): shortens prompts until the plan fits into `max_seconds`.
     """

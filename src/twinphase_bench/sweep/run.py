@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from twinphase import Progress, TwinphaseError
 from twinphase_bench.conditions import Bystanders
 from twinphase_bench.sweep.plan import (
-    MIN_PREFILL_SECONDS,
     DEFAULT_CONTEXT_TOKENS,
+    MIN_PREFILL_SECONDS,
     Pace,
     Place,
     Plan,
