@@ -37,7 +37,7 @@ from serving.processes import COMPLETIONS, ProcessState, ask, process_state, ser
 from twinphase import LLM
 from twinphase.phases.ledger import KEPT_RECORDS
 from twinphase.server.config import ServerConfig
-from twinphase_bench.client.client import LEFT, Reply
+from twinphase_bench.client.client import LEFT_BY_CLIENT, Reply
 from twinphase_bench.client.client import run as run_client
 from twinphase_bench.client.sse import failure_kind
 from twinphase_bench.report.report import Column, Section, Table
@@ -141,7 +141,7 @@ async def client(
 
 def judged(reply: Reply, sample: Sample, stream: bool) -> str:
     """One of `OUTCOMES`."""
-    if failure_kind(reply.error) == LEFT:
+    if failure_kind(reply.error) == LEFT_BY_CLIENT:
         decoding = stream and any(
             data.get("choices") or data.get("done") is False or data.get("delta")
             for data in parts_of(reply, sample)

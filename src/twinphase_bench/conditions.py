@@ -27,7 +27,8 @@ from twinphase_bench.targets.target import TargetFacts
 UNKNOWN = "unknown"
 SECRET_WORDS = {"key", "token", "secret", "password", "authorization", "header"}
 URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://\S+")
-NOTABLE_CORES = 0.1  # used by others: below it is what any system does
+# Any system uses less than this in the background.
+MIN_NOTABLE_CORES = 0.1
 
 
 def conditions(
@@ -195,7 +196,7 @@ class Bystanders:
                 "How much CPU others used during the measurement is unknown: the kernel does "
                 "not say."
             )
-        if self.cores < NOTABLE_CORES:
+        if self.cores < MIN_NOTABLE_CORES:
             return (
                 f"Others used {self.cores:.2f} cores during the measurement: the machine was quiet."
             )

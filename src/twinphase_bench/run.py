@@ -13,7 +13,7 @@ from typing import Any
 from twinphase import Progress
 from twinphase_bench.conditions import conditions
 from twinphase_bench.report.report import Metric, Report, Section, Status, Verdict
-from twinphase_bench.sweep.plan import UNKNOWN_CONTEXT, SweepOptions, make_plan
+from twinphase_bench.sweep.plan import DEFAULT_CONTEXT_TOKENS, SweepOptions, make_plan
 from twinphase_bench.sweep.report import sweep_data, sweep_metrics, sweep_noise, sweep_sections
 from twinphase_bench.sweep.run import PhaseSweep, calibrate, sweep
 from twinphase_bench.sweep.verdicts import sweep_verdicts
@@ -21,9 +21,8 @@ from twinphase_bench.targets.phases_of_url import PhasesOfUrl
 from twinphase_bench.targets.target import Target, TargetFacts
 
 CLIENT = "client"
-TEXT_LENGTHS_OFF = (
-    0.95  # of the context is planned for where prompts are text, whose length is about right only
-)
+# The length of a prompt of text is only about right, so a part of the context stays free.
+PLANNED_TEXT_SHARE = 0.95
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def run_sweep(target: Target, options: SweepOptions, progress: Progress) -> Phas
     server = facts.kind == "openai"
     context = facts.context_length
     if server and context is not None:
-        context = int(context * TEXT_LENGTHS_OFF)
+        context = int(context * PLANNED_TEXT_SHARE)
     pace = calibrate(target, progress)
     if isinstance(target, PhasesOfUrl):
         target.forget()
@@ -66,7 +65,7 @@ def sweep_parts(result: PhaseSweep) -> Parts:
         "seed of prompts and order": plan.seed,
     }
     if result.facts.context_length is None:
-        flags["context length"] = f"unknown to us; planned for {UNKNOWN_CONTEXT:,}"
+        flags["context length"] = f"unknown to us; planned for {DEFAULT_CONTEXT_TOKENS:,}"
     return Parts(
         "phase sweep",
         sweep_verdicts(result),

@@ -36,16 +36,15 @@ import uvloop
 
 from twinphase import InvalidRequestError
 
-SEND_NOW = (
-    math.nan
-)  # for `intended`: as soon as the connection is there; that moment is then the intended one
-SPIN_SECONDS = 0.0015  # event loops sleep by the millisecond; the rest is spent spinning the loop
+# An `intended` time of SEND_NOW sends once the connection is open, and counts from that moment.
+SEND_NOW = math.nan
+# Event loops sleep by the millisecond, so the end of a wait spins the loop.
+SPIN_SECONDS = 0.0015
 DONE = b"[DONE]"
-CLIENT_LIMIT = (
-    "client limit"  # the kind of failures that are this machine's: the server was never asked
-)
-LEFT = "left"  # the kind of replies that the client did not wait for
-WENT_AWAY = f"{LEFT}: the client went away"
+# Kinds of failures: this machine could not send the request; the client did not wait for the reply.
+CLIENT_LIMIT = "client limit"
+LEFT_BY_CLIENT = "left"
+WENT_AWAY = f"{LEFT_BY_CLIENT}: the client went away"
 TIMED_OUT = "timeout: the reply did not end in time"
 OWN_ERRORS = {
     errno.EMFILE: "this process may have no more open files (ulimit -n)",
@@ -56,7 +55,7 @@ OWN_ERRORS = {
     errno.ENOMEM: "no memory for more sockets",
 }
 RESOLVE_SECONDS = 10.0
-SPARE_FILES = 64  # files that a process has open besides its connections
+OTHER_OPEN_FILES = 64
 Value = TypeVar("Value")
 
 
@@ -353,7 +352,7 @@ def without_secrets(url: str) -> str:
 def allow_connections(wanted: int) -> None:
     """Raise this process's limit of open files for `wanted` connections, as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + len(os.listdir("/proc/self/fd")) + SPARE_FILES
+    needed = wanted + len(os.listdir("/proc/self/fd")) + OTHER_OPEN_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         with contextlib.suppress(

@@ -29,12 +29,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 HEARTBEAT_SECONDS = 0.01
-SEND_FLOOR = 0.001  # seconds
-LOOP_FLOOR = 0.002  # of which 1 ms is the loop's own timer
-LAG_OF_TTFT = 0.1
-LAG_OF_GAP = 0.5
-LATE_SHARE = 0.05
-CPU_OF_CORE = 0.9
+MIN_SEND_LAG_SECONDS = 0.001
+# The event loop's own timer takes 1 ms of it.
+MIN_LOOP_LAG_SECONDS = 0.002
+MAX_SEND_LAG_PER_TTFT = 0.1
+MAX_LOOP_LAG_PER_GAP = 0.5
+MAX_LATE_SHARE = 0.05
+MAX_CORE_SHARE = 0.9
 Beat = tuple[float, float]  # when it was due, and when it came
 
 
@@ -63,20 +64,21 @@ class ClientHealth:
         Medians are in seconds, NaN where there are none.
         """
         found = []
-        bound = max(SEND_FLOOR, LAG_OF_TTFT * median_ttft)  # the floor where the median is NaN
+        # If the median is NaN, the bound is the first value.
+        bound = max(MIN_SEND_LAG_SECONDS, MAX_SEND_LAG_PER_TTFT * median_ttft)
         if late := _too_many(self.send_lags, bound):
             found.append(
                 f"requests were sent late: {late} by more than {1e3 * bound:.1f} ms after their "
                 "moment"
             )
-        bound = max(LOOP_FLOOR, LAG_OF_GAP * median_gap)
+        bound = max(MIN_LOOP_LAG_SECONDS, MAX_LOOP_LAG_PER_GAP * median_gap)
         if late := _too_many(self.loop_lags, bound):
             found.append(
                 f"tokens were stamped late: {late} when the loop's lag was more than "
                 f"{1e3 * bound:.1f} ms"
             )
-        if self.cpu > CPU_OF_CORE:
-            found.append(f"the client used {self.cpu:.2f} of a core, above {CPU_OF_CORE}")
+        if self.cpu > MAX_CORE_SHARE:
+            found.append(f"the client used {self.cpu:.2f} of a core, above {MAX_CORE_SHARE}")
         if self.not_sent:
             found.append(f"{self.not_sent} requests were not sent: too many were in flight")
         for reason, number in self.refused.items():
@@ -87,7 +89,7 @@ class ClientHealth:
 def _too_many(lags: Sequence[float], bound: float) -> str:
     """How many lags are above the bound, if those are too many; empty otherwise."""
     late = sum(lag > bound for lag in lags)
-    if not late or (late < len(lags) and late <= max(1.0, LATE_SHARE * len(lags))):
+    if not late or (late < len(lags) and late <= max(1.0, MAX_LATE_SHARE * len(lags))):
         return ""
     return f"{late} of {len(lags)} (the latest {1e3 * max(lags):.1f} ms)"
 

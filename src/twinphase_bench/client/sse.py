@@ -17,7 +17,7 @@ from twinphase import read_events
 from twinphase.phases.observation import Observation
 from twinphase_bench.client.client import Reply
 
-SHOWN = 200  # characters of a server's message
+MAX_MESSAGE_CHARACTERS = 200
 # Thinking, tool calls and refusals are output too; servers name them differently.
 REASONING = ("reasoning_content", "reasoning")
 OTHER_OUTPUT = ("tool_calls", "refusal")
@@ -124,7 +124,7 @@ class _Stream:
         except (msgspec.DecodeError, UnicodeDecodeError):
             event = None
         if not isinstance(event, dict):
-            return f"bad event: {data[:SHOWN].decode(errors='replace')}"
+            return f"bad event: {data[:MAX_MESSAGE_CHARACTERS].decode(errors='replace')}"
         if event.get("error") is not None:
             return f"error in stream: {_message(event)}"
         seen.request_id = seen.request_id or str(event.get("id") or "")
@@ -187,7 +187,7 @@ class _Stream:
 
 def _shown(body: bytes) -> str:
     """The beginning of an answer that is not JSON, without the markup of a page."""
-    text = body[:SHOWN].decode(errors="replace").strip()
+    text = body[:MAX_MESSAGE_CHARACTERS].decode(errors="replace").strip()
     return "(a page of HTML)" if text.startswith("<") else text
 
 
@@ -197,5 +197,5 @@ def _message(found: Any) -> str:
         error = found.get("error", found.get("detail", found.get("message", "")))
         if isinstance(error, dict):
             error = error.get("message") or error
-        return str(error)[:SHOWN] if error else ""
+        return str(error)[:MAX_MESSAGE_CHARACTERS] if error else ""
     return ""

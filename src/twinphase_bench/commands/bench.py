@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 SWEEP = "Phase sweep"
 LOAD = "Load (vLLM bench's names)"
 SERVER = "A server at a URL"
-SWEEP_SEED = 1 << 32  # added for a sweep's prompts
-LEVEL = re.compile(r"(ttft|tpot|e2el):")  # of --goodput
+SWEEP_SEED_OFFSET = 1 << 32
+SERVICE_LEVEL = re.compile(r"(ttft|tpot|e2el):")
 BATCHES = "1,2,4,8"
 ENGINE_OPTIONS = Options(
     EngineConfig,
@@ -176,12 +176,12 @@ def _apart(target: str, words: list[str], goodput: list[str]) -> tuple[str, list
     """Target, further words and service levels: vLLM's form gives several to one --goodput."""
     if not goodput:
         return target, words, []
-    rest = [word for word in (target, *words) if not LEVEL.match(word)]
+    rest = [word for word in (target, *words) if not SERVICE_LEVEL.match(word)]
     if not rest:
         raise InvalidRequestError(
             "No target is given, only service levels.", "Give a model or a URL."
         )
-    levels = [word for word in (target, *words) if LEVEL.match(word)]
+    levels = [word for word in (target, *words) if SERVICE_LEVEL.match(word)]
     # A level that is misspelt is refused as one; a URL or a model is never the second word.
     unknown = [
         word
@@ -248,7 +248,7 @@ def _measured(given: dict[str, Any]) -> Report:
     # Prompts of a sweep and of a load are not to begin alike: the server may keep prefixes.
     of_server = (given["api_key"], given["model"], given["endpoint"])
     options = TargetOptions(
-        given["engine"], *of_server, given["seed"] + SWEEP_SEED, given["timeout"]
+        given["engine"], *of_server, given["seed"] + SWEEP_SEED_OFFSET, given["timeout"]
     )
     options.check(given["target"], kind)
     if given["out"] is not None or not given["json"]:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from twinphase.phases.statistics import median_interval
-from twinphase_bench.lab.workbench import ROUNDS, Runs, Workbench
+from twinphase_bench.lab.workbench import MIN_ROUNDS, Runs, Workbench
 from twinphase_bench.report.report import Status
 
-CONFIDENCE = 0.9  # an interval with less decides nothing
-BUSY_CORES = 0.25  # used by other programs: from here on the machine was not quiet
+MIN_CONFIDENCE = 0.9
+# If other programs use this many cores, the machine is not quiet.
+BUSY_CORES = 0.25
 Measured = Sequence[float] | float | str
 """A rule's quantity: the value of every repetition, an exact count, or why there is none."""
 
@@ -76,7 +77,7 @@ class Reading:
             return cls(measured, measured, measured, 1.0, 1)
         if not all(map(math.isfinite, measured)):
             return cls(n=len(measured))
-        interval = median_interval(measured, CONFIDENCE)
+        interval = median_interval(measured, MIN_CONFIDENCE)
         return cls(
             median_of(measured), interval.low, interval.high, interval.confidence, len(measured)
         )
@@ -201,8 +202,8 @@ def decide(rule: Rule, measured: Measured, size: float = math.inf, others: float
     interval = f"{rule.number(reading.low)} to {rule.number(reading.high)}"
     if not math.isfinite(reading.value):
         reason = "A repetition gave no number."
-    elif reading.confidence < CONFIDENCE:
-        reason = f"Too few repetitions: {reading.n}; it takes {ROUNDS}."
+    elif reading.confidence < MIN_CONFIDENCE:
+        reason = f"Too few repetitions: {reading.n}; it takes {MIN_ROUNDS}."
     elif rule.unit == "%" and reading.high > 1:
         reason = f"{interval} of a whole: a count or a ceiling is wrong."
     elif rule.at_least <= reading.low and reading.high <= rule.at_most:
@@ -232,7 +233,7 @@ def overall(judged: Sequence[Judged]) -> Status:
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """The ratio within each repetition, in which a slow minute cancels out."""
+    """The ratio within each repetition, where a slow minute cancels out."""
     pairs = zip(numerators, denominators, strict=True)
     return [one / other if other > 0 else math.nan for one, other in pairs]
 

@@ -38,7 +38,7 @@ from twinphase_bench.lab.experiments.same_tokens import same_tokens
 from twinphase_bench.lab.experiments.separate_pools import separate_pools
 from twinphase_bench.lab.experiments.speculation import speculation
 from twinphase_bench.lab.experiments.static_batching import static_batching
-from twinphase_bench.lab.workbench import ROUNDS, Workbench
+from twinphase_bench.lab.workbench import MIN_ROUNDS, Workbench
 from twinphase_bench.report.report import Status
 
 EXPERIMENTS = (
@@ -56,10 +56,12 @@ EXPERIMENTS = (
     speculation,
     separate_pools,
 )
-USUAL_ROUNDS = 8  # from here on one disturbed repetition on either side does not count
-MAX_STEP_TOKENS = 4096  # The largest step of any engine of the lab.
-OTHER_BLOCKS = 256  # KV cache of a model that is loaded beside the first
-REQUEST_TOKENS = 160  # of KV cache for each request, where a size counts requests
+# With 8 repetitions, one disturbed repetition on either side does not change the interval.
+USUAL_ROUNDS = 8
+# No engine of the lab computes a larger step.
+MAX_STEP_TOKENS = 4096
+SECOND_MODEL_KV_BLOCKS = 256
+KV_TOKENS_PER_REQUEST = 160
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ def _try(
         lambda **changed: Workshop(
             path,
             max_num_batched_tokens=MAX_STEP_TOKENS,
-            **{**config, "num_kv_blocks": OTHER_BLOCKS, **changed},
+            **{**config, "num_kv_blocks": SECOND_MODEL_KV_BLOCKS, **changed},
         ),
         progress,
         experiment.name,
@@ -252,8 +254,8 @@ def _try(
             error = f"It could not be measured: {str(failure) or 'the memory is not enough.'}"
             trial = Trial({}, [error] * len(experiment.rules), error)
             reduced = []
-    if 0 < bench.rounds < ROUNDS:
-        reduced.append(f"{bench.rounds} repetitions instead of {ROUNDS} to fit the time limit")
+    if 0 < bench.rounds < MIN_ROUNDS:
+        reduced.append(f"{bench.rounds} repetitions instead of {MIN_ROUNDS} to fit the time limit")
     pairs = zip(experiment.rules, trial.measured, strict=True)
     judged = [decide(rule, measured, bench.size, others.cores or 0.0) for rule, measured in pairs]
     return Conclusion(
@@ -272,7 +274,7 @@ def _choose_size(experiment: Experiment, bench: Workbench) -> list[str]:
     config = bench.workshop.config
     room = bench.workshop.max_model_len - 64
     if experiment.sized_in == "requests":
-        room = min(config.max_num_seqs, bench.workshop.capacity // REQUEST_TOKENS)
+        room = min(config.max_num_seqs, bench.workshop.capacity // KV_TOKENS_PER_REQUEST)
     sizes = [size for size in experiment.sizes if size <= room] or [
         max(1, min(room, experiment.sizes[-1]))
     ]
@@ -291,10 +293,10 @@ def _affordable(experiment: Experiment, bench: Workbench, sizes: Sequence[int]) 
     smallest = sizes[-1]
     second = sizes[-2]
     setup, each = _rehearse(experiment, bench, smallest)
-    if setup + ROUNDS * each > bench.left:
+    if setup + MIN_ROUNDS * each > bench.left:
         return smallest
     second_setup, second_each = _rehearse(experiment, bench, second)
-    for rounds in (USUAL_ROUNDS, ROUNDS):
+    for rounds in (USUAL_ROUNDS, MIN_ROUNDS):
         needed = setup + rounds * each
         slope = max(0.0, second_setup + rounds * second_each - needed) / (second - smallest)
         fitting = [size for size in sizes if needed + slope * (size - smallest) <= bench.left]
@@ -305,6 +307,6 @@ def _affordable(experiment: Experiment, bench: Workbench, sizes: Sequence[int]) 
 
 def _rehearse(experiment: Experiment, bench: Workbench, size: int) -> tuple[float, float]:
     """Seconds before the first round, and of one round, at a size."""
-    rehearsal = replace(bench, size=size, most_rounds=1, progress=lambda what, done, total: None)
+    rehearsal = replace(bench, size=size, max_rounds=1, progress=lambda what, done, total: None)
     experiment.measure(rehearsal)
     return bench.clock() - rehearsal.started - rehearsal.round_seconds, rehearsal.round_seconds

@@ -21,8 +21,9 @@ from twinphase.phases.hardware import Ceilings
 from twinphase.phases.roofline import ideal_seconds_of_chunk
 from twinphase_bench.load.workload import PromptMaker, Sizing
 
-ROUNDS = 5  # the fewest repetitions that give a median an interval of 90 % and more
-MOST_ROUNDS = 24
+# Fewer repetitions give a median no interval of 90 % confidence.
+MIN_ROUNDS = 5
+MAX_ROUNDS = 24
 
 # Quantities: what is measured, then its unit.
 TTFT = "TTFT, ms"
@@ -51,7 +52,7 @@ class Workbench:
         open: loads the same model with other settings.
         progress: called before every measurement.
         size: at which to measure: tokens or requests.
-        most_rounds: repetitions at most.
+        max_rounds: repetitions at most.
         rounds: repetitions that there were, and `round_seconds` that each of them took.
     """
 
@@ -62,7 +63,7 @@ class Workbench:
     progress: Progress = lambda what, done, total: None
     title: str = ""
     size: int = 0
-    most_rounds: int = MOST_ROUNDS
+    max_rounds: int = MAX_ROUNDS
     rounds: int = 0
     round_seconds: float = 0.0
     clock: Callable[[], float] = time.perf_counter
@@ -88,8 +89,8 @@ class Workbench:
         keys = list(variants)
         begin = self.clock()
         self.rounds = 0
-        while self.rounds < self.most_rounds:
-            left = self.left if self.rounds >= ROUNDS else self.left + 2 * self.seconds
+        while self.rounds < self.max_rounds:
+            left = self.left if self.rounds >= MIN_ROUNDS else self.left + 2 * self.seconds
             if self.rounds and left < self.round_seconds:
                 break
             turn = self.rounds % len(keys)
@@ -131,8 +132,7 @@ class Workbench:
 def serve(engine: Stepped, prompts: Sequence[list[int]], output: int = 1) -> dict[str, float]:
     """Send prompts at once and wait for all answers: medians of latencies, means of ledgers.
 
-    A decode step is one in which all of them decode, the median one: a step that was held up does
-    not count.
+    `DECODE` is the median step where all of them decode, so that a delayed step does not count.
     """
     tickets = [engine.submit(prompt, output) for prompt in prompts]
     records = engine.run()

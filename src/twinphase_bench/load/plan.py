@@ -31,7 +31,8 @@ QUICK_PROMPTS = 20
 # tokens
 INPUT_LEN = 256
 OUTPUT_LEN = 64
-SEED_STEP = 100_003  # between runs, so that neither prompts nor random gaps of two runs begin alike
+# Neither prompts nor random gaps of two runs may begin alike.
+SEED_STEP = 100_003
 WITHOUT_LOAD = "needs a load: --request-rate, --max-concurrency or --trace"
 
 

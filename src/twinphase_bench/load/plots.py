@@ -6,8 +6,9 @@ from twinphase_bench.load.run import LoadResult
 from twinphase_bench.report.plots import Row, distribution, spans
 from twinphase_bench.report.report import Plot
 
-BARS = 150  # most requests that the timeline shows
-TIMELINE_HEIGHT = 400  # pixels; more or less where that makes a bar too thin or too thick
+MAX_TIMELINE_REQUESTS = 150
+# The height, unless it makes a bar too thin or too thick.
+TIMELINE_PIXELS = 400
 QUEUE = "queue (the server's claim)"
 FIRST = "until the first token"
 REST = "output"
@@ -39,7 +40,7 @@ def latency_plots(result: LoadResult) -> tuple[Plot, ...]:
 def timeline_plot(result: LoadResult) -> Plot:
     """A bar for each request: what its client waited for."""
     rows: list[Row] = []
-    shown = result.observations[:BARS]
+    shown = result.observations[:MAX_TIMELINE_REQUESTS]
     zero = shown[0].intended if shown else 0.0
     for number, seen in enumerate(shown):
         moments = [(seen.intended, "")]
@@ -65,7 +66,7 @@ def timeline_plot(result: LoadResult) -> Plot:
     left = len(result.observations) - len(shown)
     caption = "As the client saw it."
     if left:
-        caption += f" The first {BARS} requests; {left} more are in the JSON."
+        caption += f" The first {MAX_TIMELINE_REQUESTS} requests; {left} more are in the JSON."
     return spans(
         _name(result, "timeline"),
         "Requests in time",
@@ -74,7 +75,7 @@ def timeline_plot(result: LoadResult) -> Plot:
         "s since the first intended send",
         part="part",
         roles=COLOURS,
-        height=max(4, min(26, TIMELINE_HEIGHT // max(1, len(shown)))) * len(shown),
+        height=max(4, min(26, TIMELINE_PIXELS // max(1, len(shown)))) * len(shown),
         caption=caption,
     )
 

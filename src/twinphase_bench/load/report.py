@@ -13,7 +13,7 @@ from typing import Any
 
 from twinphase.phases.slo import BLAMED_PHASE, Goodput
 from twinphase.phases.statistics import has_percentile, percentile
-from twinphase_bench.client.health import CPU_OF_CORE, HEARTBEAT_SECONDS
+from twinphase_bench.client.health import HEARTBEAT_SECONDS, MAX_CORE_SHARE
 from twinphase_bench.client.sse import failure_kind
 from twinphase_bench.load.plots import latency_plots, timeline_plot
 from twinphase_bench.load.run import LoadResult
@@ -370,7 +370,7 @@ def _client(result: LoadResult) -> Table:
             f"{client.cpu:.2f} cores",
             "",
             "",
-            f"of the client's thread; void above {CPU_OF_CORE}",
+            f"of the client's thread; void above {MAX_CORE_SHARE}",
         )
     )
     columns = (

@@ -31,10 +31,10 @@ from twinphase_bench.client.sse import failure_kind
 from twinphase_bench.load.workload import LoadRequest, Workload
 from twinphase_bench.targets.target import LoadTarget, TargetFacts
 
-MAX_IN_FLIGHT = 4096  # of an open loop: what is due above it is not sent, and the run is void
-START_DELAY = (
-    0.05  # seconds before the first request of an open loop, so that its task is ready in time
-)
+# An open loop sends no request above this limit, and the run is void.
+MAX_IN_FLIGHT = 4096
+# The first request of an open loop is due later than its start, so that its task is ready in time.
+START_DELAY_SECONDS = 0.05
 
 
 class LoadFailedError(TwinphaseError):
@@ -272,7 +272,7 @@ class _Sender:
 
     async def open(self, offsets: Sequence[float], send_seconds: float) -> None:
         """Send each request at its time, independently of the others."""
-        began = time.perf_counter() + START_DELAY + self._lead
+        began = time.perf_counter() + START_DELAY_SECONDS + self._lead
         tasks = []
         for number, offset in enumerate(offsets):
             if offset > send_seconds:

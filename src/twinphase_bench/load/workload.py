@@ -36,7 +36,8 @@ WORDS = tuple(
     hole home hope horse hot hotel hour house how huge human hundred
     """.split()  # noqa: SIM905  a list of quoted words would be a page long
 )
-NONCE_WORDS = 8  # words that no other prompt begins with
+# Each prompt begins with this many words of its own.
+NONCE_WORDS = 8
 
 
 @dataclass(frozen=True)

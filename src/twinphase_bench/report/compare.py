@@ -23,9 +23,11 @@ from twinphase_bench.report.report import Column, Metric, Report, Section, Statu
 from twinphase_bench.report.result import read_result
 
 CONFIDENCE = 0.95
-FEWEST = 5  # values on each side: fewer give an interval that is too narrow
+# Fewer values on either side give an interval that is too narrow.
+MIN_VALUES = 5
 RESAMPLES = 9999
-SEED = 20240501  # so that the same files give the same report
+# A fixed seed, so that the same files give the same report.
+SEED = 20240501
 # Conditions that differ between any two runs of one command and change nothing: prompts are drawn
 # for each run, and a sweep ends where its time does ("longest prompt"); only places that both
 # have are compared.
@@ -38,9 +40,8 @@ INCIDENTAL = (
     "sweep took",
     "longest prompt",
 )
-NEARLY = {
-    "prompts": 0.02
-}  # conditions that are measured: numbers so close, as a share, are the same
+# Measured conditions are the same if their numbers differ by less than this share.
+MAX_RELATIVE_DIFFERENCES = {"prompts": 0.02}
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 SPEEDS = ("s", "ms", "us", "µs", "tok/s", "req/s")
 SAME = "no difference shown"
@@ -134,7 +135,7 @@ def _compared(kind: str, a: Metric, b: Metric) -> Comparison:
     y = _finite(b)
     positive = min([*x, *y], default=0.0) > 0
     ratio = statistics.median(y) / statistics.median(x) if x and y and positive else math.nan
-    if min(len(x), len(y)) < FEWEST:
+    if min(len(x), len(y)) < MIN_VALUES:
         return Comparison(a, b, ratio, None, CANNOT, _too_few(kind, len(x), len(y)))
     if not positive:
         return Comparison(a, b, ratio, None, CANNOT, "a ratio needs values above 0")
@@ -152,8 +153,8 @@ def _too_few(kind: str, number_a: int, number_b: int) -> str:
     found = (
         f"{number_a} {what} each" if number_a == number_b else f"{number_a} and {number_b} {what}"
     )
-    return f"{found}, {FEWEST} needed" + (
-        f": --repetitions {FEWEST}" if what == "repetitions" else ""
+    return f"{found}, {MIN_VALUES} needed" + (
+        f": --repetitions {MIN_VALUES}" if what == "repetitions" else ""
     )
 
 
@@ -200,12 +201,12 @@ def _same(key: str, a: str | None, b: str | None) -> bool:
         a == b
         or a is None
         or b is None
-        or key not in NEARLY
+        or key not in MAX_RELATIVE_DIFFERENCES
         or NUMBER.sub("", a) != NUMBER.sub("", b)
     ):
         return a == b
     pairs = zip(map(float, NUMBER.findall(a)), map(float, NUMBER.findall(b)), strict=True)
-    return all(abs(x - y) <= NEARLY[key] * max(x, y) for x, y in pairs)
+    return all(abs(x - y) <= MAX_RELATIVE_DIFFERENCES[key] * max(x, y) for x, y in pairs)
 
 
 def _warnings(a: Report, b: Report, differing: list[tuple[str, str, str]]) -> Iterable[Verdict]:

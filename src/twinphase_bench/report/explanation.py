@@ -9,7 +9,7 @@ from typing import Any
 from twinphase import alone_sentences, duration, percentages
 from twinphase.phases.report import FORMULAS
 from twinphase_bench.conditions import conditions
-from twinphase_bench.report.plots import ROW_HEIGHT, spans
+from twinphase_bench.report.plots import ROW_PIXELS, spans
 from twinphase_bench.report.report import Column, Plot, Report, Section, Status, Table, Verdict
 from twinphase_bench.report.theme import colours_of
 
@@ -108,7 +108,7 @@ def waterfall_plot(falls: Mapping[str, Any], caption: str) -> Plot:
         "time (ms)",
         part="part",
         roles={**colours_of(bar["name"] for bar in falls["bars"]), "all": "neutral"},
-        height=ROW_HEIGHT * len(rows),
+        height=ROW_PIXELS * len(rows),
         text="share",
         caption=caption,
     )

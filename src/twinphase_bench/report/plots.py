@@ -20,7 +20,8 @@ from twinphase_bench.report.theme import colour, colour_scale, colours_of, phase
 
 alt: Any = OnFirstUse("altair")
 Row = Mapping[str, Any]
-ROW_HEIGHT = 30  # pixels of a horizontal bar and the space around it
+# The height of a horizontal bar and the space around it.
+ROW_PIXELS = 30
 DRAG = "[pointerdown[event.pointerType === 'mouse'], window:pointerup] > window:pointermove!"
 
 
@@ -52,7 +53,7 @@ def lines(
         points = points.encode(
             shape=alt.Shape(field=series, type="nominal", title=None).scale(domain=names)
         )
-    return _plot(name, title, [*layers, points], rows, caption, _zoom(), *_highlight(series))
+    return _plot(name, title, [*layers, points], rows, caption, [_zoom(), *_highlight(series)])
 
 
 def bars(
@@ -96,8 +97,8 @@ def bars(
     if not part and any("low" in row for row in rows):
         low = alt.X(field="low", type="quantitative", title=value[1])
         layers.append(base.mark_rule(color=colour("text")).encode(x=low, x2="high"))
-    height = ROW_HEIGHT * len(categories) * (max(1, len(parts)) if grouped else 1)
-    return _plot(name, title, layers, rows, caption, *_highlight(part), height=height)
+    height = ROW_PIXELS * len(categories) * (max(1, len(parts)) if grouped else 1)
+    return _plot(name, title, layers, rows, caption, _highlight(part), height=height)
 
 
 def spans(
@@ -143,7 +144,7 @@ def spans(
                 x="to:Q", text=alt.Text(field=text, type="nominal")
             )
         )
-    return _plot(name, title, layers, rows, caption, *_highlight(series), height=height)
+    return _plot(name, title, layers, rows, caption, _highlight(series), height=height)
 
 
 def distribution(
@@ -177,7 +178,7 @@ def distribution(
         layers.append(
             line.mark_text(align="left", dx=5, y=8, color=colour("bad")).encode(text="limit:N")
         )
-    return _plot(name, title, layers, rows, caption, _zoom(), *_highlight("series"))
+    return _plot(name, title, layers, rows, caption, [_zoom(), *_highlight("series")])
 
 
 def log_labels(channel: str, number_format: str = ",~r") -> dict[str, Any]:
@@ -203,7 +204,8 @@ def _plot(
     layers: Sequence[Any],
     rows: Sequence[Row],
     caption: str,
-    *parameters: Any,
+    parameters: Sequence[Any],
+    *,
     height: int | None = None,
 ) -> Plot:
     """Layers, over `rows` where they have no data of their own."""

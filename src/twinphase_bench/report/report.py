@@ -16,10 +16,13 @@ class Status(enum.StrEnum):
     """What a verdict says of its claim; the value is what files hold."""
 
     HOLDS = "holds"
-    FAILS = "fails"  # does not hold here
-    UNKNOWN = "unknown"  # the measurement cannot tell
-    INFO = "info"  # a finding, not a claim
-    VOID = "void"  # the measurement itself is not to be used
+    FAILS = "fails"
+    # The measurement does not decide the claim.
+    UNKNOWN = "unknown"
+    # A finding rather than a claim.
+    INFO = "info"
+    # The measurement itself must not be used.
+    VOID = "void"
 
     @property
     def word(self) -> str:

@@ -19,7 +19,7 @@ from twinphase_bench.report.report import Report
 
 FORMAT = "twinphase-result"
 VERSION = 1
-LARGEST = 1 << 30  # bytes of a file that is read whole
+MAX_FILE_BYTES = 1 << 30
 
 
 def result_json(report: Report) -> str:
@@ -59,8 +59,8 @@ def read_result(path: Path) -> Report:
     """
     path = path / "result.json" if path.is_dir() else path
     try:
-        if path.stat().st_size > LARGEST:
-            raise ResultError(f"{path} is larger than {LARGEST >> 30} GiB: not a result.")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ResultError(f"{path} is larger than {MAX_FILE_BYTES >> 30} GiB: not a result.")
         found = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise ResultError(

@@ -17,10 +17,9 @@ COLOURS = {
     Status.INFO: "cyan",
     Status.VOID: "red",
 }
-INDENT = 10  # columns of a verdict's word
-# rows and characters of a short table
-MOST_ROWS = 40
-WIDEST = 120
+STATUS_COLUMNS = 10
+MAX_SHORT_TABLE_ROWS = 40
+MAX_SHORT_TABLE_COLUMNS = 120
 
 
 def show(
@@ -40,10 +39,12 @@ def show(
     console.print(Text(report.title, "bold"))
     console.print()
     for verdict in report.verdicts:
-        word = Text(f"{verdict.status.word.upper():<{INDENT}}", f"bold {COLOURS[verdict.status]}")
+        word = Text(
+            f"{verdict.status.word.upper():<{STATUS_COLUMNS}}", f"bold {COLOURS[verdict.status]}"
+        )
         _hanging(console, word, Text(verdict.text))
         if verdict.reason:
-            _hanging(console, Text(" " * INDENT), Text(verdict.reason, "dim"))
+            _hanging(console, Text(" " * STATUS_COLUMNS), Text(verdict.reason, "dim"))
     for section in report.sections:
         for table in section.tables[: {"none": 0, "short": 1, "all": None}[tables]]:
             _table(console, table, only_short=tables == "short")
@@ -55,15 +56,18 @@ def show(
 
 
 def _hanging(console: Console, head: Text, text: Text) -> None:
-    for number, line in enumerate(text.wrap(console, max(20, console.width - INDENT))):
-        console.print((head if number == 0 else Text(" " * INDENT)) + line)
+    for number, line in enumerate(text.wrap(console, max(20, console.width - STATUS_COLUMNS))):
+        console.print((head if number == 0 else Text(" " * STATUS_COLUMNS)) + line)
 
 
 def _table(console: Console, table: Table, only_short: bool) -> None:
     """Columns in line, two spaces between them; the first to the left, numbers to the right."""
     rows = [tuple(column.name for column in table.columns), *table.rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if only_short and (len(table.rows) > MOST_ROWS or sum(widths) + 2 * len(widths) - 2 > WIDEST):
+    if only_short and (
+        len(table.rows) > MAX_SHORT_TABLE_ROWS
+        or sum(widths) + 2 * len(widths) - 2 > MAX_SHORT_TABLE_COLUMNS
+    ):
         return
     console.print()
     console.print(Text(table.title, "bold"))

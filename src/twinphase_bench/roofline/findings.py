@@ -13,7 +13,8 @@ from twinphase.phases.hardware import Ceilings
 from twinphase.phases.roofline import Placed, place
 from twinphase_bench.roofline.measure import RooflinePoint, Sample
 
-TOLERANCE = 0.10  # of a whole step's time, within which the parts must add up
+# The parts must add up to the whole step's time within this share.
+MAX_DISAGREEMENT = 0.10
 NAMES = {"linear": "linear layers", "attention": "attention", "other": "other operations"}
 OUTSIDE = "outside the forward pass"
 
@@ -46,7 +47,7 @@ class PointFinding:
     @property
     def adds_up(self) -> bool:
         """Whether reading the clock left the step's duration as it was."""
-        return abs(self.disagreement) <= TOLERANCE
+        return abs(self.disagreement) <= MAX_DISAGREEMENT
 
     @property
     def placed(self) -> tuple[tuple[str, Placed], ...]:

@@ -25,8 +25,10 @@ from twinphase import (
 )
 from twinphase.phases.roofline import PartWork, parts_of_step
 
-TURN_STEPS = 2  # decode steps of one kind, before those of the other
-SHORT_PROMPT = 256  # shorter prefills are over so soon that one repetition measures several
+# Decode steps that are timed whole before the next ones are timed in parts, and the reverse.
+STEPS_PER_TURN = 2
+# One repetition measures several shorter prefills, because each ends so soon.
+SHORT_PROMPT_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ class _Bench:
         """Two prompts at a time, timed whole and in parts by turns on the same machine."""
         plains = []
         splits = []
-        for _ in range(max(1, min(4, SHORT_PROMPT // point.tokens))):
+        for _ in range(max(1, min(4, SHORT_PROMPT_TOKENS // point.tokens))):
             pairs = zip(
                 self.one_prefill(point.tokens, first),
                 self.one_prefill(point.tokens, 1 - first),
@@ -208,7 +210,7 @@ class _Bench:
         for turn in range(2 * _turns(self.settings)):
             in_parts = (turn + first) % 2 == 1
             self.step(in_parts)  # the other kind's threads are still awake
-            found[in_parts] += [self.step(in_parts) for _ in range(TURN_STEPS)]
+            found[in_parts] += [self.step(in_parts) for _ in range(STEPS_PER_TURN)]
         if any(ticket.request.counts.num_preemptions for ticket in tickets):
             raise RuntimeError("a sequence under measurement was preempted")
         self.workshop.stepped.clear()
@@ -223,13 +225,13 @@ def _middle(runs: list[list[_Step]]) -> list[_Step]:
 
 
 def _turns(settings: Settings) -> int:
-    return -(-settings.steps // TURN_STEPS)
+    return -(-settings.steps // STEPS_PER_TURN)
 
 
 def decode_room(point: RooflinePoint, settings: Settings) -> int:
     """Output tokens per sequence of a decode point: measured ones, and during others' prefill."""
     prefill_steps = -(-point.batch * point.tokens // settings.config.max_num_batched_tokens)
-    return 2 * _turns(settings) * (1 + TURN_STEPS) + prefill_steps + point.batch + 2
+    return 2 * _turns(settings) * (1 + STEPS_PER_TURN) + prefill_steps + point.batch + 2
 
 
 def planned(
@@ -298,7 +300,7 @@ def measure_model(
     bench = _Bench(workshop.time_forward(), workshop, settings)
     for first in (0, 1):  # captures, and touches the memory
         bench.one_prefill(
-            min(SHORT_PROMPT, max(settings.prompt_lengths), shape.context_length - 1), first
+            min(SHORT_PROMPT_TOKENS, max(settings.prompt_lengths), shape.context_length - 1), first
         )
     samples: dict[RooflinePoint, list[Sample]] = {point: [] for point in points}
     try:

@@ -14,7 +14,8 @@ from twinphase_bench.report.theme import colour, colour_scale, colours_of
 from twinphase_bench.roofline.report import rate_text
 
 Layer = dict[str, Any]
-SAME = 1.25  # slopes nearer than this factor are drawn as one
+# Slopes that are closer than this factor are drawn as one.
+MIN_SLOPE_RATIO = 1.25
 PARTS = {"linear": "linear layers", "attention": "attention"}
 
 
@@ -60,7 +61,7 @@ def _distinct(slopes: Sequence[Slope]) -> list[Slope]:
     """Slopes that differ visibly; a slope too near to another adds its name to that one."""
     found: list[Slope] = []
     for slope in slopes:
-        if found and found[-1].rate < SAME * slope.rate:
+        if found and found[-1].rate < MIN_SLOPE_RATIO * slope.rate:
             found[-1] = Slope(f"{found[-1].name}; {slope.name}", found[-1].rate)
         else:
             found.append(slope)
@@ -191,7 +192,7 @@ def _mark_layers(marks: Sequence[DrawnPart]) -> list[Layer]:
         ),
         _layer(rows, "point", dot, color=shade, shape=shape, tooltip=tooltip),
     ]
-    # Attention of decode has one intensity whatever the batch and the context: only the latter are
+    # Attention of decode has the same intensity for all batches and contexts: only contexts are
     # named there.
     for named, align, dx, dy in (
         (("prefill linear",), "left", 3, -10),

@@ -10,7 +10,7 @@ from twinphase.phases.hardware import Ceilings
 from twinphase.phases.roofline import UNITS, Placed, Roofline
 from twinphase_bench.report.report import Column, Metric, Status, Table, Verdict
 from twinphase_bench.roofline.ceilings import CeilingSweep
-from twinphase_bench.roofline.findings import OUTSIDE, TOLERANCE, PointFinding
+from twinphase_bench.roofline.findings import MAX_DISAGREEMENT, OUTSIDE, PointFinding
 
 MIB = 1 << 20
 UNKNOWN = "unknown"
@@ -34,9 +34,8 @@ HOW_APART = (
     "Linear layers and attention apart: the step's captured program runs with a clock reading "
     "wherever the part "
     "changes, inside the compiled loop. Whole steps are timed without readings; both kinds "
-    "alternate. The parts count "
-    f"as the whole step's where both forward passes take the same time within {TOLERANCE:.0%}. "
-    "Other operations are "
+    "alternate. The parts count as the whole step's where both forward passes take the same time "
+    f"within {MAX_DISAGREEMENT:.0%}. Other operations are "
     "the embedding, norms, rotation and writing of KV, SwiGLU and quantizing of activations; "
     "outside the forward pass "
     "are scheduling, inputs, the waking of threads, and sampling."
@@ -252,7 +251,7 @@ def _adding_up(found: Sequence[PointFinding]) -> Verdict:
     right = [one for one in found if one.adds_up]
     worst = max(found, key=lambda one: abs(one.disagreement))
     text = (
-        f"The parts add up to whole steps within {TOLERANCE:.0%} at {len(right)} of "
+        f"The parts add up to whole steps within {MAX_DISAGREEMENT:.0%} at {len(right)} of "
         f"{len(found)} points"
     )
     text += f"; the largest difference is {worst.disagreement:+.1%} at {worst.point}."

@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ENOUGH_SECONDS = (
-    0.06  # a prefill shorter than this is measured several times in a row, and their median taken
-)
+# A shorter prefill is measured several times in a row, and their median taken.
+MIN_PREFILL_SECONDS = 0.06
 SHORTEST_PROMPT = 10
 POWERS = tuple(2**k for k in range(5, 24))
-UNKNOWN_CONTEXT = 2048  # tokens planned for where the target does not say what it holds
+# The context to plan for if the target does not report its own.
+DEFAULT_CONTEXT_TOKENS = 2048
 QUICK_LENGTH = 1024
 DECODE_TOKENS = 24
-BUDGET_SHARE = 0.85  # of the time limit that a plan may fill by its estimate
-MARGIN = (
-    1.3  # of the estimate: attention grows with the prompt, and disturbed measurements are repeated
-)
-FEWEST_TOKENS = 128  # a plan is not shortened below
+# The estimate of a plan may fill this share of the time limit.
+MAX_PLANNED_SHARE = 0.85
+# Attention grows with the prompt, and disturbed measurements are repeated.
+ESTIMATE_MARGIN = 1.3
+MIN_PLANNED_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,24 @@ class Pace:
         decode = plan.decode_tokens * self.step
         prompts = sum(place.length * place.batch for place in plan.places) * self.token
         # A short prefill is repeated in a row.
-        more = sum(decode if place.phase == "decode" else ENOUGH_SECONDS for place in plan.places)
-        return MARGIN * plan.repetitions * (prompts + more)
+        more = sum(
+            decode if place.phase == "decode" else MIN_PREFILL_SECONDS for place in plan.places
+        )
+        return ESTIMATE_MARGIN * plan.repetitions * (prompts + more)
 
 
 def make_plan(context_length: int | None, options: SweepOptions, pace: Pace | None = None) -> Plan:
     """Places for a context: prompt lengths by ratio; decode on a grid of positions and batches.
 
     Args:
-        context_length: longest prompt + output; None (unknown) plans up to `UNKNOWN_CONTEXT`.
+        context_length: longest prompt + output; None is unknown (`DEFAULT_CONTEXT_TOKENS`).
         options: what was asked for.
         pace: of the target (`calibrate`): shortens prompts until the plan fits into `max_seconds`.
     """
     quick = options.quick
     limit = options.max_seconds
     wanted = min(
-        context_length or UNKNOWN_CONTEXT,
+        context_length or DEFAULT_CONTEXT_TOKENS,
         options.max_length or (QUICK_LENGTH if quick else 1 << 40),
     )
     rounds = options.repetitions or (3 if quick else 5)
@@ -109,10 +111,10 @@ def make_plan(context_length: int | None, options: SweepOptions, pace: Pace | No
     while True:
         places, tokens = _places(length, options.batches, quick)
         plan = Plan(places, rounds, tokens, limit, options.seed, wanted)
-        fits = pace is None or limit is None or pace.estimate(plan) <= BUDGET_SHARE * limit
-        if fits or length <= FEWEST_TOKENS:
+        fits = pace is None or limit is None or pace.estimate(plan) <= MAX_PLANNED_SHARE * limit
+        if fits or length <= MIN_PLANNED_TOKENS:
             return plan
-        length = max(FEWEST_TOKENS, length * 9 // 10)
+        length = max(MIN_PLANNED_TOKENS, length * 9 // 10)
 
 
 def _places(length: int, batches: Sequence[int], quick: bool) -> tuple[tuple[Place, ...], int]:

@@ -15,20 +15,26 @@ from dataclasses import dataclass, field, replace
 
 from twinphase import Progress, TwinphaseError
 from twinphase_bench.conditions import Bystanders
-from twinphase_bench.sweep.plan import ENOUGH_SECONDS, UNKNOWN_CONTEXT, Pace, Place, Plan
+from twinphase_bench.sweep.plan import (
+    DEFAULT_CONTEXT_TOKENS,
+    MIN_PREFILL_SECONDS,
+    Pace,
+    Place,
+    Plan,
+)
 from twinphase_bench.targets.target import DecodeSample, PrefillSample, Target, TargetFacts
 
-QUIET_CORES = (
-    0.1  # others may use this much of the machine before a measurement counts as disturbed
-)
-FEWEST_TICKS = 2  # of the kernel's clock: one alone may have been anything
-CLOCK_TICK = 0.01  # seconds
-RETRIES = 2  # of a disturbed measurement
-# measurements, and the disturbed share of them above which retrying is pointless
-BUSY_AFTER = 10
+# Other programs may use this many cores before a measurement counts as disturbed.
+QUIET_CORES = 0.1
+# A single tick of the kernel's clock proves no disturbance.
+MIN_DISTURBED_TICKS = 2
+TICK_SECONDS = 0.01
+MAX_RETRIES = 2
+# Retrying is pointless if this share of that many measurements was disturbed.
+BUSY_AFTER_MEASUREMENTS = 10
 BUSY_SHARE = 0.5
-MOST_IN_A_ROW = 8
-WARM_UP_OUTPUT = 16  # tokens that must fit behind a warm-up's prompt
+MAX_PREFILLS_IN_A_ROW = 8
+WARM_UP_OUTPUT_TOKENS = 16
 WARM_UP = ((40, 1), (200, 2), (200, 1))  # (prompt tokens, batch)
 
 
@@ -125,7 +131,9 @@ def calibrate(target: Target, progress: Progress = lambda what, done, total: Non
     Raises:
         TwinphaseError: the target failed.
     """
-    longest = max(2, (target.facts.context_length or UNKNOWN_CONTEXT) - WARM_UP_OUTPUT)
+    longest = max(
+        2, (target.facts.context_length or DEFAULT_CONTEXT_TOKENS) - WARM_UP_OUTPUT_TOKENS
+    )
     token = step = 0.0
     for number, (length, batch) in enumerate(WARM_UP):
         progress("warm-up", number, len(WARM_UP))
@@ -225,10 +233,11 @@ class _Sweep:
         Keeps the least disturbed one.
         """
         always_busy = (
-            len(self.result.kept()) >= BUSY_AFTER and self.result.disturbed_share >= BUSY_SHARE
+            len(self.result.kept()) >= BUSY_AFTER_MEASUREMENTS
+            and self.result.disturbed_share >= BUSY_SHARE
         )
         found: list[Visit] = []
-        for _ in range(1 if always_busy else 1 + RETRIES):
+        for _ in range(1 if always_busy else 1 + MAX_RETRIES):
             began = self.clock()
             watch = Bystanders() if self.watch_others else None
             try:
@@ -238,8 +247,8 @@ class _Sweep:
                 self.result.failures[place] = str(error)
                 break
             cores = watch.cores if watch else None
-            ticks = (cores or 0.0) * (self.clock() - began) / CLOCK_TICK
-            disturbed = cores is not None and cores > QUIET_CORES and ticks >= FEWEST_TICKS
+            ticks = (cores or 0.0) * (self.clock() - began) / TICK_SECONDS
+            disturbed = cores is not None and cores > QUIET_CORES and ticks >= MIN_DISTURBED_TICKS
             found.append(
                 Visit(place, number, began - self.start, samples, cores, disturbed, kept=False)
             )
@@ -254,9 +263,9 @@ class _Sweep:
             yield self.target.decode(place.length, place.batch, self.plan.decode_tokens)
             return
         total = 0.0
-        for _ in range(MOST_IN_A_ROW):
+        for _ in range(MAX_PREFILLS_IN_A_ROW):
             sample = self.target.prefill(place.length)
             total += sample.seconds
             yield sample
-            if total >= ENOUGH_SECONDS:
+            if total >= MIN_PREFILL_SECONDS:
                 return

@@ -12,14 +12,18 @@ from twinphase.phases.statistics import median_interval
 from twinphase_bench.report.report import Status, Verdict
 from twinphase_bench.sweep.run import PhaseSweep, SweepPoint
 
-REFERENCE_PROMPT = 512  # tokens: long enough that reading the weights once is spread over many
-# a chunk that takes as long as this many decode steps does not wait for reading the weights
-FEWEST_STEPS = 4.0
-# a batch that takes less than this share of its sequences one by one waits for something they share
-SHARED = 0.6
-SHARING_BATCH = 4  # Sequences; smaller batches show too little.
-FEWEST_REPETITIONS = 3  # Fewer have no meaningful spread.
-BUSY_SHARE = 0.2  # of disturbed measurements above which it is the first thing to know
+# Long enough that reading the weights once is spread over many tokens.
+REFERENCE_PROMPT_TOKENS = 512
+# A chunk that takes as long as this many decode steps does not wait for reading the weights.
+MIN_STEPS_PER_CHUNK = 4.0
+# A batch that takes less than this share of its sequences' times waits for something they share.
+MAX_SHARED_RATIO = 0.6
+# Smaller batches show too little.
+MIN_SHARING_BATCH = 4
+# Fewer repetitions have no meaningful spread.
+MIN_REPETITIONS = 3
+# If a larger share of the measurements was disturbed, that is the first verdict.
+MAX_QUIET_SHARE = 0.2
 
 
 def time_text(seconds: float) -> str:
@@ -49,7 +53,7 @@ def sweep_verdicts(result: PhaseSweep) -> list[Verdict]:
 
 def _busy(result: PhaseSweep) -> Verdict | None:
     share = result.disturbed_share
-    if share <= BUSY_SHARE:
+    if share <= MAX_QUIET_SHARE:
         return None
     return Verdict(
         Status.INFO,
@@ -68,9 +72,9 @@ def _alone(result: PhaseSweep) -> list[SweepPoint]:
 
 
 def _reference(result: PhaseSweep) -> SweepPoint | None:
-    """The measured prefill nearest to `REFERENCE_PROMPT` tokens."""
+    """The measured prefill nearest to `REFERENCE_PROMPT_TOKENS` tokens."""
     points = [point for _, point in result.points("prefill")]
-    return min(points, key=lambda point: abs(point.x[0] - REFERENCE_PROMPT), default=None)
+    return min(points, key=lambda point: abs(point.x[0] - REFERENCE_PROMPT_TOKENS), default=None)
 
 
 def _rates(result: PhaseSweep) -> Verdict | None:
@@ -99,7 +103,7 @@ def _prefill_bound(result: PhaseSweep) -> Verdict:
     claim = "Prefill does not wait for reading the weights."
     if prompt is None or not alone:
         return Verdict(Status.UNKNOWN, claim, "One of the phases was not measured.")
-    if prompt.x[0] < REFERENCE_PROMPT / 4:
+    if prompt.x[0] < REFERENCE_PROMPT_TOKENS / 4:
         return Verdict(
             Status.UNKNOWN,
             claim,
@@ -110,7 +114,7 @@ def _prefill_bound(result: PhaseSweep) -> Verdict:
     steps = prompt.median / alone[0].median
     text = f"A prompt of {prompt.x[0]:,.0f} tokens takes as long as {steps:,.1f} decode steps"
     low, high = _ratio(prompt, alone[0])
-    if low < FEWEST_STEPS * chunks <= high:
+    if low < MIN_STEPS_PER_CHUNK * chunks <= high:
         return Verdict(Status.UNKNOWN, claim, f"{text}, {_doubt(low, high)}")
     how = (
         "assuming that it was read in one chunk"
@@ -118,13 +122,12 @@ def _prefill_bound(result: PhaseSweep) -> Verdict:
         else f"read in {chunks} chunk{'s'[: chunks != 1]}"
     )
     bound = f"{text}, {how}; a step reads all weights once, and so does a chunk: "
-    if steps < FEWEST_STEPS * chunks:
+    if steps < MIN_STEPS_PER_CHUNK * chunks:
         share = percent(min(chunks / steps, 1.0))
         return Verdict(Status.UNKNOWN, claim, f"{bound}that may be as much as {share} of the time.")
     reason = (
         f"{bound}that is at most {percent(chunks / steps)} of the time. What the rest is "
-        "(arithmetic, unpacking of "
-        "weights, the program around them) cannot be told from outside."
+        "(arithmetic, unpacking of weights, the program around them) cannot be seen from outside."
     )
     return Verdict(Status.HOLDS, claim, reason)
 
@@ -141,7 +144,7 @@ def _decode_bound(result: PhaseSweep) -> Verdict:
     claim = "Decode of one request is not compute-bound: a batch shares what it waits for."
     grid = {(place.length, place.batch): point for place, point in result.points("decode")}
     wide = max(
-        ((p, b) for p, b in grid if b >= SHARING_BATCH and (p, 1) in grid),
+        ((p, b) for p, b in grid if b >= MIN_SHARING_BATCH and (p, 1) in grid),
         key=lambda at: at[1],
         default=None,
     )
@@ -159,20 +162,22 @@ def _decode_bound(result: PhaseSweep) -> Verdict:
         "token"
     )
     low, high = _ratio(grid[wide], alone)
-    if low < SHARED * batch <= high:
+    if low < MAX_SHARED_RATIO * batch <= high:
         return Verdict(Status.UNKNOWN, claim, f"{text}, {_doubt(low, high)}")
-    return Verdict(Status.HOLDS if times < SHARED * batch else Status.FAILS, claim, f"{text}.")
+    return Verdict(
+        Status.HOLDS if times < MAX_SHARED_RATIO * batch else Status.FAILS, claim, f"{text}."
+    )
 
 
 def _doubt(low: float, high: float) -> str:
     if math.isinf(high):
-        return f"but fewer than {FEWEST_REPETITIONS} repetitions do not show their noise."
+        return f"but fewer than {MIN_REPETITIONS} repetitions do not show their noise."
     return f"but given their noise the ratio may be {low:,.1f} to {high:,.1f}."
 
 
 def _ratio(one: SweepPoint, other: SweepPoint) -> tuple[float, float]:
     """Bounds of one / other by the intervals of their medians; (0, inf) if too few values."""
-    if min(len(one.values), len(other.values)) < FEWEST_REPETITIONS:
+    if min(len(one.values), len(other.values)) < MIN_REPETITIONS:
         return 0.0, math.inf
     top = median_interval(one.values)
     bottom = median_interval(other.values)

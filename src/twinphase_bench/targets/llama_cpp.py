@@ -28,10 +28,10 @@ PREFILL = (
     "argmax of them."
 )
 DECODE = "llama_decode of one token for each sequence, and argmax of each one's logits."
-ROUND_TO = (
-    256  # tokens: contexts are made for lengths rounded up, so that neighbouring places share one
-)
-UBATCH = 512  # tokens that llama.cpp computes at once; its own default
+# Contexts are made for lengths rounded up, so that neighbouring places share one.
+CONTEXT_STEP_TOKENS = 256
+# The default of llama.cpp.
+UBATCH_TOKENS = 512
 
 
 class LlamaCpp:
@@ -93,7 +93,7 @@ class LlamaCpp:
         batch = len(prompts)
         length = len(prompts[0])
         context = self._context(batch, length + num_tokens)
-        group = max(1, UBATCH // length)  # a tenth faster than all prompts in one call
+        group = max(1, UBATCH_TOKENS // length)  # a tenth faster than all prompts in one call
         buffer = self._lib.llama_batch_init(max(group * length, batch), 0, 1)
         try:
             last: list[int] = []
@@ -132,7 +132,7 @@ class LlamaCpp:
             size = (
                 self._trained
                 if batch == 1
-                else min(self._trained, -(-length // ROUND_TO) * ROUND_TO)
+                else min(self._trained, -(-length // CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS)
             )
             context = self._new_context(batch, size)
             self._contexts[batch] = size, context
@@ -143,8 +143,8 @@ class LlamaCpp:
         lib = self._lib
         params = lib.llama_context_default_params()
         params.n_ctx = length * batch
-        params.n_batch = max(length, batch, UBATCH)
-        params.n_ubatch = UBATCH
+        params.n_batch = max(length, batch, UBATCH_TOKENS)
+        params.n_ubatch = UBATCH_TOKENS
         params.n_seq_max = batch
         params.n_threads = params.n_threads_batch = self._threads
         params.flash_attn_type = int(self._flash_attention)

@@ -24,17 +24,20 @@ from twinphase_bench.client.client import (
     exchange,
     without_secrets,
 )
-from twinphase_bench.client.sse import SHOWN, observe
+from twinphase_bench.client.sse import MAX_MESSAGE_CHARACTERS, observe
 from twinphase_bench.load.workload import WORDS, Sizing, TextMaker
 from twinphase_bench.targets.servers import ACCEPTS_IGNORE_EOS, ACCEPTS_TOKEN_IDS, Server, detect
 from twinphase_bench.targets.target import LoadTarget, Prompt, TargetFacts
 
-LEAD_SECONDS = 0.1  # a connection is opened that long before its request is due,
-LEAD_CONNECTS = 4.0  # or that many times what opening the first one took, for servers far away
+# A connection is opened before its request is due; earlier if the server is far away.
+MIN_LEAD_SECONDS = 0.1
+LEAD_PER_CONNECT_TIME = 4.0
 ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 GET_SECONDS = 30.0
-SHORTEST_SECRET = 4  # characters of an API key that is looked for in what is shown
-PROBE_WORDS = 240  # enough for the tokens that a word has on average
+# A shorter API key is not looked for in messages: it would match ordinary text.
+MIN_SECRET_CHARACTERS = 4
+# Enough words for a stable average of tokens per word.
+PROBE_WORDS = 240
 PREFILL = (
     "client TTFT of a request alone: intended send to first piece of output, server and "
     "network in it"
@@ -87,7 +90,7 @@ class OpenAITarget(LoadTarget):
         self._api_key = api_key
         self.dialect = Dialect("completions")
         self.server = Server("unknown")
-        self.lead = LEAD_SECONDS
+        self.lead = MIN_LEAD_SECONDS
         self.notes: list[str] = []
         self.facts = TargetFacts(
             name=address.url,
@@ -163,7 +166,7 @@ class OpenAITarget(LoadTarget):
     def read(self, reply: Reply) -> Observation:
         """The observation of a reply, without the API key, which some servers repeat in errors."""
         seen = observe(reply)
-        if len(self._api_key) >= SHORTEST_SECRET:
+        if len(self._api_key) >= MIN_SECRET_CHARACTERS:
             seen.error = seen.error.replace(self._api_key, "(the API key)")
         if seen.num_output_tokens is None and seen.finish_reason == "length" and reply.asked_tokens:
             seen.num_output_tokens = (
@@ -249,7 +252,7 @@ class OpenAITarget(LoadTarget):
         reply = await self.ask("/v1/models")
         _check_key(reply)
         if reply.connected > reply.connect_began:
-            self.lead = max(LEAD_SECONDS, LEAD_CONNECTS * reply.connect_seconds)
+            self.lead = max(MIN_LEAD_SECONDS, LEAD_PER_CONNECT_TIME * reply.connect_seconds)
         if reply.error and not reply.status:
             raise ServerUnreachableError(
                 f"{self.address.url} gives no HTTP reply: {reply.error}.", "Check the URL."
@@ -291,7 +294,7 @@ class OpenAITarget(LoadTarget):
                     break
         raise TargetFailedError(
             f"{self.address.url} does not answer a request of two tokens. "
-            f"{refusals[-1][:SHOWN].rstrip('. ')}.",
+            f"{refusals[-1][:MAX_MESSAGE_CHARACTERS].rstrip('. ')}.",
             "Check the model's name and the server's log.",
         )
 

@@ -31,14 +31,14 @@ DECODE = (
     "(tokens - 1), of several unknown."
 )
 TRIES = 3
-# A lone first token may be stamped so late, as a share of its TTFT (or 2 ms), before the
+# If the first token of a lone request is stamped later than this share of its TTFT (or 2 ms), the
 # measurement is repeated.
-LATE_OF_TTFT = 0.05
-LATE_SHARE = (
-    0.05  # of the measurements that stayed late when repeated, above which the sweep is void
-)
-FEWEST_GAPS = 4  # of each sequence
-TOKENS_PER_PROMPT = 4  # that an early request gets, about, while one more prompt is computed
+MAX_LATE_PER_TTFT = 0.05
+# The sweep is void if a larger share of the measurements stayed late when repeated.
+MAX_LATE_SHARE = 0.05
+MIN_GAPS_PER_SEQUENCE = 4
+# An early request gets about this many tokens while one more prompt is computed.
+OUTPUT_TOKENS_PER_PREFILL = 4
 
 
 class PhasesOfUrl:
@@ -90,11 +90,11 @@ class PhasesOfUrl:
 
     def decode(self, position: int, batch: int, num_tokens: int) -> DecodeSample:
         """Time requests while all of them decode; repeats too short ones with longer outputs."""
-        extra = TOKENS_PER_PROMPT * (batch - 1)
+        extra = OUTPUT_TOKENS_PER_PREFILL * (batch - 1)
         for _ in range(TRIES):
             seen = self.together(batch, position, num_tokens + 1 + extra)
             gaps, before = window_gaps(seen)
-            enough = batch == 1 or len(gaps or ()) >= batch * min(FEWEST_GAPS, num_tokens)
+            enough = batch == 1 or len(gaps or ()) >= batch * min(MIN_GAPS_PER_SEQUENCE, num_tokens)
             if gaps is not None and enough and any(gaps):
                 break
             extra = extra if gaps is None else max(2 * extra, num_tokens)
@@ -138,7 +138,7 @@ class PhasesOfUrl:
 
     def client_fault(self) -> str:
         """Why the sweep is void: the client was late in too many measurements. "" if it is not."""
-        if len(self.late) <= LATE_SHARE * self.num_measured:
+        if len(self.late) <= MAX_LATE_SHARE * self.num_measured:
             return ""
         return (
             f"In {len(self.late)} of {self.num_measured} measurements, repeated or not: "
@@ -155,7 +155,7 @@ class PhasesOfUrl:
             found = run(run_load(self.target, Workload(requests), Closed(count)))
             ttft = min(found.ttft, default=0.0)
             # Half a gap is allowed; a lone first token has none.
-            gap = statistics.median(found.itl) if found.itl else 2 * LATE_OF_TTFT * ttft
+            gap = statistics.median(found.itl) if found.itl else 2 * MAX_LATE_PER_TTFT * ttft
             self.observations += found.observations
             faults = found.client.faults(ttft, gap)
             if not faults:

@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-GetJson = Callable[
-    [str], Awaitable[Any]
-]  # of a route at the server's root; None where there is no JSON
+# Gets a route at the server's root; None if the reply is not JSON.
+GetJson = Callable[[str], Awaitable[Any]]
 GetText = Callable[[str], Awaitable[str]]
 # Servers that continue after the end of text on request; others ignore or refuse the field.
 ACCEPTS_IGNORE_EOS = {"twinphase", "vllm", "sglang", "llama.cpp"}
-ACCEPTS_TOKEN_IDS = {"twinphase", "vllm", "sglang", "llama.cpp"}  # as the prompt of /v1/completions
+# Servers whose /v1/completions accepts token ids as the prompt.
+ACCEPTS_TOKEN_IDS = {"twinphase", "vllm", "sglang", "llama.cpp"}
 OWNERS = {
     "twinphase": "twinphase",
     "vllm": "vllm",

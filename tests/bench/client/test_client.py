@@ -17,7 +17,7 @@ from twinphase.errors import InvalidRequestError
 from twinphase.server.event_stream import EventReader, read_events
 from twinphase.workload.distributions import Closed, Lengths
 from twinphase_bench.client.client import (
-    LEFT,
+    LEFT_BY_CLIENT,
     SEND_NOW,
     Address,
     ServerUnreachableError,
@@ -273,7 +273,7 @@ def post(stub, **options):
 def test_a_client_leaves_when_it_wants_to(stub):
     stub.script({"gaps": [0.0, 0.0], "end": "hang"})
     reply = post(stub, leave=lambda reply: reply.body.count(b"data: ") == 3)
-    assert failure_kind(reply.error) == LEFT and not reply.whole and reply.status == 200
+    assert failure_kind(reply.error) == LEFT_BY_CLIENT and not reply.whole and reply.status == 200
     assert reply.body.count(b"data: ") == 3, "what had come is kept"
 
 
@@ -281,7 +281,7 @@ def test_a_client_that_leaves_after_a_time_has_sent_its_request(stub):
     stub.script({"queue": 5.0})
     reply = post(stub, leave_after=0.0)
     assert (
-        failure_kind(reply.error) == LEFT
+        failure_kind(reply.error) == LEFT_BY_CLIENT
         and not reply.pieces
         and reply.ended >= reply.sent >= reply.connected
     )

@@ -22,9 +22,9 @@ from twinphase_bench.lab.workbench import (
     DECODE,
     E2E,
     LEDGER,
-    MOST_ROUNDS,
+    MAX_ROUNDS,
+    MIN_ROUNDS,
     PREFILL,
-    ROUNDS,
     STEPS,
     TPOT,
     TTFT,
@@ -481,10 +481,10 @@ def test_rounds_are_in_turn_and_fill_the_time():
     order = []
     found = bench.interleave({"a": taking(clock, 1.0, order), "b": taking(clock, 2.0, order)})
     assert order[:6] == [1.0, 2.0, 2.0, 1.0, 1.0, 2.0]
-    assert found == {"a": {"x": [1.0] * MOST_ROUNDS}, "b": {"x": [2.0] * MOST_ROUNDS}}
+    assert found == {"a": {"x": [1.0] * MAX_ROUNDS}, "b": {"x": [2.0] * MAX_ROUNDS}}
     for seconds, rounds in (
         (10.0, 10),
-        (4.0, ROUNDS),
+        (4.0, MIN_ROUNDS),
         (1.0, 3),
     ):  # five at least, but not beyond three times the share
         bench, clock = timed_bench(seconds)

@@ -26,7 +26,7 @@ from twinphase_bench.report.report import Status
 from twinphase_bench.report.result import result_json
 from twinphase_bench.roofline import measure as measuring
 from twinphase_bench.roofline.ceilings import CeilingSweep
-from twinphase_bench.roofline.findings import TOLERANCE, find
+from twinphase_bench.roofline.findings import MAX_DISAGREEMENT, find
 from twinphase_bench.roofline.measure import ModelPoints, RooflinePoint, Sample, Settings, planned
 from twinphase_bench.roofline.plots import DrawnPart, roofline_plot
 from twinphase_bench.roofline.report import (
@@ -156,7 +156,7 @@ def test_a_finding_takes_medians_and_its_parts_add_up():
 
 
 def test_parts_that_do_not_add_up_are_void():
-    off = 1 + 2 * TOLERANCE
+    off = 1 + 2 * MAX_DISAGREEMENT
     found = [find(RooflinePoint("decode", 256, 4), [sample(0.5, 0.2, split=off)] * 3, CEILINGS)]
     assert not found[0].adds_up
     assert all("void" in cell for cell in part_table(found, "decode").rows[0][3:])

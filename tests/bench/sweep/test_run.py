@@ -128,7 +128,7 @@ def test_verdicts_of_a_machine_like_most(usual):
             Status.HOLDS,
             ("38", "assuming that it was read in one chunk", "at most 2.6 % of the time"),
         ),
-        ("openai", "", Status.HOLDS, ("cannot be told from outside",)),
+        ("openai", "", Status.HOLDS, ("cannot be seen from outside",)),
         ("transformers", "", Status.HOLDS, ("read in 1 chunk;",)),
         ("openai", "128", Status.HOLDS, ("read in 4 chunks", "10 % of the time")),
         ("openai", "32", Status.UNKNOWN, ("as much as 42 % of the time",)),

@@ -1,1 +1,1 @@
-"""The lab's experiments, one claim a file, in the order in which a newcomer should meet them."""
+"""The lab's experiments, one claim per file, in the order that suits a newcomer."""

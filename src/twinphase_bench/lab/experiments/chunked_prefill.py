@@ -10,7 +10,7 @@ from twinphase_bench.lab.workbench import STEPS, Workbench
 DECODES = 4
 OWN = 16
 BEFORE = 8
-CHUNKS = 8  # that the prompt is cut into
+PROMPT_CHUNKS = 8
 WORST = "longest gap of the decodes, ms"
 USUAL = "usual gap, ms"
 WAIT = "TTFT of the long prompt, ms"
@@ -36,7 +36,7 @@ WHOLE = "whole prompt at once"
 def chunked_prefill(bench: Workbench) -> Trial:
     length = bench.size
     most = bench.workshop.config.max_num_batched_tokens
-    small = max(32, length // CHUNKS)
+    small = max(32, length // PROMPT_CHUNKS)
     steps = {f"{n} tokens per step": n for n in (small, 3 * small)} | {
         WHOLE: min(length + DECODES, most)
     }

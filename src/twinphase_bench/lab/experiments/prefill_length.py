@@ -6,7 +6,8 @@ from twinphase.phases.work import rows_cost
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial, median_of, percent
 from twinphase_bench.lab.workbench import PREFILL, Workbench, fits, growth, serve
 
-ATTENTION_SHOWS = 1024  # tokens; what bends the curve of shorter prompts is kernels that warm up
+# Kernels that warm up bend the curve of shorter prompts.
+MIN_ATTENTION_TOKENS = 1024
 
 
 @Experiment(
@@ -44,12 +45,12 @@ def prefill_length(bench: Workbench) -> Trial:
         for x, y, z in zip(*coefficients, strict=True)
     ]
     cost = rows_cost(bench.workshop.shape, 0, longest, 1)
-    too_short = f"Too short to see: {longest:,} prompt tokens; it takes {ATTENTION_SHOWS:,}."
+    too_short = f"Too short to see: {longest:,} prompt tokens; it takes {MIN_ATTENTION_TOKENS:,}."
     return Trial(
         runs,
         [
             growth({n: times[n] for n in lengths[-5:-2]}),
-            share if longest >= ATTENTION_SHOWS else too_short,
+            share if longest >= MIN_ATTENTION_TOKENS else too_short,
         ],
         f"Fit: {a:.3g} ms + {b * 1e3:.4g} µs n + {c * 1e6:.3g} ns n². At {longest:,} tokens the "
         "quadratic part is "

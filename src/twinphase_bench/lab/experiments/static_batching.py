@@ -21,9 +21,8 @@ PADDED = "static, padded to the longest answer"
     "differ in length.",
     method=(
         f"Requests with answers of different lengths (exponential, {MEAN} tokens on average), "
-        f"{SEATS} at once: the next "
-        "starts when one ends; or in groups, each of which waits for the longest "
-        "answer of the last."
+        f"{SEATS} at once: the next starts when one ends; or in groups, where each group waits for "
+        "the longest answer of the group before."
     ),
     rules=(
         Rule("tokens/s, continuous / static", at_least=1.2, fails_from=24),
