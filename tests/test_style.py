@@ -45,7 +45,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 20_000,
-    "tests": 320_000,
+    "tests": 320_500,
     "twinphase": 14_000,
     "twinphase/backends": 85_000,
     "twinphase/cache": 4_500,
@@ -65,7 +65,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 60_500,
 }
-MAX_TOKENS = {"src": 385_500, "tests": 320_000, "benchmarks": 20_000}
+MAX_TOKENS = {"src": 385_500, "tests": 320_500, "benchmarks": 20_000}
 
 SKIPPED = {
     tokenize.COMMENT,
@@ -205,13 +205,13 @@ def lists_of_public_names() -> Iterator[str]:
 
 # The most places that may break a rule; a rule that holds everywhere has 0.
 RULES: list[tuple[Callable[[], Iterator[str]], int]] = [
-    (odd_words_of_sources, 86),
+    (odd_words_of_sources, 13),
     (odd_words_of_pages, 0),
-    (constants_completed_by_a_comment, 85),
-    (long_lines, 8),
+    (constants_completed_by_a_comment, 15),
+    (long_lines, 5),
     (long_files, 7),
     (paired_assignments, 0),
-    (many_positional_arguments, 18),
+    (many_positional_arguments, 8),
     (lists_of_public_names, 0),
 ]
 

@@ -55,7 +55,7 @@ OWN_ERRORS = {
     errno.ENOMEM: "no memory for more sockets",
 }
 RESOLVE_SECONDS = 10.0
-OTHER_OPEN_FILES = 64
+SPARE_OPEN_FILES = 64
 Value = TypeVar("Value")
 
 
@@ -352,12 +352,11 @@ def without_secrets(url: str) -> str:
 def allow_connections(wanted: int) -> None:
     """Raise this process's limit of open files for `wanted` connections, as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + len(os.listdir("/proc/self/fd")) + OTHER_OPEN_FILES
+    needed = wanted + len(os.listdir("/proc/self/fd")) + SPARE_OPEN_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # where a machine forbids it, the failing connections say so
+        # If the machine forbids it, the failing connections report it.
+        with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
 
 
