@@ -163,7 +163,7 @@ def test_both_phases_by_measured_ceilings(capsys, cache):
     estimated = json.loads(capsys.readouterr().out)
     assert here["ttft_seconds"] == estimated["ttft_seconds"]
     text = run(capsys, path)
-    assert "TTFT of 512 tokens at least" in text and "TPOT behind 512" in text
+    assert "TTFT of 512 tokens at least" in text and "TPOT after 512" in text
     assert "disturbed" in text
 
 

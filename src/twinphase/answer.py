@@ -40,9 +40,9 @@ class Answer:
 
 
 def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool = True) -> Answer:
-    """Stream one answer to stdout (if `show`), with a bar on stderr while a long prompt is read.
+    """Stream one answer to stdout (if `show`), with a bar on stderr during a long prefill.
 
-    Ctrl-C ends it; what there is comes back.
+    Ctrl-C ends the answer; the part so far is returned.
 
     Raises:
         KeyboardInterrupt: before the first step was done.

@@ -65,15 +65,33 @@ class StepWork(NamedTuple):
         cls, start: int, num_tokens: int, num_logits: int, window: int | None = None
     ) -> StepWork:
         """A prefill chunk at positions `start`, +1, ...; `window` is that of the model's layers."""
-        sums = _attended(start, num_tokens, window)
-        return cls(num_tokens, sums[0], 0, int(num_logits), 1, sums[1], sums[2], 0, sums[3])
+        contexts, kv_tokens, windowed_contexts, windowed_kv_tokens = _attended(
+            start, num_tokens, window
+        )
+        return cls(
+            rows=num_tokens,
+            prefill_contexts=contexts,
+            logits=int(num_logits),
+            sequences=1,
+            kv_tokens=kv_tokens,
+            windowed_prefill_contexts=windowed_contexts,
+            windowed_kv_tokens=windowed_kv_tokens,
+        )
 
     @classmethod
     def of_decodes(cls, count: int, context: float, window: int | None = None) -> StepWork:
         """A step of `count` sequences whose rows attend to `context` tokens each, a mean."""
         tokens = round(count * context)
         near = round(count * min(context, window)) if window else 0
-        return cls(count, 0, tokens, count, count, tokens, 0, near, near)
+        return cls(
+            rows=count,
+            decode_contexts=tokens,
+            logits=count,
+            sequences=count,
+            kv_tokens=tokens,
+            windowed_decode_contexts=near,
+            windowed_kv_tokens=near,
+        )
 
 
 def _attended(start: int, count: int, window: int | None) -> tuple[int, int, int, int]:
@@ -192,7 +210,14 @@ class Batch:
             own = _attended(share.num_computed_tokens, len(share.token_ids), self.window)
             sums = (sums[0] + own[0], sums[1] + own[1], sums[2] + own[2], sums[3] + own[3])
         return StepWork(
-            rows, 0, sums[0], rows, len(self.decodes), sums[1], 0, sums[2], sums[3], drafted
+            rows=rows,
+            decode_contexts=sums[0],
+            logits=rows,
+            sequences=len(self.decodes),
+            kv_tokens=sums[1],
+            windowed_decode_contexts=sums[2],
+            windowed_kv_tokens=sums[3],
+            draft_contexts=drafted,
         )
 
     @cached_property

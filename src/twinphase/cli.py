@@ -79,7 +79,7 @@ def run(
         False, "--raw", help="Complete the prompt as it is, without the chat template."
     ),
     explain: bool = typer.Option(
-        False, "--explain", help="Say why it took so long, and what to change."
+        False, "--explain", help="Explain where the time went, and what to change."
     ),
     json: bool = typer.Option(
         False, "--json", help="Print one JSON result on stdout instead of the stream."
@@ -171,7 +171,7 @@ def serve(
     cluster: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
-    """Serve a model by OpenAI's API, both phases of each request on the wire."""
+    """Serve a model with OpenAI's API; each answer reports its prefill and decode times."""
     config = ServerConfig(**server)
     workers = ClusterConfig(**cluster)
     engine_config = EngineConfig(**{**SPECULATION, **engine})
@@ -193,7 +193,8 @@ def worker(
         "127.0.0.1:0", help="Address to listen on: HOST:PORT or unix:PATH; 0 is any free port."
     ),
     role: str = typer.Option(
-        "both", help="prefill: read prompts for others; decode: answer what they read; or both."
+        "both",
+        help="prefill: compute prompts for decode workers; decode: continue answers; or both.",
     ),
     join: str = typer.Option(
         None, help="Server to be added to while it runs: HOST:PORT of its --cluster-listen."
@@ -253,7 +254,7 @@ def rm(
 
 @app.command()
 def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrote.")) -> None:
-    """Decide every step of a log again and compare, byte for byte."""
+    """Repeat every scheduling decision of a log and compare the results byte for byte."""
     from twinphase.engine.trace import replay as replay_trace
 
     found = replay_trace(trace_file)

@@ -172,18 +172,18 @@ class EngineConfig:
     )
     task: str | None = setting(
         None,
-        "What the model is loaded for: generate (text) or embed (vectors); an encoder only embeds.",
+        "Task of the model: generate (text) or embed (vectors); an encoder only embeds.",
         choices=TASKS,
         default_text="what the model is made for",
     )
     pooling: str | None = setting(
         None,
-        "With --task embed, what becomes the vector: mean (of all tokens), cls (the first token) "
+        "With --task embed, the source of the vector: mean (of all tokens), cls (the first token) "
         "or last.",
         choices=POOLINGS,
         default_text="an encoder's own; last for a decoder",
     )
-    seed: int = setting(0, "Where the seeds of requests without a seed come from.", minimum=0)
+    seed: int = setting(0, "Source of the seeds of requests without a seed.", minimum=0)
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -1,4 +1,4 @@
-"""What form an output must have: as a user asks for it, and as the engine holds a request to it.
+"""The form that an output must have: as a user requests it, and as the engine enforces it.
 
 Not for compiling it (`sampling/structured.py`).
 """
@@ -16,9 +16,8 @@ from twinphase.errors import InvalidRequestError
 MAX_GRAMMAR_SIZE = 65536
 MAX_JSON_DEPTH = 32
 MAX_CHOICES = 1024
-CONSTRAINT_FAILURE = (
-    "The structured output ends"  # how the error of a request begins whose own grammar failed it
-)
+# Errors of requests that fail by their own grammar begin so.
+CONSTRAINT_FAILURE = "The structured output ends"
 
 
 def reject(name: str, value: object, allowed: str) -> NoReturn:
@@ -28,7 +27,7 @@ def reject(name: str, value: object, allowed: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What form the output must have: exactly one of six constraints. The field names are vLLM's.
+    """The form that the output must have: exactly one of six constraints, named as in vLLM.
 
     Attributes:
         json: a JSON schema, as an object or as text.
@@ -38,7 +37,7 @@ class StructuredOutputsParams:
         grammar: in Lark, or in GBNF (EBNF with `::=`) as llama.cpp has it.
         json_object: any JSON object.
         structural_tag: {"type": "structural_tag", "structures": [{"begin", "schema", "end"}, ...],
-            "triggers": [...]}, as an object or as text: free text, in which a trigger begins a
+            "triggers": [...]}, as an object or as text: free text; a trigger in it begins a
             structure that follows its schema.
         disable_any_whitespace: JSON without whitespace between its tokens.
         whitespace_pattern: what may stand between the tokens of JSON instead, a regular expression.

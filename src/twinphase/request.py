@@ -39,7 +39,10 @@ class SamplingParams:
     """
 
     temperature: float = setting(
-        1.0, "Softness of the choice; 0 always takes the most likely token.", minimum=0, maximum=100
+        1.0,
+        "Temperature of sampling; 0 always takes the most likely token.",
+        minimum=0,
+        maximum=100,
     )
     top_k: int = setting(
         0, "Sample from this many of the most likely tokens; 0 or -1: from all.", minimum=-1
@@ -63,7 +66,7 @@ class SamplingParams:
         0.0, "Penalty for tokens that are in the output already; 0 is none.", minimum=-2, maximum=2
     )
     frequency_penalty: float = setting(
-        0.0, "The same for each time that they are; 0 is none.", minimum=-2, maximum=2
+        0.0, "Penalty per occurrence of a token in the output; 0 is none.", minimum=-2, maximum=2
     )
     logit_bias: dict[int, float] | None = setting(
         None, "Add BIAS (-100 to 100) to a token's logit, as ID=BIAS; repeatable."
@@ -232,7 +235,7 @@ class RequestCounts:
 
 @dataclass(eq=False)
 class Request:
-    """One request and how far it has come.
+    """One request and its progress.
 
     `num_computed_tokens` is the one arithmetic of the engine: tokens of prompt + output whose KV is
     in the cache. Chunks, prefix hits, preemption and speculation all are ways of advancing it.

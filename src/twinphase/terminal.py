@@ -1,4 +1,4 @@
-"""What a person sees: progress while a prompt is read, the phase lines, errors in one line.
+"""What a person sees: progress of a prompt's prefill, the phase lines, errors in one line.
 
 Draws what it is given and computes only how to say it. Answers go to stdout, everything here to
 stderr; colour and redrawn lines only where stderr is a terminal. Plain escape codes: importing a

@@ -331,7 +331,7 @@ def test_alone_cannot_be_told_by_a_model_beyond_its_error(off, verdict, monkeypa
         {"alone": asdict(alone), "error": None, "waterfall": {"wall_seconds": 9.5}}
     )
     if verdict == "unknown":
-        assert alone.seconds is None and told[0].startswith("It cannot be told")
+        assert alone.seconds is None and told[0].startswith("Unknown: the cost model's prediction")
     else:  # within the error, and yet not more than its own shares
         assert alone.seconds == pytest.approx(0.5 + alone.own_shares) and "instead of" in told[0]
 

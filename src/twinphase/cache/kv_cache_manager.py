@@ -163,7 +163,7 @@ class KVCacheManager:
                 as it was.
 
         Returns:
-            What became of each block.
+            The outcome for each block.
         """
         if not self.enable_prefix_caching:
             return [Acceptance.NO_ROOM] * len(blocks)

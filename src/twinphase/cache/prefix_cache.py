@@ -37,7 +37,7 @@ class CachedBlock:
 
 
 class Acceptance(StrEnum):
-    """What became of a block that came from elsewhere."""
+    """Outcome for a block from another worker."""
 
     STORED = "stored"
     # The content is cached already.

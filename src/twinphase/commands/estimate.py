@@ -34,7 +34,9 @@ def estimate(
         None, help="Name of a datasheet, or `this`: what `twinphase roofline` measured here."
     ),
     backend: str = typer.Option(
-        "cpu", help="With --hardware this, whose: cpu or torch.", rich_help_panel=HARDWARE
+        "cpu",
+        help="With --hardware this, the backend that was measured: cpu or torch.",
+        rich_help_panel=HARDWARE,
     ),
     prompt_tokens: int = typer.Option(
         1000,
@@ -55,12 +57,13 @@ def estimate(
     ),
     dtype: str = typer.Option(
         None,
-        help="How weights are stored: fp16, fp8, int4, Q4_0, ... [default: as in the model's file]",
+        help="Storage type of the weights: fp16, fp8, int4, Q4_0, ... "
+        "[default: as in the model's file]",
         rich_help_panel=MODEL,
     ),
     kv_cache_dtype: str = typer.Option(
         "auto",
-        help="How keys and values are stored: fp32, fp16, bf16, fp8 or int8. auto is 16 bits; "
+        help="Storage type of keys and values: fp32, fp16, bf16, fp8 or int8. auto is 16 bits; "
         "with --hardware this, "
         "what the engine stores.",
         rich_help_panel=MODEL,

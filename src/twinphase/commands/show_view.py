@@ -128,7 +128,7 @@ def _here(here: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     )
     yield (
         "decode here",
-        f"TPOT behind {prompt} tokens at least {time_text(here['tpot_seconds'])}, "
+        f"TPOT after {prompt} tokens at least {time_text(here['tpot_seconds'])}, "
         f"{here['tpot_bound']}-bound",
     )
 

@@ -43,7 +43,7 @@ class Alone:
     prefill_seconds: float
     decode_seconds: float
     own_shares: float
-    verdict: str = "predicted"
+    verdict: str
 
 
 def had_it_run_alone(evidence: Evidence) -> Alone | None:
@@ -77,10 +77,24 @@ def had_it_run_alone(evidence: Evidence) -> Alone | None:
         taken = (own_prefill, own_decode)
         before += max(0.0, evidence.first[IntervalKind.QUEUE] - queued)
     elif _beyond_its_error(prefill + decode, own, evidence):
-        return Alone(None, None, None, prefill, decode, own, "unknown")
+        return Alone(
+            seconds=None,
+            ttft=None,
+            tpot=None,
+            prefill_seconds=prefill,
+            decode_seconds=decode,
+            own_shares=own,
+            verdict="unknown",
+        )
     tpot = (taken[1] + after) / num_decoded if num_decoded else None
     return Alone(
-        before + sum(taken) + after, before + taken[0], tpot, prefill, decode, own, verdict
+        seconds=before + sum(taken) + after,
+        ttft=before + taken[0],
+        tpot=tpot,
+        prefill_seconds=prefill,
+        decode_seconds=decode,
+        own_shares=own,
+        verdict=verdict,
     )
 
 
@@ -116,8 +130,8 @@ def alone_sentences(found: Mapping[str, Any]) -> list[str]:
     )
     if alone["seconds"] is None:
         rows = [
-            "It cannot be told: the cost model is further from what was measured than it usually "
-            "errs.",
+            "Unknown: the cost model's prediction is further from the measured time than its "
+            "usual error.",
             by_model,
         ]
     else:

@@ -198,7 +198,7 @@ def _others(evidence: Evidence, stalls: list[Interval]) -> str:
 
 
 def sampling(evidence: Evidence, seconds: float) -> About:
-    # Unknown parameters count as greedy, of which nothing is reported.
+    # Unknown parameters count as greedy, so that no lever is reported for them.
     params = evidence.request.sampling_params or SamplingParams(temperature=0.0)
     wanted = {
         "sampled values": not params.greedy,

@@ -203,7 +203,7 @@ class Evidence:
         )
 
     def efficiency(self, phase: str) -> Efficiency:
-        """Efficiency of "prefill" or "decode", over steps in which all requests were in that phase.
+        """Efficiency of "prefill" or "decode", over steps with requests in that phase only.
 
         Prefill steps may have a few decodes. With too few such steps it is unknown, since the work
         of others cannot be separated from a step.

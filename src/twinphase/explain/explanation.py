@@ -107,7 +107,7 @@ def _sentences(evidence: Evidence, falls: Waterfall, diagnoses: tuple[Diagnosis,
             lines.append(
                 f"{phase.title()}: {totals.tokens} of its tokens in {steps}, which took "
                 f"{duration(totals.seconds)} "
-                f"with everybody in them{'' if bound == 'unknown' else f', bound by {bound}'}."
+                f"with all requests in them{'' if bound == 'unknown' else f', bound by {bound}'}."
             )
     routes = dict.fromkeys(
         one.reason for one in evidence.intervals(IntervalKind.ROUTE) if one.reason

@@ -2,10 +2,10 @@
 
 A client sees when it sent a prompt and when each piece of the answer came, nothing of the steps in
 between. Rules here compare requests with each other: those sent into an idle server with those sent
-into a busy one, long prompts with short ones, gaps in which another prompt was being
-computed with the other gaps. The seconds are those of a request's TTFT, or of a token; no shares of
-one whole are claimed. What would need the server's own word is `unknown`. Not for ledgers
-(`explain/diagnosis.py`).
+into a busy one, long prompts with short ones, gaps during the prefill of another prompt with the
+other gaps. The seconds are those of a request's TTFT, or of a token; they are not shares of one
+whole. `unknown` lists the questions that only the server can answer. Ledgers are diagnosed in
+`explain/diagnosis.py`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from twinphase.explain.loads import ObservedLoad
 from twinphase.explain.waterfall import Waterfall, WaterfallBar
 from twinphase.phases.observation import Observation
 
-FEW = 4  # requests on each side of a comparison, below which nothing is concluded
-SPREAD = 1.5  # longest prompt / shortest, below which length is not judged
-FIRM = 0.5  # rank correlation, below which two quantities do not count as related
-MOSTLY = (
-    0.8  # of pairs of one request of each group, in which the second's value must be the larger one
-)
+# Each side of a comparison needs this many requests.
+MIN_REQUESTS = 4
+# The effect of prompt length is judged if the longest prompt is this many times the shortest.
+MIN_LENGTH_RATIO = 1.5
+MIN_RANK_CORRELATION = 0.5
+# Of all pairs with one request from each group, the second is larger in at least this share.
+MIN_SHARE_OF_PAIRS = 0.8
 
-# What only the server knows, and why a client does not.
+# Facts that only the server knows, and why a client does not.
 UNKNOWN = (
     "What bound each phase, MFU, MBU: the server's machine, model and steps cannot be seen from "
     "here.",
@@ -47,16 +48,19 @@ UNKNOWN = (
 class ClientExplanation:
     """What can be concluded from outside, and what cannot."""
 
-    waterfall: Waterfall  # of the mean request: until its first token, and after it
+    # The mean request's time until its first token, and after it.
+    waterfall: Waterfall
     diagnoses: tuple[Diagnosis, ...]
-    levers: tuple[Lever, ...]  # of the diagnoses
-    unknown: tuple[str, ...]  # What stays unknown, each with the reason.
+    levers: tuple[Lever, ...]
+    # Each open question with its reason.
+    unknown: tuple[str, ...]
     num_requests: int
-    claims: str = ""  # what the server itself says, where it is ours; the client saw nothing of it
+    # The report of a twinphase server about itself, which a client cannot verify.
+    claims: str = ""
 
 
 def explain_client(loads: Sequence[ObservedLoad]) -> ClientExplanation:
-    """What the loads tell of a bad TTFT and of bad tokens per second, seen from outside.
+    """Explain a bad TTFT and bad tokens per second by what a client measured.
 
     Raises:
         ResultError: no request took any time.
@@ -85,7 +89,7 @@ def explain_client(loads: Sequence[ObservedLoad]) -> ClientExplanation:
 
 
 def _ttft(request: Observation) -> float:
-    return request.ttft or 0.0  # those that succeeded have one
+    return request.ttft or 0.0
 
 
 def _unknown(loads: Sequence[ObservedLoad], found: Sequence[Diagnosis]) -> tuple[str, ...]:
@@ -110,20 +114,19 @@ def _unknown(loads: Sequence[ObservedLoad], found: Sequence[Diagnosis]) -> tuple
 
 
 def _queue(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
-    """TTFT of those sent into a busy server, against those that were alone."""
+    """Compare TTFT on a busy server with TTFT on an idle one."""
     alone: list[float] = []
     busy: list[float] = []
     for load in loads:
         for request in load.requests:
             (busy if load.others_before(request) else alone).append(_ttft(request))
-    if (
-        len(loads) > 1 and len(alone) < FEW
-    ):  # No request ran alone; the lightest load comes nearest.
+    if len(loads) > 1 and len(alone) < MIN_REQUESTS:
+        # No request ran alone; the lightest load comes nearest.
         by_others = sorted(loads, key=lambda load: mean(map(load.others_before, load.requests)))
         alone, busy = (
             [_ttft(one) for one in load.requests] for load in (by_others[0], by_others[-1])
         )
-    if len(alone) < FEW or len(busy) < FEW:
+    if len(alone) < MIN_REQUESTS or len(busy) < MIN_REQUESTS:
         return None
     quiet = median(alone)
     loaded = median(busy)
@@ -144,20 +147,24 @@ def _queue(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
 
 
 def _prompt_length(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
-    """TTFT by prompt tokens computed, among those that were alone if there are enough."""
+    """Relate TTFT to computed prompt tokens, of requests that ran alone if there are enough."""
     pairs = _lengths(loads, alone=True)
     where = "sent while no other ran"
-    if len(pairs) < 2 * FEW:
+    if len(pairs) < 2 * MIN_REQUESTS:
         pairs = _lengths(loads, alone=False)
         where = "beside any others"
     tokens = [n for n, _ in pairs]
     seconds = [t for _, t in pairs]
-    if len(pairs) < 2 * FEW or max(tokens) < SPREAD * max(1, min(tokens)) or len(set(seconds)) == 1:
+    if (
+        len(pairs) < 2 * MIN_REQUESTS
+        or max(tokens) < MIN_LENGTH_RATIO * max(1, min(tokens))
+        or len(set(seconds)) == 1
+    ):
         return None
     together = correlation(_ranks(tokens), _ranks(seconds))
     slope = linear_regression(tokens, seconds).slope
     spent = min(mean(seconds), slope * mean(tokens))
-    if together < FIRM or spent < MIN_REPORTED_SHARE * mean(seconds):
+    if together < MIN_RANK_CORRELATION or spent < MIN_REPORTED_SHARE * mean(seconds):
         return None
     sentence = (
         f"TTFT grows with the prompt ({len(pairs)} requests {where}, rank correlation "
@@ -171,7 +178,7 @@ def _prompt_length(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Ranks, equal values having their mean rank; their correlation is Spearman's coefficient."""
+    """Ranks; equal values get their mean rank, so that correlating ranks gives Spearman's rho."""
     ordered = sorted(values)
     return [(bisect_left(ordered, value) + bisect_right(ordered, value)) / 2 for value in values]
 
@@ -193,9 +200,9 @@ def _stalls(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
     for load in loads:
         for request in load.requests:
             others = load.others_in_prefill(request.token_times[:-1], request.token_times[1:])
-            for gap, reading in zip(request.itl, others, strict=True):
-                (within if reading else without).append(gap)
-    if len(within) < FEW or len(without) < FEW:
+            for gap, prefilling in zip(request.itl, others, strict=True):
+                (within if prefilling else without).append(gap)
+    if len(within) < MIN_REQUESTS or len(without) < MIN_REQUESTS:
         return None
     usual = median(without)
     held = median(within)
@@ -218,22 +225,22 @@ def _stalls(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
 
 
 def _decode_batching(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
-    """TPOT by how many others decoded beside."""
+    """Relate TPOT to the number of other requests that decoded at the same time."""
     pairs = sorted(
         (load.others_decoding(r), r.tpot)
         for load in loads
         for r in load.requests
         if r.tpot is not None
     )
-    if len(pairs) < 2 * FEW:
+    if len(pairs) < 2 * MIN_REQUESTS:
         return None
-    quarter = max(FEW, len(pairs) // 4)
+    quarter = max(MIN_REQUESTS, len(pairs) // 4)
     (few, short) = zip(*pairs[:quarter], strict=True)
     (many, long) = zip(*pairs[-quarter:], strict=True)
     low = median(short)
     high = median(long)
     longer = mean(b > a for a in short for b in long)
-    if longer < MOSTLY or not _differ(low, high) or mean(many) < 1 + mean(few):
+    if longer < MIN_SHARE_OF_PAIRS or not _differ(low, high) or mean(many) < 1 + mean(few):
         return None
     sentence = (
         f"TPOT is {duration(low)} beside {mean(few):.1f} other decodes, {duration(high)} beside "

@@ -1,7 +1,4 @@
-"""The loads in a result file, and who was in flight beside whom.
-
-Not for their causes (`load_diagnosis.py`).
-"""
+"""The loads in a result file, and which requests were in flight at the same time."""
 
 from __future__ import annotations
 
@@ -17,8 +14,9 @@ import numpy as np
 from twinphase.errors import ResultError
 from twinphase.phases.observation import Observation
 
-DEEPEST = 64  # levels of JSON that are searched
-LARGEST = 1e15  # of a time or a count; more is a damaged file
+MAX_JSON_LEVELS = 64
+# A larger time or count means that the file is damaged.
+MAX_NUMBER = 1e15
 LOAD_WANTED = (
     "explain takes the result of a load: `twinphase bench URL --request-rate ...` or "
     "`--max-concurrency ...` measures "
@@ -28,13 +26,16 @@ LOAD_WANTED = (
 
 @dataclass(frozen=True)
 class ObservedLoad:
-    """One load."""
+    """One load.
+
+    Attributes:
+        requests: those that succeeded, in the order of their intended times.
+        void: the reasons why the measurement must not be used.
+    """
 
     name: str
-    requests: tuple[
-        Observation, ...
-    ]  # those that succeeded, in the order of their intended moments
-    void: tuple[str, ...] = ()  # why the measurement itself must not be used; empty if it may
+    requests: tuple[Observation, ...]
+    void: tuple[str, ...] = ()
 
     @cached_property
     def _moments(self) -> Any:
@@ -61,17 +62,16 @@ class ObservedLoad:
         if end <= start:
             return 0.0
         _, first, last = np.clip(self._moments, start, end)
-        return max(
-            0.0, float(np.sum(last - first)) / (end - start) - 1
-        )  # Rounding may give a little less than none.
+        # Rounding may give slightly less than zero.
+        return max(0.0, float(np.sum(last - first)) / (end - start) - 1)
 
 
 def read_loads(data: Any, what: str = "a result") -> list[ObservedLoad]:
-    """The loads in the `data` of a result, wherever in it they are.
+    """All loads in the `data` of a result, at any depth.
 
     Args:
-        data: of the result.
-        what: what the file is, for a reader who gave another kind of result.
+        data: the result's JSON.
+        what: description of the file, for the error about another kind of result.
 
     Raises:
         ResultError: there is no load with a request that succeeded.
@@ -98,7 +98,7 @@ def _holders(value: Any, depth: int) -> Iterator[Mapping[str, Any]]:
     """The objects that have observations."""
     if isinstance(value, Mapping) and isinstance(value.get("observations"), list):
         yield value
-    elif isinstance(value, (Mapping, list)) and depth < DEEPEST:
+    elif isinstance(value, (Mapping, list)) and depth < MAX_JSON_LEVELS:
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from _holders(item, depth + 1)
 
@@ -106,7 +106,7 @@ def _holders(value: Any, depth: int) -> Iterator[Mapping[str, Any]]:
 def _name(found: Mapping[str, Any], number: int) -> str:
     rate = found.get("rate")
     concurrency = found.get("concurrency")
-    if isinstance(rate, (int, float)) and abs(rate) <= LARGEST:
+    if isinstance(rate, (int, float)) and abs(rate) <= MAX_NUMBER:
         return f"{rate:g} requests/s"
     return f"{concurrency} at once" if isinstance(concurrency, int) else f"load {number}"
 
@@ -115,12 +115,11 @@ def _observation(entry: Any) -> Observation | None:
     """None for a request that failed, or is not readable as one."""
     try:
         request = msgspec.convert(entry, Observation)
-    except (ValueError, OverflowError):  # msgspec's own is a ValueError
+    except (ValueError, OverflowError):
         return None
-    times = [-LARGEST, request.intended, *request.token_times, LARGEST]
+    times = [-MAX_NUMBER, request.intended, *request.token_times, MAX_NUMBER]
     counts = (request.num_prompt_tokens, request.num_cached_tokens, request.num_output_tokens)
-    ordered = all(
-        before <= after for before, after in pairwise(times)
-    )  # no clock goes back, and NaN is refused
-    counted = all(count is None or 0 <= count <= LARGEST for count in counts)
+    # No clock runs backwards; NaN is refused too.
+    ordered = all(before <= after for before, after in pairwise(times))
+    counted = all(count is None or 0 <= count <= MAX_NUMBER for count in counts)
     return request if request.succeeded and ordered and counted else None

@@ -232,7 +232,7 @@ def _missed_prefix_lever(evidence: Evidence, seconds: float) -> Lever | None:
         where = f" of the {miss.part} part" if miss.part else ""
         changed = f"If what follows token {miss.token_index}{where} was sent before"
         return Lever(
-            "prompt", f"{changed}: put what changes there behind what stays the same.", None, own
+            "prompt", f"{changed}: put the changing parts after the constant ones.", None, own
         )
     return None
 

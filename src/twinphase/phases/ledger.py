@@ -64,7 +64,7 @@ class Ledger:
         self._waits: dict[str, _Wait] = {}
 
     def open(self, request_id: str, timeline: RequestTimeline, tenant: str = "") -> None:
-        """A request came, and queues."""
+        """Begin the ledger of a request that has arrived."""
         self.timelines[request_id] = timeline
         self._tenants[request_id] = tenant
         self._begins_to_wait(request_id)
@@ -180,17 +180,16 @@ class Ledger:
         decodes = seconds
         if batch.prefills:
             decodes = min(seconds, record.times.drafting + predict(batch.decode_work) * scale)
-        none = predict(StepWork.of_decodes(1, 0)) * scale  # a lone decode with no context ...
-        attended = (
-            predict(StepWork.of_decodes(1, 1, window)) * scale - none
-        )  # ... and what each token of it adds
+        # A lone decode costs a fixed time, and more for each token of its context.
+        fixed = predict(StepWork.of_decodes(1, 0)) * scale
+        per_token = predict(StepWork.of_decodes(1, 1, window)) * scale - fixed
         rows: Counter[str] = Counter()
         for share in batch.prefills:
             rows[share.tenant] += len(share.token_ids)
         drafting = record.times.drafting / max(1, len(batch.decodes))
         for share in batch.decodes:
             context = self.shape.mean_attended(share.num_computed_tokens + 1)
-            own = drafting + none + context * attended
+            own = drafting + fixed + context * per_token
             wrong = 0
             rejected = 0.0
             if share.num_drafts:
@@ -208,7 +207,13 @@ class Ledger:
             if timeline is not None:
                 others = 1 - rows[share.tenant] / rows.total() if rows else 0.0
                 timeline.add_decode(
-                    record, len(share.token_ids) - wrong, own, decodes, others, drafting, rejected
+                    record,
+                    num_tokens=len(share.token_ids) - wrong,
+                    own=own,
+                    decodes=decodes,
+                    others=others,
+                    drafting=drafting,
+                    rejected=rejected,
                 )
         for share in batch.prefills:
             timeline = self.timelines.get(share.request_id)

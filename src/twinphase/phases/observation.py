@@ -14,7 +14,7 @@ from twinphase.phases import latency
 
 @dataclass
 class Observation:
-    """What became of one request.
+    """One request and its outcome.
 
     `token_times` has fewer entries than there are tokens where a target sends several tokens in one
     piece, or nothing for a token without text. Counts are the target's own, None if it gave none.

@@ -16,7 +16,8 @@ class RequestState(enum.StrEnum):
     TOKENIZING = "tokenizing"
     QUEUED = "queued"
     PREFILLING = "prefilling"
-    TRANSFERRING = "transferring"  # its KV blocks are on the way to the worker that decodes it
+    # The request's KV blocks are being sent to its decode worker.
+    TRANSFERRING = "transferring"
     DECODING = "decoding"
     ENDED = "ended"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from twinphase.backends.base import Units
@@ -112,6 +113,7 @@ def flops_by_unit(totals: StepTotals, units: Units) -> Mapping[str, int]:
 
 
 def _phase_row(
+    *,
     name: str,
     totals: PhaseTotals,
     seconds: float,
@@ -170,17 +172,15 @@ def phase_report(
     rest.append(
         ("unattributed", wall_seconds - prefill_seconds - decode_seconds - sum(s for _, s in rest))
     )
+    phase_row = partial(_phase_row, wall=wall_seconds, units=units, ceilings=ceilings)
     phases = (
-        _phase_row(
-            "prefill",
-            timeline.prefill,
-            prefill_seconds,
-            wall_seconds,
-            units,
-            ceilings,
-            num_cached_tokens,
+        phase_row(
+            name="prefill",
+            totals=timeline.prefill,
+            seconds=prefill_seconds,
+            cached=num_cached_tokens,
         ),
-        _phase_row("decode", timeline.decode, decode_seconds, wall_seconds, units, ceilings, 0),
+        phase_row(name="decode", totals=timeline.decode, seconds=decode_seconds, cached=0),
     )
     rows = tuple(
         RestRow(name, seconds, seconds / wall_seconds if wall_seconds > 0 else 0.0)

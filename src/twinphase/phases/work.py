@@ -22,7 +22,7 @@ class ModelShape:
         linear_parameters: weights of the matrices that every row goes through, P; not the
             embedding. Of experts, those that a row is sent to.
         head_parameters: weights that only rows with logits go through: the output head, and the
-            last layer's matrices behind its attention.
+            last layer's matrices after its attention.
         linear_bytes, head_bytes: both as stored, experts left out.
         num_layers, num_heads, num_kv_heads, head_dim: L, H (query heads), H_kv and d.
         kv_token_bytes: of one token in the KV cache as the backend stores it; 0 for the formula

@@ -64,7 +64,8 @@ _ANNOTATIONS = {
 _COMBINING = ("$ref", "anyOf", "oneOf")
 # An unterminated string or regex matches too, so that no text is searched twice.
 _LARK_TOKEN = re.compile(
-    r'(?P<string>"(?:\\.|[^"\\\n])*(?:"|(?P<no_end>)))|//[^\n]*|(?P<regex>/(?:\\.|[^/\\])*(?:/|(?P<open>)))'
+    r'(?P<string>"(?:\\.|[^"\\\n])*(?:"|(?P<no_end>)))|//[^\n]*'
+    r"|(?P<regex>/(?:\\.|[^/\\])*(?:/|(?P<open>)))"
     r"|#[^\n]*|(?P<schema>%json\b\s*)|(?P<and>&)"
 )
 _LARK_RULE = re.compile(r"(?m)^[ \t]*[?!]*(\w[^\n:]*):")

@@ -49,7 +49,7 @@ def with_drafts(
     num_rows: int,
     longest: Callable[[ScheduledRequest], int],
 ) -> list[ScheduledRequest]:
-    """The same shares with the drafted tokens behind their own.
+    """The same shares with the drafted tokens after their own.
 
     Args:
         decodes: without drafts.

@@ -46,7 +46,7 @@ class Scheduler:
         step_work: seconds of the last step by tenant, predicted.
         num_preemptions: so far.
         num_recomputed_tokens: computed again after a preemption, so far.
-        usual_output: tokens that answers had of late, a fading mean.
+        usual_output: fading mean of the tokens per finished answer.
         window: of the model's layers that have one.
     """
 
@@ -211,7 +211,7 @@ class Scheduler:
                 if share.samples
                 else None
             )
-            # Behind the first draft that was wrong, other tokens than the request's were computed.
+            # Rows after the first wrong draft computed tokens that are not the request's.
             accepted = output.num_accepted(share)
             wrong = share.num_drafts - accepted
             request.num_computed_tokens += len(share.token_ids) - wrong
@@ -225,9 +225,8 @@ class Scheduler:
                 )
                 request.counts.num_recomputed_tokens += again
                 self.num_recomputed_tokens += again
-            if (
-                share.request_id not in output.errors
-            ):  # A failed request's blocks may be incomplete.
+            # A failed request's blocks may be incomplete.
+            if share.request_id not in output.errors:
                 self.kv_cache.keep_computed(request, before)
             if wrong:
                 self.kv_cache.give_back(request)
@@ -253,7 +252,7 @@ class Scheduler:
         return min(self.max_model_len, self.kv_cache.pool.num_blocks * self.kv_cache.block_size + 1)
 
     def _longest_draft(self, share: ScheduledRequest) -> int:
-        """Drafted tokens that a request could still use: its last token is sampled behind them."""
+        """Drafted tokens that a request could still use: its last token is sampled after them."""
         request = self._requests[share.request_id]
         return self.max_tokens_total(request) - request.num_tokens - 1
 

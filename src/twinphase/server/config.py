@@ -92,8 +92,8 @@ class ServerConfig:
     )
     per_request_spec_decode_metrics: str = setting(
         "none",
-        "What an answer tells of its drafted tokens under `metrics.speculative_decoding`: none, "
-        "summary or detailed.",
+        "Detail of each answer's report on drafted tokens, under `metrics.speculative_decoding`: "
+        "none, summary or detailed.",
         choices=("none", "summary", "detailed"),
     )
     tool_prompt: bool = setting(

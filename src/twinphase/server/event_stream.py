@@ -1,6 +1,6 @@
 """Reading server-sent events.
 
-The format: https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation.
+The format: https://html.spec.whatwg.org/multipage/server-sent-events.html, section 9.2.6.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ PHASE_COUNTERS = {
 }
 COUNTERS = {
     "engine_restarts": "Times that a dead engine was started again.",
-    "rank_wait_seconds": "Time of steps in which rank 0 waited for other ranks.",
+    "rank_wait_seconds": "Time that rank 0 waited for other ranks.",
     "spec_decode_num_drafts": "Requests of steps that had drafts of their next tokens.",
     "spec_decode_num_draft_tokens": "Draft tokens that were computed.",
     "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",

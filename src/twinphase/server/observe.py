@@ -25,7 +25,7 @@ from twinphase.request import RequestCounts
 from twinphase.server.answers import Choice
 from twinphase.tokenizer.prompt_parts import PromptPart
 
-MAX_LISTED_REQUESTS = 100  # finished ones
+MAX_LISTED_FINISHED = 100
 
 
 def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class Timelines:
             if owner == tenant
         ]
         own = (kept.summary for kept in reversed(self._finished.values()) if kept.tenant == tenant)
-        return [*running, *islice(own, MAX_LISTED_REQUESTS)]
+        return [*running, *islice(own, MAX_LISTED_FINISHED)]
 
     def find(self, tenant: str, request_id: str) -> RequestRecord:
         """A tenant's request, running or finished.

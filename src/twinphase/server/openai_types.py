@@ -33,7 +33,7 @@ from twinphase.server.strict import (
 )
 
 MAX_BIASES = 1024
-MAX_PREDICTION = 1 << 20  # characters
+MAX_PREDICTION_CHARACTERS = 1 << 20
 Stops = Name | UpTo16[Name]
 TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]  # JSON's keys are texts.
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
@@ -188,12 +188,12 @@ class Prediction(Strict):
     """The expected answer, such as a file with one change; it changes speed only."""
 
     type: Literal["content"]
-    content: Annotated[str, Field(max_length=MAX_PREDICTION)] | UpTo4096[TextPart]
+    content: Annotated[str, Field(max_length=MAX_PREDICTION_CHARACTERS)] | UpTo4096[TextPart]
 
     @model_validator(mode="after")
     def _short_enough(self) -> Prediction:
-        if len(self.text) > MAX_PREDICTION:
-            raise ValueError(f"`content` has more than {MAX_PREDICTION} characters")
+        if len(self.text) > MAX_PREDICTION_CHARACTERS:
+            raise ValueError(f"`content` has more than {MAX_PREDICTION_CHARACTERS} characters")
         return self
 
     @property

@@ -18,7 +18,8 @@ from twinphase.server.tool_calls import ToolCallDelta, call_of
 from twinphase.tokenizer.detokenizer import Detokenizer
 
 DONE = b"data: [DONE]\n\n"
-LOWEST_LOGPROB = -9999.0  # vLLM's; JSON has no infinity.
+# vLLM's value: JSON has no infinity.
+LOWEST_LOGPROB = -9999.0
 encode = msgspec.json.Encoder().encode
 
 

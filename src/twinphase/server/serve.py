@@ -24,8 +24,10 @@ from twinphase.server.config import ServerConfig
 from twinphase.server.connection import Connection
 from twinphase.server.service import Service
 
-SEND_BUFFER = 256 << 10  # bytes of an answer that the system keeps for a slow reader
-GRACE = 5  # seconds for connections to close once all requests are done
+# The system keeps this part of an answer for a slow client.
+SEND_BUFFER_BYTES = 256 << 10
+# Connections may take this long to close after all requests are done.
+SHUTDOWN_TIMEOUT_SECONDS = 5
 POLL_SECONDS = 0.05
 
 
@@ -44,7 +46,7 @@ def serve(model: str, make_host: Callable[[], Host], config: ServerConfig) -> in
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=GRACE,
+        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_SECONDS,
     )
     server = _Server(settings, service, listener)
     server.run(sockets=[listener])
@@ -126,7 +128,7 @@ def _listen(config: ServerConfig) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(
-        socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER
+        socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES
     )  # accepted connections inherit it
     try:
         listener.bind((config.host, config.port))

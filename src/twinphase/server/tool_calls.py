@@ -14,12 +14,12 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from twinphase.server.tools import AROUND_CALLS, MISTRAL, TOOL_NAME, ToolFormat
+from twinphase.server.tools import AROUND_CALLS, MISTRAL, TOOL_NAME_PATTERN, ToolFormat
 from twinphase.tokenizer.detokenizer import overlap
 
 # A call up to its arguments, in the order that models write it.
 _HEAD = re.compile(
-    rf'\{{\s*"name"\s*:\s*"({TOOL_NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+    rf'\{{\s*"name"\s*:\s*"({TOOL_NAME_PATTERN})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
 )
 # The beginning of an object that is not a call.
 _OTHER_OBJECT = re.compile(r'\{\s*(?:[^\s"]|"(?!(?:name|arguments|parameters|type|id)")[^"]*")')
@@ -275,7 +275,7 @@ def _read_call(text: str) -> tuple[str, str] | None:
     arguments = call.get("arguments", call.get("parameters", {}))
     if (
         not isinstance(name, str)
-        or not re.fullmatch(TOOL_NAME, name)
+        or not re.fullmatch(TOOL_NAME_PATTERN, name)
         or not isinstance(arguments, dict)
     ):
         return None

@@ -18,15 +18,16 @@ from twinphase.server.forms import OPEN, closed
 
 # {"type": "function", "function": {"name", "description", "parameters", "strict"}}
 Tool = Mapping[str, Any]
-ToolChoice = str | Mapping[str, Any] | None  # None: "auto"
+# None is "auto".
+ToolChoice = str | Mapping[str, Any] | None
 # The id of a text that is one control token of the vocabulary; None for ordinary text.
 SpecialToken = Callable[[str], int | None]
 
-TOOL_NAME = "[a-zA-Z0-9_.-]{1,64}"  # a regular expression
-_MARKERS = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")  # what may be a control token
+TOOL_NAME_PATTERN = "[a-zA-Z0-9_.-]{1,64}"
+_POSSIBLE_CONTROL_TOKEN = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")
 # As models write JSON. Free whitespace would let a small model write nothing else.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_HEAD = '{"name": "'  # of every call
+_CALL_HEAD = '{"name": "'
 _ANY = "(?s:.*)"
 # Separators of calls in any format, and the brace that small models write twice.
 AROUND_CALLS = " \t\r\n,;[]}"
@@ -134,7 +135,7 @@ def tool_grammar(
         rules += [f"start: {'' if format.bare else lark(format.begin)} calls"]
     elif format.bare:
         rules += [f"start: OTHER | {lark(format.begin) + '?' if special_begin else ''} calls"]
-        rules += [f"OTHER: /{_other_than(_HEAD)}/"]
+        rules += [f"OTHER: /{_other_than(_CALL_HEAD)}/"]
     else:
         # A lazy lexeme ends the text where a call is announced first; a control token is in no text
         # anyway.
@@ -156,7 +157,7 @@ def _call(function: Mapping[str, Any], format: ToolFormat) -> str:
     if "properties" in schema and not schema.keys() & OPEN:
         # Undeclared properties are forbidden unless allowed: a small model would invent more.
         schema.setdefault("additionalProperties", False)
-    head = f'{_HEAD}{function["name"]}", "{format.arguments}": '
+    head = f'{_CALL_HEAD}{function["name"]}", "{format.arguments}": '
     return f'{json.dumps(head)} %json {json.dumps(schema)} "}}"'
 
 
@@ -185,7 +186,7 @@ def _other_than(beginning: str) -> str:
 def _lark(text: str, special_token: SpecialToken) -> str:
     """A text as symbols of a Lark rule: control tokens by their ids, the rest as strings."""
     symbols = []
-    for piece in filter(None, _MARKERS.split(text)):
+    for piece in filter(None, _POSSIBLE_CONTROL_TOKEN.split(text)):
         token_id = special_token(piece)
         symbols.append(json.dumps(piece) if token_id is None else f"<[{token_id}]>")
     return " ".join(symbols)

@@ -26,7 +26,7 @@ class DraftModelPolicy:
     """A draft model within a `Speculator`.
 
     Attributes:
-        num_failures: steps in which the model failed; it is not used for their requests again.
+        num_failures: failed steps of the model; it is not used for their requests again.
     """
 
     def __init__(

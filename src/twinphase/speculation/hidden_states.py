@@ -45,7 +45,7 @@ class HiddenStateProposer(ABC):
         self._ready: dict[str, int] = {}
         # The last draft of a request, with the number of output tokens known at that time.
         self._drafts: dict[str, tuple[int, list[int]]] = {}
-        # The step in which a request last asked for a draft.
+        # The step of each request's last call.
         self._last_asked: dict[str, int] = {}
         self._num_steps = 0
 

@@ -79,7 +79,7 @@ class Speculator:
         """Draft as many tokens as pay.
 
         Args:
-            proposers: in the order in which they are called.
+            proposers: called in this order.
             times: predicts the target's steps.
             most: largest number of draft tokens per request and step.
             slo_seconds: the current inter-token SLO; drafts make no step longer.
@@ -175,7 +175,7 @@ class Speculator:
 
     @property
     def num_failures(self) -> int:
-        """Failures of proposers and steps in which the draft model failed."""
+        """Failures of proposers, and failed steps of the draft model."""
         model = self.draft_model
         return self._num_failures + (model.num_failures if model is not None else 0)
 

@@ -51,8 +51,10 @@ from twinphase.server.tool_calls import ToolCall, call_of
 BEFORE_KINDS = (IntervalKind.TOKENIZE, IntervalKind.ROUTE, IntervalKind.QUEUE)
 STREAM = "application/x-ndjson"
 ERRORS, ANSWER = documented(OllamaErrorResponse, STREAM)
-FOREVER = "2318-01-01T00:00:00Z"  # Ollama's date for a model that stays loaded.
-TO_CONTEXT_END = 2**31 - 1  # tokens
+# Ollama's date for a model that stays loaded.
+NEVER_EXPIRES = "2318-01-01T00:00:00Z"
+# More tokens than any context has: the answer ends where the context does.
+UNLIMITED_TOKENS = 2**31 - 1
 
 
 def ollama_shape(problem: Problem) -> dict[str, Any]:
@@ -71,7 +73,7 @@ def _common(service: Service, body: Generating, *, is_chat: bool) -> dict[str, A
         del fields["seed"]
     most = options.get("num_predict", -1)
     fields |= {"model": served_name(service, body.model), "stream": body.stream is not False}
-    fields["max_tokens"] = most if most > 0 else TO_CONTEXT_END
+    fields["max_tokens"] = most if most > 0 else UNLIMITED_TOKENS
     if body.format == "json":
         fields["response_format"] = {"type": "json_object"}
     elif body.format:
@@ -404,7 +406,11 @@ def _add_models(api: APIRouter, service: Service) -> None:
         facts = service.facts
         if facts is None or not service.host.is_running:
             return {"models": []}
-        now = {"expires_at": FOREVER, "size_vram": 0, "context_length": facts.config.max_model_len}
+        now = {
+            "expires_at": NEVER_EXPIRES,
+            "size_vram": 0,
+            "context_length": facts.config.max_model_len,
+        }
         return {"models": [{**_described(service, name), **now} for name in service.model_names]}
 
     @api.post("/api/show", responses=ERRORS, response_class=Response)
