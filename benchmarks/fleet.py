@@ -82,7 +82,7 @@ class Trace:
             line = self.lines[place]
             arrival = lap_seconds * (lap + (line.timestamp or 0.0) / span)
             outputs = self.scaling.length(line.num_output_tokens)
-            yield TraceRequest(arrival, outputs, lambda number=number: self.prompt(number))  # type: ignore[misc]
+            yield TraceRequest(arrival, outputs, lambda number=number: self.prompt(number))
 
     def work(self) -> list[tuple[int, int, int]]:
         """By request: prompt tokens that are cached, those that are not, output tokens."""

@@ -35,7 +35,7 @@ def scenario(prompt: int = 1000, output: int = 200, batch: int = 1, **more: obje
         "dtype": "fp16",
         "kv_head_bytes": 2 * 128 * 2.0,
     } | more
-    return Scenario(prompt_tokens=prompt, output_tokens=output, batch_size=batch, **fields)  # type: ignore[arg-type]
+    return Scenario(prompt_tokens=prompt, output_tokens=output, batch_size=batch, **fields)
 
 
 def on_a100(model: str, prompt: int, output: int = 200, batch: int = 1, **more: object) -> Estimate:

@@ -34,7 +34,8 @@ def test_history_reads_as_chatml():
     ) == (
         "<|im_start|>user\nq<|im_end|>\n"
         f"<|im_start|>assistant\n{block % json.dumps({'a': 1})}\n{block % '{}'}<|im_end|>\n"
-        "<|im_start|>user\n<tool_response>\nr1\n</tool_response>\n<tool_response>\nr2\n</tool_response><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nr1\n</tool_response>\n"
+        "<tool_response>\nr2\n</tool_response><|im_end|>\n"
         f"<|im_start|>assistant\nHm.\n{block % json.dumps({'b': 2})}<|im_end|>\n"
         "<|im_start|>user\n<tool_response>\n</tool_response><|im_end|>\n"
     )

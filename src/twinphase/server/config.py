@@ -107,7 +107,7 @@ class ServerConfig:
     )
     log_stats: bool = setting(True, "Log a line of statistics every ten seconds of work.")
     log_requests: bool = setting(
-        False, "Log a line for each request when it is accepted and when it ends."
+        False, "Log a line for each generation when it is accepted and when it ends."
     )
     vllm_metrics: bool = setting(False, "Expose the metrics under vLLM's names too.")
     otlp_endpoint: str | None = setting(
