@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from twinphase.constraint import (
@@ -225,6 +225,10 @@ class RequestCounts:
     def num_tokens(self) -> int:
         return self.num_prompt_tokens + self.num_output_tokens
 
+    def copy(self) -> RequestCounts:
+        """Independent counts, for another thread."""
+        return replace(self, draft_steps=list(self.draft_steps))
+
 
 @dataclass(eq=False)
 class Request:
@@ -273,6 +277,7 @@ class Request:
     def __post_init__(self) -> None:
         self.counts.request_id = self.request_id
         self.counts.num_prompt_tokens = len(self.prompt_token_ids)
+        self.counts.num_output_tokens = len(self.output_token_ids)
         self.counts.sampling_params = self.sampling_params
         check_priority_and_salt(self.priority, self.cache_salt)
         check_tenant(self.tenant, self.weight)

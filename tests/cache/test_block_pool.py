@@ -40,7 +40,7 @@ def test_what_nobody_holds_cannot_be_released_or_shared():
     pool = BlockPool(2)
     blocks = pool.allocate(1)
     pool.release(blocks)
-    with pytest.raises(ValueError, match="block 0 is released but nobody holds it"):
+    with pytest.raises(ValueError, match="block 0 is released, but it has no owner"):
         pool.release(blocks)
     with pytest.raises(ValueError, match="block 0 is shared but has no content"):
         pool.share(blocks)

@@ -35,7 +35,7 @@ class Rounded(TorchBackend):
 RANK = """
 import sys
 from twinphase.backends.torch.backend import TorchBackend
-from twinphase.engine import rank
+from twinphase.engine.ranks import rank
 rank.make_backend = lambda config: TorchBackend("cpu", "float64", 1)
 sys.exit(rank.main(*map(int, sys.argv[1:])))
 """

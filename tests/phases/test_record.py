@@ -5,6 +5,7 @@ import pytest
 from twinphase.outcome import FinishReason
 from twinphase.phases.record import RequestRecord, RequestState
 from twinphase.phases.timeline import IntervalKind
+from twinphase.request import Request, SamplingParams
 
 CHAINS = [
     ["queued", "decoding", "ended"],
@@ -50,7 +51,14 @@ def test_a_copy_lives_on_its_own():
     copy = record.copy()
     assert copy == record
     record.tokenized(7, 1.5)
+    record.counts.draft_steps.append((2, 1))
     assert (copy.state, copy.counts.num_prompt_tokens, copy.timeline.end) == ("tokenizing", 0, 1.0)
+    assert copy.counts.draft_steps == []
+
+
+def test_a_request_that_another_worker_continues_counts_the_tokens_it_has():
+    params = SamplingParams(temperature=0.0)
+    assert Request("a", [1, 2], params, output_token_ids=[3, 4, 5]).counts.num_output_tokens == 3
 
 
 def test_a_record_prints_as_one_line():

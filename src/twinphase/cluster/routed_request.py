@@ -210,6 +210,7 @@ class RoutedRequest:
         ended = update.ended
         if ended is not None:
             ended.timeline = self.whole_timeline(ended.timeline)
+            ended.counts.num_cached_tokens = counts.num_cached_tokens
         return replace(
             update, num_prefilled=self.num_prefilled, num_cached=counts.num_cached_tokens
         )

@@ -362,8 +362,10 @@ class Router:
     ) -> RequestUpdate:
         assert self.fleet is not None, "a worker has joined"
         assert request.placement is not None, "the request was sent"
+        # `take` replaces the number by the largest of all workers that have had the request.
+        num_prefilled = update.num_prefilled
         update = request.take(update)
-        self.fleet.prefilled(request.placement, update.num_prefilled + len(request.token_ids))
+        self.fleet.prefilled(request.placement, num_prefilled + len(request.token_ids))
         if (ended := update.ended) is not None:
             complete = ended.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
             self._drop(request, ended.counts.num_output_tokens if complete else None)

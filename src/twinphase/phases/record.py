@@ -109,7 +109,7 @@ class RequestRecord:
 
     def copy(self) -> RequestRecord:
         """An independent record with the same content, for another thread."""
-        return replace(self, counts=replace(self.counts), timeline=self.timeline.copy())
+        return replace(self, counts=self.counts.copy(), timeline=self.timeline.copy())
 
     def __str__(self) -> str:
         counts = self.counts

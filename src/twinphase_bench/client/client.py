@@ -19,6 +19,7 @@ import contextlib
 import errno
 import functools
 import math
+import os
 import re
 import resource
 import socket
@@ -54,7 +55,7 @@ OWN_ERRORS = {
     errno.ENOMEM: "no memory for more sockets",
 }
 RESOLVE_SECONDS = 10.0
-OTHER_OPEN_FILES = 64
+SPARE_FILES = 64
 Value = TypeVar("Value")
 
 
@@ -351,7 +352,7 @@ def without_secrets(url: str) -> str:
 def allow_connections(wanted: int) -> None:
     """Raise this process's limit of open files for `wanted` connections, as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + OTHER_OPEN_FILES
+    needed = wanted + len(os.listdir("/proc/self/fd")) + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         with contextlib.suppress(

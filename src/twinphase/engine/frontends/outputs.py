@@ -322,7 +322,7 @@ class Transcript:
             self.prompt_token_ids,
             [completion],
             self.finished,
-            replace(self.record, counts=replace(self.counts)),
+            replace(self.record, counts=self.counts.copy()),
             None if self.sampling_params.prompt_logprobs is None else prompt_logprobs,
         )
 
