@@ -21,6 +21,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import twinphase_bench.cli  # noqa: F401  adds bench, lab and roofline to the command line
+
 # A busy machine is slow now and then, so examples have no deadline. Every run tries the same
 # examples, so that a failure is due to the change; `--hypothesis-profile explore` looks for others.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])

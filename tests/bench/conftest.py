@@ -9,7 +9,6 @@ import pytest
 from tests.bench.browser import Browser, find_browser
 from tests.bench.sample_report import sample_report
 
-import twinphase_bench.cli  # noqa: F401  adds its commands to the command line
 from bench.stub_server import RunningStub
 from twinphase_bench.report.render import Written, write_report
 
