@@ -282,7 +282,9 @@ def test_a_load_is_repeated_with_other_prompts(url, on_time, capsys):
 
 
 def test_a_void_run_has_an_exit_code_of_its_own(url, monkeypatch, capsys):
-    monkeypatch.setattr("twinphase_bench.client.health.CPU_OF_CORE", -1.0)  # no client is that idle
+    monkeypatch.setattr(
+        "twinphase_bench.client.health.MAX_CORE_SHARE", -1.0
+    )  # no client is that idle
     words = ["--request-rate", "100", "--num-prompts", "6", "--repetitions", "2"]
     report = bench_json(capsys, url, *words, codes=(VOID_EXIT_CODE,))
     assert VOID_EXIT_CODE == 10
