@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from twinphase.batch import StepTimes
 from twinphase.engine.process.messages import StepStats
 from twinphase.outcome import FinishReason
+from twinphase.phases.record import RequestRecord, RequestState
 from twinphase.phases.timeline import Interval, IntervalKind, RequestTimeline
 from twinphase.request import RequestCounts
 from twinphase.server.metrics import GAP_BUCKETS, VLLM_NAMES, Metrics
@@ -60,9 +61,10 @@ def make_timeline():
 
 
 def finish(metrics, timeline, reason=FinishReason.STOP, num_output_tokens=3):
-    metrics.finished(
-        timeline, RequestCounts("id", 30, num_output_tokens, 16), reason, num_reasoning_tokens=2
-    )
+    counts = RequestCounts("id", 30, num_output_tokens, 16)
+    state = RequestState.ENDED
+    record = RequestRecord(counts, timeline, state=state, finish_reason=reason)
+    metrics.ended(record, num_reasoning_tokens=2)
 
 
 def read(metrics):

@@ -11,15 +11,13 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from twinphase.errors import InvalidRequestError
 from twinphase.outcome import FinishReason, MissReason, PrefixMiss
+from twinphase.phases.record import RequestRecord, RequestState
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 from twinphase.phases.work import Cost
 from twinphase.request import RequestCounts
-from twinphase.server.tracing import RequestFacts, RequestTracer, make_tracer, phase_spans
+from twinphase.server.tracing import RequestTracer, make_tracer, phase_spans
 
 OFFSET = 1_790_000_000.125  # time of day - clock
-FACTS = RequestFacts(
-    "chat", "some/model", FinishReason.STOP, RequestCounts("chatcmpl-1", 30, 2, 16)
-)
 
 
 def make_step(start, end, **fields):
@@ -66,14 +64,27 @@ EXPECTED = [
 ]
 
 
-def trace(timeline, facts=FACTS, **headers):
+def make_record(reason=FinishReason.STOP, **counts):
+    counts = RequestCounts("chatcmpl-1", 30, 2, 16, **counts)
+    state = RequestState.ENDED
+    return RequestRecord(counts, make_timeline(), state=state, finish_reason=reason)
+
+
+def trace(record, operation="chat", num_reasoning_tokens=0, headers=None):
     """The root span, the others, and the histograms by name."""
     exporter = InMemorySpanExporter()
     reader = InMemoryMetricReader()
     tracers = TracerProvider(shutdown_on_exit=False)
     tracers.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = RequestTracer(tracers, MeterProvider([reader], shutdown_on_exit=False))
-    tracer.trace(timeline, facts, wall_clock_offset=OFFSET, **headers)
+    tracer.trace(
+        record,
+        operation,
+        "some/model",
+        num_reasoning_tokens,
+        wall_clock_offset=OFFSET,
+        headers=headers or {},
+    )
     scopes = [
         scope
         for resource in reader.get_metrics_data().resource_metrics
@@ -94,10 +105,10 @@ def clock(nanoseconds):
 
 @pytest.mark.parametrize("compact", [False, True])
 def test_phases_nest_in_the_request_and_keep_its_times(compact):
-    timeline = make_timeline()
+    record = make_record()
     if compact:
-        timeline.compact()
-    root, children, _ = trace(timeline)
+        record.timeline.compact()
+    root, children, _ = trace(record)
     assert (root.name, root.kind, root.parent) == ("chat some/model", SpanKind.SERVER, None)
     assert (clock(root.start_time), clock(root.end_time)) == (100.0, 106.000001)
     assert [
@@ -111,17 +122,15 @@ def test_phases_nest_in_the_request_and_keep_its_times(compact):
 
 
 def test_attributes_tell_usage_and_what_the_time_went_to():
-    counts = RequestCounts("cmpl-1", 30, 2, 16, PrefixMiss(MissReason.DIVERGED, 16))
-    facts = RequestFacts(
-        "text_completion", "some/model", FinishReason.LENGTH, counts, num_reasoning_tokens=1
-    )
-    root, children, _ = trace(make_timeline(), facts)
+    miss = PrefixMiss(MissReason.DIVERGED, 16)
+    record = make_record(FinishReason.LENGTH, prefix_miss=miss)
+    root, children, _ = trace(record, "text_completion", num_reasoning_tokens=1)
     assert root.name == "text_completion some/model"
     expected = {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "twinphase",
         "gen_ai.request.model": "some/model",
-        "gen_ai.response.id": "cmpl-1",
+        "gen_ai.response.id": "chatcmpl-1",
         "gen_ai.response.finish_reasons": ("length",),
         "gen_ai.usage.input_tokens": 30,
         "gen_ai.usage.output_tokens": 2,
@@ -152,25 +161,24 @@ def test_attributes_tell_usage_and_what_the_time_went_to():
 def test_a_trace_goes_on_from_the_caller():
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     span_id = "b7ad6b7169203331"
-    root, children, _ = trace(
-        make_timeline(), traceparent=f"00-{trace_id}-{span_id}-01", tracestate="vendor=1"
-    )
+    headers = {b"traceparent": f"00-{trace_id}-{span_id}-01".encode(), b"tracestate": b"vendor=1"}
+    root, children, _ = trace(make_record(), headers=headers)
     assert root.context.trace_id == children[0].context.trace_id == int(trace_id, 16)
     assert root.parent.span_id == int(span_id, 16)
     assert root.context.trace_state["vendor"] == "1"
-    assert trace(make_timeline(), traceparent="00-not-a-parent")[0].parent is None
+    broken = {b"traceparent": b"00-not-a-parent", b"tracestate": b"\xff"}
+    assert trace(make_record(), headers=broken)[0].parent is None
 
 
 def test_a_failed_request_says_so_and_gives_no_token_times():
-    failed = RequestFacts("chat", "m", FinishReason.ERROR, RequestCounts("id", 3, error="NaN."))
-    root, _, histograms = trace(make_timeline(), failed)
+    root, _, histograms = trace(make_record(FinishReason.ERROR, error="NaN."))
     assert (root.status.status_code, root.status.description) == (StatusCode.ERROR, "NaN.")
     assert root.attributes["error.type"] == "_OTHER"
     assert set(histograms) == {"gen_ai.server.request.duration"}
 
 
 def test_histograms_are_those_of_the_conventions():
-    _, _, histograms = trace(make_timeline())
+    _, _, histograms = trace(make_record())
     sums = {name.removeprefix("gen_ai.server."): point.sum for name, point in histograms.items()}
     expected = {
         "request.duration": 6.000001,
@@ -202,7 +210,6 @@ def test_text_without_a_decode_is_a_span_of_its_own():
 
 
 def test_a_tracer_is_made_only_where_it_can_send(monkeypatch):
-    assert make_tracer(None) is None
     with pytest.raises(InvalidRequestError, match=r"'localhost:4318' is not a URL"):
         make_tracer("localhost:4318")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.metric_exporter", None)

@@ -18,8 +18,10 @@ from twinphase.constraint import CONSTRAINT_FAILURE
 from twinphase.engine.frontends.async_engine import AsyncEngine
 from twinphase.engine.frontends.outputs import StreamUpdate, plain_logprobs
 from twinphase.engine.frontends.stream import RequestStream
+from twinphase.engine.frontends.text import EncodedPrompt
 from twinphase.errors import EngineUnavailableError, InvalidRequestError, TwinphaseError
 from twinphase.outcome import FinishReason
+from twinphase.phases.record import RequestRecord
 from twinphase.server.jobs import Job, Reader
 from twinphase.server.reasoning import ReasoningSplitter
 from twinphase.server.tool_calls import ToolCall, ToolCallDelta, ToolCallParser, join_deltas
@@ -174,6 +176,14 @@ class Choice:
         self._begun = self._echoed = False
 
     @property
+    def prompt(self) -> EncodedPrompt:
+        return self.job.prompt_of(self.index)
+
+    @property
+    def record(self) -> RequestRecord:
+        return self.stream.transcript.record
+
+    @property
     def token_ids(self) -> list[int]:
         return [] if self.job.prompt_only else self.stream.transcript.token_ids
 
@@ -233,9 +243,8 @@ class Choice:
         return delta
 
     def _finish(self) -> None:
-        transcript = self.stream.transcript
-        reason = transcript.finish_reason
-        error = str(transcript.counts.error)
+        reason = self.record.finish_reason
+        error = str(self.record.counts.error)
         if reason == "error" and error.startswith(CONSTRAINT_FAILURE):
             raise InvalidRequestError(f"{error}.".replace("..", "."), "Use a simpler form.")
         if reason == "error":
@@ -253,10 +262,9 @@ class Choice:
             self.num_reasoning_tokens = self.labels.count("thought")
 
     def _prompt_text(self) -> str:
-        prompt = self.job.prompt_of(self.index)
-        if prompt.text is not None:
-            return prompt.text
-        return self.stream.transcript.tokenizer.decode(prompt.token_ids)
+        if self.prompt.text is not None:
+            return self.prompt.text
+        return self.stream.transcript.tokenizer.decode(self.prompt.token_ids)
 
 
 async def submit_all(

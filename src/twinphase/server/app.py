@@ -35,7 +35,7 @@ from twinphase.server.openai_types import (
     CompletionRequest,
     EmbeddingRequest,
 )
-from twinphase.server.problems import FAILED, Problem, Shape, SlowBodyError, TooLargeError
+from twinphase.server.problems import FAILED, Problem, SlowBodyError, TooLargeError
 from twinphase.server.replies import ChatReplies, CompletionReplies
 from twinphase.server.service import Service
 from twinphase.server.text_routes import ANSWER, ERRORS, OBJECT, Documented, add_text
@@ -184,17 +184,10 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 
 def _add_problems(app: FastAPI, service: Service) -> None:
-    def refuse(
-        request: Request,
-        error: TwinphaseError | Problem,
-        status: int,
-        reason: str,
-        headers: Any = None,
-    ) -> Response:
-        service.metrics.refused(status, reason)
-        return Response(
-            problems.body(error, request.state.shape), status, headers, "application/json"
-        )
+    def refuse(request: Request, error: TwinphaseError | Problem, reason: str) -> Response:
+        reply = problems.reply(error, request.state.shape)
+        service.metrics.refused(reply.status_code, reason)
+        return reply
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -203,7 +196,7 @@ def _add_problems(app: FastAPI, service: Service) -> None:
             field = request.scope["route"].body_field
             known = set(getattr(field and field.field_info.annotation, "model_fields", ()))
         problem = problems.invalid_fields(error.errors(), error.body, known)
-        return refuse(request, problem, 400, "InvalidRequestError")
+        return refuse(request, problem, "InvalidRequestError")
 
     @app.exception_handler(HTTPException)
     async def http_problem(request: Request, error: HTTPException) -> Response:
@@ -215,7 +208,8 @@ def _add_problems(app: FastAPI, service: Service) -> None:
         )
         if status == 404:
             message = problems.not_found(request.method, request.url.path)
-        headers = error.headers
+        reply = refuse(request, Problem(message, status), "HTTPException")
+        reply.headers.update(error.headers or {})
         if status == 405:
             routes = [route for route in app.routes if isinstance(route, APIRoute)]
             known = [
@@ -223,20 +217,17 @@ def _add_problems(app: FastAPI, service: Service) -> None:
                 for route in routes
                 if route.path_regex.match(request.url.path)
             ]
-            headers = {"Allow": ", ".join(sorted(set().union(*known)))}
-        return refuse(request, Problem(message, status), status, "HTTPException", headers)
+            reply.headers["Allow"] = ", ".join(sorted(set().union(*known)))
+        return reply
 
     @app.exception_handler(TwinphaseError)
     async def refused(request: Request, error: TwinphaseError) -> Response:
-        return refuse(
-            request, error, error.http_status, type(error).__name__, problems.headers(error)
-        )
+        return refuse(request, error, type(error).__name__)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return refuse(
-            request, FAILED, FAILED.http_status, "Exception"
-        )  # the gate logs what happened
+        # The gate logs what happened.
+        return refuse(request, FAILED, "Exception")
 
 
 class Gate:
@@ -295,11 +286,11 @@ class Gate:
                 await self.app({**scope, **get}, _replayed(body, receive), watched)
         except TwinphaseError as error:
             self._service.metrics.refused(error.http_status, type(error).__name__)
-            await _send_problem(send, error, state["shape"])
+            await problems.reply(error, state["shape"])(scope, receive, send)
         except Exception:
             LOG.exception("A request failed")
             if not started:
-                await _send_problem(send, FAILED, state["shape"])
+                await problems.reply(FAILED, state["shape"])(scope, receive, send)
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """The body; None if the client left.
@@ -370,13 +361,6 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
-
-
-async def _send_problem(send: Send, error: TwinphaseError, shape: Shape) -> None:
-    body = problems.body(error, shape)
-    headers = [*problems.raw_headers(error), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _abort(send: Send) -> Callable[[], None]:

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
-import msgspec
-
 from twinphase.engine.frontends.text import EncodedPrompt
 from twinphase.errors import ContextLengthError, InvalidRequestError
 from twinphase.server.access import Ticket
@@ -70,11 +68,8 @@ class Embeddings(Exchange):
             vectors.append((await engine.embed(prompt)).outputs.embedding)
             ticket.begun(len(prompt.token_ids))
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        body = await asyncio.to_thread(
-            lambda: msgspec.json.encode(self._reply(vectors, num_tokens))
-        )
-        names = ignored(unread_fields(self._body))
-        await self._send_body(200, body, [(b"content-type", b"application/json"), *names])
+        headers = ignored(unread_fields(self._body))
+        await self._send_json(lambda: self._reply(vectors, num_tokens), headers)
         service.metrics.embedded(len(prompts), num_tokens, perf_counter() - self._arrival)
 
     def _check_length(self, number: int, prompt: EncodedPrompt, limit: int) -> None:

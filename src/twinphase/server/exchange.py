@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from time import perf_counter
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 
 from twinphase.errors import EngineUnavailableError, OverloadedError, TwinphaseError
@@ -123,22 +124,25 @@ class Exchange(Response):
             return
         if isinstance(error, EngineUnavailableError):
             LOG.info("%d: %s", status, error)
-        await self._send_body(
-            status, problems.body(error, self._shape), problems.raw_headers(error)
-        )
+        await self._send_whole(problems.reply(error, self._shape))
 
     async def _end_with(self, error: TwinphaseError) -> None:
         """End a started answer; only streams have a place for an error."""
 
-    async def _send_body(
-        self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]
-    ) -> None:
-        await self._start(status, [*headers, (b"content-length", str(len(body)).encode())])
-        await self._send(body, more=False)
+    async def _send_json(self, make_json: Callable[[], Any], headers: Mapping[str, str]) -> None:
+        """Answer with an object, which is made on a thread: a large one would delay others."""
+        body = await asyncio.to_thread(lambda: msgspec.json.encode(make_json()))
+        await self._send_whole(Response(body, 200, headers, "application/json"))
 
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    async def _send_whole(self, reply: Response) -> None:
+        await self._start(reply)
+        await self._send(bytes(reply.body), more=False)
+
+    async def _start(self, reply: Response) -> None:
+        """Send the status and headers of a reply."""
         self._started = True
-        await self._asgi_send({"type": "http.response.start", "status": status, "headers": headers})
+        start = {"status": reply.status_code, "headers": reply.raw_headers}
+        await self._asgi_send({"type": "http.response.start", **start})
 
     async def _send(self, data: bytes, more: bool = True) -> None:
         for start in range(0, max(1, len(data)), PIECE_BYTES):

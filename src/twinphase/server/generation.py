@@ -6,13 +6,12 @@ answered here, and brings `Replies` that write deltas in its own format.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
 from time import perf_counter
 
-import msgspec
+from starlette.responses import StreamingResponse
 
 from twinphase.engine.frontends.async_engine import AsyncEngine, run_inline_if_short
 from twinphase.engine.frontends.outputs import StreamUpdate
@@ -35,7 +34,7 @@ from twinphase.server.openai_types import ChatCompletionRequest, CompletionReque
 from twinphase.server.replies import Replies
 from twinphase.server.service import Service
 
-STREAMED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+STREAMED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class Generation(Exchange):
@@ -77,7 +76,7 @@ class Generation(Exchange):
                 ticket.begun(len(job.prompts[prompt].token_ids))
 
         for choice in choices:
-            service.observe_begin(self._tenant, choice)
+            service.observe_begin(choice)
         shape = service.facts.shape if service.facts else None
         spec_metrics = service.config.per_request_spec_decode_metrics
         self.replies = replies = self._make_replies(job, choices, shape, spec_metrics)
@@ -88,18 +87,12 @@ class Generation(Exchange):
                 async with aclosing(run_job(choices, on_update)) as deltas:
                     async for delta in deltas:
                         self._handed_over(delta)
-                spent = server_timing(choices[0].stream.transcript.timeline)
-                headers = [
-                    (b"content-type", b"application/json"),
-                    (b"server-timing", spent.encode()),
-                    *replies.headers(),
-                ]
-                # Long lists of log probabilities take a while: other answers continue.
-                body = await asyncio.to_thread(lambda: msgspec.json.encode(replies.body()))
-                await self._send_body(200, body, headers)
+                spent = server_timing(choices[0].record.timeline)
+                headers = {"server-timing": spent, **replies.headers()}
+                await self._send_json(replies.body, headers)
         finally:
             for choice in choices:
-                service.observe_end(job, choice, self._request_headers)
+                service.observe_end(choice, self._request_headers)
 
     async def _send_events(
         self,
@@ -108,9 +101,8 @@ class Generation(Exchange):
         replies: Replies,
         on_update: Callable[[Choice, StreamUpdate], None],
     ) -> None:
-        await self._start(
-            200, [(b"content-type", replies.stream_type), *STREAMED, *replies.headers()]
-        )
+        headers = {**STREAMED, **replies.headers()}
+        await self._start(StreamingResponse((), 200, headers, replies.stream_type))
         async with aclosing(run_job(choices, on_update)) as deltas:
             async for delta in deltas:
                 data = replies.chunk(delta)

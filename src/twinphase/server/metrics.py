@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
@@ -18,9 +19,9 @@ from twinphase.batch import StepTimes
 from twinphase.engine.process.messages import StepStats
 from twinphase.engine.process.status import WorkerStatus
 from twinphase.outcome import FinishReason
+from twinphase.phases.record import RequestRecord
 from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
-from twinphase.phases.timeline import IntervalKind, RequestTimeline
-from twinphase.request import RequestCounts
+from twinphase.phases.timeline import IntervalKind
 
 PREFIX = "twinphase:"
 VLLM_PREFIX = "vllm:"
@@ -29,6 +30,7 @@ OPENMETRICS = "application/openmetrics-text"
 # which needs none.
 OPENMETRICS_AS_IS = f"{OPENMETRICS}; version=1.0.0; escaping=allow-utf-8"
 PHASES = ("prefill", "decode")
+MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)
 
 # Metrics that vLLM has too, with the same meaning except as docs/metrics.md notes.
 VLLM_NAMES = {
@@ -89,13 +91,9 @@ ENGINE_COUNTERS = {
     "num_preemptions": ("num_preemptions", "Times that a request lost its KV to others."),
     "spec_decode_num_failures": ("num_draft_failures", "Times that a source of drafts failed."),
 }
-# Counters by phase; `StepStats` has an attribute of both names, such as `prefill_tokens`.
-PHASE_COUNTERS = {
-    "tokens": "Tokens computed in steps.",
-    "seconds": "Time of steps, divided by the cost model.",
-    "flops": "FLOP that the algorithm needs.",
-    "bytes": "Bytes that the algorithm moves.",
-}
+# `StepStats` has an attribute of both names, such as `prefill_tokens`.
+STEP_AMOUNTS = ("tokens", "seconds", "flops", "bytes")
+STEP_PARTS = [part.name for part in fields(StepTimes)]
 COUNTERS = {
     "engine_restarts": "Times that a dead engine was started again.",
     "rank_wait_seconds": "Time that rank 0 waited for other ranks.",
@@ -111,6 +109,38 @@ COUNTERS = {
     "unattributed_seconds": "Time of requests without a known cause.",
     "embedding_texts": "Texts of answered embedding requests.",
     "embedding_tokens": "Tokens of answered embedding requests.",
+}
+# Counters' texts and labels.
+LABELLED_COUNTERS: dict[str, tuple[str, ...]] = {
+    "step_tokens": ("Tokens computed in steps.", "phase"),
+    "step_seconds": ("Time of steps, divided by the cost model.", "phase"),
+    "step_flops": ("FLOP that the algorithm needs.", "phase"),
+    "step_bytes": ("Bytes that the algorithm moves.", "phase"),
+    "step_part_seconds": ("Time within steps by what was measured; parts may overlap.", "part"),
+    "spec_decode_num_accepted_tokens_per_pos": (
+        "Draft tokens that were accepted, by their position in the draft.",
+        "position",
+    ),
+    "request_success": ("Requests that ended.", "finished_reason"),
+    "requests_refused": ("Requests that were not taken.", "status", "reason"),
+    "request_seconds": ("Time of ended requests, by what it was spent on.", "interval"),
+    "worker_step_seconds": ("Time of a worker's steps, by phase.", "worker", "phase"),
+    "worker_kv_blocks_received": (
+        "KV blocks that others sent a worker, by the receiver's verdict.",
+        "worker",
+        "verdict",
+    ),
+}
+TENANT_COUNTERS = {
+    "tenant_work_seconds": ("Predicted time of steps, by tenant.", "tenant"),
+    "tenant_requests_refused": ("Requests that met a full queue.", "tenant"),
+}
+# A counter with one of these labels has all its series from the start.
+KNOWN_VALUES: dict[str, Sequence[str]] = {
+    "phase": PHASES,
+    "part": STEP_PARTS,
+    "finished_reason": list(FinishReason),
+    "interval": list(IntervalKind),
 }
 HISTOGRAMS = {
     "request_prompt_tokens": ("Prompt tokens of ended requests.", TOKEN_BUCKETS),
@@ -168,56 +198,6 @@ WORKER_COUNTERS = {
 }
 
 
-class _Families:
-    """The metrics of one model, which Prometheus' client collects from here."""
-
-    def __init__(self, model_name: str, vllm_aliases: bool) -> None:
-        self.model_name = model_name
-        self._vllm_aliases = vllm_aliases
-        self._made: list[Counter | Gauge | Histogram] = []
-
-    def counter(self, name: str, text: str) -> Counter:
-        return self.counter_by(name, text).labels(self.model_name)
-
-    def counter_by(self, name: str, text: str, *labels: str) -> Counter:
-        """Without its children: their labels are the model's name and `labels`."""
-        counter = Counter(PREFIX + name, text, ("model_name", *labels), registry=None)
-        self._made.append(counter)
-        return counter
-
-    def counters(
-        self, name: str, text: str, label: str, values: Sequence[str]
-    ) -> dict[str, Counter]:
-        """A child for each value, so that all are there from the start and cheap to reach."""
-        counter = self.counter_by(name, text, label)
-        return {value: counter.labels(self.model_name, value) for value in values}
-
-    def gauge(self, name: str, text: str) -> Gauge:
-        return self.gauge_by(name, text).labels(self.model_name)
-
-    def gauge_by(self, name: str, text: str, *labels: str) -> Gauge:
-        gauge = Gauge(PREFIX + name, text, ("model_name", *labels), registry=None)
-        self._made.append(gauge)
-        return gauge
-
-    def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        histogram = Histogram(PREFIX + name, text, ("model_name",), registry=None, buckets=buckets)
-        self._made.append(histogram)
-        return histogram.labels(self.model_name)
-
-    def collect(self) -> Iterator[Metric]:
-        families = [family for made in self._made for family in made.collect()]
-        for family in families:
-            # A series more for every child, which says only when the server started.
-            family.samples = [
-                sample for sample in family.samples if not sample.name.endswith("_created")
-            ]
-        yield from families
-        for family in families if self._vllm_aliases else ():
-            if family.name.removeprefix(PREFIX) in VLLM_NAMES:
-                yield _alias(family)
-
-
 def _alias(family: Metric) -> Metric:
     """The same samples under vLLM's name, with the label that distinguishes its engines."""
     alias = Metric(
@@ -230,7 +210,10 @@ def _alias(family: Metric) -> Metric:
 
 
 class Metrics:
-    """All metrics of a server; may be called from any thread."""
+    """All metrics of a server; may be called from any thread.
+
+    Prometheus' client collects them from here, where each sample gets the model's name as a label.
+    """
 
     def __init__(
         self,
@@ -240,117 +223,107 @@ class Metrics:
         tenants: Mapping[str, float] | None = None,
     ) -> None:
         """`tenants`: weights by name; without any there are no metrics by tenant."""
-        self.registry = CollectorRegistry()
-        self._families = of = _Families(model_name, vllm_aliases)
-        self.registry.register(of)
-        self._up = of.gauge("engine_up", "1 while the engine takes requests.")
-        self._gauges = {name: of.gauge(name, text) for name, (_, text) in STEP_GAUGES.items()}
-        totals = {name: text for name, (_, text) in ENGINE_COUNTERS.items()}
-        self._counters = {
-            name: of.counter(name, text) for name, text in (COUNTERS | totals).items()
-        }
-        self._seen = dict.fromkeys(totals, 0)
-        self._by_phase = {
-            name: of.counters(f"step_{name}", text, "phase", PHASES)
-            for name, text in PHASE_COUNTERS.items()
-        }
-        self._histograms = {
-            name: of.histogram(name, text, buckets) for name, (text, buckets) in HISTOGRAMS.items()
-        }
-        parts = [part.name for part in fields(StepTimes)]
-        text = "Time within steps by what was measured; parts may overlap."
-        self._step_parts = of.counters("step_part_seconds", text, "part", parts)
-        text = "Draft tokens that were accepted, by their position in the draft."
-        self._accepted_at = of.counter_by(
-            "spec_decode_num_accepted_tokens_per_pos", text, "position"
-        )
-        reasons = [reason.value for reason in FinishReason]
-        text = "Requests that ended."
-        self._success = of.counters("request_success", text, "finished_reason", reasons)
-        text = "Requests that were not taken."
-        self._refused = of.counter_by("requests_refused", text, "status", "reason")
-        kinds = [kind.value for kind in IntervalKind]
-        text = "Time of ended requests, by what it was spent on."
-        self._seconds = of.counters("request_seconds", text, "interval", kinds)
-        self._make_worker_metrics(of)
-        self._tenant_work = self._tenant_refused = dict[str, Counter]()
-        if tenants:
-            self._make_tenant_metrics(of, tenants)
-
-    def _make_worker_metrics(self, of: _Families) -> None:
-        by = "worker"
-        self._worker_gauges = {
-            name: of.gauge_by(name, text, by) for name, (_, text) in WORKER_GAUGES.items()
-        }
-        self._worker_counters = {
-            name: of.counter_by(name, text, by) for name, (_, text) in WORKER_COUNTERS.items()
-        }
-        text = "Time of a worker's steps, by phase."
-        self._worker_seconds = of.counter_by("worker_step_seconds", text, by, "phase")
-        text = "KV blocks that others sent a worker, by the receiver's verdict."
-        self._worker_received = of.counter_by("worker_kv_blocks_received", text, by, "verdict")
-        self._worker_totals: dict[tuple[object, ...], float] = {}
+        self._model_name = model_name
+        self._vllm_aliases = vllm_aliases
+        self._tenants = tenants or {}
+        self._made: list[Counter | Gauge | Histogram] = []
+        self._seen: dict[tuple[str, ...], float] = {}  # totals by metric and labels
         self._workers: set[str] = set()
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._up = self._make(Gauge, "engine_up", "1 while the engine takes requests.")
+        self._gauges = {
+            name: self._make(Gauge, name, text, *labels)
+            for table, labels in ((STEP_GAUGES, ()), (WORKER_GAUGES, ("worker",)))
+            for name, (_, text) in table.items()
+        }
+        counters = {name: (text,) for name, text in COUNTERS.items()} | LABELLED_COUNTERS
+        counters |= {name: (text,) for name, (_, text) in ENGINE_COUNTERS.items()}
+        counters |= {name: (text, "worker") for name, (_, text) in WORKER_COUNTERS.items()}
+        if tenants:
+            counters |= TENANT_COUNTERS
+            weights = self._make(
+                Gauge, "tenant_weight", "Share of a tenant beside others.", "tenant"
+            )
+            for tenant, weight in tenants.items():
+                weights.labels(tenant).set(weight)
+        self._counters = {
+            name: self._make(Counter, name, *texts) for name, texts in counters.items()
+        }
+        known_values = KNOWN_VALUES | {"tenant": list(self._tenants)}
+        for name, (_, *labels) in counters.items():
+            for value in known_values.get(labels[0], ()) if len(labels) == 1 else ():
+                self._counters[name].labels(value)
+        self._histograms = {
+            name: self._make(Histogram, name, text, buckets=buckets)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
 
-    def _make_tenant_metrics(self, of: _Families, tenants: Mapping[str, float]) -> None:
-        by = "tenant", list(tenants)
-        text = "Predicted time of steps, by tenant."
-        self._tenant_work = of.counters("tenant_work_seconds", text, *by)
-        text = "Requests that met a full queue."
-        self._tenant_refused = of.counters("tenant_requests_refused", text, *by)
-        weights = of.gauge_by("tenant_weight", "Share of a tenant beside others.", "tenant")
-        for name, weight in tenants.items():
-            weights.labels(of.model_name, name).set(weight)
+    def _make(
+        self, metric_type: type[MetricT], name: str, text: str, *labels: str, **options: Any
+    ) -> MetricT:
+        metric = metric_type(PREFIX + name, text, labels, registry=None, **options)
+        self._made.append(metric)
+        return metric
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics as they are now, for Prometheus' client."""
+        for family in (family for metric in self._made for family in metric.collect()):
+            # Every series would have one more, which says only when the server started.
+            family.samples = [
+                sample._replace(labels={"model_name": self._model_name, **sample.labels})
+                for sample in family.samples
+                if not sample.name.endswith("_created")
+            ]
+            yield family
+            if self._vllm_aliases and family.name.removeprefix(PREFIX) in VLLM_NAMES:
+                yield _alias(family)
+
+    def _add(self, name: str, amount: float, *labels: str) -> None:
+        counter = self._counters[name]
+        (counter.labels(*labels) if labels else counter).inc(amount)
+
+    def _raise_to(self, name: str, total: float, *labels: str) -> None:
+        """Count what a total has grown by; a total that shrank was begun again at zero."""
+        seen = self._seen.get((name, *labels), 0.0)
+        self._add(name, total - seen if total >= seen else total, *labels)
+        self._seen[name, *labels] = total
 
     def step(self, stats: StepStats) -> None:
         for name, (attribute, _) in STEP_GAUGES.items():
             self._gauges[name].set(getattr(stats, attribute))
-        for tenant, seconds in stats.work.items():
-            if tenant in self._tenant_work:
-                self._tenant_work[tenant].inc(seconds)
         for name, (attribute, _) in ENGINE_COUNTERS.items():
-            total = getattr(stats, attribute)
-            seen = self._seen[name]
-            self._counters[name].inc(total - seen if total >= seen else total)
-            self._seen[name] = total
-        for name, counters in self._by_phase.items():
-            for phase, counter in counters.items():
-                counter.inc(getattr(stats, f"{phase}_{name}"))
-        self._counters["rank_wait_seconds"].inc(stats.times.rank_wait)
-        for part, counter in self._step_parts.items():
-            counter.inc(getattr(stats.times, part))
-        self._counters["spec_decode_num_drafts"].inc(stats.num_drafts)
-        self._counters["spec_decode_num_draft_tokens"].inc(stats.num_draft_tokens)
-        self._counters["spec_decode_num_accepted_tokens"].inc(sum(stats.accepted))
+            self._raise_to(name, getattr(stats, attribute))
+        for tenant in stats.work.keys() & self._tenants.keys():
+            self._add("tenant_work_seconds", stats.work[tenant], tenant)
+        for amount in STEP_AMOUNTS:
+            for phase in PHASES:
+                self._add(f"step_{amount}", getattr(stats, f"{phase}_{amount}"), phase)
+        for part in STEP_PARTS:
+            self._add("step_part_seconds", getattr(stats.times, part), part)
+        self._add("rank_wait_seconds", stats.times.rank_wait)
+        self._add("spec_decode_num_drafts", stats.num_drafts)
+        self._add("spec_decode_num_draft_tokens", stats.num_draft_tokens)
+        self._add("spec_decode_num_accepted_tokens", sum(stats.accepted))
         for position, count in enumerate(stats.accepted):
-            self._accepted_at.labels(self._families.model_name, position).inc(count)
+            self._add("spec_decode_num_accepted_tokens_per_pos", count, str(position))
 
-    def workers(self, found: Sequence[WorkerStatus]) -> None:
+    def workers(self, workers: Sequence[WorkerStatus]) -> None:
         """The engines of a router, as they are now; empty for a single engine."""
-        model = self._families.model_name
-        for worker in found:
-            for name, gauge in self._worker_gauges.items():
-                gauge.labels(model, worker.id).set(getattr(worker, WORKER_GAUGES[name][0]))
-            totals: list[tuple[Counter, tuple[str, ...], float]] = [
-                (self._worker_seconds, (worker.id, "prefill"), worker.prefill_seconds),
-                (self._worker_seconds, (worker.id, "decode"), worker.decode_seconds),
-            ]
-            totals += [
-                (counter, (worker.id,), getattr(worker, WORKER_COUNTERS[name][0]))
-                for name, counter in self._worker_counters.items()
-            ]
-            totals += [
-                (self._worker_received, (worker.id, verdict), count)
-                for verdict, count in worker.blocks_received.items()
-            ]
-            for counter, labels, total in totals:
-                key = counter, *labels
-                counter.labels(model, *labels).inc(total - self._worker_totals.get(key, 0.0))
-                self._worker_totals[key] = total
-        ids = {worker.id for worker in found}
+        for worker in workers:
+            for name, (attribute, _) in WORKER_GAUGES.items():
+                self._gauges[name].labels(worker.id).set(getattr(worker, attribute))
+            for name, (attribute, _) in WORKER_COUNTERS.items():
+                self._raise_to(name, getattr(worker, attribute), worker.id)
+            for phase in PHASES:
+                seconds = getattr(worker, f"{phase}_seconds")
+                self._raise_to("worker_step_seconds", seconds, worker.id, phase)
+            for verdict, count in worker.blocks_received.items():
+                self._raise_to("worker_kv_blocks_received", count, worker.id, verdict)
+        ids = {worker.id for worker in workers}
         for gone in self._workers - ids:
-            for gauge in self._worker_gauges.values():
-                gauge.labels(model, gone).set(0)
+            for name in WORKER_GAUGES:
+                self._gauges[name].labels(gone).set(0)
         self._workers |= ids
 
     def engine_up(self, is_up: bool) -> None:
@@ -361,20 +334,20 @@ class Metrics:
 
     def idle(self) -> None:
         """The engine has no request, and so makes no step to report it."""
-        for gauge in self._gauges.values():
-            gauge.set(0)
+        for name in STEP_GAUGES:
+            self._gauges[name].set(0)
 
     def engine_restarted(self, *, totals_last: bool = False) -> None:
         """A dead engine was restarted; its totals began at zero again, unless `totals_last`."""
-        self._counters["engine_restarts"].inc()
+        self._add("engine_restarts", 1)
         if not totals_last:
-            self._seen = dict.fromkeys(self._seen, 0)
+            self._seen.clear()
         self.engine_up(True)
 
     def first_token(self, seconds: float) -> None:
         """A request's first output token was handed over, `seconds` after its arrival."""
         self._histograms["time_to_first_token_seconds"].observe(seconds)
-        self._counters["generation_tokens"].inc()
+        self._add("generation_tokens", 1)
 
     def token_gap(self, seconds: float, count: int = 1) -> None:
         """`count` further tokens of a request were sent together, `seconds` after the one before.
@@ -386,24 +359,25 @@ class Metrics:
         gaps.observe(seconds)
         for _ in range(count - 1):
             gaps.observe(0.0)
-        self._counters["generation_tokens"].inc(count)
+        self._add("generation_tokens", count)
 
     def delivered(self, seconds: float) -> None:
         """Tokens were handed to the socket, `seconds` after the end of the step that made them."""
         self._histograms["token_delivery_seconds"].observe(seconds)
 
-    def finished(
-        self,
-        timeline: RequestTimeline,
-        counts: RequestCounts,
-        reason: FinishReason,
-        num_reasoning_tokens: int = 0,
-    ) -> None:
-        """A request has ended, for any reason."""
-        self._success[reason.value].inc()
-        self._counters["prompt_tokens"].inc(counts.num_prompt_tokens)
-        self._counters["prompt_tokens_cached"].inc(counts.num_cached_tokens)
-        self._counters["reasoning_tokens"].inc(num_reasoning_tokens)
+    def ended(self, record: RequestRecord, num_reasoning_tokens: int) -> None:
+        """A request has ended, for any reason.
+
+        One that was given up before its end is only counted: the engine knew where its time went.
+        """
+        self._add("request_success", 1, record.finish_reason or FinishReason.ABORT)
+        if not record.has_ended:
+            return
+        timeline = record.timeline
+        counts = record.counts
+        self._add("prompt_tokens", counts.num_prompt_tokens)
+        self._add("prompt_tokens_cached", counts.num_cached_tokens)
+        self._add("reasoning_tokens", num_reasoning_tokens)
         seconds = timeline.totals()
         values = {
             "request_prompt_tokens": counts.num_prompt_tokens,
@@ -418,19 +392,15 @@ class Metrics:
             if value is not None:
                 self._histograms[name].observe(value)
         for kind, amount in seconds.items():
-            self._seconds[kind].inc(amount)
+            self._add("request_seconds", amount, kind)
         for kind in (IntervalKind.STALL, IntervalKind.BATCHING, IntervalKind.UNATTRIBUTED):
-            self._counters[f"{kind.value}_seconds"].inc(seconds[kind])
+            self._add(f"{kind}_seconds", seconds[kind])
 
     def embedded(self, num_texts: int, num_tokens: int, seconds: float) -> None:
         """An embedding request was answered, `seconds` after its arrival."""
-        self._counters["embedding_texts"].inc(num_texts)
-        self._counters["embedding_tokens"].inc(num_tokens)
+        self._add("embedding_texts", num_texts)
+        self._add("embedding_tokens", num_tokens)
         self._histograms["embedding_request_seconds"].observe(seconds)
-
-    def aborted(self) -> None:
-        """A request was given up before its end; only the engine knew where its time went."""
-        self._success[FinishReason.ABORT.value].inc()
 
     def refused(self, status: int, reason: str, tenant: str = "") -> None:
         """A request was refused before it was queued; `tenant`: whose queue was full.
@@ -438,9 +408,9 @@ class Metrics:
         `reason` is one of the server's few words, never text from a request: each makes a series
         for good.
         """
-        if tenant in self._tenant_refused:
-            self._tenant_refused[tenant].inc()
-        self._refused.labels(self._families.model_name, str(status), reason).inc()
+        if tenant in self._tenants:
+            self._add("tenant_requests_refused", 1, tenant)
+        self._add("requests_refused", 1, str(status), reason)
 
     def expose(self, accept: str | None) -> tuple[bytes, str]:
         """All metrics as text, and its content type: OpenMetrics if the Accept header names it."""

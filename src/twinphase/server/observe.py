@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import islice
 from time import perf_counter
 from typing import Any
@@ -23,7 +23,6 @@ from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.phases.work import ModelShape
 from twinphase.request import RequestCounts
 from twinphase.server.answers import Choice
-from twinphase.tokenizer.prompt_parts import PromptPart
 
 MAX_LISTED_FINISHED = 100
 
@@ -35,10 +34,8 @@ def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
     `ttft_ms` first token handed over - arrival; `ttfo_ms` the same for the first token after the
     thinking part; `tpot_ms` (last token - first token) / (output tokens - 1).
     """
-    job = choice.job
-    transcript = choice.stream.transcript
-    timeline = transcript.timeline
-    request = transcript.counts
+    timeline = choice.record.timeline
+    request = choice.record.counts
     num_prompt = request.num_prompt_tokens
     num_output = request.num_output_tokens
     totals = timeline.totals()
@@ -71,18 +68,19 @@ def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
         "num_preemptions": request.num_preemptions,
         "num_recomputed_tokens": request.num_recomputed_tokens,
     }
-    if job.reader.tags is not None:
+    if choice.job.reader.tags is not None:
         answer = timeline.token_times[choice.num_reasoning_tokens :]
         found["ttfo_ms"] = _ms(answer[0] - timeline.arrival) if answer else None
-    runs = job.prompt_of(choice.index).runs
+    runs = choice.prompt.runs
     miss = request.prefix_miss
     if miss is not None:
-        part = part_at(runs, miss.token_index) if runs else None
+        part = part_at(runs, miss.token_index)
         found["prefix_miss"] = {"reason": miss.reason.value, "token_index": miss.token_index}
         found["prefix_miss"] |= {"part": part.name} if part else {}
         found["prefix_miss"] |= {"num_known": miss.num_known} if miss.num_known else {}
-    if runs and transcript.record.prices and shape is not None:
-        costs = CostModel(transcript.record.prices, shape.windowed_share)
+    prices = choice.record.prices
+    if runs and prices and shape is not None:
+        costs = CostModel(prices, shape.windowed_share)
         reports = divide(runs, request.num_cached_tokens, prefill, costs, shape)
         found["prompt_parts"] = [
             {
@@ -143,57 +141,43 @@ def server_timing(timeline: RequestTimeline) -> str:
     )
 
 
-@dataclass(frozen=True)
-class _Finished:
-    """The record of a finished request as bytes, and its entry in the list."""
+class Timelines:
+    """The last finished requests and the running ones, by id."""
 
-    tenant: str
-    packed: bytes
-    summary: dict[str, Any]
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        # Of the finished ones: tenant, entry in the list, and the record as bytes.
+        self._finished: OrderedDict[str, tuple[str, dict[str, Any], bytes]] = OrderedDict()
+        self._running: dict[str, Choice] = {}
 
-    @classmethod
-    def of(cls, tenant: str, record: RequestRecord) -> _Finished:
+    def begin(self, choice: Choice) -> None:
+        self._running[choice.record.request_id] = choice
+
+    def end(self, choice: Choice) -> None:
+        """The request has ended, finished or not."""
+        record = choice.record
+        self._running.pop(record.request_id, None)
+        if not record.has_ended:
+            return
+        counts = record.counts
+        miss = counts.prefix_miss
+        part = part_at(choice.prompt.runs, miss.token_index) if miss is not None else None
+        if miss is not None and part is not None:
+            counts.prefix_miss = replace(miss, part=part.kind)
+        record.timeline.mark(IntervalKind.SEND, max(perf_counter(), record.timeline.end))
         totals = record.timeline.totals()
         summary = {
             "id": record.request_id,
             "finished": True,
-            "prompt_tokens": record.counts.num_prompt_tokens,
-            "output_tokens": record.counts.num_output_tokens,
+            "prompt_tokens": counts.num_prompt_tokens,
+            "output_tokens": counts.num_output_tokens,
             **_latencies(record.timeline),
-            "dominant": max(totals, key=lambda kind: totals[kind]),
+            "dominant": max(totals, key=totals.__getitem__),
         }
         # Sampling parameters and draft steps may be large.
-        counts = replace(record.counts, sampling_params=None, draft_steps=[])
-        return cls(tenant, msgspec.msgpack.encode(replace(record, counts=counts)), summary)
-
-    def record(self) -> RequestRecord:
-        return msgspec.msgpack.decode(self.packed, type=RequestRecord)
-
-
-class Timelines:
-    """The last finished requests, and the tenants of the unfinished ones, by id."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._finished: OrderedDict[str, _Finished] = OrderedDict()
-        self._running: dict[str, tuple[str, Choice]] = {}
-
-    def begin(self, tenant: str, choice: Choice) -> None:
-        self._running[choice.stream.request_id] = (tenant, choice)
-
-    def end(self, choice: Choice, runs: Sequence[tuple[PromptPart, int, int]] = ()) -> None:
-        """The request has ended, finished or not; `runs` are the parts of its prompt, if known."""
-        tenant, _ = self._running.pop(choice.stream.request_id, ("", choice))
-        transcript = choice.stream.transcript
-        if not transcript.finished:
-            return
-        record = transcript.record
-        miss = record.counts.prefix_miss
-        part = part_at(runs, miss.token_index) if miss is not None and runs else None
-        if miss is not None and part is not None:
-            record.counts.prefix_miss = replace(miss, part=part.kind)
-        record.timeline.mark(IntervalKind.SEND, max(perf_counter(), record.timeline.end))
-        self._finished[record.request_id] = _Finished.of(tenant, record)
+        counts = replace(counts, sampling_params=None, draft_steps=[])
+        packed = msgspec.msgpack.encode(replace(record, counts=counts))
+        self._finished[record.request_id] = record.tenant, summary, packed
         while len(self._finished) > self._limit:
             self._finished.popitem(last=False)
 
@@ -201,11 +185,13 @@ class Timelines:
         """Summaries of the tenant's requests: running ones, then finished ones, newest first."""
         running = [
             {"id": name, "finished": False}
-            for name, (owner, _) in reversed(self._running.items())
-            if owner == tenant
+            for name, choice in reversed(self._running.items())
+            if choice.record.tenant == tenant
         ]
-        own = (kept.summary for kept in reversed(self._finished.values()) if kept.tenant == tenant)
-        return [*running, *islice(own, MAX_LISTED_FINISHED)]
+        finished = (
+            summary for owner, summary, _ in reversed(self._finished.values()) if owner == tenant
+        )
+        return [*running, *islice(finished, MAX_LISTED_FINISHED)]
 
     def find(self, tenant: str, request_id: str) -> RequestRecord:
         """A tenant's request, running or finished.
@@ -214,12 +200,11 @@ class Timelines:
             RequestNotFoundError: the request is unknown, or belongs to another tenant.
         """
         for name in (request_id, f"{request_id}-0"):  # a reply of several answers: the first
-            kept = self._finished.get(name)
-            running = self._running.get(name)
-            if kept is not None and kept.tenant == tenant:
-                return kept.record()
-            if running is not None and running[0] == tenant:
-                return running[1].stream.transcript.record
+            record = self._running[name].record if name in self._running else None
+            if name in self._finished:
+                record = msgspec.msgpack.decode(self._finished[name][-1], type=RequestRecord)
+            if record is not None and record.tenant == tenant:
+                return record
         raise RequestNotFoundError(
             f"No request {request_id[:80]!r} is known.",
             f"The last {self._limit} finished ones are kept.",

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
+from starlette.responses import Response
 
 from twinphase.errors import EngineUnavailableError, TwinphaseError
 
@@ -99,7 +100,7 @@ def openai_shape(problem: Problem) -> dict[str, Any]:
     }
 
 
-def body(error: TwinphaseError | Problem, shape: Shape = openai_shape) -> bytes:
+def body(error: TwinphaseError | Problem, shape: Shape) -> bytes:
     """The whole body, in ASCII: a message may quote what no UTF-8 can carry."""
     if isinstance(error, TwinphaseError):
         status = error.http_status
@@ -119,10 +120,11 @@ def validated(kind: type[RequestT], fields: Mapping[str, Any]) -> RequestT:
         ) from None
 
 
-def raw_headers(error: TwinphaseError) -> list[tuple[bytes, bytes]]:
-    """Of an error's whole reply, but for its length, as ASGI takes them."""
-    named = {"content-type": "application/json", **headers(error)}
-    return [(name.lower().encode(), value.encode()) for name, value in named.items()]
+def reply(error: TwinphaseError | Problem, shape: Shape) -> Response:
+    """The whole reply to a request that failed."""
+    if isinstance(error, TwinphaseError):
+        return Response(body(error, shape), error.http_status, headers(error), "application/json")
+    return Response(body(error, shape), error.status, media_type="application/json")
 
 
 def headers(error: TwinphaseError) -> dict[str, str]:

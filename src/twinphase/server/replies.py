@@ -31,8 +31,8 @@ def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
     """Tokens of a reply; each prompt counts once, however many answers it has."""
     prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
     completion_tokens = sum(len(choice.token_ids) for choice in choices)
-    counts = [choice.stream.transcript.counts for choice in choices]
-    cached = sum(choice.stream.transcript.counts.num_cached_tokens for choice in choices[:: job.n])
+    counts = [choice.record.counts for choice in choices]
+    cached = sum(first.num_cached_tokens for first in counts[:: job.n])
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -40,15 +40,19 @@ def usage(job: Job, choices: Sequence[Choice]) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "reasoning_tokens": sum(choice.num_reasoning_tokens for choice in choices),
-            "accepted_prediction_tokens": sum(one.num_accepted_prediction_tokens for one in counts),
-            "rejected_prediction_tokens": sum(one.num_rejected_prediction_tokens for one in counts),
+            "accepted_prediction_tokens": sum(
+                each.num_accepted_prediction_tokens for each in counts
+            ),
+            "rejected_prediction_tokens": sum(
+                each.num_rejected_prediction_tokens for each in counts
+            ),
         },
     }
 
 
-def ignored(fields: Sequence[str]) -> list[tuple[bytes, bytes]]:
+def ignored(fields: Sequence[str]) -> dict[str, str]:
     """The header that names fields of a request which change nothing here."""
-    return [(b"x-ignored-fields", ", ".join(fields).encode())] if fields else []
+    return {"x-ignored-fields": ", ".join(fields)} if fields else {}
 
 
 class Replies:
@@ -59,7 +63,7 @@ class Replies:
     """
 
     chunk_object = body_object = ""
-    stream_type = b"text/event-stream; charset=utf-8"
+    stream_type = "text/event-stream"
 
     def __init__(
         self,
@@ -104,7 +108,7 @@ class Replies:
             shown |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
             chunk |= self._reports(choice)
             if job.body.return_token_ids:
-                shown["prompt_token_ids"] = job.prompt_of(choice.index).token_ids
+                shown["prompt_token_ids"] = choice.prompt.token_ids
         if self._options.include_usage:
             continuous = self._options.continuous_usage_stats
             chunk["usage"] = usage(job, self.choices) if continuous else None
@@ -114,9 +118,9 @@ class Replies:
     def _options(self) -> StreamOptions:
         return self.job.body.stream_options or StreamOptions()
 
-    def headers(self) -> list[tuple[bytes, bytes]]:
+    def headers(self) -> dict[str, str]:
         """Headers that name the request, and the fields of it that changed nothing."""
-        return [(b"x-request-id", self.job.id.encode()), *ignored(self.job.unread)]
+        return {"x-request-id": self.job.id, **ignored(self.job.unread)}
 
     def failure(self, problem: bytes) -> bytes:
         """The end of a stream that failed; `problem` is the error's body outside streams."""
@@ -135,11 +139,11 @@ class Replies:
             shown |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
             if self.job.body.return_token_ids:
                 shown["token_ids"] = choice.token_ids
-                shown["prompt_token_ids"] = self.job.prompt_of(choice.index).token_ids
+                shown["prompt_token_ids"] = choice.prompt.token_ids
             if len(self.choices) > 1:
                 shown |= self._reports(choice)
             choices.append(shown)
-        last = max(self.choices, key=lambda choice: choice.stream.transcript.timeline.end)
+        last = max(self.choices, key=lambda choice: choice.record.timeline.end)
         return {
             **self.head(),
             "object": self.body_object,
@@ -160,10 +164,9 @@ class Replies:
 
     def _reports(self, choice: Choice) -> dict[str, Any]:
         """Where the time of an answer went, and how many drafted tokens were accepted."""
-        counts = choice.stream.transcript.counts
         return {
             "timings": timings(choice, self._shape),
-            **spec_decode_metrics(counts, self._spec_metrics),
+            **spec_decode_metrics(choice.record.counts, self._spec_metrics),
         }
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
@@ -174,8 +177,7 @@ class Replies:
 
     def _progress(self, delta: Delta) -> bytes:
         choice = delta.choice
-        prompt = self.job.prompt_of(choice.index)
-        total = processed = len(prompt.token_ids)
+        total = processed = len(choice.prompt.token_ids)
         # The step that computed the prompt's end also made the first token.
         if delta.num_prefilled is None:
             self._prefilled.add(choice.index)
@@ -184,9 +186,9 @@ class Replies:
         progress = {
             "index": choice.index,
             "total": total,
-            "cache": choice.stream.transcript.counts.num_cached_tokens,
+            "cache": choice.record.counts.num_cached_tokens,
             "processed": processed,
-            "time_ms": round(1e3 * (choice.stream.last_update - prompt.arrival), 3),
+            "time_ms": round(1e3 * (choice.stream.last_update - choice.prompt.arrival), 3),
         }
         return event({**self.head(), "choices": [], "prompt_progress": progress})
 
@@ -303,7 +305,7 @@ class CompletionReplies(Replies):
         if begins:
             length = 0
             text = Detokenizer(self.tokenizer)
-            prompt = self.job.prompt_of(choice.index).token_ids if self.job.echo else []
+            prompt = choice.prompt.token_ids if self.job.echo else []
             known = [None, *transcript.prompt_logprobs]  # nothing is known of a text's first token
             for token_id, prompt_entry in zip(prompt, known, strict=False):
                 add(token_id, prompt_entry, length)

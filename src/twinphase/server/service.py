@@ -20,10 +20,9 @@ from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseE
 from twinphase.server.access import Access, Admission, Ticket, shutting_down
 from twinphase.server.answers import Choice
 from twinphase.server.config import ServerConfig
-from twinphase.server.jobs import Job
 from twinphase.server.metrics import Metrics
 from twinphase.server.observe import Timelines
-from twinphase.server.tracing import RequestFacts, RequestTracer, make_tracer
+from twinphase.server.tracing import RequestTracer, make_tracer
 
 WATCH_INTERVAL_SECONDS = 0.1
 LOG_INTERVAL_SECONDS = 10.0
@@ -220,37 +219,26 @@ class Service:
         self.admission.draining = True
         self._drain_until = perf_counter() + seconds
 
-    def observe_begin(self, tenant: str, choice: Choice) -> None:
-        self.timelines.begin(tenant, choice)
+    def observe_begin(self, choice: Choice) -> None:
+        self.timelines.begin(choice)
         if self.config.log_requests:
-            LOG.info("Request accepted: %s", choice.stream.transcript.record)
+            LOG.info("Request accepted: %s", choice.record)
 
-    def observe_end(self, job: Job, choice: Choice, headers: Mapping[bytes, bytes]) -> None:
-        self.timelines.end(choice, job.prompt_of(choice.index).runs)
-        transcript = choice.stream.transcript
+    def observe_end(self, choice: Choice, headers: Mapping[bytes, bytes]) -> None:
+        self.timelines.end(choice)
+        record = choice.record
         if self.config.log_requests:
             # Without an end, the client left or the engine died.
-            event = "ended" if transcript.finished else "cut off"
-            LOG.info("Request %s: %s", event, transcript.record)
-        counts = transcript.counts
-        timeline = transcript.timeline
-        reason = transcript.finish_reason
-        if reason is None:
-            self.metrics.aborted()
-            return
-        self.metrics.finished(timeline, counts, reason, choice.num_reasoning_tokens)
-        if self.tracer is not None:
-            facts = RequestFacts(
-                job.operation, job.model, reason, counts, choice.num_reasoning_tokens
-            )
-            parent = headers.get(b"traceparent")
-            state = headers.get(b"tracestate")
+            LOG.info("Request %s: %s", "ended" if record.has_ended else "cut off", record)
+        self.metrics.ended(record, choice.num_reasoning_tokens)
+        if self.tracer is not None and record.has_ended:
             self.tracer.trace(
-                timeline,
-                facts,
+                record,
+                choice.job.operation,
+                choice.job.model,
+                choice.num_reasoning_tokens,
                 wall_clock_offset=time.time() - perf_counter(),
-                traceparent=parent.decode("latin-1") if parent else None,
-                tracestate=state.decode("latin-1") if state else None,
+                headers=headers,
             )
 
     def _on_step(self, stats: StepStats) -> None:

@@ -8,15 +8,14 @@ not for traces.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from twinphase.errors import InvalidRequestError
-from twinphase.outcome import FinishReason
+from twinphase.phases.record import RequestRecord
 from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
 from twinphase.phases.timeline import Interval, IntervalKind, RequestTimeline
-from twinphase.request import RequestCounts
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Histogram
@@ -119,43 +118,6 @@ def phase_spans(timeline: RequestTimeline) -> list[PhaseSpan]:
     return spans
 
 
-@dataclass(frozen=True)
-class RequestFacts:
-    """A request in a trace, besides its times; `operation` is "chat" or "text_completion"."""
-
-    operation: str
-    model: str
-    finished_reason: FinishReason
-    counts: RequestCounts
-    num_reasoning_tokens: int = 0
-
-    def common(self) -> dict[str, Any]:
-        """Attributes of the span and of the histograms."""
-        about: dict[str, Any] = {
-            "gen_ai.operation.name": self.operation,
-            "gen_ai.provider.name": "twinphase",
-            "gen_ai.request.model": self.model,
-        }
-        if self.counts.error is not None:
-            about["error.type"] = "_OTHER"
-        return about
-
-    def attributes(self) -> dict[str, Any]:
-        about = {
-            **self.common(),
-            "gen_ai.response.id": self.counts.request_id,
-            "gen_ai.response.finish_reasons": (self.finished_reason.value,),
-            "gen_ai.usage.input_tokens": self.counts.num_prompt_tokens,
-            "gen_ai.usage.output_tokens": self.counts.num_output_tokens,
-            "gen_ai.usage.cache_read.input_tokens": self.counts.num_cached_tokens,
-            "gen_ai.usage.reasoning.output_tokens": self.num_reasoning_tokens,
-        }
-        if (miss := self.counts.prefix_miss) is not None:
-            about["twinphase.prefix_miss.reason"] = miss.reason.value
-            about["twinphase.prefix_miss.token_index"] = miss.token_index
-        return about
-
-
 class RequestTracer:
     """Hands finished requests to OpenTelemetry; from any thread.
 
@@ -180,17 +142,23 @@ class RequestTracer:
 
     def trace(
         self,
-        timeline: RequestTimeline,
-        facts: RequestFacts,
+        record: RequestRecord,
+        operation: str,
+        model: str,
+        num_reasoning_tokens: int = 0,
         *,
         wall_clock_offset: float,
-        traceparent: str | None = None,
-        tracestate: str | None = None,
+        headers: Mapping[bytes, bytes],
     ) -> None:
         """Make the trace of a request that has ended.
 
-        `wall_clock_offset` is the time of day minus the timeline's clock, in seconds. `traceparent`
-        and `tracestate` are the request's headers; a broken one is ignored.
+        Args:
+            record: of the request.
+            operation: "chat" or "text_completion".
+            model: its name in the API.
+            num_reasoning_tokens: output tokens that were reasoning.
+            wall_clock_offset: the time of day minus the timeline's clock, in seconds.
+            headers: of the request; a broken `traceparent` or `tracestate` is ignored.
         """
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -199,17 +167,34 @@ class RequestTracer:
             # Apart, as a float of all of today's nanoseconds is too coarse.
             return round(seconds * 1e9) + round(wall_clock_offset * 1e9)
 
-        self._record(timeline, facts)
+        timeline = record.timeline
+        error = record.counts.error
+        attributes: dict[str, Any] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "twinphase",
+            "gen_ai.request.model": model,
+        }
+        values = [timeline.end - timeline.arrival, timeline.ttft, timeline.tpot]
+        if error is not None:
+            attributes["error.type"] = "_OTHER"
+            values = values[:1]
+        for histogram, value in zip(self._histograms, values, strict=False):
+            if value is not None:
+                histogram.record(value, attributes)
         parent = TraceContextTextMapPropagator().extract(
-            {"traceparent": traceparent or "", "tracestate": tracestate or ""}
+            {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
         )
-        name = f"{facts.operation} {facts.model}"
-        attributes = {**facts.attributes(), **_seconds(timeline.intervals)}
+        attributes |= _usage(record) | _seconds(timeline.intervals)
+        attributes["gen_ai.usage.reasoning.output_tokens"] = num_reasoning_tokens
         root = self._tracer.start_span(
-            name, parent, trace.SpanKind.SERVER, attributes, start_time=ns(timeline.arrival)
+            f"{operation} {model}",
+            parent,
+            trace.SpanKind.SERVER,
+            attributes,
+            start_time=ns(timeline.arrival),
         )
-        if facts.counts.error is not None:
-            root.set_status(trace.Status(trace.StatusCode.ERROR, facts.counts.error))
+        if error is not None:
+            root.set_status(trace.Status(trace.StatusCode.ERROR, error))
         if timeline.token_times:
             root.add_event("first_token", timestamp=ns(timeline.token_times[0]))
         inside = trace.set_span_in_context(root, parent)
@@ -223,19 +208,26 @@ class RequestTracer:
             span.end(ns(phase.end))
         root.end(ns(timeline.end))
 
-    def _record(self, timeline: RequestTimeline, facts: RequestFacts) -> None:
-        values = [timeline.end - timeline.arrival, timeline.ttft, timeline.tpot]
-        if facts.counts.error is not None:
-            values = values[:1]
-        for histogram, value in zip(self._histograms, values, strict=False):
-            if value is not None:
-                histogram.record(value, facts.common())
-
     def close(self) -> None:
         """Send what is left, waiting for it, and end the threads that send."""
         self._tracer_provider.shutdown()
         if self._meter_provider is not None:
             self._meter_provider.shutdown()
+
+
+def _usage(record: RequestRecord) -> dict[str, Any]:
+    counts = record.counts
+    attributes: dict[str, Any] = {
+        "gen_ai.response.id": record.request_id,
+        "gen_ai.response.finish_reasons": (str(record.finish_reason),),
+        "gen_ai.usage.input_tokens": counts.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": counts.num_output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": counts.num_cached_tokens,
+    }
+    if (miss := counts.prefix_miss) is not None:
+        attributes["twinphase.prefix_miss.reason"] = miss.reason.value
+        attributes["twinphase.prefix_miss.token_index"] = miss.token_index
+    return attributes
 
 
 def _seconds(intervals: Iterable[Interval]) -> dict[str, Any]:
@@ -262,14 +254,12 @@ def _stall_attributes(stall: Interval) -> dict[str, Any]:
     }
 
 
-def make_tracer(endpoint: str | None) -> RequestTracer | None:
-    """A tracer that sends by OTLP over HTTP to an endpoint (a URL without path); None without one.
+def make_tracer(endpoint: str) -> RequestTracer:
+    """A tracer that sends by OTLP over HTTP to an endpoint, a URL without path.
 
     Raises:
         InvalidRequestError: OpenTelemetry is not installed, or the endpoint is not a URL.
     """
-    if endpoint is None:
-        return None
     if not endpoint.startswith(("http://", "https://")):
         raise InvalidRequestError(
             f"The OTLP endpoint {endpoint!r} is not a URL.",

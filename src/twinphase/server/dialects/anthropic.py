@@ -165,8 +165,8 @@ class MessageReplies(Replies):
         self._index = -1
         self._kind = ""
 
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        return [*super().headers(), (b"request-id", self.job.id.encode())]
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "request-id": self.job.id}
 
     def failure(self, problem: bytes) -> bytes:
         return b"event: error\ndata: " + problem + b"\n\n"
@@ -260,8 +260,8 @@ class MessageReplies(Replies):
 
     def _usage(self) -> dict[str, int]:
         """The prompt's tokens: those read from the cache, written to it, and the rest."""
-        prompt = len(self.job.prompts[0].token_ids)
-        cached = self._choice.stream.transcript.counts.num_cached_tokens
+        prompt = len(self._choice.prompt.token_ids)
+        cached = self._choice.record.counts.num_cached_tokens
         written = max(0, prompt // self._block_size * self._block_size - cached)
         return {
             "input_tokens": prompt - cached - written,

@@ -139,7 +139,7 @@ def _iso(time: datetime) -> str:
 class _OllamaReplies(ChatReplies):
     """Lines of JSON; the last has where the time went."""
 
-    stream_type = STREAM.encode()
+    stream_type = STREAM
 
     def chunk(self, delta: Delta) -> bytes:
         if delta.num_prefilled is not None or delta.is_empty:
@@ -177,9 +177,8 @@ class _OllamaReplies(ChatReplies):
 
     def _done(self, choice: Choice) -> dict[str, Any]:
         """Durations in nanoseconds; `load_duration` is tokenizing and queueing."""
-        transcript = choice.stream.transcript
-        timeline = transcript.timeline
-        totals = transcript.timeline.totals()
+        timeline = choice.record.timeline
+        totals = timeline.totals()
         prefill, decode = (
             sum(totals[kind] for kind in kinds) for kinds in (PREFILL_KINDS, DECODE_KINDS)
         )
@@ -189,7 +188,7 @@ class _OllamaReplies(ChatReplies):
             "done_reason": "length" if choice.finish_reason == "length" else "stop",
             "total_duration": _ns(timeline.end - timeline.arrival),
             "load_duration": _ns(before),
-            "prompt_eval_count": transcript.counts.num_prompt_tokens,
+            "prompt_eval_count": choice.record.counts.num_prompt_tokens,
             "prompt_eval_duration": _ns(prefill),
             "eval_count": len(choice.token_ids),
             "eval_duration": _ns(decode),
