@@ -171,7 +171,10 @@ def serve(
     cluster: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
-    """Serve a model with OpenAI's API; each answer reports its prefill and decode times."""
+    """Serve a model through OpenAI's, Anthropic's and Ollama's APIs.
+
+    Each answer reports its prefill and decode times.
+    """
     config = ServerConfig(**server)
     workers = ClusterConfig(**cluster)
     engine_config = EngineConfig(**{**SPECULATION, **engine})

@@ -319,13 +319,13 @@ def test_the_first_end_of_a_response_stands(cancel_first, monkeypatch):
                 labels=[],
                 finish_reason="stop",
             )
-            self.replies = make_replies(job, [choice])
+            self.replies = make_replies(job, [choice], service)
             self.ends = []
             self.expire = self.ends.append
             service.in_flight.add(self)
 
     tokenizer = SimpleNamespace(strips_leading_space=False)
-    for name, found in (("answer", Asked), ("_usage", lambda *_: {})):
+    for name, found in (("Generation", Asked), ("_usage", lambda *_: {})):
         monkeypatch.setattr(responses, name, found)
     monkeypatch.setattr(responses.ResponseReplies, "_reports", lambda *_: {})
     api = APIRouter()

@@ -179,13 +179,16 @@ def test_text_behind_a_call_comes_behind_its_end_in_every_stream():
         reader=reader,
     )
     tokenizer = SimpleNamespace(strips_leading_space=False)
-    transcript = SimpleNamespace(counts=SimpleNamespace(num_cached_tokens=0), tokenizer=tokenizer)
-    stream = SimpleNamespace(transcript=transcript)
-    choice = SimpleNamespace(stream=stream, job=job, token_ids=[], logprobs=[], labels=[])
+    stream = SimpleNamespace(transcript=SimpleNamespace(tokenizer=tokenizer))
+    record = SimpleNamespace(counts=SimpleNamespace(num_cached_tokens=0))
+    choice = SimpleNamespace(
+        stream=stream, record=record, prompt=job.prompts[0], token_ids=[], logprobs=[], labels=[]
+    )
+    service = SimpleNamespace(facts=None)
     body = ResponsesRequest.model_validate({"input": "a"})
     for replies in (
-        ResponseReplies(body, "", None, [], job, [choice]),
-        MessageReplies(16, job, [choice]),
+        ResponseReplies(body, "", None, [], job, [choice], service),
+        MessageReplies(job, [choice], service),
     ):
         chunks = b"".join(
             replies.chunk(Delta(choice, content, "", deltas)) for content, deltas in fed

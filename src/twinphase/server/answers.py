@@ -285,8 +285,6 @@ async def submit_all(
         )
         return Choice(job, index, stream)
 
-    if job.num_choices == 1:
-        return [await submit(0)]
     # Together: each is answered between two steps.
     results = await asyncio.gather(*map(submit, range(job.num_choices)), return_exceptions=True)
     choices = [result for result in results if isinstance(result, Choice)]

@@ -26,9 +26,9 @@ from twinphase.server.dialects import shape_of
 from twinphase.server.dialects.anthropic import add_messages
 from twinphase.server.dialects.ollama import add_ollama
 from twinphase.server.dialects.responses import add_responses
-from twinphase.server.embeddings import Embeddings, embedding_inputs
+from twinphase.server.embeddings import Embeddings
 from twinphase.server.exchange import Receive, Scope, Send
-from twinphase.server.generation import answer
+from twinphase.server.generation import Generation
 from twinphase.server.observe import timeline_json
 from twinphase.server.openai_types import (
     ChatCompletionRequest,
@@ -105,22 +105,19 @@ def _add_generation(api: APIRouter, service: Service) -> None:
     @api.post("/v1/chat/completions", responses=ANSWER, response_class=Response)
     async def create_chat_completion(body: ChatCompletionRequest) -> Response:
         """Answer a conversation."""
-        return answer(service, body, ChatReplies)
+        return Generation(service, body, ChatReplies)
 
     @api.post("/v1/completions", responses=ANSWER, response_class=Response)
     async def create_completion(body: CompletionRequest) -> Response:
         """Complete one prompt or several."""
-        return answer(service, body, CompletionReplies)
+        return Generation(service, body, CompletionReplies)
 
 
 def _add_embeddings(api: APIRouter, service: Service) -> None:
     @api.post("/v1/embeddings", responses=EMBEDDINGS, response_class=Response)
     async def create_embeddings(body: EmbeddingRequest) -> Response:
         """Turn one text, or several, into vectors."""
-        service.check_task("embed")
-        service.check_model(body.model)
-        inputs = embedding_inputs(body, service.config.max_prompts)
-        return Embeddings(service, inputs, body)
+        return Embeddings(service, body)
 
 
 def _add_requests(api: APIRouter, service: Service) -> None:

@@ -34,9 +34,8 @@ class ServerConfig:
     )
     api_keys: tuple[str, ...] = setting(
         (),
-        "Key that clients must send; repeatable. Each is a tenant, key1, key2, ... in this "
-        "order: tenants share the "
-        "engine's time by their weights, and no cached prefixes.",
+        "Key that clients must send; repeatable. Each key is a tenant, named key1, key2, ... in "
+        "this order. Tenants share the engine's time by their weights, but no cached prefixes.",
         option="api-key",
         environment="TWINPHASE_API_KEY",
     )
@@ -47,7 +46,8 @@ class ServerConfig:
     )
     tenant_weights: tuple[str, ...] = setting(
         (),
-        "Share of a tenant beside others, as NAME=WEIGHT; repeatable. Those without have 1.",
+        "Weight of a tenant, as NAME=WEIGHT; repeatable. While several tenants have requests, "
+        "each gets engine time in proportion to its weight, which is 1 where it is not given.",
         option="tenant-weight",
     )
     allowed_origins: tuple[str, ...] = setting(
@@ -58,13 +58,13 @@ class ServerConfig:
     max_prompts: int = setting(256, "Maximum prompts per request.", minimum=1)
     max_queued_requests: int = setting(
         256,
-        "Maximum requests of a tenant that wait beside those that run; beyond that, 429.",
+        "Maximum requests of a tenant that wait while others run; more are refused with 429.",
         minimum=1,
     )
     max_queued_tokens: int = setting(
         262_144,
-        "Maximum prompt tokens of a tenant that wait; beyond that, 429. One request is always "
-        "let in.",
+        "Maximum prompt tokens of a tenant's waiting requests; more are refused with 429. A tenant "
+        "may always queue one request.",
         minimum=1,
     )
     request_timeout: float = setting(
@@ -92,8 +92,8 @@ class ServerConfig:
     )
     per_request_spec_decode_metrics: str = setting(
         "none",
-        "Detail of each answer's report on drafted tokens, under `metrics.speculative_decoding`: "
-        "none, summary or detailed.",
+        "How much each answer reports of its drafted tokens, under "
+        "`metrics.speculative_decoding`: none, summary or detailed.",
         choices=("none", "summary", "detailed"),
     )
     tool_prompt: bool = setting(
@@ -102,8 +102,8 @@ class ServerConfig:
     )
     override_generation_config: dict[str, Any] | None = setting(
         None,
-        "Sampling values for requests that give none, as a JSON object; OpenAI's otherwise: "
-        "temperature 1, top_p 1.",
+        "Sampling values for requests that give none, as a JSON object. Without it, OpenAI's "
+        "defaults: temperature 1, top_p 1.",
     )
     log_stats: bool = setting(True, "Log a line of statistics every ten seconds of work.")
     log_requests: bool = setting(

@@ -22,7 +22,7 @@ from twinphase.server.strict import unread_fields
 Inputs = Sequence[str | list[int]]
 
 
-def embedding_inputs(body: EmbeddingRequest, limit: int) -> Inputs:
+def _inputs(body: EmbeddingRequest, limit: int) -> Inputs:
     """The texts, or lists of token ids, of a request: at least 1 and at most `limit`."""
     inputs = prompt_list(body.input)
     if not 0 < len(inputs) <= limit:
@@ -39,10 +39,10 @@ def embedding_inputs(body: EmbeddingRequest, limit: int) -> Inputs:
 class Embeddings(Exchange):
     """The vectors of one request's texts, in their order."""
 
-    def __init__(self, service: Service, inputs: Inputs, body: EmbeddingRequest) -> None:
-        """`inputs` are those of `embedding_inputs`."""
+    def __init__(self, service: Service, body: EmbeddingRequest) -> None:
+        service.check_task("embed", body.model)
         super().__init__(service, 1)  # Texts are computed one after the other.
-        self._inputs = inputs
+        self._inputs = _inputs(body, service.config.max_prompts)
         self._body = body
 
     async def _answer(self, ticket: Ticket) -> None:

@@ -320,15 +320,6 @@ def with_defaults(body: Body, defaults: Mapping[str, float] | None) -> Body:
     return body.model_copy(update=missing) if missing else body
 
 
-def within_context(job: Job, limit: int | None) -> Job:
-    """The job without `max_tokens` where the context ends an answer first."""
-    asked = job.params.max_tokens
-    longest = max(len(prompt.token_ids) for prompt in job.prompts)
-    if asked is None or limit is None or longest + asked <= limit:
-        return job
-    return replace(job, params=replace(job.params, max_tokens=None))
-
-
 def _num_kept(engine: AsyncEngine, body: GenerationRequest, max_tokens: int | None) -> int | None:
     """The number of tokens kept at a prompt's end; None for all."""
     kept = body.truncate_prompt_tokens

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from twinphase.batch import TokenLogprobs
-from twinphase.phases.work import ModelShape
 from twinphase.server.answers import Choice, Delta
 from twinphase.server.jobs import Job
 from twinphase.server.observe import spec_decode_metrics, timings
 from twinphase.server.openai_types import CompletionRequest, StreamOptions
+from twinphase.server.service import Service
 from twinphase.server.tool_calls import ToolCallDelta, call_of
 from twinphase.tokenizer.detokenizer import Detokenizer
 
@@ -65,18 +65,10 @@ class Replies:
     chunk_object = body_object = ""
     stream_type = "text/event-stream"
 
-    def __init__(
-        self,
-        job: Job,
-        choices: Sequence[Choice],
-        shape: ModelShape | None = None,
-        spec_metrics: str = "none",
-    ) -> None:
-        """`shape`: the model's, for prompt parts; `spec_metrics` as in `ServerConfig`."""
+    def __init__(self, job: Job, choices: Sequence[Choice], service: Service) -> None:
         self.job = job
         self.choices = choices
-        self._shape = shape
-        self._spec_metrics = spec_metrics
+        self._service = service
         self.tokenizer = choices[0].stream.transcript.tokenizer
         self._prefilled: set[int] = set()  # answers whose whole prompt was reported
 
@@ -164,9 +156,11 @@ class Replies:
 
     def _reports(self, choice: Choice) -> dict[str, Any]:
         """Where the time of an answer went, and how many drafted tokens were accepted."""
+        facts = self._service.facts
+        level = self._service.config.per_request_spec_decode_metrics
         return {
-            "timings": timings(choice, self._shape),
-            **spec_decode_metrics(choice.record.counts, self._spec_metrics),
+            "timings": timings(choice, facts.shape if facts else None),
+            **spec_decode_metrics(choice.record.counts, level),
         }
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
@@ -249,9 +243,9 @@ class CompletionReplies(Replies):
 
     chunk_object = body_object = "text_completion"
 
-    def __init__(self, job: Job, choices: Sequence[Choice], *known: Any) -> None:
+    def __init__(self, *known: Any) -> None:
         """`known` as in `Replies`."""
-        super().__init__(job, choices, *known)
+        super().__init__(*known)
         self._num_sent: Counter[int] = Counter()  # tokens with log probabilities, by answer
         self._prompt_lengths: dict[int, int] = {}  # characters of echoed prompts, by answer
 

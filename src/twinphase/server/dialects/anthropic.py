@@ -10,7 +10,6 @@ import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -27,8 +26,8 @@ from twinphase.server.dialects.anthropic_types import (
     ToolUseBlock,
 )
 from twinphase.server.dialects.words import content_of, json_form, tool_named
-from twinphase.server.generation import answer
-from twinphase.server.jobs import Job, encode_chat, within_context
+from twinphase.server.generation import Generation, within_context
+from twinphase.server.jobs import Job, encode_chat
 from twinphase.server.openai_types import ChatCompletionRequest
 from twinphase.server.problems import Problem, validated
 from twinphase.server.replies import Replies, encode
@@ -155,10 +154,9 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
 class MessageReplies(Replies):
     """Replies of /v1/messages: lists of blocks (thinking, text, calls) in the order of the text."""
 
-    def __init__(self, block_size: int, *known: Any) -> None:
-        """`block_size` of the KV cache, in tokens; `known` as in `Replies`."""
+    def __init__(self, *known: Any) -> None:
+        """`known` as in `Replies`."""
         super().__init__(*known)
-        self._block_size = block_size
         self._choice = self.choices[0]
         self._begun = False
         # The block that is being written.
@@ -262,7 +260,9 @@ class MessageReplies(Replies):
         """The prompt's tokens: those read from the cache, written to it, and the rest."""
         prompt = len(self._choice.prompt.token_ids)
         cached = self._choice.record.counts.num_cached_tokens
-        written = max(0, prompt // self._block_size * self._block_size - cached)
+        facts = self._service.facts
+        block_size = facts.config.block_size if facts else 1
+        written = max(0, prompt // block_size * block_size - cached)
         return {
             "input_tokens": prompt - cached - written,
             "cache_creation_input_tokens": written,
@@ -282,19 +282,16 @@ def add_messages(api: APIRouter, service: Service) -> None:
     @api.post("/v1/messages", responses=ANSWER, response_class=Response)
     async def create_message(body: MessagesRequest) -> Response:
         """Answer a conversation, as Anthropic's API does."""
-        config = service.facts.config if service.facts else None
-        limit, block_size = (config.max_model_len, config.block_size) if config else (None, 1)
 
         def adjust(job: Job) -> Job:
-            return replace(within_context(job, limit), id=job.id.replace("chatcmpl-", "msg_"))
+            return replace(within_context(service, job), id=job.id.replace("chatcmpl-", "msg_"))
 
-        return answer(service, _chat(body, thinks()), partial(MessageReplies, block_size), adjust)
+        return Generation(service, _chat(body, thinks()), MessageReplies, adjust)
 
     @api.post("/v1/messages/count_tokens", responses=ERRORS)
     async def count_tokens(body: CountTokensRequest) -> Response:
         """Count the tokens of a conversation, as Anthropic's API does."""
-        service.check_task("generate")
-        service.check_model(body.model)
+        service.check_task("generate", body.model)
         known = service.config.tool_prompt, service.max_model_len
         chat = _chat(body, thinks())
         prompt = await asyncio.to_thread(encode_chat, service.host.text, chat, *known)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from math import prod
 from time import perf_counter
 from typing import Any
@@ -33,9 +34,8 @@ from twinphase.server.dialects.ollama_types import (
     ShowRequest,
 )
 from twinphase.server.dialects.words import json_form
-from twinphase.server.embeddings import Embeddings, embedding_inputs
-from twinphase.server.generation import answer
-from twinphase.server.jobs import Job, within_context
+from twinphase.server.embeddings import Embeddings
+from twinphase.server.generation import Generation, within_context
 from twinphase.server.openai_types import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -224,7 +224,7 @@ class OllamaEmbeddings(Embeddings):
     """Replies of /api/embed, and of /api/embeddings for `old` clients."""
 
     def __init__(self, service: Service, body: EmbeddingRequest, *, old: bool) -> None:
-        super().__init__(service, embedding_inputs(body, service.config.max_prompts), body)
+        super().__init__(service, body)
         self._old = old
 
     def _reply(self, vectors: Sequence[Sequence[float]], num_tokens: int) -> dict[str, Any]:
@@ -316,8 +316,7 @@ def add_ollama(api: APIRouter, service: Service) -> None:
 
 
 def _add_generating(api: APIRouter, service: Service) -> None:
-    def adjust(job: Job) -> Job:
-        return within_context(job, service.max_model_len)
+    adjust = partial(within_context, service)
 
     def loaded(body: Generating, piece: Mapping[str, Any]) -> Response:
         """The answer to an empty request, with which clients load a model."""
@@ -342,7 +341,9 @@ def _add_generating(api: APIRouter, service: Service) -> None:
             return loaded(body, {"message": {"role": "assistant", "content": ""}})
         fields = _common(service, body, is_chat=True) | {"messages": list(_messages(body.messages))}
         fields["tools"] = body.tools or None
-        return answer(service, validated(ChatCompletionRequest, fields), OllamaChatReplies, adjust)
+        return Generation(
+            service, validated(ChatCompletionRequest, fields), OllamaChatReplies, adjust
+        )
 
     @api.post("/api/generate", responses=ANSWER, response_class=Response)
     async def ollama_generate(body: OllamaGenerateRequest) -> Response:
@@ -356,26 +357,21 @@ def _add_generating(api: APIRouter, service: Service) -> None:
                 )
             fields = _common(service, body, is_chat=False) | {"prompt": body.prompt}
             fields |= {"suffix": body.suffix} if body.suffix else {}
-            return answer(
+            return Generation(
                 service, validated(CompletionRequest, fields), OllamaGenerateReplies, adjust
             )
         system = [{"role": "system", "content": body.system}] if body.system else []
         fields = _common(service, body, is_chat=True)
         fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
-        return answer(
+        return Generation(
             service, validated(ChatCompletionRequest, fields), OllamaGenerateReplies, adjust
         )
 
 
 def _add_embedding(api: APIRouter, service: Service) -> None:
     def vectors(model: str, given: Any, dimensions: int | None, *, old: bool) -> Response:
-        service.check_task("embed")
-        name = served_name(service, model)
-        service.check_model(name)
-        body = validated(
-            EmbeddingRequest, {"model": name, "input": given, "dimensions": dimensions}
-        )
-        return OllamaEmbeddings(service, body, old=old)
+        fields = {"model": served_name(service, model), "input": given, "dimensions": dimensions}
+        return OllamaEmbeddings(service, validated(EmbeddingRequest, fields), old=old)
 
     @api.post("/api/embed", responses=ERRORS, response_class=Response)
     async def ollama_embed(body: EmbedRequest) -> Response:

@@ -26,7 +26,7 @@ from twinphase.server.dialects.responses_types import (
     ResponsesRequest,
 )
 from twinphase.server.dialects.words import content_of, json_form, tool_named
-from twinphase.server.generation import answer
+from twinphase.server.generation import Generation
 from twinphase.server.jobs import Job
 from twinphase.server.openai_types import AnyGeneration, ChatCompletionRequest
 from twinphase.server.problems import validated
@@ -293,7 +293,7 @@ def add_responses(api: APIRouter, service: Service) -> None:
         response_id = f"resp_{secrets.token_hex(24)}"
         messages = [*before, *_messages(body)]
         replies = partial(ResponseReplies, body, tenant, known, messages)
-        generation = answer(service, chat, replies, lambda job: replace(job, id=response_id))
+        generation = Generation(service, chat, replies, lambda job: replace(job, id=response_id))
         known.running[tenant, response_id] = generation
         return generation
 
