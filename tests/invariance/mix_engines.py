@@ -215,8 +215,12 @@ class Alone:
         return self._known[key]
 
 
+def load(path: str | Path, **config: Any) -> LoadedEngine:
+    return LoadedEngine(
+        path, EngineConfig(num_kv_blocks=MOST_BLOCKS, max_num_batched_tokens=512, **config)
+    )
+
+
 def engines(path: str | Path, **config: Any) -> tuple[LoadedEngine, Alone]:
     """A model for mixes, and for each request alone with another number of threads."""
-    config = {"num_kv_blocks": MOST_BLOCKS, "max_num_batched_tokens": 512, **config}
-    alone = LoadedEngine(path, EngineConfig(threads=1, **config))
-    return LoadedEngine(path, EngineConfig(threads=2, **config)), Alone(alone)
+    return load(path, threads=2, **config), Alone(load(path, threads=1, **config))

@@ -14,14 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from mix_engines import MOST_BLOCKS, VOCAB, Alone
+from mix_engines import VOCAB, Alone, load
 from mixes import COMPARED, run_mixes
 
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.torch.backend import TorchBackend
-from twinphase.config import EngineConfig
-from twinphase.engine.loading.loading import LoadedEngine
 
 
 class Rounded(TorchBackend):
@@ -54,11 +52,10 @@ def test_mixes_in_float64(tmp_path, monkeypatch, ranks):
         "twinphase.engine.ranks.ranks.module_command", lambda module: [sys.executable, "-c", RANK]
     )
     path = write_tiny_gguf(tmp_path / "dense.gguf", vocab=VOCAB, window=40)
-    config = {"num_kv_blocks": MOST_BLOCKS, "max_num_batched_tokens": 512, "backend": "torch"}
     num_mixes = int(os.environ.get("MIXES", 10))
     with own_cache(tmp_path / "cache"):
-        alone = Alone(LoadedEngine(path, EngineConfig(**config)))
-        several = LoadedEngine(path, EngineConfig(tensor_parallel_size=ranks, **config))
+        alone = Alone(load(path, backend="torch"))
+        several = load(path, backend="torch", tensor_parallel_size=ranks)
         tally = run_mixes(num_mixes, several, alone)
     torch.set_num_threads(threads)
     assert tally["compared"] >= 2 * num_mixes and tally["mixed steps"] >= num_mixes, tally

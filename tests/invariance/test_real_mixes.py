@@ -18,7 +18,7 @@ from pathlib import Path
 import mix_engines
 import mixes
 import pytest
-from mix_engines import Alone, engines
+from mix_engines import Alone, engines, load
 from mixes import run_mixes
 
 from twinphase.engine.engine import Engine
@@ -46,7 +46,7 @@ def pair() -> tuple[LoadedEngine, Alone]:
 
 @pytest.fixture(scope="module")
 def draft_model() -> LoadedEngine:
-    writer, _ = engines(MODEL, max_model_len=512)
+    writer = load(MODEL, threads=2, max_model_len=512)
     runner = writer.engine.executor
     assert isinstance(runner, Runner)
     whole = runner.model.blueprint

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mix_engines import MOST_BLOCKS, VOCAB, Alone
+from mix_engines import VOCAB, Alone, load
 from mixes import run_mixes
 from numpy.typing import NDArray
 
@@ -26,7 +26,7 @@ from twinphase.backends.base import KVCacheSpec
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.config import EngineConfig
 from twinphase.engine.frontends.async_engine import AsyncEngine
-from twinphase.engine.loading.loading import LoadedEngine, make_backend
+from twinphase.engine.loading.loading import make_backend
 from twinphase.engine.ranks.backend import load_on_ranks
 from twinphase.errors import EngineDeadError, InvalidRequestError, OutOfMemoryError
 from twinphase.models.loader import open_model, read_blueprint
@@ -164,14 +164,8 @@ def test_vectors_are_those_of_one_rank(folder):
 def test_mixes(folder, ranks, options, num_mixes):
     """Random mixes, with the prefix cache and drafts, beside one rank."""
     path = write_tiny_gguf(folder / "mixed.gguf", vocab=VOCAB)
-    config = {
-        "num_kv_blocks": MOST_BLOCKS,
-        "max_num_batched_tokens": 512,
-        "threads": 1,
-        **options,
-    }
-    alone = Alone(LoadedEngine(path, EngineConfig(**config)))
-    several = LoadedEngine(path, EngineConfig(tensor_parallel_size=ranks, **config))
+    alone = Alone(load(path, threads=1, **options))
+    several = load(path, threads=1, tensor_parallel_size=ranks, **options)
     tally = run_mixes(num_mixes, several, alone)
     assert tally["compared"] >= 2 * num_mixes and tally["mixed steps"] >= num_mixes, tally
 
