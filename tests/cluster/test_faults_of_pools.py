@@ -87,7 +87,6 @@ def who(router, victims):
     return {"reader": ["reader"], "writer": [writer], "both": ["reader", writer]}[victims]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("sig", "victims", "points"),
     [
@@ -125,7 +124,6 @@ def test_workers_that_die_or_stand_still_at_any_point(serve_pools, lone, sig, vi
     serve_pools(body, ROLES, point.heard, SMALL_STEPS, silence=1.0)
 
 
-@pytest.mark.timeout(300)
 def test_a_client_who_leaves_at_any_point(serve_pools, lone):
     """The other answers are not disturbed, and nothing is left of it."""
     point = Point()
@@ -148,7 +146,6 @@ def test_a_client_who_leaves_at_any_point(serve_pools, lone):
     serve_pools(body, ROLES, point.heard, SMALL_STEPS)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 @pytest.mark.parametrize("dead", ["writer", "other"])
 def test_a_worker_dies_while_one_is_about_to_go_over_to_the_other_pool(serve_pools, lone, dead):
@@ -179,7 +176,6 @@ def test_a_worker_dies_while_one_is_about_to_go_over_to_the_other_pool(serve_poo
     serve_pools(body, ROLES, point.heard, balance=Balance())
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_frames_are_spoilt_while_the_router_sends_requests(serve_pools, lone):
     """Each frame by a fault of its own, or by none."""
@@ -199,7 +195,6 @@ def test_frames_are_spoilt_while_the_router_sends_requests(serve_pools, lone):
     serve_pools(body, ROLES, heard)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_a_decode_worker_without_room_and_one_that_takes_no_blocks(serve_pools, lone):
     """Its cache holds three of eight prompts; its port then hangs until all leases expire."""
@@ -220,7 +215,6 @@ def test_a_decode_worker_without_room_and_one_that_takes_no_blocks(serve_pools, 
     serve_pools(body, {"reader": "prefill", "writer": "decode"}, point.heard)
 
 
-@pytest.mark.timeout(300)
 def test_without_a_decode_worker_answers_end_at_once(serve_pools, lone):
     """And it is not waited for that the reader reads on; later the same requests are answered."""
     point = Point()
@@ -244,7 +238,6 @@ def test_without_a_decode_worker_answers_end_at_once(serve_pools, lone):
     serve_pools(body, {"reader": "prefill", "writer": "decode"}, point.heard, SMALL_STEPS)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_with_elastic_roles_answers_go_on_without_the_only_decode_worker(serve_pools, lone):
     point = Point()

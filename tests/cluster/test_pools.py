@@ -26,7 +26,6 @@ def worker_pids(parent):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_ray_starts_workers_of_both_roles_and_starts_them_again(tiny_path, lone, monkeypatch):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     monkeypatch.setattr("twinphase.engine.process.host.MAX_RETRY_SECONDS", 1.0)

@@ -81,7 +81,6 @@ def of_other_layers(bits):
     return bytes(len(bits))
 
 
-@pytest.mark.timeout(300)
 def test_blocks_that_are_wrong_are_found_by_the_first_token_and_not_used(serve_pools, lone):
     """They pass every check on the way.
 
@@ -107,7 +106,6 @@ def test_blocks_that_are_wrong_are_found_by_the_first_token_and_not_used(serve_p
     serve_pools(body, TOPOLOGIES["1P1D"], heard)
 
 
-@pytest.mark.timeout(300)
 def test_a_reader_that_lies(serve_pools, lone):
     """A wrong token that the client has already ends the stream; it can be asked for again.
 
@@ -171,7 +169,6 @@ class OneWay(Balance):
         return found if found is not None and found[1] == self.wanted else None
 
 
-@pytest.mark.timeout(300)
 def test_a_worker_goes_over_to_the_pool_that_has_too_much_to_do_and_answers_stay_the_same(
     serve_pools, lone
 ):

@@ -23,7 +23,6 @@ from twinphase.phases.timeline import IntervalKind
 from twinphase.request import SamplingParams
 
 
-@pytest.mark.timeout(300)
 def test_answers_through_two_workers_are_those_of_one_engine(serve, lone):
     """Random mixes with prefixes, grammars, penalties and stop strings; some without a seed."""
     num_mixes = int(os.environ.get("TWINPHASE_MIXES", "10"))
@@ -70,7 +69,6 @@ def test_answers_through_two_workers_are_those_of_one_engine(serve, lone):
     serve(body)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_what_a_dead_worker_began_goes_on_elsewhere(serve, lone, sig):
     """While it queues, between two chunks, and in the middle of answers."""
@@ -123,7 +121,6 @@ def test_what_a_dead_worker_began_goes_on_elsewhere(serve, lone, sig):
     serve(body, silence=1.0)
 
 
-@pytest.mark.timeout(300)
 def test_an_answer_that_ended_at_a_stop_string_needs_no_other_worker(serve, lone):
     """A worker that dies after the front end found the end of the text changes nothing."""
     params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
@@ -152,7 +149,6 @@ def test_an_answer_that_ended_at_a_stop_string_needs_no_other_worker(serve, lone
     serve(body)
 
 
-@pytest.mark.timeout(300)
 def test_without_a_worker_requests_fail_at_once_and_can_be_sent_again(serve, lone):
     expected = lone.generate([[30, 31]], LONG)[0]
 
@@ -176,7 +172,6 @@ def test_without_a_worker_requests_fail_at_once_and_can_be_sent_again(serve, lon
     serve(body)
 
 
-@pytest.mark.timeout(300)
 def test_a_reader_who_leaves_frees_its_worker_and_a_dead_worker_forgets_it(serve):
     async def body(engine):
         router = engine.host
@@ -213,7 +208,6 @@ def test_a_reader_who_leaves_frees_its_worker_and_a_dead_worker_forgets_it(serve
     serve(body)
 
 
-@pytest.mark.timeout(300)
 def test_a_prompt_goes_where_its_beginning_is_cached_until_that_worker_dies(serve):
     prefix = [60 + i % 90 for i in range(160)]
     short = SamplingParams(temperature=0.0, max_tokens=2)
@@ -245,7 +239,6 @@ def test_a_prompt_goes_where_its_beginning_is_cached_until_that_worker_dies(serv
     serve(body)
 
 
-@pytest.mark.timeout(300)
 def test_a_worker_whose_loop_stands_still_is_ended_while_others_work(serve, lone, caplog):
     """It answers pings, which another thread does, and makes no step."""
     expected = lone.generate([[30, 31], [30, 32]], LONG)
@@ -282,7 +275,6 @@ def test_a_worker_whose_loop_stands_still_is_ended_while_others_work(serve, lone
     serve(body)
 
 
-@pytest.mark.timeout(300)
 def test_a_request_that_kills_its_workers_does_not_kill_all_of_them(serve, lone):
     expected = lone.generate([[30, 31]], LONG)[0]
 

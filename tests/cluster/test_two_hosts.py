@@ -101,7 +101,6 @@ def child_worker(role):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_cable_is_pulled_while_answers_stream_and_plugged_in_again(serve, lone, tiny_path):
     prompts = [[40 + number, 41] for number in range(6)]
     expected = lone.generate(prompts, LONG)
@@ -142,7 +141,6 @@ def test_a_cable_is_pulled_while_answers_stream_and_plugged_in_again(serve, lone
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_prompts_are_read_there_and_answered_here_whatever_becomes_of_the_cable(
     serve, lone, tiny_path
 ):

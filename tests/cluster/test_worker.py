@@ -72,7 +72,6 @@ def hosts_of(workers, path, silence=2.0):
     }
 
 
-@pytest.mark.timeout(300)
 def test_workers_by_tcp_and_by_unix_socket_answer_as_one_engine(serve, lone, tiny_path, tmp_path):
     """And when the server leaves, they wait for the next, with what they had loaded and cached."""
     asked = [one for seed in (1, 2) for one in mix(seed)]
@@ -98,7 +97,6 @@ def test_workers_by_tcp_and_by_unix_socket_answer_as_one_engine(serve, lone, tin
         assert workers[0].process.wait(30) == 0
 
 
-@pytest.mark.timeout(300)
 def test_a_worker_that_stands_still_is_left_and_taken_again_when_it_goes_on(serve, lone, tiny_path):
     prompts = [[30 + number, 31] for number in range(4)]
     expected = lone.generate(prompts, LONG)
@@ -156,7 +154,6 @@ class BadLine:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_lines_that_are_slow_and_cut_messages_anywhere(serve, lone, tiny_path):
     asked = list(mix(5))
     expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
@@ -186,7 +183,6 @@ def test_lines_that_are_slow_and_cut_messages_anywhere(serve, lone, tiny_path):
         )
 
 
-@pytest.mark.timeout(300)
 def test_a_worker_that_is_not_there_is_not_waited_for_and_taken_when_it_comes(
     serve, tiny_path, caplog
 ):
@@ -209,7 +205,6 @@ def test_a_worker_that_is_not_there_is_not_waited_for_and_taken_when_it_comes(
         serve(body, hosts=hosts_of(workers, tiny_path))
 
 
-@pytest.mark.timeout(300)
 def test_workers_say_their_roles_and_send_each_other_blocks(serve, lone, tiny_path):
     """The prefill worker reports the first token and the decode worker continues."""
     asked = list(mix(3))
@@ -252,7 +247,6 @@ def test_workers_say_their_roles_and_send_each_other_blocks(serve, lone, tiny_pa
         assert "--role decode" in str(refused(workers, tiny_path, host=alone))
 
 
-@pytest.mark.timeout(300)
 def test_a_worker_that_is_told_to_leave_finishes_hands_over_its_cache_and_is_taken_again(
     serve, lone, tiny_path
 ):
@@ -287,7 +281,6 @@ def test_a_worker_that_is_told_to_leave_finishes_hands_over_its_cache_and_is_tak
         serve(body, hosts=hosts_of(workers, tiny_path))
 
 
-@pytest.mark.timeout(300)
 def test_a_worker_joins_a_server_that_runs_and_leaves_it_when_it_dies(serve, lone, tiny_path):
     prompts = [[30 + number, 31] for number in range(67)]
 
@@ -370,7 +363,6 @@ def refused(workers, path, key=KEY, host=None):
     return asyncio.run(asyncio.wait_for(main(), 60))
 
 
-@pytest.mark.timeout(300)
 def test_a_wrong_key_another_version_and_another_model_are_refused_in_a_line(
     tiny_path, tmp_path, monkeypatch
 ):
@@ -397,7 +389,6 @@ def test_a_wrong_key_another_version_and_another_model_are_refused_in_a_line(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_port_for_blocks_that_somebody_else_has_is_refused_in_a_line_and_taken_when_it_is_free(
     serve, tiny_path
 ):

@@ -400,7 +400,6 @@ def test_a_whole_report(tiny, given_ceilings, tmp_path):
     )
 
 
-@pytest.mark.timeout(300)
 def test_what_ranks_exchange(tiny, given_ceilings):
     settings = Settings(config=EngineConfig(threads=1, tensor_parallel_size=2))
     report = roofline(None, settings, 1)
