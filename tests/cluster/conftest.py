@@ -34,9 +34,9 @@ def lone(tiny_path, own_cache):
 
 @pytest.fixture
 def serve(tiny_path, own_cache):
-    """Runs a coroutine function with a front end over a router of as many workers."""
+    """Runs a coroutine function with a front end over a router of `count` workers, once it runs."""
 
-    def run(body, count=2, hosts=None, silence=2.0, seconds=240, **options):
+    def run(body, count=2, hosts=None, silence=2.0, waits=True, **options):
         async def main():
             made = (
                 hosts()
@@ -48,11 +48,12 @@ def serve(tiny_path, own_cache):
             )
             engine = AsyncEngine(Router(made, **options))
             try:
+                await until(lambda: engine.is_running or not waits)
                 await body(engine)
             finally:
                 await asyncio.to_thread(engine.close)
 
-        asyncio.run(asyncio.wait_for(main(), seconds))
+        asyncio.run(asyncio.wait_for(main(), 240))
 
     return run
 
