@@ -28,7 +28,7 @@ def shared_scheduler(**settings):
         "max_num_batched_tokens": 512,
     }
     return make_scheduler(
-        **options | {"times": TIMES, "pace": Pace(SLO), "caching": False} | settings
+        **options | {"times": TIMES, "pace": Pace(SLO), "enable_prefix_caching": False} | settings
     )
 
 
@@ -233,20 +233,21 @@ def test_what_a_preemption_lost_is_on_nobodys_account():
 @given(st.integers(0, 2**32 - 1))
 def test_nobody_waits_for_ever_and_nothing_leaks_whatever_happens(seed):
     choose = random.Random(seed)
+    policy = choose.choice(["fcfs", "priority"])
     scheduler = make_scheduler(
         num_blocks=choose.randint(12, 40),
         max_num_batched_tokens=choose.randint(4, 20),
         max_num_seqs=choose.randint(1, 4),
-        policy=choose.choice(["fcfs", "priority"]),
+        policy=policy,
         pace=Pace(choose.choice([None, 0.001, 8.0])),
-        caching=choose.random() < 0.5,
+        enable_prefix_caching=choose.random() < 0.5,
     )
     requests = []
     weights = {tenant: choose.choice([0.01, 1.0, 1.0, 50.0]) for tenant in "abc"}
     for number in range(60):
         if choose.random() < 0.5:
             tenant = choose.choice("aaabc")
-            priority = choose.randint(-2, 2) if scheduler.policy == "priority" else 0
+            priority = choose.randint(-2, 2) if policy == "priority" else 0
             request = make_request(
                 str(number),
                 choose.randint(1, 24),

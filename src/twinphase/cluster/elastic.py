@@ -277,6 +277,8 @@ def _queue_seconds(load: WorkerLoad, view: WorkerView, usual_output: float) -> f
     if not waiting:
         return 0.0
     step = load.times.seconds(
-        StepWork.of_decodes(max(1, running), load.decode_tokens / max(1, load.num_decodes))
+        StepWork.of_decodes(
+            max(1, running), load.decode_tokens / max(1, load.num_decodes), load.times.window
+        )
     )
     return waiting * usual_output * step / max(1, running)

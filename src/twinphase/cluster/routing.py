@@ -50,7 +50,7 @@ class WorkerLoad:
             count = self.num_decodes
             context = self.decode_tokens / count if count else 0.0
             current, longer = (
-                self.times.seconds(StepWork.of_decodes(decodes, context))
+                self.times.seconds(StepWork.of_decodes(decodes, context, self.times.window))
                 for decodes in (count, count + 1)
             )
             self._step = (count, longer + count * (longer - current))
@@ -275,6 +275,6 @@ class _PrefillSeconds(dict[int, float]):
 
     def __missing__(self, cached: int) -> float:
         self[cached] = seconds = self._times.seconds(
-            StepWork.of_chunk(cached, self._num_tokens - cached, True)
+            StepWork.of_chunk(cached, self._num_tokens - cached, True, self._times.window)
         )
         return seconds

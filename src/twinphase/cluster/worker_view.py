@@ -185,7 +185,7 @@ class WorkerView:
             sum(column) / len(views)
             for column in zip(*(view.prices for view in views), strict=True)
         ]
-        return CostModel(prices, shape.windowed_share if shape else 0.0)
+        return CostModel(prices, shape.windowed_share, shape.window) if shape else CostModel(prices)
 
     @staticmethod
     def together(
