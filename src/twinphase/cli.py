@@ -194,10 +194,10 @@ def worker(
     ),
     role: str = typer.Option(
         "both",
-        help="prefill: compute prompts for decode workers; decode: continue answers; or both.",
+        help="prefill: prefill prompts for decode workers; decode: generate answers; or both.",
     ),
     join: str = typer.Option(
-        None, help="Server to be added to while it runs: HOST:PORT of its --cluster-listen."
+        None, help="Running server to join: HOST:PORT of its --cluster-listen."
     ),
     kv_port: int = typer.Option(
         0, min=0, max=65535, help="Port that other workers send KV blocks to; 0: any."

@@ -92,15 +92,15 @@ class SamplingParams:
     ignore_eos: bool = setting(False, "Continue after the token that ends the output.")
     logprobs: int | None = setting(
         None,
-        "Log probabilities per output token: the sampled token's, and those of this many "
-        "most likely ones.",
+        "Log probabilities per output token: of the sampled token, and of this many most likely "
+        "tokens.",
         minimum=0,
         maximum=MAX_LOGPROBS,
     )
     prompt_logprobs: int | None = setting(
         None,
-        "Log probabilities per prompt token, but for the first: its own, and those of this many "
-        "most likely ones.",
+        "Log probabilities per prompt token except the first: of the token itself, and of this "
+        "many most likely tokens.",
         minimum=0,
         maximum=MAX_LOGPROBS,
     )
