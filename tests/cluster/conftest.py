@@ -74,7 +74,7 @@ def serve_pools(tiny_path, own_cache, monkeypatch):
             for name, host in hosts.items() if heard else ():
                 take = host.take
                 host.take = lambda message, name=name, take=take: take(heard(name, message))
-            routing = Routing(block_size=config["block_size"], policy="random")
+            routing = Routing(policy="random")
             engine = AsyncEngine(Router(hosts, roles=roles, routing=routing, balance=balance))
             try:
                 await until(lambda: engine.is_running)

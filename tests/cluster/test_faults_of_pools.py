@@ -156,7 +156,7 @@ def test_a_worker_dies_while_one_is_about_to_go_over_to_the_other_pool(serve_poo
         views = engine.host.workers_by_name
 
         def act():
-            router._drains.begin(views["writer"], router.fleet, "prefill")
+            router._drains.begin(views["writer"], "prefill")
             kill(engine, dead)
 
         point.arm("before hand-over", act)

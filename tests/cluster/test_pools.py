@@ -42,7 +42,7 @@ def test_ray_starts_workers_of_both_roles_and_starts_them_again(tiny_path, lone,
                 await all_ready(engine)
                 roles = [("prefill-0", "prefill"), ("decode-0", "decode")]
                 assert [(one.id, one.role) for one in router.workers()] == roles
-                router.fleet._routing.policy = "random"  # all prompts go to the one that reads
+                router.fleet.routing.policy = "random"  # all prompts go to the one that reads
                 found = await check_answers(engine, asked, lone)
                 assert num_moved(found, "decode-0") > 5
                 for pid in () if turn else worker_pids(os.getpid()):

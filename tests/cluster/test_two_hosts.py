@@ -127,7 +127,7 @@ def test_prompts_are_read_there_and_answered_here_whatever_becomes_of_the_cable(
 
         async def body(engine):
             router = engine.host
-            router.fleet._routing.policy = "random"  # all prompts are read there
+            router.fleet.routing.policy = "random"  # all prompts are read there
 
             async def moves():
                 return reasons((await check_answers(engine, asked, lone))[:1], *MOVING)

@@ -157,7 +157,7 @@ def test_lines_that_are_slow_and_cut_messages_anywhere(serve, lone, tiny_path):
             for line in lines.values():
                 await line.lay()
             await all_ready(engine)
-            engine.host.fleet._routing.policy = "random"  # all prompts go to the one that reads
+            engine.host.fleet.routing.policy = "random"  # all prompts go to the one that reads
             await check_answers(engine, asked, lone)
             assert not engine.host.num_restarts
             for line in lines.values():
@@ -201,7 +201,7 @@ def test_workers_say_their_roles_and_send_each_other_blocks(serve, lone, tiny_pa
 
         async def body(engine):
             assert [one.role for one in engine.host.workers()] == ["prefill", "decode"]
-            engine.host.fleet._routing.policy = "random"  # all prompts go to the one that reads
+            engine.host.fleet.routing.policy = "random"  # all prompts go to the one that reads
             found = await check_answers(engine, asked, lone)
             assert num_moved(found, "worker-1") > 5
             reader, writer = engine.host.workers()
@@ -233,7 +233,7 @@ def test_a_worker_that_is_told_to_leave_finishes_hands_over_its_cache_and_is_tak
 
         async def body(engine):
             router = engine.host
-            await until(lambda: len(router.fleet.workers) == 2 if router.fleet else False)
+            await until(lambda: len(router.fleet.workers) == 2)
             router.fleet.workers["worker-1"].accepts = False
             stream = await engine.submit(prompts[0], LONG)
             await anext(stream)

@@ -108,11 +108,14 @@ class Routing:
     def __init__(
         self,
         *,
-        block_size: int,
+        block_size: int = 0,
         policy: Literal["predicted", "random"] = "predicted",
         seed: int = 0,
     ) -> None:
-        """The policy "random" takes any worker of the right role, as a baseline."""
+        """The policy "random" takes any worker of the right role, as a baseline.
+
+        A router sets `block_size`, the tokens of a KV block, when the first worker joins.
+        """
         self.block_size = block_size
         self.policy = policy
         self._random = random.Random(seed)

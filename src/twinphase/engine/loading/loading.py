@@ -12,6 +12,7 @@ from typing import Any
 
 from twinphase.backends.base import Backend, KVCacheSpec, Units
 from twinphase.backends.device import require_torch
+from twinphase.blueprint import Blueprint
 from twinphase.config import EngineConfig, available_cores
 from twinphase.engine.engine import Engine
 from twinphase.engine.frontends.checks import Prompt, embeds
@@ -287,16 +288,7 @@ def make_engine(
 
     `config` is resolved.
     """
-    if config.max_model_len is None or config.num_kv_blocks is None:
-        raise ValueError("the configuration is not resolved")
-    spec = KVCacheSpec(
-        num_layers=model.blueprint.num_layers,
-        num_kv_heads=model.blueprint.num_kv_heads,
-        head_dim=model.blueprint.head_dim,
-        num_blocks=config.num_kv_blocks,
-        block_size=config.block_size,
-    )
-    backend.allocate_kv_cache(spec)
+    allocate_kv_cache(backend, model.blueprint, config)
     shape = replace(shape, kv_token_bytes=backend.kv_bytes_per_token())
     prices = starting_prices(shape, measured_ceilings(config))
     cost_model = CostModel(prices, shape.windowed_share, shape.window)
@@ -311,6 +303,17 @@ def make_engine(
     drafter = make_speculator(wanted, cost_model, lambda: scheduler.pace.slo_seconds, heads)
     sizes: dict[str, Any] = {"shape": shape, "vocab_size": model.blueprint.vocab_size}
     return Engine(scheduler, runner, recorder, **sizes, seed=config.seed, drafter=drafter)
+
+
+def allocate_kv_cache(backend: Backend, blueprint: Blueprint, config: EngineConfig) -> None:
+    """Give a `backend` the KV cache of a resolved configuration."""
+    if config.num_kv_blocks is None:
+        raise ValueError("the configuration is not resolved")
+    heads = blueprint.num_kv_heads
+    spec = KVCacheSpec(
+        blueprint.num_layers, heads, blueprint.head_dim, config.num_kv_blocks, config.block_size
+    )
+    backend.allocate_kv_cache(spec)
 
 
 def _step_log(
