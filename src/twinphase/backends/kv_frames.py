@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.base import Backend, KVCacheSpec
+from twinphase.backends.base import KVCacheSpec
 from twinphase.blueprint import Blueprint
 from twinphase.errors import KVFrameError
 from twinphase.weights.checkpoint import Checkpoint
@@ -45,20 +45,10 @@ def kv_fingerprint(
     return ";".join(f"{name}={value}" for name, value in known.items())
 
 
-def frame_head(fingerprint: str) -> bytes:
-    """The first bytes of every frame."""
-    head = fingerprint.encode()
-    return len(head).to_bytes(FINGERPRINT_LENGTH_BYTES, "little") + head
-
-
-def frame_bytes(backend: Backend, block_size: int) -> int:
-    """Bytes of each frame that `Backend.read_blocks` returns."""
-    return len(frame_head(backend.kv_fingerprint)) + backend.kv_bytes_per_token() * block_size
-
-
 def pack_frames(fingerprint: str, blocks: NDArray[np.uint8]) -> list[bytes]:
     """One frame for each row of `blocks`, uint8 [blocks, bytes of a block]."""
-    head = frame_head(fingerprint)
+    head = fingerprint.encode()
+    head = len(head).to_bytes(FINGERPRINT_LENGTH_BYTES, "little") + head
     return [head + block.tobytes() for block in blocks]
 
 

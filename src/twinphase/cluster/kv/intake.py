@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from twinphase.backends.kv_frames import frame_bytes, frame_head
 from twinphase.cache.prefix_cache import CachedBlock
 from twinphase.cluster.handshake import HANDSHAKE_SECONDS, authenticate
 from twinphase.cluster.kv.frames import (
@@ -33,6 +32,8 @@ from twinphase.cluster.kv.frames import (
     Wanted,
     checksum,
     encode_message,
+    frame_bytes,
+    frame_head,
 )
 from twinphase.cluster.kv.transport import NO_SHRINKING, read_message, unix_names
 from twinphase.engine.engine import Engine
@@ -70,7 +71,7 @@ class BlockIntake:
         self._prefix_cache = loaded.engine.scheduler.kv_cache.prefix_cache
         self.fingerprint = self._backend.kv_fingerprint
         self.head = frame_head(self.fingerprint)
-        self.nbytes = frame_bytes(self._backend, loaded.config.block_size)
+        self.nbytes = frame_bytes(loaded)
         self.counts: Counter[str] = Counter()
         self._waiting: list[_Arrived] = []
         self._room = threading.Condition()

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from twinphase.backends.kv_frames import frame_bytes
 from twinphase.cache.prefix_cache import CachedBlock
+from twinphase.cluster.kv.frames import frame_bytes
 from twinphase.cluster.kv.transport import (
     KVTransport,
     Outgoing,
@@ -85,7 +85,7 @@ class BlockPushes:
         self._kv_cache = loaded.engine.scheduler.kv_cache
         self._prefix_cache = self._kv_cache.prefix_cache
         self._clock = loaded.engine.clock
-        self._nbytes = frame_bytes(self._backend, loaded.config.block_size)
+        self._nbytes = frame_bytes(loaded)
         self._slots: SharedSlots | None = None
         self._transports: dict[str, KVTransport] = {}
         self._pushes: dict[int, _Push] = {}  # By the number of their offer.
