@@ -7,13 +7,12 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 
 from children import end
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.remote import RemoteHost
-from twinphase.config import EngineConfig
+from twinphase.config import EngineConfig, module_command
 from twinphase.constraint import StructuredOutputsParams
 from twinphase.phases.timeline import IntervalKind
 from twinphase.request import SamplingParams
@@ -38,7 +37,7 @@ class WorkerProcess:
     """A worker's process; it ends with the `with` block, or when its stdin closes."""
 
     def __init__(self, address="127.0.0.1:0", *options, key=KEY, before=()):
-        command = [*before, sys.executable, "-m", "twinphase.cluster.worker", "--ends-with-stdin"]
+        command = [*before, *module_command("twinphase.cli"), "worker", "--ends-with-stdin"]
         self.process = subprocess.Popen(
             [*command, "--listen", address, *options],
             stdin=subprocess.PIPE,

@@ -208,14 +208,28 @@ def worker(
     cluster_key_file: str = typer.Option(
         None, help="File with the key; TWINPHASE_CLUSTER_KEY has it otherwise."
     ),
+    # For the processes that start workers.
+    engine: str = typer.Option("{}", hidden=True),
+    ends_with_stdin: bool = typer.Option(False, "--ends-with-stdin", hidden=True),
 ) -> None:
     """Run an engine for a server elsewhere: `twinphase serve MODEL --worker HOST:PORT`."""
+    import json
+
     from twinphase.cluster.address import read_key
 
     key = read_key(cluster_key_file)
     from twinphase.cluster.worker import run_worker
 
-    run_worker(listen, key, role, join=join, drain_timeout=drain_timeout, kv_port=kv_port)
+    run_worker(
+        listen,
+        key,
+        role,
+        json.loads(engine),
+        join=join,
+        drain_timeout=drain_timeout,
+        kv_port=kv_port,
+        ends_with_stdin=ends_with_stdin,
+    )
 
 
 @app.command()

@@ -22,7 +22,7 @@ ENGINE = {name: value for name, value in CONFIG.items() if name != "threads"}
 
 
 def worker_pids(parent):
-    return descendants(parent, lambda words: b"twinphase.cluster.worker" in words)
+    return descendants(parent, lambda words: b"\0worker\0" in words)
 
 
 @pytest.mark.slow

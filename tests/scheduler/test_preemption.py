@@ -137,26 +137,35 @@ def test_a_load_of_several_times_what_fits_finishes_without_thrashing(policy, ca
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_no_block_leaks_and_all_finish_whatever_happens(seed):
+def test_nobody_waits_for_ever_and_nothing_leaks_whatever_happens(seed):
     choose = random.Random(seed)
     policy = choose.choice(["fcfs", "priority"])
     scheduler = make_scheduler(
-        num_blocks=choose.randint(8, 24),
+        num_blocks=choose.randint(8, 40),
         block_size=choose.randint(1, 8),
         max_num_batched_tokens=choose.randint(4, 20),
-        max_num_seqs=4,
+        max_num_seqs=choose.randint(1, 4),
         policy=policy,
         pace=Pace(choose.choice([None, 0.001, 8.0])),
-        enable_prefix_caching=choose.random() < 0.7,
+        enable_prefix_caching=choose.random() < 0.6,
     )
     requests = []
-    for number in range(40):
+    tenants = choose.choice(["a", "aaabc"])
+    weights = {tenant: choose.choice([0.01, 1.0, 1.0, 50.0]) for tenant in tenants}
+    for number in range(60):
         action = choose.random()
-        if action < 0.4:
-            priority = choose.randint(-2, 2) if policy == "priority" else 0
-            prompt = [10] * choose.randint(1, 20)
-            max_tokens = choose.choice([None, 1, 5])
-            request = make_request(str(number), prompt, priority=priority, max_tokens=max_tokens)
+        if action < 0.45:
+            prompt = (
+                [10] * choose.randint(1, 24) if choose.random() < 0.5 else choose.randint(1, 24)
+            )
+            request = make_request(
+                str(number),
+                prompt,
+                priority=choose.randint(-2, 2) if policy == "priority" else 0,
+                max_tokens=choose.choice([None, 1, 5, 9]),
+            )
+            request.tenant = choose.choice(tenants)
+            request.weight = weights[request.tenant]
             try:
                 scheduler.add(request)
                 requests.append(request)
@@ -173,6 +182,7 @@ def test_no_block_leaks_and_all_finish_whatever_happens(seed):
     run_all(scheduler)
     assert scheduler.kv_cache.pool.num_held == 0
     assert all(request.status is RequestStatus.FINISHED for request in requests)
+    assert not scheduler.fair.lines and not +scheduler.fair.seats
 
 
 def test_room_to_grow_is_left_for_answers_as_long_as_of_late():

@@ -21,7 +21,7 @@ class WorkerProcess:
 
     def __init__(self, listen: str, role: Role, *options: str, key: bytes) -> None:
         """Start it on a free port of the host `listen`."""
-        command = [*module_command("twinphase.cluster.worker"), "--ends-with-stdin"]
+        command = [*module_command("twinphase.cli"), "worker", "--ends-with-stdin"]
         self._process = subprocess.Popen(
             [*command, "--listen", f"{listen}:0", "--role", role, *options],
             stdin=subprocess.PIPE,

@@ -16,7 +16,7 @@ from twinphase.cache.prefix_cache import Acceptance, CachedBlock
 from twinphase.engine.executor import Executor
 from twinphase.engine.frontends.checks import check_id, check_token_ids, unknown_request
 from twinphase.engine.recorder import StepRecorder
-from twinphase.errors import ContextLengthError, EngineDeadError, InvalidRequestError
+from twinphase.errors import ContextLengthError, EngineDeadError, InvalidRequestError, one_line
 from twinphase.outcome import FinishReason
 from twinphase.phases.cost import CostModel
 from twinphase.phases.ledger import Ledger
@@ -202,7 +202,7 @@ class Engine:
         except Exception as error:
             if len(batch.scheduled) == 1:
                 return StepOutput(
-                    errors={batch.scheduled[0].request_id: _one_line(error)}, computed_singly=True
+                    errors={batch.scheduled[0].request_id: one_line(error)}, computed_singly=True
                 )
         output = StepOutput(computed_singly=True)
         parts = [Batch([share], []) for share in batch.decodes] + [
@@ -254,7 +254,3 @@ class Engine:
             raise InvalidRequestError(
                 "The answer has ended with the tokens it has.", "There is nothing to continue."
             )
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
