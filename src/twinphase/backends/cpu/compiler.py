@@ -250,7 +250,7 @@ def _object_code(isa: Isa, spec: str) -> tuple[str, bytes]:
         signature.args,
         signature.return_type,
         flags,
-        {},
+        locals={},
     )
     library = compiled.library
     symbol = compiled.fndesc.llvm_func_name
