@@ -209,7 +209,7 @@ RULES: list[tuple[Callable[[], Iterator[str]], int]] = [
     (odd_words_of_pages, 0),
     (constants_completed_by_a_comment, 0),
     (long_lines, 0),
-    (long_files, 7),
+    (long_files, 6),
     (paired_assignments, 0),
     (many_positional_arguments, 0),
     (lists_of_public_names, 0),
