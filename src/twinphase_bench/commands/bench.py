@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from twinphase_bench.run import Parts
     from twinphase_bench.sweep.plan import SweepOptions
 
-SWEEP = "Phase sweep"
-LOAD = "Load (vLLM bench's names)"
-SERVER = "A server at a URL"
 SWEEP_SEED_OFFSET = 1 << 32
 SERVICE_LEVEL = re.compile(r"(ttft|tpot|e2el):")
 BATCHES = "1,2,4,8"
@@ -73,79 +70,48 @@ def bench(
         "load [default: none].",
     ),
     max_length: int = typer.Option(
-        None,
-        min=16,
-        help="Longest prompt plus output, in tokens. [default: the context]",
-        rich_help_panel=SWEEP,
+        None, min=16, help="Longest prompt plus output, in tokens. [default: the context]"
     ),
-    batches: str = typer.Option(
-        None, help="Batch sizes of decode. [default: 1,2,4,8]", rich_help_panel=SWEEP
-    ),
-    all_: bool = typer.Option(
-        False, "--all", help="Run the sweep as well as the load.", rich_help_panel=SWEEP
-    ),
+    batches: str = typer.Option(None, help="Batch sizes of decode. [default: 1,2,4,8]"),
+    all_: bool = typer.Option(False, "--all", help="Run the sweep as well as the load."),
     request_rate: float = typer.Option(
-        None,
-        help="Requests per second, sent whether or not earlier ones have ended (open loop).",
-        rich_help_panel=LOAD,
+        None, help="Requests per second, sent whether or not earlier ones have ended (open loop)."
     ),
     constant: bool = typer.Option(
-        False,
-        "--constant",
-        help="Send at even gaps instead of a Poisson process.",
-        rich_help_panel=LOAD,
+        False, "--constant", help="Send at even gaps instead of a Poisson process."
     ),
     max_concurrency: int = typer.Option(
-        None,
-        min=1,
-        help="Number of requests to keep in flight (closed loop).",
-        rich_help_panel=LOAD,
+        None, min=1, help="Number of requests to keep in flight (closed loop)."
     ),
     trace: Path = typer.Option(
         None,
         "--trace",
         "--dataset-path",
         help="Trace to replay: a Mooncake, Azure or ShareGPT file.",
-        rich_help_panel=LOAD,
     ),
     scale_lengths: float = typer.Option(
-        None, help="Factor for the lengths of a trace's prompts and outputs.", rich_help_panel=LOAD
+        None, help="Factor for the lengths of a trace's prompts and outputs."
     ),
     time_scale: float = typer.Option(
-        None,
-        help="Factor for the gaps of a trace; 2 replays it half as fast.",
-        rich_help_panel=LOAD,
+        None, help="Factor for the gaps of a trace; 2 replays it half as fast."
     ),
     num_prompts: int = typer.Option(
-        None, help="Number of requests. [default: 100, or the whole trace]", rich_help_panel=LOAD
+        None, help="Number of requests. [default: 100, or the whole trace]"
     ),
-    random_input_len: int = typer.Option(
-        None, help="Tokens per prompt. [default: 256]", rich_help_panel=LOAD
-    ),
-    random_output_len: int = typer.Option(
-        None, help="Tokens per output. [default: 64]", rich_help_panel=LOAD
-    ),
+    random_input_len: int = typer.Option(None, help="Tokens per prompt. [default: 256]"),
+    random_output_len: int = typer.Option(None, help="Tokens per output. [default: 64]"),
     goodput: list[str] = typer.Option(
-        [],
-        help="Service levels in milliseconds, such as --goodput ttft:500 tpot:50 e2el:5000.",
-        rich_help_panel=LOAD,
+        [], help="Service levels in milliseconds, such as --goodput ttft:500 tpot:50 e2el:5000."
     ),
-    api_key: str = typer.Option(
-        None, help="API key. [default: $OPENAI_API_KEY]", rich_help_panel=SERVER
-    ),
+    api_key: str = typer.Option(None, help="API key. [default: $OPENAI_API_KEY]"),
     model: str = typer.Option(
-        None,
-        help="The model's name at the server. [default: the first listed]",
-        rich_help_panel=SERVER,
+        None, help="The model's name at the server. [default: the first listed]"
     ),
     endpoint: str = typer.Option(
         None,
         help="Route to ask: auto, completions (/v1/completions) or chat (/v1/chat/completions).",
-        rich_help_panel=SERVER,
     ),
-    timeout: float = typer.Option(
-        None, help="Maximum seconds per reply. [default: 600]", rich_help_panel=SERVER
-    ),
+    timeout: float = typer.Option(None, help="Maximum seconds per reply. [default: 600]"),
     *,
     engine: dict[str, Any],
 ) -> None:
