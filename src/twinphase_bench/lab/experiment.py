@@ -213,8 +213,8 @@ def decide(rule: Rule, measured: Measured, size: float = math.inf, others: float
         reason = f"Too noisy to tell: a limit ({rule.text}) lies within {interval}."
     elif size < rule.fails_from:
         reason = (
-            f"Too small to see: it was measured at {size:,}, and can fail from "
-            f"{rule.fails_from:,} on."
+            f"Too small to see: it was measured at {size:,}, and can fail from {rule.fails_from:,} "
+            "on."
         )
     elif others >= BUSY_CORES and isinstance(measured, Sequence):
         reason = f"It was not kept, but other programs used {others:.1f} cores meanwhile."

@@ -59,14 +59,14 @@ def _title(statuses: Sequence[Status], others: float | None) -> str:
         statuses.count(status) for status in (Status.HOLDS, Status.FAILS, Status.UNKNOWN)
     )
     title = (
-        f"Prefill and decode on this machine: {holds} hold, {fails} do not, {undecided} "
-        "could not be decided"
+        f"Prefill and decode on this machine: {holds} hold, {fails} do not, {undecided} could not "
+        "be decided"
     )
     if others is None or others < BUSY_CORES:
         return title
     return (
-        f"{title} (others used {others:.2f} of {os.cpu_count()} cores: run it again when it "
-        "is quiet)"
+        f"{title} (others used {others:.2f} of {os.cpu_count()} cores: run it again when it is "
+        "quiet)"
     )
 
 

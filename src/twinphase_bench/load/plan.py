@@ -76,8 +76,7 @@ class LoadOptions:
         if self.request_rate is not None and self.max_concurrency is not None:
             raise InvalidRequestError(
                 "--request-rate with --max-concurrency, a cap on the open loop in vLLM, is not "
-                "supported: requests "
-                "that wait for a place would make it a closed loop.",
+                "supported: requests that wait for a place would make it a closed loop.",
                 "Give one of them.",
             )
         for option, why in self._ignored():
@@ -193,8 +192,8 @@ async def _runs(target: Any, options: LoadOptions, sizing: Sizing, progress: Pro
 def _refuse_same_prompts(first: Workload, second: Workload) -> None:
     if any(a.prompt == b.prompt for a, b in zip(first.requests, second.requests, strict=False)):
         raise InvalidRequestError(
-            "--repetitions of a trace with texts of its own would find them in the server's "
-            "prefix cache.",
+            "--repetitions of a trace with texts of its own would find them in the server's prefix "
+            "cache.",
             "Leave it out.",
         )
 

@@ -21,15 +21,14 @@ from twinphase_bench.report.report import Column, Metric, Section, Status, Table
 from twinphase_bench.targets.server_times import claims_section
 
 DEFINITIONS = {
-    "TTFT": "first piece of output at the client - intended send; queue and network in it, "
-    "opening the connection not",
+    "TTFT": "first piece of output at the client - intended send; queue and network in it, opening "
+    "the connection not",
     "TPOT": "(last token - first piece) / (output tokens - 1), of each request; tokens by the "
     "target's count",
-    "ITL": "gap between consecutive pieces of output, pooled over all requests, not divided by "
-    "the tokens in a piece",
+    "ITL": "gap between consecutive pieces of output, pooled over all requests, not divided by the "
+    "tokens in a piece",
     "E2E": "last token - intended send; with fewer pieces than tokens, the last is taken to come "
-    "when the target says "
-    "that it has finished",
+    "when the target says that it has finished",
     "TTFO": "first piece of the answer itself - intended send, of requests that reasoned first",
 }
 PERCENTILES = (
@@ -144,16 +143,16 @@ def load_verdicts(result: LoadResult) -> tuple[Verdict, ...]:
     if result.failures:
         kinds = ", ".join(f"{number} x {kind}" for kind, number in result.failures.items())
         text = (
-            f"{sum(result.failures.values())} of {len(result.observations)} requests failed; "
-            "they have no latencies."
+            f"{sum(result.failures.values())} of {len(result.observations)} requests failed; they "
+            "have no latencies."
         )
         found.append(Verdict(Status.INFO, text, kinds))
     if result.succeeded:
         asked = "" if result.offered is None else f" of {result.offered:.3g} offered"
         asked = asked if result.rate is None else f", {result.rate:.3g} asked for"
         text = (
-            f"{result.request_rate:.3g} req/s served{asked}, {shown(result.output_rate)} "
-            "output tok/s; "
+            f"{result.request_rate:.3g} req/s served{asked}, {shown(result.output_rate)} output "
+            "tok/s; "
         )
         text += (
             f"median TTFT {_median_and_p99(result.ttft)}, median TPOT "
@@ -206,17 +205,17 @@ def _doubts(result: LoadResult) -> list[Verdict]:
         and not any("share prefixes" in note for note in result.notes)
     ):
         text = (
-            f"{cached / prompt:.0%} of the prompt tokens came out of the server's prefix "
-            "cache: prefill was less."
+            f"{cached / prompt:.0%} of the prompt tokens came out of the server's prefix cache: "
+            "prefill was less."
         )
         reason = (
-            "Prompts have unique words; a template before them, or an earlier run with the "
-            "same seed, is shared."
+            "Prompts have unique words; a template before them, or an earlier run with the same "
+            "seed, is shared."
         )
         if "sharegpt" in result.conditions.get("trace", ""):
             reason = (
-                "Questions of a file may begin alike; a template before them, or an earlier "
-                "run of it, is shared."
+                "Questions of a file may begin alike; a template before them, or an earlier run of "
+                "it, is shared."
             )
         found.append((text, reason))
     short = sum(one.finish_reason not in ("length", "") for one in seen)
@@ -237,8 +236,8 @@ def _doubts(result: LoadResult) -> list[Verdict]:
     tokens = result.num_output_tokens
     if tokens and tokens > 1.02 * pieces:
         text = (
-            f"A piece of output has {tokens / pieces:.2f} tokens on average: ITL is of "
-            "pieces, TPOT of tokens."
+            f"A piece of output has {tokens / pieces:.2f} tokens on average: ITL is of pieces, "
+            "TPOT of tokens."
         )
         found.append((text, "Or tokens have no text, and the server sends nothing for them."))
     return [Verdict(Status.INFO, *texts) for texts in found]
@@ -313,8 +312,8 @@ def _throughput(result: LoadResult) -> Table:
     ]
     if any(reasoning):
         what = (
-            f"tokens before the answers, by the target's count of {len(reasoning)} requests; "
-            "part of the output"
+            f"tokens before the answers, by the target's count of {len(reasoning)} requests; part "
+            "of the output"
         )
         rows.append(("reasoning", f"{sum(reasoning):,}", what))
     rows += [
@@ -341,12 +340,12 @@ def _client(result: LoadResult) -> Table:
     opening = "opening a connection; part of no latency unless it was there too late"
     if client.connected_late:
         opening += (
-            f", as {client.connected_late} were, which were asked for in time: the server "
-            "took them slowly"
+            f", as {client.connected_late} were, which were asked for in time: the server took "
+            "them slowly"
         )
     beat = (
-        f"how late a heartbeat of {1e3 * HEARTBEAT_SECONDS:.0f} ms was at each token; up to 1 "
-        "ms is its timer's own"
+        f"how late a heartbeat of {1e3 * HEARTBEAT_SECONDS:.0f} ms was at each token; up to 1 ms "
+        "is its timer's own"
     )
     lags = [
         ("send lag", client.send_lags, "sent - intended; part of every latency"),

@@ -253,8 +253,7 @@ def _findings(found: Sequence[Comparison]) -> Iterable[Verdict]:
         yield Verdict(
             Status.UNKNOWN,
             f"{verdicts[CANNOT]} of {number} metrics cannot be compared: {why}. Their B / A is "
-            "shown without "
-            "an interval: it may be chance.",
+            "shown without an interval: it may be chance.",
         )
     compared = number - verdicts[CANNOT]
     if compared:

@@ -25,20 +25,18 @@ EFFICIENCIES = (
     Column("MFU", "sum over units of FLOP / measured peak, over the measured time"),
     Column(
         "MBU",
-        "bytes (weights once per step, KV read and written) / bandwidth of a working set, over "
-        "the time",
+        "bytes (weights once per step, KV read and written) / bandwidth of a working set, over the "
+        "time",
     ),
     Column("bound", "the ceiling that explains more of the time, and at least half of it"),
 )
 HOW_APART = (
     "Linear layers and attention apart: the step's captured program runs with a clock reading "
-    "wherever the part "
-    "changes, inside the compiled loop. Whole steps are timed without readings; both kinds "
-    "alternate. The parts count as the whole step's where both forward passes take the same time "
-    f"within {MAX_DISAGREEMENT:.0%}. Other operations are "
-    "the embedding, norms, rotation and writing of KV, SwiGLU and quantizing of activations; "
-    "outside the forward pass "
-    "are scheduling, inputs, the waking of threads, and sampling."
+    "wherever the part changes, inside the compiled loop. Whole steps are timed without readings; "
+    "both kinds alternate. The parts count as the whole step's where both forward passes take the "
+    f"same time within {MAX_DISAGREEMENT:.0%}. Other operations are the embedding, norms, rotation "
+    "and writing of KV, SwiGLU and quantizing of activations; outside the forward pass are "
+    "scheduling, inputs, the waking of threads, and sampling."
 )
 
 
@@ -90,8 +88,8 @@ def _rates(ceilings: Ceilings) -> dict[str, float]:
 def balance_table(line: Roofline) -> Table:
     """Balance point of each unit on each memory."""
     definition = (
-        "peak of the unit / bandwidth, FLOP per byte: work of a lower intensity is "
-        "bound by this memory"
+        "peak of the unit / bandwidth, FLOP per byte: work of a lower intensity is bound by this "
+        "memory"
     )
     columns = (
         Column("memory"),
@@ -112,8 +110,8 @@ def balance_table(line: Roofline) -> Table:
 def link_table(link: LinkRates) -> Table:
     """What ranks exchange."""
     definition = (
-        f"{link.ranks} ranks gather rows in shared memory, as a step does, and each "
-        "reads them whole"
+        f"{link.ranks} ranks gather rows in shared memory, as a step does, and each reads them "
+        "whole"
     )
     large, small = (
         f"{rows} row{'s' * (rows > 1)} of {4 * columns:,} bytes"
@@ -241,8 +239,8 @@ def machine_verdict(line: Roofline) -> Verdict:
     memory = slope.name.partition(",")[0]
     text = (
         f"{line.title}: {roof.unit} {rate_text(roof.rate, 'FLOP/s')} / {memory} "
-        f"{rate_text(slope.rate, 'B/s')} = "
-        f"balance at {balance:,.{0 if balance >= 10 else 1}f} FLOP/byte (measured)."
+        f"{rate_text(slope.rate, 'B/s')} = balance at {balance:,.{0 if balance >= 10 else 1}f} "
+        "FLOP/byte (measured)."
     )
     return Verdict(Status.INFO, text)
 

@@ -137,22 +137,22 @@ def _conditions(
     ceiling_repetitions: int,
 ) -> dict[str, str]:
     flags: dict[str, object] = {
-        "ceilings": f"{ceiling_repetitions} repetitions before and after; MBU counts from the "
-        "best bandwidth of these"
+        "ceilings": f"{ceiling_repetitions} repetitions before and after; MBU counts from the best "
+        "bandwidth of these"
     }
     if points is None:
         return conditions(threads=ceilings.threads, isa=ceilings.isa, flags=flags)
     shape = points.workshop.shape
     units = points.workshop.units
     flags |= {
-        "repetitions": f"{min(map(len, points.samples.values()))}, all points in turn; figures "
-        "are medians",
+        "repetitions": f"{min(map(len, points.samples.values()))}, all points in turn; figures are "
+        "medians",
         "decode steps": f"{settings.steps} whole and {settings.steps} in parts per repetition",
         "largest prefill chunk": f"{settings.config.max_num_batched_tokens} tokens",
         "KV cache": f"{settings.config.kv_cache_dtype}, {shape.kv_token_bytes:,} bytes per token",
         "weights": f"{shape.linear_bytes + shape.head_bytes:,} bytes read per step",
-        "units": f"linear layers {units.linear}; attention {units.scores} (scores), "
-        f"{units.values} (values)",
+        "units": f"linear layers {units.linear}; attention {units.scores} (scores), {units.values} "
+        "(values)",
     }
     return conditions(
         model=points.workshop.path, threads=ceilings.threads, isa=ceilings.isa, flags=flags
@@ -165,8 +165,8 @@ def _noise(
     lines = [others.noise()]
     if sweep.kept.provisional:
         lines.append(
-            "Other processes took the cores while ceilings were measured: later runs measure "
-            "them again."
+            "Other processes took the cores while ceilings were measured: later runs measure them "
+            "again."
         )
     if problem:
         lines.append(f"The ceilings could not be kept for later runs: {problem}.")
@@ -186,13 +186,13 @@ def _machine_section(
     sweep: CeilingSweep, line: Roofline, marks: Sequence[DrawnPart], link: LinkRates | None
 ) -> Section:
     caption = (
-        "Solid lines: bandwidth by working set; dashed: peaks of the arithmetic units; "
-        "crosses: balance points."
+        "Solid lines: bandwidth by working set; dashed: peaks of the arithmetic units; crosses: "
+        "balance points."
     )
     if marks:
         caption += (
-            " Points: medians; the labels are prompt lengths, batches and contexts of a "
-            "line's ends."
+            " Points: medians; the labels are prompt lengths, batches and contexts of a line's "
+            "ends."
         )
     plots = (roofline_plot(line, marks, caption),) if line.roofs and line.slopes else ()
     tables = [

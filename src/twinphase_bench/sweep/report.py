@@ -21,8 +21,7 @@ TIME = Column(
 INTERVAL = Column(
     "interval (ms)",
     "of the median, by the ranks of the repetitions, with the confidence that their number gives: "
-    "the lowest to the "
-    "highest of five give 94 %, of three 75 %",
+    "the lowest to the highest of five give 94 %, of three 75 %",
 )
 RATE = Column(
     "tok/s", "prefill: prompt tokens / time. decode: batch / time, all sequences together"
@@ -68,8 +67,8 @@ def _measured(place: Place, point: SweepPoint) -> tuple[str, str, str]:
     interval = median_interval(point.values)
     tokens = point.x[0] if place.phase == "prefill" else place.batch
     span = (
-        f"{time_text(interval.low)} .. {time_text(interval.high)} "
-        f"({100 * interval.confidence:.0f} %)"
+        f"{time_text(interval.low)} .. {time_text(interval.high)} ({100 * interval.confidence:.0f} "
+        "%)"
     )
     return (
         time_text(point.median),
@@ -116,16 +115,16 @@ def sweep_noise(result: PhaseSweep) -> list[str]:
     if spreads:
         lines.append(
             f"Repetitions of a point differ by ±{percent(statistics.median(spreads))} (standard "
-            "deviation, median "
-            f"over {len(spreads)} points), ±{percent(max(spreads))} at the worst point."
+            f"deviation, median over {len(spreads)} points), ±{percent(max(spreads))} at the worst "
+            "point."
         )
     known = [one.foreign_cores for one in kept if one.foreign_cores is not None]
     if known:
         lines.append(
             f"Others used {statistics.median(known):.2f} cores (median), {max(known):.2f} at most. "
-            f"{len(result.visits) - len(kept)} measurements were replaced by a repetition "
-            "because others used the "
-            f"processor; {sum(one.disturbed for one in kept)} of {len(kept)} stayed disturbed."
+            f"{len(result.visits) - len(kept)} measurements were replaced by a repetition because "
+            f"others used the processor; {sum(one.disturbed for one in kept)} of {len(kept)} "
+            "stayed disturbed."
         )
     else:
         lines.append(
@@ -143,9 +142,8 @@ def sweep_noise(result: PhaseSweep) -> list[str]:
         )
     if plan.longest and plan.longest < 0.8 * plan.wanted_length:
         lines.append(
-            f"The longest prompt is {plan.longest:,} of {plan.wanted_length:,} tokens: more "
-            "would not have fitted into "
-            f"{plan.max_seconds:g} s (--max-seconds)."
+            f"The longest prompt is {plan.longest:,} of {plan.wanted_length:,} tokens: more would "
+            f"not have fitted into {plan.max_seconds:g} s (--max-seconds)."
         )
     return lines
 

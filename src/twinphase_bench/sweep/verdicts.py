@@ -57,9 +57,8 @@ def _busy(result: PhaseSweep) -> Verdict | None:
         return None
     return Verdict(
         Status.INFO,
-        f"The machine was busy: others used the processor in {percent(share)} of the "
-        "measurements, even after "
-        "disturbed ones were repeated. Times are longer than on a quiet machine.",
+        f"The machine was busy: others used the processor in {percent(share)} of the measurements, "
+        "even after disturbed ones were repeated. Times are longer than on a quiet machine.",
     )
 
 
@@ -89,10 +88,8 @@ def _rates(result: PhaseSweep) -> Verdict | None:
     return Verdict(
         Status.INFO,
         f"Prefill reads {rate_text(fast)} tok/s ({prompt.x[0]:,.0f}-token prompt), decode writes "
-        f"{rate_text(slow)} "
-        f"tok/s for one request (behind {alone[0].x[0]:,.0f} tokens): prefill's rate is "
-        f"{relation}. One figure for "
-        "both would hide which half was measured.",
+        f"{rate_text(slow)} tok/s for one request (behind {alone[0].x[0]:,.0f} tokens): prefill's "
+        f"rate is {relation}. One figure for both would hide which half was measured.",
     )
 
 
@@ -157,9 +154,8 @@ def _decode_bound(result: PhaseSweep) -> Verdict:
     times = grid[wide].median / alone.median
     text = (
         f"A step for {batch} sequences takes {times:.2f} times as long as a step for one (behind "
-        f"{alone.x[0]:,.0f} "
-        f"tokens), with {batch} times the arithmetic: {percent(times / batch)} of the time per "
-        "token"
+        f"{alone.x[0]:,.0f} tokens), with {batch} times the arithmetic: {percent(times / batch)} "
+        "of the time per token"
     )
     low, high = _ratio(grid[wide], alone)
     if low < MAX_SHARED_RATIO * batch <= high:
@@ -208,6 +204,6 @@ def _decode_growth(result: PhaseSweep) -> Verdict | None:
     return Verdict(
         Status.INFO,
         f"A decode step of one request takes {time_text(alone[0].median)} ms at position "
-        f"{alone[0].x[0]:,.0f} and "
-        f"{time_text(alone[-1].median)} ms at {alone[-1].x[0]:,.0f}: {change}.",
+        f"{alone[0].x[0]:,.0f} and {time_text(alone[-1].median)} ms at {alone[-1].x[0]:,.0f}: "
+        f"{change}.",
     )

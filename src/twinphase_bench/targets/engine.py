@@ -22,12 +22,11 @@ from twinphase_bench.targets.target import DecodeSample, PrefillSample, TargetFa
 
 PREFILL = (
     "Token ids handed to the idle engine .. the step that gave the first token has returned, as "
-    "many steps as the "
-    "prompt has chunks. No tokenizing, no queue, no network; prefix cache off."
+    "many steps as the prompt has chunks. No tokenizing, no queue, no network; prefix cache off."
 )
 DECODE = (
-    "Duration of an engine step that gave each of the batch's sequences one token and "
-    "computed nothing else."
+    "Duration of an engine step that gave each of the batch's sequences one token and computed "
+    "nothing else."
 )
 
 

@@ -39,8 +39,8 @@ MIN_SECRET_CHARACTERS = 4
 # Enough words for a stable average of tokens per word.
 PROBE_WORDS = 240
 PREFILL = (
-    "client TTFT of a request alone: intended send to first piece of output, server and "
-    "network in it"
+    "client TTFT of a request alone: intended send to first piece of output, server and network in "
+    "it"
 )
 DECODE = (
     "gaps between pieces of output at the client, over the tokens that the server's usage counts"
@@ -312,8 +312,7 @@ class OpenAITarget(LoadTarget):
         if seen.num_output_tokens is None:
             self.notes.append(
                 "the server's stream has no `usage`: an output that ended by its length has the "
-                "length asked for, "
-                "others are not counted and have no TPOT"
+                "length asked for, others are not counted and have no TPOT"
             )
 
     def _facts(self, url: str) -> TargetFacts:

@@ -18,17 +18,13 @@ from twinphase_bench.targets.target import DecodeSample, PrefillSample
 
 PREFILL = (
     "Client TTFT of a request for one token, alone on the server: request sent .. first piece of "
-    "output here. The "
-    "server's tokenizing, queue and HTTP are in it, and the network; opening the connection is "
-    "not. Tokens by the "
-    "server's usage, those that it says were cached taken off."
+    "output here. The server's tokenizing, queue and HTTP are in it, and the network; opening the "
+    "connection is not. Tokens by the server's usage, those that it says were cached taken off."
 )
 DECODE = (
-    "Gaps between pieces of output at the client, from the last request's first piece to the "
-    "first request's last one: "
-    "while all requests of the batch decode. Where pieces are not tokens: of a lone request "
-    "(last token - first) / "
-    "(tokens - 1), of several unknown."
+    "Gaps between pieces of output at the client, from the last request's first piece to the first "
+    "request's last one: while all requests of the batch decode. Where pieces are not tokens: of a "
+    "lone request (last token - first) / (tokens - 1), of several unknown."
 )
 TRIES = 3
 # If the first token of a lone request is stamped later than this share of its TTFT (or 2 ms), the
@@ -110,8 +106,7 @@ class PhasesOfUrl:
         if not any(gaps):  # none, or all read at one moment
             raise TargetFailedError(
                 f"The server did not decode {batch} requests of {position:,} tokens at once: no "
-                "two tokens of each "
-                "came apart while all were being answered.",
+                "two tokens of each came apart while all were being answered.",
                 "Check how many requests it runs in parallel.",
             )
         own = [position if one.num_prompt_tokens is None else one.num_prompt_tokens for one in seen]

@@ -50,12 +50,9 @@ def chunked_prefill(bench: Workbench) -> Trial:
         runs,
         [ratios(whole[WORST], chunks[WORST]), ratios(chunks[WAIT], whole[WAIT])],
         "Requests in one step all wait for its end: a step that reads a whole prompt holds every "
-        "decode up for "
-        f"{median_of(whole[WORST]):,.0f} ms, and with at most {small} tokens per step the "
-        "longest gap is "
-        f"{median_of(chunks[WORST]):,.0f} ms. The prompt pays: each of its steps carries the "
-        "decodes, and reads the "
-        "weights again.",
+        f"decode up for {median_of(whole[WORST]):,.0f} ms, and with at most {small} tokens per "
+        f"step the longest gap is {median_of(chunks[WORST]):,.0f} ms. The prompt pays: each of its "
+        "steps carries the decodes, and reads the weights again.",
     )
 
 
