@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from twinphase.estimate.inputs import Drafting, Hardware, Scenario
     from twinphase.estimate.shapes import DecoderShape
 
-HARDWARE = "Hardware"
-REQUEST = "Request"
-MODEL = "Model"
-OUTPUT = "Output"
 SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 
 
@@ -36,76 +32,57 @@ def estimate(
     backend: str = typer.Option(
         "cpu",
         help="With --hardware this, the backend that was measured: cpu or torch.",
-        rich_help_panel=HARDWARE,
     ),
     prompt_tokens: int = typer.Option(
         1000,
         "--prompt-tokens",
         "--input-len",
         help="Prompt tokens per request.",
-        rich_help_panel=REQUEST,
     ),
     output_tokens: int = typer.Option(
         200,
         "--output-tokens",
         "--output-len",
         help="Output tokens per request.",
-        rich_help_panel=REQUEST,
     ),
-    batch_size: int = typer.Option(
-        1, help="Requests that decode together.", rich_help_panel=REQUEST
-    ),
+    batch_size: int = typer.Option(1, help="Requests that decode together."),
     dtype: str = typer.Option(
         None,
         help="Storage type of the weights: fp16, fp8, int4, Q4_0, ... "
         "[default: as in the model's file]",
-        rich_help_panel=MODEL,
     ),
     kv_cache_dtype: str = typer.Option(
         "auto",
         help="Storage type of keys and values: fp32, fp16, bf16, fp8 or int8. auto is 16 bits; "
         "with --hardware this, "
         "what the engine stores.",
-        rich_help_panel=MODEL,
     ),
     compute_dtype: str = typer.Option(
         None, help="Precision of the arithmetic. [default: follows --dtype]"
     ),
-    mfu: float = typer.Option(
-        1.0, help="Assumed share of the peak FLOP/s; 1 gives the bound.", rich_help_panel=HARDWARE
-    ),
-    mbu: float = typer.Option(
-        1.0, help="Assumed share of the bandwidth; 1 gives the bound.", rich_help_panel=HARDWARE
-    ),
-    flops: str = typer.Option(
-        None, help="Peak FLOP/s, instead of the datasheet's, e.g. 312T.", rich_help_panel=HARDWARE
-    ),
+    mfu: float = typer.Option(1.0, help="Assumed share of the peak FLOP/s; 1 gives the bound."),
+    mbu: float = typer.Option(1.0, help="Assumed share of the bandwidth; 1 gives the bound."),
+    flops: str = typer.Option(None, help="Peak FLOP/s, instead of the datasheet's, e.g. 312T."),
     bandwidth: str = typer.Option(
         None,
         help="Memory bandwidth in bytes/s, instead of the datasheet's, e.g. 2.039T.",
-        rich_help_panel=HARDWARE,
     ),
     memory: str = typer.Option(
         None,
         help="Memory in bytes, instead of the datasheet's, e.g. 80G.",
-        rich_help_panel=HARDWARE,
     ),
-    devices: int = typer.Option(
-        1, help="Number of devices that share every layer.", rich_help_panel=HARDWARE
-    ),
+    devices: int = typer.Option(1, help="Number of devices that share every layer."),
     price_per_hour: float = typer.Option(
         None, help="Price per hour of all devices together; gives the cost per million tokens."
     ),
     speculative_config: str = typer.Option(
         None,
         help="Speculative decoding, as for `serve`: a method or an object of vLLM's keys.",
-        rich_help_panel=REQUEST,
     ),
     acceptance: float = typer.Option(
         None,
         help="Assumed chance that a drafted token is right where those before it are. [needs "
         "--speculative-config]",
-        rich_help_panel=REQUEST,
     ),
     explain: bool = typer.Option(False, "--explain", help="Print each formula with its numbers."),
     json: bool = typer.Option(False, "--json", help="Print one JSON object."),

@@ -29,7 +29,7 @@ class Rule:
     Attributes:
         name: of the quantity.
         at_least, at_most: the whole confidence interval must keep these limits.
-        unit: behind the number: "x", "%" (the value is a fraction of 1) or "".
+        unit: after the number: "x", "%" (the value is a fraction of 1) or "".
         formula: of the quantity, where its name does not say it.
         fails_from: the smallest size at which the rule can fail; the effect need not be visible at
             a smaller one.
@@ -132,7 +132,7 @@ class Trial:
     Attributes:
         runs: every repetition of every variant, for the table and the plot.
         measured: of each rule's quantity, in the order of the rules.
-        why: what lies behind the numbers, for people.
+        why: the measured reason, for people.
         curves: further lines of the plot, as functions of the variant, by name.
     """
 

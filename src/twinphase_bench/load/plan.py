@@ -202,8 +202,8 @@ def _parts_of_runs(results: Sequence[LoadResult]) -> Parts:
     """All runs together, where there are several; then the first one whole."""
     first = results[0]
     others = results[1:]
-    verdicts = list(report.load_verdicts(first))
-    sections = list(report.load_sections(first))
+    verdicts = report.load_verdicts(first)
+    sections = report.load_sections(first)
     data = report.load_data(first)
     flags = {"load": f"{first.workload}, {first.arrivals}", **first.conditions}
     if others:

@@ -89,11 +89,11 @@ def roofline(
     return Report(
         kind="roofline",
         title=f"Roofline of {points.workshop.path.name if points else 'this machine'}",
-        verdicts=tuple(words.verdicts(line, found)),
+        verdicts=words.verdicts(line, found),
         conditions=_conditions(points, settings, ceilings, ceiling_repetitions),
-        noise=tuple(_noise(sweep, problem, points, others)),
-        sections=tuple(sections),
-        metrics=tuple(words.metrics(sweep, found)),
+        noise=_noise(sweep, problem, points, others),
+        sections=sections,
+        metrics=words.metrics(sweep, found),
         data=_data(sweep, line, points) | {"link": link and asdict(link)},
     )
 
@@ -195,17 +195,15 @@ def _machine_section(
             "ends."
         )
     plots = (roofline_plot(line, marks, caption),) if line.roofs and line.slopes else ()
-    tables = [
-        words.balance_table(line),
-        words.ceilings_table(sweep),
-        *([words.link_table(link)] if link else []),
-    ]
-    return Section("The machine", (), (), tuple(tables), plots)
+    tables = [words.balance_table(line), words.ceilings_table(sweep)]
+    if link:
+        tables.append(words.link_table(link))
+    return Section("The machine", tables=tables, plots=plots)
 
 
 def _phase_section(found: Sequence[PointFinding], phase: str) -> Section:
     tables = words.point_table(found, phase), words.part_table(found, phase)
-    return Section(phase.capitalize(), (), (), tuple(table for table in tables if table.rows))
+    return Section(phase.capitalize(), tables=[table for table in tables if table.rows])
 
 
 def _series(found: Sequence[PointFinding], series: str) -> list[PointFinding]:

@@ -52,7 +52,7 @@ def prefill_plots(result: PhaseSweep) -> list[Plot]:
 
 
 def decode_plots(result: PhaseSweep) -> list[Plot]:
-    """Time per step by position, and behind the shortest prompts by batch."""
+    """Time per step by position, and after the shortest prompts by batch."""
     points = result.points("decode")
     if not points:
         return []
@@ -75,7 +75,7 @@ def decode_plots(result: PhaseSweep) -> list[Plot]:
             {"series": "decode", "batch": place.batch, **_milliseconds(point)}
             for place, point in chosen
         ]
-        title = f"Decode: time per step by batch size, behind {position:,.0f} tokens"
+        title = f"Decode: time per step by batch size, after {position:,.0f} tokens"
         x = ("batch", "sequences at once")
         plots.append(
             lines("decode-batch", title, rows, x, y, series="series", caption=_points_text(chosen))

@@ -9,7 +9,7 @@ import statistics
 from typing import Any
 
 from twinphase.phases.statistics import median_interval
-from twinphase_bench.report.report import Column, Metric, Section, Table
+from twinphase_bench.report.report import Column, Metric, Section, table_of
 from twinphase_bench.sweep.plan import Place
 from twinphase_bench.sweep.plots import decode_plots, prefill_plots
 from twinphase_bench.sweep.run import PhaseSweep, SweepPoint
@@ -35,7 +35,7 @@ def sweep_sections(result: PhaseSweep) -> list[Section]:
 
 def _both(result: PhaseSweep) -> Section:
     columns = (
-        Column("phase"),
+        "phase",
         Column(
             "tokens before",
             "prefill: length of the prompt. decode: tokens before the decoded one, on average",
@@ -58,7 +58,7 @@ def _both(result: PhaseSweep) -> Section:
             f"Prefill: {result.facts.prefill_definition}",
             f"Decode: {result.facts.decode_definition}",
         ),
-        tables=(Table("Both phases", columns, tuple(rows)),),
+        tables=[table_of("Both phases", columns, rows)],
     )
 
 
@@ -84,7 +84,7 @@ def _phase(result: PhaseSweep, phase: str) -> Section:
         if place.phase == phase
     ]
     plots = prefill_plots(result) if phase == "prefill" else decode_plots(result)
-    return Section(phase.capitalize(), (), tuple(failed), (), tuple(plots))
+    return Section(phase.capitalize(), paragraphs=failed, plots=plots)
 
 
 def sweep_metrics(result: PhaseSweep) -> list[Metric]:

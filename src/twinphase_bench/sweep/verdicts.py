@@ -87,9 +87,9 @@ def _rates(result: PhaseSweep) -> Verdict | None:
     relation = f"{times:.1f} times decode's" if times >= 1 else f"only {times:.2f} times decode's"
     return Verdict(
         Status.INFO,
-        f"Prefill reads {rate_text(fast)} tok/s ({prompt.x[0]:,.0f}-token prompt), decode writes "
-        f"{rate_text(slow)} tok/s for one request (behind {alone[0].x[0]:,.0f} tokens): prefill's "
-        f"rate is {relation}. One figure for both would hide which half was measured.",
+        f"Prefill runs at {rate_text(fast)} tok/s ({prompt.x[0]:,.0f}-token prompt), decode at "
+        f"{rate_text(slow)} tok/s for one request after {alone[0].x[0]:,.0f} tokens: prefill's "
+        f"rate is {relation}. One figure for both would hide which phase was measured.",
     )
 
 
@@ -114,9 +114,9 @@ def _prefill_bound(result: PhaseSweep) -> Verdict:
     if low < MIN_STEPS_PER_CHUNK * chunks <= high:
         return Verdict(Status.UNKNOWN, claim, f"{text}, {_doubt(low, high)}")
     how = (
-        "assuming that it was read in one chunk"
+        "assuming that it was one chunk"
         if known_chunks is None
-        else f"read in {chunks} chunk{'s'[: chunks != 1]}"
+        else f"in {chunks} chunk{'s'[: chunks != 1]}"
     )
     bound = f"{text}, {how}; a step reads all weights once, and so does a chunk: "
     if steps < MIN_STEPS_PER_CHUNK * chunks:
@@ -153,7 +153,7 @@ def _decode_bound(result: PhaseSweep) -> Verdict:
     alone = grid[position, 1]
     times = grid[wide].median / alone.median
     text = (
-        f"A step for {batch} sequences takes {times:.2f} times as long as a step for one (behind "
+        f"A step for {batch} sequences takes {times:.2f} times as long as a step for one (after "
         f"{alone.x[0]:,.0f} tokens), with {batch} times the arithmetic: {percent(times / batch)} "
         "of the time per token"
     )

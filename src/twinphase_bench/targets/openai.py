@@ -57,7 +57,7 @@ class Dialect:
 
     Attributes:
         endpoint: "completions" or "chat".
-        ignore_eos: ask to go on behind the end of text, so that outputs have the length asked for.
+        ignore_eos: ask to continue after the end of text, for outputs of the length asked for.
         include_usage: ask for the token counts in the stream.
         limit: the field that bounds the output.
     """

@@ -126,11 +126,11 @@ def test_verdicts_of_a_machine_like_most(usual):
             "openai",
             "",
             Status.HOLDS,
-            ("38", "assuming that it was read in one chunk", "at most 2.6 % of the time"),
+            ("38", "assuming that it was one chunk", "at most 2.6 % of the time"),
         ),
         ("openai", "", Status.HOLDS, ("cannot be seen from outside",)),
-        ("transformers", "", Status.HOLDS, ("read in 1 chunk;",)),
-        ("openai", "128", Status.HOLDS, ("read in 4 chunks", "10 % of the time")),
+        ("transformers", "", Status.HOLDS, (", in 1 chunk;",)),
+        ("openai", "128", Status.HOLDS, (", in 4 chunks", "10 % of the time")),
         ("openai", "32", Status.UNKNOWN, ("as much as 42 % of the time",)),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_refused_place_is_a_failure_with_its_reason_and_the_rest_goes_on():
     assert {place.batch for place in result.failures} == {8}
     assert all("too many" in why for why in result.failures.values())
     text = markdown(bench_report(result.facts, [sweep_parts(result)]))
-    assert "Not measured: decode of 8 behind" in text
+    assert "Not measured: decode at batch 8 after" in text
 
 
 def test_nothing_measured_is_an_error():

@@ -38,9 +38,8 @@ ALL = "decode, all requests, tokens/s"
     quick=True,
 )
 def batching(bench: Workbench) -> Trial:
-    engine = bench.engine(
-        enable_prefix_caching=True
-    )  # prompts are read once, and found in the cache by repetitions
+    # Prompts are prefilled once, and found in the cache by later repetitions.
+    engine = bench.engine(enable_prefix_caching=True)
     prompts = bench.prompts(bench.size, PROMPT)
     runs = bench.interleave(
         {b: partial(serve, engine, prompts[:b], TOKENS + b) for b in BATCHES if b <= bench.size}

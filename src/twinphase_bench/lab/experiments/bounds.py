@@ -13,7 +13,7 @@ MBU = "MBU, %"
 
 @Experiment(
     claim="Prefill is bound by arithmetic; decode is bound by memory bandwidth.",
-    method="A prompt is read, and tokens are decoded alone: their FLOP and bytes against this "
+    method="A prompt is prefilled, and tokens are decoded alone: their FLOP and bytes against this "
     "machine's ceilings.",
     rules=(
         Rule(

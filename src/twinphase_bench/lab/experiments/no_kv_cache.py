@@ -81,7 +81,7 @@ def no_kv_cache(bench: Workbench) -> Trial:
             sum(sum(found[OTHER]) for found in runs.values()),
         ],
         f"Fit: each token before it makes the next one {slope_without * 1e3:.3g} µs slower without "
-        f"a cache, and {slope * 1e3:.3g} µs with it. An answer of {ANSWER} tokens behind "
+        f"a cache, and {slope * 1e3:.3g} µs with it. An answer of {ANSWER} tokens after "
         f"{bench.size:,} would take {ANSWER * (start_without + slope_without * end) / 1e3:,.0f} s "
         f"instead of {ANSWER * (start + slope * end) / 1e3:.2g} s.",
     )

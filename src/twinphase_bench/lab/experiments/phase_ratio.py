@@ -10,7 +10,7 @@ RATE = "rate, tokens/s"
 
 @Experiment(
     claim="Prefill handles tokens ten times faster than decode, or more.",
-    method="One request alone: its prompt is read, then its answer is decoded behind it.",
+    method="One request alone: its prompt is prefilled, then its answer decoded.",
     rules=(
         Rule(
             "prefill's token rate / decode's",

@@ -26,7 +26,7 @@ OTHER = "other answer"
         Rule("TPOT, second time / first time", 0.8, 1.25),
     ),
     meaning="Put what stays the same (system prompt, documents) first and what changes last: only "
-    "the rest is read.",
+    "the rest is prefilled.",
     figure=Figure(
         "Wait for the first token, the first time and the second", "prefix, tokens", (COLD, WARM)
     ),
@@ -67,7 +67,7 @@ def prompt_cache(bench: Workbench) -> Trial:
             ratios(last[WARM_TPOT], last[COLD_TPOT]),
         ],
         f"The second time {last[COMPUTED][0]:,} of {longest + QUESTION:,} prompt tokens were "
-        f"computed (those behind the last full block), for a first token {median_of(sooner):,.1f} "
+        f"computed (those after the last full block), for a first token {median_of(sooner):,.1f} "
         "times sooner: the weights are read for a few tokens all the same. Decode reads as much KV "
         "as before, the very KV of the first time.",
     )

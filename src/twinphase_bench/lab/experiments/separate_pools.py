@@ -35,9 +35,11 @@ WAIT = "TTFT of the prompts, ms"
             fails_from=1024,
         ),
     ),
-    meaning="If streams must not stutter while prompts are read, give them cores of their own; "
-    "prompts wait longer.",
-    figure=Figure("What decodes feel while long prompts are read", "engines", (WORST, WAIT)),
+    meaning="If streams must not stutter during prefill, give them cores of their own; prompts "
+    "wait longer.",
+    figure=Figure(
+        "Gaps of decoding requests during the prefill of long prompts", "engines", (WORST, WAIT)
+    ),
     also=(USUAL,),
     seconds=11,
     sizes=(1024,),
@@ -67,11 +69,10 @@ def separate_pools(bench: Workbench) -> Trial:
     return Trial(
         runs,
         [ratios(one[WORST], apart[WORST])],
-        "While prompts were read, 99 % of the gaps between tokens were below "
-        f"{median_of(one[WORST]):,.0f} ms on one engine, and below {median_of(apart[WORST]):,.0f} "
-        "ms in pools. The prompts pay, with half of the cores: their TTFT was "
-        f"{median_of(one[WAIT]):,.0f} ms on one engine, and {median_of(apart[WAIT]):,.0f} ms in "
-        "pools.",
+        f"During prefill, 99 % of the gaps between tokens were below {median_of(one[WORST]):,.0f} "
+        f"ms on one engine, and below {median_of(apart[WORST]):,.0f} ms in pools. The prompts pay, "
+        f"with half of the cores: their TTFT was {median_of(one[WAIT]):,.0f} ms on one engine, and "
+        f"{median_of(apart[WAIT]):,.0f} ms in pools.",
     )
 
 
