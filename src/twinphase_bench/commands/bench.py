@@ -71,25 +71,18 @@ def bench(
         "--quick], or of sending a load [default: none].",
     ),
     max_length: int = typer.Option(
-        None,
-        min=16,
-        help="Longest prompt plus output, in tokens. [default: the context]",
+        None, min=16, help="Longest prompt plus output, in tokens. [default: the context]"
     ),
     batches: str = typer.Option(None, help="Batch sizes of decode. [default: 1,2,4,8]"),
     all_: bool = typer.Option(False, "--all", help="Run the sweep as well as the load."),
     request_rate: float = typer.Option(
-        None,
-        help="Requests per second, sent whether or not earlier ones have ended (open loop).",
+        None, help="Requests per second, sent whether or not earlier ones have ended (open loop)."
     ),
     constant: bool = typer.Option(
-        False,
-        "--constant",
-        help="Send at even gaps instead of a Poisson process.",
+        False, "--constant", help="Send at even gaps instead of a Poisson process."
     ),
     max_concurrency: int = typer.Option(
-        None,
-        min=1,
-        help="Number of requests to keep in flight (closed loop).",
+        None, min=1, help="Number of requests to keep in flight (closed loop)."
     ),
     trace: Path = typer.Option(
         None,
@@ -101,8 +94,7 @@ def bench(
         None, help="Factor for the lengths of a trace's prompts and outputs."
     ),
     time_scale: float = typer.Option(
-        None,
-        help="Factor for the gaps of a trace; 2 replays it half as fast.",
+        None, help="Factor for the gaps of a trace; 2 replays it half as fast."
     ),
     num_prompts: int = typer.Option(
         None, help="Number of requests. [default: 100, or the whole trace]"
@@ -110,13 +102,11 @@ def bench(
     random_input_len: int = typer.Option(None, help="Tokens per prompt. [default: 256]"),
     random_output_len: int = typer.Option(None, help="Tokens per output. [default: 64]"),
     goodput: list[str] = typer.Option(
-        [],
-        help="Service levels in milliseconds, such as --goodput ttft:500 tpot:50 e2el:5000.",
+        [], help="Service levels in milliseconds, such as --goodput ttft:500 tpot:50 e2el:5000."
     ),
     api_key: str = typer.Option(None, help="API key. [default: $OPENAI_API_KEY]"),
     model: str = typer.Option(
-        None,
-        help="The model's name at the server. [default: the first listed]",
+        None, help="The model's name at the server. [default: the first listed]"
     ),
     endpoint: str = typer.Option(
         None,

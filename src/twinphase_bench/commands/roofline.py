@@ -25,17 +25,14 @@ def roofline(
         "alone]",
     ),
     prompt_lengths: str = typer.Option(
-        None,
-        help="Prompt lengths of the prefills, in tokens. [default: 16,64,256,512,...,4096]",
+        None, help="Prompt lengths of the prefills, in tokens. [default: 16,64,256,512,...,4096]"
     ),
     batches: str = typer.Option(None, help="Batch sizes of the decodes. [default: 1,2,...,64]"),
     batch_context: int = typer.Option(
-        None,
-        help="Tokens of context of each batched sequence. [default: 256]",
+        None, help="Tokens of context of each batched sequence. [default: 256]"
     ),
     contexts: str = typer.Option(
-        None,
-        help="Contexts of the decodes at batch 1, in tokens. [default: 64,256,1024,4096]",
+        None, help="Contexts of the decodes at batch 1, in tokens. [default: 64,256,1024,4096]"
     ),
     repetitions: int = typer.Option(None, help="Repetitions of every point. [default: 5]"),
     steps: int = typer.Option(None, help="Decode steps per repetition. [default: 8]"),

@@ -17,15 +17,7 @@ from twinphase_bench.client.health import HEARTBEAT_SECONDS, MAX_CORE_SHARE
 from twinphase_bench.client.sse import failure_kind
 from twinphase_bench.load.plots import latency_plots, timeline_plot
 from twinphase_bench.load.run import LoadResult
-from twinphase_bench.report.report import (
-    Column,
-    Metric,
-    Section,
-    Status,
-    Table,
-    Verdict,
-    table_of,
-)
+from twinphase_bench.report.report import Column, Metric, Section, Status, Table, Verdict, table_of
 from twinphase_bench.targets.server_times import claims_section
 
 DEFINITIONS = {

@@ -23,12 +23,7 @@ MAX_SHORT_TABLE_ROWS = 40
 MAX_SHORT_TABLE_COLUMNS = 120
 
 
-def show(
-    report: Report,
-    *,
-    tables: ShownTables = "short",
-    console: Console | None = None,
-) -> None:
+def show(report: Report, *, tables: ShownTables = "short", console: Console | None = None) -> None:
     """Print what a reader needs; everything else is in the files.
 
     Args:

@@ -131,10 +131,7 @@ def settings_of(given: Mapping[str, Any], engine: Mapping[str, Any]) -> Settings
 
 
 def _conditions(
-    points: ModelPoints | None,
-    settings: Settings,
-    ceilings: Ceilings,
-    ceiling_repetitions: int,
+    points: ModelPoints | None, settings: Settings, ceilings: Ceilings, ceiling_repetitions: int
 ) -> dict[str, str]:
     flags: dict[str, object] = {
         "ceilings": f"{ceiling_repetitions} repetitions before and after; MBU counts from the best "
@@ -253,10 +250,7 @@ def _marks(found: Sequence[PointFinding]) -> list[DrawnPart]:
 
 def _data(sweep: CeilingSweep, line: Roofline, points: ModelPoints | None) -> dict[str, Any]:
     data: dict[str, Any] = {
-        "ceilings": {
-            "best": asdict(sweep.kept),
-            "runs": [asdict(one) for one in sweep.runs],
-        },
+        "ceilings": {"best": asdict(sweep.kept), "runs": [asdict(one) for one in sweep.runs]},
         "roofline": asdict(line),
         "balance points": [
             {"unit": roof.unit, "memory": slope.name, "flop_per_byte": balance}

@@ -190,10 +190,7 @@ def _prefill_growth(result: PhaseSweep) -> Verdict | None:
         for point in (points[0], best, points[-1])
     }
     by_length = ", ".join(f"{price} at {tokens:,.0f}" for tokens, price in prices.items())
-    return Verdict(
-        Status.INFO,
-        f"A prompt token takes {by_length} tokens of prompt.",
-    )
+    return Verdict(Status.INFO, f"A prompt token takes {by_length} tokens of prompt.")
 
 
 def _decode_growth(result: PhaseSweep) -> Verdict | None:

@@ -168,21 +168,6 @@ def test_a_host_and_port_is_told_to_be_a_url(text):
     assert f"http://{text}?" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "named"),
-    [
-        ("x.gguf", {"api_key": "k"}, "--api-key"),
-        ("x.gguf", {"endpoint": "chat"}, "--endpoint"),
-        ("http://h", {"engine": {"threads": 2}}, "--threads"),
-        ("llama-cpp:x", {"engine": {"max_num_seqs": 2}}, "--max-num-seqs"),
-        ("transformers:x", {"model": "m"}, "--model"),
-    ],
-)
-def test_options_that_a_target_has_no_use_for_are_refused(text, options, named):
-    with pytest.raises(InvalidRequestError, match=named):
-        open_target(text, kind_of(text, is_model_name), TargetOptions(**options))
-
-
 def test_missing_files_and_packages_are_told(tmp_path, monkeypatch):
     for kind, path, package in (
         ("transformers", tmp_path, "torch"),
