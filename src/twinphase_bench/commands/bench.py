@@ -187,8 +187,6 @@ def _measured(given: dict[str, Any]) -> Report:
 
     kind = kind_of(given["target"], is_model_name)
     load = LoadOptions(
-        input_len=given["random_input_len"],
-        output_len=given["random_output_len"],
         beside_sweep=given["all_"],
         **{name: given[name] for name in LoadOptions.__dataclass_fields__ if name in given},
     )

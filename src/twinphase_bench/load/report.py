@@ -92,14 +92,14 @@ def shown(value: float | None) -> str:
 
 def loads_table(title: str, head: str, rows: Iterable[tuple[str, LoadResult, str]]) -> Table:
     """A row per load, of (name, load, verdict); `head` is the first column's."""
-    columns = (
+    columns: list[Column | str] = [
         head,
         *(Column(figure.name, figure.definition) for figure in FIGURES),
         Column("goodput, req/s", "requests that met the service levels / the same time"),
         Column("sent", "requests"),
         "failed",
         Column("verdict", "void: the client was the limit"),
-    )
+    ]
     cells = []
     for name, run, verdict in rows:
         figures = (shown(figure.of(run)) for figure in FIGURES)

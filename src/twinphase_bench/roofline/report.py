@@ -172,7 +172,14 @@ def part_table(found: Sequence[PointFinding], phase: str) -> Table:
     intensity = Column(
         "FLOP/byte", "arithmetic intensity: FLOP of the algorithm / bytes it must move"
     )
-    columns = (*_point_columns(phase), "part", intensity, "GFLOP/s", "GB/s", *EFFICIENCIES)
+    columns: list[Column | str] = [
+        *_point_columns(phase),
+        "part",
+        intensity,
+        "GFLOP/s",
+        "GB/s",
+        *EFFICIENCIES,
+    ]
     rows = []
     for one in found:
         for name, placed in one.placed[1:] if one.point.phase == phase else ():

@@ -10,7 +10,6 @@ from typing import Any
 
 from twinphase.phases.statistics import median_interval
 from twinphase_bench.report.report import Column, Metric, Section, table_of
-from twinphase_bench.sweep.plan import Place
 from twinphase_bench.sweep.plots import decode_plots, prefill_plots
 from twinphase_bench.sweep.run import PhaseSweep, SweepPoint
 from twinphase_bench.sweep.verdicts import percent, rate_text, time_text
@@ -47,10 +46,15 @@ def _both(result: PhaseSweep) -> Section:
         Column("tok/s each", "decode: of one sequence, 1 / time"),
     )
     rows = [
-        (place.phase, f"{point.x[0]:,.0f}", f"{place.batch}", *_measured(place, point))
-        + (rate_text(1 / point.median) if place.phase == "decode" else "-",)
+        (
+            phase,
+            f"{point.tokens:,.0f}",
+            f"{point.place.batch}",
+            *_measured(point),
+            rate_text(1 / point.median) if phase == "decode" else "-",
+        )
         for phase in ("prefill", "decode")
-        for place, point in result.points(phase)
+        for point in result.points(phase)
     ]
     return Section(
         "Both phases",
@@ -62,10 +66,10 @@ def _both(result: PhaseSweep) -> Section:
     )
 
 
-def _measured(place: Place, point: SweepPoint) -> tuple[str, str, str]:
+def _measured(point: SweepPoint) -> tuple[str, str, str]:
     """The cells of TIME, INTERVAL and RATE."""
     interval = median_interval(point.values)
-    tokens = point.x[0] if place.phase == "prefill" else place.batch
+    tokens = point.tokens if point.place.phase == "prefill" else point.place.batch
     span = (
         f"{time_text(interval.low)} .. {time_text(interval.high)} ({100 * interval.confidence:.0f} "
         "%)"
@@ -95,7 +99,8 @@ def sweep_metrics(result: PhaseSweep) -> list[Metric]:
     }
     found = []
     for phase, definition in definitions.items():
-        for place, point in result.points(phase):
+        for point in result.points(phase):
+            place = point.place
             name = f"prefill_seconds[n={place.length}]"
             if phase == "decode":
                 name = f"decode_step_seconds[position={place.length},batch={place.batch}]"
@@ -107,9 +112,10 @@ def sweep_noise(result: PhaseSweep) -> list[str]:
     """How steady the machine was, and what was repeated or cut short."""
     kept = result.kept()
     plan = result.plan
-    points = [point for phase in ("prefill", "decode") for _, point in result.points(phase)]
     spreads = [
-        statistics.stdev(point.values) / point.median for point in points if len(point.values) > 1
+        statistics.stdev(point.values) / point.median
+        for point in result.points("prefill") + result.points("decode")
+        if len(point.values) > 1
     ]
     lines = []
     if spreads:

@@ -26,7 +26,7 @@ from twinphase_bench.client.client import (
 )
 from twinphase_bench.client.sse import MAX_MESSAGE_CHARACTERS, observe
 from twinphase_bench.load.workload import WORDS, Sizing, TextMaker
-from twinphase_bench.targets.servers import ACCEPTS_IGNORE_EOS, ACCEPTS_TOKEN_IDS, Server, detect
+from twinphase_bench.targets.servers import WITH_EXTENSIONS, Server, detect
 from twinphase_bench.targets.target import LoadTarget, Prompt, TargetFacts
 
 # A connection is opened before its request is due; earlier if the server is far away.
@@ -194,7 +194,7 @@ class OpenAITarget(LoadTarget):
         if how.endpoint == "chat":
             body["messages"] = [{"role": "user", "content": prompt.text}]
         else:
-            ids = prompt.token_ids and (self.server.kind in ACCEPTS_TOKEN_IDS or not prompt.text)
+            ids = prompt.token_ids and (self.server.kind in WITH_EXTENSIONS or not prompt.text)
             body["prompt"] = list(prompt.token_ids) if ids else prompt.text
         if how.ignore_eos:
             body["ignore_eos"] = True
@@ -305,7 +305,7 @@ class OpenAITarget(LoadTarget):
             self.notes.append(
                 "the server refuses `ignore_eos`: outputs may be shorter than asked for"
             )
-        elif self.server.kind not in ACCEPTS_IGNORE_EOS:
+        elif self.server.kind not in WITH_EXTENSIONS:
             self.notes.append(
                 "the server may ignore `ignore_eos`: outputs may be shorter than asked for"
             )

@@ -14,7 +14,7 @@ from twinphase_bench.client.client import run
 from twinphase_bench.load.run import run_load
 from twinphase_bench.load.workload import LoadRequest, PromptMaker, Workload
 from twinphase_bench.targets.openai import OpenAITarget, TargetFailedError
-from twinphase_bench.targets.target import DecodeSample, PrefillSample
+from twinphase_bench.targets.target import PhaseSample
 
 PREFILL = (
     "Client TTFT of a request for one token, alone on the server: request sent .. first piece of "
@@ -70,7 +70,7 @@ class PhasesOfUrl:
             self.target.facts, prefill_definition=PREFILL, decode_definition=DECODE
         )
 
-    def prefill(self, num_tokens: int) -> PrefillSample:
+    def prefill(self, num_tokens: int) -> PhaseSample:
         """Time a lone request for one token."""
         for _ in range(
             TRIES
@@ -80,11 +80,10 @@ class PhasesOfUrl:
                 break
         self._refuse_failed([seen])
         total = num_tokens if seen.num_prompt_tokens is None else seen.num_prompt_tokens
-        return PrefillSample(
-            max(1, total - (seen.num_cached_tokens or 0)), seen.token_times[0] - seen.sent
-        )
+        computed = max(1, total - (seen.num_cached_tokens or 0))
+        return PhaseSample(computed, (seen.token_times[0] - seen.sent,))
 
-    def decode(self, position: int, batch: int, num_tokens: int) -> DecodeSample:
+    def decode(self, position: int, batch: int, num_tokens: int) -> PhaseSample:
         """Time requests while all of them decode; repeats too short ones with longer outputs."""
         extra = OUTPUT_TOKENS_PER_PREFILL * (batch - 1)
         for _ in range(TRIES):
@@ -109,8 +108,10 @@ class PhasesOfUrl:
                 "two tokens of each came apart while all were being answered.",
                 "Check how many requests it runs in parallel.",
             )
-        own = [position if one.num_prompt_tokens is None else one.num_prompt_tokens for one in seen]
-        return DecodeSample(statistics.mean(own) + before, batch, tuple(gaps))
+        prompts = [
+            position if one.num_prompt_tokens is None else one.num_prompt_tokens for one in seen
+        ]
+        return PhaseSample(statistics.mean(prompts) + before, tuple(gaps), batch)
 
     def together(self, count: int, num_tokens: int, max_tokens: int) -> list[Observation]:
         """That many requests at once, each with a prompt of about `num_tokens`.

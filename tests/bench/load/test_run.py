@@ -253,7 +253,12 @@ def test_too_few_files_are_the_fault_of_the_client(stub):
 def test_repetitions_have_prompts_and_gaps_of_their_own():
     target = Instant()
     options = LoadOptions(
-        request_rate=500.0, num_prompts=5, input_len=12, output_len=8, repetitions=3, seed=4
+        request_rate=500.0,
+        num_prompts=5,
+        random_input_len=12,
+        random_output_len=8,
+        repetitions=3,
+        seed=4,
     )
     parts = load_parts(target, options, lambda *_: None)
     runs = [parts.data, *parts.data["further runs"]]
