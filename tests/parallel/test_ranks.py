@@ -7,15 +7,15 @@ import gc
 import os
 import signal
 import threading
-from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from mix_engines import VOCAB, Alone, load
+from mixes import run_mixes
 from numpy.typing import NDArray
 
 from children import descendants
@@ -163,18 +163,10 @@ def test_vectors_are_those_of_one_rank(folder):
 )
 def test_mixes(folder, ranks, options, num_mixes):
     """Random mixes, with the prefix cache and drafts, beside one rank."""
-    mixes = pytest.importorskip("test_mixes")
-    path = write_tiny_gguf(folder / "mixed.gguf", vocab=mixes.VOCAB)
-    config = {
-        "num_kv_blocks": mixes.MOST_BLOCKS,
-        "max_num_batched_tokens": 512,
-        "threads": 1,
-        **options,
-    }
-    alone = mixes.Alone(mixes.LoadedEngine(path, EngineConfig(**config)))
-    tally: Counter[str] = Counter()
-    several = mixes.LoadedEngine(path, EngineConfig(tensor_parallel_size=ranks, **config))
-    mixes.run(partial(mixes.Mixes, several, alone, tally, []), num_mixes)
+    path = write_tiny_gguf(folder / "mixed.gguf", vocab=VOCAB)
+    alone = Alone(load(path, threads=1, **options))
+    several = load(path, threads=1, tensor_parallel_size=ranks, **options)
+    tally = run_mixes(num_mixes, several, alone)
     assert tally["compared"] >= 2 * num_mixes and tally["mixed steps"] >= num_mixes, tally
 
 
