@@ -125,7 +125,7 @@ def _run(
 ) -> int:
     from twinphase.answer import INTERRUPTED, chat, report_answer, result_json, stream_answer
     from twinphase.engine.frontends.llm import LLM
-    from twinphase.terminal import Bar, describe_ranks, note, show_report
+    from twinphase.terminal import Bar, describe_ranks, note, print_json, show_report
 
     bar = Bar("Compiling kernels", "kernels")
     llm = LLM(
@@ -145,12 +145,10 @@ def _run(
     answer = stream_answer(llm, text if raw else messages, params, show=not json)
     report, ceilings = report_answer(llm, answer, time.perf_counter() - _process_start(), before)
     if json:
-        import json as encoder
-
         result = result_json(model, answer, report, ceilings)
         if explain:
             result["explanation"] = asdict(llm.explain(answer.output))
-        print(encoder.dumps(result, ensure_ascii=False, indent=1))
+        print_json(result)
     else:
         show_report(report)
         if explain:

@@ -71,7 +71,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = setting(
         None, "Add BIAS (-100 to 100) to a token's logit, as ID=BIAS; repeatable."
     )
-    bad_words: Sequence[str] | None = setting(None, "Never write this text; repeatable.")
+    bad_words: Sequence[str] | None = setting(None, "Never generate this text; repeatable.")
     allowed_token_ids: Sequence[int] | None = setting(
         None, "Restrict the output to these token ids; repeatable."
     )

@@ -173,4 +173,4 @@ def test_what_cannot_be_is_refused_in_a_line(tiny_path, flags, words, capsys):
 def test_status_of_nobody_is_one_line(capsys):
     assert run_app(["status", "http://127.0.0.1:9"]) != 0
     assert "No server answers" in capsys.readouterr().err
-    assert run_app(["status", "nowhere"]) == 2
+    assert run_app(["status", "--url", "nowhere"]) == 2
