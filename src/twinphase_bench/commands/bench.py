@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from twinphase import EngineConfig, InvalidRequestError, Options, is_model_name, with_options
+from twinphase_bench.commands.publish import save_report, show_report
 
 if TYPE_CHECKING:
     from twinphase_bench.report.report import Report
@@ -34,8 +35,8 @@ def bench(
     target: str = typer.Argument(
         ...,
         help="A model (GGUF file, smollm2, pypi:NAME, hf:ORG/REPO[:FILE]), the URL of an "
-        "OpenAI-compatible server, "
-        "transformers:FOLDER, llama-cpp:FILE.gguf; or `compare` and two results.",
+        "OpenAI-compatible server, transformers:FOLDER, llama-cpp:FILE.gguf; or `compare` and two "
+        "results.",
     ),
     more: list[str] = typer.Argument(
         None, help="For `compare`: two result.json files, or their folders.", metavar="[A B]"
@@ -47,7 +48,9 @@ def bench(
         False, "--json", help="Print the report as JSON; write files only with --out."
     ),
     quick: bool = typer.Option(
-        False, "--quick", help="Take a look in about a minute: fewer points, fewer repetitions."
+        False,
+        "--quick",
+        help="Take a look in about a minute: fewer points, and too few repetitions for `compare`.",
     ),
     seed: int = typer.Option(
         None,
@@ -58,16 +61,14 @@ def bench(
     repetitions: int = typer.Option(
         None,
         min=1,
-        help="Repetitions of every point of the sweep [default: 5; 3 with --quick], or of the "
-        "load with fresh prompts "
-        "[default: 1].",
+        help="Repetitions of every point of the sweep [default: 5; 3 with --quick], or of the load "
+        "with fresh prompts [default: 1].",
     ),
     max_seconds: float = typer.Option(
         None,
         min=1,
         help="Time limit of the sweep, which shortens prompts to fit [default: 300; 90 with "
-        "--quick], or of sending a "
-        "load [default: none].",
+        "--quick], or of sending a load [default: none].",
     ),
     max_length: int = typer.Option(
         None, min=16, help="Longest prompt plus output, in tokens. [default: the context]"
@@ -133,7 +134,9 @@ def bench(
         report = _measured(
             given | {"target": target, "goodput": tuple(goodput + levels), "seed": drawn}
         )
-    _publish(report, out, json)
+    show_report(report, json)
+    if out or not json:
+        save_report(report, out)
     if target != "compare" and _has_void(report):
         raise typer.Exit(VOID_EXIT_CODE)
 
@@ -184,8 +187,6 @@ def _measured(given: dict[str, Any]) -> Report:
 
     kind = kind_of(given["target"], is_model_name)
     load = LoadOptions(
-        input_len=given["random_input_len"],
-        output_len=given["random_output_len"],
         beside_sweep=given["all_"],
         **{name: given[name] for name in LoadOptions.__dataclass_fields__ if name in given},
     )
@@ -267,23 +268,3 @@ def _sizes(text: str) -> tuple[int, ...]:
             f"--batches is {text!r}.", "Give numbers from 1 on, such as 1,2,4,8."
         )
     return tuple(sorted({1, *sizes}))
-
-
-def _publish(report: Report, out: Path | None, as_json: bool) -> None:
-    from twinphase import live, note
-    from twinphase_bench.report.render import write_report
-    from twinphase_bench.report.result import result_json
-    from twinphase_bench.report.terminal import show
-
-    if as_json:
-        print(result_json(report))
-    else:
-        show(report)
-    if out is None and as_json:
-        return
-    import time
-
-    folder = out or Path(time.strftime(f"twinphase-{report.kind}-%Y%m%d-%H%M%S"))
-    with live("twinphase bench") as progress:
-        written = write_report(report, folder, progress)
-    note(f"Report: {written.html} (report.md: the same to be read here)")

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from twinphase import EngineConfig, Options, with_options
+from twinphase_bench.commands.publish import save_report, show_report
 
 MODEL_OPTIONS = Options(
     EngineConfig,
@@ -56,16 +57,6 @@ def roofline(
     settings = settings_of(given, engine)
     with live("twinphase roofline") as progress:
         report = measure(model, settings, ceiling_repetitions, progress)
-    if json:
-        from twinphase_bench.report.result import result_json
-
-        print(result_json(report))
-    else:
-        from twinphase_bench.report.terminal import show
-
-        show(report, tables="all")
+    show_report(report, json, tables="all")
     if out is not None:
-        from twinphase import note
-        from twinphase_bench.report.render import write_report
-
-        note(f"Report: {write_report(report, out).html}")
+        save_report(report, out)
