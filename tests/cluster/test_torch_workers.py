@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kv_workers import workers
-from routed import CONFIG, all_of, mix
+from routed import CONFIG, all_of, mix, reasons
 from twinphase.engine.frontends.llm import LLM
 from twinphase.engine.process.messages import PushTo
 from twinphase.request import SamplingParams
@@ -56,7 +56,6 @@ def test_a_mix_through_both_pools(serve_pools, tiny_path):
         assert [one.outputs[0].token_ids for one in found] == [
             one.outputs[0].token_ids for one in expected
         ]
-        reasons = [one.reason for output in found for one in output.metrics.intervals if one.reason]
-        assert sum("blocks there" in reason for reason in reasons) > 5
+        assert sum("blocks there" in reason for reason in reasons(found)) > 5
 
     serve_pools(body, {"reader": "prefill", "writer": "decode"}, config=TORCH)

@@ -15,8 +15,6 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-__all__ = ["Oracle", "chunks", "negative_log_likelihood", "rewritten"]
-
 F32 = NDArray[np.float32]
 CHUNK = 512  # rows whose logits are in memory at a time
 

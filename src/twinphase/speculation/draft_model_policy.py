@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from twinphase.batch import Batch, StepOutput, StepWork
 from twinphase.request import Request
+from twinphase.scheduler.chunk import StepCost
 from twinphase.speculation.draft_lengths import Acceptance, drafted_row
 from twinphase.speculation.draft_model import DraftModel
 from twinphase.speculation.proposer import Draft
@@ -32,23 +33,20 @@ class DraftModelPolicy:
     def __init__(
         self,
         model: DraftModel,
-        seconds: Callable[[StepWork], float],
-        window: int | None = None,
+        times: StepCost,
         most: int | None = None,
     ) -> None:
         """Decide for `model` with predicted step times of the target.
 
         Args:
             model: the draft model.
-            seconds: predicts steps of the target.
-            window: sliding window of the target's layers, in tokens.
+            times: predicts steps of the target.
             most: tokens per draft; None is the model's own limit.
         """
         self.model = model
         self.num_failures = 0
         self._most = model.num_speculative_tokens if most is None else most
-        self._seconds = seconds
-        self._window = window
+        self._times = times
         self._failed: set[str] = set()
         self._num_steps = 0
         self._num_trials = 0
@@ -93,11 +91,11 @@ class DraftModelPolicy:
     def _decodes(self, requests: Sequence[Request]) -> StepWork:
         """The target's step without drafts."""
         context = sum(request.num_tokens for request in requests) // len(requests)
-        return StepWork.of_decodes(len(requests), context, self._window)
+        return StepWork.of_decodes(len(requests), context, self._times.window)
 
     def _trial(self, requests: Sequence[Request]) -> dict[str, int]:
         """One draft token for one request in turn, when enough trial time has accumulated."""
-        self._trial_seconds += TRIAL_TIME_SHARE * self._seconds(self._decodes(requests))
+        self._trial_seconds += TRIAL_TIME_SHARE * self._times.seconds(self._decodes(requests))
         turn = self._num_trials % len(requests)
         for request in [*requests[turn:], *requests[:turn]]:
             missing = min(self.model.num_missing(request), request.num_tokens)
@@ -122,8 +120,8 @@ class DraftModelPolicy:
             chances,
             self.model.times.seconds(StepWork.of_decodes(len(requests), context)),
             self._decodes(requests),
-            drafted_row(context, self._window),
-            self._seconds,
+            drafted_row(context, self._times.window),
+            self._times.seconds,
             self._most,
         )
 

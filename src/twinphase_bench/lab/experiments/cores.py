@@ -13,14 +13,14 @@ WRITE = f"decode of {TOKENS - 1} tokens, ms"
 
 @Experiment(
     claim="More cores help prefill more than decode.",
-    method="The same prefill and decode with one thread and with all: cores bring arithmetic, "
-    "and share the bandwidth.",
+    method="The same prefill and decode with one thread and with all: cores bring arithmetic, and "
+    "share the bandwidth.",
     rules=(
         Rule("prefill's speed-up", at_least=1.3, formula="time with one thread / with all"),
         Rule("prefill's speed-up / decode's", at_least=1.1),
     ),
-    meaning="Cores shorten the wait for the first token; whether they speed up the stream "
-    "depends on the memory.",
+    meaning="Cores shorten the wait for the first token; whether they speed up the stream depends "
+    "on the memory.",
     figure=Figure("Both phases by number of threads", "threads", (READ, WRITE)),
     seconds=11,
     sizes=(256, 128, 64),
@@ -47,8 +47,6 @@ def cores(bench: Workbench) -> Trial:
         runs,
         [prefill, ratios(prefill, decode)],
         f"From one thread to {most}, prefill became {median_of(prefill):.2f} times as fast and "
-        "decode "
-        f"{median_of(decode):.2f} times. Where decode gains about as much, one core cannot use "
-        "all the bandwidth: "
-        "memory is not yet what these few cores share.",
+        f"decode {median_of(decode):.2f} times. Where decode gains about as much, one core cannot "
+        "use all the bandwidth: memory is not yet what these few cores share.",
     )
