@@ -24,7 +24,7 @@ class Oracle:
 
     def __init__(self, path: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+            path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
 
     def logits(self, ids: Sequence[int]) -> Iterator[tuple[slice, F32]]:
