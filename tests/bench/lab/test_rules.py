@@ -10,7 +10,7 @@ import pytest
 
 from tiny_gguf import write_tiny_gguf
 from twinphase.engine.stepped import Workshop
-from twinphase.errors import InvalidRequestError
+from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.timeline import StepRecord
 from twinphase.phases.work import Cost
@@ -233,14 +233,12 @@ def test_every_claim_can_hold_and_fail_and_is_tried_once():
     assert all(one.rules for one in EXPERIMENTS)
 
 
-def test_what_cannot_be_known_is_undecided_and_says_why(workshop, model):
+def test_what_cannot_be_measured_says_why(workshop, model):
     bounds, cores = choose(["bounds", "cores"])
-    trial = bounds.measure(bench_of(workshop, 512, ceilings=None))
-    assert (
-        verdict(bounds, trial, 512)[0] is UNDECIDED and "ceilings are unknown" in trial.measured[0]
-    )
-    trial = cores.measure(bench_of(Workshop(model, threads=1, num_kv_blocks=64), 256))
-    assert verdict(cores, trial, 256)[0] is UNDECIDED and "one core only" in trial.measured[0]
+    with pytest.raises(TwinphaseError, match="ceilings are unknown"):
+        bounds.measure(bench_of(workshop, 512, ceilings=None))
+    with pytest.raises(TwinphaseError, match="one core only"):
+        cores.measure(bench_of(Workshop(model, threads=1, num_kv_blocks=64), 256))
 
 
 def test_ideal_times_count_what_the_engine_counts(workshop):
