@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from added import greedy
 from routed import (
     LONG,
     all_of,
@@ -122,9 +123,9 @@ def test_what_a_dead_worker_began_goes_on_elsewhere(serve, lone, sig):
 
 def test_an_answer_that_ended_at_a_stop_string_needs_no_other_worker(serve, lone):
     """A worker that dies after the front end found the end of the text changes nothing."""
-    params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+    params = greedy(300)
     text = lone.generate([[40, 41]], params)[0].outputs[0].text
-    stopping = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True, stop=text[20:24])
+    stopping = greedy(300, stop=text[20:24])
     expected = lone.generate([[40, 41]], stopping)[0]
 
     async def body(engine):

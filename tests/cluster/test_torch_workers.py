@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from added import greedy
 from kv_workers import workers
 from routed import CONFIG, all_of, mix, reasons
 from twinphase.engine.frontends.llm import LLM
 from twinphase.engine.process.messages import PushTo
-from twinphase.request import SamplingParams
 
 TORCH = {**CONFIG, "backend": "torch", "device": "cpu"}
 
@@ -27,7 +27,7 @@ def threads():
 
 def test_a_prompt_is_read_on_one_and_answered_on_another(tiny_path):
     prompt = [10 + (7 * i + i * i) % 250 for i in range(150)]
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    params = greedy(8)
     with workers(tiny_path, 2, **TORCH) as (reader, writer):
         expected = reader.ask(prompt, params)
         reader.forget()

@@ -30,22 +30,10 @@ class DraftModelPolicy:
         num_failures: failed steps of the model; it is not used for their requests again.
     """
 
-    def __init__(
-        self,
-        model: DraftModel,
-        times: StepCost,
-        most: int | None = None,
-    ) -> None:
-        """Decide for `model` with predicted step times of the target.
-
-        Args:
-            model: the draft model.
-            times: predicts steps of the target.
-            most: tokens per draft; None is the model's own limit.
-        """
+    def __init__(self, model: DraftModel, times: StepCost) -> None:
+        """Decide for `model`; `times` predicts steps of the target."""
         self.model = model
         self.num_failures = 0
-        self._most = model.num_speculative_tokens if most is None else most
         self._times = times
         self._failed: set[str] = set()
         self._num_steps = 0
@@ -60,7 +48,7 @@ class DraftModelPolicy:
         if not requests:
             return {}
         self._num_steps += 1
-        most = self._most
+        most = self.model.num_speculative_tokens
         if not always and self._num_steps > LEARNING_STEPS:
             most = self._worthwhile(requests, acceptance)
         limits = dict.fromkeys((request.request_id for request in requests), most)
@@ -122,7 +110,7 @@ class DraftModelPolicy:
             self._decodes(requests),
             drafted_row(context, self._times.window),
             self._times.seconds,
-            self._most,
+            self.model.num_speculative_tokens,
         )
 
 
