@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from twinphase import TwinphaseError
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial, median_of, ratios
 from twinphase_bench.lab.workbench import DECODE, PREFILL, Workbench, serve
 
@@ -40,8 +41,7 @@ MBU = "MBU, %"
 )
 def bounds(bench: Workbench) -> Trial:
     if bench.ceilings is None:
-        unknown = "This machine's ceilings are unknown."
-        return Trial({}, [unknown] * 4, unknown)
+        raise TwinphaseError("This machine's ceilings are unknown.")
     engine = bench.engine(max_num_batched_tokens=bench.size)
     ideal = {
         PREFILL: bench.ideal_milliseconds(0, bench.size),

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from twinphase import available_cores
+from twinphase import TwinphaseError, available_cores
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial, median_of, ratios
 from twinphase_bench.lab.workbench import DECODE, PREFILL, Workbench, serve
 
@@ -28,9 +28,7 @@ WRITE = f"decode of {TOKENS - 1} tokens, ms"
 def cores(bench: Workbench) -> Trial:
     most = bench.workshop.config.threads or available_cores()
     if most == 1:
-        return Trial(
-            {}, ["There is one core only."] * 2, "With one core there is nothing to compare."
-        )
+        raise TwinphaseError("There is one core only, and nothing to compare.")
     engines = {"one thread": bench.open(threads=1).engine(), f"{most} threads": bench.engine()}
     prompts = bench.prompts(1, bench.size)
     for engine in engines.values():

@@ -6,7 +6,14 @@ from functools import partial
 from itertools import pairwise
 from time import perf_counter
 
-from twinphase import AsyncEngine, ClusterConfig, SamplingParams, available_cores, make_host
+from twinphase import (
+    AsyncEngine,
+    ClusterConfig,
+    SamplingParams,
+    TwinphaseError,
+    available_cores,
+    make_host,
+)
 from twinphase.phases.statistics import percentile
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial, median_of, ratios
 from twinphase_bench.lab.workbench import Workbench
@@ -47,7 +54,7 @@ WAIT = "TTFT of the prompts, ms"
 def separate_pools(bench: Workbench) -> Trial:
     threads = bench.workshop.config.threads or available_cores()
     if threads == 1:
-        return Trial({}, ["There is one core only."], "With one core there is nothing to separate.")
+        raise TwinphaseError("There is one core only, and nothing to separate.")
     pools = ClusterConfig(prefill_workers=1, decode_workers=1, threads_per_worker=threads // 2)
     with asyncio.Runner() as runner:
         engines = runner.run(_start(bench, {ONE: ClusterConfig(), POOLS: pools}, threads))
