@@ -156,15 +156,16 @@ def make_engine(
     """A new engine on a loaded model, whose blocks still hold the KV of earlier engines."""
     whole = loaded.engine
     cost_model = CostModel(starting_prices(whole.shape, None))
-    scheduler = Scheduler(
-        KVCacheManager(num_blocks, 16),
+    config = EngineConfig(
+        num_kv_blocks=num_blocks,
         max_model_len=512,
-        eos_token_ids=loaded.text.tokenizer.eos_token_ids,
-        times=cost_model,
         max_num_seqs=MOST_SEQS,
-        usual_output=0.0,  # so that blocks run out
+        itl_slo_ms=None,
         **options,
     )
+    eos = loaded.text.tokenizer.eos_token_ids
+    scheduler = Scheduler(config, cost_model, eos_token_ids=eos)
+    scheduler.usual_output = 0.0  # so that blocks run out
     recorder = StepRecorder(whole.shape, cost_model, clock)
     executor = Faulty(whole.executor)
     sizes = {"shape": whole.shape, "vocab_size": whole.vocab_size}

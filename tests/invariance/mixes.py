@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from inspect import signature
@@ -156,7 +157,7 @@ class Mixes(RuleBasedStateMachine):
         kind=st.sampled_from(["none", *GUESSERS]),
     )
     def start(self, num_blocks: int, policy: str, kind: str) -> None:
-        options = {"policy": policy, "max_num_batched_tokens": 64}
+        options = {"scheduling_policy": policy, "max_num_batched_tokens": 64}
         self.engine = make_engine(self.mixed, num_blocks, self.clock, **options)
         self.engine.drafter = make_drafter(self.kind or kind, self.engine, self.right)
         if self.written_by is not None:
@@ -172,7 +173,7 @@ class Mixes(RuleBasedStateMachine):
     @rule(burst=st.lists(new_requests(), min_size=1, max_size=6))
     def submit(self, burst: list[dict[str, Any]]) -> None:
         for wanted in burst:
-            wanted["priority"] *= self.scheduler.policy == "priority"
+            wanted["priority"] *= self.scheduler.config.scheduling_policy == "priority"
             self.add(**wanted)
 
     def right(self, request: Request) -> list[int]:
@@ -211,7 +212,7 @@ class Mixes(RuleBasedStateMachine):
         with self.clock.running():
             result: StepResult = self.engine.step()
         self.scheduler.check_integrity()
-        assert 0 < result.batch.num_tokens <= self.scheduler.max_num_batched_tokens
+        assert 0 < result.batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
         for name, (first, entries) in result.output.prompt_logprobs.items():
             assert first == len(self.logprobs[name]) + 1
             self.logprobs[name] += entries
@@ -252,13 +253,14 @@ class Mixes(RuleBasedStateMachine):
 
     @rule(num_tokens=st.sampled_from([MOST_SEQS, 16, 17, 33, 64, 256]))
     def change_chunks(self, num_tokens: int) -> None:
-        self.scheduler.max_num_batched_tokens = num_tokens
+        config = replace(self.scheduler.config, max_num_batched_tokens=num_tokens)
+        self.scheduler.config = config
 
     @rule(milliseconds=st.sampled_from([None, 1e-6, 0.2, 0.5, 1000.0, "auto"]))
     def change_slo(self, milliseconds: float | str | None) -> None:
         """To a number, to none, or as a server does by default."""
         if isinstance(milliseconds, str):
-            limits = self.scheduler.max_num_batched_tokens, self.scheduler.max_model_len, 16
+            limits = self.scheduler.config.max_num_batched_tokens, self.scheduler.max_model_len, 16
             self.engine.keep_pace(Pacing(self.engine.cost_model, *limits).choose())
             self.tally["default SLOs"] += 1
         else:

@@ -49,7 +49,7 @@ def test_mixes_in_float64(tmp_path, monkeypatch, ranks):
         lambda config, progress: Rounded("cpu", "float64", 1),
     )
     monkeypatch.setattr(
-        "twinphase.engine.ranks.ranks.module_command", lambda module: [sys.executable, "-c", RANK]
+        "twinphase.engine.process.start.module_command", lambda module: [sys.executable, "-c", RANK]
     )
     path = write_tiny_gguf(tmp_path / "dense.gguf", vocab=VOCAB, window=40)
     num_mixes = int(os.environ.get("MIXES", 10))

@@ -18,6 +18,7 @@ from mix_engines import VOCAB, Alone, load
 from mixes import run_mixes
 from numpy.typing import NDArray
 
+from added import greedy
 from children import descendants
 from steps import Piece, Steps, own_cache
 from tiny_gguf import write_tiny_gguf
@@ -241,7 +242,6 @@ def test_ranks_compute_on_their_nodes(folder, monkeypatch):
 @pytest.mark.parametrize("backend", ("reference", pytest.param("torch", marks=TORCH)))
 def test_a_server_starts_its_ranks_again(folder, backend):
     path = write_tiny_gguf(folder / "long.gguf", tensor_type="F32", context=8192)
-    long = SamplingParams(temperature=0.0, max_tokens=8000, ignore_eos=True)
 
     async def ready(engine: AsyncEngine) -> None:
         while not engine.is_running:
@@ -251,7 +251,7 @@ def test_a_server_starts_its_ranks_again(folder, backend):
         engine = AsyncEngine.in_process(path, backend=backend, tensor_parallel_size=2)
         try:
             await ready(engine)
-            stream = await engine.submit("hello", long)
+            stream = await engine.submit("hello", greedy(8000))
             await anext(aiter(stream))
             for rank in ranks_of_this_process():
                 os.kill(rank, signal.SIGKILL)

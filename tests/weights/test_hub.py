@@ -121,11 +121,6 @@ def test_names_of_nothing(name, match):
     assert raised.value.fix and "\n" not in str(raised.value)
 
 
-def test_a_directory_names_the_models_in_it(tmp_path):
-    write_tiny_gguf(tmp_path / "m.gguf")
-    refused(str(tmp_path), ModelNotFoundError, "directory.*m.gguf")
-
-
 # Wheels
 # ------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu
+from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu, compiler_environment
 from twinphase.config import module_command
 from twinphase.errors import TwinphaseError
 from twinphase.weights import block_formats
@@ -41,7 +41,7 @@ KERNELS = {
         "packing": ("pack",),
         "program": ("run_program",),
         "quantize": ("quantize", "round_rows"),
-        "ranks": ("copy_columns", "meet"),
+        "ranks": ("copy_columns", "meet", "stamp"),
         "rope": ("rope_kv_write", "norm_columns"),
         "routing": ("route", "sort_rows", "combine"),
     }.items()
@@ -156,18 +156,17 @@ def _compile_in_processes(
     except OSError as error:
         raise storage_error(error, folder) from error
     jobs = min(os.cpu_count() or 1, -(-len(missing) // KERNELS_PER_PROCESS))
-    environment = {
-        **os.environ,
-        **_forced_cpu(isa),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
     command = [*module_command("twinphase.backends.cpu.compiler"), str(folder), isa.name]
+    environment = compiler_environment(isa)
     with contextlib.ExitStack() as stack:
         workers = []
         for job in range(jobs):
             log = stack.enter_context(tempfile.TemporaryFile())
             process = subprocess.Popen(
-                [*command, *missing[job::jobs]], stdout=log, stderr=log, env=environment
+                [*command, *missing[job::jobs]],
+                stdout=log,
+                stderr=log,
+                env=environment,
             )
             stack.callback(process.kill)
             workers.append((process, log))
@@ -197,13 +196,6 @@ def _report(folder: Path, isa: Isa, specs: Sequence[str], progress: Progress | N
         done = [spec for spec in specs if _object_path(folder, isa, spec).exists()]
         left = [spec for spec in specs if spec not in done]
         progress(len(done), len(specs), left[0] if left else "")
-
-
-def _forced_cpu(isa: Isa) -> dict[str, str]:
-    """Environment that makes Numba compile for the path's processor and no other."""
-    if not isa.cpu and isa.name != "generic":
-        return {}
-    return {"NUMBA_CPU_NAME": baseline_cpu(isa), "NUMBA_CPU_FEATURES": ""}
 
 
 def _compile(folder: Path, isa: Isa, specs: Iterable[str]) -> None:
@@ -250,7 +242,7 @@ def _object_code(isa: Isa, spec: str) -> tuple[str, bytes]:
         signature.args,
         signature.return_type,
         flags,
-        {},
+        locals={},
     )
     library = compiled.library
     symbol = compiled.fndesc.llvm_func_name
