@@ -19,7 +19,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
@@ -126,11 +126,7 @@ def learn(args: argparse.Namespace, trace: Trace, console: Console) -> FleetSpec
     return FleetSpec(
         roles,
         costs,
-        config.num_kv_blocks or 1,
-        config.block_size,
-        config.max_num_batched_tokens,
-        config.max_num_seqs,
-        itl_slo_ms=ITL_SLO_MS,
+        replace(config, enable_prefix_caching=True, max_model_len=1 << 20, itl_slo_ms=ITL_SLO_MS),
         block_bytes=config.block_size * llm.engine.shape.kv_token_bytes,
         bytes_per_second=KV_BYTES_PER_SECOND,
         between_steps=costs.slo_seconds(0.0),

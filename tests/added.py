@@ -1,4 +1,4 @@
-"""`Add` messages, as a front end makes them."""
+"""Requests as a front end makes them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 from twinphase.engine.process.messages import Add
 from twinphase.phases.record import RequestRecord
 from twinphase.request import SamplingParams
+
+
+def greedy(max_tokens: int | None, **others: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **others)
 
 
 def make_add(

@@ -15,13 +15,18 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import contextlib
 import ctypes
+import io
 import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import twinphase_bench.cli  # noqa: F401  adds bench, lab and roofline to the command line
+from command_line import Done
+from twinphase.cli import run_app
 
 # A busy machine is slow now and then, so examples have no deadline. Every run tries the same
 # examples, so that a failure is due to the change; `--hypothesis-profile explore` looks for others.
@@ -55,6 +60,25 @@ LONGEST_FILES = (
     "bench/load/test_run.py",
     "bench/lab/test_rules.py",
 )
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache of models, kernels and measurements."""
+    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def twinphase(monkeypatch, capfd) -> Callable[..., Done]:
+    """Runs a command in this process, which starts no interpreter."""
+
+    def run(*given: object, stdin: bytes = b"") -> Done:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        code = run_app([str(word) for word in given])
+        return Done(code, *capfd.readouterr())
+
+    return run
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,8 +13,6 @@ from twinphase.explain.explanation import Explanation
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.request import Request, SamplingParams
 
-__all__ = ["Engine", "Life", "Script", "usual_seconds"]
-
 Life = tuple[Request, RequestTimeline]
 
 

@@ -15,8 +15,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Recorder", "record_kernels"]
-
 NEEDS_HOST = {"aten::_local_scalar_dense", "aten::nonzero"}
 
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
+import subprocess
 import time
 
+from children import end
+from twinphase.cluster.address import KEY_VARIABLE
+from twinphase.cluster.remote import RemoteHost
+from twinphase.config import EngineConfig, module_command
 from twinphase.constraint import StructuredOutputsParams
 from twinphase.phases.timeline import IntervalKind
 from twinphase.request import SamplingParams
@@ -23,8 +30,41 @@ PREFIXES = [[10 + (7 * i + i * i) % 250 for i in range(96)], [11] * 64, []]
 LONG = SamplingParams(temperature=1.5, seed=3, max_tokens=300, ignore_eos=True, logprobs=2)
 
 
+KEY = "0123456789abcdef"
+
+
+class WorkerProcess:
+    """A worker's process; it ends with the `with` block, or when its stdin closes."""
+
+    def __init__(self, address="127.0.0.1:0", *options, key=KEY, before=()):
+        command = [*before, *module_command("twinphase.cli"), "worker", "--ends-with-stdin"]
+        self.process = subprocess.Popen(
+            [*command, "--listen", address, *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, KEY_VARIABLE: key},
+            text=True,
+        )
+        self.address = self.process.stdout.readline().split()[-1]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        end(self.process)
+
+
+def remote_host(address, path, silence=2.0, *, key=KEY):
+    return RemoteHost(address, key.encode(), path, EngineConfig(**CONFIG), silence)
+
+
 def pid_of(engine, name):
     return engine.host.workers_by_name[name].host.pid
+
+
+def kill(engine, name, number=signal.SIGKILL):
+    os.kill(pid_of(engine, name), number)
 
 
 async def until(condition):
@@ -32,6 +72,10 @@ async def until(condition):
     while not condition():
         assert time.monotonic() < deadline, "what was waited for did not come"
         await asyncio.sleep(0.005)
+
+
+async def all_ready(engine):
+    await until(lambda: all(one.state == "ready" for one in engine.host.workers()))
 
 
 async def read(stream):
@@ -97,6 +141,31 @@ def mix(seed, count=10):
 async def all_of(engine, asked, **options):
     streams = [await engine.submit(prompt, params, **options) for prompt, params in asked]
     return await asyncio.gather(*map(read, streams))
+
+
+def reasons(outputs, *kinds):
+    """Why intervals of these kinds, or of any, are in the timelines of the answers."""
+    return [
+        one.reason
+        for output in outputs
+        for one in output.metrics.intervals
+        if one.reason and (not kinds or one.kind in kinds)
+    ]
+
+
+def num_moved(outputs, worker):
+    """How often KV blocks moved to a worker of that name."""
+    return sum(
+        reason.startswith(f"{worker}: ") and "blocks there" in reason for reason in reasons(outputs)
+    )
+
+
+async def check_answers(engine, asked, alone):
+    """Answers that are bit for bit those of the engine `alone`."""
+    expected = alone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+    found = await all_of(engine, asked)
+    assert all(map(same, found, expected))
+    return found
 
 
 async def whole(engine):

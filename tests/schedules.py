@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from twinphase.batch import Batch, ScheduledRequest, StepOutput, StepWork
-from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.config import EngineConfig
 from twinphase.engine.engine import Engine
 from twinphase.engine.recorder import StepRecorder
 from twinphase.phases.cost import FEATURES, CostModel
 from twinphase.phases.work import ModelShape
 from twinphase.request import Request, SamplingParams
+from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.scheduler import Scheduler
 
 EOS = 2
@@ -30,6 +31,7 @@ class Times:
 
     row: float = 1.0
     step: float = 0.0
+    window: int | None = None
 
     def seconds(self, work: StepWork) -> float:
         return self.step + self.row * work.rows
@@ -42,14 +44,15 @@ class Times:
 
 
 def make_scheduler(
-    num_blocks=64, block_size=4, max_model_len=100, times=None, caching=True, **settings
+    num_blocks=64, times=None, pace=Pace(), policy="fcfs", usual_output=0.0, **config
 ) -> Scheduler:
-    manager = KVCacheManager(num_blocks, block_size, enable_prefix_caching=caching)
-    times = times or Times()
-    settings.setdefault("usual_output", 0.0)  # or blocks would hardly ever run out
-    return Scheduler(
-        manager, max_model_len=max_model_len, eos_token_ids=[EOS], times=times, **settings
-    )
+    """With short answers expected, or blocks would hardly ever run out."""
+    config = {"block_size": 4, "max_model_len": 100, "itl_slo_ms": None, **config}
+    settings = EngineConfig(num_kv_blocks=num_blocks, scheduling_policy=policy, **config)
+    scheduler = Scheduler(settings, times or Times(), eos_token_ids=[EOS])
+    scheduler.pace = pace
+    scheduler.usual_output = usual_output
+    return scheduler
 
 
 def make_request(request_id: str, prompt: int | Sequence[int], priority=0, **params) -> Request:

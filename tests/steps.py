@@ -22,16 +22,6 @@ from twinphase.backends.cpu.isa import available_isas, choose_isa
 from twinphase.models.loader import load_model, open_model
 from twinphase.weights.storage import cache_root
 
-__all__ = [
-    "USER_CACHE",
-    "Piece",
-    "Steps",
-    "compile_together",
-    "own_cache",
-    "per_isa",
-    "step_inputs",
-]
-
 # Read when tests are collected: fixtures of other tests move the cache while they run.
 USER_CACHE = cache_root()
 

@@ -6,7 +6,6 @@ run as users start them.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pty
@@ -16,19 +15,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 
 from children import child
+from command_line import Done
 from tiny_gguf import write_tiny_gguf
 from twinphase import LLM, SamplingParams, answer, arguments
-from twinphase.cli import run_app
 from twinphase.config import EngineConfig
 from twinphase.phases.hardware import Ceilings, processor_name
 from twinphase.server.config import ServerConfig
@@ -46,40 +44,7 @@ def model(tmp_path_factory) -> str:
     return str(write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", context=2048))
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    return tmp_path / "cache"
-
-
-class Done(NamedTuple):
-    """What a command left."""
-
-    code: int
-    out: str
-    err: str
-
-    def error(self) -> str:
-        """Of a failed command: one line on stderr, nothing on stdout, no traceback."""
-        assert self.code != 0 and self.out == ""
-        assert self.err.count("\n") == 1 and self.err.startswith("error: "), self.err
-        return self.err
-
-
-Invoke = Callable[..., Done]
-
-
-@pytest.fixture
-def twinphase(monkeypatch, capfd) -> Invoke:
-    """Runs a command in this process."""
-
-    def run(*given: str, stdin: bytes = b"") -> Done:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        code = run_app(list(given))
-        return Done(code, *capfd.readouterr())
-
-    return run
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 # What it prints
@@ -224,23 +189,6 @@ def test_models_in_the_cache_are_listed(twinphase, cache, model):
     )
     assert twinphase("list").out == "" and not folder.exists()
     assert twinphase("rm", "pypi:some-package").code == 3
-
-
-def test_start_up_imports_nothing_heavy():
-    heavy = [
-        "numpy",
-        "numba",
-        "llvmlite",
-        "tokenizers",
-        "jinja2",
-        "gguf",
-        "huggingface_hub",
-        "rich",
-        "requests",
-    ]
-    code = f"import sys, twinphase.cli; print([m for m in {heavy!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 # Options made of configurations

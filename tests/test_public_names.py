@@ -14,10 +14,10 @@ def test_public_names_resolve():
         _ = twinphase.nothing
 
 
-def test_importing_the_package_loads_nothing_heavy():
-    code = (
-        "import sys, twinphase; print([m for m in ('numpy', 'numba', 'tokenizers', 'jinja2') "
-        "if m in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
+@pytest.mark.parametrize("module", ["twinphase", "twinphase.cli", "twinphase.phases.hardware"])
+def test_start_up_imports_nothing_heavy(module):
+    libraries = ["numpy", "numba", "llvmlite", "tokenizers", "jinja2", "gguf", "rich", "requests"]
+    heavy = [*libraries, "huggingface_hub"]
+    code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

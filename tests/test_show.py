@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,27 +11,22 @@ from safetensors.numpy import save_file
 
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.device import open_device
-from twinphase.cli import run_app
 from twinphase.phases.hardware import Ceilings, processor_name, save_ceilings
 
 THINKS = "{% if tools %}{{ tools }}{% endif %}{{ messages[0]['content'] }}<think>"
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("cache")
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert run_app(["show", *map(str, arguments)]) == 0, capsys.readouterr().err
-    return capsys.readouterr().out
+@pytest.fixture
+def run(twinphase):
+    return lambda *words: twinphase("show", *words).text()
 
 
-def run_json(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
-    found = json.loads(run(capsys, path, "--json"))
-    assert isinstance(found, dict)
-    return found
+@pytest.fixture
+def run_json(twinphase):
+    return lambda *words: twinphase("show", *words, "--json").json()
 
 
 def write_mistral(folder: Path) -> Path:
@@ -75,9 +69,9 @@ def write_mistral(folder: Path) -> Path:
     return folder
 
 
-def test_a_file(capsys, cache):
-    path = write_tiny_gguf(cache / "tiny.gguf", types={"ffn_down": "Q8_0"}, chat_template=THINKS)
-    found = run_json(capsys, path)
+def test_a_file(run, run_json, tmp_path):
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", types={"ffn_down": "Q8_0"}, chat_template=THINKS)
+    found = run_json(path)
     matrices = 2 * (64 * 64 * 2 + 32 * 64 * 2 + 3 * 64 * 128) + 320 * 64
     assert found["parameters"]["total"] == found["parameters"]["active"] == matrices + 5 * 64
     down = 2 * 64 * 128
@@ -94,7 +88,7 @@ def test_a_file(capsys, cache):
     assert found["tokenizer"] == {"kind": "byte-level", "vocab_size": 320}
     assert (found["chat_template"], found["tools"], found["thinking"]) == (True, True, True)
     assert found["here"] is None
-    text = run(capsys, path)
+    text = run(path)
     parts = (
         "byte-level BPE, 320 tokens",
         "whole context",
@@ -106,9 +100,9 @@ def test_a_file(capsys, cache):
     assert "\x1b" not in text
 
 
-def test_what_ranks_would_hold(capsys, cache):
-    path = write_tiny_gguf(cache / "tiny.gguf")
-    found = json.loads(run(capsys, path, "-tp", "2", "--json"))
+def test_what_ranks_would_hold(run, run_json, twinphase, tmp_path):
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    found = run_json(path, "-tp", "2")
     whole = found["kv_cache"]["auto"]["token"]
     assert [(rank["kv_heads"], rank["kv_token"]["auto"]) for rank in found["ranks"]] == [
         (1, whole // 2)
@@ -119,86 +113,76 @@ def test_what_ranks_would_hold(capsys, cache):
     assert [rank["weights"] for rank in found["ranks"]] == [
         norms + embedding + (found["bytes"] - norms) // 2
     ] * 2
-    assert "KV per token, int8" in run(capsys, path, "-tp", "2")
-    assert (
-        run_app(["show", str(path), "-tp", "5"]) == 2 and "Use at most 4" in capsys.readouterr().err
-    )
+    assert "KV per token, int8" in run(path, "-tp", "2")
+    refused = twinphase("show", path, "-tp", "5")
+    assert refused.code == 2 and "Use at most 4" in refused.error()
 
 
-def test_a_model_without_template_has_no_tools(capsys, cache):
-    path = write_tiny_gguf(cache / "tiny.gguf", chat_template="")
-    found = run_json(capsys, path)
+def test_a_model_without_template_has_no_tools(run, run_json, tmp_path):
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", chat_template="")
+    found = run_json(path)
     assert (found["chat_template"], found["tools"], found["thinking"]) == (False, False, False)
-    assert "no (ChatML stands in)" in run(capsys, path)
+    assert "no (ChatML stands in)" in run(path)
 
 
-def test_a_folder_with_a_window_and_without_tokenizer(capsys, cache):
-    path = write_mistral(cache / "mistral")
-    found = run_json(capsys, path)
+def test_a_folder_with_a_window_and_without_tokenizer(run, run_json, tmp_path):
+    path = write_mistral(tmp_path / "mistral")
+    found = run_json(path)
     assert (found["layers"]["window"], found["layers"]["windowed_layers"]) == (8, 1)
     sizes = found["kv_cache"]["auto"]
     assert sizes["held"] == 512 * sizes["token"] and sizes["read"] == 8 * sizes["token"]
     assert [one["type"] for one in found["formats"]] == ["F16"]
     assert found["tokenizer"] is None and "tokenizer.json" in found["problem"]
-    text = " ".join(
-        run(capsys, path).split()
-    )  # however the terminal breaks the lines of a long path
+    text = " ".join(run(path).split())  # however the terminal breaks the lines of a long path
     assert "every layer attends to 8 tokens at most" in text and "no tokenizer.json" in text
 
 
-def test_both_phases_by_measured_ceilings(capsys, cache):
+def test_both_phases_by_measured_ceilings(run, run_json, twinphase, tmp_path):
     device = open_device("cpu")
     points = ((1 << 20, 40e9), (1 << 30, 20e9))
     ceilings = Ceilings(
         processor_name(), device.threads, device.isa, points, 1e12, 2e11, 4e11, provisional=True
     )
     save_ceilings(ceilings)
-    path = write_tiny_gguf(cache / "tiny.gguf", context=1024)
-    here = run_json(capsys, path)["here"]
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", context=1024)
+    here = run_json(path)["here"]
     assert here["prompt_tokens"] == 512 and 0 < here["tpot_seconds"] < here["ttft_seconds"]
-    assert (
-        run_app(["estimate", str(path), "--hardware", "this", "--prompt-tokens", "512", "--json"])
-        == 0
-    )
-    estimated = json.loads(capsys.readouterr().out)
+    options = ["--hardware", "this", "--prompt-tokens", "512", "--json"]
+    estimated = twinphase("estimate", path, *options).json()
     assert here["ttft_seconds"] == estimated["ttft_seconds"]
-    text = run(capsys, path)
+    text = run(path)
     assert "TTFT of 512 tokens at least" in text and "TPOT after 512" in text
     assert "disturbed" in text
 
 
-def test_an_encoder(capsys, cache):
+def test_an_encoder(run, run_json, tmp_path):
     from tiny_bert import make_bert, save_bert
 
     model = make_bert()
-    path = save_bert(model, cache / "bert", "cls")
-    found = run_json(capsys, path)
+    path = save_bert(model, tmp_path / "bert", "cls")
+    found = run_json(path)
     assert found["parameters"]["total"] == sum(
         parameter.numel() for parameter in model.parameters()
     )
     assert found["embeds"] == {"dimensions": 48, "pooling": "cls"} and found["context_length"] == 64
     assert found["tokenizer"]["kind"] == "wordpiece" and not {"kv_cache", "here"} & set(found)
-    text = run(capsys, path)
+    text = run(path)
     assert (
         "bert, F32" in text
         and "up to 64 tokens" in text
         and "to 48 dimensions, cls pooling" in text
     )
     (path / "tokenizer.json").unlink()
-    assert "no tokenizer.json" in " ".join(run(capsys, path).split())
+    assert "no tokenizer.json" in " ".join(run(path).split())
 
 
 @pytest.mark.parametrize(
     ("name", "named"), [("no-such", "no-such"), ("pypi:some-model", "twinphase pull")]
 )
-def test_what_is_not_here_is_one_line(capsys, name, named):
-    assert run_app(["show", name]) != 0
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and named in err
+def test_what_is_not_here_is_one_line(twinphase, name, named):
+    assert named in twinphase("show", name).error()
 
 
-def test_what_does_not_run_is_one_line(capsys, cache):
-    path = write_tiny_gguf(cache / "tiny.gguf", architecture="rwkv6")
-    assert run_app(["show", str(path)]) != 0
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and "rwkv6" in err
+def test_what_does_not_run_is_one_line(twinphase, tmp_path):
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", architecture="rwkv6")
+    assert "rwkv6" in twinphase("show", path).error()

@@ -45,11 +45,11 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 20_000,
-    "tests": 320_500,
+    "tests": 315_000,
     "twinphase": 14_000,
-    "twinphase/backends": 85_000,
+    "twinphase/backends": 82_000,
     "twinphase/cache": 4_500,
-    "twinphase/cluster": 29_500,
+    "twinphase/cluster": 29_000,
     "twinphase/commands": 12_000,
     "twinphase/engine": 32_000,
     "twinphase/estimate": 4_500,
@@ -59,13 +59,13 @@ BUDGET: dict[str, int] = {
     "twinphase/sampling": 9_000,
     "twinphase/scheduler": 6_000,
     "twinphase/server": 46_500,
-    "twinphase/speculation": 13_000,
+    "twinphase/speculation": 12_500,
     "twinphase/tokenizer": 16_500,
     "twinphase/weights": 21_500,
     "twinphase/workload": 2_000,
-    "twinphase_bench": 60_500,
+    "twinphase_bench": 60_000,
 }
-MAX_TOKENS = {"src": 385_500, "tests": 320_500, "benchmarks": 20_000}
+MAX_TOKENS = {"src": 380_500, "tests": 315_000, "benchmarks": 20_000}
 
 SKIPPED = {
     tokenize.COMMENT,
@@ -209,7 +209,7 @@ RULES: list[tuple[Callable[[], Iterator[str]], int]] = [
     (odd_words_of_pages, 0),
     (constants_completed_by_a_comment, 0),
     (long_lines, 0),
-    (long_files, 7),
+    (long_files, 3),
     (paired_assignments, 0),
     (many_positional_arguments, 0),
     (lists_of_public_names, 0),

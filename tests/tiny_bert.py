@@ -14,8 +14,6 @@ from tests.tokenizer.tiny_folder import save_folder, trained
 
 from twinphase.models.loader import open_model
 
-__all__ = ["make_bert", "save_bert", "vector_of", "write_bert_gguf"]
-
 FLAGS = {
     "mean": "pooling_mode_mean_tokens",
     "cls": "pooling_mode_cls_token",

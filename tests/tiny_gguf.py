@@ -15,8 +15,6 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CHAT_TEMPLATE", "CONTROL_TOKENS", "random_raw", "tiny_vocabulary", "write_tiny_gguf"]
-
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + "

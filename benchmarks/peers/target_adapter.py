@@ -93,7 +93,7 @@ class Server:
         length = len(prompts[0])
         if n == 1 and len(prompts) == 1:
             sample = self._target.prefill(length)
-            return Timing(sample.seconds, sample.seconds, sample.num_tokens, 1, [])
+            return Timing(sample.seconds, sample.seconds, int(sample.tokens), 1, [])
         seen = self._target.together(len(prompts), length, n)
         began = min(one.sent for one in seen)
         ends = [one.last_token or one.ended for one in seen]

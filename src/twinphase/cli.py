@@ -125,7 +125,7 @@ def _run(
 ) -> int:
     from twinphase.answer import INTERRUPTED, chat, report_answer, result_json, stream_answer
     from twinphase.engine.frontends.llm import LLM
-    from twinphase.terminal import Bar, describe_ranks, note, show_report
+    from twinphase.terminal import Bar, describe_ranks, note, print_json, show_report
 
     bar = Bar("Compiling kernels", "kernels")
     llm = LLM(
@@ -145,12 +145,10 @@ def _run(
     answer = stream_answer(llm, text if raw else messages, params, show=not json)
     report, ceilings = report_answer(llm, answer, time.perf_counter() - _process_start(), before)
     if json:
-        import json as encoder
-
         result = result_json(model, answer, report, ceilings)
         if explain:
             result["explanation"] = asdict(llm.explain(answer.output))
-        print(encoder.dumps(result, ensure_ascii=False, indent=1))
+        print_json(result)
     else:
         show_report(report)
         if explain:
@@ -194,10 +192,10 @@ def worker(
     ),
     role: str = typer.Option(
         "both",
-        help="prefill: compute prompts for decode workers; decode: continue answers; or both.",
+        help="prefill: prefill prompts for decode workers; decode: generate answers; or both.",
     ),
     join: str = typer.Option(
-        None, help="Server to be added to while it runs: HOST:PORT of its --cluster-listen."
+        None, help="Running server to join: HOST:PORT of its --cluster-listen."
     ),
     kv_port: int = typer.Option(
         0, min=0, max=65535, help="Port that other workers send KV blocks to; 0: any."
@@ -208,14 +206,28 @@ def worker(
     cluster_key_file: str = typer.Option(
         None, help="File with the key; TWINPHASE_CLUSTER_KEY has it otherwise."
     ),
+    # For the processes that start workers.
+    engine: str = typer.Option("{}", hidden=True),
+    ends_with_stdin: bool = typer.Option(False, "--ends-with-stdin", hidden=True),
 ) -> None:
     """Run an engine for a server elsewhere: `twinphase serve MODEL --worker HOST:PORT`."""
+    import json
+
     from twinphase.cluster.address import read_key
 
     key = read_key(cluster_key_file)
     from twinphase.cluster.worker import run_worker
 
-    run_worker(listen, key, role, join=join, drain_timeout=drain_timeout, kv_port=kv_port)
+    run_worker(
+        listen,
+        key,
+        role,
+        json.loads(engine),
+        join=join,
+        drain_timeout=drain_timeout,
+        kv_port=kv_port,
+        ends_with_stdin=ends_with_stdin,
+    )
 
 
 @app.command()

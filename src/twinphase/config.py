@@ -183,7 +183,7 @@ class EngineConfig:
         choices=POOLINGS,
         default_text="an encoder's own; last for a decoder",
     )
-    seed: int = setting(0, "Source of the seeds of requests without a seed.", minimum=0)
+    seed: int = setting(0, "Seed from which requests without their own seed get one.", minimum=0)
 
     def __post_init__(self) -> None:
         check_settings(self)

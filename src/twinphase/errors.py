@@ -7,6 +7,11 @@ those stay ordinary Python exceptions, so that a bug never looks like bad input.
 from __future__ import annotations
 
 
+def one_line(error: BaseException) -> str:
+    """The kind and text of an error that no user can act on."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
 class TwinphaseError(Exception):
     """Base of all expected errors.
 

@@ -71,7 +71,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = setting(
         None, "Add BIAS (-100 to 100) to a token's logit, as ID=BIAS; repeatable."
     )
-    bad_words: Sequence[str] | None = setting(None, "Never write this text; repeatable.")
+    bad_words: Sequence[str] | None = setting(None, "Never generate this text; repeatable.")
     allowed_token_ids: Sequence[int] | None = setting(
         None, "Restrict the output to these token ids; repeatable."
     )
@@ -92,15 +92,15 @@ class SamplingParams:
     ignore_eos: bool = setting(False, "Continue after the token that ends the output.")
     logprobs: int | None = setting(
         None,
-        "Log probabilities per output token: the sampled token's, and those of this many "
-        "most likely ones.",
+        "Log probabilities per output token: of the sampled token, and of this many most likely "
+        "tokens.",
         minimum=0,
         maximum=MAX_LOGPROBS,
     )
     prompt_logprobs: int | None = setting(
         None,
-        "Log probabilities per prompt token, but for the first: its own, and those of this many "
-        "most likely ones.",
+        "Log probabilities per prompt token except the first: of the token itself, and of this "
+        "many most likely tokens.",
         minimum=0,
         maximum=MAX_LOGPROBS,
     )

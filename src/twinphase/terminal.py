@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,14 +35,10 @@ def _is_terminal() -> bool:
     return sys.stderr.isatty()
 
 
-def paint(text: str, *codes: str) -> str:
-    """Coloured text if stderr is a terminal that wants colour (https://no-color.org)."""
-    if (
-        not codes
-        or not _is_terminal()
-        or os.environ.get("NO_COLOR")
-        or os.environ.get("TERM") == "dumb"
-    ):
+def paint(text: str, *codes: str, stream: TextIO | None = None) -> str:
+    """Coloured text if the stream (stderr) is a terminal and wants it (https://no-color.org)."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    if not (text and codes) or plain or not (stream or sys.stderr).isatty():
         return text
     return f"\x1b[{';'.join(codes)}m{text}\x1b[0m"
 
@@ -67,6 +63,13 @@ def error_line(error: TwinphaseError) -> None:
     """Cause and fix, joined into one line."""
     cause, fix = (" ".join(part.split()) for part in (error.cause, error.fix))
     _write(f"{paint('error:', BOLD, RED)} {cause}{' ' + fix if fix else ''}\n")
+
+
+def print_json(value: Any) -> None:
+    """The answer of a command as JSON."""
+    import json
+
+    print(json.dumps(value, ensure_ascii=False, indent=1))
 
 
 def answers() -> Console:

@@ -193,17 +193,16 @@ class Bystanders:
         """One sentence for `Report.noise`."""
         if self.cores is None:
             return (
-                "How much CPU others used during the measurement is unknown: the kernel does "
-                "not say."
+                "How much CPU others used during the measurement is unknown: the kernel does not "
+                "say."
             )
         if self.cores < MIN_NOTABLE_CORES:
             return (
                 f"Others used {self.cores:.2f} cores during the measurement: the machine was quiet."
             )
         return (
-            f"Others used {self.cores:.2f} of {os.cpu_count()} cores during the measurement: "
-            "times may be longer than "
-            "on a quiet machine."
+            f"Others used {self.cores:.2f} of {os.cpu_count()} cores during the measurement: times "
+            "may be longer than on a quiet machine."
         )
 
 

@@ -101,10 +101,10 @@ def bench_report(facts: TargetFacts, parts: Sequence[Parts]) -> Report:
         kind="bench",
         title=f"{facts.model} on {facts.engine}: "
         f"{' and '.join(part.name for part in parts if part.name != CLIENT)}",
-        verdicts=tuple(sorted(verdicts, key=lambda verdict: verdict.status is not Status.VOID)),
+        verdicts=sorted(verdicts, key=lambda verdict: verdict.status is not Status.VOID),
         conditions=conditions(facts, flags=flags),
-        noise=tuple(line for part in parts for line in part.noise),
-        sections=tuple(section for part in parts for section in part.sections),
-        metrics=tuple(metric for part in parts for metric in part.metrics),
+        noise=[line for part in parts for line in part.noise],
+        sections=[section for part in parts for section in part.sections],
+        metrics=[metric for part in parts for metric in part.metrics],
         data={"target": facts, **{part.name: part.data for part in parts}},
     )

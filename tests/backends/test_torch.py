@@ -134,11 +134,15 @@ except Exception as error:
     assert "pip install 'twinphase[torch]'" in done.stdout, done.stderr
 
 
-def test_ceilings_and_the_share_of_the_host(tmp_path, monkeypatch):
-    """Both phases have their efficiency once the device is measured."""
-    monkeypatch.setattr("twinphase.backends.torch.peaks.TOTAL_SECONDS", 0)
+@pytest.fixture
+def short_measurement(monkeypatch) -> None:
+    monkeypatch.setattr(peaks, "TOTAL_SECONDS", 0)
     monkeypatch.setitem(peaks.WORKING_SETS, "cpu", (1, 2))
     monkeypatch.setitem(peaks.SIDE, "cpu", 64)
+
+
+def test_ceilings_and_the_share_of_the_host(tmp_path, short_measurement):
+    """Both phases have their efficiency once the device is measured."""
     with own_cache(tmp_path / "cache"):
         llm = LLM(
             write_tiny_gguf(tmp_path / "tiny.gguf"), backend="torch", device="cpu", num_kv_blocks=8
@@ -159,10 +163,7 @@ def test_ceilings_and_the_share_of_the_host(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_roofline_and_estimate_of_this_backend(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("twinphase.backends.torch.peaks.TOTAL_SECONDS", 0)
-    monkeypatch.setitem(peaks.WORKING_SETS, "cpu", (1, 2))
-    monkeypatch.setitem(peaks.SIDE, "cpu", 64)
+def test_roofline_and_estimate_of_this_backend(tmp_path, short_measurement, capsys):
     path = str(write_tiny_gguf(tmp_path / "tiny.gguf"))
     threads = torch.get_num_threads()
     form = f"--backend torch --threads {threads} --json"

@@ -11,8 +11,6 @@ from typing import Any
 
 from twinphase.phases.observation import Observation
 
-__all__ = ["check_errors", "moment_errors", "seconds_waited"]
-
 JUDGED = 12
 MOST = 24
 QUIET = 1e-3  # seconds of waiting in an attempt that disturb nothing

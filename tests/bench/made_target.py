@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from twinphase.errors import ContextLengthError
-from twinphase_bench.targets.target import DecodeSample, PrefillSample, TargetFacts
+from twinphase_bench.targets.target import PhaseSample, TargetFacts
 
 
 def accept_all(phase: str, length: int, batch: int) -> bool:
@@ -47,14 +47,14 @@ class MadeTarget:
             raise ContextLengthError(f"{batch} of {length} are too many.")
         return self.slower * seconds * self.random.lognormvariate(0, self.noise)
 
-    def prefill(self, num_tokens: int) -> PrefillSample:
+    def prefill(self, num_tokens: int) -> PhaseSample:
         seconds = 2e-3 + 4e-4 * num_tokens + 2e-8 * num_tokens**2
-        return PrefillSample(num_tokens, self.answer("prefill", num_tokens, 1, seconds))
+        return PhaseSample(num_tokens, (self.answer("prefill", num_tokens, 1, seconds),))
 
-    def decode(self, position: int, batch: int, num_tokens: int) -> DecodeSample:
+    def decode(self, position: int, batch: int, num_tokens: int) -> PhaseSample:
         base, each = (5e-3, 5e-4) if self.memory_bound else (1e-4, 5e-3)
         step = self.answer("decode", position, batch, base + each * batch + 1e-6 * position * batch)
-        return DecodeSample(position + (num_tokens - 1) / 2, batch, (step,) * num_tokens)
+        return PhaseSample(position + (num_tokens - 1) / 2, (step,) * num_tokens, batch)
 
     def close(self) -> None:
         pass

@@ -36,11 +36,9 @@ SCRIPT: dict[str, Any] = {
     # an empty first chunk without a token, which names the role where the protocol has roles
     "role": False,
     "merged_end": False,  # the last piece brings finish_reason with it
-    "reasoning": 0,  # pieces at the beginning that are thinking (chat)
     "timings": None,
     "content_type": "text/event-stream",
     "message": "as the script has it",
-    "prompt_tokens": None,  # words of the prompt if None
 }
 
 
@@ -134,9 +132,7 @@ async def stream(
     line = script["newline"]
     since = entry["received"]
     prompt = body.get("prompt") or body["messages"][0]["content"]
-    num_prompt = script["prompt_tokens"] or len(
-        prompt.split() if isinstance(prompt, str) else prompt
-    )
+    num_prompt = len(prompt.split() if isinstance(prompt, str) else prompt)
     if not body.get("stream"):
         return plain(
             writer, 200, {"usage": {"prompt_tokens": num_prompt}} if script["whole_usage"] else {}
@@ -152,9 +148,9 @@ async def stream(
         before = [": still here", "event: message", "id: 7"] if script["comments"] else []
         return (line.join([*before, *lines]) + line + line).encode()
 
-    def chunk(text: str, finish: str | None = None, field: str = "content", **more: Any) -> bytes:
+    def chunk(text: str, finish: str | None = None, **more: Any) -> bytes:
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
-        choice |= {"delta": {field: text}} if "messages" in body else {"text": text}
+        choice |= {"delta": {"content": text}} if "messages" in body else {"text": text}
         return event({"id": name, "object": "text_completion", "choices": [choice], **more})
 
     def send(data: bytes) -> None:
@@ -194,8 +190,7 @@ async def stream(
         if number:
             await pause(script["gaps"][number - 1], since)
         last = script["merged_end"] and number == len(tokens) - 1
-        field = "reasoning_content" if number < script["reasoning"] else "content"
-        data = chunk(" word" * count, script["finish"] if last else None, field)
+        data = chunk(" word" * count, script["finish"] if last else None)
         since = time.perf_counter()
         entry["sent"].append(since)
         if script["join"]:
@@ -204,10 +199,6 @@ async def stream(
             send(data)
     usage: dict[str, Any] = {"prompt_tokens": num_prompt, "completion_tokens": sum(tokens)}
     usage["total_tokens"] = num_prompt + sum(tokens)
-    if script["reasoning"]:
-        usage["completion_tokens_details"] = {
-            "reasoning_tokens": sum(tokens[: script["reasoning"]])
-        }
     if not script["merged_end"]:
         joined += chunk(
             "", script["finish"], **({"timings": script["timings"]} if script["timings"] else {})

@@ -18,17 +18,7 @@ from twinphase_bench.report.report import Status
 from twinphase_bench.report.result import read_result
 from twinphase_bench.targets.kinds import TargetOptions
 
-FEW = (
-    "--quick",
-    "--repetitions",
-    "2",
-    "--max-length",
-    "96",
-    "--batches",
-    "1,4",
-    "--max-seconds",
-    "60",
-)
+FEW = "--quick --repetitions 2 --max-length 96 --batches 1,4 --max-seconds 60"
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +50,21 @@ def url(stub):
     return stub.url
 
 
-def bench_json(capsys, *words, codes=(0,)):
+def bench(words):
+    """The exit code of a command."""
+    return run_app(["bench", *words.split()])
+
+
+def bench_json(capsys, words, code=0):
     """What a command prints with --json."""
-    assert run_app(["bench", *words, "--json"]) in codes
+    assert bench(f"{words} --json") == code
     return json.loads(capsys.readouterr().out)
 
 
 def test_sweep_of_a_model_to_files(gguf_path, small, tmp_path, capsys):
-    assert run_app(["bench", gguf_path, *FEW, "--out", str(tmp_path / "out")]) == 0
+    assert bench(f"{gguf_path} {FEW} --out {tmp_path}/out") == 0
     shown = capsys.readouterr().out
-    assert "prefill's rate is" in shown.replace("\n         ", " ")
+    assert "prefill's rate is" in " ".join(shown.split())
     assert "phase    tokens before" in shown and "| " not in shown and "model SHA-256" not in shown
     assert max(map(len, shown.splitlines())) <= 120 and "report.md" in shown
     report = read_result(tmp_path / "out")
@@ -88,22 +83,10 @@ def test_sweep_of_a_model_to_files(gguf_path, small, tmp_path, capsys):
 
 def test_a_load_beside_a_sweep_is_the_load_alone(gguf_path, small, tmp_path):
     """The sweep's engine has no prefix cache; a load's has one, also after a sweep."""
-    words = [
-        "--max-concurrency",
-        "2",
-        "--num-prompts",
-        "3",
-        "--random-input-len",
-        "20",
-        "--random-output-len",
-        "4",
-    ]
-    for more in (["--all", *FEW], []):
+    load = "--max-concurrency 2 --num-prompts 3 --random-input-len 20 --random-output-len 4"
+    for more in (f"--all {FEW}", ""):
         out = tmp_path / str(len(more))
-        assert run_app(["bench", gguf_path, *words, *more, "--out", str(out)]) in (
-            0,
-            VOID_EXIT_CODE,
-        )
+        assert bench(f"{gguf_path} {load} {more} --out {out}") in (0, VOID_EXIT_CODE)
         found = read_result(out)
         assert found.conditions["prefix caching in the load"] == "on"
         assert found.data["load"]["target"]["details"]["prefix caching"] == "on"
@@ -114,23 +97,22 @@ def test_a_load_beside_a_sweep_is_the_load_alone(gguf_path, small, tmp_path):
 @pytest.mark.slow
 def test_two_results_are_compared(gguf_path, small, tmp_path, capsys, monkeypatch):
     for name in ("a", "b"):  # seeds are drawn, and the second command writes elsewhere
-        words = ["bench", gguf_path, *FEW, "--out", str(tmp_path / name)]
-        monkeypatch.setattr("sys.argv", ["twinphase", *words])
-        assert run_app(words) == 0
+        words = f"{gguf_path} {FEW} --out {tmp_path / name}"
+        monkeypatch.setattr("sys.argv", ["twinphase", "bench", *words.split()])
+        assert bench(words) == 0
     seeds = {
         read_result(tmp_path / name).conditions["seed of prompts and order"] for name in ("a", "b")
     }
     assert len(seeds) == 2
     capsys.readouterr()
-    found = bench_json(capsys, "compare", str(tmp_path / "a"), str(tmp_path / "b"))
+    found = bench_json(capsys, f"compare {tmp_path}/a {tmp_path}/b")
     assert found["kind"] == "compare"
     assert (found["verdicts"][0]["status"], found["verdicts"][0]["reason"]) == ("holds", "")
 
 
 def test_two_loads_of_one_command_have_the_same_conditions(url, on_time, tmp_path):
     for name in ("a", "b"):
-        words = ["--request-rate", "50", "--num-prompts", "6", "--out", str(tmp_path / name)]
-        assert run_app(["bench", url, *words]) == 0
+        assert bench(f"{url} --request-rate 50 --num-prompts 6 --out {tmp_path / name}") == 0
     a, b = (read_result(tmp_path / name) for name in ("a", "b"))
     assert a.conditions["seed"] != b.conditions["seed"]
     report = compare_reports(a, b)
@@ -140,11 +122,11 @@ def test_two_loads_of_one_command_have_the_same_conditions(url, on_time, tmp_pat
 
 
 def test_no_secret_is_in_a_result(url, on_time, tmp_path, monkeypatch):
-    words = ["bench", f"{url}/v1?api_key=querysecret#anchorsecret", "--api-key", "-keysecret"]
-    words += ["--request-rate", "50", "--num-prompts", "4", "--out", str(tmp_path / "out")]
-    monkeypatch.setattr("sys.argv", ["twinphase", *words])
+    words = f"{url}/v1?api_key=querysecret#anchorsecret --api-key -keysecret "
+    words += f"--request-rate 50 --num-prompts 4 --out {tmp_path}/out"
+    monkeypatch.setattr("sys.argv", ["twinphase", "bench", *words.split()])
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert run_app(words) == 0
+    assert bench(words) == 0
     for path in ("result.json", "report.md", "report.html"):
         text = (tmp_path / "out" / path).read_text()
         assert "secret" not in text.lower()
@@ -166,7 +148,7 @@ def test_sweep_of_a_server_has_its_requests(stub, on_time, tmp_path, capsys):
             },
         }
     )
-    report = bench_json(capsys, stub.url, *FEW, "--repetitions", "1")
+    report = bench_json(capsys, f"{stub.url} {FEW} --repetitions 1")
     sections = {section["title"]: section for section in report["sections"]}
     assert "Client TTFT" in sections["Both phases"]["paragraphs"][0]
     assert len(report["data"]["client"]["requests"]) > 20
@@ -174,8 +156,8 @@ def test_sweep_of_a_server_has_its_requests(stub, on_time, tmp_path, capsys):
 
 
 def test_load_instead_of_the_sweep(url, on_time, capsys):
-    words = ["--request-rate", "50", "--num-prompts", "12", "--goodput", "ttft:5000", "tpot:500"]
-    report = bench_json(capsys, url, *words)
+    load = "--request-rate 50 --num-prompts 12 --goodput ttft:5000 tpot:500"
+    report = bench_json(capsys, f"{url} {load}")
     assert "phase sweep" not in report["data"]
     assert len(report["data"]["load"]["observations"]) == 12
     assert report["data"]["load"]["slos"] == {"ttft": 5.0, "tpot": 0.5}
@@ -210,6 +192,9 @@ def test_load_instead_of_the_sweep(url, on_time, capsys):
         ("URL --timeout 0", "--timeout is 0.0"),
         ("x.gguf --timeout 5", "--timeout has no meaning"),
         ("x.gguf --api-key k", "--api-key has no meaning"),
+        ("x.gguf --endpoint chat", "--endpoint has no meaning"),
+        ("llama-cpp:x --max-num-seqs 2", "--max-num-seqs has no meaning"),
+        ("transformers:x --model m", "--model has no meaning"),
         ("x.gguf --kv-cache-dtype int3", "kv_cache_dtype is 'int3'"),
         ("transformers:x --request-rate 2", "one batch at a time"),
         ("URL --request-rate 2 --scale-lengths 1", "--scale-lengths needs --trace"),
@@ -231,7 +216,7 @@ def test_load_instead_of_the_sweep(url, on_time, capsys):
     ],
 )
 def test_bad_usage_is_one_line_that_names_the_option_and_exit_code_2(words, named, capsys):
-    assert run_app(["bench", *words.replace("URL", "http://localhost:1").split()]) == 2
+    assert bench(words.replace("URL", "http://localhost:1")) == 2
     lines = [
         line
         for line in capsys.readouterr().err.splitlines()
@@ -258,76 +243,46 @@ def test_endpoints_may_be_paths(route, words):
     assert {TargetOptions(endpoint=word).server["endpoint"] for word in words} == {route}
 
 
-def test_a_load_is_repeated_with_other_prompts(url, on_time, capsys):
-    words = [
-        "--request-rate",
-        "100",
-        "--num-prompts",
-        "6",
-        "--repetitions",
-        "5",
-        "--random-input-len",
-        "20",
-    ]
-    words += ["--endpoint", "/v1/completions", "--timeout", "30"]
-    report = bench_json(capsys, url, *words, codes=(0, VOID_EXIT_CODE))
-    runs = [report["data"]["load"], *report["data"]["load"]["further runs"]]
-    assert len(runs) == 5 and all(len(run["observations"]) == 6 for run in runs)
-    assert len({run["conditions"]["seed"] for run in runs}) == 5
-    assert all(len(metric["values"]) == 5 for metric in report["metrics"])
-    assert (
-        report["sections"][0]["title"] == "Runs of the load"
-        and len(report["sections"][0]["tables"][0]["rows"]) == 5
-    )
-
-
 def test_a_void_run_has_an_exit_code_of_its_own(url, monkeypatch, capsys):
     monkeypatch.setattr(
         "twinphase_bench.client.health.MAX_CORE_SHARE", -1.0
     )  # no client is that idle
-    words = ["--request-rate", "100", "--num-prompts", "6", "--repetitions", "2"]
-    report = bench_json(capsys, url, *words, codes=(VOID_EXIT_CODE,))
+    load = "--request-rate 100 --num-prompts 6 --repetitions 2"
+    server = "--endpoint /v1/completions --timeout 30"
+    report = bench_json(capsys, f"{url} {load} {server}", VOID_EXIT_CODE)
     assert VOID_EXIT_CODE == 10
     assert report["verdicts"][0]["status"] == "void" and report["metrics"] == []
+    first = report["data"]["load"]
+    (second,) = first["further runs"]
+    assert len(first["observations"]) == len(second["observations"]) == 6
+    assert first["conditions"]["seed"] != second["conditions"]["seed"]
+    assert report["sections"][0]["title"] == "Runs of the load"
 
 
 def test_a_load_ends_when_its_time_is_over(url, on_time, capsys):
-    words = ["--request-rate", "20", "--constant", "--num-prompts", "100", "--max-seconds", "1"]
-    report = bench_json(capsys, url, *words)
-    assert len(report["data"]["load"]["observations"]) == 21  # at 0, 0.05, .. 1.0 seconds
+    words = f"{url} --request-rate 20 --constant --num-prompts 100 --max-seconds 1"
+    load = bench_json(capsys, words)["data"]["load"]
+    assert len(load["observations"]) == 21  # at 0, 0.05, .. 1.0 seconds
+    assert load["num_requests"] == 100 and not load["client"]["not_sent"]
 
 
 @pytest.mark.parametrize(
     ("words", "levels", "expected"),
     [
         # Wherever service levels stand.
-        (
-            ("ttft:500", "tpot:50", "http://h"),
-            ["e2el:5"],
-            ("http://h", [], ["ttft:500", "tpot:50"]),
-        ),
-        (
-            ("ttft:500", "http://h", "tpot:50"),
-            ["e2el:5"],
-            ("http://h", [], ["ttft:500", "tpot:50"]),
-        ),
-        (
-            ("http://h", "ttft:500", "tpot:50"),
-            ["e2el:5"],
-            ("http://h", [], ["ttft:500", "tpot:50"]),
-        ),
+        ("ttft:500 tpot:50 http://h", ["e2el:5"], ("http://h", [], ["ttft:500", "tpot:50"])),
+        ("ttft:500 http://h tpot:50", ["e2el:5"], ("http://h", [], ["ttft:500", "tpot:50"])),
+        ("http://h ttft:500 tpot:50", ["e2el:5"], ("http://h", [], ["ttft:500", "tpot:50"])),
         # Words that are no levels stay words.
-        (("localhost:8000",), ["ttft:5"], ("localhost:8000", [], [])),
-        (("a", "tpot:5"), [], ("a", ["tpot:5"], [])),
-        (
-            ("a", "ttf:5", "b"),
-            ["ttft:5"],
-            ("a", ["b"], ["ttf:5"]),
-        ),  # a misspelt one is refused as a level
+        ("localhost:8000", ["ttft:5"], ("localhost:8000", [], [])),
+        ("a tpot:5", [], ("a", ["tpot:5"], [])),
+        # A misspelt one is refused as a level.
+        ("a ttf:5 b", ["ttft:5"], ("a", ["b"], ["ttf:5"])),
     ],
 )
 def test_service_levels_are_told_from_targets(words, levels, expected):
-    assert _apart(words[0], list(words[1:]), levels) == expected
+    target, *more = words.split()
+    assert _apart(target, more, levels) == expected
 
 
 def test_service_levels_alone_are_no_target():

@@ -34,9 +34,9 @@ def lone(tiny_path, own_cache):
 
 @pytest.fixture
 def serve(tiny_path, own_cache):
-    """Runs a coroutine function with a front end over a router of as many workers."""
+    """Runs a coroutine function with a front end over a router of `count` workers, once it runs."""
 
-    def run(body, count=2, hosts=None, silence=2.0, seconds=240, **options):
+    def run(body, count=2, hosts=None, silence=2.0, waits=True, **options):
         async def main():
             made = (
                 hosts()
@@ -48,11 +48,12 @@ def serve(tiny_path, own_cache):
             )
             engine = AsyncEngine(Router(made, **options))
             try:
+                await until(lambda: engine.is_running or not waits)
                 await body(engine)
             finally:
                 await asyncio.to_thread(engine.close)
 
-        asyncio.run(asyncio.wait_for(main(), seconds))
+        asyncio.run(asyncio.wait_for(main(), 240))
 
     return run
 
@@ -73,7 +74,7 @@ def serve_pools(tiny_path, own_cache, monkeypatch):
             for name, host in hosts.items() if heard else ():
                 take = host.take
                 host.take = lambda message, name=name, take=take: take(heard(name, message))
-            routing = Routing(block_size=config["block_size"], policy="random")
+            routing = Routing(policy="random")
             engine = AsyncEngine(Router(hosts, roles=roles, routing=routing, balance=balance))
             try:
                 await until(lambda: engine.is_running)

@@ -64,16 +64,6 @@ def test_a_gap_is_told_and_the_whole_list_mends_it():
     assert index.hits(BLOCKS) == {"a": 2}
 
 
-def test_a_worker_that_comes_back_begins_anew():
-    index = BlockIndex()
-    index.apply("a", 0, BLOCKS, [])
-    index.apply("b", 0, BLOCKS[:2], [])
-    index.forget("a")
-    assert index.hits(BLOCKS) == {"b": 2}
-    index.apply("a", 0, BLOCKS[:1], [])
-    assert index.hits(BLOCKS) == {"a": 1, "b": 2}
-
-
 def test_the_index_numbers_events_as_caches_do():
     """From one end to the other: what a prefix cache tells is taken without a gap."""
     index = BlockIndex()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import signal
 import threading
 
 import pytest
 
 from kv_workers import FAULTS, through
-from routed import CONFIG, LONG, all_of, mix, read, same, until, whole
+from routed import CONFIG, LONG, all_ready, check_answers, kill, mix, read, same, until, whole
 from twinphase.cluster.elastic import Balance
 from twinphase.engine.process.messages import StepUpdates
 from twinphase.errors import EngineDeadError
@@ -87,7 +86,6 @@ def who(router, victims):
     return {"reader": ["reader"], "writer": [writer], "both": ["reader", writer]}[victims]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("sig", "victims", "points"),
     [
@@ -103,11 +101,10 @@ def test_workers_that_die_or_stand_still_at_any_point(serve_pools, lone, sig, vi
 
     async def body(engine):
         router = engine.host
-        hosts = {name: view.host for name, view in engine.host.workers_by_name.items()}
 
         def act():
             for name in who(router, victims):
-                os.kill(hosts[name].pid, getattr(signal, sig))
+                kill(engine, name, getattr(signal, sig))
 
         for number, where in enumerate(points):
             restarts = router.num_restarts
@@ -118,14 +115,13 @@ def test_workers_that_die_or_stand_still_at_any_point(serve_pools, lone, sig, vi
             outputs = await asyncio.gather(*map(read, streams))
             assert all(map(same, outputs, lone.generate(prompts, PARAMS))), where
             await until(lambda before=restarts: router.num_restarts > before)
-            await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+            await all_ready(engine)
         assert router.num_continued
         await whole(engine)
 
     serve_pools(body, ROLES, point.heard, SMALL_STEPS, silence=1.0)
 
 
-@pytest.mark.timeout(300)
 def test_a_client_who_leaves_at_any_point(serve_pools, lone):
     """The other answers are not disturbed, and nothing is left of it."""
     point = Point()
@@ -148,7 +144,6 @@ def test_a_client_who_leaves_at_any_point(serve_pools, lone):
     serve_pools(body, ROLES, point.heard, SMALL_STEPS)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 @pytest.mark.parametrize("dead", ["writer", "other"])
 def test_a_worker_dies_while_one_is_about_to_go_over_to_the_other_pool(serve_pools, lone, dead):
@@ -161,15 +156,15 @@ def test_a_worker_dies_while_one_is_about_to_go_over_to_the_other_pool(serve_poo
         views = engine.host.workers_by_name
 
         def act():
-            router._drains.begin(views["writer"], router.fleet, "prefill")
-            os.kill(views[dead].host.pid, signal.SIGKILL)
+            router._drains.begin(views["writer"], "prefill")
+            kill(engine, dead)
 
         point.arm("before hand-over", act)
         streams = [await engine.submit(prompt, PARAMS) for prompt in prompts]
         await point.reach(router, streams[0])
         outputs = await asyncio.gather(*map(read, streams))
         assert all(map(same, outputs, lone.generate(prompts, PARAMS))) and router.num_continued
-        await until(lambda: all(view.state == "ready" for view in views.values()))
+        await all_ready(engine)
         assert {view.role for view in views.values()} == {
             "prefill",
             "decode",
@@ -179,7 +174,6 @@ def test_a_worker_dies_while_one_is_about_to_go_over_to_the_other_pool(serve_poo
     serve_pools(body, ROLES, point.heard, balance=Balance())
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_frames_are_spoilt_while_the_router_sends_requests(serve_pools, lone):
     """Each frame by a fault of its own, or by none."""
@@ -188,18 +182,14 @@ def test_frames_are_spoilt_while_the_router_sends_requests(serve_pools, lone):
 
     async def body(engine):
         for seed in range(2):
-            asked = list(mix(seed)) + [(prompt, PARAMS) for prompt in prompts_of(seed)]
-            expected = lone.generate(
-                [prompt for prompt, _ in asked], [params for _, params in asked]
-            )
-            assert all(map(same, await all_of(engine, asked), expected))
+            asked = [*mix(seed), *((prompt, PARAMS) for prompt in prompts_of(seed))]
+            await check_answers(engine, asked, lone)
         assert sum(proxy.num_spoilt for proxy in proxies) > 5
         await whole(engine)
 
     serve_pools(body, ROLES, heard)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_a_decode_worker_without_room_and_one_that_takes_no_blocks(serve_pools, lone):
     """Its cache holds three of eight prompts; its port then hangs until all leases expire."""
@@ -208,10 +198,8 @@ def test_a_decode_worker_without_room_and_one_that_takes_no_blocks(serve_pools, 
 
     async def body(engine):
         for number in range(2):
-            prompts = prompts_of(number, 8)
-            streams = [await engine.submit(prompt, PARAMS) for prompt in prompts]
-            assert all(
-                map(same, await asyncio.gather(*map(read, streams)), lone.generate(prompts, PARAMS))
+            await check_answers(
+                engine, [(prompt, PARAMS) for prompt in prompts_of(number, 8)], lone
             )
             await whole(engine)
             point.arm("before hand-over", lambda: None)  # nobody opens it
@@ -220,7 +208,6 @@ def test_a_decode_worker_without_room_and_one_that_takes_no_blocks(serve_pools, 
     serve_pools(body, {"reader": "prefill", "writer": "decode"}, point.heard)
 
 
-@pytest.mark.timeout(300)
 def test_without_a_decode_worker_answers_end_at_once(serve_pools, lone):
     """And it is not waited for that the reader reads on; later the same requests are answered."""
     point = Point()
@@ -228,23 +215,18 @@ def test_without_a_decode_worker_answers_end_at_once(serve_pools, lone):
 
     async def body(engine):
         router = engine.host
-        point.arm(
-            "before hand-over",
-            lambda: os.kill(router.workers_by_name["writer"].host.pid, signal.SIGKILL),
-        )
+        point.arm("before hand-over", lambda: kill(engine, "writer"))
         streams = [await engine.submit(prompt, PARAMS) for prompt in prompts]
         await point.reach(router, streams[0])
         for found in await asyncio.gather(*map(read, streams), return_exceptions=True):
             assert isinstance(found, EngineDeadError) and "again" in str(found)
         await until(lambda: engine.is_running)
-        again = await all_of(engine, [(prompt, PARAMS) for prompt in prompts])
-        assert all(map(same, again, lone.generate(prompts, PARAMS)))
+        await check_answers(engine, [(prompt, PARAMS) for prompt in prompts], lone)
         await whole(engine)
 
     serve_pools(body, {"reader": "prefill", "writer": "decode"}, point.heard, SMALL_STEPS)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_with_elastic_roles_answers_go_on_without_the_only_decode_worker(serve_pools, lone):
     point = Point()
@@ -252,13 +234,13 @@ def test_with_elastic_roles_answers_go_on_without_the_only_decode_worker(serve_p
 
     async def body(engine):
         views = engine.host.workers_by_name
-        point.arm("before hand-over", lambda: os.kill(views["writer"].host.pid, signal.SIGKILL))
+        point.arm("before hand-over", lambda: kill(engine, "writer"))
         streams = [await engine.submit(prompt, PARAMS) for prompt in prompts]
         await point.reach(engine.host, streams[0])
         assert all(
             map(same, await asyncio.gather(*map(read, streams)), lone.generate(prompts, PARAMS))
         )
-        await until(lambda: all(view.state == "ready" for view in views.values()))
+        await all_ready(engine)
         assert {view.role for view in views.values()} == {"prefill", "decode"}
         assert "the pool was empty" in views["reader"].role_reason
         await whole(engine)

@@ -34,12 +34,6 @@ def test_requests_with_one_beginning_go_to_one_worker_even_before_it_is_computed
     assert fleet.place(1000, chain("another", 60)).decoder is not first.decoder
 
 
-def test_blocks_that_were_never_stored_are_not_expected_any_more():
-    fleet = make_fleet(a="both", b="both")
-    fleet.end(fleet.place(1000, chain("x", 60)))
-    assert not fleet.index.hits(chain("x", 60))
-
-
 def test_a_placement_ends_alike_when_its_workers_have_died_or_come_back():
     fleet = make_fleet(p0="prefill", p1="prefill", d0="decode")
     placements = [fleet.place(10, [])]

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from kv_workers import rewritten, through
-from routed import CONFIG, LONG, all_of, mix, read, same, until, whole
+from routed import CONFIG, LONG, check_answers, mix, read, reasons, same, until, whole
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.config import ClusterConfig
 from twinphase.cluster.elastic import Balance
@@ -29,6 +29,7 @@ TOPOLOGIES = {
     "1P2D": {"reader": "prefill", "writer": "decode", "other": "decode"},
 }
 LONG_PROMPTS = [[10 + (i * j) % 250 for i in range(180)] for j in (3, 7, 9)]
+ASKED = [(prompt, LONG) for prompt in LONG_PROMPTS]
 
 
 @pytest.mark.timeout(900)
@@ -40,25 +41,15 @@ def test_answers_through_both_pools_are_those_of_one_engine(serve_pools, lone, t
     async def body(engine):
         sent = 0
         for seed in range(num_mixes):
-            asked = list(mix(seed))
-            expected = lone.generate(
-                [prompt for prompt, _ in asked], [params for _, params in asked]
-            )
-            found = await all_of(engine, asked)
-            assert all(map(same, found, expected))
-            routes = [
-                one.reason
-                for output in found
-                for one in output.metrics.intervals
-                if one.kind is IntervalKind.TRANSFER
-            ]
-            sent += sum("blocks there" in reason for reason in routes)
+            found = await check_answers(engine, list(mix(seed)), lone)
+            moves = reasons(found, IntervalKind.TRANSFER)
+            sent += sum("blocks there" in reason for reason in moves)
         assert sent > 5 * num_mixes
         # Who reads the prompt says all of an answer that has one token.
         prompt = LONG_PROMPTS[0]
         params = dataclasses.replace(LONG, max_tokens=1)
         before = {one.id: one.prefill_seconds for one in engine.host.workers()}
-        assert same(*await all_of(engine, [(prompt, params)]), lone.generate([prompt], params)[0])
+        await check_answers(engine, [(prompt, params)], lone)
         assert {
             one.role for one in engine.host.workers() if one.prefill_seconds > before[one.id]
         } == {"prefill"}
@@ -66,8 +57,8 @@ def test_answers_through_both_pools_are_those_of_one_engine(serve_pools, lone, t
         # came.
         prompt = LONG_PROMPTS[1]
         params = dataclasses.replace(LONG, prompt_logprobs=1)
-        (found,) = await all_of(engine, [(prompt, params)])
-        assert same(found, lone.generate([prompt], params)[0]) and found.num_cached_tokens == 176
+        (found,) = await check_answers(engine, [(prompt, params)], lone)
+        assert found.num_cached_tokens == 176
         with pytest.raises(
             ContextLengthError
         ):  # before the first token, although its reader has room for that
@@ -81,24 +72,16 @@ def of_other_layers(bits):
     return bytes(len(bits))
 
 
-@pytest.mark.timeout(300)
 def test_blocks_that_are_wrong_are_found_by_the_first_token_and_not_used(serve_pools, lone):
     """They pass every check on the way.
 
     The second time around the writer has the right ones, which it computed.
     """
-    expected = lone.generate(LONG_PROMPTS, LONG)
     proxies, heard = through(rewritten(of_other_layers))
 
     async def body(engine):
         for _ in range(2):
-            assert all(
-                map(
-                    same,
-                    await all_of(engine, [(prompt, LONG) for prompt in LONG_PROMPTS]),
-                    expected,
-                )
-            )
+            await check_answers(engine, ASKED, lone)
             found = {one.id: one.first_token_mismatches for one in engine.host.workers()}
             assert found == {"reader": len(LONG_PROMPTS), "writer": 0}
         assert proxies[0].num_spoilt >= 11
@@ -107,7 +90,6 @@ def test_blocks_that_are_wrong_are_found_by_the_first_token_and_not_used(serve_p
     serve_pools(body, TOPOLOGIES["1P1D"], heard)
 
 
-@pytest.mark.timeout(300)
 def test_a_reader_that_lies(serve_pools, lone):
     """A wrong token that the client has already ends the stream; it can be asked for again.
 
@@ -153,9 +135,7 @@ def test_a_reader_that_lies(serve_pools, lone):
                 assert all(map(same, found, expected))
             assert sum(one.first_token_mismatches for one in engine.host.workers()) == num_wrong
         lie = ""
-        assert all(
-            map(same, await all_of(engine, [(prompt, LONG) for prompt in LONG_PROMPTS]), expected)
-        )
+        await check_answers(engine, ASKED, lone)
         await whole(engine)
 
     serve_pools(body, TOPOLOGIES["1P1D"], heard)
@@ -171,7 +151,6 @@ class OneWay(Balance):
         return found if found is not None and found[1] == self.wanted else None
 
 
-@pytest.mark.timeout(300)
 def test_a_worker_goes_over_to_the_pool_that_has_too_much_to_do_and_answers_stay_the_same(
     serve_pools, lone
 ):
@@ -193,16 +172,13 @@ def test_a_worker_goes_over_to_the_pool_that_has_too_much_to_do_and_answers_stay
         for role, asked in floods:
             assert roles().count(role) == 1
             balance.wanted = role
-            expected = lone.generate(
-                [prompt for prompt, _ in asked], [params for _, params in asked]
-            )
-            answers = asyncio.create_task(all_of(engine, asked))
+            answers = asyncio.create_task(check_answers(engine, asked, lone))
             await until(lambda role=role: roles().count(role) == 2)
             (moved,) = [
                 one for one in engine.host.workers() if one.role_reason.startswith(f"to {role}: ")
             ]
             assert moved.role == role and moved.state == "ready"
-            assert all(map(same, await answers, expected))
+            await answers
         await whole(engine)
 
     config = {**CONFIG, "max_num_batched_tokens": 16, "max_num_seqs": 2}

@@ -9,7 +9,20 @@ import time
 
 import pytest
 
-from routed import LONG, all_of, mix, pid_of, read, same, until, whole
+from added import greedy
+from routed import (
+    LONG,
+    all_of,
+    all_ready,
+    check_answers,
+    kill,
+    mix,
+    read,
+    reasons,
+    same,
+    until,
+    whole,
+)
 from twinphase.cluster.routed_request import chain_of
 from twinphase.constraint import StructuredOutputsParams
 from twinphase.engine.process.messages import Add, EngineFacts, Pong
@@ -23,7 +36,6 @@ from twinphase.phases.timeline import IntervalKind
 from twinphase.request import SamplingParams
 
 
-@pytest.mark.timeout(300)
 def test_answers_through_two_workers_are_those_of_one_engine(serve, lone):
     """Random mixes with prefixes, grammars, penalties and stop strings; some without a seed."""
     num_mixes = int(os.environ.get("TWINPHASE_MIXES", "10"))
@@ -35,18 +47,8 @@ def test_answers_through_two_workers_are_those_of_one_engine(serve, lone):
         assert isinstance(engine.facts, EngineFacts) and engine.facts.config.max_num_seqs == 128
         used = set()
         for seed in range(num_mixes):
-            asked = list(mix(seed))
-            expected = lone.generate(
-                [prompt for prompt, _ in asked], [params for _, params in asked]
-            )
-            found = await all_of(engine, asked)
-            assert all(map(same, found, expected))
-            used |= {
-                one.reason.split(":")[0]
-                for output in found
-                for one in output.metrics.intervals
-                if one.reason and one.kind is IntervalKind.ROUTE
-            }
+            found = await check_answers(engine, list(mix(seed)), lone)
+            used |= {reason.split(":")[0] for reason in reasons(found, IntervalKind.ROUTE)}
         assert used == {"worker-0", "worker-1"}
         free = SamplingParams(temperature=1.5, max_tokens=8, ignore_eos=True)
         outputs = await all_of(engine, [([20, 21], free)] * 4)
@@ -67,10 +69,9 @@ def test_answers_through_two_workers_are_those_of_one_engine(serve, lone):
         ]
         assert all(one.pid and one.prefill_seconds > 0 and one.decode_seconds > 0 for one in found)
 
-    serve(body)
+    serve(body, waits=False)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_what_a_dead_worker_began_goes_on_elsewhere(serve, lone, sig):
     """While it queues, between two chunks, and in the middle of answers."""
@@ -80,7 +81,6 @@ def test_what_a_dead_worker_began_goes_on_elsewhere(serve, lone, sig):
     expected = lone.generate([prompt for prompt, _ in everything], LONG)
 
     async def body(engine):
-        await until(lambda: engine.is_running)
         for turn in range(2):
             for _ in range(10):  # a worker may be done before a busy machine lets this test go on
                 if await disturbed(engine, late=bool(turn)):
@@ -100,21 +100,19 @@ def test_what_a_dead_worker_began_goes_on_elsewhere(serve, lone, sig):
         ):  # else while they queue, or the long ones are being read
             await asyncio.sleep(0.002)
         dead = next((sent.worker for sent in router.requests.values()), "worker-0")
-        os.kill(pid_of(engine, dead), sig)
+        kill(engine, dead, sig)
         outputs = await asyncio.gather(*map(read, streams))
         assert all(map(same, outputs, expected))
         await until(
             lambda: not router.workers_by_name[dead].is_up or router.num_continued > num_continued
         )
-        await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+        await all_ready(engine)
         moved = 0
         for stream, output in zip(streams, outputs, strict=True):
-            reasons = [
-                one.reason for one in output.metrics.intervals if one.kind is IntervalKind.ROUTE
-            ]
-            if any("died" in reason for reason in reasons):
+            routed = reasons([output], IntervalKind.ROUTE)
+            if any("died" in reason for reason in routed):
                 moved += 1
-                assert "died" not in reasons[-1] and f"{dead}, which died" in str(
+                assert "died" not in routed[-1] and f"{dead}, which died" in str(
                     await engine.explain(stream)
                 )
         assert moved == router.num_continued - num_continued
@@ -123,22 +121,20 @@ def test_what_a_dead_worker_began_goes_on_elsewhere(serve, lone, sig):
     serve(body, silence=1.0)
 
 
-@pytest.mark.timeout(300)
 def test_an_answer_that_ended_at_a_stop_string_needs_no_other_worker(serve, lone):
     """A worker that dies after the front end found the end of the text changes nothing."""
-    params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+    params = greedy(300)
     text = lone.generate([[40, 41]], params)[0].outputs[0].text
-    stopping = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True, stop=text[20:24])
+    stopping = greedy(300, stop=text[20:24])
     expected = lone.generate([[40, 41]], stopping)[0]
 
     async def body(engine):
         router = engine.host
-        await until(lambda: engine.is_running)
         put = router.put
         stream = await engine.submit([40, 41], stopping)
 
         def kill_first(message):
-            os.kill(pid_of(engine, router.requests[stream.request_id].worker), signal.SIGKILL)
+            kill(engine, router.requests[stream.request_id].worker)
             router.requests[stream.request_id].end_reason = message.reason
             del message  # it never reaches the worker
 
@@ -146,23 +142,21 @@ def test_an_answer_that_ended_at_a_stop_string_needs_no_other_worker(serve, lone
         output = await read(stream)
         router.put = put
         assert same(output, expected) and output.outputs[0].stop_reason == text[20:24]
-        await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+        await all_ready(engine)
         await whole(engine)
 
     serve(body)
 
 
-@pytest.mark.timeout(300)
 def test_without_a_worker_requests_fail_at_once_and_can_be_sent_again(serve, lone):
     expected = lone.generate([[30, 31]], LONG)[0]
 
     async def body(engine):
         router = engine.host
-        await until(lambda: engine.is_running)
         streams = [await engine.submit([30, 31], LONG) for _ in range(3)]
         began = time.monotonic()
         for name in router.workers_by_name:
-            os.kill(pid_of(engine, name), signal.SIGKILL)
+            kill(engine, name)
         for result in await asyncio.gather(*map(read, streams), return_exceptions=True):
             assert isinstance(result, EngineDeadError) and "again" in str(result)
         assert time.monotonic() - began < 10.0  # and not the minutes of a timeout
@@ -170,17 +164,15 @@ def test_without_a_worker_requests_fail_at_once_and_can_be_sent_again(serve, lon
             await engine.submit([30, 31], LONG)
         await until(lambda: engine.is_running)
         assert same(await read(await engine.submit([30, 31], LONG)), expected)
-        await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+        await all_ready(engine)
         await whole(engine)
 
     serve(body)
 
 
-@pytest.mark.timeout(300)
 def test_a_reader_who_leaves_frees_its_worker_and_a_dead_worker_forgets_it(serve):
     async def body(engine):
         router = engine.host
-        await until(lambda: engine.is_running)
         for sig in (None, signal.SIGKILL):
             streams = [await engine.submit([50], LONG)]
             worker = router.requests[streams[0].request_id].worker
@@ -190,10 +182,10 @@ def test_a_reader_who_leaves_frees_its_worker_and_a_dead_worker_forgets_it(serve
             for stream in streams:
                 await stream.aclose()
             if sig is not None:
-                os.kill(pid_of(engine, worker), sig)
+                kill(engine, worker, sig)
                 await until(lambda: router.num_restarts == 1)
             await until(lambda: not router.requests)
-        await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+        await all_ready(engine)
         wanted = StructuredOutputsParams(regex="[ab]{4}")
         for pause in (
             0.0,
@@ -213,20 +205,16 @@ def test_a_reader_who_leaves_frees_its_worker_and_a_dead_worker_forgets_it(serve
     serve(body)
 
 
-@pytest.mark.timeout(300)
 def test_a_prompt_goes_where_its_beginning_is_cached_until_that_worker_dies(serve):
     prefix = [60 + i % 90 for i in range(160)]
     short = SamplingParams(temperature=0.0, max_tokens=2)
 
     async def body(engine):
         router = engine.host
-        await until(lambda: engine.is_running)
 
         async def cached(number):
             output = await read(await engine.submit([*prefix, 200 + number], short))
-            (decision,) = [
-                one.reason for one in output.metrics.intervals if one.kind is IntervalKind.ROUTE
-            ]
+            (decision,) = reasons([output], IntervalKind.ROUTE)
             return output.num_cached_tokens, decision.split(":")[0], decision
 
         first = await cached(0)
@@ -236,7 +224,7 @@ def test_a_prompt_goes_where_its_beginning_is_cached_until_that_worker_dies(serv
         for number in (1, 2, 3):
             tokens, where, words = await cached(number)
             assert (tokens, where) == (160, first[1]) and "1 of 161 tokens to prefill" in words
-        os.kill(pid_of(engine, first[1]), signal.SIGKILL)
+        kill(engine, first[1])
         await until(lambda: router.num_restarts == 1)
         assert router.fleet.index.num_held(first[1]) == 0
         tokens, where, _ = await cached(4)
@@ -245,14 +233,12 @@ def test_a_prompt_goes_where_its_beginning_is_cached_until_that_worker_dies(serv
     serve(body)
 
 
-@pytest.mark.timeout(300)
 def test_a_worker_whose_loop_stands_still_is_ended_while_others_work(serve, lone, caplog):
     """It answers pings, which another thread does, and makes no step."""
     expected = lone.generate([[30, 31], [30, 32]], LONG)
 
     async def body(engine):
         router = engine.host
-        await until(lambda: engine.is_running)
         router._stall = 1.0
         streams = [await engine.submit([30, 31 + number], LONG) for number in range(2)]
         for stream in streams:
@@ -282,13 +268,11 @@ def test_a_worker_whose_loop_stands_still_is_ended_while_others_work(serve, lone
     serve(body)
 
 
-@pytest.mark.timeout(300)
 def test_a_request_that_kills_its_workers_does_not_kill_all_of_them(serve, lone):
     expected = lone.generate([[30, 31]], LONG)[0]
 
     async def body(engine):
         router = engine.host
-        await until(lambda: engine.is_running)
         for view in router.workers_by_name.values():
             put = view.host.put
             host = view.host
@@ -304,7 +288,7 @@ def test_a_request_that_kills_its_workers_does_not_kill_all_of_them(serve, lone)
         with pytest.raises(TwinphaseError, match="3 workers died"):
             await read(await poison)
         assert same(await read(stream), expected)
-        await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+        await all_ready(engine)
         assert router.num_restarts == 3
         await whole(engine)
 

@@ -7,14 +7,14 @@ import pytest
 from schedules import Times
 from twinphase.cluster.routing import FRAMING_SECONDS_PER_BLOCK, Routing
 from twinphase.cluster.simulation import FleetSpec, Simulation, TraceRequest
+from twinphase.config import EngineConfig
 
 TIMES = Times(row=1e-3, step=5e-3)
 
 
-def simulate(roles, trace, policy="predicted", **options):
-    spec = FleetSpec(
-        roles, TIMES, **{"num_blocks": 4096, "block_bytes": 1000, "bytes_per_second": 1e6} | options
-    )
+def simulate(roles, trace, policy="predicted"):
+    config = EngineConfig(num_kv_blocks=4096, max_model_len=1 << 20, itl_slo_ms=None)
+    spec = FleetSpec(roles, TIMES, config, block_bytes=1000, bytes_per_second=1e6)
     simulation = Simulation(spec, Routing(block_size=16, policy=policy))
     simulation.run(trace)
     for worker in simulation._workers.values():

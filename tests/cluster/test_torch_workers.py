@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from added import greedy
 from kv_workers import workers
-from routed import CONFIG, all_of, mix
+from routed import CONFIG, all_of, mix, reasons
 from twinphase.engine.frontends.llm import LLM
 from twinphase.engine.process.messages import PushTo
-from twinphase.request import SamplingParams
 
 TORCH = {**CONFIG, "backend": "torch", "device": "cpu"}
 
@@ -27,7 +27,7 @@ def threads():
 
 def test_a_prompt_is_read_on_one_and_answered_on_another(tiny_path):
     prompt = [10 + (7 * i + i * i) % 250 for i in range(150)]
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    params = greedy(8)
     with workers(tiny_path, 2, **TORCH) as (reader, writer):
         expected = reader.ask(prompt, params)
         reader.forget()
@@ -56,7 +56,6 @@ def test_a_mix_through_both_pools(serve_pools, tiny_path):
         assert [one.outputs[0].token_ids for one in found] == [
             one.outputs[0].token_ids for one in expected
         ]
-        reasons = [one.reason for output in found for one in output.metrics.intervals if one.reason]
-        assert sum("blocks there" in reason for reason in reasons) > 5
+        assert sum("blocks there" in reason for reason in reasons(found)) > 5
 
     serve_pools(body, {"reader": "prefill", "writer": "decode"}, config=TORCH)

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from contextlib import contextmanager
 
 import pytest
 
-from children import child, end
-from routed import CONFIG, LONG, all_of, mix, read, same, until, whole
-from twinphase.cluster.address import KEY_VARIABLE
-from twinphase.cluster.remote import RemoteHost
+from children import end
+from routed import (
+    CONFIG,
+    LONG,
+    WorkerProcess,
+    all_ready,
+    check_answers,
+    mix,
+    read,
+    reasons,
+    remote_host,
+    same,
+    until,
+    whole,
+)
 from twinphase.config import EngineConfig
 from twinphase.engine.process.host import ProcessHost
 from twinphase.phases.timeline import IntervalKind
 
 MOVING = (IntervalKind.ROUTE, IntervalKind.TRANSFER)
-KEY = "0123456789abcdef"
 HERE = "10.231.77.1"
 THERE = "10.231.77.2"
 
@@ -39,23 +48,10 @@ class OtherHost:
         ip("link", "set", self.cable, "up")
         ip("-n", self.name, "addr", "add", f"{THERE}/24", "dev", "cable")
         ip("-n", self.name, "link", "set", "cable", "up")
-        command = [
-            "ip",
-            "netns",
-            "exec",
-            self.name,
-            sys.executable,
-            "-m",
-            "twinphase.cluster.worker",
-        ]
-        self.process = subprocess.Popen(
-            [*command, "--listen", f"{THERE}:0", "--role", role, "--ends-with-stdin"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, KEY_VARIABLE: KEY},
-            text=True,
+        self.worker = WorkerProcess(
+            f"{THERE}:0", "--role", role, before=("ip", "netns", "exec", self.name)
         )
-        self.address = self.process.stdout.readline().split()[-1]
+        self.address = self.worker.address
 
     def pull(self):
         ip("link", "set", self.cable, "down")
@@ -74,53 +70,27 @@ def other_host(role="both"):
     try:
         yield host
     finally:
-        end(host.process)
+        end(host.worker.process)
         ip("netns", "del", host.name)  # and the cable with it
 
 
-@contextmanager
-def child_worker(role):
-    """Address of a worker here."""
-    command = [
-        sys.executable,
-        "-m",
-        "twinphase.cluster.worker",
-        "--listen",
-        f"{HERE}:0",
-        "--role",
-        role,
-    ]
-    with child(
-        [*command, "--ends-with-stdin"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, KEY_VARIABLE: KEY},
-        text=True,
-    ) as process:
-        yield process.stdout.readline().split()[-1]
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_cable_is_pulled_while_answers_stream_and_plugged_in_again(serve, lone, tiny_path):
     prompts = [[40 + number, 41] for number in range(6)]
     expected = lone.generate(prompts, LONG)
     later = list(mix(7))
-    expected_later = lone.generate([prompt for prompt, _ in later], [params for _, params in later])
 
     with other_host() as there:
 
         def hosts():
             return {
                 "here": ProcessHost(tiny_path, EngineConfig(**CONFIG), silence=2.0),
-                "there": RemoteHost(
-                    there.address, KEY.encode(), tiny_path, EngineConfig(**CONFIG), 2.0
-                ),
+                "there": remote_host(there.address, tiny_path),
             }
 
         async def body(engine):
             router = engine.host
-            await until(lambda: all(one.state == "ready" for one in router.workers()))
+            await all_ready(engine)
             streams = [await engine.submit(prompt, LONG) for prompt in prompts]
             await until(lambda: all(stream.transcript.token_ids for stream in streams))
             assert {sent.worker for sent in router.requests.values()} == {"here", "there"}
@@ -134,48 +104,43 @@ def test_a_cable_is_pulled_while_answers_stream_and_plugged_in_again(serve, lone
             assert router.num_continued
             assert [one.state for one in router.workers() if one.id == "there"] != ["ready"]
             there.plug()
-            await until(lambda: all(one.state == "ready" for one in router.workers()))
-            assert all(map(same, await all_of(engine, later), expected_later))
+            await all_ready(engine)
+            await check_answers(engine, later, lone)
             await whole(engine)
 
         serve(body, hosts=hosts)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_prompts_are_read_there_and_answered_here_whatever_becomes_of_the_cable(
     serve, lone, tiny_path
 ):
-    prompts = [[10 + (i * j) % 250 for i in range(180)] for j in (3, 7, 9)]
-    expected = lone.generate(prompts, LONG)
+    asked = [([10 + (i * j) % 250 for i in range(180)], LONG) for j in (3, 7, 9)]
 
-    with other_host("prefill") as there, child_worker("decode") as here:
+    with other_host("prefill") as there, WorkerProcess(f"{HERE}:0", "--role", "decode") as here:
 
         def hosts():
             return {
-                name: RemoteHost(address, KEY.encode(), tiny_path, EngineConfig(**CONFIG), 2.0)
-                for name, address in (("there", there.address), ("here", here))
+                name: remote_host(host.address, tiny_path)
+                for name, host in (("there", there), ("here", here))
             }
 
         async def body(engine):
-            await until(lambda: engine.is_running)
             router = engine.host
-            router.fleet._routing.policy = "random"  # all prompts are read there
+            router.fleet.routing.policy = "random"  # all prompts are read there
 
-            async def reasons():
-                found = await all_of(engine, [(prompt, LONG) for prompt in prompts])
-                assert all(map(same, found, expected))
-                return [one.reason for one in found[0].metrics.intervals if one.kind in MOVING]
+            async def moves():
+                return reasons((await check_answers(engine, asked, lone))[:1], *MOVING)
 
-            assert "here: 11 of 11 blocks there" in await reasons()
+            assert "here: 11 of 11 blocks there" in await moves()
             there.pull()
             assert any(
-                reason.startswith("there, which died with 0 tokens") for reason in await reasons()
+                reason.startswith("there, which died with 0 tokens") for reason in await moves()
             )
             assert [one.state for one in router.workers()] != ["ready", "ready"]
             there.plug()
-            await until(lambda: all(one.state == "ready" for one in router.workers()))
-            assert "here: 11 of 11 blocks there" in await reasons()
+            await all_ready(engine)
+            assert "here: 11 of 11 blocks there" in await moves()
             assert not any(view.num_requests for view in router.workers_by_name.values())
 
         serve(body, hosts=hosts)

@@ -7,15 +7,29 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 from contextlib import contextmanager, suppress
-from itertools import zip_longest
 
 import pytest
 
 from children import end
-from routed import CONFIG, LONG, VOCAB, all_of, mix, pid_of, read, same, until, whole
+from routed import (
+    CONFIG,
+    KEY,
+    LONG,
+    VOCAB,
+    WorkerProcess,
+    all_of,
+    all_ready,
+    check_answers,
+    mix,
+    num_moved,
+    pid_of,
+    read,
+    remote_host,
+    same,
+    until,
+    whole,
+)
 from tiny_gguf import write_tiny_gguf
 from twinphase.cli import run_app
 from twinphase.cluster import remote
@@ -29,60 +43,36 @@ from twinphase.engine.frontends.async_engine import AsyncEngine
 from twinphase.errors import InvalidRequestError, StorageError
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 
-KEY = "0123456789abcdef"
-
-
-class Started:
-    """A worker's process; it ends with the `with` block, or when its stdin closes."""
-
-    def __init__(self, address="127.0.0.1:0", key=KEY, role="both", join=()):
-        command = [
-            sys.executable,
-            "-m",
-            "twinphase.cluster.worker",
-            "--listen",
-            address,
-            "--role",
-            role,
-        ]
-        command += [*join, "--ends-with-stdin"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.process = subprocess.Popen(
-            command, **pipes, env={**os.environ, KEY_VARIABLE: key}, text=True
-        )
-        self.address = self.process.stdout.readline().split()[-1]
+POOLS = [("127.0.0.1:0", "--role", role) for role in ("prefill", "decode")]
 
 
 @contextmanager
-def started(*addresses, roles=()):
-    workers = []
+def started(*workers):
+    """Worker processes, each by its address and options; the list's present ones are ended."""
+    processes = []
     try:
-        for address, role in zip_longest(addresses, roles, fillvalue="both"):
-            workers.append(Started(address, role=role))
-        yield workers
+        for options in workers:
+            processes.append(WorkerProcess(*options))
+        yield processes
     finally:
-        for worker in workers:
+        for worker in processes:
             end(worker.process)
 
 
 def hosts_of(workers, path, silence=2.0):
     return lambda: {
-        f"worker-{i}": RemoteHost(one.address, KEY.encode(), path, EngineConfig(**CONFIG), silence)
-        for i, one in enumerate(workers)
+        f"worker-{i}": remote_host(one.address, path, silence) for i, one in enumerate(workers)
     }
 
 
-@pytest.mark.timeout(300)
 def test_workers_by_tcp_and_by_unix_socket_answer_as_one_engine(serve, lone, tiny_path, tmp_path):
     """And when the server leaves, they wait for the next, with what they had loaded and cached."""
     asked = [one for seed in (1, 2) for one in mix(seed)]
-    expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
 
-    with started("127.0.0.1:0", f"unix:{tmp_path}/worker") as workers:
+    with started((), (f"unix:{tmp_path}/worker",)) as workers:
 
         async def body(engine):
-            await until(lambda: engine.is_running)
-            assert all(map(same, await all_of(engine, asked), expected))
+            await check_answers(engine, asked, lone)
             stream = await engine.submit([10, 11], LONG)
             await until(lambda: stream.transcript.token_ids)
             assert "of its tokens" in str(await engine.explain(stream))
@@ -98,16 +88,14 @@ def test_workers_by_tcp_and_by_unix_socket_answer_as_one_engine(serve, lone, tin
         assert workers[0].process.wait(30) == 0
 
 
-@pytest.mark.timeout(300)
 def test_a_worker_that_stands_still_is_left_and_taken_again_when_it_goes_on(serve, lone, tiny_path):
     prompts = [[30 + number, 31] for number in range(4)]
     expected = lone.generate(prompts, LONG)
 
-    with started("127.0.0.1:0", "127.0.0.1:0") as workers:
+    with started((), ()) as workers:
 
         async def body(engine):
             router = engine.host
-            await until(lambda: engine.is_running)
             streams = [await engine.submit(prompt, LONG) for prompt in prompts]
             await anext(streams[0])
             stopped = int(router.requests[streams[0].request_id].worker[-1])
@@ -116,7 +104,7 @@ def test_a_worker_that_stands_still_is_left_and_taken_again_when_it_goes_on(serv
             assert all(map(same, outputs, expected))
             assert router.num_continued > 0 and "broke" in str(router.last_death)
             workers[stopped].process.send_signal(signal.SIGCONT)
-            await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+            await all_ready(engine)
             outputs = await all_of(engine, [(prompt, LONG) for prompt in prompts])
             assert all(map(same, outputs, expected))
             await whole(engine)
@@ -156,12 +144,10 @@ class BadLine:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_lines_that_are_slow_and_cut_messages_anywhere(serve, lone, tiny_path):
     asked = list(mix(5))
-    expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
 
-    with started("127.0.0.1:0", "127.0.0.1:0", roles=("prefill", "decode")) as workers:
+    with started(*POOLS) as workers:
         lines = {
             role: BadLine(one.address)
             for role, one in zip(("reader", "writer"), workers, strict=True)
@@ -170,69 +156,54 @@ def test_lines_that_are_slow_and_cut_messages_anywhere(serve, lone, tiny_path):
         async def body(engine):
             for line in lines.values():
                 await line.lay()
-            await until(lambda: all(one.state == "ready" for one in engine.host.workers()))
-            engine.host.fleet._routing.policy = "random"  # all prompts go to the one that reads
-            assert all(map(same, await all_of(engine, asked), expected))
+            await all_ready(engine)
+            engine.host.fleet.routing.policy = "random"  # all prompts go to the one that reads
+            await check_answers(engine, asked, lone)
             assert not engine.host.num_restarts
             for line in lines.values():
                 await line.cut()
 
         serve(
             body,
+            waits=False,
             hosts=lambda: {
-                name: RemoteHost(line.address, KEY.encode(), tiny_path, EngineConfig(**CONFIG), 5.0)
-                for name, line in lines.items()
+                name: remote_host(line.address, tiny_path, 5.0) for name, line in lines.items()
             },
         )
 
 
-@pytest.mark.timeout(300)
 def test_a_worker_that_is_not_there_is_not_waited_for_and_taken_when_it_comes(
     serve, tiny_path, caplog
 ):
-    with started("127.0.0.1:0", "127.0.0.1:0") as workers:
+    with started((), ()) as workers:
         end(workers[1].process)
 
         async def body(engine):
             router = engine.host
-            await until(lambda: engine.is_running)
             assert (
                 f"worker-1 cannot be reached yet: {workers[1].address}: Connection refused"
                 in caplog.text
             )
             assert [one.state for one in router.workers()][0] == "ready"
-            workers[1] = Started(workers[1].address)
-            await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+            workers[1] = WorkerProcess(workers[1].address)
+            await all_ready(engine)
             assert engine.facts.config.max_num_seqs == 128
             await whole(engine)
 
         serve(body, hosts=hosts_of(workers, tiny_path))
 
 
-@pytest.mark.timeout(300)
 def test_workers_say_their_roles_and_send_each_other_blocks(serve, lone, tiny_path):
     """The prefill worker reports the first token and the decode worker continues."""
     asked = list(mix(3))
-    expected = lone.generate([prompt for prompt, _ in asked], [params for _, params in asked])
 
-    with started("127.0.0.1:0", "127.0.0.1:0", roles=("prefill", "decode")) as workers:
+    with started(*POOLS) as workers:
 
         async def body(engine):
-            await until(lambda: engine.is_running)
             assert [one.role for one in engine.host.workers()] == ["prefill", "decode"]
-            engine.host.fleet._routing.policy = "random"  # all prompts go to the one that reads
-            found = await all_of(engine, asked)
-            assert all(map(same, found, expected))
-            reasons = [
-                one.reason for output in found for one in output.metrics.intervals if one.reason
-            ]
-            assert (
-                sum(
-                    reason.startswith("worker-1: ") and "blocks there" in reason
-                    for reason in reasons
-                )
-                > 5
-            )
+            engine.host.fleet.routing.policy = "random"  # all prompts go to the one that reads
+            found = await check_answers(engine, asked, lone)
+            assert num_moved(found, "worker-1") > 5
             reader, writer = engine.host.workers()
             assert [reader.pid, writer.pid] == [worker.process.pid for worker in workers]
             assert (
@@ -252,18 +223,17 @@ def test_workers_say_their_roles_and_send_each_other_blocks(serve, lone, tiny_pa
         assert "--role decode" in str(refused(workers, tiny_path, host=alone))
 
 
-@pytest.mark.timeout(300)
 def test_a_worker_that_is_told_to_leave_finishes_hands_over_its_cache_and_is_taken_again(
     serve, lone, tiny_path
 ):
     prompts = [[10 + (i * j) % 250 for i in range(80)] for j in (3, 7)]
     expected = lone.generate(prompts, LONG)
 
-    with started("127.0.0.1:0", "127.0.0.1:0") as workers:
+    with started((), ()) as workers:
 
         async def body(engine):
             router = engine.host
-            await until(lambda: len(router.fleet.workers) == 2 if router.fleet else False)
+            await until(lambda: len(router.fleet.workers) == 2)
             router.fleet.workers["worker-1"].accepts = False
             stream = await engine.submit(prompts[0], LONG)
             await anext(stream)
@@ -280,14 +250,13 @@ def test_a_worker_that_is_told_to_leave_finishes_hands_over_its_cache_and_is_tak
                 same(found[0], expected[0]) and found[0].num_cached_tokens == 64
             )  # of 80: the last one is computed
             end(workers[0].process)
-            workers[0] = Started(workers[0].address)
-            await until(lambda: all(view.is_up for view in router.workers_by_name.values()))
+            workers[0] = WorkerProcess(workers[0].address)
+            await all_ready(engine)
             await whole(engine)
 
         serve(body, hosts=hosts_of(workers, tiny_path))
 
 
-@pytest.mark.timeout(300)
 def test_a_worker_joins_a_server_that_runs_and_leaves_it_when_it_dies(serve, lone, tiny_path):
     prompts = [[30 + number, 31] for number in range(67)]
 
@@ -299,11 +268,11 @@ def test_a_worker_joins_a_server_that_runs_and_leaves_it_when_it_dies(serve, lon
 
     async def body(engine):
         router = engine.host
-        await until(lambda: engine.is_running)
         assert len(router.workers()) == 1
-        with joining("0.0.0.0:0", join) as worker:
+        with WorkerProcess("0.0.0.0:0", *join) as worker:
             streams = [await engine.submit(prompt, LONG) for prompt in prompts[:3]]
-            await until(lambda: [one.state for one in router.workers()] == ["ready", "ready"])
+            await until(lambda: len(router.workers()) == 2)
+            await all_ready(engine)
             # Held, both keep what they are sent; how soon the newcomer is preferred depends on how
             # fast steps are.
             held = pid_of(engine, "worker-0"), worker.process.pid
@@ -333,35 +302,25 @@ def test_a_worker_joins_a_server_that_runs_and_leaves_it_when_it_dies(serve, lon
             await until(lambda: len(router.workers()) == 1)
         address = router.workers_by_name["worker-1"].host.where
         assert address.startswith("127.0.0.1:")
-        with joining(address, join) as again:  # by its name of before
-            await until(lambda: [one.state for one in router.workers()] == ["ready", "ready"])
+        with WorkerProcess(address, *join) as again:  # by its name of before
+            await until(lambda: len(router.workers()) == 2)
+            await all_ready(engine)
             assert list(router.workers_by_name) == ["worker-0", "worker-1"]
             again.process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(again.process.wait, 60) == 0
         await until(lambda: len(router.workers()) == 1)
-        with joining("127.0.0.1:0", join, key="another key, as long") as stranger:
+        with WorkerProcess("127.0.0.1:0", *join, key="another key, as long") as stranger:
             assert await asyncio.to_thread(stranger.process.wait, 60) == 1
             assert "another key" in stranger.process.stderr.read()
 
     serve(body, count=1, door=door, silence=60.0)
 
 
-@contextmanager
-def joining(address, join, key=KEY):
-    worker = Started(address, key, join=join)
-    try:
-        yield worker
-    finally:
-        end(worker.process)
-
-
 def refused(workers, path, key=KEY, host=None):
     """What a server says that no worker lets in."""
 
     async def main():
-        engine = AsyncEngine(
-            host or RemoteHost(workers[0].address, key.encode(), path, EngineConfig(**CONFIG))
-        )
+        engine = AsyncEngine(host or remote_host(workers[0].address, path, 1.5, key=key))
         await until(lambda: engine.host.failure is not None)
         assert not engine.is_running
         await asyncio.to_thread(engine.close)
@@ -370,11 +329,10 @@ def refused(workers, path, key=KEY, host=None):
     return asyncio.run(asyncio.wait_for(main(), 60))
 
 
-@pytest.mark.timeout(300)
 def test_a_wrong_key_another_version_and_another_model_are_refused_in_a_line(
     tiny_path, tmp_path, monkeypatch
 ):
-    with started("127.0.0.1:0") as workers:
+    with started(()) as workers:
         assert "key" in str(refused(workers, tiny_path, "another key, as long"))
         with connect(workers[0].address) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" + b"x" * 200)
@@ -397,19 +355,17 @@ def test_a_wrong_key_another_version_and_another_model_are_refused_in_a_line(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_port_for_blocks_that_somebody_else_has_is_refused_in_a_line_and_taken_when_it_is_free(
     serve, tiny_path
 ):
     holder = socket.create_server(("127.0.0.1", 0))
     port = holder.getsockname()[1]
-    with joining("127.0.0.1:0", ("--kv-port", str(port))) as worker:
+    with WorkerProcess("127.0.0.1:0", "--kv-port", str(port)) as worker:
         with holder:
             found = str(refused([worker], tiny_path))
         assert f"127.0.0.1:{port}: Address already in use" in found and "another --kv-port" in found
 
         async def body(engine):
-            await until(lambda: engine.is_running)
             assert engine.facts.kv_addresses[-1] == f"tcp:127.0.0.1:{port}"
 
         serve(body, hosts=hosts_of([worker], tiny_path))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from added import greedy
 from provoked import Script
 from steps import Steps
 from twinphase.backends.reference import ReferenceBackend
@@ -22,7 +23,7 @@ from twinphase.phases.work import model_shape
 from twinphase.request import SamplingParams
 from twinphase.scheduler import chunk
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+GREEDY = greedy(8)
 PROMPT = list(range(40, 70))
 
 
@@ -61,14 +62,12 @@ def test_greedy_tokens_are_those_of_the_whole_sequence_at_once(llm):
     """Incremental decoding over the paged cache equals full recomputation with argmax."""
     tokens = list(PROMPT)
     for _ in range(4):
-        one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        tokens += answer(llm, tokens, one).token_ids
+        tokens += answer(llm, tokens, greedy(1)).token_ids
     assert answer(llm).token_ids[:4] == tokens[len(PROMPT) :]
 
 
 def test_outputs_have_vllms_shape(llm):
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2)
-    (output,) = llm.generate("hello world", params)
+    (output,) = llm.generate("hello world", greedy(4, logprobs=2))
     (completion,) = output.outputs
     assert output.prompt == "hello world"
     assert output.prompt_token_ids == llm.tokenizer.encode("hello world")
@@ -94,8 +93,8 @@ def test_outputs_have_vllms_shape(llm):
 
 
 def test_each_prompt_may_have_its_parameters(llm):
-    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (1, 3)]
-    assert [len(o.outputs[0].token_ids) for o in llm.generate([PROMPT, PROMPT], params)] == [1, 3]
+    outputs = llm.generate([PROMPT, PROMPT], [greedy(1), greedy(3)])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -472,9 +471,7 @@ def test_prompts_in_vllms_mappings(llm):
 
 
 def test_a_long_answers_timeline_is_short(llm):
-    (output,) = llm.generate(
-        [PROMPT], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    )
+    (output,) = llm.generate([PROMPT], greedy(60))
     timeline = output.metrics
     assert len(timeline.intervals) < 12
     assert (

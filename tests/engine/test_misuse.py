@@ -7,12 +7,12 @@ import threading
 
 import pytest
 
+from added import greedy
 from twinphase.engine.frontends.async_engine import AsyncEngine
 from twinphase.errors import EngineDeadError, InvalidRequestError
 from twinphase.explain.explanation import Explanation
-from twinphase.request import SamplingParams
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+GREEDY = greedy(12)
 USER = {"role": "user", "content": "hello"}
 PROMPTS = [list(range(40, 40 + n)) for n in (30, 7, 17, 25)]
 
@@ -71,7 +71,7 @@ def test_threads_share_an_llm(make_llm, request, backend, often_switched):
 def test_a_thread_that_waits_gets_its_turn_while_another_goes_on(make_llm):
     """Without that, whoever steps in a loop would keep the engine until it is done."""
     llm = make_llm()
-    long = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    long = greedy(None)
     began = threading.Event()
     order = []
 
@@ -83,9 +83,7 @@ def test_a_thread_that_waits_gets_its_turn_while_another_goes_on(make_llm):
 
     def second():
         assert began.wait(60)
-        (output,) = llm.generate(
-            [[7, 8]], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-        )
+        (output,) = llm.generate([[7, 8]], greedy(2))
         order.append("second")
         return output.finished
 

@@ -43,7 +43,8 @@ def random_run(seed, policy="priority", slo=0.012, window=None, tenants=("",), d
         lambda work: (2e-3 + 3e-4 * work.rows + 1e-6 * sum(work)) * choose.uniform(0.8, 1.3)
     )
     settings = {"num_blocks": 24, "max_num_seqs": 6, "max_num_batched_tokens": 48, "policy": policy}
-    engine = machine_engine(machine, GUESS, pace=Pace(slo), window=window, **settings)
+    engine = machine_engine(machine, GUESS, pace=Pace(slo), **settings)
+    engine.cost_model.window = window
     engine.cost_model.windowed_share = 0.0 if window is None else 5 / 6
     engine.drafter = drafter
     file = io.StringIO()
@@ -225,9 +226,9 @@ def test_other_times_lead_to_other_chunks(log):
         ("", "is empty"),
         (
             '{"event":"header","version":99}\n',
-            "Line 1 of .* not the header of a step log of version 5",
+            "Line 1 of .* not the header of a step log of version 6",
         ),
-        ('{"event":"header","version":5}\n', "Line 1 of .* KeyError: 'prices'"),
+        ('{"event":"header","version":6}\n', "Line 1 of .* KeyError: 'prices'"),
         ('{"a":1}\n', "Line 1 of .* not the header"),
         ("hello\n", "Line 1 of .* is not a JSON object"),
         ("[1]\n", "Line 1 of .* is not a JSON object"),

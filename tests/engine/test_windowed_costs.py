@@ -47,7 +47,7 @@ def test_flops_and_bytes_of_both_phases(engine):
     heads = 4
     head_dim = 16
     shape = engine.shape
-    assert (shape.window, shape.windowed_layers, engine.scheduler.window) == (8, 2, 8)
+    assert (shape.window, shape.windowed_layers, engine.cost_model.window) == (8, 2, 8)
     decoded = range(PROMPT, PROMPT + OUTPUT - 1)
     assert timeline.prefill.attention_flops == 4 * heads * head_dim * attended(range(PROMPT))
     assert timeline.decode.attention_flops == 4 * heads * head_dim * attended(decoded)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from tiny_gguf import write_tiny_gguf
-from twinphase.cli import run_app
 from twinphase.estimate.datasheets import DATASHEETS
 from twinphase.estimate.known_models import KNOWN_MODELS
 from twinphase.phases.hardware import Ceilings, processor_name, save_ceilings
@@ -19,33 +15,21 @@ from twinphase.phases.hardware import Ceilings, processor_name, save_ceilings
 A100 = ["--model", "llama-2-7b", "--hardware", "a100-80gb-sxm"]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("cache")
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert run_app(["estimate", *arguments]) == 0, capsys.readouterr().err
-    return capsys.readouterr().out
+@pytest.fixture
+def run(twinphase):
+    return lambda *words: twinphase("estimate", *words).text()
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    found = json.loads(run(capsys, *arguments, "--json"))
-    assert isinstance(found, dict)
-    return found
+@pytest.fixture
+def run_json(twinphase):
+    return lambda *words: twinphase("estimate", *words, "--json").json()
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line of an error; exit code 2, nothing on stdout."""
-    assert run_app(["estimate", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1
-    return err
-
-
-def test_both_phases_side_by_side(capsys):
-    text = run(capsys, *A100, "--price-per-hour", "2")
+def test_both_phases_side_by_side(run):
+    text = run(*A100, "--price-per-hour", "2")
     parts = (
         "prefill",
         "decode",
@@ -56,60 +40,56 @@ def test_both_phases_side_by_side(capsys):
         "154 requests",
     )
     assert [part for part in parts if part not in text] == []
-    assert (
-        run(capsys, A100[1], *A100[2:], "--price-per-hour", "2") == text
-    )  # the model can stand first
+    assert run(A100[1], *A100[2:], "--price-per-hour", "2") == text  # the model can stand first
     assert "(datasheet)" in text and "NVIDIA A100 Tensor Core GPU datasheet" in text
     assert "MFU and MBU 1" in text
     assert "\x1b" not in text  # no terminal, no colour
     formula = "2 P n + 2 V h = 2 x 6,476,005,376 x 1,000 + 2 x 131,072,000 = 12,952,272,896,000"
-    assert formula not in text and formula in run(capsys, *A100, "--explain")
+    assert formula not in text and formula in run(*A100, "--explain")
 
 
-def test_speculation(capsys):
+def test_speculation(run, run_json):
     drafting = [
         "--speculative-config",
         '{"method": "ngram", "num_speculative_tokens": 4}',
         "--acceptance",
         "0.7",
     ]
-    found = run_json(capsys, *A100, *drafting)["speculation"]
+    found = run_json(*A100, *drafting)["speculation"]
     assert found["tokens_per_step"] == pytest.approx((1 - 0.7**5) / (1 - 0.7))
     assert found["tokens_per_second"] == pytest.approx(
         found["tokens_per_step"] / found["step"]["seconds"]
     )
-    assert "2.77 tokens per step" in run(capsys, *A100, *drafting)
-    assert run_json(capsys, *A100)["speculation"] is None
+    assert "2.77 tokens per step" in run(*A100, *drafting)
+    assert run_json(*A100)["speculation"] is None
     model = '{"method": "draft_model", "num_speculative_tokens": 2, "model": "llama-2-7b"}'
-    found = run_json(capsys, *A100, "--speculative-config", model, "--acceptance", "1")
+    found = run_json(*A100, "--speculative-config", model, "--acceptance", "1")
     assert found["speculation"]["tokens_per_step"] == 3
     assert found["speculation"]["seconds"] == pytest.approx(
         2 * found["decode"]["seconds"]
     )  # it writes as it reads
 
 
-def test_json_has_the_same_numbers(capsys):
-    found = run_json(capsys, *A100, "--input-len", "1000", "--output-len", "200")
+def test_json_has_the_same_numbers(run_json):
+    found = run_json(*A100, "--input-len", "1000", "--output-len", "200")
     assert found["decode_tokens_per_second"] == pytest.approx(147.9, abs=0.05)
     assert found["prefill"]["linear"]["flops"] == 12_952_272_896_000
     assert found["price_per_million_output_tokens"] is None
     assert found["hardware"]["kind"] == "datasheet"
 
 
-def test_given_figures_make_hardware_or_replace_a_datasheet_s(
-    capsys,
-):
+def test_given_figures_make_hardware_or_replace_a_datasheet_s(run_json):
     own = ["--flops", "312T", "--bandwidth", "2.039e12", "--memory", "80G"]
-    given = run_json(capsys, "--model", "llama-2-7b", *own)
-    sheet = run_json(capsys, *A100)
+    given = run_json("--model", "llama-2-7b", *own)
+    sheet = run_json(*A100)
     assert given["hardware"]["kind"] == "given"
     assert given["prefill"] == sheet["prefill"] and given["largest_batch"] == sheet["largest_batch"]
-    changed = run_json(capsys, *A100, "--bandwidth", "1T")
+    changed = run_json(*A100, "--bandwidth", "1T")
     assert changed["hardware"]["bandwidth"] == 1e12
     assert any("--bandwidth 1T" in line for line in changed["assumptions"])
 
 
-def test_this_machine_by_its_kept_ceilings(capsys, cache):
+def test_this_machine_by_its_kept_ceilings(run, run_json, tmp_path):
     from twinphase.backends.cpu.isa import choose_isa
 
     points = ((1 << 20, 40e9), (1 << 30, 20e9))
@@ -117,8 +97,8 @@ def test_this_machine_by_its_kept_ceilings(capsys, cache):
     save_ceilings(
         Ceilings(processor_name(), cores, choose_isa(None).name, points, 1e12, 2e11, 4e11)
     )
-    path = write_tiny_gguf(cache / "tiny.gguf")
-    found = run_json(capsys, "--model", str(path), "--hardware", "this", "--prompt-tokens", "64")
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    found = run_json("--model", str(path), "--hardware", "this", "--prompt-tokens", "64")
     assert found["hardware"]["kind"] == "measured here"
     assert found["scenario"]["units"]["linear"] == "int8"  # Q4_0 in our kernels
     assert found["hardware"]["peaks"]["int8"] == 1e12
@@ -127,27 +107,27 @@ def test_this_machine_by_its_kept_ceilings(capsys, cache):
         16 + 4 + 2 * 16
     )  # int8 keys, a scale, 16-bit values
     assert found["ttft_seconds"] > 0
-    assert "measured here" in run(capsys, "--model", str(path), "--hardware", "this")
+    assert "measured here" in run("--model", str(path), "--hardware", "this")
 
 
-def test_what_does_not_fit_is_said_first(capsys):
-    text = run(capsys, "--model", "llama-3-70b", "--hardware", "a100-80gb-sxm")
+def test_what_does_not_fit_is_said_first(run):
+    text = run("--model", "llama-3-70b", "--hardware", "a100-80gb-sxm")
     assert "! The weights (141.1 GB) do not fit 80 GB" in text
-    assert "but only 129 fit" in run(capsys, "--model", "llama-3-70b", "--hardware", "mi300x")
+    assert "but only 129 fit" in run("--model", "llama-3-70b", "--hardware", "mi300x")
 
 
-def test_never_is_not_unknown(capsys):
+def test_never_is_not_unknown(run, run_json):
     fast = ["--model", "llama-3-8b", "--flops", "1e30", "--bandwidth", "1T"]
-    assert "break-even batch    never: " in run(capsys, *fast)
-    found = run_json(capsys, *fast)
+    assert "break-even batch    never: " in run(*fast)
+    found = run_json(*fast)
     assert found["break_even_batch"] is None and found["no_break_even"].startswith("never")
     apple = ["--model", "llama-3-8b", "--hardware", "apple-m4-pro"]
-    assert "break-even batch    unknown: no peak in" in run(capsys, *apple)
+    assert "break-even batch    unknown: no peak in" in run(*apple)
 
 
-def test_what_no_datasheet_says_is_unknown_not_zero(capsys):
+def test_what_no_datasheet_says_is_unknown_not_zero(run, run_json):
     arguments = ["--model", "llama-3-8b", "--hardware", "apple-m4-pro", "--price-per-hour", "1"]
-    found = run_json(capsys, *arguments)
+    found = run_json(*arguments)
     assert (
         found["ttft_seconds"]
         is found["decode"]["seconds"]
@@ -155,7 +135,7 @@ def test_what_no_datasheet_says_is_unknown_not_zero(capsys):
         is None
     )
     assert found["decode"]["memory_seconds"] > 0
-    assert "at most" in run(capsys, *arguments)
+    assert "at most" in run(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -192,35 +172,35 @@ def test_what_no_datasheet_says_is_unknown_not_zero(capsys):
         ([*A100, "--speculative-config", "magic", "--acceptance", "0.5"], "magic"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, named):
-    assert named in refused(capsys, *arguments)
+def test_bad_input_is_one_line_and_exit_code_2(twinphase, arguments, named):
+    done = twinphase("estimate", *arguments)
+    assert named in done.error() and done.code == 2
 
 
-def test_an_unknown_model_offers_close_ones(capsys):
-    assert run_app(["estimate", "--model", "llama-2-8b", "--hardware", "l40s"]) == 3
-    error = capsys.readouterr().err
-    assert "Did you mean" in error and "llama-2-7b" in error
+def test_an_unknown_model_offers_close_ones(twinphase):
+    done = twinphase("estimate", "--model", "llama-2-8b", "--hardware", "l40s")
+    assert done.code == 3 and "Did you mean" in done.error() and "llama-2-7b" in done.err
 
 
-def test_one_is_not_several(capsys):
+def test_one_is_not_several(run):
     figures = ["--flops", "312T", "--bandwidth", "2T", "--memory"]
-    assert "1 request of 1,200 tokens" in run(capsys, "llama-2-7b", *figures, "14.2G")
-    assert "2 requests of 1,200 tokens" in run(capsys, "llama-2-7b", *figures, "15G")
+    assert "1 request of 1,200 tokens" in run("llama-2-7b", *figures, "14.2G")
+    assert "2 requests of 1,200 tokens" in run("llama-2-7b", *figures, "15G")
 
 
-def test_no_repository_is_cut_on_a_narrow_terminal(capsys, monkeypatch):
+def test_no_repository_is_cut_on_a_narrow_terminal(run, monkeypatch):
     monkeypatch.setattr("twinphase.commands.estimate_view.answers", lambda: Console(width=80))
-    models = run(capsys, "--list-models")
+    models = run("--list-models")
     assert "…" not in models and max(map(len, models.splitlines())) <= 80
     assert all(name in models for name in KNOWN_MODELS)
 
 
-def test_lists(capsys):
-    hardware = run(capsys, "--list-hardware")
-    models = run(capsys, "--list-models")
+def test_lists(run, run_json):
+    hardware = run("--list-hardware")
+    models = run("--list-models")
     for name, sheet in DATASHEETS.items():
         assert name in hardware
         assert all(f"    {source.address}\n" in hardware for source in sheet.sources)
     assert all(name in models for name in KNOWN_MODELS)
-    assert len(json.loads(run(capsys, "--list-hardware", "--json"))) == len(DATASHEETS)
-    assert len(json.loads(run(capsys, "--list-models", "--json"))) == len(KNOWN_MODELS)
+    assert len(run_json("--list-hardware")) == len(DATASHEETS)
+    assert len(run_json("--list-models")) == len(KNOWN_MODELS)

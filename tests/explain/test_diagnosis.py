@@ -16,12 +16,13 @@ from twinphase.batch import StepTimes
 from twinphase.explain.alone import alone_sentences, had_it_run_alone
 from twinphase.explain.causes import CAUSES
 from twinphase.explain.diagnosis import diagnose
-from twinphase.explain.evidence import Efficiency, Evidence
+from twinphase.explain.evidence import Evidence
 from twinphase.explain.explanation import explain, explain_evidence
 from twinphase.explain.levers import Lever, rank
 from twinphase.explain.load_diagnosis import CLIENT_RULES
 from twinphase.outcome import MissReason, PrefixMiss
 from twinphase.phases.cost import CostError
+from twinphase.phases.hardware import Efficiency
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 from twinphase.phases.work import Cost, ModelShape
 from twinphase.request import RequestCounts, SamplingParams

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from provoked import Engine
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
-from twinphase.cli import run_app
 from twinphase.errors import ResultError
 from twinphase.explain.load_diagnosis import explain_client
 from twinphase.explain.loads import ObservedLoad, read_loads
@@ -44,12 +43,16 @@ def observed(life):
     return entry(timeline.arrival, timeline.token_times, **dict(zip(counts, lengths, strict=True)))
 
 
-def explained(folder, data, capsys, **result):
+@pytest.fixture
+def explained(tmp_path, twinphase):
     """What the command says of a result with that data."""
-    (folder / "result.json").write_text(
-        json.dumps({"format": "twinphase-result", "data": data, **result})
-    )
-    return run_app(["explain", str(folder)]), *capsys.readouterr()
+
+    def explain(data, **result):
+        form = {"format": "twinphase-result", "data": data, **result}
+        (tmp_path / "result.json").write_text(json.dumps(form))
+        return twinphase("explain", tmp_path)
+
+    return explain
 
 
 def causes(*loads):
@@ -101,7 +104,7 @@ def test_tpot_that_grows_with_company_is_batching(start):
     assert "decode_batching" not in causes((1.0, alone))
 
 
-def test_comparisons_of_other_requests_are_no_shares_of_one_whole(tmp_path, capsys):
+def test_comparisons_of_other_requests_are_no_shares_of_one_whole(explained):
     """Both load and prompts make TTFT long: the sum of their shares would exceed the whole."""
     lengths = [100, 200, 400, 800, 1600]
     alone = [(20.0 * n, length) for n, length in enumerate(lengths)]
@@ -116,9 +119,9 @@ def test_comparisons_of_other_requests_are_no_shares_of_one_whole(tmp_path, caps
     assert {"queue", "prompt_length"} <= {one.cause for one in found}
     assert all(one.share is None for one in found)
     assert next(one for one in found if one.cause == "queue").evidence.count("times as long") == 1
-    code, shown, _ = explained(tmp_path, data, capsys)
+    shown = explained(data).text()
     told = [line for line in shown.splitlines() if line.startswith(("- queue", "- prompt length"))]
-    assert code == 0 and len(told) == 2 and not any("%" in line for line in told)
+    assert len(told) == 2 and not any("%" in line for line in told)
     assert "What to change, by what it would save these requests" in shown
 
 
@@ -137,10 +140,10 @@ def test_nobody_beside_is_not_a_little_less_than_nobody():
         ("roofline", {}, "a roofline"),
     ],
 )
-def test_a_result_that_is_no_load_is_named(kind, data, words, tmp_path, capsys):
-    code, _, told = explained(tmp_path, data, capsys, kind=kind)
-    assert code == 2 and f"The file is {words}, with no load" in " ".join(told.split())
-    assert "--request-rate" in told and "--max-concurrency" in told
+def test_a_result_that_is_no_load_is_named(kind, data, words, explained):
+    done = explained(data, kind=kind)
+    assert done.code == 2 and f"The file is {words}, with no load" in done.error()
+    assert "--request-rate" in done.err and "--max-concurrency" in done.err
 
 
 MOMENTS = st.tuples(st.floats(0, 9), st.lists(st.floats(0.1, 9), min_size=1, max_size=4))
@@ -172,7 +175,7 @@ def test_company_is_what_comparing_each_with_each_gives(moments):
 PLAIN = [entry(float(n), [n + 0.5, n + 0.75]) for n in range(3)]
 
 
-def test_what_cannot_be_told_is_unknown(tmp_path, capsys):
+def test_what_cannot_be_told_is_unknown(tmp_path, twinphase, explained):
     damaged = [
         entry(9.0, [], error="503"),
         entry(9.0, [8.0]),
@@ -193,8 +196,8 @@ def test_what_cannot_be_told_is_unknown(tmp_path, capsys):
         "Cache pressure",
     ):
         assert words in text
-    code, shown, _ = explained(tmp_path, {"load": data}, capsys)
-    assert code == run_app(["explain", str(tmp_path / "result.json")]) == 0
+    shown = explained({"load": data}).text()
+    assert twinphase("explain", tmp_path / "result.json").code == 0
     assert (
         "3 requests as a client saw them" in shown
         and "Unknown from outside" in shown
@@ -202,14 +205,14 @@ def test_what_cannot_be_told_is_unknown(tmp_path, capsys):
     )
 
 
-def test_the_servers_own_ledgers_are_quoted(tmp_path, capsys):
+def test_the_servers_own_ledgers_are_quoted(explained):
     claims = {"timings": {"ledger_ms": {"queue": 30.0, "decode": 10.0}}}
     data = {"observations": [entry(0.0, [1.0], claims=claims)]}
     found = explain_client(read_loads(data))
     assert (
         found.diagnoses == () and "75 % queue, 25 % decode" in found.claims
     )  # its word, and no cause
-    _, shown, _ = explained(tmp_path, data, capsys)
+    shown = explained(data).text()
     said = shown.partition("\nWhat the server itself says\n")[2].splitlines()[0]
     assert said.startswith("By its own ledgers of 1 requests") and "claims" not in shown
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from twinphase.cli import run_app
 from twinphase.commands.explain_saved import SavedLedgerError, read_ledger
 from twinphase.commands.explain_source import from_file
 from twinphase.commands.explain_view import lines
@@ -170,13 +169,13 @@ def test_whatever_is_in_a_file_is_an_explanation_or_an_error_of_ours(form, data)
 
 
 @pytest.fixture
-def explained(tmp_path, capsys):
-    """What `explain` says of a form: its exit status, what it prints, and its error."""
+def explained(tmp_path, twinphase):
+    """What `explain` says of a form."""
 
     def explain_file(form, *options):
         path = tmp_path / "form.json"
         path.write_text(form if isinstance(form, str) else json.dumps(form))
-        return run_app(["explain", str(path), *options]), *capsys.readouterr()
+        return twinphase("explain", path, *options)
 
     return explain_file
 
@@ -190,18 +189,17 @@ def explained(tmp_path, capsys):
         ('"a"', "not an object"),
     ],
 )
-def test_the_command_says_what_files_it_takes(tmp_path, capsys, explained, content, words):
-    code, _, error = explained(content)
-    assert (
-        code == 2 and words in error and "twinphase run --json" in error and "result.json" in error
-    )
-    assert run_app(["explain", str(tmp_path / "missing.json")]) == 2
-    assert "cannot be read" in capsys.readouterr().err
-    assert run_app(["explain", str(tmp_path)]) == 2
+def test_the_command_says_what_files_it_takes(tmp_path, twinphase, explained, content, words):
+    done = explained(content)
+    assert done.code == 2
+    assert all(named in done.error() for named in (words, "twinphase run --json", "result.json"))
+    missing = twinphase("explain", tmp_path / "missing.json")
+    assert missing.code == 2 and "cannot be read" in missing.error()
+    assert twinphase("explain", tmp_path).code == 2
 
 
 def test_the_command_draws_bars_that_follow_each_other(explained):
-    shown = explained(TIMINGS)[1].splitlines()
+    shown = explained(TIMINGS).text().splitlines()
     bars = [
         line
         for line in shown
@@ -258,12 +256,12 @@ DAMAGES = [
 
 @pytest.mark.parametrize(("path", "value"), DAMAGES)
 def test_a_damaged_explanation_is_refused(explained, path, value):
-    saved = json.loads(explained(TIMELINE, "--json")[1])
-    code, _, error = explained(changed(saved, path, value))
+    saved = explained(TIMELINE, "--json").json()
+    done = explained(changed(saved, path, value))
     if path == ["id"]:  # the file's name is one
-        assert code == 0
+        assert done.code == 0
     else:
-        assert code == 2 and "Traceback" not in error and len(error) < 1000, error
+        assert done.code == 2 and len(done.error()) < 1000
 
 
 def loaded(**observation):
@@ -316,8 +314,8 @@ def loaded(**observation):
     ],
 )
 def test_odd_files_are_refused_with_one_clear_error(explained, form):
-    code, shown, error = explained(form)
-    assert code == 2 and not shown and error and "Traceback" not in error
+    done = explained(form)
+    assert done.code == 2 and done.error()
 
 
 def replaced(form, data):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from test_mixes import FORMS, MOST_BLOCKS, TAGS, VOCAB, constraint_of, make_drafter, make_engine
+from mix_engines import MOST_BLOCKS, TAGS, VOCAB, constraint_of, make_drafter, make_engine
+from mixes import FORMS
 
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf

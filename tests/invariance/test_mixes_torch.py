@@ -1,4 +1,4 @@
-"""The mixes of `test_mixes.py` on the torch backend, on a processor, in float64.
+"""The mixes of `mixes.py` on the torch backend, on a processor, in float64.
 
 torch's products add in an order that depends on their shapes, so bits do depend on the batch. In
 float64 what differs is 1e-15 of a value: once logits are rounded to 1e-6, which no user gets,
@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from test_mixes import COMPARED, MOST_BLOCKS, VOCAB, Alone, Mixes, run
+from mix_engines import VOCAB, Alone, load
+from mixes import COMPARED, run_mixes
 
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.torch.backend import TorchBackend
-from twinphase.config import EngineConfig
-from twinphase.engine.loading.loading import LoadedEngine
 
 
 class Rounded(TorchBackend):
@@ -52,17 +49,15 @@ def test_mixes_in_float64(tmp_path, monkeypatch, ranks):
         lambda config, progress: Rounded("cpu", "float64", 1),
     )
     monkeypatch.setattr(
-        "twinphase.engine.ranks.ranks.module_command", lambda module: [sys.executable, "-c", RANK]
+        "twinphase.engine.process.start.module_command", lambda module: [sys.executable, "-c", RANK]
     )
     path = write_tiny_gguf(tmp_path / "dense.gguf", vocab=VOCAB, window=40)
-    config = {"num_kv_blocks": MOST_BLOCKS, "max_num_batched_tokens": 512, "backend": "torch"}
-    tally = Counter()
     num_mixes = int(os.environ.get("MIXES", 10))
     with own_cache(tmp_path / "cache"):
-        alone = Alone(LoadedEngine(path, EngineConfig(**config)))
-        several = LoadedEngine(path, EngineConfig(tensor_parallel_size=ranks, **config))
-        run(partial(Mixes, several, alone, tally, []), num_mixes)
+        alone = Alone(load(path, backend="torch"))
+        several = load(path, backend="torch", tensor_parallel_size=ranks)
+        tally = run_mixes(num_mixes, several, alone)
     torch.set_num_threads(threads)
-    print(dict(tally))
     assert tally["compared"] >= 2 * num_mixes and tally["mixed steps"] >= num_mixes, tally
-    assert num_mixes < 50 or all(tally[name] >= least for name, least in COMPARED.items())
+    if num_mixes >= 50:
+        tally.assert_reaches(COMPARED)

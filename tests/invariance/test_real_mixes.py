@@ -1,4 +1,4 @@
-"""The mixes of `test_mixes.py` with real weights, run by hand, since they take long.
+"""The mixes of `mixes.py` with real weights, run by hand, since they take long.
 
     MIXES=200 pytest -n 0 -s tests/invariance/test_real_mixes.py
     MIXES=20 MIXES_MODEL=qwen2.5-coder:0.5b pytest -n 0 -s tests/invariance/test_real_mixes.py
@@ -11,17 +11,16 @@ right about half of the time.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
+import mix_engines
+import mixes
 import pytest
-import test_mixes
-from test_mixes import MOST_BLOCKS, Alone, Mixes, run
+from mix_engines import Alone, engines, load
+from mixes import run_mixes
 
-from twinphase.config import EngineConfig
 from twinphase.engine.engine import Engine
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.runner import Runner
@@ -40,19 +39,14 @@ pytestmark = [
 ]
 
 
-@dataclass
-class Loaded:
-    """One model three times: for mixes, for requests alone, and as a draft model."""
-
-    mixed: LoadedEngine
-    alone: Alone
-    writer: LoadedEngine
+@pytest.fixture(scope="module")
+def pair() -> tuple[LoadedEngine, Alone]:
+    return engines(MODEL, max_model_len=512)
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Loaded:
-    config = {"num_kv_blocks": MOST_BLOCKS, "max_num_batched_tokens": 512, "max_model_len": 512}
-    writer = LoadedEngine(MODEL, EngineConfig(threads=2, **config))
+def draft_model() -> LoadedEngine:
+    writer = load(MODEL, threads=2, max_model_len=512)
     runner = writer.engine.executor
     assert isinstance(runner, Runner)
     whole = runner.model.blueprint
@@ -60,11 +54,7 @@ def loaded() -> Loaded:
     cut = {"num_layers": count, "ropes": whole.ropes[:count], "windows": whole.windows[:count]}
     runner.model.blueprint = replace(whole, **cut)
     runner.model.layers = runner.model.layers[:count]
-    return Loaded(
-        LoadedEngine(MODEL, EngineConfig(threads=2, **config)),
-        Alone(LoadedEngine(MODEL, EngineConfig(threads=1, **config))),
-        writer,
-    )
+    return writer
 
 
 def make_drafter(
@@ -75,26 +65,20 @@ def make_drafter(
     return make_tested(kind, engine, right)
 
 
-make_tested = test_mixes.make_drafter
+make_tested = mixes.make_drafter
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_real_weights(loaded, kind, monkeypatch):
+def test_real_weights(pair, draft_model, kind, monkeypatch):
+    mixed, alone = pair
     text = (Path(__file__).parents[2] / "docs/walk.md").read_text(encoding="utf-8")
-    prefix = loaded.mixed.text.tokenizer.encode(text)[:96]
-    monkeypatch.setattr(
-        test_mixes, "PREFIXES", [prefix, prefix[80:] + prefix[16:], 6 * prefix[:16]]
-    )
-    monkeypatch.setattr(test_mixes, "VOCAB", loaded.mixed.engine.vocab_size)
-    monkeypatch.setattr(test_mixes, "make_drafter", make_drafter)
-    tally: Counter[str] = Counter()
-    writer = loaded.writer if kind == "draft model" else None
+    prefix = mixed.text.tokenizer.encode(text)[:96]
+    monkeypatch.setattr(mixes, "PREFIXES", [prefix, prefix[80:] + prefix[16:], 6 * prefix[:16]])
+    monkeypatch.setattr(mix_engines, "VOCAB", mixed.engine.vocab_size)
+    monkeypatch.setattr(mixes, "make_drafter", make_drafter)
+    writer = draft_model if kind == "draft model" else None
     kind = "none" if writer else kind
-    run(partial(Mixes, loaded.mixed, loaded.alone, tally, [], kind, writer), NUM_MIXES)
-    print(
-        f"{MODEL}, {NUM_MIXES} mixes, {'draft model' if writer else kind}: {dict(tally)}",
-        flush=True,
-    )
+    tally = run_mixes(NUM_MIXES, mixed, alone, kind, writer)
     assert tally["compared"] > 2 * NUM_MIXES
     assert writer is None and kind in ("none", "adversary") or tally["accepted drafts"]
     assert writer is None and kind in ("none", "oracle", "forced") or tally["rejected drafts"]

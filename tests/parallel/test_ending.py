@@ -27,7 +27,6 @@ RUN = [
 SERVE = ["serve", "MODEL", "--backend", "reference", "--port", "0"]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("words", "begun", "number", "code"),
     [

@@ -7,17 +7,18 @@ import gc
 import os
 import signal
 import threading
-from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from mix_engines import VOCAB, Alone, load
+from mixes import run_mixes
 from numpy.typing import NDArray
 
+from added import greedy
 from children import descendants
 from steps import Piece, Steps, own_cache
 from tiny_gguf import write_tiny_gguf
@@ -163,18 +164,10 @@ def test_vectors_are_those_of_one_rank(folder):
 )
 def test_mixes(folder, ranks, options, num_mixes):
     """Random mixes, with the prefix cache and drafts, beside one rank."""
-    mixes = pytest.importorskip("test_mixes")
-    path = write_tiny_gguf(folder / "mixed.gguf", vocab=mixes.VOCAB)
-    config = {
-        "num_kv_blocks": mixes.MOST_BLOCKS,
-        "max_num_batched_tokens": 512,
-        "threads": 1,
-        **options,
-    }
-    alone = mixes.Alone(mixes.LoadedEngine(path, EngineConfig(**config)))
-    tally: Counter[str] = Counter()
-    several = mixes.LoadedEngine(path, EngineConfig(tensor_parallel_size=ranks, **config))
-    mixes.run(partial(mixes.Mixes, several, alone, tally, []), num_mixes)
+    path = write_tiny_gguf(folder / "mixed.gguf", vocab=VOCAB)
+    alone = Alone(load(path, threads=1, **options))
+    several = load(path, threads=1, tensor_parallel_size=ranks, **options)
+    tally = run_mixes(num_mixes, several, alone)
     assert tally["compared"] >= 2 * num_mixes and tally["mixed steps"] >= num_mixes, tally
 
 
@@ -249,7 +242,6 @@ def test_ranks_compute_on_their_nodes(folder, monkeypatch):
 @pytest.mark.parametrize("backend", ("reference", pytest.param("torch", marks=TORCH)))
 def test_a_server_starts_its_ranks_again(folder, backend):
     path = write_tiny_gguf(folder / "long.gguf", tensor_type="F32", context=8192)
-    long = SamplingParams(temperature=0.0, max_tokens=8000, ignore_eos=True)
 
     async def ready(engine: AsyncEngine) -> None:
         while not engine.is_running:
@@ -259,7 +251,7 @@ def test_a_server_starts_its_ranks_again(folder, backend):
         engine = AsyncEngine.in_process(path, backend=backend, tensor_parallel_size=2)
         try:
             await ready(engine)
-            stream = await engine.submit("hello", long)
+            stream = await engine.submit("hello", greedy(8000))
             await anext(aiter(stream))
             for rank in ranks_of_this_process():
                 os.kill(rank, signal.SIGKILL)

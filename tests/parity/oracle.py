@@ -15,8 +15,6 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-__all__ = ["Oracle", "chunks", "negative_log_likelihood", "rewritten"]
-
 F32 = NDArray[np.float32]
 CHUNK = 512  # rows whose logits are in memory at a time
 
@@ -26,7 +24,7 @@ class Oracle:
 
     def __init__(self, path: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+            path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
 
     def logits(self, ids: Sequence[int]) -> Iterator[tuple[slice, F32]]:

@@ -62,19 +62,6 @@ def test_a_tiny_bert_is_that_of_transformers(tmp_path, pooling):
             assert cosine(output.outputs.embedding, vector_of(model, ids, pooling)) >= least
 
 
-def test_texts_are_tokenized_as_transformers_does(tmp_path):
-    from transformers import AutoTokenizer
-
-    folder = save_bert(make_bert(max_position_embeddings=1024), tmp_path / "folder")
-    theirs = AutoTokenizer.from_pretrained(folder)
-    for path in (folder, write_bert_gguf(folder, tmp_path / "model.gguf")):
-        for text, output in zip(TEXTS, LLM(path).embed(TEXTS), strict=True):
-            assert (
-                output.prompt_token_ids
-                == theirs(text, truncation=False, padding=False)["input_ids"]
-            )
-
-
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_vector_has_the_same_bits_alone_and_with_others(tmp_path, backend):
     llm = LLM(save_bert(make_bert(), tmp_path / "folder"), backend=backend)

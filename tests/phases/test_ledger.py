@@ -92,7 +92,7 @@ def test_what_kept_a_request_waiting_is_named(settings, reason, seconds):
 
 
 def test_a_preempted_request_queues_again_and_recomputes():
-    engine = machine_engine(Machine(), num_blocks=9, caching=False)
+    engine = machine_engine(Machine(), num_blocks=9, enable_prefix_caching=False)
     timelines = {name: add(engine, name, 8, max_tokens=9) for name in "abc"}
     results = run(engine)
     (preempted,) = {name for result in results for name in result.batch.preempted}

@@ -15,10 +15,19 @@ import jsonschema_rs
 import msgspec
 import numpy as np
 import pytest
+from tests.sampling.byte_vocabulary import (
+    CONTROL,
+    EOS,
+    NUM_LOGITS,
+    SPECIAL,
+    TOKENS,
+    TOOL,
+    make_compiler,
+)
 
 from tiny_gguf import tiny_vocabulary
 from twinphase.batch import Batch, Phase, ScheduledRequest
-from twinphase.constraint import MAX_JSON_DEPTH, StructuredOutputsParams
+from twinphase.constraint import StructuredOutputsParams
 from twinphase.errors import InvalidRequestError
 from twinphase.request import SamplingParams
 from twinphase.sampling import structured
@@ -26,29 +35,6 @@ from twinphase.sampling.sampler import ConstraintError, sample_row
 from twinphase.sampling.structured import GrammarCompiler
 from twinphase.speculation.verify import sample
 
-CONTROL = [b"<|endoftext|>", b"<|im_start|>", b"<|im_end|>", b"<tool>"]
-WORDS = [
-    text.encode()
-    for text in (
-        "the",
-        "hello",
-        " world",
-        '":',
-        '", "',
-        '{"',
-        '"}',
-        "\n  ",
-        "é",
-        "日本",
-        "123",
-        "tr",
-    )
-]
-TOKENS = [*CONTROL, *(bytes([byte]) for byte in range(256)), *WORDS]
-EOS = {0, 2}
-SPECIAL = {0, 1, 2, 3}
-TOOL = 3
-NUM_LOGITS = len(TOKENS) + 11
 # Logits are raised for what ends strings, lists and outputs, and for common characters.
 LIKELY = [i for i, token in enumerate(TOKENS) if i in EOS or token in (b'"', b"}", b"]", b'"}')]
 COMMON = [
@@ -56,15 +42,6 @@ COMMON = [
     for i, token in enumerate(TOKENS)
     if i >= len(CONTROL) and token.isascii() and token.decode().isprintable()
 ]
-
-
-def make_compiler():
-    return GrammarCompiler(TOKENS, SPECIAL, EOS, NUM_LOGITS)
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    return make_compiler()
 
 
 def encode(text):
@@ -109,13 +86,6 @@ def write(constraint, number=0, **params):
 def allowed(constraint, output=()):
     restricted = constraint.restrict(np.zeros(NUM_LOGITS, np.float32), list(output))
     return set(np.flatnonzero(np.isfinite(restricted)).tolist())
-
-
-def refusal(compiler, **constraint):
-    with pytest.raises(InvalidRequestError) as caught:
-        compiler.compile(StructuredOutputsParams(**constraint))
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
-    return str(caught.value)
 
 
 PERSON = {
@@ -285,18 +255,6 @@ class TestStructuralTag:
         assert allowed(constraint, called) == set(encode("n"))
         assert allowed(constraint, [*called, *encode("null")]) == {1}
 
-    @pytest.mark.parametrize(
-        ("change", "words"),
-        [
-            ({"type": "tag"}, "form"),
-            ({"triggers": []}, "form"),
-            ({"structures": [{"begin": "x", "schema": {}, "end": ""}]}, "trigger that 'x'"),
-            ({"structures": [{"begin": "<f="}]}, "structure 0"),
-        ],
-    )
-    def test_what_is_refused(self, compiler, change, words):
-        assert words in refusal(compiler, structural_tag=self.TAG | change)
-
 
 def test_control_tokens_are_no_text(compiler):
     constraint = compiler.compile(StructuredOutputsParams(regex=r"(?s:.)*"))
@@ -355,125 +313,6 @@ def test_it_fails_alone_and_neighbours_keep_their_bits(compiler):
     assert output.errors["broken"].startswith("The structured output ends after 1 tokens")
 
 
-NESTED = {}
-for _ in range(MAX_JSON_DEPTH + 1):
-    NESTED = {"properties": {"a": NESTED}}
-CIRCLE = {}
-CIRCLE["items"] = CIRCLE
-CHAIN = {
-    "$ref": "#/$defs/0",
-    "$defs": {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(1499)},
-}
-PATTERNS = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijkl"]
-
-
-@pytest.mark.parametrize(
-    ("constraint", "words"),
-    [
-        ({}, "no constraint"),
-        ({"json": {}, "regex": "a"}, "json and regex"),
-        ({"json": NESTED}, "json is nested"),
-        ({"json": '{"a":' * 9000}, "json cannot be used"),
-        ({"json": "[" * 60000}, "json cannot be used"),
-        ({"json": CIRCLE}, "Circular"),
-        ({"json": {"a": "x" * 70000}}, "characters"),
-        ({"json": {"const": float("nan")}}, "json"),
-        ({"json": '{"const": 1e999}'}, "json"),
-        ({"json": {"const": 2**64}}, "64 bits"),
-        ({"json": '{"const": "\\ud800"}'}, "surrogates"),
-        ({"json": {1: 2}}, "json"),
-        ({"json": "true"}, "bool"),
-        ({"json": {"type": "strng"}}, "strng"),
-        ({"json": {"type": "string", "minLength": 2, "maxLength": 1}}, "minLength"),
-        ({"json": {"$ref": "#"}}, "no token can follow"),
-        ({"json": {"$ref": "http://127.0.0.1:9/x.json"}}, "127.0.0.1"),
-        ({"json": {"$ref": "file:///etc/passwd"}}, "passwd"),
-        ({"json": {"not": {}}}, '"not"'),
-        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
-        ({"json": {"type": "string", "format": "foo"}}, "foo"),
-        ({"json": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}}, "oneOf"),
-        ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, "x-guidance"),
-        (
-            {"json": {"type": "string", "pattern": f"^{'a?' * 2100}$"}},
-            "a pattern of more than 4096 bytes: '^a?a?",
-        ),
-        ({"json": {"patternProperties": {"a" * 5000: {}}}}, "a pattern of more"),
-        ({"json": {}, "whitespace_pattern": " ?" * 2100}, "whitespace_pattern of more"),
-        (
-            {"json": {"type": "object", "properties": {str(i): {} for i in range(1001)}}},
-            "1001 properties",
-        ),
-        ({"json": {"multipleOf": True}}, "true for multipleOf"),
-        ({"json": {"multipleOf": 99999989}}, "multipleOf"),
-        ({"json": {"multipleOf": -978511}}, "multipleOf"),
-        ({"json": {"enum": [[-(2**63)]]}}, "-9223372036854775808"),
-        ({"json": {"type": "integer", "minimum": -1e300, "maximum": -1e19}}, "-1e+"),
-        ({"json": CHAIN}, "refers to 1500"),
-        ({"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}}, "multipleOf"),
-        ({"json": {"allOf": PATTERNS}}, "12 different patterns"),
-        ({"regex": "["}, "unclosed"),
-        ({"regex": "(?=a)"}, "look-around"),
-        ({"regex": "\ud800"}, "Unicode"),
-        ({"regex": "(" * 20000}, "regex"),
-        ({"regex": "a" * 70000}, "bytes"),
-        ({"regex": r"\w?" * 400}, "more than 4096 bytes: '[0-9a-zA-Z_]?"),
-        ({"regex": "a", "disable_any_whitespace": True}, "whitespace"),
-        ({"choice": []}, "choice"),
-        ({"choice": ["a"] * 2000}, "choice"),
-        ({"choice": ["a", ""]}, "choice"),
-        ({"grammar": "start: foo"}, "foo"),
-        ({"grammar": 'start: "a\0b"'}, "lexer"),
-        ({"grammar": '{"grammars": [{"lark_grammar": "start: /a/"}]}'}, "grammar"),
-        ({"grammar": "start: " + "(" * 20000}, "nested"),
-        ({"grammar": "root ::= " + "(" * 20000}, "recursion"),
-        ({"grammar": "\n".join(f"r{i} ::= r{i + 1}" for i in range(400))}, "rules"),
-        ({"grammar": 'top ::= "a"'}, "root"),
-        ({"grammar": "start: A\nA: /.*a/ & /.*b/"}, "operator &"),
-        (
-            {"grammar": f"start: x\nx: %json {json.dumps({'allOf': PATTERNS})}"},
-            "12 different patterns",
-        ),
-        ({"grammar": 'start: x\nx: %json {"x-guidance": {"lenient": true}, "not": {}}'}, "not"),
-        ({"grammar": "start: %json {"}, "%json"),
-        ({"grammar": 'start: %json {"const": -9223372036854775808}'}, "-9223372036854775808"),
-        (
-            {"grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3000))},
-            "1000 rules",
-        ),
-        ({"grammar": "start: " + '"\\' * 30000}, "no end"),
-        ({"grammar": "start: " + "/\\" * 30000}, "no end"),
-        ({"grammar": f"start: /{'a?' * 2100}/"}, "a regular expression of more"),
-        ({"grammar": "start: T\nT: " + '"a"?' * 2100}, "terminal T"),
-        ({"grammar": f"start: T\nT: A A | B\nA: B /b/\nB: /{'a?' * 1500}/"}, "terminal T"),
-        ({"grammar": f"start: t\nt[lazy]: A A\nA: /{'a?' * 1500}/"}, "terminal t[lazy]"),
-        ({"grammar": "start: <|no_such_token|>"}, "no_such_token"),
-        ({"structural_tag": "[]"}, "list"),
-    ],
-)
-def test_what_is_refused(compiler, constraint, words):
-    assert words in refusal(compiler, **constraint)
-
-
-def test_schemas_that_only_look_like_the_refused_ones(compiler):
-    described = {"$ref": "#/$defs/a", "description": "fine", "$defs": {"a": {"type": "integer"}}}
-    fields = {f"f{i}": part for i, part in enumerate(PATTERNS)}
-    for schema in (
-        {
-            "type": "object",
-            "properties": fields | {"x": described["$defs"]["a"]},
-            "required": list(fields),
-        },
-        {
-            "type": "object",
-            "properties": {"a": described | {"allOf": [{}]}},
-            "$defs": described["$defs"],
-        },
-        {"allOf": [{"multipleOf": 0.25}, {"multipleOf": 3}]},
-    ):
-        compiler.compile(StructuredOutputsParams(json=schema))
-    compiler.compile(StructuredOutputsParams(grammar='start: "a & b" // & \n# &\n'))
-
-
 @pytest.mark.parametrize(
     "regex",
     ["(.*a.{20}){30}", "((((a{1000}){1000}){1000}){1000})", r"(\w{1,50}\s?){1,50}[^a]{100}"],
@@ -519,14 +358,6 @@ def test_an_object_of_many_optional_properties(compiler):
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}
     constraint = compiler.compile(StructuredOutputsParams(json=schema))
     assert allowed(constraint, encode('{"p999": "a"')) >= set(encode("}"))
-
-
-def test_what_goes_wrong_unforeseen_is_the_requests_fault(compiler, monkeypatch):
-    def fail(*_):
-        raise TypeError("a bug")
-
-    monkeypatch.setattr("twinphase.sampling.lark._check_schema", fail)
-    assert "json cannot be used: a bug" in refusal(compiler, json={})
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
@@ -615,18 +446,3 @@ def test_parameters_travel_between_processes(constraint):
     spoilt = msgspec.msgpack.encode(msgspec.msgpack.decode(sent) | {"temperature": -1.0})
     with pytest.raises(InvalidRequestError, match="temperature"):
         msgspec.msgpack.decode(spoilt, type=SamplingParams)
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"structured_outputs": StructuredOutputsParams(regex="a"), "min_tokens": 1},
-        {"structured_outputs": StructuredOutputsParams(regex="a"), "ignore_eos": True},
-        {"structured_outputs": {"regex": ""}},
-        {"structured_outputs": "a"},
-        {"thinking_token_budget": -1},
-    ],
-)
-def test_parameters_that_cannot_be_honoured(params):
-    with pytest.raises(InvalidRequestError, match=list(params)[-1]):
-        SamplingParams(**params)

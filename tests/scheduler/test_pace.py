@@ -29,6 +29,10 @@ def make_pacing(times=None, **limits):
     return Pacing(times or Noisy(ROW, STEP), **limits)
 
 
+def paced_scheduler(times, pace, **config):
+    return make_scheduler(4000, times, pace, block_size=16, max_model_len=8192, **config)
+
+
 def test_the_chunk_is_the_smallest_that_is_read_nearly_as_fast_as_a_full_one():
     pace = make_pacing().choose()
     chunk = round(pace.prefill_room / ROW)
@@ -62,9 +66,7 @@ def test_what_a_pace_brings_and_costs_is_what_the_scheduler_then_does():
         pacing.predict(Pace()),
     ):
         slo = pace.slo_seconds
-        scheduler = make_scheduler(
-            1000, 16, 8192, pacing.times, max_num_batched_tokens=512, pace=pace, max_num_seqs=2
-        )
+        scheduler = paced_scheduler(pacing.times, pace, max_num_seqs=2)
         scheduler.add(make_request("stream", 256, max_tokens=1000))
         run_step(scheduler)
         prompt = make_request("prompt", pace.prompt_tokens, max_tokens=1)
@@ -90,15 +92,7 @@ def test_a_target_out_of_reach_is_told_as_what_it_will_be():
 def test_between_many_streams_prompts_go_on_at_nearly_their_rate():
     pacing = make_pacing()
     pace = pacing.choose()
-    scheduler = make_scheduler(
-        4000,
-        16,
-        8192,
-        pacing.times,
-        max_num_batched_tokens=512,
-        pace=pace,
-        max_num_seqs=300,
-    )
+    scheduler = paced_scheduler(pacing.times, pace, max_num_seqs=300)
     for number in range(250):
         scheduler.add(make_request(f"s{number}", 1, max_tokens=1000))
     run_step(scheduler)
@@ -112,15 +106,7 @@ def test_between_many_streams_prompts_go_on_at_nearly_their_rate():
 
 def test_a_lone_prompt_is_read_in_whole_chunks():
     pace = make_pacing().choose()
-    scheduler = make_scheduler(
-        1000,
-        16,
-        8192,
-        Noisy(ROW, STEP),
-        max_num_batched_tokens=512,
-        pace=pace,
-        max_num_seqs=2,
-    )
+    scheduler = paced_scheduler(Noisy(ROW, STEP), pace, max_num_seqs=2)
     scheduler.add(make_request("a", 1024, max_tokens=2))
     assert [run_step(scheduler)[0].prefills[0].num_scheduled_tokens for _ in range(2)] == [512, 512]
 
@@ -155,15 +141,7 @@ def test_requests_that_come_at_once_lose_little_of_their_throughput(count, step,
     pace = make_pacing(model).choose()
     seconds = []
     for chosen in (Pace(), pace):
-        scheduler = make_scheduler(
-            2048,
-            16,
-            8192,
-            model,
-            caching=False,
-            max_num_batched_tokens=512,
-            pace=chosen,
-        )
+        scheduler = paced_scheduler(model, chosen, enable_prefix_caching=False)
         for number in range(count):
             scheduler.add(make_request(str(number), [1] * 256, max_tokens=128))
         while scheduler.has_work:

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from twinphase.scheduler.pace import Pace
 
 def crowd(policy="fcfs", priorities=(0, 0, 0), caching=True):
     """Three requests that together will need twelve blocks, of which there are nine."""
-    scheduler = make_scheduler(num_blocks=9, policy=policy, caching=caching)
+    scheduler = make_scheduler(num_blocks=9, policy=policy, enable_prefix_caching=caching)
     requests = {}
     for name, priority in zip("abc", priorities, strict=True):
         requests[name] = make_request(name, 8, priority=priority, max_tokens=9)
@@ -105,7 +106,11 @@ def test_one_that_is_back_with_all_but_its_last_token_cached_decodes_at_once():
 def test_a_load_of_several_times_what_fits_finishes_without_thrashing(policy, caching):
     choose = random.Random(1)
     scheduler = make_scheduler(
-        num_blocks=40, policy=policy, caching=caching, max_num_batched_tokens=32, max_num_seqs=32
+        num_blocks=40,
+        policy=policy,
+        enable_prefix_caching=caching,
+        max_num_batched_tokens=32,
+        max_num_seqs=32,
     )
     requests = []
     for number in range(60):
@@ -132,25 +137,35 @@ def test_a_load_of_several_times_what_fits_finishes_without_thrashing(policy, ca
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_no_block_leaks_and_all_finish_whatever_happens(seed):
+def test_nobody_waits_for_ever_and_nothing_leaks_whatever_happens(seed):
     choose = random.Random(seed)
+    policy = choose.choice(["fcfs", "priority"])
     scheduler = make_scheduler(
-        num_blocks=choose.randint(8, 24),
+        num_blocks=choose.randint(8, 40),
         block_size=choose.randint(1, 8),
         max_num_batched_tokens=choose.randint(4, 20),
-        max_num_seqs=4,
-        policy=choose.choice(["fcfs", "priority"]),
+        max_num_seqs=choose.randint(1, 4),
+        policy=policy,
         pace=Pace(choose.choice([None, 0.001, 8.0])),
-        caching=choose.random() < 0.7,
+        enable_prefix_caching=choose.random() < 0.6,
     )
     requests = []
-    for number in range(40):
+    tenants = choose.choice(["a", "aaabc"])
+    weights = {tenant: choose.choice([0.01, 1.0, 1.0, 50.0]) for tenant in tenants}
+    for number in range(60):
         action = choose.random()
-        if action < 0.4:
-            priority = choose.randint(-2, 2) if scheduler.policy == "priority" else 0
-            prompt = [10] * choose.randint(1, 20)
-            max_tokens = choose.choice([None, 1, 5])
-            request = make_request(str(number), prompt, priority=priority, max_tokens=max_tokens)
+        if action < 0.45:
+            prompt = (
+                [10] * choose.randint(1, 24) if choose.random() < 0.5 else choose.randint(1, 24)
+            )
+            request = make_request(
+                str(number),
+                prompt,
+                priority=choose.randint(-2, 2) if policy == "priority" else 0,
+                max_tokens=choose.choice([None, 1, 5, 9]),
+            )
+            request.tenant = choose.choice(tenants)
+            request.weight = weights[request.tenant]
             try:
                 scheduler.add(request)
                 requests.append(request)
@@ -162,11 +177,12 @@ def test_no_block_leaks_and_all_finish_whatever_happens(seed):
             scheduler._preempt(choose.choice(scheduler.running))
         elif scheduler.has_work:
             batch, _ = run_step(scheduler, choose.choice([7, 7, 7, EOS]))
-            assert 0 < batch.num_tokens <= scheduler.max_num_batched_tokens
+            assert 0 < batch.num_tokens <= scheduler.config.max_num_batched_tokens
         scheduler.check_integrity()
     run_all(scheduler)
     assert scheduler.kv_cache.pool.num_held == 0
     assert all(request.status is RequestStatus.FINISHED for request in requests)
+    assert not scheduler.fair.lines and not +scheduler.fair.seats
 
 
 def test_room_to_grow_is_left_for_answers_as_long_as_of_late():
@@ -186,7 +202,7 @@ def test_short_answers_let_more_in():
         scheduler.add(make_request(f"{number}", 8, max_tokens=1))
     run_all(scheduler)
     assert scheduler.usual_output < 3
-    scheduler.max_num_seqs = 8
+    scheduler.config = replace(scheduler.config, max_num_seqs=8)
     for name in "abcd":
         scheduler.add(make_request(name, 8, max_tokens=24))
     assert len(run_step(scheduler)[0].scheduled) == 4

@@ -241,7 +241,7 @@ def test_integrity_finds_a_damaged_state(damage):
 
 def running_scheduler(count=1, max_tokens=20, **settings):
     """Requests of 4 prompt tokens, one block each, that decode next."""
-    scheduler = make_scheduler(caching=False, **{"block_size": 4, **settings})
+    scheduler = make_scheduler(enable_prefix_caching=False, **{"block_size": 4, **settings})
     for number in range(count):
         scheduler.add(make_request(f"r{number}", 4, max_tokens=max_tokens))
     run_step(scheduler)

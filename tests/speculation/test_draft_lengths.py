@@ -25,6 +25,8 @@ from twinphase.speculation.speculator import (
 class Times:
     """A step costs 1 s and each row some seconds."""
 
+    window = None
+
     def __init__(self, row):
         self.row = row
 
@@ -58,7 +60,7 @@ def test_no_other_choice_gives_more_tokens_per_second(seed):
     drafts = {name: Draft("x", [1, 2, 3]) for name in "abc"}
     times = Times(row)
     contexts = dict.fromkeys("abc", 100)
-    chosen = choose_lengths(drafts, contexts, decodes(3), times.seconds, Known(chances))
+    chosen = choose_lengths(drafts, contexts, decodes(3), times, Known(chances))
 
     def rate(lengths):
         tokens = 3.0
@@ -80,18 +82,14 @@ def test_no_other_choice_gives_more_tokens_per_second(seed):
 def test_a_free_row_is_always_taken_and_an_expensive_one_never():
     drafts = {"a": Draft("x", [1] * 9, certain=9)}
     contexts = {"a": 50}
-    assert choose_lengths(drafts, contexts, decodes(1), Times(0.0).seconds, Acceptance()) == {
-        "a": 9
-    }
-    assert choose_lengths(drafts, contexts, decodes(40), Times(5.0).seconds, Acceptance()) == {}
+    assert choose_lengths(drafts, contexts, decodes(1), Times(0.0), Acceptance()) == {"a": 9}
+    assert choose_lengths(drafts, contexts, decodes(40), Times(5.0), Acceptance()) == {}
 
 
 def test_no_step_gets_longer_than_the_limit():
     drafts = {"a": Draft("x", [1] * 9, certain=9)}
     contexts = {"a": 50}
-    lengths = choose_lengths(
-        drafts, contexts, decodes(1), Times(0.01).seconds, Acceptance(), limit=1.045
-    )
+    lengths = choose_lengths(drafts, contexts, decodes(1), Times(0.01), Acceptance(), limit=1.045)
     assert lengths == {"a": 3}
 
 
@@ -104,7 +102,7 @@ def test_there_is_no_cliff_at_a_number_of_requests():
         drafts = {name: Draft("x", [1] * 4) for name in names}
         chances = {name: [0.9, 0.8, 0.7, 0.6] for name in names}
         contexts = dict.fromkeys(names, 100)
-        chosen = choose_lengths(drafts, contexts, decodes(count), times.seconds, Known(chances))
+        chosen = choose_lengths(drafts, contexts, decodes(count), times, Known(chances))
         rows.append(sum(chosen.values()) / count)
     assert rows[0] == 4 and rows == sorted(rows, reverse=True)
 

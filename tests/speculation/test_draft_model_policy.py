@@ -80,7 +80,7 @@ def speculator(seconds_per_step: float = 1.0) -> tuple[Speculator, Any]:
     model: Any = Model()
     times = CostModel([seconds_per_step, *[1e-9] * (len(FEATURES) - 1)])
     made = Speculator([], times, most=3)
-    made.draft_model = DraftModelPolicy(model, times.seconds)
+    made.draft_model = DraftModelPolicy(model, times)
     return made, model
 
 

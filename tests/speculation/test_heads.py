@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -11,135 +10,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from tests.speculation.tiny_heads import (
+    EAGLE3,
+    LAYERS,
+    MEDUSA,
+    VOCAB,
+    WIDTH,
+    eagle3_tensors,
+    medusa_tensors,
+    opened,
+    write_heads,
+)
 from torch import Tensor
 from torch.nn import functional
 
-from steps import Piece, Steps, own_cache
-from tiny_gguf import write_tiny_gguf
+from steps import Piece, Steps
 from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput
 from twinphase.config import EngineConfig
 from twinphase.engine.loading.loading import LoadedEngine
-from twinphase.errors import (
-    CheckpointError,
-    InvalidRequestError,
-    ModelNotFoundError,
-    TwinphaseError,
-    UnsupportedModelError,
-)
-from twinphase.models.loader import open_model
 from twinphase.request import Request, SamplingParams
 from twinphase.speculation.eagle3 import Eagle3
-from twinphase.speculation.load_heads import load_heads
 from twinphase.speculation.medusa import Medusa
 from twinphase.speculation.speculator import Speculator
-from twinphase.speculative import speculative_config
-
-VOCAB = 320
-WIDTH = 64
-LAYERS = 4
-EAGLE3 = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "hidden_size": WIDTH,
-    "vocab_size": VOCAB,
-    "draft_vocab_size": 100,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5000.0,
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
-}
-MEDUSA = {
-    "model_type": "medusa",
-    "num_heads": 3,
-    "num_hidden_layers": 2,
-    "hidden_size": WIDTH,
-    "vocab_size": VOCAB,
-}
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("target")
-    with own_cache(folder / "cache"):
-        yield write_tiny_gguf(
-            folder / "target.gguf", vocab=VOCAB, layers=LAYERS, tensor_type="Q8_0"
-        )
-
-
-def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
-    """Matrices whose products keep their inputs' size, and norms about 1."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(shape, generator=generator) / shape[1] ** 0.5
-        if len(shape) == 2
-        else 1 + torch.randn(shape, generator=generator) / 10
-        for name, shape in shapes.items()
-    }
-
-
-def medusa_tensors(config: dict[str, Any], *, bias: bool = False) -> dict[str, Tensor]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for head in range(config["num_heads"]):
-        for block in range(config["num_hidden_layers"]):
-            shapes[f"blocks.{head}.layers.{block}.weight"] = WIDTH, WIDTH
-            if bias:
-                shapes[f"blocks.{head}.layers.{block}.bias"] = (WIDTH,)
-        if not config.get("original_lm_head") or not head:
-            shapes[f"lm_heads.{head}.weight"] = config.get("truncated_vocab_size", VOCAB), WIDTH
-    tensors = random_tensors(shapes)
-    if "truncated_vocab_size" in config:
-        tensors["token_map"] = torch.randperm(VOCAB)[: config["truncated_vocab_size"]]
-    return tensors
-
-
-def eagle3_tensors(*, seed: int = 0, embedding: bool = True) -> dict[str, Tensor]:
-    layer = "midlayer."
-    inner = 6 * 16
-    kv = 2 * 16
-    shapes = {
-        "fc.weight": (WIDTH, 3 * WIDTH),
-        f"{layer}input_layernorm.weight": (WIDTH,),
-        f"{layer}hidden_norm.weight": (WIDTH,),
-        f"{layer}self_attn.q_proj.weight": (inner, 2 * WIDTH),
-        f"{layer}self_attn.k_proj.weight": (kv, 2 * WIDTH),
-        f"{layer}self_attn.v_proj.weight": (kv, 2 * WIDTH),
-        f"{layer}self_attn.o_proj.weight": (WIDTH, inner),
-        f"{layer}post_attention_layernorm.weight": (WIDTH,),
-        f"{layer}mlp.gate_proj.weight": (96, WIDTH),
-        f"{layer}mlp.up_proj.weight": (96, WIDTH),
-        f"{layer}mlp.down_proj.weight": (WIDTH, 96),
-        "norm.weight": (WIDTH,),
-        "lm_head.weight": (100, WIDTH),
-    }
-    if embedding:
-        shapes["embed_tokens.weight"] = VOCAB, WIDTH
-    tensors = random_tensors(shapes, seed)
-    chosen = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:100].sort().values
-    tensors["d2t"] = chosen - torch.arange(100)
-    tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, chosen, True)
-    return tensors
-
-
-def write_heads(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        folder / "model.safetensors",
-    )
-    return folder
-
-
-def opened(folder: Path, target: Path, num_tokens: int = 3) -> Medusa | Eagle3:
-    method = "medusa" if "medusa" in (folder / "config.json").read_text() else "eagle3"
-    return load_heads(folder, method, open_model(target), LAYERS, num_tokens)
 
 
 def drafts(heads: Medusa | Eagle3, requests: Sequence[Request]) -> dict[str, list[int]]:
@@ -240,49 +134,45 @@ class TestMedusa:
         assert_close(heads.logits(hidden.numpy()), self.by_torch(tensors, hidden))
 
 
-def test_who_asks_at_the_same_time_is_guessed_together(tmp_path, target):
+@pytest.mark.parametrize(
+    ("asking", "wanted_by_others", "together"),
+    [
+        (["ac", "abc", "ab", "b"], 0, [["a", "c"], ["ac", "b"], ["abc"], ["b"]]),
+        # Of those after all three, not all ask again.
+        (
+            ["abc", "b", "b", "b"] * 2 + ["abc"],
+            None,
+            [["a", "b", "c"], *[["abc"], ["b"], ["b"], ["abc"]] * 2],
+        ),
+    ],
+)
+def test_requests_that_ask_in_the_same_steps_are_drafted_together(
+    tmp_path, target, monkeypatch, asking, wanted_by_others, together
+):
+    """Others either ask for no tokens, or do not ask at all."""
     heads = opened(write_heads(tmp_path, MEDUSA, medusa_tensors(MEDUSA)), target)
-    together = []
+    found: list[list[str]] = []
     draft_batch = heads.draft_batch
-    heads.draft_batch = lambda names: [together.append(list(names)), draft_batch(names)][1]
-    output: list[int] = []
-    for limits in ([1, 0, 1], [1, 1, 1], [1, 1, 0], [0, 1, 0]):
-        batch = Batch([share(name, [1, *output], [2], 1 + len(output), 1) for name in "abc"], [])
-        heads.read(
-            batch,
-            StepOutput(token_ids={name: [3] for name in "abc"}),
-            [np.zeros((3, WIDTH), np.float32)],
-        )
-        for name, limit in zip("abc", limits, strict=True):
-            found = heads.propose(request(name, [1, *output], [2, 3]), limit)
-            assert len(found) == bool(limit) and all(len(draft.token_ids) == 1 for draft in found)
-        together.append([])
-    assert together == [["a"], ["c"], [], ["a", "c"], ["b"], [], ["a", "b", "c"], [], ["b"], []]
 
+    def recorded(names: Sequence[str]) -> list[list[int]]:
+        found[-1].append("".join(sorted(names)))
+        return draft_batch(names)
 
-def test_who_is_asked_seldom_is_guessed_with_those_of_the_last_time(tmp_path, target):
-    heads = opened(write_heads(tmp_path, MEDUSA, medusa_tensors(MEDUSA)), target)
-    together = []
+    monkeypatch.setattr(heads, "draft_batch", recorded)
     output = [2]
-    draft_batch = heads.draft_batch
-    heads.draft_batch = lambda names: [together.append(list(names)), draft_batch(names)][1]
-    for step in range(9):
+    for names in asking:
         batch = Batch([share(name, [1], output, len(output), 1) for name in "abc"], [])
-        heads.read(
-            batch,
-            StepOutput(token_ids={name: [3] for name in "abc"}),
-            [np.zeros((3, WIDTH), np.float32)],
-        )
+        said = StepOutput(token_ids={name: [3] for name in "abc"})
+        heads.read(batch, said, [np.zeros((3, WIDTH), np.float32)])
         output.append(3)
-        for name in "abc" if step % 4 == 0 else "b":
-            assert heads.propose(request(name, [1], output), 1)
-    found = ["".join(sorted(names)) for names in together]
-    assert found == [
-        "a",
-        "b",
-        "c",
-        *2 * ["abc", "b", "b", "abc"],
-    ]  # of those behind all three, not all ask again
+        found.append([])
+        for name in "abc":
+            if name in names:
+                (draft,) = heads.propose(request(name, [1], output), 1)
+                assert len(draft.token_ids) == 1
+            elif wanted_by_others is not None:
+                assert not heads.propose(request(name, [1], output), wanted_by_others)
+    assert found == together
 
 
 class TestEagle3:
@@ -568,125 +458,3 @@ class TestSameTokens:
         )
         found, drafted, _ = answers(self.with_heads(target, heads))
         assert found == plain and drafted > 0
-
-
-def without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    return {key: tensor for key, tensor in tensors.items() if key != name}
-
-
-E3 = eagle3_tensors()
-M = medusa_tensors(MEDUSA)
-REFUSED: list[tuple[type[TwinphaseError], str, dict[str, Any], dict[str, Tensor]]] = [
-    (
-        UnsupportedModelError,
-        "the kind LlamaForCausalLM, and the method is eagle3",
-        EAGLE3 | {"architectures": ["LlamaForCausalLM"]},
-        E3,
-    ),
-    (CheckpointError, "vocab_size 32000, the model has 320", EAGLE3 | {"vocab_size": 32000}, E3),
-    (CheckpointError, "hidden_size 4096, the model has 64", MEDUSA | {"hidden_size": 4096}, M),
-    (
-        CheckpointError,
-        "target_hidden_size 96, the model has 64",
-        EAGLE3 | {"target_hidden_size": 96},
-        E3,
-    ),
-    (
-        CheckpointError,
-        "no tensor midlayer|no tensor layers.0.hidden_norm.weight",
-        EAGLE3,
-        without(E3, "midlayer.hidden_norm.weight"),
-    ),
-    (
-        CheckpointError,
-        "no tensor blocks.2.layers.1.weight",
-        MEDUSA,
-        without(M, "blocks.2.layers.1.weight"),
-    ),
-    (
-        CheckpointError,
-        r"lm_heads.1.weight of shape \[319, 64\] and type float32, not \[320, 64\]",
-        MEDUSA,
-        M | {"lm_heads.1.weight": torch.zeros(319, 64)},
-    ),
-    (
-        UnsupportedModelError,
-        "a tensor 'extra', which has no place",
-        MEDUSA,
-        M | {"extra": torch.zeros(1)},
-    ),
-    (
-        CheckpointError,
-        "tokens in d2t beyond the model's 320",
-        EAGLE3,
-        E3 | {"d2t": torch.full((100,), 300)},
-    ),
-    (CheckpointError, "no tensor d2t of 100 integers", EAGLE3, without(E3, "d2t")),
-    (
-        CheckpointError,
-        "no tensor token_map of 50 integers",
-        MEDUSA | {"truncated_vocab_size": 50},
-        M,
-    ),
-    (CheckpointError, "num_heads 'many' in their config", MEDUSA | {"num_heads": "many"}, M),
-    (
-        CheckpointError,
-        r"layers \[2, 2, 1\] to read of the model's 4",
-        without(EAGLE3, "eagle_config"),
-        E3,
-    ),
-    (
-        CheckpointError,
-        "layers 'all' to read",
-        EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": "all"}},
-        E3,
-    ),
-    (
-        UnsupportedModelError,
-        "scale their rotations",
-        EAGLE3 | {"rope_scaling": {"rope_type": "llama3"}},
-        E3,
-    ),
-    (UnsupportedModelError, "more than one layer", EAGLE3 | {"num_hidden_layers": 2}, E3),
-    (CheckpointError, "6 heads of 16 for 4 of keys", EAGLE3 | {"num_key_value_heads": 4}, E3),
-    (
-        UnsupportedModelError,
-        "has type F64",
-        MEDUSA,
-        M | {"extra": torch.zeros(1, dtype=torch.float64)},
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "config", "tensors"), REFUSED, ids=[row[1][:40] for row in REFUSED]
-)
-def test_refusals(
-    tmp_path,
-    target,
-    error,
-    message,
-    config,
-    tensors,
-):
-    with pytest.raises(error, match=message):
-        opened(write_heads(tmp_path, config, tensors), target)
-
-
-@pytest.mark.parametrize("method", ["medusa", "eagle3"])
-def test_a_configuration_names_a_folder(method):
-    assert speculative_config({"method": method, "model": "folder"}).num_speculative_tokens == 3
-    for given in ({}, {"model": 3}, {"model": ""}):
-        with pytest.raises(InvalidRequestError, match=f"{method}' without a model"):
-            speculative_config({"method": method, **given})
-    with pytest.raises(InvalidRequestError, match="prompt_lookup_min"):
-        speculative_config({"method": method, "model": "folder", "prompt_lookup_min": 2})
-
-
-def test_a_folder_without_weights(tmp_path, target):
-    (tmp_path / "config.json").write_text(json.dumps(MEDUSA))
-    with pytest.raises(ModelNotFoundError, match="has no model.safetensors"):
-        opened(tmp_path, target)
-    (tmp_path / "medusa_lm_head.pt").touch()
-    with pytest.raises(UnsupportedModelError, match="as a pickle"):
-        opened(tmp_path, target)

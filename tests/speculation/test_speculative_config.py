@@ -1,51 +1,57 @@
 """`--speculative-config`: vLLM's keys, and clear refusals."""
 
+import json
+
 import pytest
 
 from twinphase.config import EngineConfig
 from twinphase.errors import InvalidRequestError
 from twinphase.speculative import speculative_config
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
 
 @pytest.mark.parametrize(
-    ("given", "method", "most", "lookup"),
+    ("given", "expected"),
     [
-        (None, "none", 16, (5, 5)),
-        ("none", "none", 16, (5, 5)),
-        ("off", "none", 16, (5, 5)),
-        ("auto", "auto", 16, (5, 5)),
-        ("suffix", "suffix", 16, (5, 5)),
-        ("ngram", "ngram", 16, (5, 5)),
-        ('{"method": "ngram", "num_speculative_tokens": 3}', "ngram", 3, (5, 5)),
+        *((given, {"method": "none"}) for given in (None, "none", "off")),
+        *((method, {"method": method}) for method in ("auto", "suffix", "ngram")),
+        (json.dumps(NGRAM), NGRAM),
         (
-            {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
-            "ngram",
-            3,
-            (4, 4),
+            NGRAM | {"prompt_lookup_max": 4},
+            NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 4},
         ),
         (
-            {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2},
-            "ngram",
-            3,
-            (2, 2),
+            NGRAM | {"prompt_lookup_min": 2},
+            NGRAM | {"prompt_lookup_min": 2, "prompt_lookup_max": 2},
         ),
-        ({"method": "suffix", "num_speculative_tokens": 24}, "suffix", 24, (5, 5)),
-        ({"method": "suffix", "suffix_decoding_max_spec_factor": 2}, "suffix", 16, (5, 5)),
-        ({"method": "suffix", "suffix_decoding_max_cached_requests": 0}, "suffix", 16, (5, 5)),
-        ({"num_speculative_tokens": 4}, "auto", 4, (5, 5)),
+        ({"num_speculative_tokens": 4}, {"method": "auto", "num_speculative_tokens": 4}),
         (
+            {"model": "x", "num_speculative_tokens": 2},
             {"method": "draft_model", "model": "x", "num_speculative_tokens": 2},
-            "draft_model",
-            2,
-            (5, 5),
         ),
-        ({"model": "x", "num_speculative_tokens": 2}, "draft_model", 2, (5, 5)),
+        *(
+            (given, given)
+            for given in (
+                {"method": "suffix", "num_speculative_tokens": 24},
+                {"method": "suffix", "suffix_decoding_max_spec_factor": 2},
+                {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+                {"method": "draft_model", "model": "x", "num_speculative_tokens": 2},
+            )
+        ),
+        *(
+            (
+                {"method": method, "model": "folder"},
+                {"method": method, "model": "folder", "num_speculative_tokens": 3},
+            )
+            for method in ("medusa", "eagle3")
+        ),
     ],
 )
-def test_what_is_taken(given, method, most, lookup):
-    config = speculative_config(given)
-    assert (config.method, config.num_speculative_tokens) == (method, most)
-    assert (config.prompt_lookup_min, config.prompt_lookup_max) == lookup
+def test_what_is_taken(given, expected):
+    usual = {"num_speculative_tokens": 16, "prompt_lookup_min": 5, "prompt_lookup_max": 5}
+    config = vars(speculative_config(given))
+    assert {key: config[key] for key in {**usual, **expected}} == {**usual, **expected}
     EngineConfig(speculative_config=given)
 
 
@@ -57,6 +63,15 @@ def test_what_is_taken(given, method, most, lookup):
         ('{"method": "magic"}', "'magic', which is not known"),
         ('{"method": "eagle"}', "'eagle', which is not supported"),
         ('{"method": ["ngram"]}', "is not known"),
+        *(
+            ({"method": method, **given}, f"{method}' without a model")
+            for method in ("medusa", "eagle3")
+            for given in ({}, {"model": 3}, {"model": ""})
+        ),
+        (
+            {"method": "medusa", "model": "folder", "prompt_lookup_min": 2},
+            "'prompt_lookup_min', which the method 'medusa'",
+        ),
         ('{"method": "ngram"}', "without num_speculative_tokens"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens is 0"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens is True"),

@@ -20,8 +20,6 @@ from tokenizers import (
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 
-__all__ = ["CORPUS", "TEXTS", "checkpoint_of", "save_folder", "tokenizer_of", "trained"]
-
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 12:34:56 o'clock, isn't it?",
     "def fib(n: int) -> int:\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n",

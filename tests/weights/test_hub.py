@@ -12,7 +12,6 @@ import sys
 import time
 import types
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,11 +78,6 @@ def make_wheel(
     return target
 
 
-@pytest.fixture
-def model_bytes(tmp_path) -> bytes:
-    return write_tiny_gguf(tmp_path / "source.gguf", layers=1).read_bytes()
-
-
 def refused(name: str, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         resolve_model(name)
@@ -125,11 +119,6 @@ def test_names_of_nothing(name, match):
     with pytest.raises(ModelNotFoundError, match=match) as raised:
         resolve_model(name)
     assert raised.value.fix and "\n" not in str(raised.value)
-
-
-def test_a_directory_names_the_models_in_it(tmp_path):
-    write_tiny_gguf(tmp_path / "m.gguf")
-    refused(str(tmp_path), ModelNotFoundError, "directory.*m.gguf")
 
 
 # Wheels
@@ -354,34 +343,6 @@ def test_damaged_and_unsupported_models_are_listed_as_such(cache, model_bytes):
 
 # The model hub, through a stand-in for huggingface_hub
 # ------------------------------------------------------------------------------------------------
-
-Hub = Callable[..., None]
-
-
-@pytest.fixture
-def fake_hub(monkeypatch, model_bytes) -> Hub:
-    def install(files: list[str], error: Exception | None = None) -> None:
-        def listing(self: object, repo: str) -> list[str]:
-            if error is not None:
-                raise error
-            return files
-
-        def download(repo: str, file: str, *, local_dir: Path) -> str:
-            path = Path(local_dir) / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(model_bytes)
-            return str(path)
-
-        module = types.ModuleType("huggingface_hub")
-        module.HfApi = type("HfApi", (), {"list_repo_files": listing})  # type: ignore[attr-defined]
-        module.hf_hub_download = download  # type: ignore[attr-defined]
-        utils = types.ModuleType("huggingface_hub.utils")
-        levels = types.SimpleNamespace(get_verbosity=lambda: 30, set_verbosity=lambda level: None)
-        utils.logging = levels  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "huggingface_hub", module)
-        monkeypatch.setitem(sys.modules, "huggingface_hub.utils", utils)
-
-    return install
 
 
 def test_the_only_model_of_a_repository(fake_hub, cache):

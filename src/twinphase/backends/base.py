@@ -7,6 +7,7 @@ the step it is given.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -31,6 +32,15 @@ class Units:
     linear: str
     scores: str  # queries by keys
     values: str  # probabilities by values; as many FLOP as the scores
+
+    def flops(self, linear: int, attention: int) -> dict[str, int]:
+        """FLOP by unit of linear layers and of attention, half of whose FLOP are the scores'."""
+        scores = attention // 2
+        return dict(
+            Counter({self.linear: linear})
+            + Counter({self.scores: scores})
+            + Counter({self.values: attention - scores})
+        )
 
 
 @dataclass(frozen=True)

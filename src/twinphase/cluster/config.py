@@ -29,11 +29,11 @@ class ClusterConfig:
         default_text="1, or none where --worker names others",
     )
     prefill_workers: int | None = setting(
-        None, "Engines that read prompts for --decode-workers others.", minimum=1, maximum=128
+        None, "Engines that prefill prompts for the --decode-workers.", minimum=1, maximum=128
     )
     decode_workers: int | None = setting(
         None,
-        "Engines that decode after --prefill-workers, and prefill where that is faster.",
+        "Engines that generate the answers, and prefill where that is faster.",
         minimum=1,
         maximum=128,
     )
@@ -44,8 +44,7 @@ class ClusterConfig:
     )
     cluster_listen: str | None = setting(
         None,
-        "Address where `twinphase worker --join` asks to be let in while the server runs, "
-        "HOST:PORT.",
+        "Address where `twinphase worker --join` can join the running server, HOST:PORT.",
         default_text="no worker can join",
     )
     cluster_key_file: str | None = setting(

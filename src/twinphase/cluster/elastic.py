@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from twinphase.batch import StepWork
-from twinphase.cluster.block_index import BlockIndex
 from twinphase.cluster.fleet import Fleet
 from twinphase.cluster.routing import WorkerLoad
 from twinphase.cluster.worker_view import WorkerView
@@ -106,11 +105,13 @@ class Drains:
     def __init__(
         self,
         views: Mapping[str, WorkerView],
+        fleet: Fleet,
         changed: Callable[[], None],
         balance: Balance | None = None,
     ) -> None:
-        """`views` are the router's own dict; `changed` is called when a worker has another role."""
+        """`views` and `fleet` are the router's; `changed` is called when a role has changed."""
         self._views = views
+        self._fleet = fleet
         self._changed = changed
         self._balance = balance
         self._drains: dict[str, _Drain] = {}
@@ -118,12 +119,12 @@ class Drains:
     def __bool__(self) -> bool:
         return bool(self._drains)
 
-    def begin(self, view: WorkerView, fleet: Fleet | None, role: Half | None = None) -> None:
+    def begin(self, view: WorkerView, role: Half | None = None) -> None:
         """Send a worker no more requests; it changes to `role`, or ends if None."""
-        if fleet is None or not view.is_up:
+        if not view.is_up:
             return
         view.state = f"moving to {role}" if role else "draining"
-        fleet.workers[view.name].accepts = False
+        self._fleet.workers[view.name].accepts = False
         self._drains[view.name] = _Drain(view, role)
         LOG.info(
             "%s is %s: it gets no new requests, and finishes %d.",
@@ -132,13 +133,13 @@ class Drains:
             view.num_requests,
         )
 
-    def rebalance(self, fleet: Fleet | None, now: float) -> None:
+    def rebalance(self, now: float) -> None:
         """Move one worker to the other pool if the queues require it."""
-        if self._balance is None or self._drains or fleet is None:
+        if self._balance is None or self._drains:
             return
-        loads = [load for load in fleet.workers.values() if load.accepts]
+        loads = [load for load in self._fleet.workers.values() if load.accepts]
         queues = {
-            load.name: _queue_seconds(load, self._views[load.name], fleet.usual_output)
+            load.name: _queue_seconds(load, self._views[load.name], self._fleet.usual_output)
             for load in loads
         }
         move = self._balance.choose(loads, queues, now)
@@ -147,9 +148,9 @@ class Drains:
             view = self._views[load.name]
             view.role_reason = f"to {role}: {why}"
             LOG.info("%s moves to the %s pool: %s.", view.name, role, why)
-            self.begin(view, fleet, role)
+            self.begin(view, role)
 
-    def advance(self, owing: Collection[str], expected: Collection[str], fleet: Fleet) -> None:
+    def advance(self, owing: Collection[str], expected: Collection[str]) -> None:
         """Have the workers without requests hand over their prefix cache.
 
         Workers `owing` the answer to a question are skipped. So are workers that will end, and are
@@ -164,15 +165,15 @@ class Drains:
                 continue
             drain.hands_over = True
             view.state = view.state if drain.role else "handing over"
-            heir = self._heir(view, fleet.index)
+            heir = self._heir(view)
             if heir is not None and heir.facts is not None:
                 LOG.info("%s hands over its prefix cache to %s.", view.name, heir.name)
                 view.host.put(HandOver(PushTo(heir.facts.kv_addresses, HANDOVER_LEASE_SECONDS)))
             # A worker that stays hands over beside its new work.
             if heir is None or drain.role is not None:
-                self._end(drain, fleet)
+                self._end(drain)
 
-    def handed_over(self, view: WorkerView, pushed: Pushed, fleet: Fleet | None) -> None:
+    def handed_over(self, view: WorkerView, pushed: Pushed) -> None:
         problem = f": {pushed.problem}" if pushed.problem else ""
         LOG.info(
             "%s has handed over %d of %d blocks%s.",
@@ -183,8 +184,8 @@ class Drains:
         )
         drain = self._drains.get(view.name)
         # Otherwise the worker has changed its role meanwhile.
-        if drain is not None and drain.hands_over and fleet is not None:
-            self._end(drain, fleet)
+        if drain is not None and drain.hands_over:
+            self._end(drain)
 
     def gone(self, view: WorkerView) -> bool:
         """Its connection has ended; returns whether that was planned and costs no request."""
@@ -196,20 +197,20 @@ class Drains:
             LOG.info("%s has left.", view.name)
         return left
 
-    def keep_pools(self, fleet: Fleet | None) -> None:
+    def keep_pools(self) -> None:
         """A worker has died or joined: fill an empty pool from the other one.
 
         A worker that was about to move stays if its pool would be empty. With elastic roles, a
         prefill worker becomes a decode worker at once if there is none, and a decode worker becomes
         a prefill worker if there is none and another decode worker stays.
         """
-        if fleet is None or not all(view.is_settled for view in self._views.values()):
+        if not all(view.is_settled for view in self._views.values()):
             return
 
         def pool(half: str) -> list[WorkerLoad]:
             return [
                 load
-                for load in fleet.workers.values()
+                for load in self._fleet.workers.values()
                 if load.accepts and load.role in (half, "both")
             ]
 
@@ -217,7 +218,7 @@ class Drains:
             if drain.role is not None and not pool(drain.view.role):
                 del self._drains[name]
                 drain.view.role_reason = ""
-                self._give(drain.view, fleet, "prefill" if drain.role == "decode" else "decode")
+                self._give(drain.view, "prefill" if drain.role == "decode" else "decode")
         spare: tuple[tuple[Half, Half, int], ...] = (
             ("decode", "prefill", 1),
             ("prefill", "decode", 2),
@@ -228,9 +229,9 @@ class Drains:
                 load = min(others, key=lambda load: (load.num_decodes, load.prefill_seconds))
                 view = self._views[load.name]
                 view.role_reason = f"to {half}: the pool was empty"
-                self._give(view, fleet, half)
+                self._give(view, half)
 
-    def _heir(self, view: WorkerView, index: BlockIndex) -> WorkerView | None:
+    def _heir(self, view: WorkerView) -> WorkerView | None:
         """A worker that can use the blocks: first by equal role, then by the fewest blocks."""
         if view.facts is None or not view.facts.kv_addresses:
             return None
@@ -244,20 +245,22 @@ class Drains:
             and one.facts.kv_fingerprint == kind
         ]
         return min(
-            heirs, key=lambda one: (one.role != view.role, index.num_held(one.name)), default=None
+            heirs,
+            key=lambda one: (one.role != view.role, self._fleet.index.num_held(one.name)),
+            default=None,
         )
 
-    def _end(self, drain: _Drain, fleet: Fleet) -> None:
+    def _end(self, drain: _Drain) -> None:
         view = drain.view
         if drain.role is None:
             view.state = "leaving"
             view.host.put(Stop())
             return
         del self._drains[view.name]
-        self._give(view, fleet, drain.role)
+        self._give(view, drain.role)
 
-    def _give(self, view: WorkerView, fleet: Fleet, role: Half) -> None:
-        load = fleet.workers[view.name]
+    def _give(self, view: WorkerView, role: Half) -> None:
+        load = self._fleet.workers[view.name]
         load.role = role
         load.accepts = True
         view.state = "ready"
@@ -277,6 +280,8 @@ def _queue_seconds(load: WorkerLoad, view: WorkerView, usual_output: float) -> f
     if not waiting:
         return 0.0
     step = load.times.seconds(
-        StepWork.of_decodes(max(1, running), load.decode_tokens / max(1, load.num_decodes))
+        StepWork.of_decodes(
+            max(1, running), load.decode_tokens / max(1, load.num_decodes), load.times.window
+        )
     )
     return waiting * usual_output * step / max(1, running)

@@ -42,13 +42,14 @@ class Fleet:
         workers: by name, in the order of joining.
         index: the blocks in each worker's prefix cache.
         usual_output: fading mean of the answers' lengths, in tokens.
+        routing: chooses workers.
     """
 
     def __init__(self, routing: Routing) -> None:
         self.workers: dict[str, WorkerLoad] = {}
         self.index = BlockIndex()
         self.usual_output = INITIAL_USUAL_OUTPUT_TOKENS
-        self._routing = routing
+        self.routing = routing
 
     def join(self, name: str, role: Role, times: StepCost) -> None:
         """A worker joins with an empty prefix cache; it replaces a former one of that name."""
@@ -83,7 +84,7 @@ class Fleet:
         if max_tokens is not None:
             left = min(left, max_tokens - num_done)
         hits = self.index.hits(chain)
-        decision = self._routing.choose(num_tokens, left, hits, self.workers.values())
+        decision = self.routing.choose(num_tokens, left, hits, self.workers.values())
         decoder = self.workers[decision.worker]
         prefiller = self.workers[decision.prefill_worker or decision.worker]
         decoder.num_decodes += 1

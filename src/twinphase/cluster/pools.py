@@ -24,6 +24,7 @@ from typing import Any
 
 from twinphase.cluster.address import KEY_VARIABLE, read_key
 from twinphase.cluster.routing import Role
+from twinphase.cluster.worker_process import WorkerProcess, ray_address
 from twinphase.config import module_command
 from twinphase.errors import InvalidRequestError, TwinphaseError
 
@@ -49,28 +50,16 @@ class WorkerKeeper:
 
     def __init__(self, listen: str | None, role: Role) -> None:
         """`listen` is the address of the worker's port; None uses its machine's cluster address."""
-        if listen is None:
-            import ray
-
-            # Ray declares no type for it.
-            get_address: Any = ray.util.get_node_ip_address
-            listen = get_address()
-        self._listen = listen
+        self._listen = listen or ray_address()
         self._role = role
-        self._address = ""
-        self._process: subprocess.Popen[str] | None = None
-        self._key_id = key_id(read_key())
+        self._key = read_key()
+        self._worker: WorkerProcess | None = None
 
     def where(self) -> tuple[str, str]:
         """The worker's address and the id of its key; restarts a worker that has ended."""
-        if self._process is None or self._process.poll() is not None:
-            command = [*module_command("twinphase.cluster.worker"), "--listen", f"{self._listen}:0"]
-            command += ["--role", self._role, "--ends-with-stdin"]
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-            assert self._process.stdout is not None
-            self._address = self._process.stdout.readline().rpartition(" ")[2].strip()
-        return self._address, self._key_id
+        if self._worker is None or not self._worker.is_running:
+            self._worker = WorkerProcess(self._listen, self._role, key=self._key)
+        return self._worker.address, key_id(self._key)
 
 
 class RayPool:

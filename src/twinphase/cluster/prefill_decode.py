@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-from contextlib import suppress
 from typing import Any
 
-from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.joining import Door
 from twinphase.cluster.remote import CalledHost
 from twinphase.cluster.replica import LLMConfig, OpenAIServer
 from twinphase.cluster.router import Router
 from twinphase.cluster.routing import Role
-from twinphase.config import module_command
+from twinphase.cluster.worker_process import WorkerProcess, ray_address
 from twinphase.engine.frontends.checks import engine_config
 from twinphase.engine.process.host import Host
 from twinphase.server.config import ServerConfig
@@ -45,7 +41,7 @@ class PDServer(OpenAIServer):
         def newcomer(name: str, address: str) -> CalledHost:
             return CalledHost(address, self._key, model, engine_config(config.engine_kwargs))
 
-        self._door = Door(f"{_own_address()}:0", self._key, newcomer)
+        self._door = Door(f"{ray_address()}:0", self._key, newcomer)
         self._router = Router({}, stall=server.stall_timeout, door=self._door)
         return self._router
 
@@ -57,12 +53,11 @@ class PDServer(OpenAIServer):
         """Seconds of waiting prefill at a worker, and the share of seats in use; None if down."""
         views = self._router.workers_by_name.values()
         view = next((view for view in views if view.host.where == address and view.is_up), None)
-        fleet = self._router.fleet
-        if view is None or view.facts is None or fleet is None:
+        if view is None or view.facts is None:
             return None
         seats = view.facts.config.max_num_seqs or 1
         return {
-            "queue_seconds": fleet.workers[view.name].prefill_seconds,
+            "queue_seconds": self._router.fleet.workers[view.name].prefill_seconds,
             "busy": view.num_requests / seats,
         }
 
@@ -70,28 +65,16 @@ class PDServer(OpenAIServer):
 class PDWorker:
     """A replica: one worker's process, which ends with it."""
 
-    _process: subprocess.Popen[str] | None = None
+    _worker: WorkerProcess | None = None
 
     async def __init__(self, config: LLMConfig, role: Role, key: str) -> None:  # type: ignore[misc]
         """Ready once the server has the worker."""
         from ray import serve
 
         self._server = serve.get_deployment_handle("PDServer", serve.get_replica_context().app_name)
-        command = [
-            *module_command("twinphase.cluster.worker"),
-            "--listen",
-            f"{_own_address()}:0",
-            "--role",
-            role,
-        ]
-        self._command = [
-            *command,
-            "--engine",
-            json.dumps(config.engine_kwargs),
-            "--ends-with-stdin",
-            "--join",
-        ]
-        self._environment = {**os.environ, KEY_VARIABLE: key}
+        self._role = role
+        self._key = key.encode()
+        self._options = ["--engine", json.dumps(config.engine_kwargs), "--join"]
         self._door = self._address = ""
         await self.check_health()
         while await self._server.load.remote(self._address) is None:
@@ -101,17 +84,13 @@ class PDWorker:
     async def check_health(self) -> None:
         """Start the worker if it has ended, or if its server is elsewhere now."""
         door = await self._server.where.remote()
-        if self._process is None or self._process.poll() is not None or door != self._door:
+        if self._worker is None or not self._worker.is_running or door != self._door:
             self._end(0.0)
             self._door = door
-            pipe = subprocess.PIPE
-            command = [*self._command, door]
-            self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, text=True, env=self._environment
+            self._worker = await asyncio.to_thread(
+                WorkerProcess, ray_address(), self._role, *self._options, door, key=self._key
             )
-            assert self._process.stdout is not None
-            line = await asyncio.to_thread(self._process.stdout.readline)
-            self._address = line.rpartition(" ")[2].strip()
+            self._address = self._worker.address
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What `by_queue_seconds` decides by."""
@@ -123,19 +102,6 @@ class PDWorker:
         self._end(DRAIN_TIMEOUT_SECONDS)
 
     def _end(self, seconds: float) -> None:
-        process = self._process
-        self._process = None
-        if process is None:
-            return
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-        process.kill()
-        process.wait()
-
-
-def _own_address() -> str:
-    import ray
-
-    address: Any = ray.util.get_node_ip_address  # which has no types
-    return str(address())
+        if self._worker is not None:
+            self._worker.end(seconds)
+            self._worker = None

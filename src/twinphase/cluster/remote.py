@@ -18,7 +18,7 @@ from twinphase.cluster.address import connect
 from twinphase.cluster.handshake import authenticate
 from twinphase.cluster.timelines import shifted
 from twinphase.config import EngineConfig
-from twinphase.engine.process.host import LinkHost
+from twinphase.engine.process.host import LinkHost, running_loop
 from twinphase.engine.process.messages import (
     FromEngine,
     Inspect,
@@ -94,7 +94,7 @@ class RemoteHost(LinkHost):
         loop = self._loop
         if writer is None or loop is None or loop.is_closed():
             return
-        if loop is _running_loop():
+        if loop is running_loop():
             writer.close()
             return
         deadline = time.monotonic() + CLOSE_SECONDS
@@ -139,10 +139,3 @@ class CalledHost(RemoteHost):
         if self._writer is None and not self._tasks and not self._closing:
             self.failure = None
             self._run(self._connect(0.0))
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

@@ -56,7 +56,7 @@ class Router:
 
     Attributes:
         requests: the unfinished ones.
-        fleet: the workers' loads; None until the block size is known.
+        fleet: the workers' loads.
         num_continued: requests so far that another worker continued.
         last_death: of the worker that died last.
     """
@@ -99,9 +99,8 @@ class Router:
         self.embeds: bool = first.embeds
         self.last_death: EngineDeadError | None = None
         self.num_continued = 0
-        self._routing = routing
-        self.fleet: Fleet | None = None
-        self._drains = Drains(self.workers_by_name, self._report_facts, balance)
+        self.fleet = Fleet(routing or Routing())
+        self._drains = Drains(self.workers_by_name, self.fleet, self._report_facts, balance)
         self._questions = Questions()
         self._facts: EngineFacts | None = None
         self._hashes: PrefixCache | None = None
@@ -155,11 +154,10 @@ class Router:
 
     def workers(self) -> list[WorkerStatus]:
         with self._lock:
-            index = self.fleet.index if self.fleet else None
             views = self.workers_by_name.values()
             transfers = Counter(one.worker for one in self.requests.values() if one.decode_worker)
             return [
-                view.status(index, perf_counter(), transfers[view.name])
+                view.status(self.fleet.index, perf_counter(), transfers[view.name])
                 for view in views
                 if view.state != "gone"
             ]
@@ -187,7 +185,7 @@ class Router:
 
     def _send(self, request: RoutedRequest) -> None:
         """Choose a worker, and give it the request with the tokens of the answer so far."""
-        if self.fleet is None or self._facts is None:
+        if self._facts is None:
             raise EngineDeadError(
                 "The engine is being started.", "Send the request again in a moment."
             )
@@ -248,10 +246,10 @@ class Router:
             if isinstance(message, StepUpdates):
                 self._update(view, message)
             elif isinstance(message, Leaving):
-                self._drains.begin(view, self.fleet)
+                self._drains.begin(view)
             elif isinstance(message, Pushed):
                 self._pushed(view, message)
-            elif isinstance(message, BlocksChanged) and self.fleet is not None:
+            elif isinstance(message, BlocksChanged):
                 view.update_index(message, self.fleet.index)
             elif isinstance(message, EngineFacts):
                 self._join(view, message)
@@ -269,14 +267,14 @@ class Router:
                     self._report_facts()
                 if not self.is_running:
                     self._receive(message)
-            if self._drains and self.fleet is not None:
+            if self._drains:
                 expected = {request.decode_worker for request in self.requests.values()}
-                self._drains.advance(self._questions.owing, expected, self.fleet)
+                self._drains.advance(self._questions.owing, expected)
 
     def _pushed(self, view: WorkerView, message: Pushed) -> None:
         view.pushed(message)
         if not message.request_id:
-            self._drains.handed_over(view, message, self.fleet)
+            self._drains.handed_over(view, message)
             return
         request = self._request_at(view, message.request_id)
         if request is not None and request.is_transferring:
@@ -284,14 +282,14 @@ class Router:
 
     def _join(self, view: WorkerView, facts: EngineFacts) -> None:
         view.join(facts)
-        if self.fleet is None:
-            self._hashes = PrefixCache(1, facts.config.block_size, facts.kv_fingerprint.encode())
-            self.fleet = Fleet(self._routing or Routing(block_size=facts.config.block_size))
+        if self._hashes is None:
+            size = self.fleet.routing.block_size = facts.config.block_size
+            self._hashes = PrefixCache(1, size, facts.kv_fingerprint.encode())
         self.fleet.join(view.name, view.role, WorkerView.shared_times([view]))
         view.learn(view.prices, self.workers_by_name.values(), self.fleet.workers)
         view.watch_blocks()
         self._report_facts()
-        self._drains.keep_pools(self.fleet)
+        self._drains.keep_pools()
 
     def _report_facts(self) -> None:
         """Report the decoding workers as one engine, or why there will be none.
@@ -347,7 +345,7 @@ class Router:
             self._stall_checked = now
             for one in self.workers_by_name.values():
                 one.end_stalled(now, self._stall)
-        self._drains.rebalance(self.fleet, now)
+        self._drains.rebalance(now)
         stats = message.stats
         if stats is not None:
             view.step(stats)
@@ -360,7 +358,6 @@ class Router:
     def _passed_on(
         self, view: WorkerView, request: RoutedRequest, update: RequestUpdate
     ) -> RequestUpdate:
-        assert self.fleet is not None, "a worker has joined"
         assert request.placement is not None, "the request was sent"
         # `take` replaces the number by the largest of all workers that have had the request.
         num_prefilled = update.num_prefilled
@@ -421,9 +418,8 @@ class Router:
             self.last_death = EngineDeadError(
                 f"{view.name}: {'It has left.' if left else error.cause}", error.fix
             )
-            if self.fleet is not None:
-                self.fleet.leave(view.name)
-            self._drains.keep_pools(self.fleet)
+            self.fleet.leave(view.name)
+            self._drains.keep_pools()
             if not can_answer(self.workers_by_name.values()):
                 self._fail_all()
                 return
@@ -470,6 +466,5 @@ class Router:
 
     def _take_off(self, request: RoutedRequest, num_outputs: int | None = None) -> None:
         """Take a request off the loads of its workers."""
-        assert self.fleet is not None, "a worker has joined"
         if request.placement is not None:
             self.fleet.end(request.placement, num_outputs)

@@ -50,7 +50,7 @@ class WorkerLoad:
             count = self.num_decodes
             context = self.decode_tokens / count if count else 0.0
             current, longer = (
-                self.times.seconds(StepWork.of_decodes(decodes, context))
+                self.times.seconds(StepWork.of_decodes(decodes, context, self.times.window))
                 for decodes in (count, count + 1)
             )
             self._step = (count, longer + count * (longer - current))
@@ -108,11 +108,14 @@ class Routing:
     def __init__(
         self,
         *,
-        block_size: int,
+        block_size: int = 0,
         policy: Literal["predicted", "random"] = "predicted",
         seed: int = 0,
     ) -> None:
-        """The policy "random" takes any worker of the right role, as a baseline."""
+        """The policy "random" takes any worker of the right role, as a baseline.
+
+        A router sets `block_size`, the tokens of a KV block, when the first worker joins.
+        """
         self.block_size = block_size
         self.policy = policy
         self._random = random.Random(seed)
@@ -275,6 +278,6 @@ class _PrefillSeconds(dict[int, float]):
 
     def __missing__(self, cached: int) -> float:
         self[cached] = seconds = self._times.seconds(
-            StepWork.of_chunk(cached, self._num_tokens - cached, True)
+            StepWork.of_chunk(cached, self._num_tokens - cached, True, self._times.window)
         )
         return seconds

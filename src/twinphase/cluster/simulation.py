@@ -15,15 +15,14 @@ from itertools import count
 from time import thread_time
 
 from twinphase.batch import Batch, StepOutput
-from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.cluster.fleet import Fleet, Placement
 from twinphase.cluster.routing import FRAMING_SECONDS_PER_BLOCK, Role, Routing
 from twinphase.cluster.worker_view import DECODE_WORKER_CHUNK_TOKENS
+from twinphase.config import EngineConfig
 from twinphase.engine.executor import Executor
 from twinphase.request import Request, SamplingParams
 from twinphase.scheduler.chunk import StepCost
-from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.scheduler import Scheduler
 
 ANSWER_TOKEN_ID = 7
@@ -36,20 +35,14 @@ class FleetSpec:
     Attributes:
         roles: one per worker.
         times: predicted step times, used by the router and to advance the clock.
-        num_blocks: blocks of `block_size` tokens in each worker's KV cache.
-        max_num_batched_tokens, max_num_seqs, itl_slo_ms: as in `EngineConfig`.
+        config: of each worker's engine, resolved.
         between_steps: seconds of Python between two steps.
         block_bytes, bytes_per_second: size and rate of KV transfers, from copying out to storing.
     """
 
     roles: Sequence[Role]
     times: StepCost
-    num_blocks: int
-    block_size: int = 16
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 64
-    itl_slo_ms: float | None = None
-    max_model_len: int = 1 << 20
+    config: EngineConfig
     block_bytes: int = 0
     bytes_per_second: float = 4e8
     between_steps: float = 0.0
@@ -168,16 +161,7 @@ class Simulation:
             happen()
 
     def _scheduler(self, role: Role) -> Scheduler:
-        spec = self.spec
-        scheduler = Scheduler(
-            KVCacheManager(spec.num_blocks, spec.block_size),
-            max_model_len=spec.max_model_len,
-            eos_token_ids=(),
-            times=spec.times,
-            max_num_batched_tokens=spec.max_num_batched_tokens,
-            max_num_seqs=spec.max_num_seqs,
-            pace=Pace(spec.itl_slo_ms and spec.itl_slo_ms / 1e3),
-        )
+        scheduler = Scheduler(self.spec.config, self.spec.times)
         scheduler.max_prefill_tokens = DECODE_WORKER_CHUNK_TOKENS if role == "decode" else None
         return scheduler
 
@@ -192,7 +176,7 @@ class Simulation:
     def _arrive(self, asked: TraceRequest) -> None:
         self._expect_arrival()
         request = self._request(str(len(self.outcomes)), asked, asked.prompt(), asked.num_outputs)
-        num_blocks = request.num_tokens // self.spec.block_size
+        num_blocks = request.num_tokens // self.spec.config.block_size
         chain = self._chain(request, num_blocks)
         began = thread_time()
         placement = self.fleet.place(request.num_tokens, chain, max_tokens=asked.num_outputs)
@@ -220,7 +204,7 @@ class Simulation:
     def chain_of(self, prompt: list[int]) -> list[bytes]:
         """Hashes of a prompt's full blocks."""
         return self._chain(
-            Request("", prompt, SamplingParams()), len(prompt) // self.spec.block_size
+            Request("", prompt, SamplingParams()), len(prompt) // self.spec.config.block_size
         )
 
     def _chain(self, request: Request, num_blocks: int) -> list[bytes]:
@@ -278,7 +262,7 @@ class Simulation:
         )
         decoding.block_hashes = request.block_hashes
         live.checks_first_token = True
-        chain = self._chain(request, len(request.prompt_token_ids) // self.spec.block_size)
+        chain = self._chain(request, len(request.prompt_token_ids) // self.spec.config.block_size)
         lacking = [
             index for index, block in enumerate(chain) if worker.prefix_cache.find(block) is None
         ]
@@ -288,7 +272,7 @@ class Simulation:
             worker.scheduler.kv_cache.accept(blocks, lambda block_ids, numbers: None)
             self._add(worker.name, decoding)
 
-        before = (len(request.prompt_token_ids) - live.last_chunk) // self.spec.block_size
+        before = (len(request.prompt_token_ids) - live.last_chunk) // self.spec.config.block_size
         left = min(len(blocks), len(chain) - before)
         self._at(
             self.now

@@ -1,4 +1,4 @@
-"""An engine for a server elsewhere: `twinphase worker`, or `python -m twinphase.cluster.worker`.
+"""An engine for a server elsewhere: `twinphase worker`.
 
 Listens for one server at a time, which proves that it has the key, names the model, and then speaks
 as to any engine. When the connection breaks, its requests are aborted; model and prefix cache stay
@@ -7,8 +7,6 @@ for the next server.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import signal
 import socket
@@ -22,7 +20,7 @@ from typing import Any, cast, get_args
 from msgspec.structs import replace
 
 from twinphase import __version__
-from twinphase.cluster.address import listen, prepare, read_key
+from twinphase.cluster.address import listen, prepare
 from twinphase.cluster.handshake import authenticate
 from twinphase.cluster.joining import ask_to_join
 from twinphase.cluster.kv.port import opened_port
@@ -250,49 +248,3 @@ def _end_with_stdin() -> None:
     while os.read(0, 1 << 16):
         pass
     os._exit(0)
-
-
-def main(arguments: list[str]) -> int:
-    """The command line of a worker's process; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="twinphase.cluster.worker")
-    parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT or unix:PATH")
-    parser.add_argument("--cluster-key-file", help="file with the key; the environment's otherwise")
-    parser.add_argument(
-        "--engine",
-        default="{}",
-        help="fields of EngineConfig as a JSON object, for this worker alone",
-    )
-    parser.add_argument("--join", help="HOST:PORT of a server's --cluster-listen")
-    parser.add_argument(
-        "--kv-port",
-        type=int,
-        default=0,
-        help="where other workers send KV blocks; 0 is any free port",
-    )
-    parser.add_argument("--role", default="both", help="both, prefill or decode")
-    parser.add_argument(
-        "--ends-with-stdin", action="store_true", help="end when standard input closes"
-    )
-    asked = parser.parse_args(arguments)
-    try:
-        key = read_key(asked.cluster_key_file)
-        own = json.loads(asked.engine)
-        run_worker(
-            asked.listen,
-            key,
-            asked.role,
-            own,
-            join=asked.join,
-            kv_port=asked.kv_port,
-            ends_with_stdin=asked.ends_with_stdin,
-        )
-    except TwinphaseError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -185,7 +185,7 @@ class WorkerView:
             sum(column) / len(views)
             for column in zip(*(view.prices for view in views), strict=True)
         ]
-        return CostModel(prices, shape.windowed_share if shape else 0.0)
+        return CostModel(prices, shape.windowed_share, shape.window) if shape else CostModel(prices)
 
     @staticmethod
     def together(
@@ -207,7 +207,7 @@ class WorkerView:
             **{name: sum(view.total(name) for view in views) for name in TOTALS},
         )
 
-    def status(self, index: BlockIndex | None, now: float, transfers: int) -> WorkerStatus:
+    def status(self, index: BlockIndex, now: float, transfers: int) -> WorkerStatus:
         received = self._received + Counter(self._stats.blocks_received if self._stats else {})
         stats = self._stats if self.num_requests else None
         running, waiting = self.seats
@@ -224,7 +224,7 @@ class WorkerView:
             running=running,
             waiting=waiting,
             kv_cache_usage=stats.kv_cache_usage if stats else 0.0,
-            cached_blocks=index.num_held(self.name) if index else 0,
+            cached_blocks=index.num_held(self.name),
             prefill_share=round(min(1.0, prefill), 4),
             decode_share=round(min(1.0, decode), 4),
             prefill_seconds=self._seconds[0],

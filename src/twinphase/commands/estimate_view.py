@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -22,7 +21,7 @@ from twinphase.estimate.estimate import (
 )
 from twinphase.estimate.known_models import KNOWN_MODELS, read_shape
 from twinphase.estimate.shapes import DecoderShape
-from twinphase.terminal import answers
+from twinphase.terminal import answers, print_json
 
 STYLES = {"compute": "yellow", "memory": "cyan", "unknown": "dim"}
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
@@ -117,17 +116,22 @@ def show_estimate(result: Estimate, explain: bool) -> None:
     console.print(Text(f"  from {result.shape.source}", "dim"))
     console.print(Text(_hardware_line(result)))
     console.print(_phase_table(result))
-    console.print(_grid(_consequences(result)))
+    console.print(grid(_consequences(result)))
     console.print()
-    for line in warnings(result):
-        console.print(Text(f"! {line}", "bold yellow"))
-    for line in assumptions(result):
-        console.print(Text(f"- {line}", "dim"))
+    print_notes(warnings(result), assumptions(result))
     if explain:
         console.print()
-        console.print(_grid(_formulas(result)))
+        console.print(grid(_formulas(result)))
     else:
-        console.print(Text("- --explain prints the formulas with their numbers.", "dim"))
+        print_notes([], ["--explain prints the formulas with their numbers."])
+
+
+def print_notes(warned: Iterable[str], assumed: Iterable[str]) -> None:
+    """Lines below the numbers: warnings, then what the numbers assume."""
+    for line in warned:
+        answers().print(Text(f"! {line}", "bold yellow"))
+    for line in assumed:
+        answers().print(Text(f"- {line}", "dim"))
 
 
 def _phase_table(result: Estimate) -> Table:
@@ -234,7 +238,8 @@ def _speculation(result: Estimate, with_drafts: SpeculationEstimate) -> str:
     )
 
 
-def _grid(rows: Iterator[tuple[str, str]]) -> Table:
+def grid(rows: Iterable[tuple[str, str]]) -> Table:
+    """Rows of a name and a value."""
     grid = Table.grid(padding=(0, 2))
     for name, value in rows:
         grid.add_row(name, Text(value))
@@ -327,13 +332,13 @@ def shape_json(shape: DecoderShape) -> dict[str, Any]:
     )
 
 
-def print_json(result: Estimate) -> None:
-    """Everything as one JSON object; null is unknown."""
+def estimate_json(result: Estimate) -> dict[str, Any]:
+    """Everything that is known; None is unknown."""
     hardware = result.hardware
     scenario = result.scenario
     decode = result.decode.seconds
     prefill = result.prefill.seconds
-    data = {
+    return {
         "model": shape_json(result.shape)
         | {"weight_bytes": _with_properties(result.weights, "total")},
         "hardware": {
@@ -370,16 +375,15 @@ def print_json(result: Estimate) -> None:
             "step_seconds": result.speculation.seconds,
             "tokens_per_second": result.speculation.tokens_per_second,
         },
-        "warnings": warnings(result),
-        "assumptions": assumptions(result),
+        "warnings": list(warnings(result)),
+        "assumptions": list(assumptions(result)),
     }
-    print(json.dumps(data, indent=1))
 
 
 def show_hardware(as_json: bool) -> None:
     """Every datasheet, its figures and the documents that state them."""
     if as_json:
-        print(json.dumps([asdict(sheet) for sheet in DATASHEETS.values()], indent=1))
+        print_json([asdict(sheet) for sheet in DATASHEETS.values()])
         return
     console = answers()
     table = Table(
@@ -419,7 +423,7 @@ def show_models(as_json: bool) -> None:
     """Every model known by name, and the repository that publishes its shape."""
     shapes = [read_shape(name) for name in KNOWN_MODELS]
     if as_json:
-        print(json.dumps([shape_json(shape) for shape in shapes], indent=1))
+        print_json([shape_json(shape) for shape in shapes])
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for head in ("name", "parameters", "active", "context"):

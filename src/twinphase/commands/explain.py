@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from twinphase.arguments import API_KEY, JSON, URL
 from twinphase.errors import InvalidRequestError
 
 
@@ -16,14 +17,12 @@ def explain(
         help="Id of a server's request, or a JSON file: a saved ledger, an answer, or a load's "
         "result.json.",
     ),
-    url: str = typer.Option("http://127.0.0.1:8000", help="The server that has the request."),
-    api_key: str = typer.Option(
-        None, envvar="TWINPHASE_API_KEY", help="API key that the request was sent with."
-    ),
+    url: str = URL,
+    api_key: str = API_KEY,
     last: bool = typer.Option(
         False, "--last", help="Explain the last request that the server finished."
     ),
-    json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    json: bool = JSON,
     out: Path = typer.Option(None, help="Write a report with plots into this folder."),
 ) -> None:
     """Explain one request: a waterfall of its time, bounds of each phase, causes and changes."""
@@ -37,16 +36,13 @@ def explain(
         )
     from twinphase.commands import explain_source as source
     from twinphase.commands import explain_view as view
+    from twinphase.terminal import note, print_json
 
     file = source.as_file(what) if what is not None else None
     found = source.from_file(file) if file else source.from_server(url, api_key, what)
     if json:
-        import json as encoder
-
-        print(encoder.dumps(found, ensure_ascii=False, indent=1))
+        print_json(found)
     else:
         print("\n".join(view.lines(found)))
     if out is not None:
-        from twinphase.terminal import note
-
         note(str(context.obj(found, out)))

@@ -16,9 +16,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from twinphase.errors import TwinphaseError
-from twinphase.explain.evidence import Efficiency, Evidence
+from twinphase.explain.evidence import Evidence
 from twinphase.explain.waterfall import ROUNDING, TOLERANCE, WaterfallError, check_sum
 from twinphase.outcome import PrefixMiss
+from twinphase.phases.hardware import Efficiency
 from twinphase.phases.timeline import Interval, IntervalKind, PhaseTotals, RequestTimeline
 from twinphase.request import RequestCounts
 

@@ -5,7 +5,6 @@ Computes nothing.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,15 +13,12 @@ from typing import Any
 from twinphase.explain.alone import alone_sentences
 from twinphase.explain.levers import duration, percent
 from twinphase.phases.colours import TERMINAL_CODES
-from twinphase.terminal import percentages
+from twinphase.terminal import BOLD, DIM, YELLOW, paint, percentages
 
-BOLD = "1"
-DIM = "2"
-YELLOW = "33"
 # Waiting is red, other requests in the same steps are yellow.
 PREFILL = TERMINAL_CODES["prefill"]
 DECODE = TERMINAL_CODES["decode"]
-OTHERS = "33"
+OTHERS = YELLOW
 COLOURS = {
     "queue": "31",
     "route": "31",
@@ -44,6 +40,10 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 TITLES = {"prefill": "Why the first token took {}", "decode": "Why each token after it took {}"}
 
 
+def _paint(text: str, *codes: str) -> str:
+    return paint(text, *codes, stream=sys.stdout)
+
+
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """The whole explanation."""
     yield _paint(f"{found['id']}: {_headline(found)}", BOLD)
@@ -60,14 +60,6 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     else:
         yield from _section("Had it run alone", alone_sentences(found))
     yield from _levers(found)
-
-
-def _paint(text: str, *codes: str) -> str:
-    """Coloured text if stdout is a terminal that wants colour (https://no-color.org)."""
-    plain = (
-        not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    )
-    return text if plain or not codes or not text else f"\x1b[{';'.join(codes)}m{text}\x1b[0m"
 
 
 def _section(title: str, body: list[str]) -> Iterator[str]:

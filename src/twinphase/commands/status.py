@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from twinphase.arguments import API_KEY, JSON, URL
 from twinphase.errors import TwinphaseError
 
 COLUMNS = (
@@ -29,26 +30,23 @@ COUNTS = ("cached_blocks", "transfers", "blocks_sent", "restarts")
 
 
 def status(
-    url: str = typer.Argument("http://127.0.0.1:8000", help="The server."),
-    api_key: str = typer.Option(
-        None, envvar="TWINPHASE_API_KEY", help="API key, if the server asks for one."
-    ),
-    json: bool = typer.Option(False, "--json", help="Print the server's JSON."),
+    server: str = typer.Argument(None, metavar="URL", help="The same as --url."),
+    url: str = URL,
+    api_key: str = API_KEY,
+    json: bool = JSON,
 ) -> None:
     """Show a server's engines: where they run, their load, and the time share of each phase."""
-    from twinphase.commands.explain_source import get_json, server_base
+    from twinphase.commands.explain_source import CHECK_URL, get_json, server_base
+    from twinphase.terminal import print_json
 
+    url = server or url
     found = get_json(f"{server_base(url)}/v1/cluster", api_key)
     if json:
-        import json as encoder
-
-        print(encoder.dumps(found, ensure_ascii=False, indent=1))
+        print_json(found)
         return
     workers = found.get("workers")
     if not isinstance(workers, list) or not all(isinstance(one, Mapping) for one in workers):
-        raise TwinphaseError(
-            f"What answers at {url} has no list of workers.", "Is it a twinphase server?"
-        )
+        raise TwinphaseError(f"What answers at {url} has no list of workers.", CHECK_URL)
     print("\n".join(table([COLUMNS, *map(_row, workers)])))
 
 

@@ -7,16 +7,16 @@ Single-threaded: every method is called from one thread, between steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from twinphase.batch import Batch, Phase, StepOutput
 from twinphase.cache.prefix_cache import Acceptance, CachedBlock
 from twinphase.engine.executor import Executor
-from twinphase.engine.frontends.checks import check_id, unknown_request
+from twinphase.engine.frontends.checks import check_id, check_token_ids, unknown_request
 from twinphase.engine.recorder import StepRecorder
-from twinphase.errors import ContextLengthError, EngineDeadError, InvalidRequestError
+from twinphase.errors import ContextLengthError, EngineDeadError, InvalidRequestError, one_line
 from twinphase.outcome import FinishReason
 from twinphase.phases.cost import CostModel
 from twinphase.phases.ledger import Ledger
@@ -202,7 +202,7 @@ class Engine:
         except Exception as error:
             if len(batch.scheduled) == 1:
                 return StepOutput(
-                    errors={batch.scheduled[0].request_id: _one_line(error)}, computed_singly=True
+                    errors={batch.scheduled[0].request_id: one_line(error)}, computed_singly=True
                 )
         output = StepOutput(computed_singly=True)
         parts = [Batch([share], []) for share in batch.decodes] + [
@@ -239,31 +239,18 @@ class Engine:
                 f"{len(prompt) + params.max_tokens}; the context holds {limit}.",
                 f"Lower max_tokens to {limit - len(prompt)}, or shorten the prompt.",
             )
-        self._check_ids("prompt", prompt)
         output = request.output_token_ids
         scheduler = self.scheduler
-        self._check_ids("output", output)
+        for name, token_ids in {
+            "prompt": prompt,
+            "output": output,
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": params.logit_bias,
+            "allowed_token_ids": params.allowed_token_ids,
+        }.items():
+            check_token_ids(token_ids or (), name, self.vocab_size)
         whole = request.num_tokens >= scheduler.max_tokens_total(request)
         if output and (whole or params.ends_at(output[-1], len(output), scheduler.eos_token_ids)):
             raise InvalidRequestError(
                 "The answer has ended with the tokens it has.", "There is nothing to continue."
             )
-        self._check_ids("stop_token_ids", params.stop_token_ids or ())
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-
-    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
-        for token_id in token_ids:
-            if (
-                isinstance(token_id, bool)
-                or not isinstance(token_id, int)
-                or not 0 <= token_id < self.vocab_size
-            ):
-                raise InvalidRequestError(
-                    f"Token id {token_id!r} in {name} is not in the vocabulary.",
-                    f"Use integers from 0 to {self.vocab_size - 1}.",
-                )
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -19,7 +19,7 @@ from twinphase.engine.engine import Engine, StepResult
 from twinphase.engine.frontends.async_engine import AsyncEngine
 from twinphase.engine.frontends.checks import engine_config
 from twinphase.engine.loading.ceilings import device_of
-from twinphase.engine.loading.loading import LoadedEngine, make_scheduler
+from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.host import ThreadHost
 from twinphase.engine.recorder import StepRecorder
 from twinphase.engine.runner import Runner
@@ -28,6 +28,7 @@ from twinphase.outcome import FinishReason
 from twinphase.phases import latency
 from twinphase.phases.timeline import RequestTimeline, StepRecord
 from twinphase.request import Request, SamplingParams
+from twinphase.scheduler.scheduler import Scheduler
 from twinphase.weights.gguf import quantization_name
 
 _NUMBERS = itertools.count()
@@ -247,9 +248,8 @@ class Workshop:
         )
         loaded = self._loaded.engine
         eos = self._loaded.text.tokenizer.eos_token_ids
-        scheduler = make_scheduler(
-            config, self._loaded.backend, eos, loaded.cost_model, self.shape.window
-        )
+        fingerprint = self._loaded.backend.kv_fingerprint
+        scheduler = Scheduler(config, loaded.cost_model, eos_token_ids=eos, fingerprint=fingerprint)
         return Stepped(
             Engine(
                 scheduler,

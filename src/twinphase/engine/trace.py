@@ -4,7 +4,7 @@ The scheduler and the cost model are pure: given the same requests, tokens and t
 same. A log thus shows why a step was as it was, on any machine and without the model; a replay that
 differs shows that the code has changed its mind.
 
-    header    the scheduler's settings and the prices the cost model started from
+    header    the configuration and the prices the cost model started from
     add       a request: prompt, sampling values, priority, salt, tenant and its weight; output that
         it came with
     accept    KV blocks that came from another engine, and what became of them
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from twinphase.batch import Batch, StepOutput, StepWork
-from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.cache.prefix_cache import Acceptance, CachedBlock
+from twinphase.config import EngineConfig
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.outcome import FinishReason
 from twinphase.phases.cost import CostModel
@@ -37,7 +37,7 @@ from twinphase.request import Request, SamplingParams
 from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.scheduler import Scheduler
 
-VERSION = 5
+VERSION = 6
 Drafts = Mapping[str, Sequence[int]]
 
 
@@ -80,23 +80,16 @@ def _acceptance(blocks: Sequence[CachedBlock], verdicts: Sequence[Acceptance]) -
 
 def trace_header(scheduler: Scheduler, cost_model: CostModel) -> dict[str, Any]:
     """The header's values: what a replay has to be built from."""
-    kv_cache = scheduler.kv_cache
     return {
         "version": VERSION,
-        "num_blocks": kv_cache.pool.num_blocks,
-        "block_size": kv_cache.block_size,
-        "fingerprint": kv_cache.prefix_cache.fingerprint.decode(),
-        "enable_prefix_caching": kv_cache.enable_prefix_caching,
-        "max_model_len": scheduler.max_model_len,
+        "config": asdict(scheduler.config),
         "eos_token_ids": sorted(scheduler.eos_token_ids),
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-        "max_num_seqs": scheduler.max_num_seqs,
-        "policy": scheduler.policy,
+        "fingerprint": scheduler.kv_cache.prefix_cache.fingerprint.decode(),
         **_pace(scheduler.pace),
         "usual_output": scheduler.usual_output,
-        "window": scheduler.window,
-        "windowed_share": cost_model.windowed_share,
         "prices": list(cost_model.prices),
+        "windowed_share": cost_model.windowed_share,
+        "window": cost_model.window,
     }
 
 
@@ -219,8 +212,15 @@ class _Replaying:
         if header.get("event") != "header" or header.get("version") != VERSION:
             raise InvalidRequestError(f"This is not the header of a step log of version {VERSION}.")
         self.num_steps = 0
-        self._cost_model = CostModel(header["prices"], header["windowed_share"])
-        self._scheduler = _scheduler(header, self._cost_model)
+        self._cost_model = CostModel(header["prices"], header["windowed_share"], header["window"])
+        self._scheduler = Scheduler(
+            EngineConfig(**header["config"]),
+            self._cost_model,
+            eos_token_ids=header["eos_token_ids"],
+            fingerprint=header["fingerprint"],
+        )
+        self._scheduler.pace = Pace(header["slo_seconds"], header["prefill_room"])
+        self._scheduler.usual_output = header["usual_output"]
         self._work = StepWork()
 
     def take(self, event: dict[str, Any]) -> str | None:
@@ -261,28 +261,6 @@ class _Replaying:
         else:
             raise InvalidRequestError(f"The event {kind!r} is not known.")
         return None
-
-
-def _scheduler(header: dict[str, Any], cost_model: CostModel) -> Scheduler:
-    kv_cache = KVCacheManager(
-        header["num_blocks"],
-        header["block_size"],
-        enable_prefix_caching=header["enable_prefix_caching"],
-        fingerprint=header["fingerprint"].encode(),
-    )
-    names = (
-        "max_model_len",
-        "eos_token_ids",
-        "max_num_batched_tokens",
-        "max_num_seqs",
-        "policy",
-        "usual_output",
-        "window",
-    )
-    pace = Pace(header["slo_seconds"], header["prefill_room"])
-    return Scheduler(
-        kv_cache, times=cost_model, pace=pace, **{name: header[name] for name in names}
-    )
 
 
 def _events(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:

@@ -21,7 +21,7 @@ and networks are left out. What is not known stays None. Not for learned times (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from twinphase.batch import StepWork
@@ -300,74 +300,71 @@ def estimate(
     )
 
 
-def warnings(result: Estimate) -> list[str]:
+def warnings(result: Estimate) -> Iterator[str]:
     """What does not fit, and what is unknown."""
     shape = result.shape
     hardware = result.hardware
     scenario = result.scenario
-    found = []
     if hardware.capacity is not None and result.weights.total > hardware.capacity:
-        found.append(
+        yield (
             f"The weights ({result.weights.total / 1e9:,.1f} GB) do not fit "
             f"{hardware.capacity / 1e9:,.0f} GB: "
             "use more --devices or a smaller --dtype."
         )
     elif result.max_batch is not None and scenario.batch_size > result.max_batch:
-        found.append(
+        yield (
             f"A batch of {scenario.batch_size:,} does not fit; the largest that fits is "
             f"{result.max_batch:,}."
         )
     length = scenario.prompt_tokens + scenario.output_tokens
     context = shape.blueprint.context_length
     if length > context:
-        found.append(
+        yield (
             f"{length:,} tokens are beyond the context of {context:,} that this model was made for."
         )
     missing = [precision for precision in scenario.precisions if not hardware.peak(precision)]
     if missing:
-        found.append(
+        yield (
             f"No {', '.join(missing)} peak is known for {hardware.name}: give --flops, or "
             "--compute-dtype."
         )
     if result.balance is None and hardware.read_bandwidth(1) is None:
-        found.append(f"The memory bandwidth of {hardware.name} is unknown: give --bandwidth.")
-    return found
+        yield f"The memory bandwidth of {hardware.name} is unknown: give --bandwidth."
 
 
-def assumptions(result: Estimate) -> list[str]:
+def assumptions(result: Estimate) -> Iterator[str]:
     """What the numbers assume."""
     shape = result.shape
     hardware = result.hardware
     scenario = result.scenario
-    found = []
     if scenario.mfu == scenario.mbu == 1:
-        found.append(
+        yield (
             "This is a bound: the hardware at its peak (MFU and MBU 1). Real engines stay below it."
         )
     else:
-        found.append(f"Assumed, not measured: MFU {scenario.mfu:g} and MBU {scenario.mbu:g}.")
+        yield f"Assumed, not measured: MFU {scenario.mfu:g} and MBU {scenario.mbu:g}."
     if scenario.dtype.lower() == "int4":
-        found.append(
+        yield (
             "int4 is taken as half a byte per weight; real formats add scales (Q4_0 has 4.5 bits "
             "per weight)."
         )
     if shape.blueprint.experts:
-        found.append(
+        yield (
             "Experts are assumed to be chosen evenly and independently; real routers prefer some."
         )
     if any(shape.blueprint.windows):
-        found.append(
+        yield (
             "Layers with a window read the KV within it, and hold that of every token, as this "
             "engine does."
         )
     if hardware.devices > 1:
-        found.append(
+        yield (
             f"{hardware.devices} devices are assumed to share everything evenly, without any "
             "cost of communication."
         )
     if result.speculation is not None:
-        found.append(
+        yield (
             "Speculation: every draft is accepted with the same chance if those before it are; "
             "each step drafts the same number of tokens; looking up text takes no time."
         )
-    return [*found, *hardware.notes]
+    yield from hardware.notes

@@ -27,23 +27,23 @@ class Alone:
     """Times of a request alone in the engine, with the same cached tokens.
 
     Attributes:
-        seconds: prefill, decode and measured time that others do not cause (tokenizing, text, ...);
-            None is unknown.
-        ttft: seconds to the first token; None is unknown.
-        tpot: seconds per later token; None is unknown, or fewer than two output tokens.
         prefill_seconds, decode_seconds: by the cost model.
         own_shares: this request's shares of its steps, prefill and decode; an upper bound.
         verdict: "alone" if `seconds` was measured; "predicted"; or "unknown" if the prediction is
             further from `own_shares` than the cost model's usual error.
+        seconds: prefill, decode and measured time that others do not cause (tokenizing, text, ...);
+            None is unknown.
+        ttft: seconds to the first token; None is unknown.
+        tpot: seconds per later token; None is unknown, or fewer than two output tokens.
     """
 
-    seconds: float | None
-    ttft: float | None
-    tpot: float | None
     prefill_seconds: float
     decode_seconds: float
     own_shares: float
     verdict: str
+    seconds: float | None = None
+    ttft: float | None = None
+    tpot: float | None = None
 
 
 def had_it_run_alone(evidence: Evidence) -> Alone | None:
@@ -77,24 +77,15 @@ def had_it_run_alone(evidence: Evidence) -> Alone | None:
         taken = (own_prefill, own_decode)
         before += max(0.0, evidence.first[IntervalKind.QUEUE] - queued)
     elif _beyond_its_error(prefill + decode, own, evidence):
-        return Alone(
-            seconds=None,
-            ttft=None,
-            tpot=None,
-            prefill_seconds=prefill,
-            decode_seconds=decode,
-            own_shares=own,
-            verdict="unknown",
-        )
-    tpot = (taken[1] + after) / num_decoded if num_decoded else None
+        return Alone(prefill, decode, own, "unknown")
     return Alone(
+        prefill,
+        decode,
+        own,
+        verdict,
         seconds=before + sum(taken) + after,
         ttft=before + taken[0],
-        tpot=tpot,
-        prefill_seconds=prefill,
-        decode_seconds=decode,
-        own_shares=own,
-        verdict=verdict,
+        tpot=(taken[1] + after) / num_decoded if num_decoded else None,
     )
 
 
@@ -125,8 +116,7 @@ def alone_sentences(found: Mapping[str, Any]) -> list[str]:
     by_model = (
         f"By the cost model prefill takes {duration(alone['prefill_seconds'])} and decode "
         f"{duration(alone['decode_seconds'])}; its shares of the steps it was in were "
-        f"{duration(alone['own_shares'])} "
-        "together."
+        f"{duration(alone['own_shares'])} together."
     )
     if alone["seconds"] is None:
         rows = [

@@ -53,10 +53,8 @@ def _prefill(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
     """Queue time by reason; prefill by contention, cold start, evicted tokens and new tokens."""
     grammar = evidence.grammar_seconds
     own = spent[IntervalKind.PREFILL]
-    totals = evidence.timeline.prefill
-    waited = _own_part(own, totals, totals.cpu_wait)
-    for_ranks = min(own - waited, _own_part(own, totals, totals.rank_wait))
-    rest = own - waited - for_ranks
+    waits = _waits(own, evidence.timeline.prefill)
+    rest = own - sum(waits.values())
     expected = evidence.prefill_alone()
     cold = 0.0
     first_step = min(
@@ -70,8 +68,7 @@ def _prefill(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
     return {
         "queue": spent[IntervalKind.QUEUE] - grammar,
         "grammar": grammar,
-        "contention": waited,
-        "rank_wait": for_ranks,
+        **waits,
         "cold_start": cold + sum(evidence.before.values()),
         "missed_prefix": evicted or listed,
         "prompt_length": rest - cold - evicted,
@@ -83,14 +80,14 @@ def _decode(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
     own = spent[IntervalKind.DECODE]
     totals = evidence.timeline.decode
     bound = evidence.efficiency("decode").bound
-    waited = _own_part(own, totals, totals.cpu_wait)
-    for_ranks = min(own - waited, _own_part(own, totals, totals.rank_wait))
-    sampled = min(own - waited - for_ranks, _own_part(own, totals, totals.sampling))
+    waits = _waits(own, totals)
+    rest = own - sum(waits.values())
+    sampled = min(rest, _own_part(own, totals, totals.sampling))
     around = max(0.0, totals.seconds - totals.executed) if totals.executed > 0 else 0.0
-    scheduled = min(own - waited - for_ranks - sampled, _own_part(own, totals, around))
-    model = own - waited - for_ranks - sampled - scheduled
+    scheduled = min(rest - sampled, _own_part(own, totals, around))
+    model = rest - sampled - scheduled
     listed = None if model >= MIN_REPORTED_SHARE * sum(spent.values()) > 0 else 0.0
-    found: Seconds = {"contention": waited, "rank_wait": for_ranks, "sampling": sampled}
+    found: Seconds = {**waits, "sampling": sampled}
     # After its first token a request queues only after a preemption.
     found["cache_pressure"] = spent[IntervalKind.RECOMPUTE] + spent[IntervalKind.QUEUE]
     machine = evidence.machine
@@ -108,6 +105,13 @@ def _decode(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
         return found | {"unknown_bound": model}
     weights = model * _weights_part(evidence)
     return found | {"model_size": weights, "context_length": model - weights}
+
+
+def _waits(own: float, totals: PhaseTotals) -> dict[str, float]:
+    """The request's part of its steps' waiting: for a processor, and for other ranks."""
+    waited = _own_part(own, totals, totals.cpu_wait)
+    for_ranks = min(own - waited, _own_part(own, totals, totals.rank_wait))
+    return {"contention": waited, "rank_wait": for_ranks}
 
 
 def _own_part(own: float, totals: PhaseTotals, seconds: float) -> float:

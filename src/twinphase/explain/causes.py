@@ -19,9 +19,8 @@ def _cache_pressure(evidence: Evidence, seconds: float) -> About:
     request = evidence.request
     times = "once" if request.num_preemptions == 1 else f"{request.num_preemptions} times"
     sentence = (
-        f"It lost its KV {times} to other requests; waiting for room and computing "
-        f"{request.num_recomputed_tokens} "
-        f"tokens again took {duration(seconds)}."
+        f"It was preempted {times}; waiting for free blocks and computing "
+        f"{request.num_recomputed_tokens} tokens again took {duration(seconds)}."
     )
     return sentence, prefill.more_blocks(evidence, "hold twice as many tokens.", seconds)
 

@@ -23,8 +23,7 @@ def model_size(evidence: Evidence, seconds: float) -> About:
     sentence = f"Each token goes through the whole model{size}"
     if shape and shape.num_experts:
         sentence += (
-            f" but the experts that it is not sent to ({shape.experts_per_row} of "
-            f"{shape.num_experts} are used)"
+            f", of whose experts it uses {shape.experts_per_row} of {shape.num_experts} per layer"
         )
     advice = "A smaller model, or one with fewer bits per weight, has less to read in each step."
     saved = None
@@ -221,7 +220,7 @@ def sampling(evidence: Evidence, seconds: float) -> About:
 
 def step_overhead(evidence: Evidence, seconds: float) -> About:
     sentence = (
-        "Scheduling, bookkeeping and what else is neither memory nor arithmetic took "
+        "Scheduling, bookkeeping and other work that memory and arithmetic do not explain took "
         f"{duration(seconds)}"
     )
     name, value = nearest_ceiling(evidence)

@@ -14,8 +14,7 @@ from twinphase.batch import StepWork
 from twinphase.config import EngineConfig
 from twinphase.explain.waterfall import until_first_token
 from twinphase.phases.cost import CostError, CostModel
-from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
-from twinphase.phases.report import flops_by_unit
+from twinphase.phases.hardware import Ceilings, Efficiency, efficiency
 from twinphase.phases.timeline import (
     Interval,
     IntervalKind,
@@ -50,20 +49,6 @@ class Machine:
     block_multiple: int = 1  # the backend's block sizes are multiples of this
     kv_token_bytes: Mapping[str, int] = field(default_factory=dict)
     slo_seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Efficiency:
-    """Fractions of the machine's ceilings that the steps of one phase reached.
-
-    Attributes:
-        mfu, mbu: fractions of the measured peaks; above 1 a count or a ceiling is wrong. None is
-            unknown.
-    """
-
-    bound: str  # as `hardware.bound` gives it
-    mfu: float | None = None
-    mbu: float | None = None
 
 
 @dataclass(frozen=True)
@@ -222,9 +207,13 @@ class Evidence:
             or machine.units is None
         ):
             return Efficiency("unknown")
-        compute = compute_seconds(flops_by_unit(totals, machine.units), machine.ceilings)
-        memory = memory_seconds(totals.bytes, totals.bytes / totals.steps, machine.ceilings)
-        spent = totals.seconds
-        part = spent / whole.seconds if whole.seconds else 0.0
-        what = bound(compute, memory, spent, whole.cpu_wait * part, whole.rank_wait * part)
-        return Efficiency(what, efficiency(compute, spent), efficiency(memory, spent))
+        part = totals.seconds / whole.seconds if whole.seconds else 0.0
+        return efficiency(
+            machine.units.flops(totals.linear_flops, totals.attention_flops),
+            totals.bytes,
+            totals.bytes / totals.steps,
+            totals.seconds,
+            machine.ceilings,
+            cpu_wait=whole.cpu_wait * part,
+            rank_wait=whole.rank_wait * part,
+        )

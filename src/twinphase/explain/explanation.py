@@ -5,17 +5,19 @@ The timeline has the measured times; the cost model predicts other settings and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from twinphase.explain.alone import Alone, had_it_run_alone
 from twinphase.explain.decode_causes import speculation_sentence
 from twinphase.explain.diagnosis import Diagnosis, diagnose
-from twinphase.explain.evidence import Efficiency, Evidence, Machine
+from twinphase.explain.evidence import Evidence, Machine
 from twinphase.explain.levers import Lever, duration, percent, rank
 from twinphase.explain.prefill_causes import prefix_sentence
 from twinphase.explain.waterfall import Waterfall, waterfall
 from twinphase.phases.cost import CostError
+from twinphase.phases.hardware import Efficiency
 from twinphase.phases.report import FORMULAS
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import RequestCounts
@@ -93,41 +95,41 @@ def explain_evidence(evidence: Evidence) -> Explanation:
     )
 
 
-def _sentences(evidence: Evidence, falls: Waterfall, diagnoses: tuple[Diagnosis, ...]) -> list[str]:
+def _sentences(
+    evidence: Evidence, falls: Waterfall, diagnoses: tuple[Diagnosis, ...]
+) -> Iterator[str]:
     """Headline, causes by time, bounds, cached prefix, and the error of the cost model."""
     largest = sorted(falls.bars, key=lambda bar: -bar.seconds)[:4]
     named = ", ".join(f"{percent(bar.share)} {bar.name}" for bar in largest)
-    lines = [f"{duration(falls.wall_seconds)} from its arrival to its end: {named}."]
-    lines += [one.evidence for one in sorted(diagnoses, key=lambda one: -(one.seconds or 0.0))]
+    yield f"{duration(falls.wall_seconds)} from its arrival to its end: {named}."
+    for one in sorted(diagnoses, key=lambda one: -(one.seconds or 0.0)):
+        yield one.evidence
     for phase in ("prefill", "decode"):
         totals = getattr(evidence.timeline, phase)
         bound = evidence.efficiency(phase).bound
         if totals.steps:
             steps = "1 step" if totals.steps == 1 else f"{totals.steps} steps"
-            lines.append(
-                f"{phase.title()}: {totals.tokens} of its tokens in {steps}, which took "
-                f"{duration(totals.seconds)} "
-                f"with all requests in them{'' if bound == 'unknown' else f', bound by {bound}'}."
+            yield (
+                f"{phase.title()}: {totals.tokens} of its tokens in {steps}; with the other "
+                f"requests in them, these took {duration(totals.seconds)}"
+                f"{'' if bound == 'unknown' else f', bound by {bound}'}."
             )
     routes = dict.fromkeys(
         one.reason for one in evidence.intervals(IntervalKind.ROUTE) if one.reason
     )
     if routes:
-        lines.append(f"Routed to {'; then '.join(routes)}.")
-    lines += [
-        f"Continued at {one.reason}."
-        for one in evidence.intervals(IntervalKind.TRANSFER)
-        if one.reason
-    ]
+        yield f"Routed to {'; then '.join(routes)}."
+    for transfer in evidence.intervals(IntervalKind.TRANSFER):
+        if transfer.reason:
+            yield f"Continued at {transfer.reason}."
     if (speculation := speculation_sentence(evidence)) is not None:
-        lines.append(speculation)
+        yield speculation
     if all(one.cause != "missed_prefix" for one in diagnoses):
-        lines.append(prefix_sentence(evidence))
+        yield prefix_sentence(evidence)
     error = evidence.model_error
     if error is not None and error.median is not None and error.p95 is not None:
-        lines.append(
+        yield (
             f"Shares and estimates come from the cost model, whose last {error.steps} "
-            "predictions had a median error "
-            f"of {percent(error.median)}, and {percent(error.p95)} at the 95th percentile."
+            f"predictions had a median error of {percent(error.median)}, and "
+            f"{percent(error.p95)} at the 95th percentile."
         )
-    return lines

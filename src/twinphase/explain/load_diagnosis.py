@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from statistics import correlation, linear_regression, mean, median
+from typing import NamedTuple
 
 from twinphase.errors import ResultError
 from twinphase.explain.attribution import MIN_REPORTED_SHARE
@@ -31,6 +32,9 @@ MIN_LENGTH_RATIO = 1.5
 MIN_RANK_CORRELATION = 0.5
 # Of all pairs with one request from each group, the second is larger in at least this share.
 MIN_SHARE_OF_PAIRS = 0.8
+
+# What a rule finds: one sentence, and the seconds of a TTFT or of a token that it explains.
+Found = tuple[str, float] | None
 
 # Facts that only the server knows, and why a client does not.
 UNKNOWN = (
@@ -66,7 +70,11 @@ def explain_client(loads: Sequence[ObservedLoad]) -> ClientExplanation:
         ResultError: no request took any time.
     """
     everyone = [request for load in loads for request in load.requests]
-    found = [diagnosis for rule in CLIENT_RULES.values() if (diagnosis := rule(loads)) is not None]
+    found = [
+        Diagnosis(cause, rule.phase, *evidence, None, rule.lever)
+        for cause, rule in CLIENT_RULES.items()
+        if (evidence := rule.find(loads)) is not None
+    ]
     found.sort(key=lambda one: (one.phase != "prefill", -(one.seconds or 0.0)))
     until = mean(map(_ttft, everyone))
     after = mean(request.token_times[-1] - request.token_times[0] for request in everyone)
@@ -77,14 +85,13 @@ def explain_client(loads: Sequence[ObservedLoad]) -> ClientExplanation:
     falls = tuple(
         WaterfallBar(name, spent, spent / wall, early) for name, spent, early in bars if spent > 0
     )
-    levers = tuple(one.lever for one in found if one.lever)
     return ClientExplanation(
         Waterfall(wall, until, falls),
-        tuple(found),
-        levers,
-        _unknown(loads, found),
-        len(everyone),
-        _claims(everyone),
+        diagnoses=tuple(found),
+        levers=tuple(one.lever for one in found if one.lever),
+        unknown=tuple(_unknown(loads, {one.cause for one in found})),
+        num_requests=len(everyone),
+        claims=_claims(everyone),
     )
 
 
@@ -92,28 +99,24 @@ def _ttft(request: Observation) -> float:
     return request.ttft or 0.0
 
 
-def _unknown(loads: Sequence[ObservedLoad], found: Sequence[Diagnosis]) -> tuple[str, ...]:
+def _unknown(loads: Sequence[ObservedLoad], causes: Set[str]) -> Iterator[str]:
     everyone = [request for load in loads for request in load.requests]
-    lines = [
-        f"Everything at {load.name}: that run is void, {reason}."
-        for load in loads
-        for reason in load.void
-    ]
-    if not {"queue", "prompt_length"} & {one.cause for one in found}:
-        lines.append(
+    for load in loads:
+        for reason in load.void:
+            yield f"Everything at {load.name}: that run is void, {reason}."
+    if not {"queue", "prompt_length"} & causes:
+        yield (
             "What TTFT consists of: neither the load nor the length of prompts varied enough to "
             "tell."
         )
     if all(request.num_prompt_tokens is None for request in everyone):
-        lines.append(
-            "Prompt tokens: the server counts none, so that TTFT cannot be related to them."
-        )
+        yield "Prompt tokens: the server counts none, so that TTFT cannot be related to them."
     if all(request.num_output_tokens is None for request in everyone):
-        lines.append("TPOT: the server counts no output tokens.")
-    return (*lines, *UNKNOWN)
+        yield "TPOT: the server counts no output tokens."
+    yield from UNKNOWN
 
 
-def _queue(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
+def _queue(loads: Sequence[ObservedLoad]) -> Found:
     """Compare TTFT on a busy server with TTFT on an idle one."""
     alone: list[float] = []
     busy: list[float] = []
@@ -135,18 +138,12 @@ def _queue(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
     sentence = (
         f"TTFT is {duration(loaded)} (median of {len(busy)}) for requests sent into a busy server, "
         f"{duration(quiet)} (of {len(alone)}) with the least load{_times(quiet, loaded)}: the "
-        "rest is queue, or "
-        "others' prompts."
+        "rest is queue, or others' prompts."
     )
-    lever = Lever(
-        "load",
-        "Fewer requests at once, more seats or replicas, or a scheduler that admits prompts "
-        "sooner.",
-    )
-    return Diagnosis("queue", "prefill", sentence, loaded - quiet, None, lever)
+    return sentence, loaded - quiet
 
 
-def _prompt_length(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
+def _prompt_length(loads: Sequence[ObservedLoad]) -> Found:
     """Relate TTFT to computed prompt tokens, of requests that ran alone if there are enough."""
     pairs = _lengths(loads, alone=True)
     where = "sent while no other ran"
@@ -168,13 +165,10 @@ def _prompt_length(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
         return None
     sentence = (
         f"TTFT grows with the prompt ({len(pairs)} requests {where}, rank correlation "
-        f"{together:.2f}): "
-        f"{1e6 * slope:,.0f} µs per token, {duration(spent)} of {duration(mean(seconds))} at the "
-        "mean of "
-        f"{mean(tokens):,.0f} tokens."
+        f"{together:.2f}): {1e6 * slope:,.0f} µs per token, {duration(spent)} of "
+        f"{duration(mean(seconds))} at the mean of {mean(tokens):,.0f} tokens."
     )
-    lever = Lever("prompt", "Shorter prompts, or beginnings that are shared and cached.")
-    return Diagnosis("prompt_length", "prefill", sentence, spent, None, lever)
+    return sentence, spent
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
@@ -193,7 +187,7 @@ def _lengths(loads: Sequence[ObservedLoad], alone: bool) -> list[tuple[int, floa
     ]
 
 
-def _stalls(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
+def _stalls(loads: Sequence[ObservedLoad]) -> Found:
     """Gaps during the prefill of another prompt, compared with the other gaps."""
     within: list[float] = []
     without: list[float] = []
@@ -213,18 +207,13 @@ def _stalls(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
         return None
     sentence = (
         f"The median gap between tokens is {duration(held)} (the longest "
-        f"{duration(max(within))}) while a prompt of "
-        f"another request is being computed, {duration(usual)} otherwise{_times(usual, held)}: "
-        f"{duration(excess)} more "
-        "in all."
+        f"{duration(max(within))}) while a prompt of another request is being computed, "
+        f"{duration(usual)} otherwise{_times(usual, held)}: {duration(excess)} more in all."
     )
-    lever = Lever("chunk size", "Smaller prefill chunks, or prefill on other machines.")
-    return Diagnosis(
-        "stalls", "decode", sentence, excess / (len(within) + len(without)), None, lever
-    )
+    return sentence, excess / (len(within) + len(without))
 
 
-def _decode_batching(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
+def _decode_batching(loads: Sequence[ObservedLoad]) -> Found:
     """Relate TPOT to the number of other requests that decoded at the same time."""
     pairs = sorted(
         (load.others_decoding(r), r.tpot)
@@ -244,14 +233,10 @@ def _decode_batching(loads: Sequence[ObservedLoad]) -> Diagnosis | None:
         return None
     sentence = (
         f"TPOT is {duration(low)} beside {mean(few):.1f} other decodes, {duration(high)} beside "
-        f"{mean(many):.1f}"
-        f"{_times(low, high)} (longer in {percent(longer)} of the pairs of one of each)."
+        f"{mean(many):.1f}{_times(low, high)} (longer in {percent(longer)} of the pairs of one of "
+        "each)."
     )
-    lever = Lever(
-        "batch size",
-        "Fewer sequences at once shorten the time per token, and lower the total throughput.",
-    )
-    return Diagnosis("decode_batching", "decode", sentence, high - low, None, lever)
+    return sentence, high - low
 
 
 def _claims(everyone: Sequence[Observation]) -> str:
@@ -294,9 +279,40 @@ def _times(usual: float, more: float) -> str:
     return f", {more / usual:.1f} times as long" if usual > 0 else ""
 
 
-CLIENT_RULES: dict[str, Callable[[Sequence[ObservedLoad]], Diagnosis | None]] = {
-    "queue": _queue,
-    "prompt_length": _prompt_length,
-    "stalls": _stalls,
-    "decode_batching": _decode_batching,
+class ClientRule(NamedTuple):
+    """One cause that a client can see, the phase that it slows down, and what to change."""
+
+    phase: str
+    find: Callable[[Sequence[ObservedLoad]], Found]
+    lever: Lever
+
+
+CLIENT_RULES = {
+    "queue": ClientRule(
+        "prefill",
+        _queue,
+        Lever(
+            "load",
+            "Fewer requests at once, more seats or replicas, or a scheduler that admits prompts "
+            "sooner.",
+        ),
+    ),
+    "prompt_length": ClientRule(
+        "prefill",
+        _prompt_length,
+        Lever("prompt", "Shorter prompts, or beginnings that are shared and cached."),
+    ),
+    "stalls": ClientRule(
+        "decode",
+        _stalls,
+        Lever("chunk size", "Smaller prefill chunks, or prefill on other machines."),
+    ),
+    "decode_batching": ClientRule(
+        "decode",
+        _decode_batching,
+        Lever(
+            "batch size",
+            "Fewer sequences at once shorten the time per token, and lower the total throughput.",
+        ),
+    ),
 }

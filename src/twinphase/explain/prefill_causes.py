@@ -47,14 +47,14 @@ def prompt_length(evidence: Evidence, seconds: float) -> About:
 
 def queue(evidence: Evidence, seconds: float) -> About:
     by_reason: dict[str, float] = {}
-    for interval in evidence.intervals(IntervalKind.QUEUE):
-        by_reason[interval.reason] = (
-            by_reason.get(interval.reason, 0.0) + interval.end - interval.start
-        )
+    others = 0.0
+    for wait in evidence.intervals(IntervalKind.QUEUE):
+        by_reason[wait.reason] = by_reason.get(wait.reason, 0.0) + wait.end - wait.start
+        others += wait.other_tenants
     by_reason.pop("grammar", None)
     reason = max(by_reason, key=lambda name: by_reason[name], default="")
     waited = f"It waited {duration(seconds)} to be admitted"
-    others = min(seconds, sum(one.other_tenants for one in evidence.intervals(IntervalKind.QUEUE)))
+    others = min(seconds, others)
     if others >= seconds / 2:
         sentence = (
             f"{waited}, for {duration(others)} of it while another tenant's requests were computed."
@@ -90,12 +90,9 @@ def queue(evidence: Evidence, seconds: float) -> About:
             f"{waited}: the beginning of its prompt was being computed for another request.",
             None,
         )
-    why = (
-        "while the step in progress was finished"
-        if evidence.detailed
-        else "the file does not say for what"
-    )
-    return f"{waited}; {why}.", None
+    if evidence.detailed:
+        return f"{waited}, until the step in progress had finished.", None
+    return f"{waited}; the file does not say for what.", None
 
 
 def _seats(evidence: Evidence) -> About:

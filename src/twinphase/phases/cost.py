@@ -120,11 +120,20 @@ def starting_prices(shape: ModelShape, ceilings: Ceilings | None) -> tuple[float
 
 
 class CostModel:
-    """Predicts step times, and learns from each; `prices` are seconds per unit of each feature."""
+    """Predicts step times, and learns from each.
 
-    def __init__(self, prices: Sequence[float], windowed_share: float = 0.0) -> None:
-        """Start from `starting_prices` or an earlier run's; `windowed_share` is the model's."""
+    Attributes:
+        prices: seconds per unit of each feature.
+        windowed_share: of the model's layers that have a window.
+        window: its tokens; None where no layer has one.
+    """
+
+    def __init__(
+        self, prices: Sequence[float], windowed_share: float = 0.0, window: int | None = None
+    ) -> None:
+        """Start from `starting_prices` or an earlier run's."""
         self.windowed_share = windowed_share
+        self.window = window
         self._start = tuple(max(float(price), 1e-12) for price in prices)
         self.prices = self._base = self._start
         self._pace = 0.0  # logarithm

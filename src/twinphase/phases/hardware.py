@@ -24,11 +24,8 @@ from twinphase.weights.storage import cache_root, write_atomically
 VERSION = 4
 # Provisional ceilings are final after this many measurements.
 MAX_MEASUREMENTS = 5
-NEITHER = (
-    "overhead",
-    "contention",
-    "ranks",
-)  # of what `bound` gives: no ceiling explains half of the time
+# Of what `bound` gives: no ceiling explains half of the time.
+NEITHER = ("overhead", "contention", "ranks")
 # A ceiling that explains a smaller share of the time is not the bound.
 MIN_EXPLAINED_SHARE = 0.5
 
@@ -133,12 +130,44 @@ def memory_seconds(num_bytes: int, working_set: float, ceilings: Ceilings | None
     return num_bytes / bandwidth if bandwidth else None
 
 
-def efficiency(ideal: float | None, seconds: float) -> float | None:
-    """MFU (`ideal` from `compute_seconds`) or MBU (from `memory_seconds`): ideal / seconds.
+@dataclass(frozen=True)
+class Efficiency:
+    """How near some work came to the machine's ceilings.
 
-    Above 1 means that a count or a ceiling is wrong; it is never clamped. None is unknown.
+    Attributes:
+        bound: as `bound` gives it.
+        mfu: ideal time of its FLOP at the units' peaks / measured time.
+        mbu: ideal time of its bytes at the working set's bandwidth / measured time. Above 1 a count
+            or a ceiling is wrong, so neither is ever clamped; None is unknown.
     """
-    return None if ideal is None or seconds <= 0 else ideal / seconds
+
+    bound: str
+    mfu: float | None = None
+    mbu: float | None = None
+
+    @property
+    def over_ceiling(self) -> bool:
+        """Faster than the machine: a count or a ceiling is wrong."""
+        return any(value is not None and value > 1 for value in (self.mfu, self.mbu))
+
+
+def efficiency(
+    flops: Mapping[str, int],
+    num_bytes: int,
+    working_set: float,
+    seconds: float,
+    ceilings: Ceilings | None,
+    *,
+    cpu_wait: float = 0.0,
+    rank_wait: float = 0.0,
+) -> Efficiency:
+    """The efficiency of work that took `seconds`; the waits are those of `bound`."""
+    compute = compute_seconds(flops, ceilings)
+    memory = memory_seconds(num_bytes, working_set, ceilings)
+    mfu, mbu = (
+        None if ideal is None or seconds <= 0 else ideal / seconds for ideal in (compute, memory)
+    )
+    return Efficiency(bound(compute, memory, seconds, cpu_wait, rank_wait), mfu, mbu)
 
 
 def bound(

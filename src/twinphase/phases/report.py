@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from twinphase.backends.base import Units
-from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
-from twinphase.phases.timeline import IntervalKind, PhaseTotals, RequestTimeline, StepTotals
+from twinphase.phases.hardware import Ceilings, Efficiency, efficiency
+from twinphase.phases.timeline import IntervalKind, PhaseTotals, RequestTimeline
 
 FORMULAS = {
     "MFU": "sum over units of FLOP / measured peak, divided by the time",
@@ -97,21 +97,6 @@ class PhaseReport:
         return {**asdict(self), "formulas": FORMULAS}
 
 
-def flops_by_unit(totals: StepTotals, units: Units) -> Mapping[str, int]:
-    """A phase's FLOP by unit: the linear layers' and those of attention's two products."""
-    linear = totals.linear_flops
-    attention = totals.attention_flops
-    parts = (
-        (units.linear, linear),
-        (units.scores, attention // 2),
-        (units.values, attention - attention // 2),
-    )
-    flops: dict[str, int] = {}
-    for unit, count in parts:
-        flops[unit] = flops.get(unit, 0) + count
-    return flops
-
-
 def _phase_row(
     *,
     name: str,
@@ -123,11 +108,22 @@ def _phase_row(
     cached: int,
 ) -> PhaseRow:
     working_set = totals.bytes // totals.steps if totals.steps else 0
-    compute = compute_seconds(flops_by_unit(totals, units), ceilings) if totals.steps else None
-    memory = memory_seconds(totals.bytes, working_set, ceilings)
-    mfu = efficiency(compute, seconds)
-    mbu = efficiency(memory, seconds)
-    metric, value, other = ("MFU", mfu, mbu) if name == "prefill" else ("MBU", mbu, mfu)
+    reached = Efficiency("unknown")
+    if totals.steps:
+        reached = efficiency(
+            units.flops(totals.linear_flops, totals.attention_flops),
+            totals.bytes,
+            working_set,
+            seconds,
+            ceilings,
+            cpu_wait=totals.cpu_wait,
+            rank_wait=totals.rank_wait,
+        )
+    metric, value, other = (
+        ("MFU", reached.mfu, reached.mbu)
+        if name == "prefill"
+        else ("MBU", reached.mbu, reached.mfu)
+    )
     return PhaseRow(
         name=name,
         tokens=totals.tokens,
@@ -139,7 +135,7 @@ def _phase_row(
         efficiency=value,
         other_efficiency=other,
         working_set=working_set,
-        bound=bound(compute, memory, seconds, totals.cpu_wait, totals.rank_wait),
+        bound=reached.bound,
         host_share=max(0.0, 1 - totals.device / totals.seconds)
         if totals.device and totals.seconds
         else None,

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 
 from twinphase.backends.base import Units
 from twinphase.batch import StepWork
-from twinphase.phases.hardware import Ceilings, bound, compute_seconds, efficiency, memory_seconds
+from twinphase.phases.hardware import (
+    Ceilings,
+    Efficiency,
+    compute_seconds,
+    efficiency,
+    memory_seconds,
+)
 from twinphase.phases.work import ModelShape, step_cost, weight_bytes_read
 
 UNITS = ("int8", "bfloat16", "float16", "float32")
@@ -128,18 +134,8 @@ def parts_of_step(shape: ModelShape, units: Units, work: StepWork) -> tuple[Part
     weights = weight_bytes_read(shape, work.rows, work.logits)
     working_set = weights + cost.bytes
     linear = PartWork({units.linear: cost.linear_flops}, weights, working_set)
-    scores = PartWork({units.scores: cost.attention_flops // 2}, cost.bytes, working_set)
-    values = PartWork(
-        {units.values: cost.attention_flops - cost.attention_flops // 2}, 0, working_set
-    )
-    return linear, scores.plus(values)
-
-
-def ideal_seconds(part: PartWork, ceilings: Ceilings | None) -> tuple[float, float] | None:
-    """Seconds of a part's FLOP and of its bytes at the ceilings; None if one is unknown."""
-    compute = compute_seconds(part.flops, ceilings)
-    memory = memory_seconds(part.bytes, part.working_set, ceilings)
-    return None if compute is None or memory is None else (compute, memory)
+    attention = PartWork(units.flops(0, cost.attention_flops), cost.bytes, working_set)
+    return linear, attention
 
 
 def ideal_seconds_of_chunk(
@@ -156,42 +152,26 @@ def ideal_seconds_of_chunk(
     return compute_seconds(whole.flops, ceilings), memory
 
 
-@dataclass(frozen=True)
-class Placed:
+@dataclass(frozen=True, kw_only=True)
+class Placed(Efficiency):
     """A measured part under the roofline.
 
     Attributes:
         intensity: FLOP per byte; None without bytes.
         rate: FLOP per second.
         byte_rate: bytes per second.
-        mfu: ideal time of its FLOP at the units' peaks / measured time; None is unknown.
-        mbu: ideal time of its bytes at the working set's bandwidth / measured time; None is
-            unknown.
-        bound: as `hardware.bound` gives it.
     """
 
     intensity: float | None
     rate: float
     byte_rate: float
-    mfu: float | None
-    mbu: float | None
-    bound: str
-
-    @property
-    def over_ceiling(self) -> bool:
-        """Faster than the machine: a count or a ceiling is wrong."""
-        return any(value is not None and value > 1 for value in (self.mfu, self.mbu))
 
 
 def place(part: PartWork, seconds: float, ceilings: Ceilings | None) -> Placed:
     """Where a part that took `seconds` (above 0) stands."""
-    compute = compute_seconds(part.flops, ceilings)
-    memory = memory_seconds(part.bytes, part.working_set, ceilings)
     return Placed(
-        part.total_flops / part.bytes if part.bytes else None,
-        part.total_flops / seconds,
-        part.bytes / seconds,
-        efficiency(compute, seconds),
-        efficiency(memory, seconds),
-        bound(compute, memory, seconds),
+        **vars(efficiency(part.flops, part.bytes, part.working_set, seconds, ceilings)),
+        intensity=part.total_flops / part.bytes if part.bytes else None,
+        rate=part.total_flops / seconds,
+        byte_rate=part.bytes / seconds,
     )

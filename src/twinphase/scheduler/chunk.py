@@ -12,7 +12,14 @@ MAX_SCORED_ROWS = 128
 
 
 class StepCost(Protocol):
-    """Predicts how long a step takes; the measured cost model does."""
+    """Predicts how long a step takes; the measured cost model does.
+
+    Attributes:
+        window: tokens that a row attends to at most in those layers of the model that have a
+            window, as a step's work counts it; None is no window.
+    """
+
+    window: int | None
 
     def step_limit(self, slo_seconds: float) -> float:
         """Longest predicted step, seconds, that meets the SLO, after gaps and prediction error."""
@@ -34,7 +41,6 @@ class ChunkBudget:
         times: StepCost,
         pace: Pace,
         block_size: int,
-        window: int | None = None,
     ) -> None:
         """Begin with the step's decodes.
 
@@ -45,10 +51,8 @@ class ChunkBudget:
             pace: what running requests keep; it limits a step only if a request decodes in it.
             block_size: chunks end on block boundaries where they can, so that others can share the
                 blocks.
-            window: of the model's layers that have one.
         """
         self.num_tokens = num_tokens
-        self._window = window
         self._work = decodes
         self._times = times
         self._block_size = block_size
@@ -84,7 +88,7 @@ class ChunkBudget:
 
     def _chunk(self, start: int, count: int, remaining: int, scored: bool) -> StepWork:
         return StepWork.of_chunk(
-            start, count, count if scored else count == remaining, self._window
+            start, count, count if scored else count == remaining, self._times.window
         )
 
     def _fitting(self, start: int, most: int, remaining: int, scored: bool) -> int:

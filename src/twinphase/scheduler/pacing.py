@@ -26,7 +26,6 @@ class Pacing:
     max_num_batched_tokens: int
     max_model_len: int
     block_size: int
-    window: int | None = None
 
     def choose(self) -> Pace:
         """The gap that one decode and the smallest sensible chunk take together.
@@ -40,7 +39,7 @@ class Pacing:
         empty = times.seconds(StepWork())
         # The time between steps is a fading mean, which a single pause can lift: it is bounded.
         fixed = empty + min(empty, times.slo_seconds(0.0))
-        tokens = max(0.0, times.seconds(StepWork.of_chunk(0, full, False, self.window)) - empty)
+        tokens = max(0.0, times.seconds(StepWork.of_chunk(0, full, False, times.window)) - empty)
         share = MIN_PREFILL_RATE_SHARE * tokens / (fixed + tokens)
         room = fixed * share / (1 - share)
         slo = times.slo_seconds(times.seconds(self._decode) + room)
@@ -60,7 +59,7 @@ class Pacing:
 
     @property
     def _decode(self) -> StepWork:
-        return StepWork.of_decodes(1, DECODE_CONTEXT_TOKENS, self.window)
+        return StepWork.of_decodes(1, DECODE_CONTEXT_TOKENS, self.times.window)
 
     def _prefill(self, prompt: int, pace: Pace) -> tuple[float, float]:
         """Seconds that the prefill of a prompt beside one decode takes, and its longest step."""
@@ -73,10 +72,9 @@ class Pacing:
                 self.times,
                 pace,
                 self.block_size,
-                self.window,
             )
             count = budget.take(start, prompt - start)
-            chunk = StepWork.of_chunk(start, count, start + count == prompt, self.window)
+            chunk = StepWork.of_chunk(start, count, start + count == prompt, self.times.window)
             steps.append(self.times.seconds(self._decode.plus(chunk)))
             start += count
         return sum(steps), max(steps)

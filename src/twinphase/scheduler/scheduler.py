@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput, StepWork
 from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.config import EngineConfig
 from twinphase.errors import CacheCapacityError, InvalidRequestError
 from twinphase.outcome import FinishReason, RequestStatus
 from twinphase.request import Request
@@ -37,6 +38,7 @@ class Scheduler:
     """Waiting and running requests, and the KV cache's bookkeeping.
 
     Attributes:
+        config: how the engine runs.
         kv_cache: the blocks.
         fair: requests that hold no blocks, new or preempted, by tenant; and whose turn it is.
         running: requests that hold blocks; in a step, in the order of `fair`.
@@ -47,39 +49,38 @@ class Scheduler:
         num_preemptions: so far.
         num_recomputed_tokens: computed again after a preemption, so far.
         usual_output: fading mean of the tokens per finished answer.
-        window: of the model's layers that have one.
     """
 
     def __init__(
         self,
-        kv_cache: KVCacheManager,
-        *,
-        max_model_len: int,
-        eos_token_ids: Collection[int],
+        config: EngineConfig,
         times: StepCost,
-        max_num_batched_tokens: int = 512,
-        max_num_seqs: int = 64,
-        policy: str = "fcfs",
-        pace: Pace = Pace(),
-        usual_output: float = INITIAL_OUTPUT_TOKENS,
-        window: int | None = None,
+        *,
+        eos_token_ids: Collection[int] = (),
+        fingerprint: str = "",
     ) -> None:
-        """Start without requests; the settings are those of `EngineConfig`.
+        """Start without requests.
 
-        The blocks of `kv_cache` are this scheduler's from now on. `times` predicts step times, for
-        the SLO. `usual_output` is how many tokens an answer is expected to have until some have
-        finished. `window` is that of the model's layers that have one: it counts in a step's work,
-        and decides nothing about blocks.
+        Args:
+            config: resolved.
+            times: predicts step times, for the SLO.
+            eos_token_ids: end an answer.
+            fingerprint: of the model and the KV format.
         """
-        self.kv_cache = kv_cache
-        self.max_model_len = max_model_len
+        if config.max_model_len is None or config.num_kv_blocks is None:
+            raise ValueError("the configuration is not resolved")
+        self.config = config
+        self.kv_cache = KVCacheManager(
+            config.num_kv_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            fingerprint=fingerprint.encode(),
+        )
+        self.max_model_len = config.max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_num_seqs = max_num_seqs
-        self.policy = policy
-        self.pace = pace
+        self.pace = Pace(config.slo_seconds)
         self.max_prefill_tokens: int | None = None
-        self.fair = FairQueue(policy_key(policy))
+        self.fair = FairQueue(policy_key(config.scheduling_policy))
         self.running: list[Request] = []
         self.num_preemptions = self.num_recomputed_tokens = 0
         self.seconds = 0.0
@@ -91,8 +92,7 @@ class Scheduler:
         self._next_seat_taken = 0.0  # not before, by `seconds`
         self._requests: dict[str, Request] = {}
         self._num_added = 0
-        self.usual_output = usual_output
-        self.window = window
+        self.usual_output = INITIAL_OUTPUT_TOKENS
 
     @property
     def has_work(self) -> bool:
@@ -114,11 +114,11 @@ class Scheduler:
                 f"Request id {request.request_id!r} is in use.",
                 "Use another, or wait until that request has finished.",
             )
-        if request.priority and self.policy != "priority":
+        if request.priority and self.config.scheduling_policy != "priority":
             raise InvalidRequestError(
                 f"Request {request.request_id} has priority {request.priority}, but "
                 "scheduling_policy is "
-                f"{self.policy!r}.",
+                f"{self.config.scheduling_policy!r}.",
                 "Start the engine with scheduling_policy='priority', or leave the priority at 0.",
             )
         # The last sampled token is never computed, so it needs no room.
@@ -161,17 +161,16 @@ class Scheduler:
             self._make_room(preempt)
         seats_taken = len(preempted)
         decodes = schedule_decodes(self.running, self.kv_cache, preempt)
-        tokens = max(0, self.max_num_batched_tokens - len(decodes))
+        tokens = max(0, self.config.max_num_batched_tokens - len(decodes))
         if drafts:  # half of the rest at most, so that prompts go on
             decodes = with_drafts(decodes, drafts, tokens // 2, self._longest_draft)
             tokens -= sum(share.num_drafts for share in decodes)
         budget = ChunkBudget(
             tokens if self.max_prefill_tokens is None else min(tokens, self.max_prefill_tokens),
-            Batch(decodes, [], window=self.window).decode_work,
+            Batch(decodes, [], window=self._times.window).decode_work,
             self._times,
             self.pace,
             self.kv_cache.block_size,
-            self.window,
         )
         prefills: list[ScheduledRequest] = []
         computing: set[bytes] = set()
@@ -188,9 +187,9 @@ class Scheduler:
         let_in()
         fit_drafts(decodes, self.get, self.kv_cache)
         self._note_wait(held_back)
-        return Batch(
-            decodes, prefills, tuple(preempted), held_back if self.fair.lines else None, self.window
-        )
+        if not self.fair.lines:
+            held_back = ""
+        return Batch(decodes, prefills, tuple(preempted), held_back or None, self._times.window)
 
     def commit(self, batch: Batch, output: StepOutput) -> list[Request]:
         """Advance the batch's requests by what was computed; returns those that finished.
@@ -281,7 +280,7 @@ class Scheduler:
         computing: set[bytes],
     ) -> str:
         """Let a waiting request in, with its first tokens; "", or what it lacks."""
-        if len(self.running) >= self.max_num_seqs:
+        if len(self.running) >= self.config.max_num_seqs:
             return "seats"
         if budget.num_tokens == 0:
             return "budget"
@@ -368,7 +367,7 @@ class Scheduler:
             lost = victim.num_computed_tokens
             if self._wanted == "seats" and self.kv_cache.enable_prefix_caching:
                 lost %= self.kv_cache.block_size  # the others are found again
-            again = self._times.seconds(StepWork.of_chunk(0, lost, False, self.window))
+            again = self._times.seconds(StepWork.of_chunk(0, lost, False, self._times.window))
             self._next_seat_taken = self.seconds + again / MAX_RECOMPUTE_SHARE
             preempt(victim)
 

@@ -12,9 +12,10 @@ included. A draft that was not verified counts too, since the output shows wheth
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from twinphase.batch import StepWork
+from twinphase.scheduler.chunk import StepCost
 from twinphase.speculation.proposer import Draft
 
 # Gain and cost of a row are estimates. With this margin an uncertain draft is left out.
@@ -104,10 +105,9 @@ def choose_lengths(
     drafts: Mapping[str, Draft],
     contexts: Mapping[str, int],
     decodes: StepWork,
-    seconds: Callable[[StepWork], float],
+    times: StepCost,
     acceptance: Acceptance,
     *,
-    window: int | None = None,
     limit: float | None = None,
 ) -> dict[str, int]:
     """Number of tokens to verify of each draft, by request; drafts that do not pay are left out.
@@ -116,13 +116,12 @@ def choose_lengths(
         drafts: drafts by request.
         contexts: tokens that each request's first drafted row attends to.
         decodes: the step without drafts.
-        seconds: predicts a step's time.
+        times: predicts a step's time.
         acceptance: learned acceptance rates.
-        window: sliding window of the model's layers, in tokens.
         limit: predicted seconds that drafts may not make a step exceed; None is no limit.
     """
     work = decodes
-    predicted = seconds(decodes)
+    predicted = times.seconds(decodes)
     step_seconds = predicted
     tokens = float(decodes.sequences)
     lengths = dict[str, int]()
@@ -137,8 +136,8 @@ def choose_lengths(
         chance, name = heapq.heappop(rows)
         chance = -chance
         length = lengths.get(name, 0)
-        grown = work.plus(drafted_row(contexts[name] + length, window))
-        grown_predicted = seconds(grown)
+        grown = work.plus(drafted_row(contexts[name] + length, times.window))
+        grown_predicted = times.seconds(grown)
         grown_seconds = step_seconds + grown_predicted - predicted + ROW_OVERHEAD_SECONDS
         cost = grown_seconds - step_seconds
         if chance * step_seconds <= MIN_GAIN_RATIO * cost * tokens or (

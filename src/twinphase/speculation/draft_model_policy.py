@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from twinphase.batch import Batch, StepOutput, StepWork
 from twinphase.request import Request
+from twinphase.scheduler.chunk import StepCost
 from twinphase.speculation.draft_lengths import Acceptance, drafted_row
 from twinphase.speculation.draft_model import DraftModel
 from twinphase.speculation.proposer import Draft
@@ -29,26 +30,11 @@ class DraftModelPolicy:
         num_failures: failed steps of the model; it is not used for their requests again.
     """
 
-    def __init__(
-        self,
-        model: DraftModel,
-        seconds: Callable[[StepWork], float],
-        window: int | None = None,
-        most: int | None = None,
-    ) -> None:
-        """Decide for `model` with predicted step times of the target.
-
-        Args:
-            model: the draft model.
-            seconds: predicts steps of the target.
-            window: sliding window of the target's layers, in tokens.
-            most: tokens per draft; None is the model's own limit.
-        """
+    def __init__(self, model: DraftModel, times: StepCost) -> None:
+        """Decide for `model`; `times` predicts steps of the target."""
         self.model = model
         self.num_failures = 0
-        self._most = model.num_speculative_tokens if most is None else most
-        self._seconds = seconds
-        self._window = window
+        self._times = times
         self._failed: set[str] = set()
         self._num_steps = 0
         self._num_trials = 0
@@ -62,7 +48,7 @@ class DraftModelPolicy:
         if not requests:
             return {}
         self._num_steps += 1
-        most = self._most
+        most = self.model.num_speculative_tokens
         if not always and self._num_steps > LEARNING_STEPS:
             most = self._worthwhile(requests, acceptance)
         limits = dict.fromkeys((request.request_id for request in requests), most)
@@ -93,11 +79,11 @@ class DraftModelPolicy:
     def _decodes(self, requests: Sequence[Request]) -> StepWork:
         """The target's step without drafts."""
         context = sum(request.num_tokens for request in requests) // len(requests)
-        return StepWork.of_decodes(len(requests), context, self._window)
+        return StepWork.of_decodes(len(requests), context, self._times.window)
 
     def _trial(self, requests: Sequence[Request]) -> dict[str, int]:
         """One draft token for one request in turn, when enough trial time has accumulated."""
-        self._trial_seconds += TRIAL_TIME_SHARE * self._seconds(self._decodes(requests))
+        self._trial_seconds += TRIAL_TIME_SHARE * self._times.seconds(self._decodes(requests))
         turn = self._num_trials % len(requests)
         for request in [*requests[turn:], *requests[:turn]]:
             missing = min(self.model.num_missing(request), request.num_tokens)
@@ -122,9 +108,9 @@ class DraftModelPolicy:
             chances,
             self.model.times.seconds(StepWork.of_decodes(len(requests), context)),
             self._decodes(requests),
-            drafted_row(context, self._window),
-            self._seconds,
-            self._most,
+            drafted_row(context, self._times.window),
+            self._times.seconds,
+            self.model.num_speculative_tokens,
         )
 
 

@@ -72,7 +72,6 @@ class Speculator:
         *,
         most: int,
         slo_seconds: Callable[[], float | None] = lambda: None,
-        window: int | None = None,
         always: bool = False,
         retry: int = FIRST_RETRY_INTERVAL_STEPS,
     ) -> None:
@@ -83,7 +82,6 @@ class Speculator:
             times: predicts the target's steps.
             most: largest number of draft tokens per request and step.
             slo_seconds: the current inter-token SLO; drafts make no step longer.
-            window: sliding window of the model's layers, in tokens.
             always: verify all drafts, whether they pay or not, for comparison.
             retry: steps between drafts of a request whose drafts do not pay.
         """
@@ -94,7 +92,6 @@ class Speculator:
         self._times = times
         self._most = most
         self._slo_seconds = slo_seconds
-        self._window = window
         self._always = always
         self._retry = retry
         self._states: dict[str, _State] = {}
@@ -195,11 +192,11 @@ class Speculator:
     def _decodes(self, requests: Sequence[Request]) -> StepWork:
         """The step without drafts."""
         context = sum(request.num_tokens for request in requests) / len(requests)
-        return StepWork.of_decodes(len(requests), context, self._window)
+        return StepWork.of_decodes(len(requests), context, self._times.window)
 
     def _predict_costs(self, decodes: StepWork) -> None:
         """Predict the cost of a token and of a drafted row, and the acceptance rate that pays."""
-        row = drafted_row(decodes.decode_contexts // decodes.sequences, self._window)
+        row = drafted_row(decodes.decode_contexts // decodes.sequences, self._times.window)
         seconds = self._times.seconds(decodes)
         self._token_seconds = seconds / decodes.sequences
         with_row = self._times.seconds(decodes.plus(row))
@@ -254,9 +251,8 @@ class Speculator:
             drafts,
             {request.request_id: request.num_tokens + 1 for request in requests},
             self._decodes(requests),
-            self._times.seconds,
+            self._times,
             self.acceptance,
-            window=self._window,
             limit=None if slo is None else self._times.step_limit(slo),
         )
 
@@ -299,7 +295,6 @@ def make_speculator(
     config: SpeculativeConfig,
     times: StepCost,
     slo_seconds: Callable[[], float | None],
-    window: int | None,
     heads: Proposer | None = None,
 ) -> Speculator | None:
     """The drafter of a configuration; None for no speculation. `heads` are the ones it names.
@@ -326,6 +321,5 @@ def make_speculator(
         times,
         most=config.num_speculative_tokens,
         slo_seconds=slo_seconds,
-        window=window,
         retry=retry,
     )

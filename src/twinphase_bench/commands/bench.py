@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from twinphase import EngineConfig, InvalidRequestError, Options, is_model_name, with_options
+from twinphase_bench.commands.publish import save_report, show_report
 
 if TYPE_CHECKING:
     from twinphase_bench.report.report import Report
     from twinphase_bench.run import Parts
     from twinphase_bench.sweep.plan import SweepOptions
 
-SWEEP = "Phase sweep"
-LOAD = "Load (vLLM bench's names)"
-SERVER = "A server at a URL"
 SWEEP_SEED_OFFSET = 1 << 32
 SERVICE_LEVEL = re.compile(r"(ttft|tpot|e2el):")
 BATCHES = "1,2,4,8"
@@ -37,8 +35,8 @@ def bench(
     target: str = typer.Argument(
         ...,
         help="A model (GGUF file, smollm2, pypi:NAME, hf:ORG/REPO[:FILE]), the URL of an "
-        "OpenAI-compatible server, "
-        "transformers:FOLDER, llama-cpp:FILE.gguf; or `compare` and two results.",
+        "OpenAI-compatible server, transformers:FOLDER, llama-cpp:FILE.gguf; or `compare` and two "
+        "results.",
     ),
     more: list[str] = typer.Argument(
         None, help="For `compare`: two result.json files, or their folders.", metavar="[A B]"
@@ -50,7 +48,9 @@ def bench(
         False, "--json", help="Print the report as JSON; write files only with --out."
     ),
     quick: bool = typer.Option(
-        False, "--quick", help="Take a look in about a minute: fewer points, fewer repetitions."
+        False,
+        "--quick",
+        help="Take a look in about a minute: fewer points, and too few repetitions for `compare`.",
     ),
     seed: int = typer.Option(
         None,
@@ -61,91 +61,58 @@ def bench(
     repetitions: int = typer.Option(
         None,
         min=1,
-        help="Repetitions of every point of the sweep [default: 5; 3 with --quick], or of the "
-        "load with fresh prompts "
-        "[default: 1].",
+        help="Repetitions of every point of the sweep [default: 5; 3 with --quick], or of the load "
+        "with fresh prompts [default: 1].",
     ),
     max_seconds: float = typer.Option(
         None,
         min=1,
         help="Time limit of the sweep, which shortens prompts to fit [default: 300; 90 with "
-        "--quick], or of sending a "
-        "load [default: none].",
+        "--quick], or of sending a load [default: none].",
     ),
     max_length: int = typer.Option(
-        None,
-        min=16,
-        help="Longest prompt plus output, in tokens. [default: the context]",
-        rich_help_panel=SWEEP,
+        None, min=16, help="Longest prompt plus output, in tokens. [default: the context]"
     ),
-    batches: str = typer.Option(
-        None, help="Batch sizes of decode. [default: 1,2,4,8]", rich_help_panel=SWEEP
-    ),
-    all_: bool = typer.Option(
-        False, "--all", help="Run the sweep as well as the load.", rich_help_panel=SWEEP
-    ),
+    batches: str = typer.Option(None, help="Batch sizes of decode. [default: 1,2,4,8]"),
+    all_: bool = typer.Option(False, "--all", help="Run the sweep as well as the load."),
     request_rate: float = typer.Option(
-        None,
-        help="Requests per second, sent whether or not earlier ones have ended (open loop).",
-        rich_help_panel=LOAD,
+        None, help="Requests per second, sent whether or not earlier ones have ended (open loop)."
     ),
     constant: bool = typer.Option(
-        False,
-        "--constant",
-        help="Send at even gaps instead of a Poisson process.",
-        rich_help_panel=LOAD,
+        False, "--constant", help="Send at even gaps instead of a Poisson process."
     ),
     max_concurrency: int = typer.Option(
-        None,
-        min=1,
-        help="Number of requests to keep in flight (closed loop).",
-        rich_help_panel=LOAD,
+        None, min=1, help="Number of requests to keep in flight (closed loop)."
     ),
     trace: Path = typer.Option(
         None,
         "--trace",
         "--dataset-path",
         help="Trace to replay: a Mooncake, Azure or ShareGPT file.",
-        rich_help_panel=LOAD,
     ),
     scale_lengths: float = typer.Option(
-        None, help="Factor for the lengths of a trace's prompts and outputs.", rich_help_panel=LOAD
+        None, help="Factor for the lengths of a trace's prompts and outputs."
     ),
     time_scale: float = typer.Option(
-        None,
-        help="Factor for the gaps of a trace; 2 replays it half as fast.",
-        rich_help_panel=LOAD,
+        None, help="Factor for the gaps of a trace; 2 replays it half as fast."
     ),
     num_prompts: int = typer.Option(
-        None, help="Number of requests. [default: 100, or the whole trace]", rich_help_panel=LOAD
+        None, help="Number of requests. [default: 100, or the whole trace]"
     ),
-    random_input_len: int = typer.Option(
-        None, help="Tokens per prompt. [default: 256]", rich_help_panel=LOAD
-    ),
-    random_output_len: int = typer.Option(
-        None, help="Tokens per output. [default: 64]", rich_help_panel=LOAD
-    ),
+    random_input_len: int = typer.Option(None, help="Tokens per prompt. [default: 256]"),
+    random_output_len: int = typer.Option(None, help="Tokens per output. [default: 64]"),
     goodput: list[str] = typer.Option(
-        [],
-        help="Service levels in milliseconds, such as --goodput ttft:500 tpot:50 e2el:5000.",
-        rich_help_panel=LOAD,
+        [], help="Service levels in milliseconds, such as --goodput ttft:500 tpot:50 e2el:5000."
     ),
-    api_key: str = typer.Option(
-        None, help="API key. [default: $OPENAI_API_KEY]", rich_help_panel=SERVER
-    ),
+    api_key: str = typer.Option(None, help="API key. [default: $OPENAI_API_KEY]"),
     model: str = typer.Option(
-        None,
-        help="The model's name at the server. [default: the first listed]",
-        rich_help_panel=SERVER,
+        None, help="The model's name at the server. [default: the first listed]"
     ),
     endpoint: str = typer.Option(
         None,
         help="Route to ask: auto, completions (/v1/completions) or chat (/v1/chat/completions).",
-        rich_help_panel=SERVER,
     ),
-    timeout: float = typer.Option(
-        None, help="Maximum seconds per reply. [default: 600]", rich_help_panel=SERVER
-    ),
+    timeout: float = typer.Option(None, help="Maximum seconds per reply. [default: 600]"),
     *,
     engine: dict[str, Any],
 ) -> None:
@@ -167,7 +134,9 @@ def bench(
         report = _measured(
             given | {"target": target, "goodput": tuple(goodput + levels), "seed": drawn}
         )
-    _publish(report, out, json)
+    show_report(report, json)
+    if out or not json:
+        save_report(report, out)
     if target != "compare" and _has_void(report):
         raise typer.Exit(VOID_EXIT_CODE)
 
@@ -218,8 +187,6 @@ def _measured(given: dict[str, Any]) -> Report:
 
     kind = kind_of(given["target"], is_model_name)
     load = LoadOptions(
-        input_len=given["random_input_len"],
-        output_len=given["random_output_len"],
         beside_sweep=given["all_"],
         **{name: given[name] for name in LoadOptions.__dataclass_fields__ if name in given},
     )
@@ -301,23 +268,3 @@ def _sizes(text: str) -> tuple[int, ...]:
             f"--batches is {text!r}.", "Give numbers from 1 on, such as 1,2,4,8."
         )
     return tuple(sorted({1, *sizes}))
-
-
-def _publish(report: Report, out: Path | None, as_json: bool) -> None:
-    from twinphase import live, note
-    from twinphase_bench.report.render import write_report
-    from twinphase_bench.report.result import result_json
-    from twinphase_bench.report.terminal import show
-
-    if as_json:
-        print(result_json(report))
-    else:
-        show(report)
-    if out is None and as_json:
-        return
-    import time
-
-    folder = out or Path(time.strftime(f"twinphase-{report.kind}-%Y%m%d-%H%M%S"))
-    with live("twinphase bench") as progress:
-        written = write_report(report, folder, progress)
-    note(f"Report: {written.html} (report.md: the same to be read here)")

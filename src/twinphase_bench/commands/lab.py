@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from twinphase import DEFAULT_MODEL
+from twinphase_bench.commands.publish import save_report, show_report
 
 
 def lab(
@@ -42,10 +43,7 @@ def lab(
         _list()
         return
     require("altair")  # before minutes are spent
-    from twinphase import live, note
-    from twinphase_bench.report.render import write_report
-    from twinphase_bench.report.result import result_json
-    from twinphase_bench.report.terminal import show
+    from twinphase import live
 
     if seconds is None and only and not quick:
         # Alone, an experiment gets twice its time, for more repetitions.
@@ -58,16 +56,9 @@ def lab(
             model, experiments=experiments, seconds=seconds, progress=progress, **config
         )
     report = make_report(setting, conclusions, bystanders)
-    if json:
-        print(result_json(report))
-    else:
-        show(report, tables="none")
-    if out is None and json:
-        return
-    import time
-
-    folder = out or Path(time.strftime("twinphase-lab-%Y%m%d-%H%M%S"))
-    note(f"Report: {write_report(report, folder).html}")
+    show_report(report, json, tables="none")
+    if out or not json:
+        save_report(report, out)
 
 
 def _list() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import typer
 
 from twinphase import EngineConfig, Options, with_options
+from twinphase_bench.commands.publish import save_report, show_report
 
-MEASURE = "Measuring"
 MODEL_OPTIONS = Options(
     EngineConfig,
     only={"threads", "tensor_parallel_size", "isa", "backend", "device", "dtype", "kv_cache_dtype"}
@@ -25,32 +25,18 @@ def roofline(
         "alone]",
     ),
     prompt_lengths: str = typer.Option(
-        None,
-        help="Prompt lengths of the prefills, in tokens. [default: 16,64,256,512,...,4096]",
-        rich_help_panel=MEASURE,
+        None, help="Prompt lengths of the prefills, in tokens. [default: 16,64,256,512,...,4096]"
     ),
-    batches: str = typer.Option(
-        None, help="Batch sizes of the decodes. [default: 1,2,...,64]", rich_help_panel=MEASURE
-    ),
+    batches: str = typer.Option(None, help="Batch sizes of the decodes. [default: 1,2,...,64]"),
     batch_context: int = typer.Option(
-        None,
-        help="Tokens of context of each batched sequence. [default: 256]",
-        rich_help_panel=MEASURE,
+        None, help="Tokens of context of each batched sequence. [default: 256]"
     ),
     contexts: str = typer.Option(
-        None,
-        help="Contexts of the decodes at batch 1, in tokens. [default: 64,256,1024,4096]",
-        rich_help_panel=MEASURE,
+        None, help="Contexts of the decodes at batch 1, in tokens. [default: 64,256,1024,4096]"
     ),
-    repetitions: int = typer.Option(
-        None, help="Repetitions of every point. [default: 5]", rich_help_panel=MEASURE
-    ),
-    steps: int = typer.Option(
-        None, help="Decode steps per repetition. [default: 8]", rich_help_panel=MEASURE
-    ),
-    ceiling_repetitions: int = typer.Option(
-        3, min=1, help="Repetitions of the ceilings.", rich_help_panel=MEASURE
-    ),
+    repetitions: int = typer.Option(None, help="Repetitions of every point. [default: 5]"),
+    steps: int = typer.Option(None, help="Decode steps per repetition. [default: 8]"),
+    ceiling_repetitions: int = typer.Option(3, min=1, help="Repetitions of the ceilings."),
     out: Path = typer.Option(
         None, help="Write the report (HTML, PNG, JSON, Markdown) to this folder."
     ),
@@ -71,16 +57,6 @@ def roofline(
     settings = settings_of(given, engine)
     with live("twinphase roofline") as progress:
         report = measure(model, settings, ceiling_repetitions, progress)
-    if json:
-        from twinphase_bench.report.result import result_json
-
-        print(result_json(report))
-    else:
-        from twinphase_bench.report.terminal import show
-
-        show(report, tables="all")
+    show_report(report, json, tables="all")
     if out is not None:
-        from twinphase import note
-        from twinphase_bench.report.render import write_report
-
-        note(f"Report: {write_report(report, out).html}")
+        save_report(report, out)

@@ -29,7 +29,7 @@ class Rule:
     Attributes:
         name: of the quantity.
         at_least, at_most: the whole confidence interval must keep these limits.
-        unit: behind the number: "x", "%" (the value is a fraction of 1) or "".
+        unit: after the number: "x", "%" (the value is a fraction of 1) or "".
         formula: of the quantity, where its name does not say it.
         fails_from: the smallest size at which the rule can fail; the effect need not be visible at
             a smaller one.
@@ -132,7 +132,7 @@ class Trial:
     Attributes:
         runs: every repetition of every variant, for the table and the plot.
         measured: of each rule's quantity, in the order of the rules.
-        why: what lies behind the numbers, for people.
+        why: the measured reason, for people.
         curves: further lines of the plot, as functions of the variant, by name.
     """
 
@@ -213,8 +213,8 @@ def decide(rule: Rule, measured: Measured, size: float = math.inf, others: float
         reason = f"Too noisy to tell: a limit ({rule.text}) lies within {interval}."
     elif size < rule.fails_from:
         reason = (
-            f"Too small to see: it was measured at {size:,}, and can fail from "
-            f"{rule.fails_from:,} on."
+            f"Too small to see: it was measured at {size:,}, and can fail from {rule.fails_from:,} "
+            "on."
         )
     elif others >= BUSY_CORES and isinstance(measured, Sequence):
         reason = f"It was not kept, but other programs used {others:.1f} cores meanwhile."

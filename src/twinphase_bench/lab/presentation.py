@@ -7,7 +7,7 @@ from typing import Any
 
 from twinphase_bench.lab.experiment import Experiment, Reading, Trial
 from twinphase_bench.report.plots import bars, lines
-from twinphase_bench.report.report import Column, Metric, Plot, Table
+from twinphase_bench.report.report import Column, Metric, Plot, Table, table_of
 
 CURVE_POINTS = 40
 
@@ -23,18 +23,15 @@ def table(experiment: Experiment, trial: Trial) -> Table:
     """A row per variant, a column per quantity."""
     quantities = (*experiment.figure.quantities, *experiment.also)
     definition = "median of the repetitions and its interval (90 % or more)"
-    columns = (
-        Column(experiment.figure.x),
-        *(Column(quantity, definition) for quantity in quantities),
-    )
-    rows = tuple(
+    columns = [Column(quantity, definition) for quantity in quantities]
+    rows = (
         (
             _label(variant),
             *(cell(found[quantity]) if quantity in found else "" for quantity in quantities),
         )
         for variant, found in trial.runs.items()
     )
-    return Table("What was measured", columns, rows)
+    return table_of("What was measured", [experiment.figure.x, *columns], rows)
 
 
 def plot(experiment: Experiment, trial: Trial) -> Plot:

@@ -13,7 +13,7 @@ from twinphase_bench.conditions import Bystanders, conditions
 from twinphase_bench.lab.experiment import BUSY_CORES
 from twinphase_bench.lab.lab import EXPERIMENTS, Conclusion, LabSetting
 from twinphase_bench.lab.presentation import metrics, plot, table
-from twinphase_bench.report.report import Column, Report, Section, Status, Table, Verdict
+from twinphase_bench.report.report import Column, Report, Section, Status, Verdict, table_of
 
 
 def make_report(
@@ -37,16 +37,14 @@ def make_report(
     return Report(
         kind="lab",
         title=_title([one.status for one in conclusions], bystanders.cores),
-        verdicts=tuple(
+        verdicts=[
             Verdict(one.status, f"{one.experiment.claim} {_numbers(one)}", one.reason)
             for one in conclusions
-        ),
+        ],
         conditions=stated,
         noise=(bystanders.noise(), *setting.notes, *_noise(conclusions)),
-        sections=tuple(map(_section, conclusions)),
-        metrics=tuple(
-            metric for one in conclusions for metric in metrics(one.experiment, one.trial)
-        ),
+        sections=[*map(_section, conclusions)],
+        metrics=[metric for one in conclusions for metric in metrics(one.experiment, one.trial)],
         data={
             "ceilings": asdict(setting.ceilings) if setting.ceilings else None,
             "experiments": {one.experiment.name: _raw(one) for one in conclusions},
@@ -59,14 +57,14 @@ def _title(statuses: Sequence[Status], others: float | None) -> str:
         statuses.count(status) for status in (Status.HOLDS, Status.FAILS, Status.UNKNOWN)
     )
     title = (
-        f"Prefill and decode on this machine: {holds} hold, {fails} do not, {undecided} "
-        "could not be decided"
+        f"Prefill and decode on this machine: {holds} hold, {fails} do not, {undecided} could not "
+        "be decided"
     )
     if others is None or others < BUSY_CORES:
         return title
     return (
-        f"{title} (others used {others:.2f} of {os.cpu_count()} cores: run it again when it "
-        "is quiet)"
+        f"{title} (others used {others:.2f} of {os.cpu_count()} cores: run it again when it is "
+        "quiet)"
     )
 
 
@@ -108,14 +106,14 @@ def _section(conclusion: Conclusion) -> Section:
     trial = conclusion.trial
     number = [one.name for one in EXPERIMENTS].index(experiment.name) + 1
     columns = (
-        Column("the rule, stated before measuring"),
-        Column("formula"),
-        Column("must be"),
+        "the rule, stated before measuring",
+        "formula",
+        "must be",
         Column("measured", "median of the repetitions, and its interval (90 % or more)"),
-        Column("repetitions"),
-        Column("verdict"),
+        "repetitions",
+        "verdict",
     )
-    rows = tuple(
+    rows = (
         (
             one.rule.name,
             one.rule.formula or one.rule.name,
@@ -137,7 +135,7 @@ def _section(conclusion: Conclusion) -> Section:
         verdicts=(Verdict(conclusion.status, _numbers(conclusion), conclusion.missed),),
         paragraphs=(f"How it was tried: {experiment.method}", trial.why, *meaning),
         tables=(
-            Table("The claim holds if every rule holds", columns, rows),
+            table_of("The claim holds if every rule holds", columns, rows),
             *((table(experiment, trial),) if trial.runs else ()),
         ),
         plots=(plot(experiment, trial),) if trial.runs else (),

@@ -38,29 +38,37 @@ WITHOUT_LOAD = "needs a load: --request-rate, --max-concurrency or --trace"
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What was asked for; None or False: not given."""
+    """What was asked for; None or False: not given.
 
-    request_rate: float | None = None  # requests per second, open loop
-    constant: bool = False  # even gaps instead of random (Poisson) ones
-    max_concurrency: int | None = None  # closed loop
-    trace: Path | None = (
-        None  # file of requests, sent at its own times unless a rate or a concurrency is given
-    )
+    Attributes:
+        request_rate: requests per second, open loop.
+        constant: even gaps instead of random (Poisson) ones.
+        max_concurrency: closed loop.
+        trace: file of requests, sent at its own times unless a rate or a concurrency is given.
+        num_prompts: all of a trace, 100 otherwise.
+        random_input_len, random_output_len: tokens of each prompt, and of each output.
+        goodput: service levels, words like "ttft:500".
+        repetitions: of the whole load, with other prompts each time; 1 unless given.
+        max_seconds: of sending.
+        seed: of prompts and gaps.
+        beside_sweep: a phase sweep is run as well, which may use options that a load cannot.
+    """
+
+    request_rate: float | None = None
+    constant: bool = False
+    max_concurrency: int | None = None
+    trace: Path | None = None
     scale_lengths: float | None = None
     time_scale: float | None = None
-    num_prompts: int | None = None  # all of a trace, 100 otherwise
-    input_len: int | None = None  # tokens of each prompt
-    output_len: int | None = None
-    goodput: tuple[str, ...] = ()  # service levels, words like "ttft:500"
-    repetitions: int | None = (
-        None  # of the whole load, with other prompts each time; 1 unless given
-    )
-    max_seconds: float | None = None  # of sending
-    seed: int = 0  # of prompts and gaps
+    num_prompts: int | None = None
+    random_input_len: int | None = None
+    random_output_len: int | None = None
+    goodput: tuple[str, ...] = ()
+    repetitions: int | None = None
+    max_seconds: float | None = None
+    seed: int = 0
     quick: bool = False
-    beside_sweep: bool = (
-        False  # a phase sweep is run as well, which may use options that a load cannot
-    )
+    beside_sweep: bool = False
 
     @property
     def wanted(self) -> bool:
@@ -76,8 +84,7 @@ class LoadOptions:
         if self.request_rate is not None and self.max_concurrency is not None:
             raise InvalidRequestError(
                 "--request-rate with --max-concurrency, a cap on the open loop in vLLM, is not "
-                "supported: requests "
-                "that wait for a place would make it a closed loop.",
+                "supported: requests that wait for a place would make it a closed loop.",
                 "Give one of them.",
             )
         for option, why in self._ignored():
@@ -88,33 +95,27 @@ class LoadOptions:
 
     def _ignored(self) -> Iterator[tuple[str, str]]:
         """Each option that is given and would change nothing, and why."""
-        given = {
-            "--goodput": bool(self.goodput),
-            "--constant": self.constant,
-            "--scale-lengths": self.scale_lengths is not None,
-            "--time-scale": self.time_scale is not None,
-            "--num-prompts": self.num_prompts is not None,
-            "--random-input-len": self.input_len is not None,
-            "--random-output-len": self.output_len is not None,
-        }
         closed = self.max_concurrency is not None
         traced = self.trace is not None
         paced = closed or self.request_rate is not None
-        lengths = ("--random-input-len", "--random-output-len")
-        scales = ("--scale-lengths", "--time-scale")
+        alone = self.wanted and not self.beside_sweep
+        lengths = ("random_input_len", "random_output_len")
+        scales = ("scale_lengths", "time_scale")
+        all_options = ("goodput", "constant", *scales, "num_prompts", *lengths)
         rules: list[tuple[bool, tuple[str, ...], str]] = [
-            (not self.wanted, tuple(given), WITHOUT_LOAD),
-            (closed, ("--constant",), "is a way of --request-rate, not of --max-concurrency"),
-            (traced and not paced, ("--constant",), "has no meaning at the times of a trace"),
+            (not self.wanted, all_options, WITHOUT_LOAD),
+            (closed, ("constant",), "is a way of --request-rate, not of --max-concurrency"),
+            (traced and not paced, ("constant",), "has no meaning at the times of a trace"),
             (not traced, scales, "needs --trace"),
-            (paced, ("--time-scale",), "has no meaning where a rate or a concurrency is given"),
+            (paced, ("time_scale",), "has no meaning where a rate or a concurrency is given"),
             (traced, lengths, "has no meaning with --trace, which has lengths"),
+            (traced and alone, ("quick",), "has no meaning with --trace (see --num-prompts)"),
         ]
-        if self.wanted and not self.beside_sweep:
-            given["--quick"] = self.quick
-            rules.append((traced, ("--quick",), "has no meaning with --trace (see --num-prompts)"))
-        for applies, options, why in rules:
-            yield from ((option, why) for option in options if applies and given[option])
+        for applies, names, why in rules:
+            for name in names:
+                value = getattr(self, name)
+                if applies and value is not None and value is not False and value != ():
+                    yield f"--{name.replace('_', '-')}", why
 
     def arrivals(self, run: int = 0) -> Arrivals:
         """When requests are sent; each run, 0 the first, has random gaps of its own."""
@@ -127,8 +128,8 @@ class LoadOptions:
     @property
     def lengths(self) -> Lengths:
         """Of made-up requests."""
-        prompt = INPUT_LEN if self.input_len is None else self.input_len
-        output = OUTPUT_LEN if self.output_len is None else self.output_len
+        prompt = INPUT_LEN if self.random_input_len is None else self.random_input_len
+        output = OUTPUT_LEN if self.random_output_len is None else self.random_output_len
         return Lengths((prompt, prompt), (output, output))
 
     @property
@@ -193,8 +194,8 @@ async def _runs(target: Any, options: LoadOptions, sizing: Sizing, progress: Pro
 def _refuse_same_prompts(first: Workload, second: Workload) -> None:
     if any(a.prompt == b.prompt for a, b in zip(first.requests, second.requests, strict=False)):
         raise InvalidRequestError(
-            "--repetitions of a trace with texts of its own would find them in the server's "
-            "prefix cache.",
+            "--repetitions of a trace with texts of its own would find them in the server's prefix "
+            "cache.",
             "Leave it out.",
         )
 
@@ -203,8 +204,8 @@ def _parts_of_runs(results: Sequence[LoadResult]) -> Parts:
     """All runs together, where there are several; then the first one whole."""
     first = results[0]
     others = results[1:]
-    verdicts = list(report.load_verdicts(first))
-    sections = list(report.load_sections(first))
+    verdicts = report.load_verdicts(first)
+    sections = report.load_sections(first)
     data = report.load_data(first)
     flags = {"load": f"{first.workload}, {first.arrivals}", **first.conditions}
     if others:

@@ -17,7 +17,7 @@ FAILED = "failed"
 COLOURS = {QUEUE: "neutral", FIRST: "prefill", REST: "decode", FAILED: "text"}
 
 
-def latency_plots(result: LoadResult) -> tuple[Plot, ...]:
+def latency_plots(result: LoadResult) -> list[Plot]:
     """How TTFT and ITL are distributed."""
     found = []
     for name, values, limit in (("TTFT", result.ttft, result.slos.ttft), ("ITL", result.itl, None)):
@@ -34,7 +34,7 @@ def latency_plots(result: LoadResult) -> tuple[Plot, ...]:
                 caption=f"{len(values)} values; {result.arrivals}.",
             )
         )
-    return tuple(found)
+    return found
 
 
 def timeline_plot(result: LoadResult) -> Plot:

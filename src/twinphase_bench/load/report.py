@@ -17,19 +17,18 @@ from twinphase_bench.client.health import HEARTBEAT_SECONDS, MAX_CORE_SHARE
 from twinphase_bench.client.sse import failure_kind
 from twinphase_bench.load.plots import latency_plots, timeline_plot
 from twinphase_bench.load.run import LoadResult
-from twinphase_bench.report.report import Column, Metric, Section, Status, Table, Verdict
+from twinphase_bench.report.report import Column, Metric, Section, Status, Table, Verdict, table_of
 from twinphase_bench.targets.server_times import claims_section
 
 DEFINITIONS = {
-    "TTFT": "first piece of output at the client - intended send; queue and network in it, "
-    "opening the connection not",
+    "TTFT": "first piece of output at the client - intended send; queue and network in it, opening "
+    "the connection not",
     "TPOT": "(last token - first piece) / (output tokens - 1), of each request; tokens by the "
     "target's count",
-    "ITL": "gap between consecutive pieces of output, pooled over all requests, not divided by "
-    "the tokens in a piece",
+    "ITL": "gap between consecutive pieces of output, pooled over all requests, not divided by the "
+    "tokens in a piece",
     "E2E": "last token - intended send; with fewer pieces than tokens, the last is taken to come "
-    "when the target says "
-    "that it has finished",
+    "when the target says that it has finished",
     "TTFO": "first piece of the answer itself - intended send, of requests that reasoned first",
 }
 PERCENTILES = (
@@ -93,11 +92,12 @@ def shown(value: float | None) -> str:
 
 def loads_table(title: str, head: str, rows: Iterable[tuple[str, LoadResult, str]]) -> Table:
     """A row per load, of (name, load, verdict); `head` is the first column's."""
-    columns = [Column(head), *(Column(figure.name, figure.definition) for figure in FIGURES)]
-    columns += [Column("goodput, req/s", "requests that met the service levels / the same time")]
-    columns += [
+    columns: list[Column | str] = [
+        head,
+        *(Column(figure.name, figure.definition) for figure in FIGURES),
+        Column("goodput, req/s", "requests that met the service levels / the same time"),
         Column("sent", "requests"),
-        Column("failed"),
+        "failed",
         Column("verdict", "void: the client was the limit"),
     ]
     cells = []
@@ -107,7 +107,7 @@ def loads_table(title: str, head: str, rows: Iterable[tuple[str, LoadResult, str
         failed = str(sum(run.failures.values()))
         ends = (str(len(run.observations)), failed, "void" if run.void else verdict)
         cells.append((name, *figures, good, *ends))
-    return Table(title, tuple(columns), tuple(cells))
+    return table_of(title, columns, cells)
 
 
 def runs_verdicts(results: Sequence[LoadResult]) -> list[Verdict]:
@@ -135,7 +135,7 @@ def runs_section(results: Sequence[LoadResult]) -> Section:
     return Section("Runs of the load", tables=(loads_table("Runs of the load", "run", rows),))
 
 
-def load_verdicts(result: LoadResult) -> tuple[Verdict, ...]:
+def load_verdicts(result: LoadResult) -> list[Verdict]:
     """What is to be known first: whether the figures count, failures, and the figures."""
     found = [
         Verdict(Status.VOID, "The client was the limit: this load is void.", fault)
@@ -144,16 +144,16 @@ def load_verdicts(result: LoadResult) -> tuple[Verdict, ...]:
     if result.failures:
         kinds = ", ".join(f"{number} x {kind}" for kind, number in result.failures.items())
         text = (
-            f"{sum(result.failures.values())} of {len(result.observations)} requests failed; "
-            "they have no latencies."
+            f"{sum(result.failures.values())} of {len(result.observations)} requests failed; they "
+            "have no latencies."
         )
         found.append(Verdict(Status.INFO, text, kinds))
     if result.succeeded:
         asked = "" if result.offered is None else f" of {result.offered:.3g} offered"
         asked = asked if result.rate is None else f", {result.rate:.3g} asked for"
         text = (
-            f"{result.request_rate:.3g} req/s served{asked}, {shown(result.output_rate)} "
-            "output tok/s; "
+            f"{result.request_rate:.3g} req/s served{asked}, {shown(result.output_rate)} output "
+            "tok/s; "
         )
         text += (
             f"median TTFT {_median_and_p99(result.ttft)}, median TPOT "
@@ -162,7 +162,7 @@ def load_verdicts(result: LoadResult) -> tuple[Verdict, ...]:
         found.append(Verdict(Status.INFO, _void_mark(result) + text))
     if result.goodput is not None:
         found.append(_goodput_verdict(result, result.goodput))
-    return (*found, *_doubts(result))
+    return found + _doubts(result)
 
 
 def _median_and_p99(values: Sequence[float]) -> str:
@@ -206,17 +206,17 @@ def _doubts(result: LoadResult) -> list[Verdict]:
         and not any("share prefixes" in note for note in result.notes)
     ):
         text = (
-            f"{cached / prompt:.0%} of the prompt tokens came out of the server's prefix "
-            "cache: prefill was less."
+            f"{cached / prompt:.0%} of the prompt tokens came out of the server's prefix cache: "
+            "prefill was less."
         )
         reason = (
-            "Prompts have unique words; a template before them, or an earlier run with the "
-            "same seed, is shared."
+            "Prompts have unique words; a template before them, or an earlier run with the same "
+            "seed, is shared."
         )
         if "sharegpt" in result.conditions.get("trace", ""):
             reason = (
-                "Questions of a file may begin alike; a template before them, or an earlier "
-                "run of it, is shared."
+                "Questions of a file may begin alike; a template before them, or an earlier run of "
+                "it, is shared."
             )
         found.append((text, reason))
     short = sum(one.finish_reason not in ("length", "") for one in seen)
@@ -237,37 +237,34 @@ def _doubts(result: LoadResult) -> list[Verdict]:
     tokens = result.num_output_tokens
     if tokens and tokens > 1.02 * pieces:
         text = (
-            f"A piece of output has {tokens / pieces:.2f} tokens on average: ITL is of "
-            "pieces, TPOT of tokens."
+            f"A piece of output has {tokens / pieces:.2f} tokens on average: ITL is of pieces, "
+            "TPOT of tokens."
         )
         found.append((text, "Or tokens have no text, and the server sends nothing for them."))
     return [Verdict(Status.INFO, *texts) for texts in found]
 
 
-def load_sections(result: LoadResult) -> tuple[Section, ...]:
+def load_sections(result: LoadResult) -> list[Section]:
     """Everything of one load."""
     tables = [_latencies(result), _throughput(result), _client(result)]
     if result.failures:
         tables.append(_failures(result))
     paragraphs = (f"{result.workload}; {result.arrivals}.", *notes_of(result))
     title = f"{_void_mark(result)}Load: {result.arrivals}"
-    plots = (*latency_plots(result), timeline_plot(result))
-    return Section(title, load_verdicts(result), paragraphs, tuple(tables), plots), claims_section(
-        result
-    )
+    plots = [*latency_plots(result), timeline_plot(result)]
+    return [
+        Section(title, load_verdicts(result), paragraphs, tables, plots),
+        claims_section(result),
+    ]
 
 
-def notes_of(result: LoadResult) -> tuple[str, ...]:
+def notes_of(result: LoadResult) -> list[str]:
     """What a reader must know to judge a load, as sentences."""
-    return tuple(f"{note[:1].upper()}{note[1:]}." for note in result.notes)
+    return [f"{note[:1].upper()}{note[1:]}." for note in result.notes]
 
 
 def _latencies(result: LoadResult) -> Table:
-    columns = (
-        Column("figure"),
-        Column("n"),
-        *(Column(f"p{q}, ms", PERCENTILES) for q in (50, 90, 95, 99)),
-    )
+    percentiles = [Column(f"p{q}, ms", PERCENTILES) for q in (50, 90, 95, 99)]
     rows = []
     for name, definition in DEFINITIONS.items():
         values = getattr(result, name.lower())
@@ -278,7 +275,7 @@ def _latencies(result: LoadResult) -> Table:
             )
             rows.append((name, str(len(values)), _ms(percentile(values, 50)), *tails, definition))
     title = _void_mark(result) + "Latencies of requests that succeeded"
-    return Table(title, (*columns, Column("definition")), tuple(rows))
+    return table_of(title, ["figure", "n", *percentiles, "definition"], rows)
 
 
 def _throughput(result: LoadResult) -> Table:
@@ -313,8 +310,8 @@ def _throughput(result: LoadResult) -> Table:
     ]
     if any(reasoning):
         what = (
-            f"tokens before the answers, by the target's count of {len(reasoning)} requests; "
-            "part of the output"
+            f"tokens before the answers, by the target's count of {len(reasoning)} requests; part "
+            "of the output"
         )
         rows.append(("reasoning", f"{sum(reasoning):,}", what))
     rows += [
@@ -327,8 +324,7 @@ def _throughput(result: LoadResult) -> Table:
         ("succeeded", str(len(result.succeeded)), "requests"),
         ("seconds", f"{result.seconds:.2f}", seconds),
     ]
-    columns = (Column("figure"), Column("value"), Column("definition"))
-    return Table(_void_mark(result) + "Throughput", columns, tuple(rows))
+    return table_of(f"{_void_mark(result)}Throughput", ["figure", "value", "definition"], rows)
 
 
 def _client(result: LoadResult) -> Table:
@@ -341,12 +337,12 @@ def _client(result: LoadResult) -> Table:
     opening = "opening a connection; part of no latency unless it was there too late"
     if client.connected_late:
         opening += (
-            f", as {client.connected_late} were, which were asked for in time: the server "
-            "took them slowly"
+            f", as {client.connected_late} were, which were asked for in time: the server took "
+            "them slowly"
         )
     beat = (
-        f"how late a heartbeat of {1e3 * HEARTBEAT_SECONDS:.0f} ms was at each token; up to 1 "
-        "ms is its timer's own"
+        f"how late a heartbeat of {1e3 * HEARTBEAT_SECONDS:.0f} ms was at each token; up to 1 ms "
+        "is its timer's own"
     )
     lags = [
         ("send lag", client.send_lags, "sent - intended; part of every latency"),
@@ -373,14 +369,8 @@ def _client(result: LoadResult) -> Table:
             f"of the client's thread; void above {MAX_CORE_SHARE}",
         )
     )
-    columns = (
-        Column("figure"),
-        Column("p50, ms"),
-        Column("p99, ms"),
-        Column("most, ms"),
-        Column("definition"),
-    )
-    return Table("The client itself", columns, tuple(rows))
+    columns = ("figure", "p50, ms", "p99, ms", "most, ms", "definition")
+    return table_of("The client itself", columns, rows)
 
 
 def _failures(result: LoadResult) -> Table:
@@ -389,12 +379,10 @@ def _failures(result: LoadResult) -> Table:
         for one in reversed(result.observations)
     }
     rows = [(kind, str(number), first.get(kind, "")) for kind, number in result.failures.items()]
-    return Table(
-        "Failures", (Column("kind"), Column("requests"), Column("the first one")), tuple(rows)
-    )
+    return table_of("Failures", ["kind", "requests", "the first one"], rows)
 
 
-def load_metrics(results: Sequence[LoadResult]) -> tuple[Metric, ...]:
+def load_metrics(results: Sequence[LoadResult]) -> list[Metric]:
     """What `bench compare` compares: one value per run that is neither void nor empty.
 
     The requests of a run wait in one queue and depend on each other; taken as independent, they
@@ -426,7 +414,7 @@ def load_metrics(results: Sequence[LoadResult]) -> tuple[Metric, ...]:
     ):
         values = tuple(rate for rate in rates if rate is not None)
         found.append(Metric(name, unit, "higher", values, f"{definition}, of each run"))
-    return tuple(metric for metric in found if metric.values)
+    return [metric for metric in found if metric.values]
 
 
 def load_data(result: LoadResult) -> dict[str, Any]:

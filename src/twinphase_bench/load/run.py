@@ -46,23 +46,31 @@ class LoadResult:
     """One load: what was asked for, and every request as the client saw it.
 
     Times and latencies are seconds.
+
+    Attributes:
+        facts: of the target.
+        workload, arrivals: one line each.
+        rate: requests per second; None for a closed loop, and where all were due at once.
+        concurrency: of a closed loop.
+        observations: of the measured requests, in the order of their intended moments.
+        num_requests: in the workload; more than observations where a limit ended the load.
+        client: how well it kept up.
+        slos: for goodput.
+        conditions: of the workload, for the report.
+        notes: what a reader must know to judge it.
     """
 
     facts: TargetFacts
-    workload: str  # one line
-    arrivals: str  # one line
-    rate: (
-        float | None
-    )  # requests per second; None for a closed loop, and where all were due at once
-    concurrency: int | None  # of a closed loop
-    observations: list[
-        Observation
-    ]  # of the measured requests, in the order of their intended moments
-    num_requests: int  # in the workload; more than observations where a limit ended the load
+    workload: str
+    arrivals: str
+    rate: float | None
+    concurrency: int | None
+    observations: list[Observation]
+    num_requests: int
     client: ClientHealth
     slos: Slos = field(default_factory=Slos)
     conditions: dict[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # what a reader must know to judge it
+    notes: Sequence[str] = ()
 
     @property
     def succeeded(self) -> list[Observation]:
@@ -226,9 +234,8 @@ async def _watched(client: ClientHealth, sending: Coroutine[Any, Any, None]) -> 
         heart = asyncio.ensure_future(watch_loop(beats))
         try:
             await sending
-            await asyncio.sleep(
-                2 * HEARTBEAT_SECONDS
-            )  # so that the last stamps have a heartbeat, too
+            # So that the last stamps have a heartbeat, too.
+            await asyncio.sleep(2 * HEARTBEAT_SECONDS)
         finally:
             client.cpu = (time.thread_time() - cpu) / (time.perf_counter() - began)
             heart.cancel()
@@ -252,74 +259,69 @@ def _judge(
     client.refused = dict(Counter(refused))
 
 
+@dataclass
 class _Sender:
-    """Sends a workload and collects the replies, which the target reads afterwards."""
+    """Sends a workload and collects the replies, which the target reads afterwards.
 
-    def __init__(
-        self,
-        target: LoadTarget,
-        requests: Sequence[LoadRequest],
-        client: ClientHealth,
-        progress: Progress,
-    ) -> None:
-        self._requests = requests
-        self._client = client
-        self._progress = progress
-        self._target = target
-        self._lead = target.lead
-        self._replies: dict[int, Any] = {}  # by the request's place in the workload
-        self._in_flight = 0
+    `replies` are by the request's place in the workload.
+    """
+
+    target: LoadTarget
+    requests: Sequence[LoadRequest]
+    client: ClientHealth
+    progress: Progress
+    replies: dict[int, Any] = field(default_factory=dict)
+    in_flight: int = 0
 
     async def open(self, offsets: Sequence[float], send_seconds: float) -> None:
         """Send each request at its time, independently of the others."""
-        began = time.perf_counter() + START_DELAY_SECONDS + self._lead
+        began = time.perf_counter() + START_DELAY_SECONDS + self.target.lead
         tasks = []
         for number, offset in enumerate(offsets):
             if offset > send_seconds:
                 break
-            await asyncio.sleep(began + offset - self._lead - time.perf_counter())
-            if self._in_flight >= MAX_IN_FLIGHT:
-                self._client.not_sent += 1
+            await asyncio.sleep(began + offset - self.target.lead - time.perf_counter())
+            if self.in_flight >= MAX_IN_FLIGHT:
+                self.client.not_sent += 1
                 continue
             tasks.append(asyncio.ensure_future(self._one(number, began + offset)))
         await asyncio.gather(*tasks)
 
     async def closed(self, concurrency: int, send_seconds: float) -> None:
         """The next request when one has ended."""
-        waiting = iter(range(len(self._requests)))
+        waiting = iter(range(len(self.requests)))
         end = time.perf_counter() + send_seconds
 
         async def user() -> None:
             for number in waiting:
                 if time.perf_counter() > end:
                     return
-                await self._one(number, SEND_NOW if self._lead else time.perf_counter())
+                await self._one(number, SEND_NOW if self.target.lead else time.perf_counter())
 
-        await asyncio.gather(*(user() for _ in range(min(concurrency, len(self._requests)))))
+        await asyncio.gather(*(user() for _ in range(min(concurrency, len(self.requests)))))
 
     async def _one(self, number: int, intended: float) -> None:
-        request = self._requests[number]
-        self._in_flight += 1
+        request = self.requests[number]
+        self.in_flight += 1
         try:
-            self._replies[number] = await self._target.start(
+            self.replies[number] = await self.target.start(
                 request.prompt, request.max_tokens, intended
             )
-        except (
-            Exception
-        ) as error:  # a target raises for no failure; one that does all the same loses one request
-            self._replies[number] = _broken(error, intended)
+        # A target raises for no failure; one that does all the same loses one request.
+        except Exception as error:
+            self.replies[number] = _broken(error, intended)
         finally:
-            self._in_flight -= 1
-        self._progress("load", len(self._replies), len(self._requests))
+            self.in_flight -= 1
+        self.progress("load", len(self.replies), len(self.requests))
 
     def read(self) -> list[Observation]:
         """The observations by their intended times; equal ones in the workload's order."""
-        replies = [self._replies[number] for number in sorted(self._replies)]
+        replies = [self.replies[number] for number in sorted(self.replies)]
         return sorted((self._observed(reply) for reply in replies), key=lambda one: one.intended)
 
     def _observed(self, reply: Any) -> Observation:
         try:
-            return reply if isinstance(reply, Observation) else self._target.read(reply)
+            return reply if isinstance(reply, Observation) else self.target.read(reply)
         except Exception as error:
             return _broken(error, reply.intended)
 

@@ -65,8 +65,7 @@ def _notes(kind: str, sizing: Sizing, scale: float) -> list[str]:
     if kind == "mooncake":
         notes = [
             f"prompts share prefixes as the trace says, in blocks of {BLOCK_TOKENS * scale:g} "
-            "tokens; "
-            "texts are made up"
+            "tokens; texts are made up"
         ]
         if scale < 1:
             notes.append(

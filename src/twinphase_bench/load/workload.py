@@ -173,8 +173,7 @@ class Workload:
                 )
             raise InvalidRequestError(
                 f"{number} of {len(self.requests)} requests are longer than the context of "
-                f"{context_length} tokens "
-                f"(the longest has {longest}).",
+                f"{context_length} tokens (the longest has {longest}).",
                 fix,
             )
 

@@ -19,7 +19,16 @@ from typing import Any
 from twinphase import ResultError
 from twinphase.phases.statistics import Interval
 from twinphase_bench.extras import require
-from twinphase_bench.report.report import Column, Metric, Report, Section, Status, Table, Verdict
+from twinphase_bench.report.report import (
+    Column,
+    Metric,
+    Report,
+    Section,
+    Status,
+    Table,
+    Verdict,
+    table_of,
+)
 from twinphase_bench.report.result import read_result
 
 CONFIDENCE = 0.95
@@ -116,7 +125,7 @@ def compare_reports(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -
         title=f"B against A: {b.title}" + (f" against {a.title}" if a.title != b.title else ""),
         verdicts=(*_warnings(a, b, differing), *_findings(found)),
         conditions=conditions | {key: value for key, value in a.conditions.items() if key in same},
-        noise=tuple(noise),
+        noise=noise,
         sections=(*_sections(found), *_left_out(ours, theirs, shared)),
         data={"comparisons": found, "seed": SEED, "resamples": RESAMPLES, "confidence": CONFIDENCE},
     )
@@ -253,8 +262,7 @@ def _findings(found: Sequence[Comparison]) -> Iterable[Verdict]:
         yield Verdict(
             Status.UNKNOWN,
             f"{verdicts[CANNOT]} of {number} metrics cannot be compared: {why}. Their B / A is "
-            "shown without "
-            "an interval: it may be chance.",
+            "shown without an interval: it may be chance.",
         )
     compared = number - verdicts[CANNOT]
     if compared:
@@ -285,17 +293,15 @@ def _definitions(items: Sequence[Comparison]) -> tuple[str, ...]:
     return (f"{ours}; {better}." if ours else f"{better}.",)
 
 
-def _common_reason(items: Sequence[Comparison]) -> tuple[str, ...]:
+def _common_reason(items: Sequence[Comparison]) -> list[str]:
     """Why none of them can be compared, where that is the same for all."""
     reasons = {item.reason for item in items}
-    return tuple(
-        f"Cannot be compared: {reason}." for reason in reasons if reason and len(reasons) == 1
-    )
+    return [f"Cannot be compared: {reason}." for reason in reasons if reason and len(reasons) == 1]
 
 
 def _table(title: str, items: Sequence[Comparison]) -> Table:
     columns = (
-        Column("metric"),
+        "metric",
         Column("A", "median"),
         Column("B", "median"),
         Column("n", "finite values of A, of B"),
@@ -313,12 +319,13 @@ def _table(title: str, items: Sequence[Comparison]) -> Table:
             _median(item.a),
             _median(item.b),
             f"{len(_finite(item.a))}, {len(_finite(item.b))}",
+            _factor(item.ratio),
+            _span(item),
+            item.verdict + (f": {item.reason}" if item.reason and several else ""),
         )
-        + (_factor(item.ratio), _span(item))
-        + (item.verdict + (f": {item.reason}" if item.reason and several else ""),)
         for item in items
     )
-    return Table(title, columns, tuple(rows))
+    return table_of(title, columns, rows)
 
 
 def _median(metric: Metric) -> str:
@@ -345,11 +352,11 @@ def _left_out(
     def cell(metric: Metric | None) -> str:
         return f"{_median(metric)}, {metric.better} is better" if metric else "not measured"
 
-    rows = tuple(
+    rows = [
         (name, cell(a.get(name)), cell(b.get(name)))
         for name in dict.fromkeys([*a, *b])
         if name not in shared
-    )
+    ]
     if rows:
-        table = Table("Not compared", (Column("metric"), Column("A"), Column("B")), rows)
+        table = table_of("Not compared", ("metric", "A", "B"), rows)
         yield Section("In one result only, or in different units", tables=(table,))

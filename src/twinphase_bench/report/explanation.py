@@ -10,7 +10,16 @@ from twinphase import alone_sentences, duration, percentages
 from twinphase.phases.report import FORMULAS
 from twinphase_bench.conditions import conditions
 from twinphase_bench.report.plots import ROW_PIXELS, spans
-from twinphase_bench.report.report import Column, Plot, Report, Section, Status, Table, Verdict
+from twinphase_bench.report.report import (
+    Column,
+    Plot,
+    Report,
+    Section,
+    Status,
+    Table,
+    Verdict,
+    table_of,
+)
 from twinphase_bench.report.theme import colours_of
 
 SYMPTOM = {
@@ -46,11 +55,9 @@ def explain_report(found: Mapping[str, Any]) -> Report:
     if found.get("claims"):
         sections.append(Section("What the server itself says", paragraphs=(found["claims"],)))
     if found.get("unknown"):
-        sections.append(Section("Unknown from outside", paragraphs=tuple(found["unknown"])))
+        sections.append(Section("Unknown from outside", paragraphs=found["unknown"]))
     title = f"{found['id']}: {duration(falls['wall_seconds'])} in all{first}"
-    return Report(
-        "explain", title, tuple(verdicts), conditions(), sections=tuple(sections), data=dict(found)
-    )
+    return Report("explain", title, verdicts, conditions(), sections=sections, data=dict(found))
 
 
 def _verdict(one: Mapping[str, Any], kind: str) -> Verdict:
@@ -76,13 +83,8 @@ def _waterfall_table(falls: Mapping[str, Any]) -> Table:
     ]
     rows.append(("all", duration(falls["wall_seconds"]), whole, ""))
     time = Column("time", "seconds of the wall time; the parts add up to all of it")
-    columns = (
-        Column("part"),
-        time,
-        Column("share", "of the wall time"),
-        Column("before the first token"),
-    )
-    return Table("The ledger", columns, tuple(rows))
+    columns = ("part", time, Column("share", "of the wall time"), "before the first token")
+    return table_of("The ledger", columns, rows)
 
 
 def waterfall_plot(falls: Mapping[str, Any], caption: str) -> Plot:
@@ -118,32 +120,26 @@ def _efficiency_table(near: Mapping[str, Any]) -> Table:
     def cell(value: float | None) -> str:
         return "unknown" if value is None else f"{100 * value:.1f} %"
 
-    rows = tuple(
+    rows = (
         (phase, one["bound"], cell(one["mfu"]), cell(one["mbu"])) for phase, one in near.items()
     )
-    columns = (
-        Column("phase"),
-        Column("bound by"),
-        Column("MFU", FORMULAS["MFU"]),
-        Column("MBU", FORMULAS["MBU"]),
-    )
-    return Table("Against the machine's ceilings", columns, rows)
+    shares = [Column(share, FORMULAS[share]) for share in ("MFU", "MBU")]
+    return table_of("Against the machine's ceilings", ["phase", "bound by", *shares], rows)
 
 
 def _lever_table(levers: Any, whose: str) -> Table:
     def cell(seconds: float | None, nothing: str) -> str:
         return nothing if seconds is None else duration(seconds)
 
-    rows = tuple(
-        (cell(one["saved_seconds"], "no prediction"), cell(one["addressed_seconds"], "unknown"))
-        + (one["flag"], one["advice"])
+    rows = (
+        (
+            cell(one["saved_seconds"], "no prediction"),
+            cell(one["addressed_seconds"], "unknown"),
+            one["flag"],
+            one["advice"],
+        )
         for one in levers
     )
     saved = Column("would save", f"of {whose} wall time, by the cost model")
-    columns = (
-        saved,
-        Column("at most", "the time that the lever works on"),
-        Column("lever"),
-        Column("how"),
-    )
-    return Table("Levers", columns, rows)
+    most = Column("at most", "the time that the lever works on")
+    return table_of("Levers", [saved, most, "lever", "how"], rows)

@@ -44,8 +44,7 @@ def page(report: Report, result: str) -> str:
         version=__version__,
         # Only these two scripts run, only this style holds, and nothing at all is fetched.
         policy=f"default-src 'none'; script-src {_hash(drawing)} {_hash(program)}; style-src "
-        f"{_hash(style)}; "
-        "img-src data:; base-uri 'none'; form-action 'none'",
+        f"{_hash(style)}; img-src data:; base-uri 'none'; form-action 'none'",
         style=Markup(style),
         drawing=Markup(drawing),
         program=Markup(program),

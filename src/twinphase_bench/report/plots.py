@@ -70,7 +70,7 @@ def bars(
 ) -> Plot:
     """Horizontal bars with error bars, one per category; divided by colour by the key `part`.
 
-    Parts add up, one behind the other; `grouped` ones are compared, one below the other. They have
+    Parts add up, one after the other; `grouped` ones are compared, one below the other. They have
     no error bars.
     """
     parts = _names(rows, part)
@@ -118,7 +118,7 @@ def spans(
 
     `lane` is (key of the row, title of the axis); lanes are in the order of the rows and together
     `height` pixels high. `roles` are the colours (`theme.py`) of what the key `part` says a bar is;
-    without a legend where the lane says that as well. `text` is the key of what is written behind
+    without a legend where the lane says that as well. `text` is the key of what is written after
     each bar.
     """
     lanes = list(dict.fromkeys(row[lane[0]] for row in rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from twinphase_bench.report.report import Plot, Report
 from twinphase_bench.report.result import plain, result_json
 from twinphase_bench.report.theme import config
 
-# of PNGs: CSS pixels, and device pixels for each
+# Of PNGs: CSS pixels, and device pixels for each.
 WIDTH = 640
 HEIGHT = 340
 SCALE = 2.0
@@ -28,7 +28,7 @@ class Written:
     html: Path
     markdown: Path
     json: Path
-    plots: tuple[Path, ...]
+    plots: Sequence[Path]
 
 
 def write_report(
@@ -41,7 +41,7 @@ def write_report(
     Args:
         report: what was measured.
         folder: made if it is not there.
-        progress: called for each file.
+        progress: called before the page, and before each plot.
 
     Raises:
         MissingExtraError: without the bench extra.
@@ -52,24 +52,20 @@ def write_report(
     plots = [plot for section in report.sections for plot in section.plots]
     _check_names([plot.name for plot in plots])
     text = result_json(report)
-    total = len(plots) + 1
-    progress("page", 0, total)
+    progress("writing the report", 0, 0)
     images = []
     try:
         _write(folder / "result.json", text.encode())  # first: it has what took long
         _write(folder / "report.md", markdown(report).encode())
         _write(folder / "report.html", page(report, text).encode())
-        for number, plot in enumerate(plots, 1):
-            progress(f"plot {plot.name}", number, total)
+        for number, plot in enumerate(plots):
+            progress(f"drawing {plot.name}", number, len(plots))
             images.append(folder / "plots" / f"{plot.name}.png")
             _write(images[-1], png(plot))
     except OSError as error:
         cause = f"The report cannot be written to {folder}: {error.strerror}."
         raise StorageError(cause, "Give another folder.") from None
-    progress("report", total, total)
-    return Written(
-        folder / "report.html", folder / "report.md", folder / "result.json", tuple(images)
-    )
+    return Written(folder / "report.html", folder / "report.md", folder / "result.json", images)
 
 
 def _write(path: Path, data: bytes) -> None:

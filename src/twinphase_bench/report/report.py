@@ -7,7 +7,7 @@ Every command that measures or explains ends in a `Report`. Charts are made in `
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,11 +49,21 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text, as many cells each as there are columns; the first column names the row."""
+    """Rows of text with a cell per column; the first column names the row."""
 
     title: str
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[str, ...], ...]
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str]]
+
+    def __post_init__(self) -> None:
+        if any(len(row) != len(self.columns) for row in self.rows):
+            raise ValueError(f"A row of the table {self.title!r} lacks a cell, or has one too many")
+
+
+def table_of(title: str, columns: Iterable[Column | str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table; a column without a definition is given by its name alone."""
+    heads = [Column(head) if isinstance(head, str) else head for head in columns]
+    return Table(title, heads, list(rows))
 
 
 @dataclass(frozen=True)
@@ -75,10 +85,10 @@ class Section:
     """A part of a report: verdicts, then text, tables and plots."""
 
     title: str
-    verdicts: tuple[Verdict, ...] = ()
-    paragraphs: tuple[str, ...] = ()
-    tables: tuple[Table, ...] = ()
-    plots: tuple[Plot, ...] = ()
+    verdicts: Sequence[Verdict] = ()
+    paragraphs: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    plots: Sequence[Plot] = ()
 
 
 @dataclass(frozen=True)
@@ -98,19 +108,24 @@ class Metric:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a reader needs to judge a measurement, and to repeat it."""
+    """Everything a reader needs to judge a measurement, and to repeat it.
 
-    kind: str  # the command: "bench", "lab", "roofline", "explain", "compare"
+    Attributes:
+        kind: the command: "bench", "lab", "roofline", "explain", "compare".
+        title: one line.
+        verdicts: the findings, most important first.
+        conditions: machine, model and its hash, versions, flags, date (`conditions.py`).
+        noise: how steady the machine was, and what was repeated or left out because it was not.
+        sections: the numbers.
+        metrics: what `bench compare` compares.
+        data: everything raw: timestamps of every token among them.
+    """
+
+    kind: str
     title: str
-    verdicts: tuple[Verdict, ...]  # the findings, most important first
-    conditions: Mapping[
-        str, str
-    ]  # machine, model and its hash, versions, flags, date (`conditions.py`)
-    noise: tuple[
-        str, ...
-    ] = ()  # how steady the machine was, and what was repeated or left out because it was not
-    sections: tuple[Section, ...] = ()  # the numbers
-    metrics: tuple[Metric, ...] = ()  # what `bench compare` compares
-    data: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # everything raw: timestamps of every token among them
+    verdicts: Sequence[Verdict]
+    conditions: Mapping[str, str]
+    noise: Sequence[str] = ()
+    sections: Sequence[Section] = ()
+    metrics: Sequence[Metric] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)

@@ -76,8 +76,8 @@ def read_result(path: Path) -> Report:
         )
     if found.get("version") != VERSION:
         raise ResultError(
-            f"{path} is a result of format version {found.get('version')!r}; this twinphase "
-            f"reads version {VERSION}.",
+            f"{path} is a result of format version {found.get('version')!r}; this twinphase reads "
+            f"version {VERSION}.",
             "Measure again, or use the twinphase that wrote it.",
         )
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from rich.console import Console
 from rich.text import Text
@@ -10,6 +10,7 @@ from rich.text import Text
 from twinphase import answers
 from twinphase_bench.report.report import Report, Status, Table
 
+ShownTables: TypeAlias = Literal["none", "short", "all"]
 COLOURS = {
     Status.HOLDS: "green",
     Status.FAILS: "red",
@@ -22,12 +23,7 @@ MAX_SHORT_TABLE_ROWS = 40
 MAX_SHORT_TABLE_COLUMNS = 120
 
 
-def show(
-    report: Report,
-    *,
-    tables: Literal["none", "short", "all"] = "short",
-    console: Console | None = None,
-) -> None:
+def show(report: Report, *, tables: ShownTables = "short", console: Console | None = None) -> None:
     """Print what a reader needs; everything else is in the files.
 
     Args:
@@ -62,7 +58,7 @@ def _hanging(console: Console, head: Text, text: Text) -> None:
 
 def _table(console: Console, table: Table, only_short: bool) -> None:
     """Columns in line, two spaces between them; the first to the left, numbers to the right."""
-    rows = [tuple(column.name for column in table.columns), *table.rows]
+    rows = [[column.name for column in table.columns], *table.rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if only_short and (
         len(table.rows) > MAX_SHORT_TABLE_ROWS

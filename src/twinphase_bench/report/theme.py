@@ -43,8 +43,8 @@ COLOURS = {
 SHADES = {phase: [phase, *(f"{phase}{number}" for number in (2, 3, 4))] for phase in PAGE_COLOURS}
 SERIES = [f"series{number}" for number in range(1, 7)]
 FONT = (
-    "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation "
-    "Sans', sans-serif"
+    "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans', "
+    "sans-serif"
 )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from twinphase import LinkRates
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.roofline import UNITS, Placed, Roofline
-from twinphase_bench.report.report import Column, Metric, Status, Table, Verdict
+from twinphase_bench.report.report import Column, Metric, Status, Table, Verdict, table_of
 from twinphase_bench.roofline.ceilings import CeilingSweep
 from twinphase_bench.roofline.findings import MAX_DISAGREEMENT, OUTSIDE, PointFinding
 
@@ -25,20 +25,18 @@ EFFICIENCIES = (
     Column("MFU", "sum over units of FLOP / measured peak, over the measured time"),
     Column(
         "MBU",
-        "bytes (weights once per step, KV read and written) / bandwidth of a working set, over "
-        "the time",
+        "bytes (weights once per step, KV read and written) / bandwidth of a working set, over the "
+        "time",
     ),
     Column("bound", "the ceiling that explains more of the time, and at least half of it"),
 )
 HOW_APART = (
     "Linear layers and attention apart: the step's captured program runs with a clock reading "
-    "wherever the part "
-    "changes, inside the compiled loop. Whole steps are timed without readings; both kinds "
-    "alternate. The parts count as the whole step's where both forward passes take the same time "
-    f"within {MAX_DISAGREEMENT:.0%}. Other operations are "
-    "the embedding, norms, rotation and writing of KV, SwiGLU and quantizing of activations; "
-    "outside the forward pass "
-    "are scheduling, inputs, the waking of threads, and sampling."
+    "wherever the part changes, inside the compiled loop. Whole steps are timed without readings; "
+    "both kinds alternate. The parts count as the whole step's where both forward passes take the "
+    f"same time within {MAX_DISAGREEMENT:.0%}. Other operations are the embedding, norms, rotation "
+    "and writing of KV, SwiGLU and quantizing of activations; outside the forward pass are "
+    "scheduling, inputs, the waking of threads, and sampling."
 )
 
 
@@ -68,15 +66,15 @@ def ceilings_table(sweep: CeilingSweep) -> Table:
     columns = (
         Column("ceiling", definition),
         Column("kept", "for later runs"),
-        Column("median of this run"),
+        "median of this run",
     )
     kept = _rates(sweep.kept)
     runs = [_rates(run) for run in sweep.runs]
-    rows = tuple(
+    rows = (
         (name, f"{rate / 1e9:,.0f}", f"{statistics.median(run[name] for run in runs) / 1e9:,.0f}")
         for name, rate in kept.items()
     )
-    return Table(f"Ceilings with {sweep.kept.threads} threads", columns, rows)
+    return table_of(f"Ceilings with {sweep.kept.threads} threads", columns, rows)
 
 
 def _rates(ceilings: Ceilings) -> dict[str, float]:
@@ -90,14 +88,10 @@ def _rates(ceilings: Ceilings) -> dict[str, float]:
 def balance_table(line: Roofline) -> Table:
     """Balance point of each unit on each memory."""
     definition = (
-        "peak of the unit / bandwidth, FLOP per byte: work of a lower intensity is "
-        "bound by this memory"
+        "peak of the unit / bandwidth, FLOP per byte: work of a lower intensity is bound by this "
+        "memory"
     )
-    columns = (
-        Column("memory"),
-        Column("GB/s"),
-        *(Column(roof.unit, definition) for roof in line.roofs),
-    )
+    units = [Column(roof.unit, definition) for roof in line.roofs]
     rows = [
         (
             slope.name,
@@ -106,43 +100,35 @@ def balance_table(line: Roofline) -> Table:
         )
         for slope in line.slopes
     ]
-    return Table("Balance points, FLOP/byte", columns, tuple(rows))
+    return table_of("Balance points, FLOP/byte", ["memory", "GB/s", *units], rows)
 
 
 def link_table(link: LinkRates) -> Table:
     """What ranks exchange."""
     definition = (
-        f"{link.ranks} ranks gather rows in shared memory, as a step does, and each "
-        "reads them whole"
+        f"{link.ranks} ranks gather rows in shared memory, as a step does, and each reads them "
+        "whole"
     )
     large, small = (
         f"{rows} row{'s' * (rows > 1)} of {4 * columns:,} bytes"
         for rows, columns in (link.large, link.small)
     )
     rows = ((large, f"{link.bandwidth / 1e9:,.1f} GB/s"), (small, f"{1e6 * link.latency:,.1f} µs"))
-    return Table(
-        f"What {link.ranks} ranks exchange",
-        (Column("rows", definition), Column("best round")),
-        rows,
-    )
+    columns = (Column("rows", definition), "best round")
+    return table_of(f"What {link.ranks} ranks exchange", columns, rows)
 
 
 # Tables of a model's points
-def _point_columns(phase: str) -> tuple[Column, ...]:
-    return (
-        (Column("prompt", "tokens"),)
-        if phase == "prefill"
-        else (Column("batch"), Column("context", "tokens"))
-    )
+def _point_columns(phase: str) -> list[Column]:
+    if phase == "prefill":
+        return [Column("prompt", "tokens")]
+    return [Column("batch"), Column("context", "tokens")]
 
 
-def _point_cells(one: PointFinding) -> tuple[str, ...]:
+def _point_cells(one: PointFinding) -> list[str]:
     point = one.point
-    return (
-        (f"{point.tokens:,}",)
-        if point.phase == "prefill"
-        else (f"{point.batch:,}", f"{point.tokens:,}")
-    )
+    tokens = f"{point.tokens:,}"
+    return [tokens] if point.phase == "prefill" else [f"{point.batch:,}", tokens]
 
 
 def _efficiency_cells(placed: Placed) -> tuple[str, ...]:
@@ -178,7 +164,7 @@ def point_table(found: Sequence[PointFinding], phase: str) -> Table:
                     *_efficiency_cells(one.whole),
                 )
             )
-    return Table(f"{phase.capitalize()}: whole steps", columns, tuple(rows))
+    return table_of(f"{phase.capitalize()}: whole steps", columns, rows)
 
 
 def part_table(found: Sequence[PointFinding], phase: str) -> Table:
@@ -186,14 +172,14 @@ def part_table(found: Sequence[PointFinding], phase: str) -> Table:
     intensity = Column(
         "FLOP/byte", "arithmetic intensity: FLOP of the algorithm / bytes it must move"
     )
-    columns = (
+    columns: list[Column | str] = [
         *_point_columns(phase),
-        Column("part"),
+        "part",
         intensity,
-        Column("GFLOP/s"),
-        Column("GB/s"),
+        "GFLOP/s",
+        "GB/s",
         *EFFICIENCIES,
-    )
+    ]
     rows = []
     for one in found:
         for name, placed in one.placed[1:] if one.point.phase == phase else ():
@@ -203,7 +189,7 @@ def part_table(found: Sequence[PointFinding], phase: str) -> Table:
                 speeds = (f"{placed.rate / 1e9:,.1f}", f"{placed.byte_rate / 1e9:,.1f}")
                 cells = (ratio, *speeds, *_efficiency_cells(placed))
             rows.append((*_point_cells(one), name.removesuffix(" layers"), *cells))
-    return Table(f"{phase.capitalize()}: parts under the roofline", columns, tuple(rows))
+    return table_of(f"{phase.capitalize()}: parts under the roofline", columns, rows)
 
 
 # Verdicts
@@ -241,8 +227,8 @@ def machine_verdict(line: Roofline) -> Verdict:
     memory = slope.name.partition(",")[0]
     text = (
         f"{line.title}: {roof.unit} {rate_text(roof.rate, 'FLOP/s')} / {memory} "
-        f"{rate_text(slope.rate, 'B/s')} = "
-        f"balance at {balance:,.{0 if balance >= 10 else 1}f} FLOP/byte (measured)."
+        f"{rate_text(slope.rate, 'B/s')} = balance at {balance:,.{0 if balance >= 10 else 1}f} "
+        "FLOP/byte (measured)."
     )
     return Verdict(Status.INFO, text)
 

@@ -89,11 +89,11 @@ def roofline(
     return Report(
         kind="roofline",
         title=f"Roofline of {points.workshop.path.name if points else 'this machine'}",
-        verdicts=tuple(words.verdicts(line, found)),
+        verdicts=words.verdicts(line, found),
         conditions=_conditions(points, settings, ceilings, ceiling_repetitions),
-        noise=tuple(_noise(sweep, problem, points, others)),
-        sections=tuple(sections),
-        metrics=tuple(words.metrics(sweep, found)),
+        noise=_noise(sweep, problem, points, others),
+        sections=sections,
+        metrics=words.metrics(sweep, found),
         data=_data(sweep, line, points) | {"link": link and asdict(link)},
     )
 
@@ -131,28 +131,25 @@ def settings_of(given: Mapping[str, Any], engine: Mapping[str, Any]) -> Settings
 
 
 def _conditions(
-    points: ModelPoints | None,
-    settings: Settings,
-    ceilings: Ceilings,
-    ceiling_repetitions: int,
+    points: ModelPoints | None, settings: Settings, ceilings: Ceilings, ceiling_repetitions: int
 ) -> dict[str, str]:
     flags: dict[str, object] = {
-        "ceilings": f"{ceiling_repetitions} repetitions before and after; MBU counts from the "
-        "best bandwidth of these"
+        "ceilings": f"{ceiling_repetitions} repetitions before and after; MBU counts from the best "
+        "bandwidth of these"
     }
     if points is None:
         return conditions(threads=ceilings.threads, isa=ceilings.isa, flags=flags)
     shape = points.workshop.shape
     units = points.workshop.units
     flags |= {
-        "repetitions": f"{min(map(len, points.samples.values()))}, all points in turn; figures "
-        "are medians",
+        "repetitions": f"{min(map(len, points.samples.values()))}, all points in turn; figures are "
+        "medians",
         "decode steps": f"{settings.steps} whole and {settings.steps} in parts per repetition",
         "largest prefill chunk": f"{settings.config.max_num_batched_tokens} tokens",
         "KV cache": f"{settings.config.kv_cache_dtype}, {shape.kv_token_bytes:,} bytes per token",
         "weights": f"{shape.linear_bytes + shape.head_bytes:,} bytes read per step",
-        "units": f"linear layers {units.linear}; attention {units.scores} (scores), "
-        f"{units.values} (values)",
+        "units": f"linear layers {units.linear}; attention {units.scores} (scores), {units.values} "
+        "(values)",
     }
     return conditions(
         model=points.workshop.path, threads=ceilings.threads, isa=ceilings.isa, flags=flags
@@ -165,8 +162,8 @@ def _noise(
     lines = [others.noise()]
     if sweep.kept.provisional:
         lines.append(
-            "Other processes took the cores while ceilings were measured: later runs measure "
-            "them again."
+            "Other processes took the cores while ceilings were measured: later runs measure them "
+            "again."
         )
     if problem:
         lines.append(f"The ceilings could not be kept for later runs: {problem}.")
@@ -186,26 +183,24 @@ def _machine_section(
     sweep: CeilingSweep, line: Roofline, marks: Sequence[DrawnPart], link: LinkRates | None
 ) -> Section:
     caption = (
-        "Solid lines: bandwidth by working set; dashed: peaks of the arithmetic units; "
-        "crosses: balance points."
+        "Solid lines: bandwidth by working set; dashed: peaks of the arithmetic units; crosses: "
+        "balance points."
     )
     if marks:
         caption += (
-            " Points: medians; the labels are prompt lengths, batches and contexts of a "
-            "line's ends."
+            " Points: medians; the labels are prompt lengths, batches and contexts of a line's "
+            "ends."
         )
     plots = (roofline_plot(line, marks, caption),) if line.roofs and line.slopes else ()
-    tables = [
-        words.balance_table(line),
-        words.ceilings_table(sweep),
-        *([words.link_table(link)] if link else []),
-    ]
-    return Section("The machine", (), (), tuple(tables), plots)
+    tables = [words.balance_table(line), words.ceilings_table(sweep)]
+    if link:
+        tables.append(words.link_table(link))
+    return Section("The machine", tables=tables, plots=plots)
 
 
 def _phase_section(found: Sequence[PointFinding], phase: str) -> Section:
     tables = words.point_table(found, phase), words.part_table(found, phase)
-    return Section(phase.capitalize(), (), (), tuple(table for table in tables if table.rows))
+    return Section(phase.capitalize(), tables=[table for table in tables if table.rows])
 
 
 def _series(found: Sequence[PointFinding], series: str) -> list[PointFinding]:
@@ -255,10 +250,7 @@ def _marks(found: Sequence[PointFinding]) -> list[DrawnPart]:
 
 def _data(sweep: CeilingSweep, line: Roofline, points: ModelPoints | None) -> dict[str, Any]:
     data: dict[str, Any] = {
-        "ceilings": {
-            "best": asdict(sweep.kept),
-            "runs": [asdict(one) for one in sweep.runs],
-        },
+        "ceilings": {"best": asdict(sweep.kept), "runs": [asdict(one) for one in sweep.runs]},
         "roofline": asdict(line),
         "balance points": [
             {"unit": roof.unit, "memory": slope.name, "flop_per_byte": balance}

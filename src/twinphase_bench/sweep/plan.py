@@ -27,12 +27,8 @@ MIN_PLANNED_TOKENS = 128
 class SweepOptions:
     """What a user may choose of a sweep."""
 
-    batches: tuple[int, ...] = (
-        1,
-        2,
-        4,
-        8,
-    )  # sequences at once; only those that the target can hold are measured
+    # Sequences at once; only those that the target can hold are measured.
+    batches: tuple[int, ...] = (1, 2, 4, 8)
     quick: bool = False  # a look in about a minute, not a result: fewer places, shorter prompts
     repetitions: int | None = None  # five unless given, three if `quick`
     max_seconds: float | None = 300.0  # limit of the sweep
@@ -49,10 +45,9 @@ class Place:
     batch: int = 1  # sequences that decode together
 
     def __str__(self) -> str:
-        at = f"{self.length:,} tokens"
-        return (
-            f"prefill of {at}" if self.phase == "prefill" else f"decode of {self.batch} behind {at}"
-        )
+        if self.phase == "prefill":
+            return f"prefill of {self.length:,} tokens"
+        return f"decode at batch {self.batch} after {self.length:,} tokens"
 
 
 @dataclass(frozen=True)
@@ -64,9 +59,8 @@ class Plan:
     decode_tokens: int = DECODE_TOKENS  # steps of one decode measurement
     max_seconds: float | None = None  # limit of the rounds
     seed: int = 0  # of the order
-    wanted_length: int = (
-        0  # longest prompt + output to be measured; the time limit may have allowed less
-    )
+    # Longest prompt + output to be measured; the time limit may have allowed less.
+    wanted_length: int = 0
 
     @property
     def longest(self) -> int:
@@ -121,8 +115,8 @@ def _places(length: int, batches: Sequence[int], quick: bool) -> tuple[tuple[Pla
     """Places for prompts + outputs up to a length, and the steps of a decode measurement."""
     tokens = min(12 if quick else DECODE_TOKENS, max(1, length // 4))
     sizes = sorted(set(batches))
-    # Behind the longest prompt there is room for the tokens of a batch whose prompts are read one
-    # after the other.
+    # After the longest prompt there is room for the tokens of a batch whose prompts are prefilled
+    # one after the other.
     longest = max(2, length - tokens - 4)
     places = [Place("prefill", n) for n in _lengths(longest, quick)]
     powers = [n for n in POWERS if n <= longest // 2]

@@ -9,8 +9,7 @@ import statistics
 from typing import Any
 
 from twinphase.phases.statistics import median_interval
-from twinphase_bench.report.report import Column, Metric, Section, Table
-from twinphase_bench.sweep.plan import Place
+from twinphase_bench.report.report import Column, Metric, Section, table_of
 from twinphase_bench.sweep.plots import decode_plots, prefill_plots
 from twinphase_bench.sweep.run import PhaseSweep, SweepPoint
 from twinphase_bench.sweep.verdicts import percent, rate_text, time_text
@@ -21,8 +20,7 @@ TIME = Column(
 INTERVAL = Column(
     "interval (ms)",
     "of the median, by the ranks of the repetitions, with the confidence that their number gives: "
-    "the lowest to the "
-    "highest of five give 94 %, of three 75 %",
+    "the lowest to the highest of five give 94 %, of three 75 %",
 )
 RATE = Column(
     "tok/s", "prefill: prompt tokens / time. decode: batch / time, all sequences together"
@@ -36,7 +34,7 @@ def sweep_sections(result: PhaseSweep) -> list[Section]:
 
 def _both(result: PhaseSweep) -> Section:
     columns = (
-        Column("phase"),
+        "phase",
         Column(
             "tokens before",
             "prefill: length of the prompt. decode: tokens before the decoded one, on average",
@@ -48,10 +46,15 @@ def _both(result: PhaseSweep) -> Section:
         Column("tok/s each", "decode: of one sequence, 1 / time"),
     )
     rows = [
-        (place.phase, f"{point.x[0]:,.0f}", f"{place.batch}", *_measured(place, point))
-        + (rate_text(1 / point.median) if place.phase == "decode" else "-",)
+        (
+            phase,
+            f"{point.tokens:,.0f}",
+            f"{point.place.batch}",
+            *_measured(point),
+            rate_text(1 / point.median) if phase == "decode" else "-",
+        )
         for phase in ("prefill", "decode")
-        for place, point in result.points(phase)
+        for point in result.points(phase)
     ]
     return Section(
         "Both phases",
@@ -59,17 +62,17 @@ def _both(result: PhaseSweep) -> Section:
             f"Prefill: {result.facts.prefill_definition}",
             f"Decode: {result.facts.decode_definition}",
         ),
-        tables=(Table("Both phases", columns, tuple(rows)),),
+        tables=[table_of("Both phases", columns, rows)],
     )
 
 
-def _measured(place: Place, point: SweepPoint) -> tuple[str, str, str]:
+def _measured(point: SweepPoint) -> tuple[str, str, str]:
     """The cells of TIME, INTERVAL and RATE."""
     interval = median_interval(point.values)
-    tokens = point.x[0] if place.phase == "prefill" else place.batch
+    tokens = point.tokens if point.place.phase == "prefill" else point.place.batch
     span = (
-        f"{time_text(interval.low)} .. {time_text(interval.high)} "
-        f"({100 * interval.confidence:.0f} %)"
+        f"{time_text(interval.low)} .. {time_text(interval.high)} ({100 * interval.confidence:.0f} "
+        "%)"
     )
     return (
         time_text(point.median),
@@ -85,7 +88,7 @@ def _phase(result: PhaseSweep, phase: str) -> Section:
         if place.phase == phase
     ]
     plots = prefill_plots(result) if phase == "prefill" else decode_plots(result)
-    return Section(phase.capitalize(), (), tuple(failed), (), tuple(plots))
+    return Section(phase.capitalize(), paragraphs=failed, plots=plots)
 
 
 def sweep_metrics(result: PhaseSweep) -> list[Metric]:
@@ -96,7 +99,8 @@ def sweep_metrics(result: PhaseSweep) -> list[Metric]:
     }
     found = []
     for phase, definition in definitions.items():
-        for place, point in result.points(phase):
+        for point in result.points(phase):
+            place = point.place
             name = f"prefill_seconds[n={place.length}]"
             if phase == "decode":
                 name = f"decode_step_seconds[position={place.length},batch={place.batch}]"
@@ -108,24 +112,25 @@ def sweep_noise(result: PhaseSweep) -> list[str]:
     """How steady the machine was, and what was repeated or cut short."""
     kept = result.kept()
     plan = result.plan
-    points = [point for phase in ("prefill", "decode") for _, point in result.points(phase)]
     spreads = [
-        statistics.stdev(point.values) / point.median for point in points if len(point.values) > 1
+        statistics.stdev(point.values) / point.median
+        for point in result.points("prefill") + result.points("decode")
+        if len(point.values) > 1
     ]
     lines = []
     if spreads:
         lines.append(
             f"Repetitions of a point differ by ±{percent(statistics.median(spreads))} (standard "
-            "deviation, median "
-            f"over {len(spreads)} points), ±{percent(max(spreads))} at the worst point."
+            f"deviation, median over {len(spreads)} points), ±{percent(max(spreads))} at the worst "
+            "point."
         )
     known = [one.foreign_cores for one in kept if one.foreign_cores is not None]
     if known:
         lines.append(
             f"Others used {statistics.median(known):.2f} cores (median), {max(known):.2f} at most. "
-            f"{len(result.visits) - len(kept)} measurements were replaced by a repetition "
-            "because others used the "
-            f"processor; {sum(one.disturbed for one in kept)} of {len(kept)} stayed disturbed."
+            f"{len(result.visits) - len(kept)} measurements were replaced by a repetition because "
+            f"others used the processor; {sum(one.disturbed for one in kept)} of {len(kept)} "
+            "stayed disturbed."
         )
     else:
         lines.append(
@@ -143,9 +148,8 @@ def sweep_noise(result: PhaseSweep) -> list[str]:
         )
     if plan.longest and plan.longest < 0.8 * plan.wanted_length:
         lines.append(
-            f"The longest prompt is {plan.longest:,} of {plan.wanted_length:,} tokens: more "
-            "would not have fitted into "
-            f"{plan.max_seconds:g} s (--max-seconds)."
+            f"The longest prompt is {plan.longest:,} of {plan.wanted_length:,} tokens: more would "
+            f"not have fitted into {plan.max_seconds:g} s (--max-seconds)."
         )
     return lines
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +22,7 @@ from twinphase_bench.sweep.plan import (
     Place,
     Plan,
 )
-from twinphase_bench.targets.target import DecodeSample, PrefillSample, Target, TargetFacts
+from twinphase_bench.targets.target import PhaseSample, Target, TargetFacts
 
 # Other programs may use this many cores before a measurement counts as disturbed.
 QUIET_CORES = 0.1
@@ -44,44 +44,40 @@ class SweepError(TwinphaseError):
 
 @dataclass(frozen=True)
 class Visit:
-    """One measurement of one place."""
+    """One measurement of one place.
+
+    Attributes:
+        place: which.
+        round: from 0.
+        began: seconds since the sweep began.
+        samples: what the target gave: several for a short prefill.
+        foreign_cores: cores' worth of CPU time that others used meanwhile; None is unknown.
+        disturbed: others used so much that it was measured again, or would have been.
+        kept: False for one that a less disturbed repetition replaced.
+    """
 
     place: Place
-    round: int  # from 0
-    began: float  # seconds since the sweep began
-    samples: tuple[
-        PrefillSample | DecodeSample, ...
-    ]  # what the target gave: several for a short prefill
-    foreign_cores: (
-        float | None
-    )  # cores' worth of CPU time that others used meanwhile; None where unknown
-    disturbed: bool  # others used so much that it was measured again, or would have been
-    kept: bool  # False for one that a less disturbed repetition replaced
-
-    @property
-    def x(self) -> tuple[float, float]:
-        """(prompt tokens, 1) by the target's count, or (mean position, batch)."""
-        first = self.samples[0]
-        if isinstance(first, PrefillSample):
-            return float(first.num_tokens), 1.0
-        return first.position, float(first.batch)
+    round: int
+    began: float
+    samples: Sequence[PhaseSample]
+    foreign_cores: float | None
+    disturbed: bool
+    kept: bool
 
     @property
     def seconds(self) -> float:
-        """Of a prefill: the median of the samples. Of a decode step: the mean, like TPOT."""
-        first = self.samples[0]
-        if isinstance(first, DecodeSample):
-            return sum(first.gaps) / len(first.gaps)
-        return statistics.median(
-            sample.seconds for sample in self.samples if isinstance(sample, PrefillSample)
-        )
+        return statistics.median(sample.seconds for sample in self.samples)
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """(prompt tokens, 1) or (position, batch), and the seconds of each repetition."""
+    """A place with the seconds of each repetition.
 
-    x: tuple[float, float]
+    `tokens` are by the target's count: of the prompt, or before the decoded ones (the mean).
+    """
+
+    place: Place
+    tokens: float
     values: tuple[float, ...]
 
     @property
@@ -95,12 +91,14 @@ class PhaseSweep:
 
     facts: TargetFacts
     plan: Plan
-    visits: list[Visit] = field(
-        default_factory=list
-    )  # replaced ones too, in the order of measurement
-    failures: dict[Place, str] = field(default_factory=dict)  # why a place could not be measured
-    seconds: float = 0.0  # that the sweep took
-    stopped: str = ""  # why it ended before all rounds were done
+    # Replaced ones too, in the order of measurement.
+    visits: list[Visit] = field(default_factory=list)
+    # Why a place could not be measured.
+    failures: dict[Place, str] = field(default_factory=dict)
+    # The time that the sweep took.
+    seconds: float = 0.0
+    # Why it ended before all rounds were done.
+    stopped: str = ""
 
     def kept(self, place: Place | None = None) -> list[Visit]:
         """The measurements that count, of one place or of all."""
@@ -112,16 +110,14 @@ class PhaseSweep:
         kept = self.kept()
         return sum(one.disturbed for one in kept) / len(kept) if kept else 0.0
 
-    def points(self, phase: str) -> list[tuple[Place, SweepPoint]]:
-        """Places with their repetitions' seconds, in the plan's order."""
+    def points(self, phase: str) -> list[SweepPoint]:
+        """What was measured of a phase, in the plan's order."""
         found = []
         for place in self.plan.places:
             kept = self.kept(place)
             if place.phase == phase and kept:
-                first = statistics.fmean(one.x[0] for one in kept)
-                found.append(
-                    (place, SweepPoint((first, kept[0].x[1]), tuple(one.seconds for one in kept)))
-                )
+                tokens = statistics.fmean(one.samples[0].tokens for one in kept)
+                found.append(SweepPoint(place, tokens, tuple(one.seconds for one in kept)))
         return found
 
 
@@ -138,14 +134,12 @@ def calibrate(target: Target, progress: Progress = lambda what, done, total: Non
     for number, (length, batch) in enumerate(WARM_UP):
         progress("warm-up", number, len(WARM_UP))
         sample = target.prefill(min(length, longest))
-        token = sample.seconds / sample.num_tokens
+        token = sample.seconds / sample.tokens
         try:
-            gaps = target.decode(min(length, longest), batch, 4).gaps
+            step = target.decode(min(length, longest), batch, 4).seconds
         except TwinphaseError:
-            if batch == 1:
+            if batch == 1:  # Two at once may be too many: the sweep will say so.
                 raise
-            continue  # it does not take two at once: the sweep will say so
-        step = sum(gaps) / len(gaps)
     return Pace(token, step)
 
 
@@ -185,25 +179,20 @@ def sweep(
     return run.result
 
 
+@dataclass
 class _Sweep:
     """A sweep that is running."""
 
-    def __init__(
-        self,
-        target: Target,
-        plan: Plan,
-        progress: Progress,
-        watch_others: bool,
-        clock: Callable[[], float],
-    ) -> None:
-        self.target = target
-        self.plan = plan
-        self.progress = progress
-        self.clock = clock
-        self.watch_others = watch_others
-        self.result = PhaseSweep(target.facts, plan)
-        self.start = clock()
-        self.random = random.Random(plan.seed)
+    target: Target
+    plan: Plan
+    progress: Progress
+    watch_others: bool
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self.result = PhaseSweep(self.target.facts, self.plan)
+        self.start = self.clock()
+        self.random = random.Random(self.plan.seed)
 
     def rounds(self) -> None:
         """Measure all places, each round in another order, until the plan or the time ends."""
@@ -242,7 +231,7 @@ class _Sweep:
             watch = Bystanders() if self.watch_others else None
             try:
                 with watch or nullcontext():
-                    samples = tuple(self.samples(place))
+                    samples = list(self.samples(place))
             except TwinphaseError as error:
                 self.result.failures[place] = str(error)
                 break
@@ -257,7 +246,7 @@ class _Sweep:
         best = min(found, key=lambda one: (one.disturbed, one.foreign_cores or 0.0), default=None)
         self.result.visits += [replace(one, kept=one is best) for one in found]
 
-    def samples(self, place: Place) -> Iterator[PrefillSample | DecodeSample]:
+    def samples(self, place: Place) -> Iterator[PhaseSample]:
         """Ask the target: a decode once, a prefill as often as a short one needs."""
         if place.phase == "decode":
             yield self.target.decode(place.length, place.batch, self.plan.decode_tokens)

@@ -57,24 +57,23 @@ def _busy(result: PhaseSweep) -> Verdict | None:
         return None
     return Verdict(
         Status.INFO,
-        f"The machine was busy: others used the processor in {percent(share)} of the "
-        "measurements, even after "
-        "disturbed ones were repeated. Times are longer than on a quiet machine.",
+        f"The machine was busy: others used the processor in {percent(share)} of the measurements, "
+        "even after disturbed ones were repeated. Times are longer than on a quiet machine.",
     )
 
 
 def _alone(result: PhaseSweep) -> list[SweepPoint]:
     """Decode at batch 1, by rising position."""
     return sorted(
-        (point for place, point in result.points("decode") if place.batch == 1),
-        key=lambda point: point.x,
+        (point for point in result.points("decode") if point.place.batch == 1),
+        key=lambda point: point.tokens,
     )
 
 
 def _reference(result: PhaseSweep) -> SweepPoint | None:
     """The measured prefill nearest to `REFERENCE_PROMPT_TOKENS` tokens."""
-    points = [point for _, point in result.points("prefill")]
-    return min(points, key=lambda point: abs(point.x[0] - REFERENCE_PROMPT_TOKENS), default=None)
+    points = result.points("prefill")
+    return min(points, key=lambda point: abs(point.tokens - REFERENCE_PROMPT_TOKENS), default=None)
 
 
 def _rates(result: PhaseSweep) -> Verdict | None:
@@ -82,17 +81,15 @@ def _rates(result: PhaseSweep) -> Verdict | None:
     alone = _alone(result)
     if prompt is None or not alone:
         return None
-    fast = prompt.x[0] / prompt.median
+    fast = prompt.tokens / prompt.median
     slow = 1 / alone[0].median
     times = fast / slow
     relation = f"{times:.1f} times decode's" if times >= 1 else f"only {times:.2f} times decode's"
     return Verdict(
         Status.INFO,
-        f"Prefill reads {rate_text(fast)} tok/s ({prompt.x[0]:,.0f}-token prompt), decode writes "
-        f"{rate_text(slow)} "
-        f"tok/s for one request (behind {alone[0].x[0]:,.0f} tokens): prefill's rate is "
-        f"{relation}. One figure for "
-        "both would hide which half was measured.",
+        f"Prefill runs at {rate_text(fast)} tok/s ({prompt.tokens:,.0f}-token prompt), decode at "
+        f"{rate_text(slow)} tok/s for one request after {alone[0].tokens:,.0f} tokens: prefill's "
+        f"rate is {relation}. One figure for both would hide which phase was measured.",
     )
 
 
@@ -103,23 +100,23 @@ def _prefill_bound(result: PhaseSweep) -> Verdict:
     claim = "Prefill does not wait for reading the weights."
     if prompt is None or not alone:
         return Verdict(Status.UNKNOWN, claim, "One of the phases was not measured.")
-    if prompt.x[0] < REFERENCE_PROMPT_TOKENS / 4:
+    if prompt.tokens < REFERENCE_PROMPT_TOKENS / 4:
         return Verdict(
             Status.UNKNOWN,
             claim,
-            f"The longest prompt had {prompt.x[0]:,.0f} tokens, too few to tell.",
+            f"The longest prompt had {prompt.tokens:,.0f} tokens, too few to tell.",
         )
-    known_chunks = _chunks(result, prompt.x[0])
+    known_chunks = _chunks(result, prompt.tokens)
     chunks = known_chunks or 1
     steps = prompt.median / alone[0].median
-    text = f"A prompt of {prompt.x[0]:,.0f} tokens takes as long as {steps:,.1f} decode steps"
+    text = f"A prompt of {prompt.tokens:,.0f} tokens takes as long as {steps:,.1f} decode steps"
     low, high = _ratio(prompt, alone[0])
     if low < MIN_STEPS_PER_CHUNK * chunks <= high:
         return Verdict(Status.UNKNOWN, claim, f"{text}, {_doubt(low, high)}")
     how = (
-        "assuming that it was read in one chunk"
+        "assuming that it was one chunk"
         if known_chunks is None
-        else f"read in {chunks} chunk{'s'[: chunks != 1]}"
+        else f"in {chunks} chunk{'s'[: chunks != 1]}"
     )
     bound = f"{text}, {how}; a step reads all weights once, and so does a chunk: "
     if steps < MIN_STEPS_PER_CHUNK * chunks:
@@ -142,7 +139,7 @@ def _chunks(result: PhaseSweep, num_tokens: float) -> int | None:
 
 def _decode_bound(result: PhaseSweep) -> Verdict:
     claim = "Decode of one request is not compute-bound: a batch shares what it waits for."
-    grid = {(place.length, place.batch): point for place, point in result.points("decode")}
+    grid = {(point.place.length, point.place.batch): point for point in result.points("decode")}
     wide = max(
         ((p, b) for p, b in grid if b >= MIN_SHARING_BATCH and (p, 1) in grid),
         key=lambda at: at[1],
@@ -156,10 +153,9 @@ def _decode_bound(result: PhaseSweep) -> Verdict:
     alone = grid[position, 1]
     times = grid[wide].median / alone.median
     text = (
-        f"A step for {batch} sequences takes {times:.2f} times as long as a step for one (behind "
-        f"{alone.x[0]:,.0f} "
-        f"tokens), with {batch} times the arithmetic: {percent(times / batch)} of the time per "
-        "token"
+        f"A step for {batch} sequences takes {times:.2f} times as long as a step for one (after "
+        f"{alone.tokens:,.0f} tokens), with {batch} times the arithmetic: {percent(times / batch)} "
+        "of the time per token"
     )
     low, high = _ratio(grid[wide], alone)
     if low < MAX_SHARED_RATIO * batch <= high:
@@ -185,19 +181,16 @@ def _ratio(one: SweepPoint, other: SweepPoint) -> tuple[float, float]:
 
 
 def _prefill_growth(result: PhaseSweep) -> Verdict | None:
-    points = [point for _, point in result.points("prefill")]
-    best = min(points, key=lambda point: point.median / point.x[0], default=None)
+    points = result.points("prefill")
+    best = min(points, key=lambda point: point.median / point.tokens, default=None)
     if best is None or len(points) < 2:
         return None
     prices = {
-        point.x[0]: f"{time_text(point.median / point.x[0])} ms"
+        point.tokens: f"{time_text(point.median / point.tokens)} ms"
         for point in (points[0], best, points[-1])
     }
     by_length = ", ".join(f"{price} at {tokens:,.0f}" for tokens, price in prices.items())
-    return Verdict(
-        Status.INFO,
-        f"A prompt token takes {by_length} tokens of prompt.",
-    )
+    return Verdict(Status.INFO, f"A prompt token takes {by_length} tokens of prompt.")
 
 
 def _decode_growth(result: PhaseSweep) -> Verdict | None:
@@ -208,6 +201,6 @@ def _decode_growth(result: PhaseSweep) -> Verdict | None:
     return Verdict(
         Status.INFO,
         f"A decode step of one request takes {time_text(alone[0].median)} ms at position "
-        f"{alone[0].x[0]:,.0f} and "
-        f"{time_text(alone[-1].median)} ms at {alone[-1].x[0]:,.0f}: {change}.",
+        f"{alone[0].tokens:,.0f} and {time_text(alone[-1].median)} ms at {alone[-1].tokens:,.0f}: "
+        f"{change}.",
     )

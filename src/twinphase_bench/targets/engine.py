@@ -18,16 +18,15 @@ from twinphase import (
 )
 from twinphase_bench.conditions import model_file
 from twinphase_bench.load.workload import PromptMaker, Sizing
-from twinphase_bench.targets.target import DecodeSample, PrefillSample, TargetFacts
+from twinphase_bench.targets.target import PhaseSample, TargetFacts
 
 PREFILL = (
     "Token ids handed to the idle engine .. the step that gave the first token has returned, as "
-    "many steps as the "
-    "prompt has chunks. No tokenizing, no queue, no network; prefix cache off."
+    "many steps as the prompt has chunks. No tokenizing, no queue, no network; prefix cache off."
 )
 DECODE = (
-    "Duration of an engine step that gave each of the batch's sequences one token and "
-    "computed nothing else."
+    "Duration of an engine step that gave each of the batch's sequences one token and computed "
+    "nothing else."
 )
 
 
@@ -91,16 +90,16 @@ class EngineTarget:
         )
         self._prompts = PromptMaker(Sizing(vocab_size=self.workshop.blueprint.vocab_size), seed)
 
-    def prefill(self, num_tokens: int) -> PrefillSample:
+    def prefill(self, num_tokens: int) -> PhaseSample:
         """Time one prompt's prefill on the idle engine."""
         ticket = self.stepped.submit(self._prompt(num_tokens), 1)
         self.stepped.run()
         self.stepped.clear()
         _refuse_cached([ticket])
-        return PrefillSample(num_tokens, ticket.ttft)
+        return PhaseSample(num_tokens, (ticket.ttft,))
 
-    def decode(self, position: int, batch: int, num_tokens: int) -> DecodeSample:
-        """Time `num_tokens` steps of `batch` sequences; `gaps` has one entry per step.
+    def decode(self, position: int, batch: int, num_tokens: int) -> PhaseSample:
+        """Time `num_tokens` steps of `batch` sequences.
 
         While later prompts are computed the earlier ones decode already: the mean position counts
         that.
@@ -112,7 +111,7 @@ class EngineTarget:
         chunks = -(-position // max(1, self.workshop.config.max_num_batched_tokens - batch)) + 1
         room = num_tokens + 1 + (batch - 1) * chunks
         self._check_room(position + room, batch)
-        gaps = []
+        times = []
         positions = []
         try:
             tickets = [self.stepped.submit(self._prompt(position), room) for _ in range(batch)]
@@ -129,11 +128,11 @@ class EngineTarget:
                         "fit at once.",
                         "Raise --num-kv-blocks.",
                     )
-                gaps.append(self.stepped.walls[-1])
+                times.append(self.stepped.walls[-1])
         finally:
             self.stepped.clear()
         _refuse_cached(tickets)
-        return DecodeSample(sum(positions) / num_tokens, batch, tuple(gaps))
+        return PhaseSample(sum(positions) / num_tokens, tuple(times), batch)
 
     def close(self) -> None:
         """Nothing to do: the memory goes with the object."""

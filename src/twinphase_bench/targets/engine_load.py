@@ -18,13 +18,13 @@ from twinphase_bench.targets.engine import engine_facts
 from twinphase_bench.targets.target import LoadTarget, Prompt
 
 PREFILL = (
-    "request alone: intended submit to its first token handed over by the stream, queue in "
-    "it, no HTTP"
+    "request alone: intended submit to its first token handed over by the stream, queue in it, no "
+    "HTTP"
 )
 DECODE = "gaps between the tokens that the stream hands over"
 SHARED = (
-    "client and engine share one Python process: the client's reading delays the engine's "
-    "steps a little"
+    "client and engine share one Python process: the client's reading delays the engine's steps a "
+    "little"
 )
 
 

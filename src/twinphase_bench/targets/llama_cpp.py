@@ -24,8 +24,8 @@ from twinphase_bench.targets.static_batch import Generated
 from twinphase_bench.targets.target import TargetFacts
 
 PREFILL = (
-    "llama_decode of the whole prompt into an empty KV cache, logits of the last position, "
-    "argmax of them."
+    "llama_decode of the whole prompt into an empty KV cache, logits of the last position, argmax "
+    "of them."
 )
 DECODE = "llama_decode of one token for each sequence, and argmax of each one's logits."
 # Contexts are made for lengths rounded up, so that neighbouring places share one.

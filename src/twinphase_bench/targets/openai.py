@@ -26,7 +26,7 @@ from twinphase_bench.client.client import (
 )
 from twinphase_bench.client.sse import MAX_MESSAGE_CHARACTERS, observe
 from twinphase_bench.load.workload import WORDS, Sizing, TextMaker
-from twinphase_bench.targets.servers import ACCEPTS_IGNORE_EOS, ACCEPTS_TOKEN_IDS, Server, detect
+from twinphase_bench.targets.servers import WITH_EXTENSIONS, Server, detect
 from twinphase_bench.targets.target import LoadTarget, Prompt, TargetFacts
 
 # A connection is opened before its request is due; earlier if the server is far away.
@@ -39,8 +39,8 @@ MIN_SECRET_CHARACTERS = 4
 # Enough words for a stable average of tokens per word.
 PROBE_WORDS = 240
 PREFILL = (
-    "client TTFT of a request alone: intended send to first piece of output, server and "
-    "network in it"
+    "client TTFT of a request alone: intended send to first piece of output, server and network in "
+    "it"
 )
 DECODE = (
     "gaps between pieces of output at the client, over the tokens that the server's usage counts"
@@ -57,7 +57,7 @@ class Dialect:
 
     Attributes:
         endpoint: "completions" or "chat".
-        ignore_eos: ask to go on behind the end of text, so that outputs have the length asked for.
+        ignore_eos: ask to continue after the end of text, for outputs of the length asked for.
         include_usage: ask for the token counts in the stream.
         limit: the field that bounds the output.
     """
@@ -194,7 +194,7 @@ class OpenAITarget(LoadTarget):
         if how.endpoint == "chat":
             body["messages"] = [{"role": "user", "content": prompt.text}]
         else:
-            ids = prompt.token_ids and (self.server.kind in ACCEPTS_TOKEN_IDS or not prompt.text)
+            ids = prompt.token_ids and (self.server.kind in WITH_EXTENSIONS or not prompt.text)
             body["prompt"] = list(prompt.token_ids) if ids else prompt.text
         if how.ignore_eos:
             body["ignore_eos"] = True
@@ -305,15 +305,14 @@ class OpenAITarget(LoadTarget):
             self.notes.append(
                 "the server refuses `ignore_eos`: outputs may be shorter than asked for"
             )
-        elif self.server.kind not in ACCEPTS_IGNORE_EOS:
+        elif self.server.kind not in WITH_EXTENSIONS:
             self.notes.append(
                 "the server may ignore `ignore_eos`: outputs may be shorter than asked for"
             )
         if seen.num_output_tokens is None:
             self.notes.append(
                 "the server's stream has no `usage`: an output that ended by its length has the "
-                "length asked for, "
-                "others are not counted and have no TPOT"
+                "length asked for, others are not counted and have no TPOT"
             )
 
     def _facts(self, url: str) -> TargetFacts:

@@ -14,21 +14,17 @@ from twinphase_bench.client.client import run
 from twinphase_bench.load.run import run_load
 from twinphase_bench.load.workload import LoadRequest, PromptMaker, Workload
 from twinphase_bench.targets.openai import OpenAITarget, TargetFailedError
-from twinphase_bench.targets.target import DecodeSample, PrefillSample
+from twinphase_bench.targets.target import PhaseSample
 
 PREFILL = (
     "Client TTFT of a request for one token, alone on the server: request sent .. first piece of "
-    "output here. The "
-    "server's tokenizing, queue and HTTP are in it, and the network; opening the connection is "
-    "not. Tokens by the "
-    "server's usage, those that it says were cached taken off."
+    "output here. The server's tokenizing, queue and HTTP are in it, and the network; opening the "
+    "connection is not. Tokens by the server's usage, those that it says were cached taken off."
 )
 DECODE = (
-    "Gaps between pieces of output at the client, from the last request's first piece to the "
-    "first request's last one: "
-    "while all requests of the batch decode. Where pieces are not tokens: of a lone request "
-    "(last token - first) / "
-    "(tokens - 1), of several unknown."
+    "Gaps between pieces of output at the client, from the last request's first piece to the first "
+    "request's last one: while all requests of the batch decode. Where pieces are not tokens: of a "
+    "lone request (last token - first) / (tokens - 1), of several unknown."
 )
 TRIES = 3
 # If the first token of a lone request is stamped later than this share of its TTFT (or 2 ms), the
@@ -74,7 +70,7 @@ class PhasesOfUrl:
             self.target.facts, prefill_definition=PREFILL, decode_definition=DECODE
         )
 
-    def prefill(self, num_tokens: int) -> PrefillSample:
+    def prefill(self, num_tokens: int) -> PhaseSample:
         """Time a lone request for one token."""
         for _ in range(
             TRIES
@@ -84,11 +80,10 @@ class PhasesOfUrl:
                 break
         self._refuse_failed([seen])
         total = num_tokens if seen.num_prompt_tokens is None else seen.num_prompt_tokens
-        return PrefillSample(
-            max(1, total - (seen.num_cached_tokens or 0)), seen.token_times[0] - seen.sent
-        )
+        computed = max(1, total - (seen.num_cached_tokens or 0))
+        return PhaseSample(computed, (seen.token_times[0] - seen.sent,))
 
-    def decode(self, position: int, batch: int, num_tokens: int) -> DecodeSample:
+    def decode(self, position: int, batch: int, num_tokens: int) -> PhaseSample:
         """Time requests while all of them decode; repeats too short ones with longer outputs."""
         extra = OUTPUT_TOKENS_PER_PREFILL * (batch - 1)
         for _ in range(TRIES):
@@ -110,12 +105,13 @@ class PhasesOfUrl:
         if not any(gaps):  # none, or all read at one moment
             raise TargetFailedError(
                 f"The server did not decode {batch} requests of {position:,} tokens at once: no "
-                "two tokens of each "
-                "came apart while all were being answered.",
+                "two tokens of each came apart while all were being answered.",
                 "Check how many requests it runs in parallel.",
             )
-        own = [position if one.num_prompt_tokens is None else one.num_prompt_tokens for one in seen]
-        return DecodeSample(statistics.mean(own) + before, batch, tuple(gaps))
+        prompts = [
+            position if one.num_prompt_tokens is None else one.num_prompt_tokens for one in seen
+        ]
+        return PhaseSample(statistics.mean(prompts) + before, tuple(gaps), batch)
 
     def together(self, count: int, num_tokens: int, max_tokens: int) -> list[Observation]:
         """That many requests at once, each with a prompt of about `num_tokens`.

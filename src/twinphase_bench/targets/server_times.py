@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from twinphase.phases.observation import Observation
 from twinphase_bench.load.run import LoadResult
-from twinphase_bench.report.report import Column, Section, Table
+from twinphase_bench.report.report import Column, Section, table_of
 
 OURS = {
     "TTFT": "first piece of output at the client - intended send",
@@ -132,19 +132,17 @@ def claims_section(result: LoadResult) -> Section:
         return Section(
             title, paragraphs=(f"The replies of {result.facts.engine} have none that is read.",)
         )
-    heads = (
+    columns = (
         "figure",
         "ours, ms",
         "theirs, ms",
-        "difference, ms",
+        Column("difference, ms", DIFFERENCE),
         "requests",
         "our definition",
         "their definition",
+        "their name",
     )
-    columns = tuple(
-        Column(head, DIFFERENCE if "difference" in head else "") for head in (*heads, "their name")
-    )
-    rows = tuple(
+    rows = [
         (
             claim.figure,
             NOT_SEEN if claim.ours is None else f"{1e3 * claim.ours:.2f}",
@@ -156,8 +154,8 @@ def claims_section(result: LoadResult) -> Section:
             claim.source,
         )
         for claim in claims
-    )
-    return Section(title, tables=(Table("Claims", columns, rows),))
+    ]
+    return Section(title, tables=[table_of("Claims", columns, rows)])
 
 
 def _our_value(seen: Observation, figure: str) -> float | None:

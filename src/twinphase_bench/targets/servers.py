@@ -9,22 +9,16 @@ from typing import Any
 # Gets a route at the server's root; None if the reply is not JSON.
 GetJson = Callable[[str], Awaitable[Any]]
 GetText = Callable[[str], Awaitable[str]]
-# Servers that continue after the end of text on request; others ignore or refuse the field.
-ACCEPTS_IGNORE_EOS = {"twinphase", "vllm", "sglang", "llama.cpp"}
-# Servers whose /v1/completions accepts token ids as the prompt.
-ACCEPTS_TOKEN_IDS = {"twinphase", "vllm", "sglang", "llama.cpp"}
+# Servers that continue after the end of text on request, and whose /v1/completions accepts token
+# ids as the prompt; others ignore or refuse `ignore_eos`.
+WITH_EXTENSIONS = {"twinphase", "vllm", "sglang", "llama.cpp"}
+# By `owned_by` of a model, which is also what the names of the server's metrics begin with.
 OWNERS = {
     "twinphase": "twinphase",
     "vllm": "vllm",
     "sglang": "sglang",
     "llamacpp": "llama.cpp",
     "library": "ollama",
-}
-METRIC_PREFIXES = {
-    "twinphase:": "twinphase",
-    "vllm:": "vllm",
-    "sglang:": "sglang",
-    "llamacpp:": "llama.cpp",
 }
 VERSION_ROUTES = {
     "twinphase": ["/version"],
@@ -85,7 +79,7 @@ async def detect(model: Mapping[str, Any], get_json: GetJson, get_text: GetText)
     if kind == "unknown":
         text = await get_text("/metrics")
         kind = next(
-            (name for prefix, name in METRIC_PREFIXES.items() if f"\n{prefix}" in f"\n{text}"),
+            (name for owner, name in OWNERS.items() if f"\n{owner}:" in f"\n{text}"),
             "unknown",
         )
         found_by = "/metrics"

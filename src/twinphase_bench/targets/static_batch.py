@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from twinphase_bench.load.workload import PromptMaker, Sizing
-from twinphase_bench.targets.target import DecodeSample, PrefillSample, TargetFacts
+from twinphase_bench.targets.target import PhaseSample, TargetFacts
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class StaticBatchTarget:
         self.facts = engine.facts
         self._prompts = PromptMaker(Sizing(vocab_size=engine.vocab_size), seed)
 
-    def prefill(self, num_tokens: int) -> PrefillSample:
+    def prefill(self, num_tokens: int) -> PhaseSample:
         run = self._generate(1, num_tokens, 1)
-        return PrefillSample(num_tokens, run.step_ends[0] - run.began)
+        return PhaseSample(num_tokens, (run.step_ends[0] - run.began,))
 
-    def decode(self, position: int, batch: int, num_tokens: int) -> DecodeSample:
+    def decode(self, position: int, batch: int, num_tokens: int) -> PhaseSample:
         run = self._generate(batch, position, num_tokens + 1)
         gaps = tuple(end - begin for begin, end in pairwise(run.step_ends))
-        return DecodeSample(position + (num_tokens - 1) / 2, batch, gaps)
+        return PhaseSample(position + (num_tokens - 1) / 2, gaps, batch)
 
     def close(self) -> None:
         self.engine.close()

@@ -55,26 +55,24 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class PrefillSample:
-    """One prefill of `num_tokens` uncached prompt tokens by the target's count."""
-
-    num_tokens: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class DecodeSample:
-    """Decode of `batch` sequences at once, seen over some tokens.
+class PhaseSample:
+    """One measurement of one phase.
 
     Attributes:
-        position: mean number of tokens before the decoded ones.
+        tokens: uncached prompt tokens of a prefill, by the target's count; or the mean number of
+            tokens before the decoded ones.
+        times: seconds: of the prefill, or of each decode step, which gives every sequence a token.
         batch: sequences that decoded together all the while.
-        gaps: seconds per step; a step gives every sequence one token.
     """
 
-    position: float
-    batch: int
-    gaps: tuple[float, ...]
+    tokens: float
+    times: tuple[float, ...]
+    batch: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """The mean, like TPOT."""
+        return sum(self.times) / len(self.times)
 
 
 class Target(Protocol):
@@ -82,10 +80,10 @@ class Target(Protocol):
 
     facts: TargetFacts
 
-    def prefill(self, num_tokens: int) -> PrefillSample:
+    def prefill(self, num_tokens: int) -> PhaseSample:
         """Measure one prefill of about that many tokens, none of them cached."""
 
-    def decode(self, position: int, batch: int, num_tokens: int) -> DecodeSample:
+    def decode(self, position: int, batch: int, num_tokens: int) -> PhaseSample:
         """Measure `num_tokens` decode steps after prompts of about `position` tokens each."""
 
     def close(self) -> None:

@@ -20,8 +20,8 @@ PREFILL = (
     "position, argmax of them."
 )
 DECODE = (
-    "One call of the model with one token for each sequence (a static batch of equal "
-    "lengths) and argmax."
+    "One call of the model with one token for each sequence (a static batch of equal lengths) and "
+    "argmax."
 )
 
 

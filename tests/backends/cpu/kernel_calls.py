@@ -16,8 +16,6 @@ from twinphase.backends.cpu.formats import FORMATS, STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.threads import aligned
 
-__all__ = ["DENSE_ELEMENTS", "SPECS", "call_kernel", "kernel", "pack", "random_blocks"]
-
 DENSE_ELEMENTS = ("F32", "F16", "BF16")
 SPECS = (
     *(f"{kind}:{name}" for name in FORMATS for kind in ("quantized_linear", "pack")),

@@ -189,9 +189,10 @@ def test_few_rows_of_a_sequence(folder, heads, isa, dtype):
     np.testing.assert_allclose(reference(inputs), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_bytes_of_a_token(folder):
+@per_isa
+def test_bytes_of_a_token(folder, isa):
     for dtype, expected in (("auto", 32 + 4 + 64), ("int8", 32 + 4 + 32 + 4)):
-        cpu, _ = pair(folder, SHAPES[0], "generic", dtype)
+        cpu, _ = pair(folder, SHAPES[0], isa, dtype)
         assert cpu.backend.kv_bytes_per_token() == expected
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -9,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from twinphase.backends.cpu import ceilings, peaks
-from twinphase.backends.cpu.isa import ISAS, available_isas, baseline_cpu, choose_isa
+from twinphase.backends.cpu.isa import ISAS, available_isas, choose_isa, compiler_environment
 from twinphase.backends.cpu.peak_loops import peak_loop
 from twinphase.backends.cpu.peaks import (
     MIB,
@@ -86,13 +85,9 @@ print("right")
 
 @pytest.mark.parametrize("name", available_isas())
 def test_loops_compute_what_they_claim(name):
-    isa = ISAS[name]
-    environment = dict(os.environ)
-    if isa.cpu or name == "generic":
-        environment |= {"NUMBA_CPU_NAME": baseline_cpu(isa), "NUMBA_CPU_FEATURES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK, name], capture_output=True, text=True, env=environment
-    )
+    command = [sys.executable, "-c", CHECK, name]
+    environment = compiler_environment(ISAS[name])
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stdout.strip()) == (0, "right"), done.stderr
 
 
@@ -213,7 +208,7 @@ def test_an_unknown_path_is_refused():
 
 
 def test_a_failing_measurement_is_one_line(monkeypatch):
-    monkeypatch.setattr(ceilings.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ceilings.CeilingsError, match="failed"):
         ceilings.measure(1)
 

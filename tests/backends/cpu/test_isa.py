@@ -89,39 +89,30 @@ X86 = "x86_64-unknown-linux-gnu"
 ARM = "aarch64-unknown-linux-gnu"
 
 
-@pytest.mark.parametrize("signed", (False, True))
-@pytest.mark.parametrize(
-    ("name", "triple", "cpu", "features", "instruction"),
-    (
-        ("avx512-amx", X86, "sapphirerapids", "", "vpdpbusd"),
-        ("avx512-bf16", X86, "znver4", "", "vpdpbusd"),
-        ("avx512-vnni", X86, "cascadelake", "", "vpdpbusd"),
-        ("avx2", X86, "haswell", "", "vpmaddubsw"),
-        ("neon-dot", ARM, "generic", "+dotprod", "sdot"),
-    ),
-)
-def test_dot_products_are_the_instruction(name, triple, cpu, features, instruction, signed):
-    lines = _assembly(
-        ISAS[name], triple, cpu, features, partial(Emit.dot, signed=signed)
-    ).splitlines()
-    assert sum(line.split()[:1] == [instruction] for line in lines) == 1
-    assert not any(line.split()[:1] in (["bl"], ["callq"]) for line in lines), "a library call"
+# Triple, processor and features; the instructions of dot products and of lookups.
+PROCESSORS = {
+    "avx512-amx": (X86, "sapphirerapids", "", "vpdpbusd", "vpshufb"),
+    "avx512-bf16": (X86, "znver4", "", "vpdpbusd", "vpshufb"),
+    "avx512-vnni": (X86, "cascadelake", "", "vpdpbusd", "vpshufb"),
+    "avx2": (X86, "haswell", "", "vpmaddubsw", "vpshufb"),
+    "neon-dot": (ARM, "generic", "+dotprod", "sdot", "tbl"),
+}
+
+
+def lookup(e: Emit, codes: Value, *others: Value) -> Value:
+    return e.lookup(codes, [value + 128 for value in FORMATS["IQ4_NL"].values])
 
 
 @pytest.mark.parametrize(
-    ("name", "triple", "cpu", "features", "instruction"),
-    (
-        ("avx512-bf16", X86, "znver4", "", "vpshufb"),
-        ("avx512-vnni", X86, "cascadelake", "", "vpshufb"),
-        ("avx2", X86, "haswell", "", "vpshufb"),
-        ("neon-dot", ARM, "generic", "+dotprod", "tbl"),
-    ),
+    "write",
+    (Emit.dot, partial(Emit.dot, signed=True), lookup),
+    ids=("dot product", "signed dot product", "lookup"),
 )
-def test_lookups_are_the_instruction(name, triple, cpu, features, instruction):
-    def write(e: Emit, codes: Value, *others: Value) -> Value:
-        return e.lookup(codes, [value + 128 for value in FORMATS["IQ4_NL"].values])
-
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_an_operation_is_one_instruction(name, write):
+    triple, cpu, features, dot_product, table_lookup = PROCESSORS[name]
     lines = _assembly(ISAS[name], triple, cpu, features, write).splitlines()
+    instruction = table_lookup if write is lookup else dot_product
     assert sum(line.split()[:1] == [instruction] for line in lines) == 1
     assert not any(line.split()[:1] in (["bl"], ["callq"]) for line in lines), "a library call"
 

@@ -11,14 +11,13 @@ import time
 import pytest
 
 from bench.attempts import check_errors, moment_errors
-from bench.load.made_load import delta, stream, text, usage
+from bench.load.made_load import delta, opened, requests, stream, text, usage
 from bench.stub_server import RunningStub
 from twinphase.errors import InvalidRequestError
 from twinphase.server.event_stream import EventReader, read_events
-from twinphase.workload.distributions import Closed, Lengths
+from twinphase.workload.distributions import Closed
 from twinphase_bench.client.client import (
     LEFT_BY_CLIENT,
-    SEND_NOW,
     Address,
     ServerUnreachableError,
     exchange,
@@ -28,7 +27,6 @@ from twinphase_bench.client.client import (
 from twinphase_bench.client.sse import failure_kind, observe
 from twinphase_bench.load.report import load_data, load_sections
 from twinphase_bench.load.run import run_load
-from twinphase_bench.load.workload import Sizing, make_workload
 from twinphase_bench.targets.openai import OpenAITarget, TargetFailedError
 from twinphase_bench.targets.target import Prompt
 
@@ -40,17 +38,11 @@ EVENTS = (
 READ = [b'{"a":1}', b"two\nlines", b"[DONE]"]
 
 
-def ask(stub, *scripts, max_tokens=4, timeout=60.0, **options):
-    """Observations of requests one after another, one for each script, and the stub's log."""
-
-    async def work():
-        stub.script({})
-        target = await OpenAITarget.open(stub.url, timeout=timeout, **options)
-        stub.script(*scripts)
-        return [await target.send(PROMPT, max_tokens, SEND_NOW) for _ in scripts], target
-
-    seen, _ = run(work())
-    return seen, stub.log()
+def ask(stub, script, **options):
+    """The observation of a request, and what the stub logged of it."""
+    target = opened(stub, script, **options)
+    seen = run(target.send(PROMPT, 4))
+    return seen, stub.log()[0]
 
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n", b"\r", None], ids=str)
@@ -91,7 +83,7 @@ def test_an_event_has_the_time_of_its_last_bytes():
 )
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_every_form_of_stream_is_read(stub, form, endpoint):
-    (seen,), _ = ask(stub, {"gaps": [0.002, 0.002], "tokens": [1, 3, 2], **form}, endpoint=endpoint)
+    seen, _ = ask(stub, {"gaps": [0.002, 0.002], "tokens": [1, 3, 2], **form}, endpoint=endpoint)
     assert seen.error == "" and seen.succeeded
     assert seen.text == " word" * 6
     assert (seen.num_prompt_tokens, seen.num_output_tokens, seen.num_cached_tokens) == (3, 6, None)
@@ -177,7 +169,7 @@ def test_every_moment_is_right_within_a_millisecond(stub):
 
     def errors(number):
         script = scripts[number % len(scripts)]
-        (seen,), (log,) = ask(stub, script)
+        seen, log = ask(stub, script)
         assert seen.num_output_tokens == sum(script["tokens"]) > len(seen.token_times)
         assert seen.ttft >= script["queue"] + script["first"], (
             "the stub's delays are no shorter than told"
@@ -188,16 +180,12 @@ def test_every_moment_is_right_within_a_millisecond(stub):
 
 
 def test_opening_the_connection_is_no_part_of_a_latency(stub):
-    async def work():
-        target = await OpenAITarget.open(stub.url)
-        due = time.perf_counter() + target.lead
-        return due, await target.send(PROMPT, 4, due)
-
-    stub.script({})
-    # it was open before the request was due, if the machine let the client send it when it was
+    target = opened(stub)
+    # It was open before the request was due, if the machine let the client send it when it was.
     early = []
     while not any(early) and len(early) < 100:
-        due, seen = run(work())
+        due = time.perf_counter() + target.lead
+        seen = run(target.send(PROMPT, 4, due))
         assert seen.intended == due <= seen.sent
         assert seen.claims["client_connect_seconds"] > 0
         early.append(seen.sent - seen.claims["client_connect_seconds"] - due < 0)
@@ -225,7 +213,7 @@ def test_opening_the_connection_is_no_part_of_a_latency(stub):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_failures_are_told_apart(stub, script, kind, detail):
-    (seen,), _ = ask(stub, script, timeout=0.5 if kind == "timeout" else 60)
+    seen, _ = ask(stub, script, timeout=0.5 if kind == "timeout" else 60)
     kinds = {kind, "connection broken"} if kind == "no reply" else {kind}  # a reset comes as either
     assert failure_kind(seen.error) in kinds and detail in seen.error
     assert not seen.succeeded and seen.ended >= seen.sent
@@ -233,13 +221,9 @@ def test_failures_are_told_apart(stub, script, kind, detail):
 
 def test_a_server_that_is_gone_is_a_refused_connection():
     stub = RunningStub()
-
-    async def work():
-        target = await OpenAITarget.open(stub.url)
-        stub.stop()
-        return await target.send(PROMPT, 4, time.perf_counter() + 0.01)
-
-    seen = run(work())
+    target = opened(stub)
+    stub.stop()
+    seen = run(target.send(PROMPT, 4, time.perf_counter() + 0.01))
     assert failure_kind(seen.error) == "connection refused" and seen.status == 0
 
 
@@ -306,41 +290,40 @@ def test_a_stream_may_have_to_end_as_http_too(stub):
 
 
 def test_fields_that_a_server_refuses_are_left_out_and_told(stub):
-    async def work(*refuse, **options):
-        stub.script({}, refuse=refuse)
-        target = await OpenAITarget.open(stub.url, **options)
-        seen = await target.send(PROMPT, 4)
-        assert not seen.error
+    def agreed(*refuse, **options):
+        stub.script(refuse=refuse)
+        target = run(OpenAITarget.open(stub.url, **options))
+        assert not run(target.send(PROMPT, 4)).error
         return target, stub.log()[-1]["body"]
 
-    target, body = run(work("ignore_eos"))
+    target, body = agreed("ignore_eos")
     assert "ignore_eos" not in body and "refuses `ignore_eos`" in " ".join(target.notes)
-    target, body = run(work("ignore_eos", "stream_options"))
+    target, body = agreed("ignore_eos", "stream_options")
     assert "stream_options" not in body and not target.dialect.include_usage
-    target, body = run(work("/v1/completions"))
+    target, body = agreed("/v1/completions")
     assert (
         target.dialect.endpoint == "chat"
         and "messages" in body
         and "/v1/chat" in " ".join(target.notes)
     )
-    target, body = run(work("ignore_eos", "max_tokens", endpoint="chat"))
+    target, body = agreed("ignore_eos", "max_tokens", endpoint="chat")
     assert body["max_completion_tokens"] == 4
     with pytest.raises(TargetFailedError, match="unknown prompt"):
-        run(work("prompt", endpoint="completions"))
+        agreed("prompt", endpoint="completions")
 
 
 def test_a_stream_without_usage_has_the_count_that_its_end_tells(stub):
-    async def work(**script):
+    def counted(**script):
         stub.script({"usage": False, "gaps": [0.001], **script})
-        target = await OpenAITarget.open(stub.url)
-        return target, await target.send(PROMPT, 9), await target.sizing()
+        target = run(OpenAITarget.open(stub.url))
+        return target, run(target.send(PROMPT, 9)), run(target.sizing())
 
-    target, seen, sizing = run(work())
+    target, seen, sizing = counted()
     assert seen.num_output_tokens == 9 and seen.tpot is not None, "it ended by its length"
     assert "no `usage`" in " ".join(target.notes) and sizing.counted, (
         "an answer that is not streamed has the count"
     )
-    _, seen, sizing = run(work(finish="stop", whole_usage=False))
+    _, seen, sizing = counted(finish="stop", whole_usage=False)
     assert (
         seen.succeeded
         and seen.num_output_tokens is None
@@ -379,19 +362,13 @@ def test_no_secret_of_a_url_or_a_key_is_in_a_result(stub):
     secret = "sEcReT"
     key = "k-12345678"
 
-    async def work():
-        stub.script({})
-        url = stub.url.replace("http://", f"http://user:{secret}@") + f"/v1?api_key={secret}"
-        target = await OpenAITarget.open(url, api_key=key)
-        stub.script(
-            {},
-            {"status": 401, "message": f"wrong key {key}"},
-            {"end": "error", "message": f"{key}?"},
-        )
-        workload = make_workload(Lengths((5, 5), (4, 4)), 3, Sizing(), num_warm_up=0)
-        return await run_load(target, workload, Closed(1))
-
-    result = run(work())
+    stub.script()
+    url = stub.url.replace("http://", f"http://user:{secret}@") + f"/v1?api_key={secret}"
+    target = run(OpenAITarget.open(url, api_key=key))
+    stub.script(
+        {}, {"status": 401, "message": f"wrong key {key}"}, {"end": "error", "message": f"{key}?"}
+    )
+    result = run(run_load(target, requests(3), Closed(1)))
     assert result.facts.name == f"{stub.url}/v1" and result.failures == {
         "http 401": 1,
         "error in stream": 1,

@@ -85,8 +85,6 @@ def test_what_no_noise_can_change_is_the_same_everywhere(made):
 
 def test_every_section_states_rule_numbers_plot_and_meaning(made):
     report, conclusions, _ = made
-    names = [plot.name for section in report.sections for plot in section.plots]
-    assert len(set(names)) == len(names)
     for section, conclusion in zip(report.sections, conclusions, strict=True):
         assert section.plots
         assert section.paragraphs[0].startswith("How it was tried")
@@ -95,7 +93,6 @@ def test_every_section_states_rule_numbers_plot_and_meaning(made):
         )
         rules = section.tables[0].rows
         assert [row[0] for row in rules] == [rule.name for rule in conclusion.experiment.rules]
-        assert all(len(row) == len(table.columns) for table in section.tables for row in table.rows)
 
 
 def test_the_report_has_its_conditions_and_everything_raw_and_can_be_read_again(made, tmp_path):
@@ -112,7 +109,7 @@ def test_the_report_has_its_conditions_and_everything_raw_and_can_be_read_again(
     assert all(math.isfinite(value) for metric in report.metrics for value in metric.values)
     path = tmp_path / "result.json"
     path.write_text(result_json(report))
-    assert (read_result(path).kind, read_result(path).verdicts) == ("lab", report.verdicts)
+    assert result_json(read_result(path)) == path.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -194,20 +191,8 @@ def test_the_terminal_shows_every_claim_and_rule(made, capsys):
 
 
 def test_the_command(tiny, tmp_path, capsys):
-    arguments = [
-        "lab",
-        tiny,
-        "--only",
-        "phase-ratio",
-        "--only",
-        "9",
-        "--seconds",
-        "1",
-        "--out",
-        str(tmp_path),
-        "--json",
-    ]
-    assert run_app(arguments) == 0
+    options = f"--only phase-ratio --only 9 --seconds 1 --out {tmp_path} --json"
+    assert run_app(["lab", tiny, *options.split()]) == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result["data"]["experiments"]) == {"phase-ratio", "same-tokens"}
     assert (tmp_path / "report.html").exists()
@@ -228,10 +213,10 @@ def test_the_command_lists_without_measuring(capsys):
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--only", "nonsense"], ["--seconds", "0"], ["--seconds", "nan"], ["--threads", "0"]]
+    "wrong", ["--only nonsense", "--seconds 0", "--seconds nan", "--threads 0"]
 )
 def test_wrong_arguments_are_told_before_anything_is_measured(tiny, wrong, capsys):
-    assert run_app(["lab", tiny, *wrong]) == 2
+    assert run_app(["lab", tiny, *wrong.split()]) == 2
     assert "error:" in capsys.readouterr().err
 
 

@@ -8,17 +8,27 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from bench.stub_server import RunningStub
 from twinphase.phases.observation import Observation
 from twinphase.workload.distributions import Lengths
-from twinphase_bench.client.client import Reply
+from twinphase_bench.client.client import Reply, run
 from twinphase_bench.client.health import ClientHealth
 from twinphase_bench.load.run import LoadResult
 from twinphase_bench.load.workload import Sizing, Workload, make_workload
 from twinphase_bench.report.report import Section
+from twinphase_bench.targets.openai import OpenAITarget
 from twinphase_bench.targets.target import LoadTarget, TargetFacts
 
 FACTS = TargetFacts("made up", "test", "none", "m", "unknown", None, "", "")
 LATE = ClientHealth([0.5] * 3, [0.3] * 100, 0.95)  # a client that voids every run
+
+
+def opened(stub: RunningStub, *scripts: dict[str, Any], **options: Any) -> OpenAITarget:
+    """The stub as a target; its next replies are by the scripts."""
+    stub.script()
+    target = run(OpenAITarget.open(stub.url, **options))
+    stub.script(*scripts)
+    return target
 
 
 def requests(number: int, words: int = 10, seed: int = 0) -> Workload:
@@ -108,11 +118,11 @@ class Instant(LoadTarget):
         pass
 
 
-def check_sections(sections: tuple[Section, ...]) -> None:
-    """Tables have a cell per column, plots have data and unique names, all is JSON."""
+def check_sections(sections: Sequence[Section]) -> None:
+    """Tables have rows, plots have data and unique names, all is JSON."""
     for section in sections:
         for table in section.tables:
-            assert table.rows and all(len(row) == len(table.columns) for row in table.rows)
+            assert table.rows
             assert all(isinstance(cell, str) for row in table.rows for cell in row)
         names = [plot.name for plot in section.plots]
         assert len(set(names)) == len(names)

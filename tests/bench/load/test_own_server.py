@@ -14,7 +14,7 @@ from twinphase.workload.distributions import Closed, Lengths, Paced
 from twinphase.workload.traces import Scaling
 from twinphase_bench.client.client import run
 from twinphase_bench.load.report import load_sections
-from twinphase_bench.load.run import LoadResult, run_load
+from twinphase_bench.load.run import run_load
 from twinphase_bench.load.traces import trace_workload
 from twinphase_bench.load.workload import PromptMaker, make_workload
 from twinphase_bench.targets.engine_load import EngineLoadTarget
@@ -31,19 +31,14 @@ def server(tmp_path_factory):
         yield running
 
 
-async def opened(server, **options):
-    return await OpenAITarget.open(f"{server.url}/v1", api_key="secret", **options)
+def opened(server, **options):
+    return run(OpenAITarget.open(f"{server.url}/v1", api_key="secret", **options))
 
 
 def test_a_load_counts_what_the_server_counts(server):
-    async def work() -> tuple[OpenAITarget, LoadResult]:
-        target = await opened(server)
-        workload = make_workload(
-            Lengths((60, 90), (6, 6)), 12, await target.sizing(), num_warm_up=2
-        )
-        return target, await run_load(target, workload, Paced(40))
-
-    target, result = run(work())
+    target = opened(server)
+    workload = make_workload(Lengths((60, 90), (6, 6)), 12, run(target.sizing()), num_warm_up=2)
+    result = run(run_load(target, workload, Paced(40)))
     assert (
         target.facts.engine.startswith("twinphase ")
         and target.facts.context_length == 2048
@@ -60,18 +55,12 @@ def test_a_load_counts_what_the_server_counts(server):
 
 
 def test_prompts_have_about_the_wanted_length(server):
-    async def work():
-        target = await opened(server)
-        maker = PromptMaker(await target.sizing(), seed=5)
-        return [
-            (wanted, (await target.send(maker.take(wanted), 1)).num_prompt_tokens)
-            for wanted in (300, 1000)
-        ]
-
-    for wanted, had in run(work()):
-        assert had == pytest.approx(wanted, rel=0.15), (
-            "its tokens are letters: words differ more than in real ones"
-        )
+    target = opened(server)
+    maker = PromptMaker(run(target.sizing()), seed=5)
+    for wanted in (300, 1000):
+        seen = run(target.send(maker.take(wanted), 1))
+        # Its tokens are letters: words differ more than in real ones.
+        assert seen.num_prompt_tokens == pytest.approx(wanted, rel=0.15)
 
 
 def test_ids_are_sent_as_ids_and_shared_prefixes_are_shared(server, tmp_path):
@@ -79,13 +68,10 @@ def test_ids_are_sent_as_ids_and_shared_prefixes_are_shared(server, tmp_path):
     line = {"timestamp": 0, "input_length": 512 * 2 + 40, "output_length": 4}
     path.write_text("\n".join(json.dumps({**line, "hash_ids": [1, 2, last]}) for last in (3, 4)))
 
-    async def work():
-        target = await opened(server)
-        ids = await target.send(Prompt("", tuple(range(40, 90))), 4)
-        workload = trace_workload(path, await target.sizing(), Scaling(lengths=0.25))
-        return ids, await run_load(target, workload, Closed(1))
-
-    ids, result = run(work())
+    target = opened(server)
+    ids = run(target.send(Prompt("", tuple(range(40, 90))), 4))
+    workload = trace_workload(path, run(target.sizing()), Scaling(lengths=0.25))
+    result = run(run_load(target, workload, Closed(1)))
     assert ids.num_prompt_tokens == 50 and ids.num_output_tokens == 4
     first, second = (one.num_cached_tokens for one in result.observations)
     assert first == 0 < second, "the second prompt begins with the blocks of the first"
@@ -95,9 +81,8 @@ def test_a_wrong_key_and_a_wrong_model(server):
     with pytest.raises(InvalidRequestError, match="API key"):
         run(OpenAITarget.open(server.url, api_key="wrong"))
     with pytest.raises(Exception, match="does not answer a request"):
-        run(opened(server, model="another"))
-    target = run(opened(server, endpoint="completions"))
-    assert target.dialect.endpoint == "completions"
+        opened(server, model="another")
+    assert opened(server, endpoint="completions").dialect.endpoint == "completions"
 
 
 class NoUpdates:

@@ -31,7 +31,7 @@ def test_a_void_load_says_so_first_and_has_no_metrics():
         and "300.0 ms" in verdicts[1].reason
         and "0.95" in verdicts[2].reason
     )
-    assert load_metrics([result]) == ()
+    assert load_metrics([result]) == []
     assert verdicts[3].text.startswith("VOID: 15 req/s served")  # right where the figures are
     section = load_sections(result)[0]
     assert section.title.startswith("VOID: ")
@@ -79,7 +79,7 @@ def test_sections_of_a_load():
     assert "3 of 33 requests failed" in told and "2 x http 429, 1 x timeout" in told
     assert "30 of 33 requests missed ttft (prefill" in told and "requests missed tpot" not in told
     failures = next(table for table in sections[0].tables if table.title == "Failures")
-    assert failures.rows == (("http 429", "2", "slow down"), ("timeout", "1", "too long"))
+    assert failures.rows == [("http 429", "2", "slow down"), ("timeout", "1", "too long")]
     ttft, tpot, itl = (row[:3] for row in sections[0].tables[0].rows[:3])
     assert (ttft, tpot, itl[:2]) == (
         ("TTFT", "30", "50.00"),
@@ -128,7 +128,7 @@ def test_nothing_is_known_of_a_load_without_counts():
 def test_a_load_in_which_nothing_succeeded():
     result = made([(0.0, [], "http 503: x")] * 2, slos=Slos(ttft=0.01))
     check_sections(load_sections(result))
-    assert load_metrics([result]) == ()
+    assert load_metrics([result]) == []
     assert result.failures == {"http 503": 2} and not result.ttft and result.output_rate is None
     assert (
         result.request_rate == 0

@@ -15,12 +15,7 @@ from twinphase.config import EngineConfig, available_cores
 from twinphase.engine.stepped import TimedForward
 from twinphase.errors import InvalidRequestError
 from twinphase.phases.hardware import Ceilings, cache_levels
-from twinphase.phases.roofline import (
-    PartWork,
-    measured_roofline,
-    parts_of_step,
-    place,
-)
+from twinphase.phases.roofline import PartWork, measured_roofline, parts_of_step, place
 from twinphase.phases.work import ModelShape, kv_bytes_per_token
 from twinphase_bench.report.report import Status
 from twinphase_bench.report.result import result_json
@@ -400,7 +395,6 @@ def test_a_whole_report(tiny, given_ceilings, tmp_path):
     )
 
 
-@pytest.mark.timeout(300)
 def test_what_ranks_exchange(tiny, given_ceilings):
     settings = Settings(config=EngineConfig(threads=1, tensor_parallel_size=2))
     report = roofline(None, settings, 1)

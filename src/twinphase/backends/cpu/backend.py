@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +17,7 @@ from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.operations import CacheAddresses, RopeTables
 from twinphase.backends.cpu.program import Buffer, Program
 from twinphase.backends.cpu.program_layout import TILE_BITS
+from twinphase.backends.cpu.stamps import StampedProgram
 from twinphase.backends.cpu.step import COUNTS, StepMemory
 from twinphase.backends.cpu.threads import Command, ThreadPool
 from twinphase.backends.cpu.tiling import GATE_TILES_PER_ROW, LOGIT_TILES_PER_ROW
@@ -39,9 +39,6 @@ from twinphase.config import available_cores
 from twinphase.errors import InvalidRequestError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.storage import cache_root
-
-if TYPE_CHECKING:
-    from twinphase.backends.cpu.stamps import StampedProgram
 
 PACK_BATCH_BYTES = 64 << 20
 MAX_ROWS = 1 << 16
@@ -326,8 +323,6 @@ class CpuBackend:
         self, forward: Forward, inputs: StepInputs
     ) -> tuple[F32, Mapping[str, float]]:
         """As `execute`, about two percent slower, with the seconds of each of `stamps.PARTS`."""
-        from twinphase.backends.cpu.stamps import StampedProgram  # what serves never needs it
-
         if self._pool is None:
             self._capture(forward)
         if self._stamped is None:

@@ -7,14 +7,12 @@ measure after the answer. The measuring is in peaks.py, which alone needs the co
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 
 from twinphase.backends.base import MeasuredRates
-from twinphase.backends.cpu.isa import baseline_cpu, choose_isa
+from twinphase.backends.cpu.isa import choose_isa, compiler_environment
 from twinphase.config import module_command
 from twinphase.errors import TwinphaseError
 
@@ -51,9 +49,6 @@ def measure_repeatedly(
         CeilingsError: the measuring process failed.
     """
     path = choose_isa(isa)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    if path.cpu or path.name == "generic":
-        environment |= {"NUMBA_CPU_NAME": baseline_cpu(path), "NUMBA_CPU_FEATURES": ""}
     command = [
         *module_command("twinphase.backends.cpu.peaks"),
         path.name,
@@ -64,7 +59,11 @@ def measure_repeatedly(
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log
+            command,
+            env=compiler_environment(path),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
         ) as run,
     ):
         try:

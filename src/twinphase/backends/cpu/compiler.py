@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu
+from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu, compiler_environment
 from twinphase.config import module_command
 from twinphase.errors import TwinphaseError
 from twinphase.weights import block_formats
@@ -41,13 +41,15 @@ KERNELS = {
         "packing": ("pack",),
         "program": ("run_program",),
         "quantize": ("quantize", "round_rows"),
-        "ranks": ("copy_columns", "meet"),
+        "ranks": ("copy_columns", "meet", "stamp"),
         "rope": ("rope_kv_write", "norm_columns"),
         "routing": ("route", "sort_rows", "combine"),
     }.items()
     for kernel in kernels
 }
 
+# A process takes as long to import Numba as to compile a kernel or two, so each compiles several.
+KERNELS_PER_PROCESS = 3
 # A compiling process that cannot write exits with this code plus the errno.
 WRITE_FAILED_EXIT = 100
 Progress = Callable[[int, int, str], None]  # done, total, what
@@ -108,7 +110,7 @@ def _read_object(path: Path) -> tuple[str, bytes] | None:
 def compile_kernels(
     folder: Path, isa: Isa, specs: Sequence[str], progress: Progress | None = None
 ) -> None:
-    """Make sure that `folder` has a sound object file per spec; two processes compile the rest.
+    """Make sure that `folder` has a sound object file per spec; processes compile what is missing.
 
     Raises:
         KernelCompileError: the compiler failed.
@@ -153,19 +155,18 @@ def _compile_in_processes(
             _object_path(folder, isa, spec).unlink(missing_ok=True)
     except OSError as error:
         raise storage_error(error, folder) from error
-    jobs = min(2, os.cpu_count() or 1, len(missing))
-    environment = {
-        **os.environ,
-        **_forced_cpu(isa),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
+    jobs = min(os.cpu_count() or 1, -(-len(missing) // KERNELS_PER_PROCESS))
     command = [*module_command("twinphase.backends.cpu.compiler"), str(folder), isa.name]
+    environment = compiler_environment(isa)
     with contextlib.ExitStack() as stack:
         workers = []
         for job in range(jobs):
             log = stack.enter_context(tempfile.TemporaryFile())
             process = subprocess.Popen(
-                [*command, *missing[job::jobs]], stdout=log, stderr=log, env=environment
+                [*command, *missing[job::jobs]],
+                stdout=log,
+                stderr=log,
+                env=environment,
             )
             stack.callback(process.kill)
             workers.append((process, log))
@@ -197,31 +198,11 @@ def _report(folder: Path, isa: Isa, specs: Sequence[str], progress: Progress | N
         progress(len(done), len(specs), left[0] if left else "")
 
 
-def _forced_cpu(isa: Isa) -> dict[str, str]:
-    """Environment that makes Numba compile for the path's processor and no other."""
-    if not isa.cpu and isa.name != "generic":
-        return {}
-    return {"NUMBA_CPU_NAME": baseline_cpu(isa), "NUMBA_CPU_FEATURES": ""}
-
-
 def _compile(folder: Path, isa: Isa, specs: Iterable[str]) -> None:
-    """The compiling process: one object file a spec, written whole or not at all."""
-    import numba
-
+    """The compiling process: one object file per spec, written whole or not at all."""
     for spec in specs:
-        name, *parameters = spec.split(":")
-        module = importlib.import_module(f"twinphase.backends.cpu.kernels.{KERNELS[name]}")
-        make = getattr(module, name)
-        signature, function = make(isa, *parameters)
-        # The name becomes the symbol; objects are loaded side by side.
-        function.__name__ = function.__qualname__ = re.sub(r"\W", "_", spec)
-        compiled = numba.njit(signature, error_model="numpy", nogil=True, no_cpython_wrapper=True)(
-            function
-        )
-        result = next(iter(compiled.overloads.values()))
-        name = result.fndesc.llvm_func_name
+        name, code = _object_code(isa, spec)
         symbol = name.encode().ljust(256, b"\0")
-        code = _object_code(result.library, name)
         try:
             write_atomically(
                 _object_path(folder, isa, spec),
@@ -231,18 +212,50 @@ def _compile(folder: Path, isa: Isa, specs: Iterable[str]) -> None:
             sys.exit(WRITE_FAILED_EXIT + (error.errno or 0))
 
 
-def _object_code(library: Any, symbol: str) -> bytes:
-    """Object code of a library that exports `symbol` only.
+def _object_code(isa: Isa, spec: str) -> tuple[str, bytes]:
+    """A kernel's symbol and its object code, which exports that symbol only.
 
-    Helper functions of different kernels can have equal names (Numba numbers them per process) and
-    different bodies: the loader would use the first for all.
+    `numba.njit` would generate machine code twice, once to be called from Python, which never
+    happens here, and wrap the function for callers in C. Numba's own compiler can be asked for
+    neither.
     """
-    library._ensure_finalized()
-    module = library._final_module
-    for function in module.functions:
-        if not function.is_declaration and function.name != symbol:
-            function.linkage = "internal"
-    return bytes(library._codegen._tm.emit_object(module))
+    from numba.core.compiler import Flags, compile_extra
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.registry import cpu_target
+
+    name, *parameters = spec.split(":")
+    module = importlib.import_module(f"twinphase.backends.cpu.kernels.{KERNELS[name]}")
+    signature, function = getattr(module, name)(isa, *parameters)
+    # The name becomes the symbol; objects are loaded side by side.
+    function.__name__ = function.__qualname__ = re.sub(r"\W", "_", spec)
+    flags = Flags()
+    flags.error_model = "numpy"
+    flags.release_gil = flags.nrt = True
+    flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+    context = cpu_target.target_context
+    cpu_target.typing_context.refresh()
+    context.refresh()
+    compiled = compile_extra(
+        cpu_target.typing_context,
+        context,
+        function,
+        signature.args,
+        signature.return_type,
+        flags,
+        locals={},
+    )
+    library = compiled.library
+    symbol = compiled.fndesc.llvm_func_name
+    # Machine code is emitted once, below, after the library's functions are optimized together.
+    library._finalize_final_module = lambda: setattr(library, "_finalized", True)
+    with global_compiler_lock:
+        library.finalize()
+    # Helper functions of different kernels can have equal names (Numba numbers them per process)
+    # and different bodies: the loader would use the first for all.
+    for helper in library._final_module.functions:
+        if not helper.is_declaration and helper.name != symbol:
+            helper.linkage = "internal"
+    return symbol, bytes(library._codegen._tm.emit_object(library._final_module))
 
 
 class LoadedKernels(dict[str, int]):

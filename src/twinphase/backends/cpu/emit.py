@@ -53,6 +53,10 @@ class Emit:
         """A constant: a scalar, or a vector of equal elements."""
         return self.splat(ty, value) if isinstance(ty, ir.VectorType) else ir.Constant(ty, value)
 
+    def float_of(self, bits: Value) -> Value:
+        """The float32 whose bits are the low 32 of an int64."""
+        return self.b.bitcast(self.b.trunc(bits, I32), F32)
+
     def add(self, *terms: int | Value) -> Value:
         """Sum of int64 terms."""
         total = self.i64(terms[0])

@@ -18,7 +18,7 @@ from twinphase.backends.cpu.operations import (
 )
 from twinphase.backends.cpu.program import Buffer, Memory, rows_in
 from twinphase.backends.cpu.threads import aligned
-from twinphase.backends.cpu.tiling import ELEMENTWISE_TILE_ROWS, SLOT_INTS
+from twinphase.backends.cpu.tiling import SLOT_INTS
 from twinphase.backends.cpu.weights import Matrix, Vector
 from twinphase.blueprint import Experts
 
@@ -77,21 +77,10 @@ class ExpertOperations(Operations):
         h = self._expert_linear(h, down, down_bias, routing, experts)
         out = Buffer(program, x.rows, h.width)
         source = h.floats
-        args = [
-            program.count(x.rows),
-            used,
-            routing.places.ctypes.data,
-            routing.weights.ctypes.data,
-        ]
+        args = [used, routing.places.ctypes.data, routing.weights.ctypes.data]
         args += [source.data, source.groups, out.floats.data]
         reads = [source.data, routing.numbers.ctypes.data, routing.rows.ctypes.data]
-        program.add(
-            "combine",
-            program.tiles(x.rows, ELEMENTWISE_TILE_ROWS),
-            args,
-            reads,
-            [(out.floats.data, 0)],
-        )
+        program.add_rows("combine", args, reads, out.floats)
         return out
 
     def _route(self, logits: Buffer, experts: Experts) -> Routing:
@@ -126,18 +115,14 @@ class ExpertOperations(Operations):
         out = Buffer(program, x.rows, weight.width, columns=weight.columns, outputs=weight.sizes[0])
         for part in weight.parts:
             source = x.memory(part.type in FORMATS)
-            column = 4 * part.column
-            at = source.addresses
-            self._reserve_scratch(
-                part, program.max_rows["tokens"]
-            )  # a token goes to an expert once
+            # A token goes to an expert once.
+            self._reserve_scratch(part, program.max_rows["tokens"])
             strips_per_tile, tiles = self._expert_tiles(x.rows, part.strips, experts.count)
-            args = [part.address, part.groups, at[0], source.stride, *at[1:3]]
-            args += [4 * source.groups, at[3], out.floats.data + column, out.floats.stride]
+            args = self.linear_args(part, source, out.floats)
             args += (
                 [self.zeros(part.strips), 0]
                 if bias is None
-                else [bias.values.ctypes.data + column, bias.stride]
+                else [bias.values.ctypes.data + 4 * part.column, bias.stride]
             )
             args += [part.nbytes, part.strips, routing.slots.ctypes.data, strips_per_tile]
             reads = [source.data, routing.rows.ctypes.data]

@@ -8,117 +8,129 @@ the kernel as an ordinary call on integers and addresses (int64).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-from twinphase.backends.cpu.emit import F32, I8, I16, I32, I64, Emit, Value
+from twinphase.backends.cpu.emit import F32, I32, I64, Emit, Value
 from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.tiling import ELEMENTWISE_TILE_ROWS
+
+Kernel = tuple[Any, Callable[[int, int, int], None]]
 
 # A kernel: (address of its int64 arguments, tile number, address of the thread's scratch memory).
 KERNEL_SIGNATURE = types.void(types.int64, types.int64, types.int64)
 
 
-def emitted(isa: Isa, arguments: int, write: Callable[..., Value | None]) -> Any:
-    """A Numba-callable function of `arguments` int64s whose body `write(emit, *args)` emits.
+def emitted(isa: Isa, write: Callable[..., Value | None], starred: int = 0) -> Any:
+    """A Numba-callable function of int64s whose body `write(emit, *arguments)` emits.
 
-    Returns int64 when `write` returns a value, else nothing.
+    Returns int64 when `write` returns a value, else nothing. `starred` is how many arguments its
+    last, starred parameter takes.
     """
-    return _intrinsic(arguments, lambda: _typing(isa, arguments, write))
+    return _intrinsic(
+        [types.int64] * (_arguments_of(write) + starred),
+        lambda b, *values: write(Emit(b, isa), *values),
+    )
 
 
-def _intrinsic(arguments: int, typing: Callable[[], tuple[Any, Any]]) -> Any:
-    """An @intrinsic of `arguments` arguments of any type."""
-    names = ", ".join(f"a{i}" for i in range(arguments))
-    scope: dict[str, Any] = {}
-    # Numba looks at the parameter list, so the function must have exactly these arguments.
-    exec(f"def typing(ctx, {names}):\n    return make()\n", {"make": typing}, scope)
-    return intrinsic(scope["typing"])
+def built(write: Callable[..., Value | None]) -> Any:
+    """The same on every path: the body is what `write(builder, *arguments)` builds."""
+    return _intrinsic([types.int64] * _arguments_of(write), write)
 
 
-def _typing(isa: Isa, arguments: int, write: Callable[..., Value | None]) -> tuple[Any, Any]:
+def _arguments_of(write: Callable[..., Value | None]) -> int:
+    """How many values it takes after the builder, without those of a starred parameter."""
+    parameters = signature(write).parameters.values()
+    return sum(one.kind is not Parameter.VAR_POSITIONAL for one in parameters) - 1
+
+
+def _intrinsic(
+    arguments: Sequence[Any], write: Callable[..., Value | None], result: Any = types.int64
+) -> Any:
+    """An @intrinsic of these types."""
+
     def codegen(
         context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]
     ) -> Value:
-        result = write(Emit(builder, isa), *args)
-        return result if result is not None else ir.Constant(I64, 0)
+        value = write(builder, *args)
+        return ir.Constant(I64, 0) if value is None else value
 
-    return types.int64(*[types.int64] * arguments), codegen
+    names = ", ".join(f"a{i}" for i in range(len(arguments)))
+    scope: dict[str, Any] = {"typed": (result(*arguments), codegen)}
+    # Numba looks at the parameter list, so the function must have exactly these arguments.
+    exec(f"def typing(ctx, {names}):\n    return typed\n", scope)
+    return intrinsic(scope["typing"])
+
+
+def _load(b: ir.IRBuilder, address: Value, element: ir.Type) -> Value:
+    """Unsigned 32 bits widen to int64, so that kernels compute in one integer type."""
+    value = b.load(b.inttoptr(address, element.as_pointer()), align=1, typ=element)
+    return b.zext(value, I64) if element == I32 else value
 
 
 def fields(count: int, element: ir.Type = I64) -> Any:
     """Numba-callable (address): the `count` integers there, as a tuple of int64."""
 
-    def read(ctx: Any, address: Any) -> Any:
-        def codegen(
-            context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]
-        ) -> Value:
-            size = element.width // 8
-            values = []
-            for i in range(count):
-                place = builder.inttoptr(
-                    builder.add(args[0], ir.Constant(I64, size * i)), element.as_pointer()
-                )
-                value = builder.load(place, align=1, typ=element)
-                values.append(value if element == I64 else builder.zext(value, I64))
-            return context.make_tuple(builder, signature.return_type, values)
+    def read(b: ir.IRBuilder, address: Value) -> Value:
+        offsets = [ir.Constant(I64, element.width // 8 * i) for i in range(count)]
+        values = [_load(b, b.add(address, offset), element) for offset in offsets]
+        return cgutils.pack_array(b, values, I64)
 
-        return types.UniTuple(types.int64, count)(types.int64), codegen
-
-    return intrinsic(read)
+    return _intrinsic([types.int64], read, types.UniTuple(types.int64, count))
 
 
-def _loader(element: ir.Type, result: Any, doc: str) -> Any:
-    """A Numba function reading one `element` at an address."""
-
-    def load(ctx: Any, address: Any) -> Any:
-        def codegen(
-            context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]
-        ) -> Value:
-            value = builder.load(
-                builder.inttoptr(args[0], element.as_pointer()), align=1, typ=element
-            )
-            if element in (I8, I16, I32):
-                # Small unsigned numbers widen to int64, so that kernels compute in one integer
-                # type.
-                return builder.zext(value, I64)
-            return value
-
-        return result(types.int64), codegen
-
-    load.__doc__ = doc
-    return intrinsic(load)
+def _loader(element: ir.Type, result: Any = types.int64) -> Any:
+    return _intrinsic([types.int64], lambda b, address: _load(b, address, element), result)
 
 
-def _storer(element: ir.Type, argument: Any, doc: str) -> Any:
-    """A Numba function writing one `element` at an address."""
+def _storer(element: ir.Type, argument: Any = types.int64) -> Any:
+    def store(b: ir.IRBuilder, address: Value, value: Value) -> None:
+        if element == I32:
+            value = b.trunc(value, element)
+        b.store(value, b.inttoptr(address, element.as_pointer()), align=1)
 
-    def store(ctx: Any, address: Any, value: Any) -> Any:
-        def codegen(
-            context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]
-        ) -> Value:
-            value = args[1]
-            if element in (I8, I16, I32):
-                value = builder.trunc(value, element)
-            builder.store(value, builder.inttoptr(args[0], element.as_pointer()), align=1)
-            return ir.Constant(I64, 0)
-
-        return types.int64(types.int64, argument), codegen
-
-    store.__doc__ = doc
-    return intrinsic(store)
+    return _intrinsic([types.int64, argument], store)
 
 
-load_u8 = _loader(I8, types.int64, "The unsigned byte at an address, as int64.")
-load_u32 = _loader(I32, types.int64, "The unsigned 32 bits at an address, as int64.")
-load_i64 = _loader(I64, types.int64, "The int64 at an address.")
-load_f32 = _loader(F32, types.float32, "The float32 at an address.")
+# Numba-callable (address).
+load_u32 = _loader(I32)
+load_i64 = _loader(I64)
+load_f32 = _loader(F32, types.float32)
+
+# Numba-callable (address, value): integers lose their high bits.
+store_i32 = _storer(I32)
+store_i64 = _storer(I64)
+store_f32 = _storer(F32, types.float32)
 
 
-store_u8 = _storer(I8, types.int64, "Write the low byte.")
-store_u16 = _storer(I16, types.int64, "Write the low 16 bits.")
-store_i32 = _storer(I32, types.int64, "Write the low 32 bits.")
-store_i64 = _storer(I64, types.int64, "Write an int64.")
-store_f32 = _storer(F32, types.float32, "Write a float32.")
+def tile_kernel(isa: Isa, write: Callable[..., None], starred: int = 0) -> Kernel:
+    """A kernel; `write(emit, tile, *arguments)` emits a tile."""
+    tile_of = emitted(isa, write, starred)
+    arguments = fields(_arguments_of(write) - 1 + starred)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        tile_of(tile, *arguments(args))
+
+    return KERNEL_SIGNATURE, kernel
+
+
+def row_kernel(isa: Isa, write: Callable[..., None]) -> Kernel:
+    """A kernel of some rows per tile; `write(emit, row, *arguments)` emits a row.
+
+    In front of the arguments lies the address of the row count.
+    """
+    row_of = emitted(isa, write)
+    arguments = fields(_arguments_of(write) - 1)
+
+    def kernel(args: int, tile: int, scratch: int) -> None:
+        operands = arguments(args + 8)
+        first = tile * ELEMENTWISE_TILE_ROWS
+        for m in range(first, min(load_i64(load_i64(args)), first + ELEMENTWISE_TILE_ROWS)):
+            row_of(m, *operands)
+
+    return KERNEL_SIGNATURE, kernel

@@ -8,7 +8,9 @@ ask an `Isa` for its lane count and dot products.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
+import sys
 from dataclasses import dataclass
 from functools import cache
 
@@ -145,3 +147,11 @@ def baseline_cpu(isa: Isa) -> str:
     import llvmlite.binding as llvm
 
     return str(llvm.get_host_cpu_name())
+
+
+def compiler_environment(isa: Isa) -> dict[str, str]:
+    """This process's environment, for one whose Numba compiles for the path's processor."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if isa.cpu or isa.name == "generic":
+        environment |= {"NUMBA_CPU_NAME": baseline_cpu(isa), "NUMBA_CPU_FEATURES": ""}
+    return environment

@@ -19,9 +19,8 @@ from typing import ClassVar
 from twinphase.backends.cpu.ceilings import CeilingsError
 from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
 from twinphase.backends.cpu.isa import choose_isa
-from twinphase.backends.cpu.program import COPY_COLUMNS_ARGS, Buffer, Program, gather_columns
+from twinphase.backends.cpu.program import Buffer, Program, gather_columns
 from twinphase.backends.cpu.threads import ThreadPool
-from twinphase.backends.cpu.tiling import ELEMENTWISE_TILE_ROWS
 from twinphase.backends.group import Group, shared_file
 from twinphase.blueprint import Span
 from twinphase.config import module_command
@@ -98,10 +97,8 @@ class _Exchanges:
         own = Buffer(program, "tokens", width).floats
         for _ in range(EXCHANGES):
             whole = gather_columns(program, source, span, quantized=False)
-            args = [program.count("tokens"), whole.data, whole.stride, own.data, own.stride]
-            args += [4 * whole.width, *[0] * (COPY_COLUMNS_ARGS - 6)]
-            tiles = program.tiles("tokens", ELEMENTWISE_TILE_ROWS)
-            program.add("copy_columns", tiles, args, [whole.data], [(own.data, 0)])
+            args = [whole.data, whole.stride, own.data, own.stride, 4 * whole.width]
+            program.add_rows("copy_columns", args, [whole.data], own)
         program.cells.update({"tokens": rows})
         self._program = program  # owns the memory that the commands work on
         self._pool = ThreadPool(kernels["run_program"], threads, 4096)

@@ -14,11 +14,7 @@ from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.program import Buffer, Memory, Program, gather_columns
 from twinphase.backends.cpu.step import StepMemory
 from twinphase.backends.cpu.threads import aligned
-from twinphase.backends.cpu.tiling import (
-    ELEMENTWISE_TILE_ROWS,
-    GATE_TILES_PER_ROW,
-    LOGIT_TILES_PER_ROW,
-)
+from twinphase.backends.cpu.tiling import GATE_TILES_PER_ROW, LOGIT_TILES_PER_ROW
 from twinphase.backends.cpu.weights import Embedding, Matrix, Part, Vector, padded
 from twinphase.blueprint import Blueprint, Rope, Span
 
@@ -137,11 +133,10 @@ class Operations:
 
         def make(quantized: bool) -> Memory:
             out = Memory(program, x.rows, x.width, quantized)
-            args = [program.count(x.rows), source.data, source.stride, weight.values.ctypes.data]
+            args = [source.data, source.stride, weight.values.ctypes.data]
             args += [weight.width, float_bits(eps), source.groups, *out.addresses]
             spec = f"rms_norm:{'q8' if quantized else 'f32'}"
-            tiles = program.tiles(x.rows, ELEMENTWISE_TILE_ROWS)
-            program.add(spec, tiles, args, [source.data], [(out.data, 0)])
+            program.add_rows(spec, args, [source.data], out)
             return out
 
         return Buffer(program, x.rows, x.width, make=make)
@@ -162,34 +157,28 @@ class Operations:
         out = Buffer(program, x.rows, weight.width, columns=weight.columns, outputs=weight.sizes[0])
         base = None if residual is None else residual.floats
         for part in weight.parts:
-            column = 4 * part.column
             source = x.rounded if part.tiled else x.memory(part.type in FORMATS)
-            at = source.addresses
             self._reserve_scratch(part, tiling.MATRIX_CHUNK_ROWS)
             strips_per_tile, chunk, tiles = self._linear_tiles(
                 x.rows, part.strips, source.stride, part.tiled
             )
-            args = [part.address, part.groups, at[0], source.stride, *at[1:3]]
-            args += [4 * source.groups, at[3]]
-            args += [out.floats.data + column, out.floats.stride]
+            term = [self.zeros(part.strips), 0]
             if bias is not None:
-                args += [bias.values.ctypes.data + column, 0]  # one row for all
-            else:
-                args += (
-                    [self.zeros(part.strips), 0]
-                    if base is None
-                    else [base.data + 4 * first + column, base.stride]
-                )
-            args += [part.strips, program.count(x.rows), strips_per_tile, chunk]
+                term = [bias.values.ctypes.data + 4 * part.column, 0]  # one row for all
+            elif base is not None:
+                term = [base.data + 4 * (first + part.column), base.stride]
+            args = self.linear_args(part, source, out.floats)
+            args += [*term, part.strips, program.count(x.rows), strips_per_tile, chunk]
             reads = [source.data] if base is None else [source.data, base.data]
-            program.add(
-                layer_spec("linear", part.type),
-                tiles,
-                args,
-                reads,
-                [(out.floats.data, part.column)],
-            )
+            written = [(out.floats.data, part.column)]
+            program.add(layer_spec("linear", part.type), tiles, args, reads, written)
         return out
+
+    def linear_args(self, part: Part, source: Memory, out: Memory) -> list[int]:
+        """The first operands of a linear layer's kernel (`kernels/register_tile.py`)."""
+        data, scale, fsum, isum = source.addresses
+        args = [part.address, part.groups, data, source.stride, scale, fsum]
+        return [*args, 4 * source.groups, isum, out.data + 4 * part.column, out.stride]
 
     def _reserve_scratch(self, part: Part, rows: int) -> None:
         """Have threads bring what a layer with up to `rows` rows in a tile needs."""
@@ -246,47 +235,20 @@ class Operations:
 
     def add(self, x: Buffer, h: Buffer, scale: float = 1.0) -> Buffer:
         """x + scale * h."""
-        program = self.program
-        out = Buffer(self.program, x.rows, x.width)
-        sources = [x.floats.data, h.floats.data]
-        args = [
-            program.count(x.rows),
-            *sources,
-            float_bits(scale),
-            x.floats.groups,
-            out.floats.data,
-        ]
-        program.add(
-            "add",
-            program.tiles(x.rows, ELEMENTWISE_TILE_ROWS),
-            args,
-            sources,
-            [(out.floats.data, 0)],
-        )
-        return out
+        return self._sum("add", x, h, [float_bits(scale)])
 
     def add_norm(
         self, x: Buffer, h: Buffer, weight: Vector, eps: float, scale: float = 1.0
     ) -> Buffer:
         """x + scale * rms_norm(h)."""
-        program = self.program
+        norm = [weight.values.ctypes.data, weight.width, float_bits(eps)]
+        return self._sum("add_norm", x, h, [*norm, float_bits(scale)])
+
+    def _sum(self, spec: str, x: Buffer, h: Buffer, parameters: list[int]) -> Buffer:
         out = Buffer(self.program, x.rows, x.width)
         sources = [x.floats.data, h.floats.data]
-        args = [
-            program.count(x.rows),
-            *sources,
-            weight.values.ctypes.data,
-            weight.width,
-            float_bits(eps),
-        ]
-        args += [float_bits(scale), x.floats.groups, out.floats.data]
-        program.add(
-            "add_norm",
-            program.tiles(x.rows, ELEMENTWISE_TILE_ROWS),
-            args,
-            sources,
-            [(out.floats.data, 0)],
-        )
+        args = [*sources, *parameters, x.floats.groups, out.floats.data]
+        self.program.add_rows(spec, args, sources, out.floats)
         return out
 
     def rope_kv_write(

@@ -7,9 +7,7 @@ of work, so that a thread measures without the interpreter. How a rate is found 
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,20 +21,14 @@ from twinphase.backends.cpu.emit import F32, I32, I64, Emit, Value, vector
 from twinphase.backends.cpu.formats import GROUP_INPUTS
 from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.kernels.ranks import leave_time
+from twinphase.backends.cpu.threads import libc_address
 
 # One turn of the read loop reads this much with the widest vectors.
 READ_TURN_BYTES = 1024
 # Operands repeat after 16 turns: at most 8 vectors per turn are 8 KiB, which fit any L1 cache.
 OPERAND_STEPS = 16
-MONOTONIC = time.CLOCK_MONOTONIC
 TIMESPEC_BYTES = 16
-
-
-def _clock() -> Any:
-    clock = ctypes.CDLL(None).clock_gettime
-    clock.argtypes = [ctypes.c_int, ctypes.c_ssize_t]
-    clock.restype = ctypes.c_int
-    return clock
 
 
 def clock_readings(chunks: int) -> NDArray[np.int64]:
@@ -91,7 +83,7 @@ def peak_loop(kind: str, isa: Isa) -> PeakLoop | None:
     operand = vector(I32, lanes)
     sums = vector(I32 if kind == "int8" else F32, lanes)
 
-    def write(emit: Emit, weights: Value, inputs: Value, out: Value, turns: Value) -> None:
+    def write(emit: Emit, weights, inputs, out, turns):
         zero = ir.Constant(sums, [0] * lanes)
         tile = [[emit.variable(zero) for _ in range(columns)] for _ in range(rows)]
         with emit.loop(0, turns) as turn:
@@ -140,15 +132,15 @@ def _in_matrix_tiles(
 
 def _running(isa: Isa, write: Callable[..., None]) -> Callable[..., Any]:
     """The loop that `write` emits, compiled with the clock around it."""
-    accumulate = emitted(isa, 4, write)
-    clock = _clock()
+    accumulate = emitted(isa, write)
+    clock = libc_address("clock_gettime")
 
     @numba.njit(nogil=True)
     def run(weights, inputs, out, turns, readings):
-        clock(MONOTONIC, readings.ctypes.data)
+        leave_time(clock, readings.ctypes.data)
         for chunk in range(1, len(readings)):
             accumulate(weights.ctypes.data, inputs.ctypes.data, out.ctypes.data, turns)
-            clock(MONOTONIC, readings.ctypes.data + TIMESPEC_BYTES * chunk)
+            leave_time(clock, readings.ctypes.data + TIMESPEC_BYTES * chunk)
 
     return run
 
@@ -165,7 +157,7 @@ def read_loop(isa: Isa) -> Callable[..., Any]:
     width = 4 * isa.lanes
     loads = 16
 
-    def write(emit: Emit, base: Value, size: Value) -> Value:
+    def write(emit: Emit, base, size) -> Value:
         chains = [emit.variable(ir.Constant(words, [0] * words.count)) for _ in range(8)]
         with emit.loop(0, size, loads * width) as at:
             for index in range(loads):
@@ -181,19 +173,19 @@ def read_loop(isa: Isa) -> Callable[..., Any]:
             result = emit.b.xor(result, emit.b.extract_element(total, ir.Constant(I32, lane)))
         return result
 
-    read_once = emitted(isa, 2, write)
-    clock = _clock()
+    read_once = emitted(isa, write)
+    clock = libc_address("clock_gettime")
 
     @numba.njit(nogil=True)
     def read(memory, slice_bytes, repeats, readings):
         total = 0
         at = 0
-        clock(MONOTONIC, readings.ctypes.data)
+        leave_time(clock, readings.ctypes.data)
         for chunk in range(1, len(readings)):
             for _ in range(repeats):
                 total ^= read_once(memory.ctypes.data + at, slice_bytes)
                 at = (at + slice_bytes) % memory.size
-            clock(MONOTONIC, readings.ctypes.data + TIMESPEC_BYTES * chunk)
+            leave_time(clock, readings.ctypes.data + TIMESPEC_BYTES * chunk)
         return total
 
     return read

@@ -19,8 +19,6 @@ from twinphase.backends.cpu.weights import padded
 from twinphase.backends.group import Group
 from twinphase.blueprint import Span
 
-# Unused array slots are arguments too.
-COPY_COLUMNS_ARGS = 21
 Key = tuple[str, int, bool, bool]  # of arrays: rows, width, whether quantized, whether shared
 
 
@@ -260,30 +258,23 @@ class Program:
         self._writes |= set(writes)
         self.commands.append(Command(self.kernels[spec], tiles, sync, list(args)))
 
+    def add_rows(self, spec: str, args: Sequence[int], reads: Sequence[int], out: Memory) -> None:
+        """Append a command of `intrinsics.row_kernel` that writes `out`, all of its rows."""
+        tiles = self.tiles(out.rows, ELEMENTWISE_TILE_ROWS)
+        self.add(spec, tiles, [self.count(out.rows), *args], reads, [(out.data, 0)])
+
     def quantize(self, source: Memory) -> Memory:
         """The rows of `source` as int8 groups."""
         out = Memory(self, source.rows, source.width, quantized=True)
-        args = [self.count(source.rows), source.data, source.stride, source.groups, *out.addresses]
-        self.add(
-            "quantize",
-            self.tiles(source.rows, ELEMENTWISE_TILE_ROWS),
-            args,
-            [source.data],
-            [(out.data, 0)],
-        )
+        args = [source.data, source.stride, source.groups, *out.addresses]
+        self.add_rows("quantize", args, [source.data], out)
         return out
 
     def round(self, source: Memory) -> Memory:
         """The rows of `source` as bfloat16."""
         out = Memory(self, source.rows, source.width // 2, quantized=False)
-        args = [self.count(source.rows), source.data, source.stride, source.groups, out.data]
-        self.add(
-            "round_rows",
-            self.tiles(source.rows, ELEMENTWISE_TILE_ROWS),
-            args,
-            [source.data],
-            [(out.data, 0)],
-        )
+        args = [source.data, source.stride, source.groups, out.data]
+        self.add_rows("round_rows", args, [source.data], out)
         return out
 
 
@@ -297,17 +288,14 @@ def gather_columns(
     whole = Memory(program, x.rows, padded(span.total), quantized, shared=True)
     per_number = GROUP_INPUTS if quantized else 1  # columns that share a number of an array
     units = (GROUP_INPUTS, 4, 4, 8) if quantized else (4,)  # bytes of a group, or of a column
-    args = [program.count(x.rows)]
+    args: list[int] = []
     for unit, mine, all_ranks in zip(units, source.arrays, whole.arrays, strict=True):
         args += [mine.ctypes.data + unit * column, unit * (source.width // per_number)]
         args += [all_ranks.ctypes.data + unit * (span.first // per_number)]
         args += [unit * (whole.width // per_number), unit * -(-span.size // per_number)]
-    tiles = program.tiles(x.rows, ELEMENTWISE_TILE_ROWS)
-    written = [(whole.data, 0)]
-    args += [0] * (COPY_COLUMNS_ARGS - len(args))
-    program.add("copy_columns", tiles, args, [source.data], written)
+    program.add_rows("copy_columns", args, [source.data], whole)
     args = [group.address, group.rank, group.ranks]
     args += [libc_address("usleep"), libc_address("clock_gettime")]
-    program.add("meet", program.cells.constant(1), args, [whole.data], written)
+    program.add("meet", program.cells.constant(1), args, [whole.data], [(whole.data, 0)])
     program.met()
     return whole

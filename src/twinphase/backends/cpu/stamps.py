@@ -7,19 +7,13 @@ program without readings.
 
 from __future__ import annotations
 
-import ctypes
-import time
 from collections.abc import Mapping
-from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
-from llvmlite import ir
 from numpy.typing import NDArray
 
-from twinphase.backends.cpu.emit import I32, I64
 from twinphase.backends.cpu.program import Program
-from twinphase.backends.cpu.threads import Command, ThreadPool, aligned
+from twinphase.backends.cpu.threads import Command, ThreadPool, aligned, libc_address
 
 PARTS = (
     "linear",
@@ -34,32 +28,6 @@ def part_of(spec: str) -> str:
     if name.endswith(("_linear", "_experts")):
         return "linear"
     return "attention" if name.startswith("attention_") else "other"
-
-
-def _stamp_kernel() -> tuple[int, Any]:
-    """A kernel (as `kernels/program.py` calls it) that reads the clock, and its code's owner.
-
-    Its arguments: address of libc's clock_gettime, address of the timespec to write.
-    """
-    module = ir.Module("stamp")
-    pointer = ir.IntType(8).as_pointer()
-    module.triple = llvm.get_default_triple()
-    function = ir.Function(module, ir.FunctionType(I32, [pointer, pointer, I64, I64, I64]), "stamp")
-    b = ir.IRBuilder(function.append_basic_block())
-    args = b.inttoptr(function.args[2], I64.as_pointer())
-    clock, place = (b.load(b.gep(args, [ir.Constant(I64, i)]), typ=I64) for i in range(2))
-    clock_type = ir.FunctionType(I32, [I32, pointer])
-    b.call(
-        b.inttoptr(clock, clock_type.as_pointer()),
-        [ir.Constant(I32, time.CLOCK_MONOTONIC), b.inttoptr(place, pointer)],
-    )
-    b.ret(ir.Constant(I32, 0))
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(module)), machine)
-    engine.finalize_object()
-    return engine.get_function_address("stamp"), engine
 
 
 class StampedProgram:
@@ -77,10 +45,10 @@ class StampedProgram:
             threads: of a pool of its own.
             scratch_bytes: private memory of each thread.
         """
-        stamp, self._engine = _stamp_kernel()
-        clock = ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value or 0
         commands = program.commands
         specs = {address: spec for spec, address in program.kernels.items()}
+        stamp = program.kernels["stamp"]
+        clock = libc_address("clock_gettime")
         parts = [part_of(specs[command.fn]) for command in commands]
         ends = [i for i, part in enumerate(parts) if i + 1 == len(parts) or parts[i + 1] != part]
         self.num_stamps = len(ends) + 1

@@ -38,7 +38,7 @@ class Command:
         fn: address of the kernel.
         tiles: address of the int64 that says how many tiles it has in this step.
         sync: whether all earlier commands must be done before it starts.
-        args: int64 arguments.
+        args: int64 arguments; a kernel finds zeros after them.
     """
 
     fn: int

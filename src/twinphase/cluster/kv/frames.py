@@ -19,6 +19,7 @@ from typing import Annotated
 import msgspec
 
 from twinphase.cache.prefix_cache import CachedBlock
+from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.errors import TwinphaseError
 
 MAGIC = b"TPKV"
@@ -95,6 +96,19 @@ class Ack(msgspec.Struct, tag=True, frozen=True):
 Message = Hello | Offer | Wanted | Frame | Ack
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def frame_head(fingerprint: str) -> bytes:
+    """The first bytes of every block that `Backend.read_blocks` returns."""
+    head = fingerprint.encode()
+    return len(head).to_bytes(4, "little") + head
+
+
+def frame_bytes(loaded: LoadedEngine) -> int:
+    """Bytes of each block that the backend's `read_blocks` returns."""
+    backend = loaded.backend
+    blocks = backend.kv_bytes_per_token() * loaded.config.block_size
+    return len(frame_head(backend.kv_fingerprint)) + blocks
 
 
 def encode_message(message: Message, payload_bytes: int = 0) -> bytes:

@@ -32,6 +32,8 @@ from twinphase.cluster.kv.frames import (
     Wanted,
     checksum,
     encode_message,
+    frame_bytes,
+    frame_head,
 )
 from twinphase.cluster.kv.transport import NO_SHRINKING, read_message, unix_names
 from twinphase.engine.engine import Engine
@@ -41,12 +43,6 @@ from twinphase.errors import TwinphaseError
 # Storing this number of blocks takes about 20 ms of the engine's thread.
 MAX_WAITING_BLOCKS = 64
 LOG = logging.getLogger("twinphase.cluster")
-
-
-def frame_head(fingerprint: str) -> bytes:
-    """The first bytes of every block that `Backend.read_blocks` returns."""
-    head = fingerprint.encode()
-    return len(head).to_bytes(4, "little") + head
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,6 @@ class BlockIntake:
         fingerprint: identifies the format of the blocks that fit.
         nbytes: bytes per block, as `Backend.read_blocks` returns it.
         counts: number of blocks so far, by verdict.
-        store_seconds: time of the engine's thread spent on storing blocks.
     """
 
     def __init__(
@@ -73,13 +68,11 @@ class BlockIntake:
         """`call` runs a function on the engine's thread between two steps (`between_steps`)."""
         self._backend = loaded.backend
         self._call = call
-        self._clock = loaded.engine.clock
         self._prefix_cache = loaded.engine.scheduler.kv_cache.prefix_cache
         self.fingerprint = self._backend.kv_fingerprint
         self.head = frame_head(self.fingerprint)
-        self.nbytes = len(self.head) + self._backend.kv_bytes_per_token() * loaded.config.block_size
+        self.nbytes = frame_bytes(loaded)
         self.counts: Counter[str] = Counter()
-        self.store_seconds = 0.0
         self._waiting: list[_Arrived] = []
         self._room = threading.Condition()
         self._called = self._closed = False
@@ -125,7 +118,6 @@ class BlockIntake:
         return "" if self._backend.has_finite_numbers(payload) else "not_finite"
 
     def _store(self, engine: Engine) -> None:
-        start = self._clock()
         with self._room:
             arrived = list(self._waiting)
             self._waiting.clear()
@@ -143,7 +135,6 @@ class BlockIntake:
         except Exception as error:  # Blocks that cannot be stored must not fail any request.
             LOG.warning("KV blocks from another worker could not be stored: %s", error)
             verdicts = ["failed"] * len(arrived)
-        self.store_seconds += self._clock() - start
         self._count(verdicts)
         replies: dict[Callable[[list[tuple[int, str]]], None], list[tuple[int, str]]] = {}
         for arrival, verdict in zip(arrived, verdicts, strict=True):

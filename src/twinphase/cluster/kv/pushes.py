@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from twinphase.cache.prefix_cache import CachedBlock
+from twinphase.cluster.kv.frames import frame_bytes
 from twinphase.cluster.kv.transport import (
     KVTransport,
     Outgoing,
@@ -67,11 +68,7 @@ class _Push:
 
 
 class BlockPushes:
-    """KV blocks that an engine sends to other workers.
-
-    Attributes:
-        read_seconds: time of the engine's thread spent on copying blocks.
-    """
+    """KV blocks that an engine sends to other workers."""
 
     def __init__(
         self,
@@ -88,8 +85,7 @@ class BlockPushes:
         self._kv_cache = loaded.engine.scheduler.kv_cache
         self._prefix_cache = self._kv_cache.prefix_cache
         self._clock = loaded.engine.clock
-        self._nbytes = self._backend.kv_bytes_per_token() * loaded.config.block_size + 4
-        self._nbytes += len(self._backend.kv_fingerprint.encode())
+        self._nbytes = frame_bytes(loaded)
         self._slots: SharedSlots | None = None
         self._transports: dict[str, KVTransport] = {}
         self._pushes: dict[int, _Push] = {}  # By the number of their offer.
@@ -97,7 +93,6 @@ class BlockPushes:
         self._numbers = itertools.count()
         # Guards everything above.
         self._lock = threading.Lock()
-        self.read_seconds = 0.0
 
     def begin(self, request: Request, to: PushTo) -> None:
         """Push the full blocks of a request's prompt; `Pushed` reports the result."""
@@ -235,7 +230,6 @@ class BlockPushes:
         return len(chosen)
 
     def _copy(self, push: _Push, chosen: list[tuple[CachedBlock, int, int]]) -> None:
-        start = self._clock()
         assert self._slots is not None
         outgoing = []
         for (block, _, slot), bits in zip(
@@ -248,7 +242,6 @@ class BlockPushes:
             push.num_bytes += len(bits)
             self._frames[number] = push
         push.transport.send(outgoing)
-        self.read_seconds += self._clock() - start
 
     def _read(self, block_ids: list[int]) -> Iterator[bytes]:
         for start in range(0, len(block_ids), MAX_BLOCKS_PER_READ):

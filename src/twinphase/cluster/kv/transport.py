@@ -98,10 +98,6 @@ class SharedSlots:
         self._free = list(range(count))
         self._lock = threading.Lock()
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
     def take(self) -> int | None:
         """A free slot, or None."""
         with self._lock:

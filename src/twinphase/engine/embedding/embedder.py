@@ -15,13 +15,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.base import KVCacheSpec, StepInputs
+from twinphase.backends.base import StepInputs
 from twinphase.backends.encoder import NumpyEncoder, pooled
 from twinphase.blueprint import Blueprint
 from twinphase.config import EngineConfig
-from twinphase.engine.frontends.checks import Prompt, embeds
+from twinphase.engine.frontends.checks import Prompt, check_token_ids, embeds
 from twinphase.engine.frontends.text import ModelText
-from twinphase.engine.loading.loading import LoadedEngine, make_backend
+from twinphase.engine.loading.loading import LoadedEngine, allocate_kv_cache, make_backend
 from twinphase.engine.ranks.backend import load_on_ranks
 from twinphase.errors import ContextLengthError, InvalidRequestError
 from twinphase.models.bert import Bert, is_encoder, read_bert_shape
@@ -124,12 +124,7 @@ class LoadedEmbedder:
                 f"The text has {len(token_ids)} tokens; the model takes {limit}.",
                 f"Shorten it by {len(token_ids) - limit} tokens, or embed it in parts.",
             )
-        for token_id in token_ids:
-            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
-                raise InvalidRequestError(
-                    f"Token id {token_id!r} is not in the vocabulary.",
-                    f"Use integers from 0 to {self.vocab_size - 1}.",
-                )
+        check_token_ids(token_ids, "the text", self.vocab_size)
 
     def embed(self, token_ids: Sequence[int]) -> F32:
         """The vector of one text, float32 [size], of length 1. Raises what `check` does."""
@@ -158,10 +153,7 @@ class _HiddenStates:
         )
         self._chunk = config.max_num_batched_tokens
         self._block_size = config.block_size
-        b = self._model.blueprint
-        self._backend.allocate_kv_cache(
-            KVCacheSpec(b.num_layers, b.num_kv_heads, b.head_dim, num_blocks, config.block_size)
-        )
+        allocate_kv_cache(self._backend, self._model.blueprint, config)
 
     def embed(self, token_ids: Sequence[int], pooling: str) -> F32:
         rows = [

@@ -21,7 +21,7 @@ from twinphase.engine.process.messages import (
     Stop,
     ToEngine,
 )
-from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseError
+from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseError, one_line
 
 
 class EmbeddingLoop:
@@ -56,8 +56,8 @@ class EmbeddingLoop:
         except TwinphaseError as error:
             return refusal(message.number, error)
         except Exception as error:  # An error in one text must not affect the others.
-            cause = f"The text could not be embedded: {type(error).__name__}: {error}."
-            return refusal(message.number, TwinphaseError(" ".join(cause.split())[:300]))
+            cause = f"The text could not be embedded: {one_line(error)}."
+            return refusal(message.number, TwinphaseError(cause))
         return Embedded(message.number, vector.astype("<f4").tobytes())
 
 

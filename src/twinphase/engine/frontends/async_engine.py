@@ -33,7 +33,7 @@ from twinphase.engine.frontends.checks import (
 from twinphase.engine.frontends.outputs import Transcript
 from twinphase.engine.frontends.stream import RequestStream, take_all
 from twinphase.engine.frontends.text import EncodedPrompt, ModelText
-from twinphase.engine.process.host import Host, ProcessHost, ThreadHost
+from twinphase.engine.process.host import Host, ProcessHost, ThreadHost, running_loop
 from twinphase.engine.process.messages import (
     Accepted,
     Add,
@@ -301,7 +301,7 @@ class AsyncEngine:
     def _spread(self, message: StepUpdates) -> None:
         """Pass a step's updates on, with one wake-up per event loop."""
         end = message.stats.end if message.stats else None
-        here = _running_loop()
+        here = running_loop()
         elsewhere: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestUpdate]]] = {}
         for update in message.updates:
             reference = self._streams.get(update.request_id)
@@ -389,13 +389,6 @@ def _resolve(future: asyncio.Future[Any], answer: Any) -> None:
         future.set_exception(answer)
     else:
         future.set_result(answer)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 def _post_to(

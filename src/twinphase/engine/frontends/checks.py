@@ -75,6 +75,15 @@ def check_id(request_id: object) -> None:
         )
 
 
+def check_token_ids(token_ids: Iterable[object], name: str, vocab_size: int) -> None:
+    for token_id in token_ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"Token id {token_id!r} in {name} is not in the vocabulary.",
+                f"Use integers from 0 to {vocab_size - 1}.",
+            )
+
+
 def unknown_request(request_id: str) -> RequestNotFoundError:
     return RequestNotFoundError(
         f"No unfinished request has the id {request_id!r}.",

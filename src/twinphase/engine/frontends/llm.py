@@ -218,22 +218,16 @@ class LLM:
             )
         encoded = [model.encode(prompt) for prompt in prompt_list(prompts)]
         for token_ids in encoded:
-            with self._turns.take() as interrupt:
+            with self._turn():
                 vector = EmbeddingOutput(model.embed(token_ids).tolist())
                 results.append(EmbeddingRequestOutput(str(next(self._ids)), vector, token_ids))
-            if interrupt.requested:
-                raise KeyboardInterrupt
         return results
 
     def explain(self, output: RequestOutput) -> Explanation:
         """Why a request of this `LLM` took as long as it did, and which flag would change that."""
-        with self._turns.take() as interrupt:
-            found = self._loaded.explain(
-                output.counts, output.metrics, names=True
-            )  # all are this caller's
-        if interrupt.requested:
-            raise KeyboardInterrupt
-        return found
+        with self._turn():
+            # All names are this caller's.
+            return self._loaded.explain(output.counts, output.metrics, names=True)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -380,11 +374,9 @@ class LLM:
             transcript.finished for transcript in transcripts
         ):
             return
-        with self._turns.take() as interrupt:
-            self._abandoned.extend(transcripts)
-            self._drop_abandoned()
-        if interrupt.requested:
-            raise KeyboardInterrupt
+        self._abandoned.extend(transcripts)
+        with self._turn():
+            pass
 
     def _abandon(self, transcript: Transcript) -> None:
         """Abort a request once the engine is free: a destructor may run in the middle of a step."""

@@ -74,7 +74,7 @@ def make_draft_model(draft: Engine, target: Engine, num_speculative_tokens: int)
         num_speculative_tokens=num_speculative_tokens,
         vocab_size=draft.vocab_size,
         max_model_len=draft.scheduler.max_model_len,
-        max_num_batched_tokens=draft.scheduler.max_num_batched_tokens,
+        max_num_batched_tokens=draft.scheduler.config.max_num_batched_tokens,
         eos_token_ids=eos_token_ids,
         slo_seconds=lambda: target.scheduler.pace.slo_seconds,
     )
@@ -85,6 +85,4 @@ def add_draft_model(target: Engine, draft: Engine, num_speculative_tokens: int) 
     if not isinstance(target.drafter, Speculator):
         raise TypeError("the engine has no speculator")
     model = make_draft_model(draft, target, num_speculative_tokens)
-    target.drafter.draft_model = DraftModelPolicy(
-        model, target.cost_model.seconds, target.shape.window
-    )
+    target.drafter.draft_model = DraftModelPolicy(model, target.cost_model)

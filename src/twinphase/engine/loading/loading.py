@@ -12,7 +12,7 @@ from typing import Any
 
 from twinphase.backends.base import Backend, KVCacheSpec, Units
 from twinphase.backends.device import require_torch
-from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.blueprint import Blueprint
 from twinphase.config import EngineConfig, available_cores
 from twinphase.engine.engine import Engine
 from twinphase.engine.frontends.checks import Prompt, embeds
@@ -216,7 +216,6 @@ class LoadedEngine:
             config.max_num_batched_tokens,
             config.max_model_len or 1,
             config.block_size,
-            engine.shape.window,
         )
 
     def explain(
@@ -289,57 +288,32 @@ def make_engine(
 
     `config` is resolved.
     """
-    if config.max_model_len is None or config.num_kv_blocks is None:
-        raise ValueError("the configuration is not resolved")
-    spec = KVCacheSpec(
-        num_layers=model.blueprint.num_layers,
-        num_kv_heads=model.blueprint.num_kv_heads,
-        head_dim=model.blueprint.head_dim,
-        num_blocks=config.num_kv_blocks,
-        block_size=config.block_size,
-    )
-    backend.allocate_kv_cache(spec)
+    allocate_kv_cache(backend, model.blueprint, config)
     shape = replace(shape, kv_token_bytes=backend.kv_bytes_per_token())
-    cost_model = CostModel(starting_prices(shape, measured_ceilings(config)), shape.windowed_share)
-    scheduler = make_scheduler(config, backend, eos_token_ids, cost_model, shape.window)
+    prices = starting_prices(shape, measured_ceilings(config))
+    cost_model = CostModel(prices, shape.windowed_share, shape.window)
+    scheduler = Scheduler(
+        config, cost_model, eos_token_ids=eos_token_ids, fingerprint=backend.kv_fingerprint
+    )
     runner = Runner(model, backend, block_size=config.block_size, eos_token_ids=eos_token_ids)
     if heads is not None:
         runner.show_hidden(heads)
     recorder = StepRecorder(shape, cost_model, trace=_step_log(config, scheduler, cost_model))
     wanted = speculative_config(config.speculative_config)
-    drafter = make_speculator(
-        wanted, cost_model, lambda: scheduler.pace.slo_seconds, shape.window, heads
-    )
+    drafter = make_speculator(wanted, cost_model, lambda: scheduler.pace.slo_seconds, heads)
     sizes: dict[str, Any] = {"shape": shape, "vocab_size": model.blueprint.vocab_size}
     return Engine(scheduler, runner, recorder, **sizes, seed=config.seed, drafter=drafter)
 
 
-def make_scheduler(
-    config: EngineConfig,
-    backend: Backend,
-    eos_token_ids: frozenset[int],
-    cost_model: CostModel,
-    window: int | None,
-) -> Scheduler:
-    """A scheduler over the allocated KV cache of a `backend`; `config` is resolved."""
-    if config.max_model_len is None or config.num_kv_blocks is None:
+def allocate_kv_cache(backend: Backend, blueprint: Blueprint, config: EngineConfig) -> None:
+    """Give a `backend` the KV cache of a resolved configuration."""
+    if config.num_kv_blocks is None:
         raise ValueError("the configuration is not resolved")
-    return Scheduler(
-        KVCacheManager(
-            config.num_kv_blocks,
-            config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            fingerprint=backend.kv_fingerprint.encode(),
-        ),
-        max_model_len=config.max_model_len,
-        eos_token_ids=eos_token_ids,
-        times=cost_model,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        policy=config.scheduling_policy,
-        pace=Pace(config.slo_seconds),
-        window=window,
+    heads = blueprint.num_kv_heads
+    spec = KVCacheSpec(
+        blueprint.num_layers, heads, blueprint.head_dim, config.num_kv_blocks, config.block_size
     )
+    backend.allocate_kv_cache(spec)
 
 
 def _step_log(

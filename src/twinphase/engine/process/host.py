@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from twinphase.config import EngineConfig, module_command
+from twinphase.config import EngineConfig
 from twinphase.engine.embedding.embedder import LoadedEmbedder
 from twinphase.engine.embedding.loop import make_loop
 from twinphase.engine.frontends.checks import embeds
@@ -33,6 +33,7 @@ from twinphase.engine.process.messages import (
     Stop,
     ToEngine,
 )
+from twinphase.engine.process.start import how_it_ended, start_process
 from twinphase.engine.process.status import WorkerStatus
 from twinphase.engine.process.wire import SEND_BUFFER_BYTES, Decoder, encode
 from twinphase.errors import EngineDeadError, TwinphaseError
@@ -370,7 +371,9 @@ class ProcessHost(LinkHost):
             process.wait()
 
     async def _open(self) -> socket.socket:
-        self._process, link = _start_process(self.module)
+        self._process, link = start_process(self.module)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        link.setblocking(False)
         return link
 
     def _end(self) -> str:
@@ -381,9 +384,7 @@ class ProcessHost(LinkHost):
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.1)
         process.kill()
-        code = process.wait()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return f"The engine's process {how}"
+        return f"The engine's process {how_it_ended(process)}"
 
     def _load_message(self) -> Load:
         """Each process has its own step log: the first under the given name, the next numbered."""
@@ -393,21 +394,12 @@ class ProcessHost(LinkHost):
         return Load(str(self.text.checkpoint.path), config)
 
 
-def _start_process(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The process and our end of the link to it."""
-    ours, theirs = socket.socketpair()
-    command = [*module_command(module), str(theirs.fileno())]
-    with theirs:
-        try:
-            # A session of its own: Ctrl-C in the terminal is the server's business, which lets
-            # answers finish.
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
-        except OSError:
-            ours.close()
-            raise
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    ours.setblocking(False)
-    return process, ours
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop that runs in this thread, if one does."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 class _Link(asyncio.Protocol):

@@ -38,7 +38,7 @@ from twinphase.engine.process.messages import (
     WatchBlocks,
 )
 from twinphase.engine.process.requests import EngineRequests
-from twinphase.errors import InvalidRequestError, TwinphaseError
+from twinphase.errors import InvalidRequestError, TwinphaseError, one_line
 from twinphase.phases.record import RequestRecord
 from twinphase.request import Request
 from twinphase.scheduler.pace import Pace
@@ -210,8 +210,8 @@ class EngineLoop:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # A compiler's bug, even a panic, fails one request only.
-            cause = f"The structured output could not be compiled: {type(error).__name__}: {error}."
-            self._inbox.put(_Compiled(add, None, TwinphaseError(" ".join(cause.split())[:300])))
+            cause = f"The structured output could not be compiled: {one_line(error)}."
+            self._inbox.put(_Compiled(add, None, TwinphaseError(cause)))
 
     def _add(self, compiled: _Compiled) -> None:
         add = compiled.add

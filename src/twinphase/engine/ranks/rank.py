@@ -12,9 +12,9 @@ import sys
 import threading
 from pathlib import Path
 
-from twinphase.backends.base import Backend, KVCacheSpec
+from twinphase.backends.base import Backend
 from twinphase.backends.group import Group
-from twinphase.engine.loading.loading import make_backend
+from twinphase.engine.loading.loading import allocate_kv_cache, make_backend
 from twinphase.engine.process.wire import Decoder, encode
 from twinphase.engine.ranks.messages import (
     Blocks,
@@ -77,9 +77,6 @@ def _receive(link: socket.socket, inbox: queue.SimpleQueue[ToRank]) -> None:
 
 def _load(wanted: LoadShare, memory: int) -> tuple[Model, Backend]:
     config = wanted.config
-    assert config.max_model_len is not None and config.num_kv_blocks is not None, (
-        "the configuration is resolved"
-    )
     path = Path(wanted.model)
     count = config.tensor_parallel_size
     checkpoint = open_model(path, quantization=config.quantization)
@@ -89,11 +86,7 @@ def _load(wanted: LoadShare, memory: int) -> tuple[Model, Backend]:
     backend = make_backend(config)
     backend.group = Group(wanted.rank, count, memory, Path(wanted.meeting_place))
     model = load_model(part, backend, config.max_model_len, blueprint=b)
-    backend.allocate_kv_cache(
-        KVCacheSpec(
-            b.num_layers, b.num_kv_heads, b.head_dim, config.num_kv_blocks, config.block_size
-        )
-    )
+    allocate_kv_cache(backend, b, config)
     return model, backend
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
-import subprocess
 import tempfile
 import threading
 import weakref
@@ -21,8 +19,9 @@ from typing import Any
 from twinphase import errors
 from twinphase.backends.group import Group, shared_bytes, shared_file
 from twinphase.blueprint import Blueprint
-from twinphase.config import EngineConfig, module_command
+from twinphase.config import EngineConfig
 from twinphase.engine.process.messages import RankFacts
+from twinphase.engine.process.start import how_it_ended, start_process
 from twinphase.engine.process.wire import Decoder, encode
 from twinphase.engine.ranks.messages import (
     Blocks,
@@ -157,7 +156,9 @@ class Ranks:
     def _fail(self, link: _Link, error: OSError) -> None:
         """Raises EngineDeadError: nothing is to be heard of a rank."""
         slow = isinstance(error, TimeoutError)
-        how = f"has not answered for {self.seconds:g} s" if slow else link.how_it_ended()
+        how = (
+            f"has not answered for {self.seconds:g} s" if slow else how_it_ended(link.process, 1.0)
+        )
         self._watched.reason = self._watched.reason or f"{link.name(self.group.ranks)} {how}."
         self.group.end()
         self.check()
@@ -190,22 +191,8 @@ class _Link:
 
     def __init__(self, rank: int, memory: int) -> None:
         self.rank = rank
-        self.socket, theirs = socket.socketpair()
+        self.process, self.socket = start_process("twinphase.engine.ranks.rank", memory)
         self._decoder: Decoder[FromRank] = Decoder(FromRank)
-        command = [
-            *module_command("twinphase.engine.ranks.rank"),
-            str(theirs.fileno()),
-            str(memory),
-        ]
-        with theirs:
-            try:
-                # A session of its own: Ctrl-C in the terminal is rank 0's business.
-                self.process = subprocess.Popen(
-                    command, pass_fds=[theirs.fileno(), memory], start_new_session=True
-                )
-            except OSError:
-                self.socket.close()
-                raise
 
     def name(self, ranks: int) -> str:
         return f"Rank {self.rank} of {ranks}"
@@ -220,13 +207,6 @@ class _Link:
             if found:
                 return found[0]  # an answer that is waited for: no other follows it
         return None
-
-    def how_it_ended(self) -> str:
-        try:
-            code = self.process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            return "closed its connection"
-        return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def close(self) -> None:
         """End the process, even one that is stopped."""
@@ -247,7 +227,7 @@ def _watch(
         before = now
         missing = next((link for link in links if link.process.poll() is not None), None)
         if missing is not None:
-            watched.reason = f"{missing.name(group.ranks)} {missing.how_it_ended()}."
+            watched.reason = f"{missing.name(group.ranks)} {how_it_ended(missing.process, 1.0)}."
         elif looks * WATCH_INTERVAL_SECONDS > seconds:
             watched.reason = (
                 f"Rank {now.index(min(now))} of {group.ranks} has come no further "

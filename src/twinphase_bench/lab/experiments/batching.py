@@ -26,8 +26,8 @@ ALL = "decode, all requests, tokens/s"
         ),
         Rule("time per token, largest batch / alone", at_least=1.2, fails_from=32),
     ),
-    meaning="Serving several users at once costs far less than one after the other, but each "
-    "gets a slower stream.",
+    meaning="Serving several users at once costs far less than one after the other, but each gets "
+    "a slower stream.",
     figure=Figure(
         "Tokens per second by batch", "requests decoding together", (ALL, EACH), log=True
     ),
@@ -38,9 +38,8 @@ ALL = "decode, all requests, tokens/s"
     quick=True,
 )
 def batching(bench: Workbench) -> Trial:
-    engine = bench.engine(
-        enable_prefix_caching=True
-    )  # prompts are read once, and found in the cache by repetitions
+    # Prompts are prefilled once, and found in the cache by later repetitions.
+    engine = bench.engine(enable_prefix_caching=True)
     prompts = bench.prompts(bench.size, PROMPT)
     runs = bench.interleave(
         {b: partial(serve, engine, prompts[:b], TOKENS + b) for b in BATCHES if b <= bench.size}
@@ -60,9 +59,8 @@ def batching(bench: Workbench) -> Trial:
             ratios(most[ALL], alone[ALL]),
             ratios(most[DECODE], alone[DECODE]),
         ],
-        f"A step takes {fixed:.3g} ms however many requests are in it (above all the weights, "
-        "read once), plus "
-        f"{each:.3g} ms per request: the curve bends where the requests' own part becomes the "
-        "larger one.",
+        f"A step takes {fixed:.3g} ms however many requests are in it (above all the weights, read "
+        f"once), plus {each:.3g} ms per request: the curve bends where the requests' own part "
+        "becomes the larger one.",
         {"ideal: batch x the rate alone": lambda batch: batch * rate},
     )

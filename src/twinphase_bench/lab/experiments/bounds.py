@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from twinphase import TwinphaseError
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial, median_of, ratios
 from twinphase_bench.lab.workbench import DECODE, PREFILL, Workbench, serve
 
@@ -13,7 +14,7 @@ MBU = "MBU, %"
 
 @Experiment(
     claim="Prefill is bound by arithmetic; decode is bound by memory bandwidth.",
-    method="A prompt is read, and tokens are decoded alone: their FLOP and bytes against this "
+    method="A prompt is prefilled, and tokens are decoded alone: their FLOP and bytes against this "
     "machine's ceilings.",
     rules=(
         Rule(
@@ -32,16 +33,15 @@ MBU = "MBU, %"
         Rule("decode: memory / arithmetic", 1, formula="bytes / bandwidth over FLOP / peak"),
         Rule("decode's MBU", 0.5, unit="%", formula="bytes / bandwidth over the time taken"),
     ),
-    meaning="A faster processor shortens the wait for the first token; faster memory speeds up "
-    "the stream after it.",
+    meaning="A faster processor shortens the wait for the first token; faster memory speeds up the "
+    "stream after it.",
     figure=Figure("How much of each ceiling a phase uses", "phase", (MFU, MBU)),
     seconds=8,
     sizes=(512, 256, 128, 64),
 )
 def bounds(bench: Workbench) -> Trial:
     if bench.ceilings is None:
-        unknown = "This machine's ceilings are unknown."
-        return Trial({}, [unknown] * 4, unknown)
+        raise TwinphaseError("This machine's ceilings are unknown.")
     engine = bench.engine(max_num_batched_tokens=bench.size)
     ideal = {
         PREFILL: bench.ideal_milliseconds(0, bench.size),
@@ -71,9 +71,8 @@ def bounds(bench: Workbench) -> Trial:
             [share / 100 for share in decode[MBU]],
         ],
         f"The weights are read once per step, for {bench.size:,} tokens in prefill and for a "
-        "single one in decode. "
-        f"Arithmetic explains {median_of(prefill[MFU]):.3g} % of prefill's time, and memory "
-        f"{median_of(decode[MBU]):.3g} % of decode's; the rest is work that FLOP and bytes do "
-        "not count: unpacking "
-        "weights, quantizing activations, norms, softmax, waiting between threads.",
+        f"single one in decode. Arithmetic explains {median_of(prefill[MFU]):.3g} % of prefill's "
+        f"time, and memory {median_of(decode[MBU]):.3g} % of decode's; the rest is work that FLOP "
+        "and bytes do not count: unpacking weights, quantizing activations, norms, softmax, "
+        "waiting between threads.",
     )

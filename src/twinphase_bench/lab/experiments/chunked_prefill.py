@@ -1,4 +1,4 @@
-"""Claim: reading a long prompt in chunks protects the tokens of those who are decoding."""
+"""Claim: prefill of a long prompt in chunks keeps other requests decoding, at a small price."""
 
 from functools import partial
 from statistics import median
@@ -18,8 +18,7 @@ WHOLE = "whole prompt at once"
 
 
 @Experiment(
-    claim="Reading a long prompt in chunks protects the tokens of those who are decoding, at a "
-    "small price.",
+    claim="Prefill of a long prompt in chunks keeps other requests decoding, at a small price.",
     method=f"A long prompt comes while {DECODES} requests decode, with different limits on the "
     "tokens per step.",
     rules=(
@@ -28,7 +27,11 @@ WHOLE = "whole prompt at once"
     ),
     meaning="If streams stutter when others send long prompts, lower max_num_batched_tokens (or "
     "set itl_slo_ms).",
-    figure=Figure("What decodes feel while a long prompt is read", "largest step", (WORST, WAIT)),
+    figure=Figure(
+        "Gaps of decoding requests during the prefill of a long prompt",
+        "largest step",
+        (WORST, WAIT),
+    ),
     also=(USUAL, STEPS),
     seconds=20,
     sizes=(2048, 1024, 512, 256, 128),
@@ -49,13 +52,10 @@ def chunked_prefill(bench: Workbench) -> Trial:
     return Trial(
         runs,
         [ratios(whole[WORST], chunks[WORST]), ratios(chunks[WAIT], whole[WAIT])],
-        "Requests in one step all wait for its end: a step that reads a whole prompt holds every "
-        "decode up for "
-        f"{median_of(whole[WORST]):,.0f} ms, and with at most {small} tokens per step the "
-        "longest gap is "
-        f"{median_of(chunks[WORST]):,.0f} ms. The prompt pays: each of its steps carries the "
-        "decodes, and reads the "
-        "weights again.",
+        "Requests in one step all wait for its end: a step that prefills a whole prompt holds "
+        f"every decode up for {median_of(whole[WORST]):,.0f} ms, and with at most {small} tokens "
+        f"per step the longest gap is {median_of(chunks[WORST]):,.0f} ms. The prompt pays: each of "
+        "its steps carries the decodes, and reads the weights again.",
     )
 
 

@@ -32,8 +32,8 @@ OTHER = "other token"
         Rule("time per token without / with, longest", at_least=10, fails_from=512),
         Rule("tokens that differ", 0, 0, ""),
     ),
-    meaning="The KV cache trades memory for time: with it, the time of an answer grows little "
-    "more than its length.",
+    meaning="The KV cache trades memory for time: with it, the time of an answer grows little more "
+    "than its length.",
     figure=Figure(
         "Time per token with and without a KV cache", "tokens before", (WITH, WITHOUT), log=True
     ),
@@ -80,10 +80,8 @@ def no_kv_cache(bench: Workbench) -> Trial:
             ratios(times[WITHOUT][bench.size], times[WITH][bench.size]),
             sum(sum(found[OTHER]) for found in runs.values()),
         ],
-        f"Fit: each token before it makes the next one {slope_without * 1e3:.3g} µs slower "
-        "without a cache, and "
-        f"{slope * 1e3:.3g} µs with it. An answer of {ANSWER} tokens behind {bench.size:,} would "
-        "take "
-        f"{ANSWER * (start_without + slope_without * end) / 1e3:,.0f} s instead of "
-        f"{ANSWER * (start + slope * end) / 1e3:.2g} s.",
+        f"Fit: each token before it makes the next one {slope_without * 1e3:.3g} µs slower without "
+        f"a cache, and {slope * 1e3:.3g} µs with it. An answer of {ANSWER} tokens after "
+        f"{bench.size:,} would take {ANSWER * (start_without + slope_without * end) / 1e3:,.0f} s "
+        f"instead of {ANSWER * (start + slope * end) / 1e3:.2g} s.",
     )

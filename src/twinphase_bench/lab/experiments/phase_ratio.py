@@ -10,7 +10,7 @@ RATE = "rate, tokens/s"
 
 @Experiment(
     claim="Prefill handles tokens ten times faster than decode, or more.",
-    method="One request alone: its prompt is read, then its answer is decoded behind it.",
+    method="One request alone: its prompt is prefilled, then its answer decoded.",
     rules=(
         Rule(
             "prefill's token rate / decode's",
@@ -19,8 +19,8 @@ RATE = "rate, tokens/s"
             fails_from=256,
         ),
     ),
-    meaning="Count prompt tokens and output tokens apart: an output token costs as much as "
-    "several prompt tokens.",
+    meaning="Count prompt tokens and output tokens apart: an output token costs as much as several "
+    "prompt tokens.",
     figure=Figure("Tokens per second of each phase, one request alone", "phase", (RATE,)),
     seconds=7,
     sizes=(512, 256, 128, 64),
@@ -39,11 +39,9 @@ def phase_ratio(bench: Workbench) -> Trial:
         {"prefill": {RATE: prefill}, "decode": {RATE: decode}},
         [ratios(prefill, decode)],
         f"Prefill reads the weights once for {bench.size:,} tokens, decode once per token. With "
-        "both phases at this "
-        f"machine's ceilings the ratio would be {bench.size * ideal_decode / ideal_prefill:.3g}: "
-        "its balance of "
-        "arithmetic and bandwidth with these weights. An accelerator does 100 to 300 operations "
-        "in the time of reading "
-        "a byte, hence the ratios of 100 and more that people quote; fewer bits per weight make "
-        "the ratio smaller.",
+        "both phases at this machine's ceilings the ratio would be "
+        f"{bench.size * ideal_decode / ideal_prefill:.3g}: its balance of arithmetic and bandwidth "
+        "with these weights. An accelerator does 100 to 300 operations in the time of reading a "
+        "byte, hence the ratios of 100 and more that people quote; fewer bits per weight make the "
+        "ratio smaller.",
     )

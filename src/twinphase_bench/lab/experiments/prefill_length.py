@@ -12,8 +12,8 @@ MIN_ATTENTION_TOKENS = 1024
 
 @Experiment(
     claim="Prefill time grows linearly with the prompt, plus a quadratic part from attention.",
-    method="Fresh prompts of doubling length, one at a time, nothing cached; a + b n + c n² "
-    "fitted to each repetition.",
+    method="Fresh prompts of doubling length, one at a time, nothing cached; a + b n + c n² fitted "
+    "to each repetition.",
     rules=(
         Rule("growth among short prompts", 0.8, 1.2, "", "exponent of the length; 1 is linear"),
         Rule(
@@ -53,9 +53,8 @@ def prefill_length(bench: Workbench) -> Trial:
             share if longest >= MIN_ATTENTION_TOKENS else too_short,
         ],
         f"Fit: {a:.3g} ms + {b * 1e3:.4g} µs n + {c * 1e6:.3g} ns n². At {longest:,} tokens the "
-        "quadratic part is "
-        f"{percent(median_of(share))} of the time, and attention "
-        f"{percent(cost.attention_flops / cost.flops)} of the "
-        "FLOP: each token looks back at half of the prompt.",
+        f"quadratic part is {percent(median_of(share))} of the time, and attention "
+        f"{percent(cost.attention_flops / cost.flops)} of the FLOP: each token looks back at half "
+        "of the prompt.",
         {"prefill": lambda n: a + b * n + c * n * n, "prefill, linear part": lambda n: a + b * n},
     )

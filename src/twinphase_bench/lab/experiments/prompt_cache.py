@@ -16,8 +16,8 @@ OTHER = "other answer"
 
 
 @Experiment(
-    claim="Prompt caching pays for a prefix once: the next request starts at once, and answers "
-    "the same.",
+    claim="Prompt caching pays for a prefix once: the next request starts at once, and answers the "
+    "same.",
     method=f"A fresh prefix and a question of {QUESTION} tokens are sent twice; the prefix cache "
     "is on.",
     rules=(
@@ -25,8 +25,8 @@ OTHER = "other answer"
         Rule("answers that differ", 0, 0, "", "in a token id, or in a bit of a log probability"),
         Rule("TPOT, second time / first time", 0.8, 1.25),
     ),
-    meaning="Put what stays the same (system prompt, documents) first and what changes last: "
-    "only the rest is read.",
+    meaning="Put what stays the same (system prompt, documents) first and what changes last: only "
+    "the rest is prefilled.",
     figure=Figure(
         "Wait for the first token, the first time and the second", "prefix, tokens", (COLD, WARM)
     ),
@@ -67,9 +67,7 @@ def prompt_cache(bench: Workbench) -> Trial:
             ratios(last[WARM_TPOT], last[COLD_TPOT]),
         ],
         f"The second time {last[COMPUTED][0]:,} of {longest + QUESTION:,} prompt tokens were "
-        "computed (those behind "
-        f"the last full block), for a first token {median_of(sooner):,.1f} times sooner: the "
-        "weights are read for a "
-        "few tokens all the same. Decode reads as much KV as before, the very KV of the first "
-        "time.",
+        f"computed (those after the last full block), for a first token {median_of(sooner):,.1f} "
+        "times sooner: the weights are read for a few tokens all the same. Decode reads as much KV "
+        "as before, the very KV of the first time.",
     )

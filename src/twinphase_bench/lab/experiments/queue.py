@@ -15,8 +15,8 @@ TOGETHER = "a burst, all run at once"
 
 @Experiment(
     claim="A busy machine delays the first token and leaves the stream after it alone.",
-    method="One request alone; a burst of requests that may all run at once; and the same "
-    f"with {SEATS} at once.",
+    method="One request alone; a burst of requests that may all run at once; and the same with "
+    f"{SEATS} at once.",
     rules=(
         Rule(
             "TTFT in the burst / alone",
@@ -26,8 +26,8 @@ TOGETHER = "a burst, all run at once"
         ),
         Rule("TPOT in the burst / alone", at_most=1.2, formula="medians; all may run at once"),
     ),
-    meaning="Under load look at both: max_num_seqs chooses whether users wait before their "
-    "stream or during it.",
+    meaning="Under load look at both: max_num_seqs chooses whether users wait before their stream "
+    "or during it.",
     figure=Figure(
         "Where a request's time goes in a burst: the engine's ledger", "load", LEDGER, stacked=True
     ),
@@ -57,14 +57,10 @@ def queue(bench: Workbench) -> Trial:
         runs,
         [ratios(together[TTFT], alone[TTFT]), ratios(together[TPOT], alone[TPOT])],
         f"With {SEATS} at once and the others in a queue, TPOT is "
-        f"{median_of(ratios(seated[TPOT], alone[TPOT])):.2f} "
-        "times that of one request alone. Continuous batching lets a request in as soon as a "
-        "step has room, so most of "
-        f"the wait for the first token is others' prefill ({spent['prefill_wait, ms']} of "
-        "prefill_wait, "
+        f"{median_of(ratios(seated[TPOT], alone[TPOT])):.2f} times that of one request alone. "
+        "Continuous batching lets a request in as soon as a step has room, so most of the wait for "
+        f"the first token is others' prefill ({spent['prefill_wait, ms']} of prefill_wait, "
         f"{spent['queue, ms']} of queue), and those who run pay with their streams: others' "
-        "decodes added "
-        f"{spent['batching, ms']} to each request (batching) and others' prefill chunks "
-        f"{spent['stall, ms']} (stall), "
-        f"where its own decode takes {spent['decode, ms']}.",
+        f"decodes added {spent['batching, ms']} to each request (batching) and others' prefill "
+        f"chunks {spent['stall, ms']} (stall), where its own decode takes {spent['decode, ms']}.",
     )

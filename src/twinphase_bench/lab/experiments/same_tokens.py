@@ -57,9 +57,9 @@ def same_tokens(bench: Workbench) -> Trial:
     tokens, bits = (sum(count[key] for count in counts.values()) for key in (TOKENS, BITS))
     missing = [way for way, count in counts.items() if count[HAPPENED] < count[COMPARED]]
     why = (
-        "Sums of floating-point numbers depend on their order. Many kernels choose it by the "
-        "size of the batch; this "
-        "engine's keep one order for every row of a matrix product, regardless of the other rows."
+        "Sums of floating-point numbers depend on their order. Many kernels choose it by the size "
+        "of the batch; this engine's keep one order for every row of a matrix product, regardless "
+        "of the other rows."
     )
     if tokens or bits:
         differed = ", ".join(way for way, count in counts.items() if count[TOKENS] or count[BITS])

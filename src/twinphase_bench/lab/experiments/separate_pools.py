@@ -6,7 +6,14 @@ from functools import partial
 from itertools import pairwise
 from time import perf_counter
 
-from twinphase import AsyncEngine, ClusterConfig, SamplingParams, available_cores, make_host
+from twinphase import (
+    AsyncEngine,
+    ClusterConfig,
+    SamplingParams,
+    TwinphaseError,
+    available_cores,
+    make_host,
+)
 from twinphase.phases.statistics import percentile
 from twinphase_bench.lab.experiment import Experiment, Figure, Rule, Trial, median_of, ratios
 from twinphase_bench.lab.workbench import Workbench
@@ -25,10 +32,9 @@ WAIT = "TTFT of the prompts, ms"
 @Experiment(
     claim="Separate pools keep prefill out of decode's way.",
     method=f"{PROMPTS} long prompts come one after the other while {STREAMS} requests decode: on "
-    "one engine with all "
-    "threads, which cuts its chunks as a server does by itself, and on an engine that reads "
-    "prompts and one that "
-    "answers, with half of the threads each (`serve --prefill-workers 1 --decode-workers 1`).",
+    "one engine with all threads, which cuts its chunks as a server does by itself, and on an "
+    "engine that reads prompts and one that answers, with half of the threads each (`serve "
+    "--prefill-workers 1 --decode-workers 1`).",
     rules=(
         Rule(
             "99th percentile of the gaps, one engine / separate pools",
@@ -36,9 +42,11 @@ WAIT = "TTFT of the prompts, ms"
             fails_from=1024,
         ),
     ),
-    meaning="If streams must not stutter while prompts are read, give them cores of their own; "
-    "prompts wait longer.",
-    figure=Figure("What decodes feel while long prompts are read", "engines", (WORST, WAIT)),
+    meaning="If streams must not stutter during prefill, give them cores of their own; prompts "
+    "wait longer.",
+    figure=Figure(
+        "Gaps of decoding requests during the prefill of long prompts", "engines", (WORST, WAIT)
+    ),
     also=(USUAL,),
     seconds=11,
     sizes=(1024,),
@@ -46,7 +54,7 @@ WAIT = "TTFT of the prompts, ms"
 def separate_pools(bench: Workbench) -> Trial:
     threads = bench.workshop.config.threads or available_cores()
     if threads == 1:
-        return Trial({}, ["There is one core only."], "With one core there is nothing to separate.")
+        raise TwinphaseError("There is one core only, and nothing to separate.")
     pools = ClusterConfig(prefill_workers=1, decode_workers=1, threads_per_worker=threads // 2)
     with asyncio.Runner() as runner:
         engines = runner.run(_start(bench, {ONE: ClusterConfig(), POOLS: pools}, threads))
@@ -68,11 +76,9 @@ def separate_pools(bench: Workbench) -> Trial:
     return Trial(
         runs,
         [ratios(one[WORST], apart[WORST])],
-        "While prompts were read, 99 % of the gaps between tokens were below "
-        f"{median_of(one[WORST]):,.0f} ms on one "
-        f"engine, and below {median_of(apart[WORST]):,.0f} ms in pools. The prompts pay, with "
-        "half of the cores: their "
-        f"TTFT was {median_of(one[WAIT]):,.0f} ms on one engine, and "
+        f"During prefill, 99 % of the gaps between tokens were below {median_of(one[WORST]):,.0f} "
+        f"ms on one engine, and below {median_of(apart[WORST]):,.0f} ms in pools. The prompts pay, "
+        f"with half of the cores: their TTFT was {median_of(one[WAIT]):,.0f} ms on one engine, and "
         f"{median_of(apart[WAIT]):,.0f} ms in pools.",
     )
 

@@ -57,8 +57,8 @@ class _Drafts:
         Rule("tokens/s with wrong drafts / without", at_most=0.95, fails_from=64),
         Rule("answers with other tokens", 0, 0, ""),
     ),
-    meaning="Drafts pay where they are mostly right, such as when text is repeated or edited, "
-    "and cost time elsewhere.",
+    meaning="Drafts pay where they are mostly right, such as when text is repeated or edited, and "
+    "cost time elsewhere.",
     figure=Figure("Tokens per second with and without drafts", "drafts", (RATE,)),
     also=(STEPS_TAKEN, OTHER),
     seconds=4,
@@ -88,10 +88,9 @@ def speculation(bench: Workbench) -> Trial:
             sum(sum(found[OTHER]) for found in runs.values()),
         ],
         f"Right drafts make {taken[RIGHT]:.0f} steps of {taken[NONE]:.0f}: a step with "
-        f"{DRAFTED + 1} rows reads the "
-        "weights once, as one with a single row does, and takes longer only by its rows' "
-        "arithmetic. Each token is "
-        "drawn as without drafts, so that a wrong draft costs time and nothing else.",
+        f"{DRAFTED + 1} rows reads the weights once, as one with a single row does, and takes "
+        "longer only by its rows' arithmetic. Each token is drawn as without drafts, so that a "
+        "wrong draft costs time and nothing else.",
     )
 
 

@@ -66,10 +66,8 @@ def static_batching(bench: Workbench) -> Trial:
         runs,
         [ratios(continuous[RATE], static[RATE]), static[STEPS][0] / continuous[STEPS][0]],
         f"{bench.size} requests took {continuous[STEPS][0]:.0f} steps with seats filled again at "
-        "once, and "
-        f"{static[STEPS][0]:.0f} in groups, where the seats of short answers stay empty until "
-        "the longest one ends. An "
-        "empty seat costs no more than the step that all share; where it is computed as padding, "
-        "continuous batching "
-        f"is {median_of(ratios(continuous[RATE], padded[RATE])):.2f} times as fast.",
+        f"once, and {static[STEPS][0]:.0f} in groups, where the seats of short answers stay empty "
+        "until the longest one ends. An empty seat costs no more than the step that all share; "
+        "where it is computed as padding, continuous batching is "
+        f"{median_of(ratios(continuous[RATE], padded[RATE])):.2f} times as fast.",
     )

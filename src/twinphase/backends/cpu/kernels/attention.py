@@ -8,13 +8,12 @@ There are two kernels, for few rows and for many; either computes any unit, to t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from numba import njit
 
 from twinphase.backends.cpu.emit import I32
-from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, fields, load_f32, store_f32
+from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, Kernel, fields, load_f32, store_f32
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.attention_tile import (
     MASKED_SCORE,
@@ -39,11 +38,9 @@ from twinphase.backends.cpu.kv_layout import (
     scratch_areas,
 )
 
-Kernel = tuple[Any, Callable[[int, int, int], None]]
-
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _first_tile(context: int, window: int) -> int:
+def _first_tile(context, window):
     """The first KV tile that the last of `context` tokens sees."""
     return max(0, context - window) // TILE_TOKENS if window else 0
 
@@ -128,7 +125,7 @@ def _attention(
     arguments = fields(16)
     unit_of = fields(UNIT_INTS, I32)
 
-    def kernel(args: int, tile: int, scratch: int) -> None:
+    def kernel(args, tile, scratch):
         (
             units,
             queries,
@@ -276,16 +273,7 @@ def _row_block_kernel(
     row_bytes = 4 * dim
 
     @njit  # type: ignore[untyped-decorator]
-    def row_block(
-        r: int,
-        seen: int,
-        window: int,
-        tokens: int,
-        now: int,
-        coming: int,
-        partial: int,
-        scratch: int,
-    ) -> None:
+    def row_block(r, seen, window, tokens, now, coming, partial, scratch):
         # Rows r.. of the unit against the KV tile at `now`; token i of the unit sees its tokens up
         # to `seen` + i, the last `window` of them.
         most = min(TILE_TOKENS, seen + min(tokens - 1, (r + rows - 1) // group))
@@ -362,7 +350,7 @@ def attention_merge(isa: Isa, head_dim: str, group_size: str, sinks: str) -> Ker
     arguments = fields(6)
     merge_of = fields(MERGE_INTS, I32)
 
-    def kernel(args: int, tile: int, scratch: int) -> None:
+    def kernel(args, tile, scratch):
         merges, partials, kv_heads, out, window, sinks_at = arguments(args)
         heads = kv_heads * group
         row, context, base, per_tile, per_head = merge_of(merges + 4 * MERGE_INTS * (tile // heads))

@@ -71,7 +71,7 @@ def _widen_values(isa: Isa, dim: int, dtype: str) -> Any:
     """
     lanes = isa.lanes
 
-    def write(e: Emit, values: Value, out: Value) -> None:
+    def write(e: Emit, values, out):
         for i in range(0, CELL_TOKENS * dim, 2 * lanes):
             if isa.bf16_dot:
                 e.store(_bf16_pairs(e, values, i), out, 2 * i)
@@ -87,7 +87,7 @@ def _widen_values(isa: Isa, dim: int, dtype: str) -> Any:
                 row = e.shuffle(pairs, None, range(side, 2 * lanes, 2))
                 e.store(row, out, 4 * ((2 * pair + side) * dim + column))
 
-    return emitted(isa, 2, write)
+    return emitted(isa, write)
 
 
 def scores_kernel(isa: Isa, dim: int, rows: int, ahead: bool = False) -> Any:
@@ -104,15 +104,7 @@ def scores_kernel(isa: Isa, dim: int, rows: int, ahead: bool = False) -> Any:
     ints = vector(I32, lanes)
     floats = vector(F32, lanes)
 
-    def write(
-        e: Emit,
-        queries: Value,
-        sums: Value,
-        places: Value,
-        coming: Value,
-        out: Value,
-        chunks: Value,
-    ) -> None:
+    def write(e: Emit, queries, sums, places, coming, out, chunks):
         b = e.b
         signed = e.dot_is_signed(8)
         with e.loop(0, chunks) as chunk:
@@ -159,7 +151,7 @@ def scores_kernel(isa: Isa, dim: int, rows: int, ahead: bool = False) -> Any:
                         at,
                     )
 
-    return emitted(isa, 6, write)
+    return emitted(isa, write)
 
 
 def softmax_kernel(isa: Isa, dtype: str, softcap: float) -> Any:
@@ -182,11 +174,11 @@ def softmax_kernel(isa: Isa, dtype: str, softcap: float) -> Any:
         e: Emit,
         x: list[Value],
         masks: list[Value],
-        out: Value,
-        maximum: Value,
-        total: Value,
-        places: Value,
-    ) -> None:
+        out,
+        maximum,
+        total,
+        places,
+    ):
         b = e.b
         zero = e.splat(floats, 0.0)
         # The tile's own maximum: a tile is computed alike after any other tile.
@@ -219,17 +211,7 @@ def softmax_kernel(isa: Isa, dtype: str, softcap: float) -> Any:
             for i, value in enumerate(weights):
                 e.store(value, out, 4 * i * lanes)
 
-    def write(
-        e: Emit,
-        scores: Value,
-        out: Value,
-        scale: Value,
-        first: Value,
-        end: Value,
-        maximum: Value,
-        total: Value,
-        places: Value,
-    ) -> None:
+    def write(e: Emit, scores, out, scale, first, end, maximum, total, places):
         b = e.b
         factor = e.broadcast(e.load(F32, scale), lanes)
         x = [b.fmul(e.load(floats, scores, 4 * i * lanes), factor) for i in range(count)]
@@ -258,7 +240,7 @@ def softmax_kernel(isa: Isa, dtype: str, softcap: float) -> Any:
             with wholly:
                 row(e, x, [], out, maximum, total, places)
 
-    return emitted(isa, 8, write)
+    return emitted(isa, write)
 
 
 def weighted_values_kernel(
@@ -281,16 +263,7 @@ def weighted_values_kernel(
     value_size = 1 if convert else 2 if isa.bf16_dot else 4  # bytes
     value_row = tokens * value_size * dim
 
-    def write(
-        e: Emit,
-        weights: Value,
-        places: Value,
-        coming: Value,
-        cells: Value,
-        out: Value,
-        stride: Value,
-        stats: Value,
-    ) -> None:
+    def write(e: Emit, weights, places, coming, cells, out, stride, stats):
         b = e.b
         for first in range(0, dim, columns * lanes):
             here = range(min(columns, (dim - first) // lanes))
@@ -345,14 +318,14 @@ def weighted_values_kernel(
                         value = e.fma(e.load(floats, out, *at), alpha, b.fmul(value, beta))
                     e.store(value, out, *at)
 
-    return emitted(isa, 7, write)
+    return emitted(isa, write)
 
 
 def merge_stats_kernel(isa: Isa) -> Any:
     """Numba-callable (maxima, sums, stats): fold a tile's into the rows', leave alpha and beta."""
     ty = vector(F32, STATS_LANES)
 
-    def write(e: Emit, maxima: Value, sums: Value, stats: Value) -> None:
+    def write(e: Emit, maxima, sums, stats):
         old = e.load(ty, maxima)
         tile = e.load(ty, stats)
         new = e.maximum(old, tile)
@@ -365,20 +338,20 @@ def merge_stats_kernel(isa: Isa) -> Any:
         e.store(alpha, stats, 8 * STATS_LANES)
         e.store(beta, stats, 12 * STATS_LANES)
 
-    return emitted(isa, 3, write)
+    return emitted(isa, write)
 
 
 def scale_add_kernel(isa: Isa, dim: int) -> Any:
     """Numba-callable (out, tile, addresses of alpha and beta): out * alpha + tile * beta."""
     floats = vector(F32, 16)
 
-    def write(e: Emit, out: Value, tile: Value, alpha: Value, beta: Value) -> None:
+    def write(e: Emit, out, tile, alpha, beta):
         a, c = (e.broadcast(e.load(F32, address), 16) for address in (alpha, beta))
         for i in range(0, dim, 16):
             value = e.fma(e.load(floats, out, 4 * i), a, e.b.fmul(e.load(floats, tile, 4 * i), c))
             e.store(value, out, 4 * i)
 
-    return emitted(isa, 4, write)
+    return emitted(isa, write)
 
 
 def divide_kernel(isa: Isa, dim: int, sinks: bool) -> Any:
@@ -389,9 +362,7 @@ def divide_kernel(isa: Isa, dim: int, sinks: bool) -> Any:
     """
     floats = vector(F32, 16)
 
-    def write(
-        e: Emit, out: Value, source: Value, total: Value, maximum: Value, sink: Value
-    ) -> None:
+    def write(e: Emit, out, source, total, maximum, sink):
         b = e.b
         divisor = e.broadcast(e.load(F32, total), 16)
         alpha = None
@@ -405,7 +376,7 @@ def divide_kernel(isa: Isa, dim: int, sinks: bool) -> Any:
             value = e.load(floats, source, 4 * i)
             e.store(b.fdiv(value if alpha is None else b.fmul(value, alpha), divisor), out, 4 * i)
 
-    return emitted(isa, 5, write)
+    return emitted(isa, write)
 
 
 def find_cells_kernel(isa: Isa, dim: int, dtype: str, at: dict[str, int], *, in_place: bool) -> Any:
@@ -423,18 +394,8 @@ def find_cells_kernel(isa: Isa, dim: int, dtype: str, at: dict[str, int], *, in_
 
     @njit  # type: ignore[untyped-decorator]
     def find(
-        t: int,
-        cells: int,
-        table: int,
-        cells_per_block: int,
-        per_chunk: int,
-        kv_head: int,
-        keys: int,
-        scales: int,
-        values: int,
-        scratch: int,
-        places: int,
-    ) -> None:
+        t, cells, table, cells_per_block, per_chunk, kv_head, keys, scales, values, scratch, places
+    ):
         block = t * CELLS_PER_TILE // cells_per_block
         offset = t * CELLS_PER_TILE - block * cells_per_block
         for c in range(cells):
@@ -466,11 +427,11 @@ def find_cells_kernel(isa: Isa, dim: int, dtype: str, at: dict[str, int], *, in_
 def fetch_scales_kernel(isa: Isa) -> Any:
     """Numba-callable (places): ask for the scales of a tile's cells."""
 
-    def write(e: Emit, places: Value) -> None:
+    def write(e: Emit, places):
         for c in range(CELLS_PER_TILE):
             e.prefetch(e.load(I64, places, 8 * (CELLS_PER_TILE + c)))
 
-    return emitted(isa, 1, write)
+    return emitted(isa, write)
 
 
 def copy_query_kernel(dim: int, at: dict[str, int]) -> Any:
@@ -480,9 +441,7 @@ def copy_query_kernel(dim: int, at: dict[str, int]) -> Any:
     at_sums = at["query_sums"]
 
     @njit  # type: ignore[untyped-decorator]
-    def copy(
-        r: int, head: int, queries: int, query_scales: int, query_sums: int, scratch: int
-    ) -> None:
+    def copy(r, head, queries, query_scales, query_sums, scratch):
         for i in range(0, dim, 8):
             store_i64(scratch + at_queries + r * dim + i, load_i64(queries + head * dim + i))
         store_f32(scratch + at_scales + 4 * r, load_f32(query_scales + 4 * head))

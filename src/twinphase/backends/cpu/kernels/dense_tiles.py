@@ -12,10 +12,10 @@ from typing import Any
 
 from numba import njit
 
-from twinphase.backends.cpu.emit import F32, Emit, Value, vector
+from twinphase.backends.cpu.emit import F32, Emit, vector
 from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.kernels.register_tile import Operands
+from twinphase.backends.cpu.kernels.register_tile import release_tiles
 from twinphase.backends.cpu.tiling import DENSE_PANEL_TILES, DENSE_TILE_INPUTS, MATRIX_TILE_ROWS
 
 ROWS = MATRIX_TILE_ROWS
@@ -26,25 +26,15 @@ WEIGHTS = 2048
 PREFETCH_BYTES = 8192
 
 
-def _begin(e: Emit, scratch: Value, first: Value, second: Value) -> None:
+def _begin(e: Emit, scratch, first, second):
     """Shape the tiles: sums of `first` and of `second` rows by two blocks of outputs."""
     e.shape_tiles(
         [(rows, 64) for rows in (first, first, second, second, first, second, ROWS, ROWS)], scratch
     )
 
 
-def _block(
-    e: Emit,
-    both: bool,
-    w: Value,
-    tiles: Value,
-    data: Value,
-    data_stride: Value,
-    out: Value,
-    out_stride: Value,
-    is_first: Value,
-) -> None:
-    """Add a panel's products to a strip's outputs of one block of rows, or of two."""
+def _block(e: Emit, both: bool, w, tiles, data, data_stride, out, out_stride, is_first):
+    """Add a panel's products to a strip's outputs of one block of rows, or of both."""
     sums = [
         (i, j, 2 * i + j, (e.add(out, e.mul(out_stride, ROWS * i), 64 * j), out_stride))
         for i in range(2 if both else 1)
@@ -76,9 +66,7 @@ def _block(
         e.matrix("tilestored64", tile, at=place)
 
 
-def _add_rows(
-    e: Emit, rows: Value, out: Value, out_stride: Value, residual: Value, stride: Value
-) -> None:
+def _add_rows(e: Emit, rows, out, out_stride, residual, stride):
     """Add a strip's residual, or its bias."""
     ty = vector(F32, 16)
     with e.loop(0, rows) as m:
@@ -90,30 +78,20 @@ def _add_rows(
 def strips_in_dense_tiles(isa: Isa) -> Any:
     """As `linear._strips_kernel`, for bfloat16 rows; `groups` is the number of inputs."""
 
-    def release(e: Emit) -> None:
-        e.matrix("tilerelease")
+    def blocks(e: Emit, both, *operands):
+        with e.b.if_else(e.b.icmp_signed("!=", both, e.i64(0))) as (then, otherwise):
+            with then:
+                _block(e, True, *operands)
+            with otherwise:
+                _block(e, False, *operands)
 
-    def one_of_rows(e: Emit, *args: Value) -> None:
-        _block(e, False, *args)
-
-    def two_of_rows(e: Emit, *args: Value) -> None:
-        _block(e, True, *args)
-
-    begin = emitted(isa, 3, _begin)
-    end = emitted(isa, 0, release)
-    add = emitted(isa, 5, _add_rows)
-    one = emitted(isa, 7, one_of_rows)
-    two = emitted(isa, 7, two_of_rows)
+    begin = emitted(isa, _begin)
+    end = emitted(isa, release_tiles)
+    add = emitted(isa, _add_rows)
+    add_products = emitted(isa, blocks, starred=7)
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
-    def run(
-        operands: Operands,
-        first_strip: int,
-        end_strip: int,
-        first_row: int,
-        rows: int,
-        scratch: int,
-    ) -> None:
+    def run(operands, first_strip, end_strip, first_row, rows, scratch):
         w, groups, data, data_stride = operands[:4]
         out, out_stride, residual, residual_stride = operands[8:]
         tiles = (groups + DENSE_TILE_INPUTS - 1) // DENSE_TILE_INPUTS
@@ -126,7 +104,8 @@ def strips_in_dense_tiles(isa: Isa) -> Any:
                 begin(scratch, ROWS, ROWS)
                 for s in range(first_strip, end_strip):
                     for m in range(first_row, first_row + whole, 2 * ROWS):
-                        two(
+                        add_products(
+                            1,
                             w + (s * tiles + p) * WEIGHTS,
                             count,
                             here + m * data_stride,
@@ -139,28 +118,16 @@ def strips_in_dense_tiles(isa: Isa) -> Any:
                 m = first_row + whole
                 begin(scratch, min(rest, ROWS), max(rest - ROWS, 1))
                 for s in range(first_strip, end_strip):
-                    at = w + (s * tiles + p) * WEIGHTS
-                    columns = out + m * out_stride + 128 * s
-                    if rest > ROWS:
-                        two(
-                            at,
-                            count,
-                            here + m * data_stride,
-                            data_stride,
-                            columns,
-                            out_stride,
-                            int(p == 0),
-                        )
-                    else:
-                        one(
-                            at,
-                            count,
-                            here + m * data_stride,
-                            data_stride,
-                            columns,
-                            out_stride,
-                            int(p == 0),
-                        )
+                    add_products(
+                        int(rest > ROWS),
+                        w + (s * tiles + p) * WEIGHTS,
+                        count,
+                        here + m * data_stride,
+                        data_stride,
+                        out + m * out_stride + 128 * s,
+                        out_stride,
+                        int(p == 0),
+                    )
         end()
         for s in range(first_strip, end_strip):
             add(

@@ -7,104 +7,78 @@ groups, in `f32` where it wants float32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from llvmlite import ir
 
 from twinphase.backends.cpu.emit import F32, I32, I64, Emit, Value, vector
-from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64, load_u32
+from twinphase.backends.cpu.intrinsics import Kernel, row_kernel, tile_kernel
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.quantize import store_quantized
-from twinphase.backends.cpu.tiling import (
-    ELEMENTWISE_TILE_ROWS,
-    GATE_TILES_PER_ROW,
-    LOGIT_TILES_PER_ROW,
-)
+from twinphase.backends.cpu.tiling import GATE_TILES_PER_ROW, LOGIT_TILES_PER_ROW
 
 GROUP_OF_FLOATS = vector(F32, 32)
 
 
-def _store(
-    e: Emit, kind: str, values: Value, g: Value, out: Value, scale: Value, fsum: Value, isum: Value
-) -> None:
+def _store(e: Emit, kind: str, values: Value, g: Value, out: Value, *sums: Value) -> None:
+    """A result's group; `sums` are the addresses of scale, fsum and isum."""
     if kind == "q8":
-        store_quantized(e, values, g, out, scale, fsum, isum)
+        store_quantized(e, values, g, out, *sums)
     else:
         e.store(values, out, e.mul(g, 128))
 
 
-def _float(e: Emit, bits: Value) -> Value:
-    """The float32 whose bits are the low 32 of an int64."""
-    return e.b.bitcast(e.b.trunc(bits, I32), F32)
-
-
-def _inverse_rms(e: Emit, x: Value, width: Value, eps: Value, groups: Value) -> Value:
-    """1 / sqrt(mean(x^2) + eps), in every lane."""
-    squares = e.variable(e.splat(GROUP_OF_FLOATS, 0.0))
-    with e.loop(0, groups) as g:
-        values = e.load(GROUP_OF_FLOATS, x, e.mul(g, 128))
+def inverse_rms(e: Emit, x: Value, end: Value, width: Value, eps: Value, lanes: int) -> Value:
+    """1 / sqrt(mean(x^2) + eps) of `width` values, read up to `end` by that many lanes."""
+    squares = e.variable(e.splat(vector(F32, lanes), 0.0))
+    with e.loop(0, end, lanes) as i:
+        values = e.load(vector(F32, lanes), x, e.mul(i, 4))
         squares.set(e.fma(values, values, squares.get()))
     mean = e.b.fdiv(e.reduce_add(squares.get()), e.b.sitofp(width, F32))
-    root = e.unary("sqrt", e.b.fadd(mean, _float(e, eps)))
-    return e.broadcast(e.b.fdiv(ir.Constant(F32, 1.0), root), 32)
+    root = e.unary("sqrt", e.b.fadd(mean, e.float_of(eps)))
+    return e.b.fdiv(ir.Constant(F32, 1.0), root)
 
 
-def rms_norm(isa: Isa, kind: str) -> tuple[Any, Callable[[int, int, int], None]]:
+def _normalized(e: Emit, x, weight, width, eps, groups) -> Callable[[Value], Value]:
+    """Group g of a normalized row, by its number."""
+    inverse = inverse_rms(e, x, e.mul(groups, 32), width, eps, 32)
+    factor = e.broadcast(inverse, 32)
+
+    def group(g: Value) -> Value:
+        at = e.mul(g, 128)
+        values = e.b.fmul(e.load(GROUP_OF_FLOATS, x, at), factor)
+        return e.b.fmul(values, e.load(GROUP_OF_FLOATS, weight, at))
+
+    return group
+
+
+def rms_norm(isa: Isa, kind: str) -> Kernel:
     """out = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467).
 
     Arguments: address of the row count, x, x stride, weight, width, eps bits, groups, out, scale,
     fsum, isum.
     """
-    width_of_row = 32 if kind == "q8" else 128
 
-    def write(
-        e: Emit,
-        x: Value,
-        weight: Value,
-        width: Value,
-        eps: Value,
-        groups: Value,
-        out: Value,
-        scale: Value,
-        fsum: Value,
-        isum: Value,
-    ) -> None:
-        factor = _inverse_rms(e, x, width, eps, groups)
+    def write(e: Emit, m, x, stride, weight, width, eps, groups, out, scale, fsum, isum):
+        normalized = _normalized(e, e.add(x, e.mul(m, stride)), weight, width, eps, groups)
+        first = e.mul(m, groups)
         with e.loop(0, groups) as g:
-            values = e.b.fmul(e.load(GROUP_OF_FLOATS, x, e.mul(g, 128)), factor)
-            values = e.b.fmul(values, e.load(GROUP_OF_FLOATS, weight, e.mul(g, 128)))
-            _store(e, kind, values, g, out, scale, fsum, isum)
+            _store(e, kind, normalized(g), e.add(first, g), out, scale, fsum, isum)
 
-    row_of = emitted(isa, 9, write)
-    arguments = fields(11)
-
-    def kernel(args: int, tile: int, scratch: int) -> None:
-        count, x, stride, weight, width, eps, groups, out, scale, fsum, isum = arguments(args)
-        for m in range(
-            tile * ELEMENTWISE_TILE_ROWS, min(load_i64(count), (tile + 1) * ELEMENTWISE_TILE_ROWS)
-        ):
-            at = 4 * m * groups
-            row_of(
-                x + m * stride,
-                weight,
-                width,
-                eps,
-                groups,
-                out + m * groups * width_of_row,
-                scale + at,
-                fsum + at,
-                isum + 2 * at,
-            )
-
-    return KERNEL_SIGNATURE, kernel
+    return row_kernel(isa, write)
 
 
-def gate_mul(isa: Isa, activation: str, kind: str) -> tuple[Any, Callable[[int, int, int], None]]:
+def _part_of_row(e: Emit, tile: Value, parts: int, groups: Value) -> tuple[Value, Value, Value]:
+    """A tile's row, and the first and end group of its part of the row."""
+    part = e.b.srem(tile, e.i64(parts))
+    first, end = (e.b.sdiv(e.mul(at, groups), e.i64(parts)) for at in (part, e.add(part, 1)))
+    return e.b.sdiv(tile, e.i64(parts)), first, end
+
+
+def gate_mul(isa: Isa, activation: str, kind: str) -> Kernel:
     """out = activation(gate) * up (Shazeer, 2020, arXiv:2002.05202); "swiglu_oai" as in gpt-oss.
 
     Arguments: gate, up, their stride, groups, out, scale, fsum, isum.
     """
-    width_of_row = 32 if kind == "q8" else 128
 
     def gated(e: Emit, gate: Value, up: Value) -> Value:
         if activation != "swiglu_oai":
@@ -115,194 +89,83 @@ def gate_mul(isa: Isa, activation: str, kind: str) -> tuple[Any, Callable[[int, 
         up = e.maximum(e.minimum(up, limit), minus)
         return e.b.fmul(e.silu(gate, 1.702), e.b.fadd(up, e.splat(up.type, 1.0)))
 
-    def write(
-        e: Emit,
-        gate: Value,
-        up: Value,
-        first: Value,
-        end: Value,
-        out: Value,
-        scale: Value,
-        fsum: Value,
-        isum: Value,
-    ) -> None:
+    def write(e: Emit, tile, gate, up, stride, groups, out, scale, fsum, isum):
+        m, first, end = _part_of_row(e, tile, GATE_TILES_PER_ROW, groups)
+        row = e.mul(m, stride)
         with e.loop(first, end) as g:
-            here = e.mul(g, ir.Constant(I64, 128))
-            values = gated(
-                e, e.load(GROUP_OF_FLOATS, gate, here), e.load(GROUP_OF_FLOATS, up, here)
-            )
-            _store(e, kind, values, g, out, scale, fsum, isum)
+            at = e.add(row, e.mul(g, 128))
+            values = gated(e, e.load(GROUP_OF_FLOATS, gate, at), e.load(GROUP_OF_FLOATS, up, at))
+            _store(e, kind, values, e.add(e.mul(m, groups), g), out, scale, fsum, isum)
 
-    part_of = emitted(isa, 8, write)
-    arguments = fields(8)
-
-    def kernel(args: int, tile: int, scratch: int) -> None:
-        gate, up, stride, groups, out, scale, fsum, isum = arguments(args)
-        m = tile // GATE_TILES_PER_ROW
-        part = tile % GATE_TILES_PER_ROW
-        first = part * groups // GATE_TILES_PER_ROW
-        end = (part + 1) * groups // GATE_TILES_PER_ROW
-        at = 4 * m * groups
-        part_of(
-            gate + m * stride,
-            up + m * stride,
-            first,
-            end,
-            out + m * groups * width_of_row,
-            scale + at,
-            fsum + at,
-            isum + 2 * at,
-        )
-
-    return KERNEL_SIGNATURE, kernel
+    return tile_kernel(isa, write)
 
 
-def add(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
+def add(isa: Isa) -> Kernel:
     """out = x + scale * h. Arguments: address of the row count, x, h, scale bits, groups, out."""
 
-    def write(e: Emit, x: Value, h: Value, scale: Value, groups: Value, out: Value) -> None:
-        factor = e.broadcast(_float(e, scale), 32)
-        with e.loop(0, groups) as g:
+    def write(e: Emit, m, x, h, scale, groups, out):
+        factor = e.broadcast(e.float_of(scale), 32)
+        first = e.mul(m, groups)
+        with e.loop(first, e.add(first, groups)) as g:
             at = e.mul(g, 128)
-            e.store(
-                e.fma(e.load(GROUP_OF_FLOATS, h, at), factor, e.load(GROUP_OF_FLOATS, x, at)),
-                out,
-                at,
-            )
+            values = e.load(GROUP_OF_FLOATS, h, at)
+            e.store(e.fma(values, factor, e.load(GROUP_OF_FLOATS, x, at)), out, at)
 
-    row_of = emitted(isa, 5, write)
-    arguments = fields(6)
-
-    def kernel(args: int, tile: int, scratch: int) -> None:
-        count, x, h, scale, groups, out = arguments(args)
-        for m in range(
-            tile * ELEMENTWISE_TILE_ROWS, min(load_i64(count), (tile + 1) * ELEMENTWISE_TILE_ROWS)
-        ):
-            at = m * groups * 128
-            row_of(x + at, h + at, scale, groups, out + at)
-
-    return KERNEL_SIGNATURE, kernel
+    return row_kernel(isa, write)
 
 
-def add_norm(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
+def add_norm(isa: Isa) -> Kernel:
     """out = x + scale * rms_norm(h).
 
     Arguments: address of the row count, x, h, weight, width, eps bits, scale bits, groups, out.
     """
 
-    def write(
-        e: Emit,
-        x: Value,
-        h: Value,
-        weight: Value,
-        width: Value,
-        eps: Value,
-        scale: Value,
-        groups: Value,
-        out: Value,
-    ) -> None:
-        root = _inverse_rms(e, h, width, eps, groups)
-        factor = e.broadcast(_float(e, scale), 32)
+    def write(e: Emit, m, x, h, weight, width, eps, scale, groups, out):
+        row = e.mul(e.mul(m, groups), 128)
+        normalized = _normalized(e, e.add(h, row), weight, width, eps, groups)
+        factor = e.broadcast(e.float_of(scale), 32)
         with e.loop(0, groups) as g:
-            at = e.mul(g, 128)
-            values = e.b.fmul(e.load(GROUP_OF_FLOATS, h, at), root)
-            values = e.b.fmul(values, e.load(GROUP_OF_FLOATS, weight, at))
-            e.store(e.fma(values, factor, e.load(GROUP_OF_FLOATS, x, at)), out, at)
+            at = e.add(row, e.mul(g, 128))
+            e.store(e.fma(normalized(g), factor, e.load(GROUP_OF_FLOATS, x, at)), out, at)
 
-    row_of = emitted(isa, 8, write)
-    arguments = fields(9)
-
-    def kernel(args: int, tile: int, scratch: int) -> None:
-        count, x, h, weight, width, eps, scale, groups, out = arguments(args)
-        for m in range(
-            tile * ELEMENTWISE_TILE_ROWS, min(load_i64(count), (tile + 1) * ELEMENTWISE_TILE_ROWS)
-        ):
-            at = m * groups * 128
-            row_of(x + at, h + at, weight, width, eps, scale, groups, out + at)
-
-    return KERNEL_SIGNATURE, kernel
+    return row_kernel(isa, write)
 
 
-def cap_logits(isa: Isa, capped: str) -> tuple[Any, Callable[[int, int, int], None]]:
+def cap_logits(isa: Isa, capped: str) -> Kernel:
     """out = x * scale, then cap * tanh(out / cap) where `capped` is "1".
 
     Arguments: x, groups, out, bits of scale, of 2 log2(e) / cap and of cap.
     """
 
-    def write(
-        e: Emit,
-        x: Value,
-        first: Value,
-        end: Value,
-        out: Value,
-        scale: Value,
-        slope: Value,
-        cap: Value,
-    ) -> None:
-        factor, steep, most = (e.broadcast(_float(e, bits), 32) for bits in (scale, slope, cap))
+    def write(e: Emit, tile, x, groups, out, scale, slope, cap):
+        m, first, end = _part_of_row(e, tile, LOGIT_TILES_PER_ROW, groups)
+        factor, steep, most = (e.broadcast(e.float_of(bits), 32) for bits in (scale, slope, cap))
         with e.loop(first, end) as g:
-            values = e.b.fmul(e.load(GROUP_OF_FLOATS, x, e.mul(g, 128)), factor)
+            at = e.mul(e.add(e.mul(m, groups), g), 128)
+            values = e.b.fmul(e.load(GROUP_OF_FLOATS, x, at), factor)
             if capped == "1":
                 values = e.softcap(values, steep, most)
-            e.store(values, out, e.mul(g, 128))
+            e.store(values, out, at)
 
-    part_of = emitted(isa, 7, write)
-    arguments = fields(6)
-
-    def kernel(args: int, tile: int, scratch: int) -> None:
-        x, groups, out, scale, slope, cap = arguments(args)
-        part = tile % LOGIT_TILES_PER_ROW
-        at = tile // LOGIT_TILES_PER_ROW * groups * 128
-        part_of(
-            x + at,
-            part * groups // LOGIT_TILES_PER_ROW,
-            (part + 1) * groups // LOGIT_TILES_PER_ROW,
-            out + at,
-            scale,
-            slope,
-            cap,
-        )
-
-    return KERNEL_SIGNATURE, kernel
+    return tile_kernel(isa, write)
 
 
-def pick_rows(isa: Isa, kind: str) -> tuple[Any, Callable[[int, int, int], None]]:
+def pick_rows(isa: Isa, kind: str) -> Kernel:
     """out[m] = x[numbers[m]], one row a tile.
 
     Arguments: row numbers (int32), groups, x (int8 data, scale, fsum, isum; or float32 and
     nothing), out likewise.
     """
-    small = (("scale", 4), ("fsum", 4), ("isum", 8)) if kind == "q8" else ()
-    size = 32 if kind == "q8" else 128
-    word = vector(F32, size // 4)
+    # Type and bytes of a group in each array.
+    words = [(GROUP_OF_FLOATS, 128)]
+    if kind == "q8":
+        words = [(vector(F32, 8), 32), (I32, 4), (I32, 4), (I64, 8)]
 
-    def write(e: Emit, groups: Value, x: Value, out: Value, *arrays: Value) -> None:
+    def write(e: Emit, tile, numbers, groups, *arrays):
+        number = e.b.zext(e.load(I32, numbers, e.mul(tile, 4)), I64)
         with e.loop(0, groups) as g:
-            e.store(e.load(word, x, e.mul(g, size)), out, e.mul(g, size))
-            for i, (_, width) in enumerate(small):
-                source = arrays[2 * i]
-                target = arrays[2 * i + 1]
-                e.store(
-                    e.load(ir.IntType(8 * width), source, e.mul(g, width)), target, e.mul(g, width)
-                )
+            source, target = (e.add(e.mul(row, groups), g) for row in (number, tile))
+            for (word, size), x, out in zip(words, arrays[:4], arrays[4:], strict=False):
+                e.store(e.load(word, x, e.mul(source, size)), out, e.mul(target, size))
 
-    copy = emitted(isa, 9, write)
-    arguments = fields(10)
-
-    def kernel(args: int, tile: int, scratch: int) -> None:
-        numbers, groups, x, scale, fsum, isum, out, to_scale, to_fsum, to_isum = arguments(args)
-        row = load_u32(numbers + 4 * tile) * groups
-        to = tile * groups
-        copy(
-            groups,
-            x + size * row,
-            out + size * to,
-            scale + 4 * row,
-            to_scale + 4 * to,
-            fsum + 4 * row,
-            to_fsum + 4 * to,
-            isum + 8 * row,
-            to_isum + 8 * to,
-        )
-
-    return KERNEL_SIGNATURE, kernel
+    return tile_kernel(isa, write, starred=8)

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from llvmlite import ir
 
-from twinphase.backends.cpu.emit import F32, I8, I16, I32, Emit, Value, vector
+from twinphase.backends.cpu.emit import F32, I8, I16, I32, I64, Emit, Value, vector
 from twinphase.backends.cpu.formats import GROUP_INPUTS
-from twinphase.backends.cpu.intrinsics import (
-    KERNEL_SIGNATURE,
-    emitted,
-    fields,
-    load_u32,
-    store_f32,
-)
+from twinphase.backends.cpu.intrinsics import Kernel, tile_kernel
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.blocks import Blocks
 from twinphase.backends.cpu.kernels.linear import DENSE_ELEMENTS, dense_values
@@ -65,58 +56,52 @@ def _parameters(e: Emit, blocks: Blocks, fmt: BlockFormat, group: int) -> tuple[
     return lanes[0], lanes[1] if fmt.has_minimum else None
 
 
-def _quantized_row(isa: Isa, fmt: BlockFormat) -> Any:
-    """Numba function (row, width, out, bits of the scale) of a row in blocks."""
-
-    def write(e: Emit, row: Value, width: Value, out: Value, bits: Value) -> None:
-        factor = e.broadcast(e.b.bitcast(e.b.trunc(bits, I32), F32), GROUP_INPUTS)
-        with e.loop(0, e.b.sdiv(width, e.i64(fmt.block_size))) as i:
-            blocks = Blocks(e, fmt, [row], e.mul(i, fmt.block_bytes))
-            to = e.add(out, e.mul(i, 4 * fmt.block_size))
-            for group in range(fmt.block_size // GROUP_INPUTS):
-                scale, minimum = _parameters(e, blocks, fmt, group)
-                values = e.b.fmul(scale, _codes(e, blocks, fmt, group))
-                if minimum is not None:
-                    add = e.b.fsub if fmt.minima else e.b.fadd
-                    values = add(values, minimum)
-                e.store(e.b.fmul(values, factor), to, 4 * GROUP_INPUTS * group)
-
-    return emitted(isa, 4, write)
+def _write_quantized(
+    e: Emit, fmt: BlockFormat, row: Value, width: Value, out: Value, scale: Value
+) -> None:
+    """A row in blocks."""
+    factor = e.broadcast(scale, GROUP_INPUTS)
+    with e.loop(0, e.b.sdiv(width, e.i64(fmt.block_size))) as i:
+        blocks = Blocks(e, fmt, [row], e.mul(i, fmt.block_bytes))
+        to = e.add(out, e.mul(i, 4 * fmt.block_size))
+        for group in range(fmt.block_size // GROUP_INPUTS):
+            scales, minimum = _parameters(e, blocks, fmt, group)
+            values = e.b.fmul(scales, _codes(e, blocks, fmt, group))
+            if minimum is not None:
+                add = e.b.fsub if fmt.minima else e.b.fadd
+                values = add(values, minimum)
+            e.store(e.b.fmul(values, factor), to, 4 * GROUP_INPUTS * group)
 
 
-def _dense_row(isa: Isa, dtype: str) -> Any:
-    """The same of a row of F32, F16 or BF16."""
-    element, size = DENSE_ELEMENTS[dtype]
-
-    def write(e: Emit, row: Value, width: Value, out: Value, bits: Value) -> None:
-        factor = e.b.bitcast(e.b.trunc(bits, I32), F32)
-        whole = e.mul(e.b.sdiv(width, e.i64(GROUP_INPUTS)), GROUP_INPUTS)
-        for start, end, lanes in ((0, whole, GROUP_INPUTS), (whole, width, 1)):
-            with e.loop(start, end, lanes) as i:
-                raw = e.load(vector(element, lanes), row, e.mul(i, size))
-                values = e.b.fmul(dense_values(e, dtype, raw), e.broadcast(factor, lanes))
-                e.store(values, out, e.mul(i, 4))
-
-    return emitted(isa, 4, write)
+def _write_dense(
+    e: Emit, fmt: BlockFormat, row: Value, width: Value, out: Value, scale: Value
+) -> None:
+    """A row of F32, F16 or BF16."""
+    element, size = DENSE_ELEMENTS[fmt.name]
+    whole = e.mul(e.b.sdiv(width, e.i64(GROUP_INPUTS)), GROUP_INPUTS)
+    for start, end, lanes in ((0, whole, GROUP_INPUTS), (whole, width, 1)):
+        with e.loop(start, end, lanes) as i:
+            raw = e.load(vector(element, lanes), row, e.mul(i, size))
+            values = e.b.fmul(dense_values(e, fmt.name, raw), e.broadcast(scale, lanes))
+            e.store(values, out, e.mul(i, 4))
 
 
-def embed(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], None]]:
+def embed(isa: Isa, format_name: str) -> Kernel:
     """One row a tile.
 
     Arguments: address of token ids (int32), table, bytes of a table row, width, out, out stride,
     bits of the scale.
     """
     fmt = FORMATS[format_name]
-    write_row = _quantized_row(isa, fmt) if fmt.quantized else _dense_row(isa, format_name)
-    arguments = fields(7)
+    write_row = _write_quantized if fmt.quantized else _write_dense
 
-    def kernel(args: int, tile: int, scratch: int) -> None:
-        ids, table, row_bytes, width, out, stride, scale = arguments(args)
-        to = out + tile * stride
-        write_row(table + load_u32(ids + 4 * tile) * row_bytes, width, to, scale)
-        for k in range(width, stride // 4):
-            # Memory is shared with other rows of this width, whose last columns need not be
-            # padding.
-            store_f32(to + 4 * k, 0.0)
+    def write(e: Emit, tile, ids, table, row_bytes, width, out, stride, scale):
+        number = e.b.zext(e.load(I32, ids, e.mul(tile, 4)), I64)
+        to = e.add(out, e.mul(tile, stride))
+        row = e.add(table, e.mul(number, row_bytes))
+        write_row(e, fmt, row, width, to, e.float_of(scale))
+        # Memory is shared with other rows of this width, whose last columns need not be padding.
+        with e.loop(e.mul(width, 4), stride, 4) as at:
+            e.store(ir.Constant(F32, 0.0), to, at)
 
-    return KERNEL_SIGNATURE, kernel
+    return tile_kernel(isa, write)

@@ -8,31 +8,31 @@ computed with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from numba import njit
 
 from twinphase.backends.cpu.emit import F16, F32, I16, I32, Emit, Value, vector
 from twinphase.backends.cpu.formats import FORMATS, GROUPS_PER_SUPERBLOCK, STRIP_OUTPUTS
-from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64
+from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, Kernel, emitted, fields, load_i64
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.dense_tiles import strips_in_dense_tiles
 from twinphase.backends.cpu.kernels.linear_tiles import strips_in_matrix_tiles
 from twinphase.backends.cpu.kernels.register_tile import (
     AHEAD_LINES,
     OPERANDS,
+    TILE_OPERANDS,
     Inputs,
-    Operands,
     RegisterTile,
     Weights,
     each_group,
     store_tile,
+    tile_operands,
 )
 from twinphase.backends.cpu.tiling import MATRIX_MIN_ROWS, SLOT_INTS
 
 
-def quantized_linear(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], None]]:
+def quantized_linear(isa: Isa, format_name: str) -> Kernel:
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus residual[m, n]; x in int8 groups, w packed.
 
     Arguments: operands (w, groups, data, data stride, scale, fsum, scale stride, isum, out, out
@@ -42,7 +42,7 @@ def quantized_linear(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, in
     return _linear_kernel(_quantized_run(isa, format_name))
 
 
-def quantized_experts(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], None]]:
+def quantized_experts(isa: Isa, format_name: str) -> Kernel:
     """The same, each row by the weights of its expert; rows are sorted by expert.
 
     See `_experts_kernel`.
@@ -50,7 +50,7 @@ def quantized_experts(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, i
     return _experts_kernel(_quantized_run(isa, format_name))
 
 
-def dense_linear(isa: Isa, dtype: str) -> tuple[Any, Callable[[int, int, int], None]]:
+def dense_linear(isa: Isa, dtype: str) -> Kernel:
     """The same on weights of F32, F16 or BF16, strips of [inputs][32 outputs]; x in float32.
 
     Arguments as above: groups is the number of inputs; scale, fsum and isum are not read. Where
@@ -62,7 +62,7 @@ def dense_linear(isa: Isa, dtype: str) -> tuple[Any, Callable[[int, int, int], N
     return _linear_kernel(_strips_kernel(isa, *_dense(isa, dtype)))
 
 
-def dense_experts(isa: Isa, dtype: str) -> tuple[Any, Callable[[int, int, int], None]]:
+def dense_experts(isa: Isa, dtype: str) -> Kernel:
     """The same for experts."""
     return _experts_kernel(_strips_kernel(isa, *_dense(isa, dtype)))
 
@@ -75,14 +75,7 @@ def _quantized_run(isa: Isa, format_name: str) -> Any:
     many = strips_in_matrix_tiles(isa, format_name)
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
-    def run(
-        operands: Operands,
-        first_strip: int,
-        end_strip: int,
-        first_row: int,
-        rows: int,
-        scratch: int,
-    ) -> None:
+    def run(operands, first_strip, end_strip, first_row, rows, scratch):
         if rows >= MATRIX_MIN_ROWS:
             many(operands, first_strip, end_strip, first_row, rows, scratch)
         else:
@@ -161,46 +154,18 @@ def _strips_kernel(isa: Isa, write: Any, record: int, header: int) -> Any:
     nested = header > 0
     most = isa.linear_rows
 
-    def tiles(
-        e: Emit,
-        size: Value,
-        w: Value,
-        groups: Value,
-        data: Value,
-        data_stride: Value,
-        scale: Value,
-        fsum: Value,
-        scale_stride: Value,
-        isum: Value,
-        out: Value,
-        out_stride: Value,
-        residual: Value,
-        residual_stride: Value,
-        block: Value,
-        ahead: Value,
-        step: Value,
-    ) -> None:
+    def tiles(e: Emit, size, w, groups, block, ahead, step, *operands):
+        weights = Weights(w, groups, block, ahead, step)
         for rows in range(most, 0, -1):
             with e.b.if_then(e.b.icmp_signed("==", size, e.i64(rows))):
-                x = Inputs(data, data_stride, scale, fsum, scale_stride, isum)
-                totals = write(
-                    e, rows, columns // isa.lanes, Weights(w, groups, block, ahead, step), x
-                )
-                store_tile(e, totals, out, out_stride, residual, residual_stride)
+                totals = write(e, rows, columns // isa.lanes, weights, Inputs(*operands[:6]))
+                store_tile(e, totals, *operands[6:])
 
-    tile_of = emitted(isa, 16, tiles)
+    tile_of = emitted(isa, tiles, starred=TILE_OPERANDS)
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
-    def run(
-        operands: Operands,
-        first_strip: int,
-        end_strip: int,
-        first_row: int,
-        rows: int,
-        scratch: int,
-    ) -> None:
-        (w, groups, data, data_stride, scale, fsum, scale_stride, isum) = operands[:8]
-        out, out_stride, residual, residual_stride = operands[8:]
+    def run(operands, first_strip, end_strip, first_row, rows, scratch):
+        w, groups = operands[:2]
         strip_bytes = groups * record
         if nested:
             strip_bytes += groups // GROUPS_PER_SUPERBLOCK * header
@@ -211,39 +176,28 @@ def _strips_kernel(isa: Isa, write: Any, record: int, header: int) -> Any:
         for s in range(first_strip, end_strip):
             ahead = w + (s + 1) * strip_bytes
             for piece in range(pieces):
-                column = 4 * (s * STRIP_OUTPUTS + piece * columns)
                 for i in range(blocks):
                     m = first_row + i * rows // blocks
                     end = first_row + (i + 1) * rows // blocks
-                    at = m * scale_stride
                     tile_of(
                         end - m,
                         w + s * strip_bytes,
                         groups,
-                        data + m * data_stride,
-                        data_stride,
-                        scale + at,
-                        fsum + at,
-                        scale_stride,
-                        isum + 2 * at,
-                        out + m * out_stride + column,
-                        out_stride,
-                        residual + m * residual_stride + column,
-                        residual_stride,
                         piece,
                         ahead + i * groups * step,
                         step,
+                        *tile_operands(operands, m, s * STRIP_OUTPUTS + piece * columns, 0),
                     )
 
     return run
 
 
-def _linear_kernel(run: Any) -> tuple[Any, Callable[[int, int, int], None]]:
+def _linear_kernel(run: Any) -> Kernel:
     """Tiles of a linear layer: chunks of rows, in each of them strips."""
     operands_of = fields(OPERANDS)
     sizes_of = fields(4)
 
-    def kernel(args: int, tile: int, scratch: int) -> None:
+    def kernel(args, tile, scratch):
         strips, count, per_tile, chunk = sizes_of(args + 8 * OPERANDS)
         per_tile = load_i64(per_tile)
         chunk = load_i64(chunk)
@@ -257,7 +211,7 @@ def _linear_kernel(run: Any) -> tuple[Any, Callable[[int, int, int], None]]:
     return KERNEL_SIGNATURE, kernel
 
 
-def _experts_kernel(run: Any) -> tuple[Any, Callable[[int, int, int], None]]:
+def _experts_kernel(run: Any) -> Kernel:
     """Tiles of the same linear layer of many experts: experts with rows, and their strips.
 
     Arguments: operands, w that of the first expert, and in place of the residual the bias of the
@@ -269,7 +223,7 @@ def _experts_kernel(run: Any) -> tuple[Any, Callable[[int, int, int], None]]:
     sizes_of = fields(4)
     slot_of = fields(SLOT_INTS, I32)
 
-    def kernel(args: int, tile: int, scratch: int) -> None:
+    def kernel(args, tile, scratch):
         w_stride, strips, slots, per_tile = sizes_of(args + 8 * OPERANDS)
         per_tile = load_i64(per_tile)
         strip_tiles = (strips + per_tile - 1) // per_tile

@@ -28,11 +28,13 @@ from twinphase.backends.cpu.formats import (
 from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.register_tile import (
+    TILE_OPERANDS,
     Inputs,
-    Operands,
     RegisterTile,
     each_group,
+    release_tiles,
     store_tile,
+    tile_operands,
 )
 from twinphase.backends.cpu.tiling import (
     MATRIX_BATCH_GROUPS,
@@ -136,36 +138,16 @@ def strips_in_matrix_tiles(isa: Isa, format_name: str) -> Any:
     fmt = FORMATS[format_name]
     record = fmt.record_bytes
     header = fmt.header_bytes
-    areas = matrix_areas(fmt)
     shapes = ((ROWS, 64), (ROWS, fmt.group), (fmt.group // 4, 64))  # sums, rows, columns; twice
 
-    def begin(e: Emit, scratch: Value) -> None:
+    def begin(e: Emit, scratch):
         e.shape_tiles(shapes * 2, scratch)
 
-    def unpack(e: Emit, w: Value, groups: Value, to: Value) -> None:
+    def unpack(e: Emit, w, groups, to):
         _unpack(e, fmt, w, groups, to)
 
-    def panel_of_rows(
-        e: Emit,
-        panel: Value,
-        groups: Value,
-        data: Value,
-        data_stride: Value,
-        scale: Value,
-        fsum: Value,
-        scale_stride: Value,
-        isum: Value,
-        block: Value,
-        sums: Value,
-        waiting: Value,
-        first: Value,
-        last: Value,
-        out: Value,
-        out_stride: Value,
-        residual: Value,
-        residual_stride: Value,
-    ) -> None:
-        x = Inputs(data, data_stride, scale, fsum, scale_stride, isum)
+    def panel_of_rows(e: Emit, panel, groups, block, sums, waiting, first, last, *operands):
+        x = Inputs(*operands[:6])
         tile = _MatrixTile(e, fmt, panel, block, sums)
         totals = [[e.variable(e.splat(tile.floats, 0.0))] for m in range(ROWS)]
         with e.b.if_then(e.b.icmp_signed("==", first, e.i64(0))):
@@ -181,31 +163,20 @@ def strips_in_matrix_tiles(isa: Isa, format_name: str) -> Any:
                 tile.scale(x, g, totals)
         with e.b.if_else(e.b.icmp_signed("!=", last, e.i64(0))) as (then, otherwise):
             with then:
-                store_tile(e, totals, out, out_stride, residual, residual_stride)
+                store_tile(e, totals, *operands[6:])
             with otherwise:
                 for m, row in enumerate(totals):
                     e.store(row[0].get(), waiting, 64 * m, align=64)
 
-    def release(e: Emit) -> None:
-        e.matrix("tilerelease")
-
-    begin_tiles = emitted(isa, 1, begin)
-    unpack_panel = emitted(isa, 3, unpack)
-    end_tiles = emitted(isa, 0, release)
-    multiply = emitted(isa, 17, panel_of_rows)
-    sums_at, panel_at, waiting_at = areas
+    begin_tiles = emitted(isa, begin)
+    unpack_panel = emitted(isa, unpack)
+    end_tiles = emitted(isa, release_tiles)
+    multiply = emitted(isa, panel_of_rows, starred=TILE_OPERANDS)
+    sums_at, panel_at, waiting_at = matrix_areas(fmt)
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
-    def run(
-        operands: Operands,
-        first_strip: int,
-        end_strip: int,
-        first_row: int,
-        rows: int,
-        scratch: int,
-    ) -> None:
-        (w, groups, data, data_stride, scale, fsum, scale_stride, isum) = operands[:8]
-        out, out_stride, residual, residual_stride = operands[8:]
+    def run(operands, first_strip, end_strip, first_row, rows, scratch):
+        w, groups = operands[:2]
         panel_bytes = PANEL_GROUPS * record + PANEL_GROUPS // GROUPS_PER_SUPERBLOCK * header
         strip_bytes = groups * record + groups // GROUPS_PER_SUPERBLOCK * header
         blocks = (rows + ROWS - 1) // ROWS
@@ -219,27 +190,16 @@ def strips_in_matrix_tiles(isa: Isa, format_name: str) -> Any:
                 unpack_panel(w + s * strip_bytes + p // PANEL_GROUPS * panel_bytes, count, panel)
                 for i in range(blocks):
                     m = first_row + min(i * ROWS, rows - ROWS)  # some rows of the last block twice
-                    at = m * scale_stride + 4 * p
                     for block in range(2):
-                        column = 4 * (s * STRIP_OUTPUTS + 16 * block)
                         multiply(
                             panel,
                             count,
-                            data + m * data_stride + GROUP_INPUTS * p,
-                            data_stride,
-                            scale + at,
-                            fsum + at,
-                            scale_stride,
-                            isum + 2 * at,
                             block,
                             sums,
                             waiting + (2 * i + block) * SUM_TILE_BYTES,
                             int(p == 0),
                             int(p + PANEL_GROUPS >= groups),
-                            out + m * out_stride + column,
-                            out_stride,
-                            residual + m * residual_stride + column,
-                            residual_stride,
+                            *tile_operands(operands, m, s * STRIP_OUTPUTS + 16 * block, p),
                         )
         end_tiles()
 

@@ -7,9 +7,6 @@ are in a block, `weights/block_formats.py` says; the tests compare with the gguf
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from llvmlite import ir
 
 from twinphase.backends.cpu.emit import I8, I16, I32, Emit, Value, vector
@@ -20,7 +17,7 @@ from twinphase.backends.cpu.formats import (
     STRIP_OUTPUTS,
     PackedFormat,
 )
-from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields
+from twinphase.backends.cpu.intrinsics import Kernel, tile_kernel
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.blocks import PACKED_ROWS, Blocks
 from twinphase.weights.block_formats import FORMATS as BLOCK_FORMATS
@@ -70,7 +67,7 @@ class _Strip:
             self.put(value, I16, header, 2 * STRIP_OUTPUTS * i)
 
 
-def pack(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], None]]:
+def pack(isa: Isa, format_name: str) -> Kernel:
     """One strip a tile. Arguments: source, bytes of a source row, outputs, groups, destination.
 
     Outputs beyond the matrix (the last strip's padding) become zeros.
@@ -80,9 +77,7 @@ def pack(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], Non
     per_block = GROUPS_PER_SUPERBLOCK if fmt.nested else 1
     to_bytes = fmt.header_bytes + per_block * fmt.record_bytes
 
-    def half_strip(
-        e: Emit, source: Value, row_bytes: Value, rows: Value, blocks: Value, to: Value, half: Value
-    ) -> None:
+    def half_strip(e: Emit, source, row_bytes, rows, blocks, to, half):
         lanes = ir.Constant(WORDS, list(range(PACKED_ROWS)))
         inside = e.b.icmp_signed("<", lanes, e.broadcast(e.b.trunc(rows, I32), PACKED_ROWS))
         strip = _Strip(e, fmt, half, e.b.sext(inside, WORDS))
@@ -99,22 +94,14 @@ def pack(isa: Isa, format_name: str) -> tuple[Any, Callable[[int, int, int], Non
             for j in range(per_block):
                 strip.put_group(x, j, e.add(header, fmt.header_bytes + j * fmt.record_bytes))
 
-    pack_half = emitted(isa, 6, half_strip)
-    arguments = fields(5)
+    def write(e: Emit, tile, source, row_bytes, outputs, groups, destination):
+        blocks = e.b.sdiv(groups, e.i64(per_block))
+        to = e.add(destination, e.mul(e.mul(tile, blocks), to_bytes))
+        with e.loop(0, 2) as half:
+            first = e.add(e.mul(tile, STRIP_OUTPUTS), e.mul(half, PACKED_ROWS))
+            rows = e.b.sub(outputs, first)
+            with e.b.if_then(e.b.icmp_signed(">", rows, e.i64(0))):
+                start = e.add(source, e.mul(first, row_bytes))
+                half_strip(e, start, row_bytes, rows, blocks, to, half)
 
-    def kernel(args: int, tile: int, scratch: int) -> None:
-        source, row_bytes, outputs, groups, destination = arguments(args)
-        blocks = groups // per_block
-        for half in range(2):
-            first = STRIP_OUTPUTS * tile + PACKED_ROWS * half
-            if first < outputs:
-                pack_half(
-                    source + first * row_bytes,
-                    row_bytes,
-                    min(PACKED_ROWS, outputs - first),
-                    blocks,
-                    destination + tile * blocks * to_bytes,
-                    half,
-                )
-
-    return KERNEL_SIGNATURE, kernel
+    return tile_kernel(isa, write)

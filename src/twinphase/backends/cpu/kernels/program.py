@@ -17,16 +17,15 @@ other.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from twinphase.backends.cpu.emit import I32, I64, Value
-from twinphase.backends.cpu.intrinsics import load_i64
+from twinphase.backends.cpu.intrinsics import built, load_i64
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.program_layout import (
     COMMAND_ARGS,
@@ -67,112 +66,82 @@ def _word(b: ir.IRBuilder, address: Value, ty: ir.Type = I64) -> Value:
     return b.inttoptr(address, ty.as_pointer())
 
 
-@intrinsic
-def atomic_load(ctx: Any, address: Any) -> Any:
-    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-        return b.load_atomic(_word(b, args[0]), "seq_cst", 8, typ=I64)
-
-    return types.int64(types.int64), codegen
+@built
+def atomic_load(b: ir.IRBuilder, address) -> Value:
+    return b.load_atomic(_word(b, address), "seq_cst", 8, typ=I64)
 
 
-@intrinsic
-def atomic_store(ctx: Any, address: Any, value: Any) -> Any:
-    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-        b.store_atomic(args[1], _word(b, args[0]), "seq_cst", 8)
-        return ir.Constant(I64, 0)
-
-    return types.int64(types.int64, types.int64), codegen
+@built
+def atomic_store(b: ir.IRBuilder, address, value):
+    b.store_atomic(value, _word(b, address), "seq_cst", 8)
 
 
-@intrinsic
-def _atomic_add(ctx: Any, address: Any, value: Any) -> Any:
+@built
+def _atomic_add(b: ir.IRBuilder, address, value) -> Value:
     """Add and return the old value."""
-
-    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-        return b.atomic_rmw("add", _word(b, args[0]), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
+    return b.atomic_rmw("add", _word(b, address), value, "seq_cst")
 
 
-@intrinsic
-def _compare_and_swap(ctx: Any, address: Any, expected: Any, new: Any) -> Any:
+@built
+def _compare_and_swap(b: ir.IRBuilder, address, expected, new) -> Value:
     """1 when the word was `expected` and now is `new`, else 0."""
-
-    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-        pair = b.cmpxchg(_word(b, args[0]), args[1], args[2], "seq_cst", "seq_cst")
-        return b.zext(b.extract_value(pair, 1), I64)
-
-    return types.int64(types.int64, types.int64, types.int64), codegen
+    pair = b.cmpxchg(_word(b, address), expected, new, "seq_cst", "seq_cst")
+    return b.zext(b.extract_value(pair, 1), I64)
 
 
-@intrinsic
-def pause(ctx: Any) -> Any:
+@built
+def pause(b: ir.IRBuilder):
     """Tell the processor that this is a spin loop."""
-
-    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-        if platform.machine() in ("x86_64", "AMD64"):
-            fn_type = ir.FunctionType(ir.VoidType(), [])
-            name = "llvm.x86.sse2.pause"
-            fn = b.module.globals.get(name) or ir.Function(b.module, fn_type, name)
-            b.call(fn, [])
-        return ir.Constant(I64, 0)
-
-    return types.int64(), codegen
+    if platform.machine() in ("x86_64", "AMD64"):
+        fn_type = ir.FunctionType(ir.VoidType(), [])
+        name = "llvm.x86.sse2.pause"
+        b.call(b.module.globals.get(name) or ir.Function(b.module, fn_type, name), [])
 
 
-@intrinsic
-def _call_libc(ctx: Any, fn: Any, address: Any, operation: Any, value: Any) -> Any:
+@built
+def _call_libc(b: ir.IRBuilder, function, address, operation, value) -> Value | None:
     """syscall(SYS_futex, address, operation, value, 0, 0, 0), or sched_yield() without a futex."""
-
-    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-        if FUTEX_CALL is None:
-            b.call(b.inttoptr(args[0], ir.FunctionType(I32, []).as_pointer()), [])
-            return ir.Constant(I64, 0)
-        fn_type = ir.FunctionType(I64, [I64], var_arg=True)
-        number = ir.Constant(I64, FUTEX_CALL)
-        none = ir.Constant(I64, 0)
-        fn = b.inttoptr(args[0], fn_type.as_pointer())
-        return b.call(fn, [number, args[1], args[2], b.trunc(args[3], I32), none, none, none])
-
-    return types.int64(*[types.int64] * 4), codegen
+    if FUTEX_CALL is None:
+        b.call(b.inttoptr(function, ir.FunctionType(I32, []).as_pointer()), [])
+        return None
+    fn_type = ir.FunctionType(I64, [I64], var_arg=True)
+    number = ir.Constant(I64, FUTEX_CALL)
+    none = ir.Constant(I64, 0)
+    fn = b.inttoptr(function, fn_type.as_pointer())
+    return b.call(fn, [number, address, operation, b.trunc(value, I32), none, none, none])
 
 
 @njit  # type: ignore[untyped-decorator]
-def _futex(control: int, operation: int, value: int) -> None:
+def _futex(control, operation, value):
     """Linux's futex(2) on the wake word; elsewhere, give up the rest of the time slice."""
     _call_libc(load_i64(control + CTL_LIBC_ADDRESS), control + CTL_WAKE, operation, value)
 
 
-@intrinsic
-def _call_kernel(ctx: Any, fn: Any, args_address: Any, tile: Any, scratch: Any) -> Any:
+@built
+def _call_kernel(b: ir.IRBuilder, function, arguments, tile, scratch):
     """Call a kernel by address, in Numba's calling convention (two result pointers first)."""
-
-    def codegen(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-        pointer = ir.IntType(8).as_pointer()
-        fn_type = ir.FunctionType(I32, [pointer, pointer, I64, I64, I64])
-        result = cgutils.alloca_once(b, ir.ArrayType(I64, 8))
-        place = b.bitcast(result, pointer)
-        b.call(b.inttoptr(args[0], fn_type.as_pointer()), [place, place, *args[1:]])
-        return ir.Constant(I64, 0)
-
-    return types.int64(*[types.int64] * 4), codegen
+    pointer = ir.IntType(8).as_pointer()
+    fn_type = ir.FunctionType(I32, [pointer, pointer, I64, I64, I64])
+    place = b.bitcast(cgutils.alloca_once(b, ir.ArrayType(I64, 8)), pointer)
+    fn = b.inttoptr(function, fn_type.as_pointer())
+    b.call(fn, [place, place, arguments, tile, scratch])
 
 
 @njit  # type: ignore[untyped-decorator]
-def _wake_sleepers(control: int) -> None:
+def _wake_sleepers(control):
     if atomic_load(control + CTL_SLEEPERS) > 0:
         _atomic_add(control + CTL_WAKE, 1)
         _futex(control, FUTEX_WAKE_PRIVATE, 1 << 30)
 
 
 @njit  # type: ignore[untyped-decorator]
-def _over(claims: int, index: int, thread: int, threads: int, epoch: int) -> bool:
+def _over(claims, index, thread, threads, epoch):
     """Whether the step is over, so that this thread came late."""
     return atomic_load(claims + (index * threads + thread) * COUNTER_BYTES) >> EPOCH_SHIFT != epoch
 
 
 @njit  # type: ignore[untyped-decorator]
-def _wait_done(control: int, index: int, tiles: int, thread: int, epoch: int) -> bool:
+def _wait_done(control, index, tiles, thread, epoch):
     """Wait until a command's tiles are done; False when this thread came late."""
     done = load_i64(control + CTL_DONE_COUNTERS_ADDRESS) + index * COUNTER_BYTES
     claims = load_i64(control + CTL_CLAIMS_ADDRESS)
@@ -195,7 +164,7 @@ def _wait_done(control: int, index: int, tiles: int, thread: int, epoch: int) ->
 
 
 @njit  # type: ignore[untyped-decorator]
-def _claim(word: int, epoch: int, own: bool) -> int:
+def _claim(word, epoch, own: bool):
     """A tile from the front of the thread's range or the back of another; NO_TILE or LATE."""
     while True:
         now = atomic_load(word)
@@ -212,7 +181,7 @@ def _claim(word: int, epoch: int, own: bool) -> int:
 
 
 @njit  # type: ignore[untyped-decorator]
-def _run_tiles(control: int, index: int, command: int, thread: int, epoch: int) -> int:
+def _run_tiles(control, index, command, thread, epoch):
     """Run tiles of a command until none is left; how many, or LATE."""
     threads = load_i64(control + CTL_THREADS)
     mine = 0
@@ -235,7 +204,7 @@ def _run_tiles(control: int, index: int, command: int, thread: int, epoch: int) 
 
 
 @njit  # type: ignore[untyped-decorator]
-def _walk(control: int, thread: int, epoch: int) -> None:
+def _walk(control, thread, epoch):
     commands = load_i64(control + CTL_COMMANDS_ADDRESS)
     count = load_i64(control + CTL_COUNT)
     dones = load_i64(control + CTL_DONE_COUNTERS_ADDRESS)
@@ -262,7 +231,7 @@ def _walk(control: int, thread: int, epoch: int) -> None:
 
 
 @njit  # type: ignore[untyped-decorator]
-def _open(control: int, epoch: int) -> None:
+def _open(control, epoch):
     """Share out every command's tiles among the threads."""
     commands = load_i64(control + CTL_COMMANDS_ADDRESS)
     threads = load_i64(control + CTL_THREADS)
@@ -277,7 +246,7 @@ def _open(control: int, epoch: int) -> None:
 
 
 @njit  # type: ignore[untyped-decorator]
-def _close(control: int, epoch: int) -> None:
+def _close(control, epoch):
     """Leave nothing to claim before tile counts change; late threads see the next epoch."""
     threads = load_i64(control + CTL_THREADS)
     claims = load_i64(control + CTL_CLAIMS_ADDRESS)
@@ -296,7 +265,7 @@ def run_program(isa: Isa) -> tuple[Any, Callable[[int, int], int]]:
     Arguments: address of the control words, number of the thread (SHUTDOWN_THREAD ends the others).
     """
 
-    def entry(control: int, thread: int) -> int:
+    def entry(control, thread):
         if thread == SHUTDOWN_THREAD:
             atomic_store(control + CTL_SHUTDOWN, 1)
             _wake_sleepers(control)

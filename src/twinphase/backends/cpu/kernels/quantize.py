@@ -7,15 +7,11 @@ Rounding is to nearest even.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from llvmlite import ir
 
 from twinphase.backends.cpu.emit import F32, I8, I32, Emit, Value, vector
-from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64
+from twinphase.backends.cpu.intrinsics import Kernel, row_kernel
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.tiling import ELEMENTWISE_TILE_ROWS
 
 # Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits.
 MAGIC = 12582912.0
@@ -52,64 +48,33 @@ def store_quantized(
     e.store(e.b.fmul(factor, e.b.sitofp(e.b.add(*halves), F32)), fsum, e.mul(g, 4))
 
 
-def quantized_row(isa: Isa) -> Any:
-    """Numba-callable (source, groups, data, scale, fsum, isum): one row."""
-
-    def write(
-        e: Emit, source: Value, groups: Value, data: Value, scale: Value, fsum: Value, isum: Value
-    ) -> None:
-        with e.loop(0, groups) as g:
-            values = e.load(vector(F32, 32), source, e.mul(g, 128))
-            store_quantized(e, values, g, data, scale, fsum, isum)
-
-    return emitted(isa, 6, write)
-
-
-def quantize(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
+def quantize(isa: Isa) -> Kernel:
     """Quantize rows.
 
     Arguments: rows' address, source, source stride, groups, data, scale, fsum, isum.
     """
-    row_of = quantized_row(isa)
-    arguments = fields(8)
 
-    def kernel(args: int, tile: int, scratch: int) -> None:
-        count, source, stride, groups, data, scale, fsum, isum = arguments(args)
-        for m in range(
-            tile * ELEMENTWISE_TILE_ROWS, min(load_i64(count), (tile + 1) * ELEMENTWISE_TILE_ROWS)
-        ):
-            at = 4 * m * groups
-            row_of(
-                source + m * stride,
-                groups,
-                data + m * groups * 32,
-                scale + at,
-                fsum + at,
-                isum + 2 * at,
-            )
+    def write(e: Emit, m, source, stride, groups, data, scale, fsum, isum):
+        row = e.add(source, e.mul(m, stride))
+        first = e.mul(m, groups)
+        with e.loop(0, groups) as g:
+            values = e.load(vector(F32, 32), row, e.mul(g, 128))
+            store_quantized(e, values, e.add(first, g), data, scale, fsum, isum)
 
-    return KERNEL_SIGNATURE, kernel
+    return row_kernel(isa, write)
 
 
-def round_rows(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
+def round_rows(isa: Isa) -> Kernel:
     """Round rows to bfloat16, to nearest even.
 
     Arguments: rows' address, source, source stride, groups of 32, out.
     """
-    arguments = fields(5)
 
-    def write(e: Emit, source: Value, groups: Value, out: Value) -> None:
+    def write(e: Emit, m, source, stride, groups, out):
+        row = e.add(source, e.mul(m, stride))
+        first = e.mul(m, groups)
         with e.loop(0, groups) as g:
-            low, high = (e.load(vector(F32, 16), source, e.mul(g, 128), at) for at in (0, 64))
-            e.store(e.to_bf16(low, high), out, e.mul(g, 64))
+            low, high = (e.load(vector(F32, 16), row, e.mul(g, 128), at) for at in (0, 64))
+            e.store(e.to_bf16(low, high), out, e.mul(e.add(first, g), 64))
 
-    row_of = emitted(isa, 3, write)
-
-    def kernel(args: int, tile: int, scratch: int) -> None:
-        count, source, stride, groups, out = arguments(args)
-        for m in range(
-            tile * ELEMENTWISE_TILE_ROWS, min(load_i64(count), (tile + 1) * ELEMENTWISE_TILE_ROWS)
-        ):
-            row_of(source + m * stride, groups, out + m * groups * 64)
-
-    return KERNEL_SIGNATURE, kernel
+    return row_kernel(isa, write)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from llvmlite import ir
+from numba import njit
 
 from twinphase.backends.cpu.emit import F16, F32, I8, I32, Emit, Value, vector
 from twinphase.backends.cpu.formats import (
@@ -31,6 +32,30 @@ AHEAD_LINES = 9
 # The only row tile of a strip prefetches weights this far ahead; a tile of fewer rows always is.
 STREAM_PREFETCH_BYTES = 8192
 MIN_STREAM_PREFETCH_ROWS = 4
+
+
+# Those of a tile: `Inputs`, then out, out stride, residual and residual stride.
+TILE_OPERANDS = 10
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def tile_operands(operands, row, column, group) -> tuple[int, ...]:
+    """The operands of the tile at that row, output column and group of inputs."""
+    (_, _, data, data_stride, scale, fsum, scale_stride, isum) = operands[:8]
+    out, out_stride, residual, residual_stride = operands[8:]
+    at = row * scale_stride + 4 * group
+    return (
+        data + row * data_stride + GROUP_INPUTS * group,
+        data_stride,
+        scale + at,
+        fsum + at,
+        scale_stride,
+        isum + 2 * at,
+        out + row * out_stride + 4 * column,
+        out_stride,
+        residual + row * residual_stride + 4 * column,
+        residual_stride,
+    )
 
 
 class Inputs(NamedTuple):
@@ -174,7 +199,7 @@ class RegisterTile:
                     start = e.broadcast(b.mul(total, ir.Constant(I32, -offset)), self.lanes)
                 sums.append([start] * self.vectors)
             self._dots(record, x, g, sums, range(part * quads, (part + 1) * quads), signed)
-            self._scale(record, header, x, g, totals, sums, part)
+            self.add(*self.part_scales(record, header, part), x, g, totals, sums, part)
 
     def _dots(
         self,
@@ -208,19 +233,6 @@ class RegisterTile:
                     here = here if before is None else b.add(before, here)
                     sums[m][n] = e.add_pairs(sums[m][n], here) if last else sums[m][n]
                     pairs[m][n] = None if last else here
-
-    def _scale(
-        self,
-        record: Value,
-        header: Value | None,
-        x: Inputs,
-        g: Value,
-        totals: list[Any],
-        sums: list[list[Value]],
-        part: int,
-    ) -> None:
-        scales, minima = self.part_scales(record, header, part)
-        self.add(scales, minima, x, g, totals, sums, part)
 
     def part_scales(
         self, record: Value, header: Value | None, part: int
@@ -269,15 +281,18 @@ class RegisterTile:
                 totals[m][n].set(total)
 
 
-def store_tile(
-    e: Emit, totals: list[list[Any]], out: Value, out_stride: Value, residual: Value, stride: Value
-) -> None:
+def store_tile(e: Emit, totals: list[list[Any]], out, out_stride, residual, stride) -> None:
     for m, row in enumerate(totals):
         for n, total in enumerate(row):
             value = total.get()
             at = 4 * n * e.isa.lanes
             base = e.load(value.type, residual, e.mul(stride, m), at)
             e.store(e.b.fadd(value, base), out, e.mul(out_stride, m), at)
+
+
+def release_tiles(e: Emit) -> None:
+    """Give the matrix tiles back, which slow down what does not use them."""
+    e.matrix("tilerelease")
 
 
 @contextlib.contextmanager

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from twinphase.backends.cpu.emit import F32, I8, I16, I32, I64, Emit, Value, vector
-from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, emitted, fields, load_i64, load_u32
+from twinphase.backends.cpu.emit import F32, I8, I16, I32, Emit, Value, vector
+from twinphase.backends.cpu.intrinsics import (
+    KERNEL_SIGNATURE,
+    Kernel,
+    emitted,
+    fields,
+    load_i64,
+    load_u32,
+    tile_kernel,
+)
 from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.kernels.elementwise import inverse_rms
 from twinphase.backends.cpu.kernels.quantize import absmax_scale, round_to_int
 from twinphase.backends.cpu.kv_layout import (
     CELL_TOKENS,
@@ -26,46 +35,38 @@ from twinphase.backends.cpu.kv_layout import (
 )
 
 MAX_FLOAT16 = 65504.0
+# (count, index): that many floats of a head, from its dimension `index` on
+Load = Callable[[int, int], Value]
 
 
-Load = Callable[
-    [int, int], Value
-]  # (count, index): that many floats of a head, from its dimension `index` on
+class Form(NamedTuple):
+    """Dimensions of a head, how many of them are rotated and how, and whether it is normalized."""
+
+    dim: int
+    rotary: int
+    interleaved: bool
+    normalized: bool
 
 
-def _loader(e: Emit, x: Value, normalized: bool, weight: Value, factor: Value) -> Load:
-    """Reads the head at address x; times the factor (float32 bits) and its norm's weights."""
+def _loader(e: Emit, x: Value, form: Form, weight: Value, eps: Value) -> Load:
+    """Reads the head at address x, normalized where it has a norm (its weights, eps bits)."""
+    end = e.i64(form.dim)
+    factor = inverse_rms(e, x, end, end, eps, 16) if form.normalized else None
 
     def load(count: int, index: int) -> Value:
         value = e.load(vector(F32, count), x, 4 * index)
-        if normalized:
-            value = e.b.fmul(value, e.broadcast(e.b.bitcast(e.b.trunc(factor, I32), F32), count))
-            value = e.b.fmul(value, e.load(value.type, weight, 4 * index))
-        return value
+        if factor is None:
+            return value
+        value = e.b.fmul(value, e.broadcast(factor, count))
+        return e.b.fmul(value, e.load(value.type, weight, 4 * index))
 
     return load
 
 
-def _inverse_rms(isa: Isa) -> Any:
-    """Numba-callable (x, width, eps bits): 1 / sqrt(mean(x^2) + eps), as float32 bits."""
-
-    def write(e: Emit, x: Value, width: Value, eps: Value) -> Value:
-        squares = e.variable(e.splat(vector(F32, 16), 0.0))
-        with e.loop(0, width, 16) as i:
-            values = e.load(vector(F32, 16), x, e.mul(i, 4))
-            squares.set(e.fma(values, values, squares.get()))
-        mean = e.b.fdiv(e.reduce_add(squares.get()), e.b.sitofp(width, F32))
-        root = e.unary("sqrt", e.b.fadd(mean, e.b.bitcast(e.b.trunc(eps, I32), F32)))
-        return e.b.zext(e.b.bitcast(e.b.fdiv(ir.Constant(F32, 1.0), root), I32), I64)
-
-    return emitted(isa, 3, write)
-
-
-def _rotated(
-    e: Emit, load: Load, cos: Value, sin: Value, dim: int, rotary: int, interleaved: bool
-) -> list[Value]:
+def _rotated(e: Emit, load: Load, cos: Value, sin: Value, form: Form) -> list[Value]:
     """A head rotated (RoFormer, Su et al., 2021), as vectors of floats in order."""
     b = e.b
+    dim, rotary, interleaved, _ = form
     pairs = math.gcd(rotary // 2, 16)
     half = vector(F32, pairs)
     pieces: dict[int, Value] = {}
@@ -119,11 +120,14 @@ def _spread(e: Emit, pieces: list[Value], size: int) -> list[Value]:
 
 
 def _head(
-    e: Emit, load: Load, cos: Value, sin: Value, dim: int, rotary: int, interleaved: bool
-) -> list[Value]:
-    """A query or key head before rounding: rotated and spread, in vectors of 16."""
-    pieces = _rotated(e, load, cos, sin, dim, rotary, interleaved)
-    return _spread(e, _sixteens(e, pieces), spread_size(dim))
+    e: Emit, form: Form, x: Value, cos: Value, sin: Value, norm: Value, eps: Value
+) -> tuple[list[Value], Value]:
+    """A query or key head in int32 vectors of 16, normalized, rotated and spread, and its scale."""
+    pieces = _rotated(e, _loader(e, x, form, norm, eps), cos, sin, form)
+    pieces = _spread(e, _sixteens(e, pieces), spread_size(form.dim))
+    scale, inverse = absmax_scale(e, _largest(e, pieces))
+    factor = e.broadcast(inverse, 16)
+    return [round_to_int(e, piece, factor) for piece in pieces], scale
 
 
 def _sixteens(e: Emit, pieces: list[Value]) -> list[Value]:
@@ -151,80 +155,42 @@ def _largest(e: Emit, pieces: list[Value]) -> Value:
     return largest
 
 
-def _query(isa: Isa, dim: int, rotary: int, interleaved: bool, normalized: bool) -> Any:
+def _query(isa: Isa, form: Form) -> Any:
     """Numba-callable: one query head to int8.
 
-    Arguments: x, cos, sin, data, scale, sum, softmax scale bits, norm, its factor.
+    Arguments: x, cos, sin, data, scale, sum, softmax scale bits, norm, eps bits.
     """
 
-    def write(
-        e: Emit,
-        x: Value,
-        cos: Value,
-        sin: Value,
-        data: Value,
-        scale: Value,
-        total: Value,
-        factor: Value,
-        norm: Value,
-        inverse_rms: Value,
-    ) -> None:
-        pieces = _head(
-            e, _loader(e, x, normalized, norm, inverse_rms), cos, sin, dim, rotary, interleaved
-        )
-        step, inverse = absmax_scale(e, _largest(e, pieces))
-        at = 0
+    def write(e: Emit, x, cos, sin, data, scale, total, factor, norm, eps):
+        pieces, step = _head(e, form, x, cos, sin, norm, eps)
         sums = ir.Constant(I32, 0)
-        for piece in pieces:
-            count = piece.type.count
-            numbers = round_to_int(e, piece, e.broadcast(inverse, count))
+        for i, numbers in enumerate(pieces):
             sums = e.b.add(sums, e.reduce_add(numbers))
-            e.store(e.b.trunc(numbers, vector(I8, count)), data, at)
-            at += count
+            e.store(e.b.trunc(numbers, vector(I8, 16)), data, 16 * i)
         # The scale carries 1 / sqrt(head_dim) and log2(e): attention exponentiates in base 2.
-        e.store(e.b.fmul(step, e.b.bitcast(e.b.trunc(factor, I32), F32)), scale)
+        e.store(e.b.fmul(step, e.float_of(factor)), scale)
         e.store(sums, total)
 
-    return emitted(isa, 9, write)
+    return emitted(isa, write)
 
 
-def _key(isa: Isa, dim: int, rotary: int, interleaved: bool, normalized: bool) -> Any:
+def _key(isa: Isa, form: Form) -> Any:
     """Numba-callable: one key head to the cache.
 
-    Arguments: x, cos, sin, cell's keys, cell's scales, token in the cell, norm, its factor.
+    Arguments: x, cos, sin, cell's keys, cell's scales, token in the cell, norm, eps bits.
     """
 
-    def write(
-        e: Emit,
-        x: Value,
-        cos: Value,
-        sin: Value,
-        keys: Value,
-        scales: Value,
-        token: Value,
-        norm: Value,
-        inverse_rms: Value,
-    ) -> None:
-        pieces = _head(
-            e, _loader(e, x, normalized, norm, inverse_rms), cos, sin, dim, rotary, interleaved
-        )
-        step, inverse = absmax_scale(e, _largest(e, pieces))
-        at = 0
-        for piece in pieces:
-            count = piece.type.count
-            numbers = e.b.trunc(
-                round_to_int(e, piece, e.broadcast(inverse, count)), vector(I8, count)
-            )
-            quads = e.b.bitcast(
-                e.b.xor(numbers, e.splat(numbers.type, -128)), vector(I32, count // 4)
-            )
-            for q in range(count // 4):
+    def write(e: Emit, x, cos, sin, keys, scales, token, norm, eps):
+        pieces, step = _head(e, form, x, cos, sin, norm, eps)
+        for i, numbers in enumerate(pieces):
+            codes = e.b.trunc(numbers, vector(I8, 16))
+            quads = e.b.bitcast(e.b.xor(codes, e.splat(codes.type, -128)), vector(I32, 4))
+            for q in range(4):
                 lane = e.b.extract_element(quads, ir.Constant(I32, q))
-                e.store(lane, keys, (at + q) * 4 * CELL_TOKENS, e.mul(token, 4))
-            at += count // 4
+                e.store(lane, keys, (4 * i + q) * 4 * CELL_TOKENS, e.mul(token, 4))
         e.store(step, scales, e.mul(token, 4))
 
-    return emitted(isa, 8, write)
+    return emitted(isa, write)
 
 
 def _value(isa: Isa, dim: int, dtype: str) -> Any:
@@ -232,7 +198,7 @@ def _value(isa: Isa, dim: int, dtype: str) -> Any:
     words = vector(I16, 16)
     size = 1 if dtype == "int8" else 2
 
-    def write(e: Emit, x: Value, values: Value, scales: Value, token: Value) -> None:
+    def write(e: Emit, x, values, scales, token):
         pair = e.b.ashr(token, e.i64(1))
         side = e.b.and_(token, e.i64(1))
         to = e.add(values, e.mul(pair, 2 * size * dim), e.mul(side, size))
@@ -258,39 +224,31 @@ def _value(isa: Isa, dim: int, dtype: str) -> Any:
             for k in range(16):
                 e.store(e.b.extract_element(small, ir.Constant(I32, k)), to, 2 * size * (i + k))
 
-    return emitted(isa, 4, write)
+    return emitted(isa, write)
 
 
-def norm_columns(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
+def norm_columns(isa: Isa) -> Kernel:
     """One row a tile: RMSNorm of some columns, in place; other ranks may have the other columns.
 
     Arguments: the whole rows, their stride and width; the columns in row 0, their stride and
     number; weights, eps bits.
     """
-    arguments = fields(8)
-    inverse_rms = _inverse_rms(isa)
 
-    def write(e: Emit, x: Value, count: Value, weight: Value, factor: Value) -> None:
+    def write(e: Emit, tile, whole, whole_stride, width, x, stride, count, weight, eps):
+        row = e.add(whole, e.mul(tile, whole_stride))
+        factor = e.broadcast(inverse_rms(e, row, width, width, eps, 16), 16)
+        columns = e.add(x, e.mul(tile, stride))
         with e.loop(0, count, 16) as i:
             at = e.mul(i, 4)
-            value = e.load(vector(F32, 16), x, at)
-            value = e.b.fmul(value, e.broadcast(e.b.bitcast(e.b.trunc(factor, I32), F32), 16))
-            e.store(e.b.fmul(value, e.load(value.type, weight, at)), x, at)
+            value = e.b.fmul(e.load(vector(F32, 16), columns, at), factor)
+            e.store(e.b.fmul(value, e.load(value.type, weight, at)), columns, at)
 
-    scaled = emitted(isa, 4, write)
-
-    def kernel(args: int, tile: int, scratch: int) -> None:
-        whole, whole_stride, width, x, stride, count, weight, eps = arguments(args)
-        scaled(
-            x + tile * stride, count, weight, inverse_rms(whole + tile * whole_stride, width, eps)
-        )
-
-    return KERNEL_SIGNATURE, kernel
+    return tile_kernel(isa, write)
 
 
 def rope_kv_write(
     isa: Isa, head_dim: str, rotary: str, interleaved: str, dtype: str, qk_norm: str
-) -> tuple[Any, Callable[[int, int, int], None]]:
+) -> Kernel:
     """One row a tile: RMSNorm of each head of queries and keys (or "none"), rotation, writing.
 
     Arguments: q, k, v of row 0, their stride, cos, sin, positions (int32), slots (int64), heads, KV
@@ -298,19 +256,17 @@ def rope_kv_write(
     scale bits, cells of a chunk, weights of the norms of q and k, eps bits.
     """
     dim = int(head_dim)
-    turned = int(rotary)
-    normalized = qk_norm == "head"
-    query = _query(isa, dim, turned, interleaved == "1", normalized)
-    key = _key(isa, dim, turned, interleaved == "1", normalized)
+    form = Form(dim, int(rotary), interleaved == "1", qk_norm == "head")
+    query = _query(isa, form)
+    key = _key(isa, form)
     value = _value(isa, dim, dtype)
     cell_bytes = key_bytes(dim)
     scale_size = scale_bytes(dtype)
     value_size = value_bytes(dim, dtype)
-    table_stride = 4 * (turned // 2)
+    table_stride = 4 * (form.rotary // 2)
     arguments = fields(21)
-    inverse_rms = _inverse_rms(isa)
 
-    def kernel(args: int, tile: int, scratch: int) -> None:
+    def kernel(args, tile, scratch):
         (
             q,
             k,
@@ -338,14 +294,10 @@ def rope_kv_write(
         cos = cos + turn
         sin = sin + turn
         slot = load_i64(slots + 8 * tile)
-        q_root = k_root = 0
         for head in range(heads):
             at = tile * heads + head
-            x = q + tile * stride + head * dim * 4
-            if normalized:
-                q_root = inverse_rms(x, dim, eps)
             query(
-                x,
+                q + tile * stride + head * dim * 4,
                 cos,
                 sin,
                 data + at * dim,
@@ -353,7 +305,7 @@ def rope_kv_write(
                 sums + 4 * at,
                 factor,
                 q_norm,
-                q_root,
+                eps,
             )
         for head in range(kv_heads):
             at = (
@@ -362,8 +314,6 @@ def rope_kv_write(
                 + slot // CELL_TOKENS % CHUNK_CELLS
             )
             here = tile * stride + head * dim * 4
-            if normalized:
-                k_root = inverse_rms(k + here, dim, eps)
             key(
                 k + here,
                 cos,
@@ -372,7 +322,7 @@ def rope_kv_write(
                 scales + at * scale_size,
                 slot % CELL_TOKENS,
                 k_norm,
-                k_root,
+                eps,
             )
             value(v + here, values + at * value_size, scales + at * scale_size, slot % CELL_TOKENS)
 

@@ -6,31 +6,32 @@ all of its rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 
-from twinphase.backends.cpu.emit import F32, I32, LOG2_E, Emit, Value, vector
+from twinphase.backends.cpu.emit import F32, I32, I64, LOG2_E, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import (
     KERNEL_SIGNATURE,
+    Kernel,
     emitted,
     fields,
     load_f32,
     load_i64,
     load_u32,
+    row_kernel,
     store_f32,
     store_i32,
 )
 from twinphase.backends.cpu.isa import Isa
-from twinphase.backends.cpu.tiling import ELEMENTWISE_TILE_ROWS, SLOT_INTS
+from twinphase.backends.cpu.tiling import SLOT_INTS
 
 
 def _powers(isa: Isa) -> Any:
     """Numba-callable (logits, count, largest's address, out): e^(logit - largest), their sum."""
 
-    def write(e: Emit, logits: Value, count: Value, largest: Value, out: Value) -> Value:
+    def write(e: Emit, logits, count, largest, out) -> Value:
         four = vector(F32, 4)  # the narrowest vector of all paths
         top = e.broadcast(e.load(F32, largest), 4)
         total = e.variable(ir.Constant(F32, 0.0))
@@ -41,12 +42,12 @@ def _powers(isa: Isa) -> Any:
             value = e.b.extract_element(power, ir.Constant(I32, 0))
             total.set(e.b.fadd(total.get(), value))
             e.store(value, out, at)
-        return e.b.zext(e.b.bitcast(total.get(), I32), ir.IntType(64))
+        return e.b.zext(e.b.bitcast(total.get(), I32), I64)
 
-    return emitted(isa, 4, write)
+    return emitted(isa, write)
 
 
-def route(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
+def route(isa: Isa) -> Kernel:
     """One row a tile: the numbers and weights of the `used` experts with the largest logits.
 
     Arguments: logits, their stride, experts, used, whether weights are divided by their sum (else
@@ -55,7 +56,7 @@ def route(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
     powers = _powers(isa)
     arguments = fields(7)
 
-    def kernel(args: int, tile: int, scratch: int) -> None:
+    def kernel(args, tile, scratch):
         logits, stride, experts, used, renormalize, numbers, weights = arguments(args)
         logits += tile * stride
         numbers += 4 * used * tile
@@ -86,7 +87,7 @@ def route(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
     return KERNEL_SIGNATURE, kernel
 
 
-def sort_rows(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
+def sort_rows(isa: Isa) -> Kernel:
     """The step's rows sorted by expert, in one tile.
 
     Arguments: address of the row count, experts, used, numbers of the chosen experts, then what is
@@ -96,7 +97,7 @@ def sort_rows(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
     """
     arguments = fields(7)
 
-    def kernel(args: int, tile: int, scratch: int) -> None:
+    def kernel(args, tile, scratch):
         count, experts, used, numbers, rows, places, slots = arguments(args)
         pairs = load_i64(count) * used
         for expert in range(experts):
@@ -126,47 +127,23 @@ def sort_rows(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
     return KERNEL_SIGNATURE, kernel
 
 
-def combine(isa: Isa) -> tuple[Any, Callable[[int, int, int], None]]:
+def combine(isa: Isa) -> Kernel:
     """out[m] = the sum over a row's choices, in order, of weight * result.
 
     Arguments: address of the row count, used, places, weights, results, groups of 32 columns, out.
     """
     wide = vector(F32, 32)
 
-    def write(
-        e: Emit,
-        used: Value,
-        places: Value,
-        weights: Value,
-        results: Value,
-        groups: Value,
-        out: Value,
-    ) -> None:
+    def write(e: Emit, m, used, places, weights, results, groups, out):
+        first = e.mul(m, used)
+        to = e.mul(m, groups)
         with e.loop(0, groups) as g:
             total = e.variable(e.splat(wide, 0.0))
             with e.loop(0, used) as k:
-                place = e.b.zext(e.load(I32, places, e.mul(k, 4)), ir.IntType(64))
+                at = e.mul(e.add(first, k), 4)
+                place = e.b.zext(e.load(I32, places, at), I64)
                 value = e.load(wide, results, e.mul(e.add(e.mul(place, groups), g), 128))
-                total.set(
-                    e.fma(value, e.broadcast(e.load(F32, weights, e.mul(k, 4)), 32), total.get())
-                )
-            e.store(total.get(), out, e.mul(g, 128))
+                total.set(e.fma(value, e.broadcast(e.load(F32, weights, at), 32), total.get()))
+            e.store(total.get(), out, e.mul(e.add(to, g), 128))
 
-    row_of = emitted(isa, 6, write)
-    arguments = fields(7)
-
-    def kernel(args: int, tile: int, scratch: int) -> None:
-        count, used, places, weights, results, groups, out = arguments(args)
-        for m in range(
-            tile * ELEMENTWISE_TILE_ROWS, min(load_i64(count), (tile + 1) * ELEMENTWISE_TILE_ROWS)
-        ):
-            row_of(
-                used,
-                places + 4 * used * m,
-                weights + 4 * used * m,
-                results,
-                groups,
-                out + 128 * groups * m,
-            )
-
-    return KERNEL_SIGNATURE, kernel
+    return row_kernel(isa, write)

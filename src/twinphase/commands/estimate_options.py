@@ -1,0 +1,182 @@
+"""What the options of `twinphase estimate` describe: hardware, a request, and drafts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from twinphase.backends.base import Units
+from twinphase.backends.device import open_device
+from twinphase.config import EngineConfig, free_memory
+from twinphase.engine.loading.ceilings import device_of, measured_ceilings
+from twinphase.errors import InvalidRequestError
+from twinphase.estimate.datasheets import PRECISIONS
+from twinphase.estimate.estimate import estimate
+from twinphase.estimate.inputs import (
+    DTYPES,
+    Drafting,
+    Hardware,
+    Scenario,
+    bytes_per_weight,
+    datasheet_hardware,
+    units_for,
+)
+from twinphase.estimate.known_models import read_shape
+from twinphase.estimate.shapes import DecoderShape
+from twinphase.speculative import HEADS, speculative_config
+
+SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+
+
+def drafting_of(given: dict[str, Any], hardware: Hardware) -> Drafting | None:
+    """Assumed speculation by the options; a draft model runs on the same hardware."""
+    config = speculative_config(given["speculative_config"])
+    if (config.method == "none") != (given["acceptance"] is None):
+        raise InvalidRequestError(
+            "--speculative-config and --acceptance belong together.",
+            "Give both, such as ngram and 0.7, or neither.",
+        )
+    if config.method == "none":
+        return None
+    seconds: float | None = None if config.method in HEADS else 0.0
+    if config.method == "draft_model":
+        shape = read_shape(config.model)
+        step = estimate(shape, hardware, scenario_of(shape, given)).decode.seconds
+        seconds = None if step is None else step * config.num_speculative_tokens
+    return Drafting(config.num_speculative_tokens, given["acceptance"], seconds)
+
+
+def _number(option: str, text: str | None) -> float | None:
+    """A positive number with an optional decimal suffix (k, M, G, T, P); None if not given."""
+    if text is None:
+        return None
+    factor = SUFFIXES.get(text[-1:], 0.0)
+    try:
+        value = float(text[:-1]) * factor if factor else float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise InvalidRequestError(
+            f"{option} is {text!r}.", "Use a number above 0 such as 312T (k, M, G, T, P)."
+        )
+    return value
+
+
+def hardware_of(given: dict[str, Any]) -> Hardware:
+    """What --hardware names; figures given as options replace its own."""
+    name = given["hardware"]
+    devices = given["devices"]
+    figures = {
+        option: _number(f"--{option}", given[option]) for option in ("flops", "bandwidth", "memory")
+    }
+    named = [
+        f"--{option} {given[option]}" for option, value in figures.items() if value is not None
+    ]
+    if not 1 <= devices <= 1 << 20:
+        raise InvalidRequestError(f"--devices is {devices}.", "Use a number from 1.")
+    peaks = dict.fromkeys(PRECISIONS, figures["flops"]) if figures["flops"] else {}
+    if name is None:
+        if figures["flops"] is None or figures["bandwidth"] is None:
+            raise InvalidRequestError(
+                "estimate needs --hardware, or --flops with --bandwidth.",
+                "`twinphase estimate --list-hardware` lists the names; `this` is this machine.",
+            )
+        title = ", ".join(named)
+        return Hardware(title, "given", peaks, figures["bandwidth"], figures["memory"], devices)
+    if name == "this" and devices > 1:
+        raise InvalidRequestError(
+            f"--devices is {devices} with --hardware this.", "This machine is one device."
+        )
+    found = this_machine(given["backend"]) if name == "this" else datasheet_hardware(name)
+    notes = (
+        *([f"Given instead of its own figures: {', '.join(named)}."] if named else []),
+        *found.notes,
+    )
+    return replace(
+        found,
+        peaks={**found.peaks, **peaks},
+        bandwidth=figures["bandwidth"] or found.bandwidth,
+        memory=figures["memory"] or found.memory,
+        devices=devices,
+        notes=notes,
+    )
+
+
+def this_machine(backend: str = "cpu") -> Hardware:
+    """What was measured here with a backend.
+
+    Raises:
+        InvalidRequestError: nothing was.
+    """
+    config = EngineConfig(backend=backend)
+    ceilings = measured_ceilings(config)
+    if ceilings is None:
+        command = "twinphase roofline" + ("" if backend == "cpu" else f" --backend {backend}")
+        raise InvalidRequestError(
+            "This machine has not been measured yet.", f"Run `{command}` first."
+        )
+    title = f"{ceilings.processor}, {ceilings.threads} threads, {ceilings.isa}"
+    notes = ["Measured here at its best; memory is what is free now."]
+    if ceilings.provisional:
+        notes += [
+            "The measurement was disturbed: peaks may be too low. `twinphase roofline` measures "
+            "again."
+        ]
+    return Hardware(
+        title,
+        "measured here",
+        {},
+        None,
+        device_of(config).free_memory() or free_memory(),
+        ceilings=ceilings,
+        notes=tuple(notes),
+    )
+
+
+def scenario_of(shape: DecoderShape, given: dict[str, Any]) -> Scenario:
+    """The request that the options of `estimate` describe."""
+    here = given["hardware"] == "this"
+    kv_dtype = given["kv_cache_dtype"]
+    dtype = given["dtype"] or ""
+    if dtype:
+        bytes_per_weight(dtype)  # refuses an unknown name before anything is computed
+    if kv_dtype not in ("auto", *DTYPES):
+        raise InvalidRequestError(
+            f"--kv-cache-dtype is {kv_dtype!r}.", f"Use auto or one of: {', '.join(DTYPES)}."
+        )
+    if here and kv_dtype in ("auto", "int8"):
+        kv_head_bytes = open_device(given["backend"]).kv_head_bytes(
+            shape.blueprint.head_dim, kv_dtype
+        )
+    else:
+        kv_head_bytes = (
+            2 * shape.blueprint.head_dim * (2 if kv_dtype == "auto" else DTYPES[kv_dtype])
+        )
+    return Scenario(
+        prompt_tokens=given["prompt_tokens"],
+        output_tokens=given["output_tokens"],
+        batch_size=given["batch_size"],
+        units=_units(
+            dtype or shape.dtype, given["compute_dtype"], given["backend"] if here else None
+        ),
+        dtype=dtype,
+        kv_head_bytes=kv_head_bytes,
+        mfu=given["mfu"],
+        mbu=given["mbu"],
+        price_per_hour=given["price_per_hour"],
+    )
+
+
+def _units(dtype: str, compute_dtype: str | None, backend: str | None) -> Units:
+    if compute_dtype is not None:
+        if compute_dtype not in PRECISIONS:
+            raise InvalidRequestError(
+                f"--compute-dtype is {compute_dtype!r}.", f"Use one of: {', '.join(PRECISIONS)}."
+            )
+        return Units(compute_dtype, compute_dtype, compute_dtype)
+    if backend is None:
+        return units_for(dtype)
+
+    units = open_device(backend).units({(dtype.upper().replace("FP", "F"), 2)})
+    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # as datasheets have them
+    return Units(*(names.get(unit, unit) for unit in (units.linear, units.scores, units.values)))
