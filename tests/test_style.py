@@ -45,7 +45,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 20_000,
-    "tests": 315_000,
+    "tests": 312_500,
     "twinphase": 14_000,
     "twinphase/backends": 82_000,
     "twinphase/cache": 4_500,
@@ -65,7 +65,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 60_000,
 }
-MAX_TOKENS = {"src": 379_500, "tests": 315_000, "benchmarks": 20_000}
+MAX_TOKENS = {"src": 379_500, "tests": 312_500, "benchmarks": 20_000}
 
 SKIPPED = {
     tokenize.COMMENT,
@@ -209,7 +209,7 @@ RULES: list[tuple[Callable[[], Iterator[str]], int]] = [
     (odd_words_of_pages, 0),
     (constants_completed_by_a_comment, 0),
     (long_lines, 0),
-    (long_files, 3),
+    (long_files, 1),
     (paired_assignments, 0),
     (many_positional_arguments, 0),
     (lists_of_public_names, 0),

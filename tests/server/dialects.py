@@ -16,6 +16,13 @@ ENDLESS = {"type": "string", "minLength": 9999}  # the form of an answer that do
 PATHS = {OPENAI: "/v1/chat/completions", ANTHROPIC: "/v1/messages", OLLAMA: "/api/chat"}
 
 
+def dialect_of(path: str) -> str:
+    """Whose shape the errors of a route have."""
+    if path.startswith("/api/"):
+        return OLLAMA
+    return ANTHROPIC if path.startswith("/v1/messages") else OPENAI
+
+
 @dataclass(frozen=True)
 class Said:
     """What an answer, or the events of one, said."""
@@ -160,21 +167,7 @@ def joined(dialect: str, events: list[Any]) -> dict[str, Any]:
             "message": {"content": text, "thinking": thoughts, "tool_calls": calls},
         }
     if dialect == OPENAI:
-        deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
-        calls: list[dict[str, Any]] = []
-        for call in (call for delta in deltas for call in delta.get("tool_calls", ())):
-            if "id" in call:
-                calls.append({"function": {"name": call["function"]["name"], "arguments": ""}})
-            calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-        text, thoughts = (
-            "".join(d.get(key) or "" for d in deltas) for key in ("content", "reasoning_content")
-        )
-        reasons = [event["choices"][0]["finish_reason"] for event in events if event["choices"]]
-        message = {"content": text, "reasoning_content": thoughts, "tool_calls": calls}
-        return {
-            "choices": [{"message": message, "finish_reason": reasons[-1]}],
-            "usage": events[-1]["usage"],
-        }
+        return {"choices": _joined_choices(events), "usage": events[-1].get("usage")}
     events = [event for event in events if event["type"] != "ping"]
     first, *middle, delta, last = events
     assert (first["type"], delta["type"], last["type"]) == (
@@ -201,3 +194,32 @@ def joined(dialect: str, events: list[Any]) -> dict[str, Any]:
     for block in blocks:
         block["input"] = json.loads(block["json"] or "{}")
     return {**first["message"], "content": blocks, **delta["delta"], "usage": delta["usage"]}
+
+
+def _joined_choices(events: list[Any]) -> list[dict[str, Any]]:
+    """The same for the answers of a stream of OpenAI's chats or completions."""
+    choices: dict[int, dict[str, Any]] = {}
+    for piece in (piece for event in events for piece in event["choices"]):
+        message = {"content": "", "reasoning_content": "", "tool_calls": []}
+        empty = {"message": message, "logprobs": None, "token_ids": [], "finish_reason": None}
+        choice = choices.setdefault(piece["index"], empty)
+        assert choice["finish_reason"] is None
+        message = choice["message"]
+        delta = piece.get("delta") or {"content": piece.get("text")}
+        for key in ("content", "reasoning_content"):
+            message[key] += delta.get(key) or ""
+        for call in delta.get("tool_calls") or ():
+            if call.get("id"):
+                assert call["index"] == len(message["tool_calls"]) and call["type"] == "function"
+                function = {"name": call["function"]["name"], "arguments": ""}
+                message["tool_calls"].append({"function": function})
+            written = message["tool_calls"][call["index"]]["function"]
+            written["arguments"] += call["function"]["arguments"]
+        for key, entries in (piece.get("logprobs") or {}).items():
+            choice["logprobs"] = choice["logprobs"] or {}
+            if entries is not None:
+                choice["logprobs"][key] = choice["logprobs"].get(key, []) + entries
+        choice["token_ids"] += piece.get("token_ids") or []
+        choice["finish_reason"] = piece["finish_reason"]
+        choice["stop_reason"] = piece.get("stop_reason")
+    return [choices[index] for index in sorted(choices)]

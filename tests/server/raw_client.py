@@ -28,13 +28,7 @@ LONG = {
     "ignore_eos": True,
     "return_token_ids": True,
 }
-PROBE = {
-    "prompt": "hello world",
-    "max_tokens": 8,
-    "temperature": 0,
-    "ignore_eos": True,
-    "return_token_ids": True,
-}
+PROBE = LONG | {"prompt": "hello world", "max_tokens": 8}
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from dialects import (
     form,
     function,
     joined,
-    message,
     parts,
     text_part,
     turn,
@@ -218,91 +217,6 @@ def test_ollama_reads_json_without_its_content_type_but_not_from_a_page(server):
         with connect(server) as client:
             client.sendall(request("/api/chat", body, Content_Type=kind, Origin=origin))
             assert read_reply(client)[0] == expected
-
-
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
-REFUSED = [
-    (ANTHROPIC, {"model": "gpt"}, 404, "'gpt' is not served here"),
-    (ANTHROPIC, {"max_tokens": None}, 400, "`max_tokens`"),
-    (ANTHROPIC, {"messages": []}, 400, "`messages`: List should have at least 1 item"),
-    (
-        ANTHROPIC,
-        {"messages": [user([IMAGE])]},
-        400,
-        "of the type image is not read here",
-    ),
-    (
-        ANTHROPIC,
-        {"messages": [user([{"type": "king"}])]},
-        400,
-        "`messages.0.content.0`",
-    ),
-    (
-        ANTHROPIC,
-        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-        400,
-        "`tools.0.type`: only this",
-    ),
-    (ANTHROPIC, {"tool_choice": {"type": "any"}}, 400, "`tool_choice` needs `tools`"),
-    (
-        ANTHROPIC,
-        {"tool_choice": {"type": "tool"}},
-        400,
-        "`tool_choice`: the type tool needs `name`.",
-    ),
-    (ANTHROPIC, {"temperature": 1000}, 400, "temperature is 1000"),
-    (
-        ANTHROPIC,
-        {"top_logprobs": 2},
-        400,
-        "The field `top_logprobs` is not supported. Leave it out.",
-    ),
-    (OLLAMA, {"model": "gpt"}, 404, "'gpt' is not served here"),
-    (OLLAMA, {"options": {"mirostat": 1}}, 400, "`options.mirostat`"),
-    (
-        OLLAMA,
-        {"options": {"repeat_penalty": -1}},
-        400,
-        "`options.repeat_penalty`: Input should be greater",
-    ),
-    (
-        OLLAMA,
-        {"options": {"typical": 1}},
-        400,
-        "The field `options.typical` is not supported. Leave it out.",
-    ),
-    (
-        OLLAMA,
-        {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]},
-        400,
-        "`messages.0.images`",
-    ),
-    (OLLAMA, {"format": "xml"}, 400, "`format"),
-    (OLLAMA, {"think": True}, 400, "does not support thinking"),
-    (OLLAMA, {"format": {"type": "king"}}, 400, "king"),
-    (ANTHROPIC, form(ANTHROPIC, {"type": "king"}), 400, "king"),
-    (OLLAMA, {"tools": [{"type": "king"}]}, 400, "`tools.0.type`"),
-]
-
-
-@pytest.mark.parametrize(("dialect", "fields", "status", "part"), REFUSED)
-def test_what_is_not_honoured_is_refused_by_name(server, dialect, fields, status, part):
-    found, reply = server.post(PATHS[dialect], ask(dialect, server.model, max_tokens=2) | fields)
-    assert found == status and part in message(dialect, reply), reply
-
-
-def test_generate_refuses_what_it_has_no_place_for(server):
-    body = {"model": server.model, "prompt": "a"}
-    for fields, part in (
-        ({"context": [1, 2]}, "`context`"),
-        ({"template": "{{ .Prompt }}"}, "`template`"),
-        ({"images": ["a"]}, "`images`"),
-        ({"raw": True, "system": "b"}, "`raw`"),
-    ):
-        status, reply = server.post("/api/generate", body | fields)
-        assert status == 400 and part in message(OLLAMA, reply)
-    status, reply = server.post("/api/pull", body)
-    assert status == 404 and "chosen when the server is started" in message(OLLAMA, reply)
 
 
 def test_a_key_may_come_in_anthropics_header(limited):

@@ -9,10 +9,11 @@ import openai
 import pytest
 from tests.tiny_bert import make_bert, save_bert
 
-from dialects import user
+from dialects import ANTHROPIC, OLLAMA, OPENAI, PATHS, dialect_of, message, user
 from twinphase import LLM
 
 PATH = "/v1/embeddings"
+WRITES_NONE = "embed texts; it writes none. Use /v1/embeddings."
 TEXTS = ["hello world", "the quick brown fox", "Über die Brücke 😀"]
 
 
@@ -78,63 +79,56 @@ def test_ollamas_api_gives_them_too(embedder, expected):
         "embedding": list(expected[1])
     }
     assert embedder.post("/api/show", {"model": model})[1]["capabilities"] == ["embedding"]
-    for path, fields, part in (
-        ("/api/embed", {"input": "hello " * 100}, "has 102 tokens; the model takes 64"),
-        ("/api/embed", {"input": []}, "`input` has 0 texts"),
-        ("/api/embed", {"input": "a", "dimensions": 8}, "dimensions"),
-        ("/api/chat", {"messages": [user("a")]}, "it writes none"),
+
+
+TOO_LONG = "hello " * 100
+REFUSED = {
+    PATH: [
+        ({"input": ""}, "Text 0 of `input` is empty"),
+        ({"input": ["a", ""]}, "Text 1 of `input` is empty"),
+        ({"input": [[1], []]}, "Text 1 of `input` is empty"),
+        ({"input": []}, "`input` has 0 texts. Use 1 to 256"),
+        ({"input": ["a"] * 257}, "`input` has 257 texts"),
+        ({"input": {}}, "`input"),
+        ({"input": ["a", 1]}, "`input"),
+        ({"input": [200]}, "Token id 200"),
+        ({"input": TOO_LONG}, "Text 0 of `input` has 102 tokens; the model takes 64."),
+        ({"input": [[1], [1] * 65]}, "Text 1 of `input` has 65 tokens"),
         (
-            "/v1/messages",
-            {"messages": [user("a")], "max_tokens": 1},
-            "it writes none",
+            {"input": "a", "dimensions": 8},
+            "dimensions is 8, but this model's vectors have 48 numbers",
         ),
-    ):
-        status, reply = embedder.post(path, {"model": "tiny-bert", **fields})
-        assert status == 400 and part in str(reply["error"])
+        ({"input": "a", "encoding_format": "int8"}, "only this is supported"),
+        ({"input": "a", "truncate": True}, "The field `truncate` is not supported"),
+        ({}, "`input`"),
+    ],
+    "/api/embed": [
+        ({"input": TOO_LONG}, "has 102 tokens; the model takes 64"),
+        ({"input": []}, "`input` has 0 texts"),
+        ({"input": "a", "dimensions": 8}, "dimensions"),
+    ],
+    "/v1/completions": [({"prompt": "a"}, WRITES_NONE)],
+    PATHS[OPENAI]: [({"messages": [user("a")]}, WRITES_NONE)],
+    PATHS[ANTHROPIC]: [({"messages": [user("a")], "max_tokens": 1}, WRITES_NONE)],
+    PATHS[OLLAMA]: [({"messages": [user("a")]}, WRITES_NONE)],
+}
 
 
 @pytest.mark.parametrize(
-    ("fields", "code", "part"),
-    [
-        ({"input": ""}, None, "Text 0 of `input` is empty"),
-        ({"input": ["a", ""]}, None, "Text 1 of `input` is empty"),
-        ({"input": [[1], []]}, None, "Text 1 of `input` is empty"),
-        ({"input": []}, None, "`input` has 0 texts. Use 1 to 256"),
-        ({"input": ["a"] * 257}, None, "`input` has 257 texts"),
-        ({"input": {}}, None, "`input"),
-        ({"input": ["a", 1]}, None, "`input"),
-        ({"input": [200]}, None, "Token id 200"),
-        (
-            {"input": "hello " * 100},
-            "context_length_exceeded",
-            "Text 0 of `input` has 102 tokens; the model takes 64.",
-        ),
-        ({"input": [[1], [1] * 65]}, "context_length_exceeded", "Text 1 of `input` has 65 tokens"),
-        (
-            {"input": "a", "dimensions": 8},
-            None,
-            "dimensions is 8, but this model's vectors have 48 numbers",
-        ),
-        ({"input": "a", "encoding_format": "int8"}, None, "only this is supported"),
-        ({"input": "a", "truncate": True}, None, "The field `truncate` is not supported"),
-        ({}, None, "`input`"),
-    ],
+    ("path", "fields", "part"),
+    [(path, fields, part) for path, rows in REFUSED.items() for fields, part in rows],
 )
-def test_a_bad_request_says_what_is_wrong(embedder, fields, code, part):
-    status, body = embedder.post(PATH, fields)
-    error = body["error"]
-    assert (status, error["type"], error["code"]) == (400, "invalid_request_error", code)
-    assert part in error["message"]
+def test_a_bad_request_says_what_is_wrong(embedder, path, fields, part):
+    status, body = embedder.post(path, {"model": "tiny-bert", **fields})
+    text = message(dialect_of(path), body)
+    assert status == 400 and part in text
+    if path == PATH:
+        code = "context_length_exceeded" if "the model takes" in text else None
+        error = body["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", code)
 
 
 def test_an_embedding_server_serves_nothing_else(embedder):
-    chat = {"messages": [user("hello")]}
-    for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": "hello"})):
-        status, reply = embedder.post(path, body)
-        assert (
-            status == 400
-            and "embed texts; it writes none. Use /v1/embeddings." in reply["error"]["message"]
-        )
     assert embedder.get("/v1/models")[1]["data"][0]["max_model_len"] == 64
     assert embedder.get("/health/ready")[0] == 200
     assert embedder.post("/tokenize", {"prompt": "hello"})[0] == 200

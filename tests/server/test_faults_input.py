@@ -8,7 +8,16 @@ from contextlib import contextmanager
 
 import pytest
 
-from dialects import ANTHROPIC, OLLAMA, PATHS, ask, form, function, text_part, turn, user
+from dialects import (
+    ANTHROPIC,
+    OLLAMA,
+    PATHS,
+    ask,
+    dialect_of,
+    function,
+    turn,
+    user,
+)
 from dialects import message as error_message
 from raw_client import (
     LONG,
@@ -22,7 +31,10 @@ from raw_client import (
     surviving,
     until,
 )
+from sound_requests import with_texts
 from tiny_gguf import write_tiny_gguf
+from twinphase import LLM, SamplingParams
+from twinphase.errors import UnsupportedModelError
 
 COMPLETION = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -214,121 +226,13 @@ def test_of_a_key_given_twice_the_last_counts(server):
         assert status == 200 and body["usage"]["completion_tokens"] == 3
 
 
-def texts(value, model):
-    """Requests in which that text stands where a text can stand."""
-    for field in (
-        "prompt",
-        "model",
-        "user",
-        "cache_salt",
-        "stop",
-        "guided_regex",
-        "guided_grammar",
-        "guided_json",
-    ):
-        yield COMPLETION, {"prompt": "a", field: value}
-    for field, given in {
-        "prompt": [value],
-        "stop": [value],
-        "guided_choice": [value, "a"],
-        value: 1,
-        "logit_bias": {value: 1},
-        "guided_json": {"const": value},
-        "structured_outputs": {"json_object": True, "whitespace_pattern": value},
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": value, "schema": {value: value}},
-        },
-    }.items():
-        yield COMPLETION, {"prompt": "a", field: given}
-    tool = {
-        "name": "f",
-        "description": value,
-        "parameters": {"properties": {value: {"type": "string"}}},
-    }
-    call = {"id": value, "type": "function", "function": {"name": value, "arguments": value}}
-    for message in (
-        turn(value, "a"),
-        user(value),
-        {"role": "user", value: "a"},
-        user([{"type": "text", "text": value, "part": value}]),
-        {"role": "user", "content": "a", "name": value},
-        {"role": "tool", "content": value, "tool_call_id": value},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "assistant", "content": "a", "reasoning_content": value},
-    ):
-        yield CHAT, {"messages": [message]}
-    for field, given in {
-        "metadata": {value: value},
-        "chat_template_kwargs": {value: value},
-        "user": value,
-        "tools": [function(tool)],
-    }.items():
-        yield CHAT, {"messages": MESSAGES, field: given}
-    blocks = [
-        text_part(value),
-        {"type": "thinking", "thinking": value, "signature": value},
-    ]
-    results = [{"type": "tool_result", "tool_use_id": value, "content": value}, {"type": value}]
-    uses = [{"type": "tool_use", "id": value, "name": value, "input": {value: value}}]
-    tool = {
-        "name": "f",
-        "description": value,
-        "input_schema": {"properties": {value: {"type": "string"}}},
-    }
-    for fields in (
-        {"messages": [user(value)]},
-        {"messages": [user(blocks[:1])]},
-        {
-            "messages": [
-                turn("assistant", blocks + uses),
-                user(results[:1]),
-            ]
-        },
-        {"messages": [user(results)]},
-        {"system": value},
-        {"stop_sequences": [value]},
-        {"tools": [tool]},
-        {"metadata": {value: value}},
-        form(ANTHROPIC, {value: value}),
-        {value: 1},
-    ):
-        yield PATHS[ANTHROPIC], {"model": model, "messages": MESSAGES, **fields}
-    call = {"id": value, "function": {"name": value, "arguments": {value: value}}}
-    for fields in (
-        {"messages": [{"role": "user", "content": value, "thinking": value, "tool_name": value}]},
-        {
-            "messages": [
-                {"role": "assistant", "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": value},
-            ]
-        },
-        {"options": {"stop": value}},
-        {"options": {value: 1}},
-        {"format": value},
-        {"format": {value: value}},
-        {"tools": [function({"name": value, "description": value})]},
-        {"keep_alive": value},
-    ):
-        limit = {"options": {"num_predict": 4, **fields.pop("options", {})}}
-        yield PATHS[OLLAMA], {"model": model, "messages": MESSAGES, **fields, **limit}
-    for path, name in (("generate", "prompt"), ("show", "model"), ("embed", "input")):
-        yield f"/api/{path}", {"model": value, name: value}
-    yield "/tokenize", {"prompt": value}
-    yield "/tokenize", {"messages": [user(value)]}
-
-
-def test_any_text_anywhere_is_answered_or_refused(server):
-    values = ["\x00", "a\x00b", "\ud800", "\udfff\ud800", "\ufffe\uffff", "\u202e\x1b[2J\r\n", ""]
-    with surviving(server):
-        for path, body in (pair for value in values for pair in texts(value, server.model)):
-            status, reply = server.post(
-                path, {**body, "max_tokens": 4} if path.startswith("/v1/") else body
-            )
+def test_any_text_anywhere_is_answered_or_refused(limited):
+    texts = ["\ud800", "\x00", "a\x00b", "\udfff\ud800", "\ufffe\uffff", "\u202e\x1b[2J\r\n", ""]
+    with surviving(limited, **ONE):
+        for path, body in with_texts(texts):
+            status, reply = limited.post(path, body, **ONE)
             assert status in (200, 400, 404), (body, reply)
-            assert status == 200 or (
-                reply["error"] if path.startswith("/api/") else reply["error"]["message"]
-            ), body
+            assert status == 200 or error_message(dialect_of(path), reply), body
 
 
 # Huge.
@@ -553,11 +457,13 @@ def test_a_template_that_does_harm_fails_its_request(evil):
         assert evil.post(CHAT, {"messages": MESSAGES, "max_tokens": 4})[0] == 200
 
 
-def test_a_file_whose_template_is_none_still_completes(start, tmp_path):
-    model = write_tiny_gguf(tmp_path / "tiny.gguf", context=4096, chat_template="{% for %}")
-    with start(model=model) as server, surviving(server):
-        status, body = server.post(CHAT, {"messages": MESSAGES})
-        assert status >= 400 and "template" in body["error"]["message"]
+def test_a_file_whose_template_is_none_still_completes(tmp_path):
+    llm = LLM(write_tiny_gguf(tmp_path / "tiny.gguf", chat_template="{% for %}"))
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    with pytest.raises(UnsupportedModelError, match="template"):
+        llm.chat(MESSAGES, params, use_tqdm=False)
+    (output,) = llm.generate("hello", params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 2
 
 
 def test_template_variables_replace_nothing(server):

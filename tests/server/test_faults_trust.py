@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import twinphase
-from dialects import ANTHROPIC, OLLAMA, OPENAI, PATHS, bearer, function, message, user
+from dialects import OPENAI, PATHS, bearer, dialect_of, function, message, user
 from raw_client import PATH, PROBE, connect, events, read_reply, request, send, surviving
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.request import Request, SamplingParams
@@ -113,9 +113,7 @@ def test_without_a_key_nothing_is_told(shared, value):
             client.sendall(request(path, b"{", Authorization=value).decode().encode("latin-1"))
             status, headers, body = read_reply(client)
             assert (status, headers["www-authenticate"]) == (401, "Bearer")
-            dialect = {PATHS[ANTHROPIC]: ANTHROPIC, PATHS[OLLAMA]: OLLAMA, "/api/tags": OLLAMA}.get(
-                path, OPENAI
-            )
+            dialect = dialect_of(path)
             assert "alice" not in message(dialect, body)
             assert dialect != OPENAI or body["error"]["code"] == "invalid_api_key"
         assert shared.get("/v1/models")[0] == 401

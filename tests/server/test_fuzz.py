@@ -14,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dialects import bearer, function, message, turn, user
+from dialects import OPENAI, bearer, dialect_of, message
+from sound_requests import MODEL, REQUESTS, inside, places
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 0))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300 + EXAMPLES)]
@@ -43,7 +44,7 @@ def fuzzed(start):
         "--api-key",
         "secret",
         "--served-model-name",
-        "tiny",
+        MODEL,
         "--scheduling-policy",
         "priority",
     )
@@ -62,7 +63,7 @@ def narrowed(document, ranges, request_id):
         properties = schema.get("properties", {})
         if name.endswith("Request") and "model" in properties:
             properties["model"] = {
-                "enum": ["tiny"] if "model" in schema.get("required", ()) else ["tiny", None]
+                "enum": [MODEL] if "model" in schema.get("required", ()) else [MODEL, None]
             }
         for field in ranges.keys() & properties.keys():
             low, high = ranges[field]
@@ -72,7 +73,7 @@ def narrowed(document, ranges, request_id):
                     form.update(minimum=low, maximum=high)
     for operations in document["paths"].values():
         for parameter in operations.get("get", {}).get("parameters", []):
-            parameter["schema"]["enum"] = ["tiny" if parameter["name"] == "model" else request_id]
+            parameter["schema"]["enum"] = [MODEL if parameter["name"] == "model" else request_id]
     return document
 
 
@@ -114,261 +115,6 @@ def test_answers_are_as_the_openapi_document_says(fuzzed, tmp_path, ranges, phas
         command, cwd=tmp_path, capture_output=True, text=True, timeout=280 + EXAMPLES
     )
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr
-
-
-TOOL = function({"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}})
-CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-CALL_OF_OLLAMA = {"name": "add", "arguments": {"a": 1}}
-SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", 1, None]}}, "required": ["a"]}
-CHAT = {
-    "model": "tiny",
-    "messages": [user("hi")],
-    "max_tokens": 9,
-    "temperature": 1.5,
-    "top_k": 9,
-    "top_p": 0.9,
-    "min_p": 0.1,
-    "seed": 1,
-    "stop": ["a"],
-    "stop_token_ids": [5],
-    "logit_bias": {"7": 5},
-    "n": 2,
-    "presence_penalty": 1,
-    "frequency_penalty": 1,
-    "repetition_penalty": 1.1,
-    "logprobs": True,
-    "top_logprobs": 2,
-    "cache_salt": "s",
-    "priority": 1,
-    "user": "u",
-    "metadata": {"a": "b"},
-    "chat_template_kwargs": {"a": [1]},
-    "return_token_ids": True,
-}
-REQUESTS = [
-    ("/v1/chat/completions", CHAT),
-    (
-        "/v1/chat/completions",
-        {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "stop": None},
-    ),
-    (
-        "/v1/chat/completions",
-        {
-            "messages": [
-                turn("system", [{"type": "text", "text": "s", "part": "p"}]),
-                user("q"),
-                {"role": "assistant", "content": None, "tool_calls": [CALL]},
-                {"role": "tool", "content": "2", "tool_call_id": "c"},
-            ],
-            "tools": [TOOL],
-            "tool_choice": function({"name": "add"}),
-            "max_tokens": 9,
-        },
-    ),
-    (
-        "/v1/chat/completions",
-        {
-            "messages": [user("q")],
-            "max_tokens": 9,
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
-            },
-        },
-    ),
-    (
-        "/v1/completions",
-        {"prompt": ["a", "b"], "max_tokens": 5, "echo": True, "min_tokens": 2, "ignore_eos": True},
-    ),
-    ("/v1/completions", {"prompt": [[5, 6], [7]], "max_tokens": 5, "logprobs": 2, "stream": True}),
-    *(
-        ("/v1/completions", {"prompt": "a", "max_tokens": 5, "structured_outputs": form})
-        for form in (
-            {"json": SCHEMA},
-            {"regex": "[a-f]{2,4}(x|y)*"},
-            {"choice": ["red", "green"]},
-            {"json_object": True},
-            {"grammar": 'start: "a" B\nB: /[0-9]+/'},
-            {"grammar": 'root ::= "a" [0-9]+'},
-            {
-                "structural_tag": {
-                    "type": "structural_tag",
-                    "triggers": ["<f"],
-                    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
-                }
-            },
-        )
-    ),
-    (
-        "/v1/completions",
-        {
-            "prompt": "a",
-            "max_tokens": 5,
-            "suffix": "b",
-            "n": 1,
-            "best_of": 2,
-            "bad_words": ["a b"],
-            "logprobs": 1,
-            "allowed_token_ids": [5, 6, 7],
-            "return_tokens_as_token_ids": True,
-            "include_stop_str_in_output": True,
-            "stop": ["a"],
-        },
-    ),
-    (
-        "/apply-template",
-        {
-            "messages": [user("q"), turn("assistant", "a")],
-            "continue_final_message": True,
-            "add_generation_prompt": False,
-            "reasoning_effort": "low",
-            "store": True,
-        },
-    ),
-    *(
-        (
-            "/v1/responses",
-            {
-                "input": [
-                    user([{"type": "input_text", "text": "q"}]),
-                    {
-                        "type": "reasoning",
-                        "summary": [],
-                        "content": [{"type": "reasoning_text", "text": "t"}],
-                    },
-                    {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
-                    {"type": "function_call_output", "call_id": "c", "output": "2"},
-                ],
-                "instructions": "s",
-                "max_output_tokens": 9,
-                "stream": stream,
-                "include": ["message.output_text.logprobs"],
-                "reasoning": {"effort": "low"},
-                "metadata": {"a": "b"},
-                **more,
-            },
-        )
-        for stream, more in (
-            (
-                False,
-                {
-                    "tools": [{"type": "function", "name": "add", "parameters": SCHEMA}],
-                    "tool_choice": "required",
-                },
-            ),
-            (
-                True,
-                {
-                    "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
-                    "top_logprobs": 2,
-                },
-            ),
-        )
-    ),
-    (
-        "/v1/messages",
-        {
-            "model": "tiny",
-            "max_tokens": 9,
-            "temperature": 1,
-            "top_k": 9,
-            "top_p": 0.9,
-            "stop_sequences": ["a"],
-            "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
-            "metadata": {"user_id": "u"},
-            "messages": [
-                user("q"),
-                turn(
-                    "assistant",
-                    [
-                        {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}},
-                        {"type": "thinking", "thinking": "t", "signature": "s"},
-                    ],
-                ),
-                user([{"type": "tool_result", "tool_use_id": "c", "content": "2"}]),
-            ],
-            "tools": [{"name": "add", "description": "d", "input_schema": SCHEMA}],
-            "tool_choice": {"type": "any"},
-            "thinking": {"type": "enabled", "budget_tokens": 5},
-        },
-    ),
-    (
-        "/v1/messages",
-        {
-            "model": "tiny",
-            "max_tokens": 9,
-            "stream": True,
-            "messages": [user("q")],
-            "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
-        },
-    ),
-    (
-        "/v1/messages/count_tokens",
-        {"model": "tiny", "messages": [user("q")], "system": "s"},
-    ),
-    (
-        "/api/chat",
-        {
-            "model": "tiny",
-            "stream": False,
-            "tools": [TOOL],
-            "keep_alive": "5m",
-            "think": False,
-            "logprobs": True,
-            "messages": [
-                turn("system", "s"),
-                user("q"),
-                {"role": "assistant", "content": "", "tool_calls": [{"function": CALL_OF_OLLAMA}]},
-                {"role": "tool", "content": "2", "tool_name": "add"},
-            ],
-            "options": {
-                "num_predict": 9,
-                "temperature": 1.5,
-                "top_k": 9,
-                "top_p": 0.9,
-                "min_p": 0.1,
-                "seed": 1,
-                "stop": ["a"],
-                "repeat_penalty": 1.1,
-                "num_ctx": 128,
-            },
-        },
-    ),
-    (
-        "/api/chat",
-        {
-            "model": "tiny",
-            "messages": [user("q")],
-            "format": SCHEMA,
-            "options": {"num_predict": 9},
-        },
-    ),
-    (
-        "/api/generate",
-        {
-            "model": "tiny",
-            "prompt": "q",
-            "system": "s",
-            "format": "json",
-            "options": {"num_predict": 9},
-        },
-    ),
-    (
-        "/api/generate",
-        {
-            "model": "tiny",
-            "prompt": "q",
-            "raw": True,
-            "stream": False,
-            "options": {"num_predict": 9},
-        },
-    ),
-    ("/api/embed", {"model": "tiny", "input": ["a", "b"], "truncate": True, "dimensions": 8}),
-    ("/api/show", {"model": "tiny", "verbose": True}),
-    ("/tokenize", {"prompt": "hello", "add_special_tokens": False, "return_token_strs": True}),
-    ("/tokenize", {"messages": [user("hello")]}),
-    ("/detokenize", {"tokens": [5, 6, 200]}),
-]
 
 
 def nested(depth, kind):
@@ -435,27 +181,13 @@ NAMES = st.sampled_from(
 )
 
 
-def places(value, path=()):
-    """Paths to all that is in a JSON value."""
-    children = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    return [path, *(place for key, child in children for place in places(child, (*path, key)))]
-
-
 @st.composite
 def mutated(draw):
     """A path and a body: a sound request with a few things wrong."""
     path, body = copy.deepcopy(draw(st.sampled_from(REQUESTS)))
     chosen = draw(st.lists(st.sampled_from(places(body)), min_size=1, max_size=3, unique=True))
     for place in sorted(chosen, reverse=True):  # what is inside before what it is in
-        holder = body
-        for key in place[:-1]:
-            holder = holder[key]
+        holder = inside(body, place[:-1])
         if not place:
             body[draw(NAMES)] = draw(VALUES)
         elif draw(st.integers(0, 3)) == 0:
@@ -484,10 +216,8 @@ def test_a_request_gone_wrong_is_answered_in_its_apis_shape(fuzzed, request_):
         ends = ("data: [DONE]\n\n", '"message_stop"}\n\n', "}\n")
         assert not isinstance(body, str) or body.endswith(ends) and '"error"' not in body
         return
-    assert 400 <= status < 500
-    if path.startswith(("/v1/messages", "/api/")):
-        assert message("ollama" if path.startswith("/api/") else "anthropic", body)
-        return
-    error = body["error"]
-    assert error["message"] and error["type"] in ("invalid_request_error", "not_found_error")
-    assert isinstance(error["param"], str | None) and isinstance(error["code"], str | None)
+    assert 400 <= status < 500 and message(dialect_of(path), body)
+    if dialect_of(path) == OPENAI:
+        error = body["error"]
+        assert error["type"] in ("invalid_request_error", "not_found_error")
+        assert isinstance(error["param"], str | None) and isinstance(error["code"], str | None)

@@ -127,17 +127,3 @@ def test_answers_in_a_form(client, ask, smol):
     assert parsed.choices[0].message.parsed == Person(name="Alice", age=30)
     free = ask(question, response_format={"type": "json_object"}, max_tokens=60)
     assert free.choices[0].message.content.startswith("{")
-    choice = ask(
-        user("Is the sky blue?"), extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
-    )
-    assert (
-        choice.choices[0].message.content in ("yes", "no")
-        and choice.choices[0].finish_reason == "stop"
-    )
-
-
-def test_text_ends_before_a_stop_string(ask):
-    whole = ask(user("Name three colors.")).choices[0].message.content
-    word = whole.split()[4]
-    cut = ask(user("Name three colors."), stop=[word]).choices[0]
-    assert cut.message.content == whole[: whole.index(word)] and cut.stop_reason == word

@@ -16,8 +16,8 @@ PIECES = st.lists(
 )
 
 
-def split(pieces: list[str], opened: bool) -> tuple[str, str]:
-    splitter = ReasoningSplitter(TAGS, opened)
+def split(pieces: list[str], opened: bool, tags: ThinkTags = TAGS) -> tuple[str, str]:
+    splitter = ReasoningSplitter(tags, opened)
     parts = [*(splitter.feed(piece) for piece in pieces), splitter.flush()]
     return "".join(reasoning for reasoning, _ in parts), "".join(content for _, content in parts)
 
@@ -90,12 +90,7 @@ def test_the_channels_of_gpt_oss(text, reasoning, content):
     tags = think_tags(HARMONY)
     assert tags is not None and not opens_thinking("<|start|>assistant", tags)
     for pieces in ([text], list(text)):
-        splitter = ReasoningSplitter(tags, opened=False)
-        divided = [*(splitter.feed(piece) for piece in pieces), splitter.flush()]
-        assert ("".join(r for r, _ in divided), "".join(c for _, c in divided)) == (
-            reasoning,
-            content,
-        )
+        assert split(pieces, False, tags) == (reasoning, content)
 
 
 def test_control_tokens_inside_a_tag_stay_in_the_text():

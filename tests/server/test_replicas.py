@@ -12,12 +12,6 @@ from raw_client import LONG, PATH, PROBE, events, read_reply, send, tokens, unti
 from twinphase.cli import run_app
 
 
-@pytest.fixture(scope="module")
-def replicas(start):
-    with start("--replicas", "2", "--threads-per-worker", "1", "--max-num-seqs", "8") as running:
-        yield running
-
-
 def test_a_worker_dies_in_the_middle_of_a_stream_and_its_reader_sees_the_same_text(
     replicas, server, capsys
 ):

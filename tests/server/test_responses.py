@@ -37,12 +37,6 @@ class Pick(BaseModel):
     a: Literal["b", "c"]
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    with server.client() as client:
-        yield client
-
-
 def chat(server, messages, **fields):
     """What the chat of these messages says, and its tokens."""
     asked = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, **fields, "messages": messages}
@@ -388,49 +382,3 @@ def test_the_oldest_are_forgotten_first(limited):
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(ids[0])
         assert [client.responses.retrieve(name).id for name in ids[1:]] == ids[1:]
-
-
-PARSED = {"type": "output_text", "text": "a", "parsed": 1}  # by a client, not by the server
-
-
-@pytest.mark.parametrize(
-    ("fields", "part"),
-    [
-        ({"input": []}, "`input`: List should have at least 1 item"),
-        (
-            {"input": [user([{"type": "input_image", "image_url": "x"}])]},
-            "send text",
-        ),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "`input.0`"),
-        (
-            {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
-            "encrypted_content` is not supported",
-        ),
-        ({"tools": [{"type": "web_search"}]}, "`tools.0.type`: only this is supported: 'function'"),
-        ({"background": True}, "`background`"),
-        ({"truncation": "auto"}, "`truncation`"),
-        ({"conversation": "x"}, "`conversation` is not supported"),
-        (
-            {"text": {"format": {"type": "json_schema", "name": "a"}}},
-            "`text.format`: the type json_schema needs `schema`.",
-        ),
-        (
-            {"input": [turn("assistant", [PARSED])]},
-            "The field `input.0.content.0.parsed` is not supported. Leave it out.",
-        ),
-        ({"input": [{"role": "user"}]}, "`input.0.content`: Field required."),
-        ({"input": [{"type": "function_call"}]}, "`input.0.call_id`: Field required."),
-        ({"max_tokens": 5}, "Did you mean `max_output_tokens`?"),
-        ({"messages": []}, "Did you mean `input`?"),
-        ({"response_format": {}}, "Did you mean `text.format`?"),
-        ({"reasoning_effort": "low"}, "Did you mean `reasoning.effort`?"),
-        ({"max_output_tokens": 10**6}, "the context holds"),
-        ({"metadata": {"a" * 65: "b"}}, "at most 64 characters"),
-        ({"metadata": {"a": "b" * 513}}, "at most 512 characters"),
-        ({"user": "a" * 513}, "`user`"),
-        ({"nonsense": 1}, "`nonsense` is not supported"),
-    ],
-)
-def test_what_is_not_honoured_is_refused_by_name(server, fields, part):
-    status, body = server.post(PATH, {"input": "hello", "max_output_tokens": 2, **fields})
-    assert status == 400 and part in body["error"]["message"], body

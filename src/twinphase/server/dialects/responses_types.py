@@ -195,3 +195,12 @@ class ResponsesRequest(AnyGeneration):
     # OpenAI's others are not supported.
     conversation: None = None
     prompt: None = None
+
+    @model_validator(mode="after")
+    def _can_be_kept(self) -> ResponsesRequest:
+        """Input and fields are in the reply, which is JSON."""
+        try:
+            self.model_dump_json()
+        except ValueError:
+            raise ValueError("the body has lone surrogates; send valid Unicode") from None
+        return self
