@@ -5,8 +5,9 @@ import re
 import pytest
 
 from twinphase.errors import InvalidRequestError
-from twinphase.estimate.datasheets import DATASHEETS, PRECISIONS, find_datasheet
+from twinphase.estimate.datasheets import DATASHEETS, find_datasheet
 from twinphase.estimate.inputs import datasheet_hardware
+from twinphase.estimate.options import PRECISIONS
 
 
 @pytest.mark.parametrize("name", DATASHEETS)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from twinphase.backends.base import Units
 from twinphase.backends.device import open_device
 from twinphase.config import EngineConfig, free_memory
 from twinphase.engine.loading.ceilings import device_of, measured_ceilings
 from twinphase.errors import InvalidRequestError
-from twinphase.estimate.datasheets import PRECISIONS
 from twinphase.estimate.estimate import estimate
 from twinphase.estimate.inputs import (
-    DTYPES,
     Drafting,
     Hardware,
     Scenario,
@@ -22,28 +19,30 @@ from twinphase.estimate.inputs import (
     units_for,
 )
 from twinphase.estimate.known_models import read_shape
+from twinphase.estimate.options import DTYPES, PRECISIONS, EstimateOptions
 from twinphase.estimate.shapes import DecoderShape
 from twinphase.speculative import HEADS, speculative_config
 
 SUFFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 
 
-def drafting_of(given: dict[str, Any], hardware: Hardware) -> Drafting | None:
+def drafting_of(options: EstimateOptions, hardware: Hardware) -> Drafting | None:
     """Assumed speculation by the options; a draft model runs on the same hardware."""
-    config = speculative_config(given["speculative_config"])
-    if (config.method == "none") != (given["acceptance"] is None):
+    config = speculative_config(options.speculative_config)
+    acceptance = options.acceptance
+    if (config.method == "none") != (acceptance is None):
         raise InvalidRequestError(
             "--speculative-config and --acceptance belong together.",
             "Give both, such as ngram and 0.7, or neither.",
         )
-    if config.method == "none":
+    if acceptance is None:
         return None
     seconds: float | None = None if config.method in HEADS else 0.0
     if config.method == "draft_model":
         shape = read_shape(config.model)
-        step = estimate(shape, hardware, scenario_of(shape, given)).decode.seconds
+        step = estimate(shape, hardware, scenario_of(shape, options)).decode.seconds
         seconds = None if step is None else step * config.num_speculative_tokens
-    return Drafting(config.num_speculative_tokens, given["acceptance"], seconds)
+    return Drafting(config.num_speculative_tokens, acceptance, seconds)
 
 
 def _number(option: str, text: str | None) -> float | None:
@@ -62,18 +61,13 @@ def _number(option: str, text: str | None) -> float | None:
     return value
 
 
-def hardware_of(given: dict[str, Any]) -> Hardware:
+def hardware_of(options: EstimateOptions) -> Hardware:
     """What --hardware names; figures given as options replace its own."""
-    name = given["hardware"]
-    devices = given["devices"]
-    figures = {
-        option: _number(f"--{option}", given[option]) for option in ("flops", "bandwidth", "memory")
-    }
-    named = [
-        f"--{option} {given[option]}" for option, value in figures.items() if value is not None
-    ]
-    if not 1 <= devices <= 1 << 20:
-        raise InvalidRequestError(f"--devices is {devices}.", "Use a number from 1.")
+    name = options.hardware
+    devices = options.devices
+    given = {option: getattr(options, option) for option in ("flops", "bandwidth", "memory")}
+    figures = {option: _number(f"--{option}", text) for option, text in given.items()}
+    named = [f"--{option} {text}" for option, text in given.items() if text is not None]
     peaks = dict.fromkeys(PRECISIONS, figures["flops"]) if figures["flops"] else {}
     if name is None:
         if figures["flops"] is None or figures["bandwidth"] is None:
@@ -87,7 +81,7 @@ def hardware_of(given: dict[str, Any]) -> Hardware:
         raise InvalidRequestError(
             f"--devices is {devices} with --hardware this.", "This machine is one device."
         )
-    found = this_machine(given["backend"]) if name == "this" else datasheet_hardware(name)
+    found = this_machine(options.backend) if name == "this" else datasheet_hardware(name)
     notes = (
         *([f"Given instead of its own figures: {', '.join(named)}."] if named else []),
         *found.notes,
@@ -133,19 +127,15 @@ def this_machine(backend: str = "cpu") -> Hardware:
     )
 
 
-def scenario_of(shape: DecoderShape, given: dict[str, Any]) -> Scenario:
+def scenario_of(shape: DecoderShape, options: EstimateOptions) -> Scenario:
     """The request that the options of `estimate` describe."""
-    here = given["hardware"] == "this"
-    kv_dtype = given["kv_cache_dtype"]
-    dtype = given["dtype"] or ""
+    here = options.hardware == "this"
+    kv_dtype = options.kv_cache_dtype
+    dtype = options.dtype or ""
     if dtype:
         bytes_per_weight(dtype)  # refuses an unknown name before anything is computed
-    if kv_dtype not in ("auto", *DTYPES):
-        raise InvalidRequestError(
-            f"--kv-cache-dtype is {kv_dtype!r}.", f"Use auto or one of: {', '.join(DTYPES)}."
-        )
     if here and kv_dtype in ("auto", "int8"):
-        kv_head_bytes = open_device(given["backend"]).kv_head_bytes(
+        kv_head_bytes = open_device(options.backend).kv_head_bytes(
             shape.blueprint.head_dim, kv_dtype
         )
     else:
@@ -153,30 +143,25 @@ def scenario_of(shape: DecoderShape, given: dict[str, Any]) -> Scenario:
             2 * shape.blueprint.head_dim * (2 if kv_dtype == "auto" else DTYPES[kv_dtype])
         )
     return Scenario(
-        prompt_tokens=given["prompt_tokens"],
-        output_tokens=given["output_tokens"],
-        batch_size=given["batch_size"],
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        batch_size=options.batch_size,
         units=_units(
-            dtype or shape.dtype, given["compute_dtype"], given["backend"] if here else None
+            dtype or shape.dtype, options.compute_dtype, options.backend if here else None
         ),
         dtype=dtype,
         kv_head_bytes=kv_head_bytes,
-        mfu=given["mfu"],
-        mbu=given["mbu"],
-        price_per_hour=given["price_per_hour"],
+        mfu=options.mfu,
+        mbu=options.mbu,
+        price_per_hour=options.price_per_hour,
     )
 
 
 def _units(dtype: str, compute_dtype: str | None, backend: str | None) -> Units:
     if compute_dtype is not None:
-        if compute_dtype not in PRECISIONS:
-            raise InvalidRequestError(
-                f"--compute-dtype is {compute_dtype!r}.", f"Use one of: {', '.join(PRECISIONS)}."
-            )
         return Units(compute_dtype, compute_dtype, compute_dtype)
     if backend is None:
         return units_for(dtype)
-
     units = open_device(backend).units({(dtype.upper().replace("FP", "F"), 2)})
     names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # as datasheets have them
     return Units(*(names.get(unit, unit) for unit in (units.linear, units.scores, units.values)))

@@ -12,6 +12,7 @@ from twinphase.commands.estimate_options import scenario_of, this_machine
 from twinphase.config import KV_CACHE_DTYPES
 from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseError
 from twinphase.estimate.estimate import estimate, warnings
+from twinphase.estimate.options import EstimateOptions
 from twinphase.estimate.shapes import DecoderShape, from_checkpoint
 from twinphase.models.bert import is_encoder, read_bert_shape
 from twinphase.models.loader import open_model
@@ -175,15 +176,7 @@ def _tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, dict[str, Any]
 def _both_phases(shape: DecoderShape) -> dict[str, Any] | None:
     """Bounds of both phases by this machine's measured ceilings; None without measurements."""
     prompt = max(1, min(PROMPT_TOKENS, shape.blueprint.context_length - 1))
-    options = dict.fromkeys(("dtype", "compute_dtype", "price_per_hour"))
-    options |= {
-        "hardware": "this",
-        "backend": "cpu",
-        "kv_cache_dtype": "auto",
-        "mfu": 1.0,
-        "mbu": 1.0,
-    }
-    options |= {"prompt_tokens": prompt, "output_tokens": 2, "batch_size": 1}
+    options = EstimateOptions(hardware="this", prompt_tokens=prompt, output_tokens=2)
     try:
         hardware = this_machine()
     except InvalidRequestError:

@@ -11,7 +11,6 @@ import msgspec
 
 from twinphase.errors import InvalidRequestError
 
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 FILE = Path(__file__).with_name("datasheets.toml")
 
 

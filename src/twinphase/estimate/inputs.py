@@ -5,19 +5,17 @@ Computes no times.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from twinphase.backends.base import Units
 from twinphase.errors import InvalidRequestError
 from twinphase.estimate.datasheets import find_datasheet
+from twinphase.estimate.options import DTYPES
 from twinphase.estimate.shapes import DecoderShape
 from twinphase.models.size import Size
 from twinphase.phases.hardware import Ceilings
 
-# Bytes per value. Real 4-bit formats keep scales too: GGUF's types count them, "int4" does not.
-DTYPES: Mapping[str, float] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
 # Names of the precisions in Ceilings.
 _MEASURED_UNITS = {
     "fp32": "float32",
@@ -93,22 +91,6 @@ class Scenario:
     mbu: float = 1.0
     price_per_hour: float | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("prompt_tokens", "output_tokens", "batch_size"):
-            self._check(
-                name, 0 < getattr(self, name) <= 10**9, "Use a number from 1 to 1,000,000,000."
-            )
-        for name in ("mfu", "mbu"):
-            self._check(name, 0 < getattr(self, name) <= 1, "Use a fraction above 0, up to 1.")
-        price = self.price_per_hour
-        self._check(
-            "price_per_hour", price is None or 0 < price < math.inf, "Use a number above 0."
-        )
-
-    def _check(self, name: str, valid: bool, fix: str) -> None:
-        if not valid:
-            raise InvalidRequestError(f"{name} is {getattr(self, name)!r}.", fix)
-
     @property
     def precisions(self) -> list[str]:
         """The distinct precisions of `units`."""
@@ -128,12 +110,6 @@ class Drafting:
     num_tokens: int
     acceptance: float
     seconds: float | None = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.acceptance <= 1:
-            raise InvalidRequestError(
-                f"acceptance is {self.acceptance!r}.", "Use a fraction from 0 to 1."
-            )
 
     @property
     def tokens_per_step(self) -> float:
