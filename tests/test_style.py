@@ -45,12 +45,12 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 20_000,
-    "tests": 312_500,
+    "tests": 322_500,
     "twinphase": 14_000,
     "twinphase/backends": 82_000,
     "twinphase/cache": 4_500,
     "twinphase/cluster": 29_000,
-    "twinphase/commands": 12_000,
+    "twinphase/commands": 18_000,
     "twinphase/engine": 32_000,
     "twinphase/estimate": 4_500,
     "twinphase/explain": 11_000,
@@ -65,7 +65,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 60_000,
 }
-MAX_TOKENS = {"src": 379_500, "tests": 312_500, "benchmarks": 20_000}
+MAX_TOKENS = {"src": 395_000, "tests": 322_500, "benchmarks": 20_000}
 
 SKIPPED = {
     tokenize.COMMENT,
