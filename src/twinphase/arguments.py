@@ -25,7 +25,11 @@ ALIASES = {"smollm2"}
 
 # Options of several commands.
 JSON = typer.Option(False, "--json", help="Print one JSON object.")
-URL = typer.Option("http://127.0.0.1:8000", "--url", help="The server.")
+URL = typer.Option(
+    None,
+    "--url",
+    help="The server. [default: the only one that runs here, or http://127.0.0.1:8000]",
+)
 API_KEY = typer.Option(
     None, envvar="TWINPHASE_API_KEY", help="API key, if the server asks for one."
 )

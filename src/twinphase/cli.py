@@ -23,6 +23,7 @@ from twinphase.cluster.config import ClusterConfig
 from twinphase.commands import help as texts
 from twinphase.commands.estimate import estimate
 from twinphase.commands.explain import explain as explain_command
+from twinphase.commands.servers import ps, stop
 from twinphase.commands.show import show
 from twinphase.commands.status import status
 from twinphase.commands.tune import tune
@@ -315,6 +316,8 @@ def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrot
     raise typer.Exit(1)
 
 
+command(texts.SERVE, "Show the models that a server has loaded.")(ps)
+command(texts.SERVE, "End a server on this machine.")(stop)
 command(texts.MODELS, "Show what a model is, and what it takes here.")(show)
 command(texts.MEASURE, "Estimate both phases of a model on any hardware.")(estimate)
 command(texts.MEASURE, "Explain where a request's time went.", "explain")(explain_command)
