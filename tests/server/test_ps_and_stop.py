@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -31,24 +31,19 @@ def test_ps_finds_the_only_server_and_stop_ends_it(start, twinphase, cache):
         assert "twinphase serve" in twinphase("ps").error()
 
 
-def test_stop_lets_answers_finish_and_now_cuts_them(start, twinphase):
-    for flags, num_tokens in (([], 400), (["--now"], 4000)):
-        with start() as running:
-            body = {"prompt": "hello", "max_tokens": num_tokens, "ignore_eos": True}
-            answers = []
-            asked = threading.Thread(
-                target=lambda: answers.append(running.post("/v1/completions", body))
-            )
-            asked.start()
-            phases = {}
-            while not phases.get("decode"):
-                phases = twinphase("ps", "--json").json()["requests"]
-            assert phases == {"waiting": 0, "prefill": 0, "decode": 1}
-            assert "has ended" in twinphase("stop", *flags).text()
-            asked.join()
-            status, answer = answers[0]
-            finished = status == 200 and answer["choices"][0]["finish_reason"] == "length"
-            assert finished is not bool(flags)
+@pytest.mark.parametrize(("flags", "num_tokens"), [([], 400), (["--now"], 4000)])
+def test_stop_lets_answers_finish_and_now_cuts_them(start, twinphase, flags, num_tokens):
+    with start() as running, ThreadPoolExecutor() as pool:
+        body = {"prompt": "hello", "max_tokens": num_tokens, "ignore_eos": True}
+        asked = pool.submit(running.post, "/v1/completions", body)
+        phases = {}
+        while not phases.get("decode"):
+            phases = twinphase("ps", "--json").json()["requests"]
+        assert phases == {"waiting": 0, "prefill": 0, "decode": 1}
+        assert "has ended" in twinphase("stop", *flags).text()
+        status, answer = asked.result()
+    finished = status == 200 and answer["choices"][0]["finish_reason"] == "length"
+    assert finished is not bool(flags)
 
 
 def test_files_of_servers_that_are_gone_are_removed(cache):
