@@ -93,7 +93,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a process started, which tells it from a later one of that id; None if unknown."""
+    """When a process started: a later one of the same id differs in it; None if unknown."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if words[0] == "Z" else int(words[19])
