@@ -23,6 +23,7 @@ from twinphase.cluster.config import ClusterConfig
 from twinphase.commands import help as texts
 from twinphase.commands.estimate import estimate
 from twinphase.commands.explain import explain as explain_command
+from twinphase.commands.launch import launch
 from twinphase.commands.servers import ps, stop
 from twinphase.commands.show import show
 from twinphase.commands.status import status
@@ -316,6 +317,7 @@ def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrot
     raise typer.Exit(1)
 
 
+command(texts.SERVE, "Start aider, Claude Code or OpenCode on your server.")(launch)
 command(texts.SERVE, "Show the models that a server has loaded.")(ps)
 command(texts.SERVE, "End a server on this machine.")(stop)
 command(texts.MODELS, "Show what a model is, and what it takes here.")(show)
