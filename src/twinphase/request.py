@@ -25,6 +25,41 @@ BIAS = ConfigField("Added to a token's logit.", minimum=-100, maximum=100)
 WEIGHT = ConfigField("Share of the engine beside other tenants.", minimum=1e-3, maximum=1e3)
 PRIORITY = ConfigField("Lower goes first.", minimum=-(2**31), maximum=2**31 - 1)
 MAX_SALT_BYTES = 1024
+# What a model may have sampling defaults of.
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """Where the sampling values come from that a request leaves out; the names are vLLM's."""
+
+    generation_config: str = setting(
+        "auto",
+        "Source of the sampling values that are not given: auto is the model's own generation "
+        "config or its catalogue entry; vllm or none keeps temperature 1 and top_p 1; or the path "
+        "of a generation_config.json or its folder.",
+    )
+    override_generation_config: dict[str, Any] | None = setting(
+        None,
+        "Sampling values that replace those of --generation-config, as a JSON object such as "
+        "'{\"temperature\": 0.2}'.",
+    )
+
+    def check_override(self) -> None:
+        """Refuse values of `override_generation_config` that no request could have.
+
+        Raises:
+            InvalidRequestError: an unknown name, no number, or one out of its range.
+        """
+        given = self.override_generation_config or {}
+        for name, value in given.items():
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if name not in SAMPLING_DEFAULTS or not number:
+                raise InvalidRequestError(
+                    f"override_generation_config has {name}: {value!r}.",
+                    f"Use numbers for {', '.join(SAMPLING_DEFAULTS)}.",
+                )
+        SamplingParams(**given)
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from twinphase.errors import InvalidRequestError
-from twinphase.request import SamplingParams, check_tenant
+from twinphase.request import GenerationDefaults, check_tenant
 from twinphase.settings import check_settings, setting
 
 TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
 @dataclass(frozen=True)
-class ServerConfig:
+class ServerConfig(GenerationDefaults):
     """How a server serves; the field names are vLLM's where it has them.
 
     Raises:
@@ -100,11 +98,6 @@ class ServerConfig:
         True,
         "Describe tools in a system message if the model's chat template has no place for them.",
     )
-    override_generation_config: dict[str, Any] | None = setting(
-        None,
-        "Sampling values for requests that give none, as a JSON object. Without it, OpenAI's "
-        "defaults: temperature 1, top_p 1.",
-    )
     log_stats: bool = setting(True, "Log a line of statistics every ten seconds of work.")
     log_requests: bool = setting(
         False, "Log a line for each generation when it is accepted and when it ends."
@@ -118,17 +111,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        for name, value in (self.override_generation_config or {}).items():
-            if (
-                name not in SAMPLING_DEFAULTS
-                or isinstance(value, bool)
-                or not isinstance(value, (int, float))
-            ):
-                raise InvalidRequestError(
-                    f"override_generation_config has {name}: {value!r}.",
-                    f"Use numbers for {', '.join(SAMPLING_DEFAULTS)}.",
-                )
-        SamplingParams(**(self.override_generation_config or {}))  # refuses what is out of range
+        self.check_override()
         for key in self.keys:
             if not key or not key.isascii() or not key.isprintable() or key != key.strip():
                 raise InvalidRequestError(

@@ -60,7 +60,7 @@ class Generation(Exchange):
             num_requests = body.best_of or num_requests
             num_requests *= count_prompts(body, service.config.max_prompts)
         super().__init__(service, num_requests)
-        self._body = with_defaults(body, service.config.override_generation_config)
+        self._body = with_defaults(body, service.sampling_defaults.values)
         self._make_replies = make_replies
         self._adjust = adjust
         self.replies: Replies | None = None

@@ -310,11 +310,9 @@ def num_characters(body: GenerationRequest) -> int:
     return sum(map(len, texts)) + len(texts) * (MAX_INLINE_CHARACTERS // MAX_INLINE_TEXTS)
 
 
-def with_defaults(body: Body, defaults: Mapping[str, float] | None) -> Body:
+def with_defaults(body: Body, defaults: Mapping[str, float]) -> Body:
     """The request with the server's sampling values where it gives none."""
-    missing = {
-        name: value for name, value in (defaults or {}).items() if getattr(body, name) is None
-    }
+    missing = {name: value for name, value in defaults.items() if getattr(body, name) is None}
     if getattr(body, "max_completion_tokens", None) is not None:
         missing.pop("max_tokens", None)
     return body.model_copy(update=missing) if missing else body

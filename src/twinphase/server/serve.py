@@ -37,6 +37,7 @@ def serve(model: str, make_host: Callable[[], Host], config: ServerConfig) -> in
     logging.getLogger("twinphase").setLevel(logging.INFO)
     host = make_host()
     service = Service(host, model, config)
+    service.sampling_defaults  # noqa: B018  a wrong file is refused before anything is loaded
     listener = _listen(config)
     settings = uvicorn.Config(
         make_app(service),
@@ -81,6 +82,7 @@ def facts_lines(facts: EngineFacts, service: Service, url: str) -> list[str]:
             f"TPOT {1e3 * facts.tpot:.1f} ms, one request alone"
         ]
     measured += [*pace_lines(facts)]
+    measured.append(f"sampling   {service.sampling_defaults}, where a request gives none")
     measured += [f"ranks      {terminal.describe_ranks(facts.ranks)}"] if facts.ranks else []
     if count := len(service.host.workers()):
         measured.append(

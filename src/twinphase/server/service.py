@@ -9,10 +9,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from time import perf_counter
 from typing import Any, Protocol
 
 from twinphase.engine.frontends.async_engine import AsyncEngine
+from twinphase.engine.frontends.text import SamplingDefaults
 from twinphase.engine.process.host import Host
 from twinphase.engine.process.messages import EngineFacts, StepStats
 from twinphase.engine.process.status import WorkerStatus
@@ -171,6 +173,15 @@ class Service:
     def failure(self) -> TwinphaseError | None:
         """Why the model could not be loaded at all."""
         return self.host.failure.error() if self.host.failure else None
+
+    @cached_property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """Sampling values that hold where a request gives none.
+
+        Raises:
+            CheckpointError: --generation-config names no valid file.
+        """
+        return self.host.text.sampling_defaults(self.config)
 
     def require_engine(self) -> AsyncEngine:
         """The engine, or the error that says why it takes no requests."""

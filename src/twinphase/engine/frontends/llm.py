@@ -32,10 +32,12 @@ from twinphase.engine.frontends.checks import (
     engine_config,
     is_plain,
     one_for_each,
+    plain_prompt,
     prompt_list,
 )
 from twinphase.engine.frontends.exclusive_use import Turns
 from twinphase.engine.frontends.outputs import RequestOutput, StreamUpdate, Transcript
+from twinphase.engine.frontends.text import SamplingDefaults
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.messages import Add
 from twinphase.engine.process.requests import EngineRequests
@@ -129,9 +131,22 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         return self._model.text.tokenizer
 
+    @cached_property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """Sampling values that hold where none are given, and where they come from."""
+        return self._model.text.sampling_defaults(self.config)
+
     @property
     def chat_template(self) -> ChatTemplate:
         return self._loaded.text.chat_template
+
+    def get_default_sampling_params(self, **given: Any) -> SamplingParams:
+        """The model's own sampling values, in place of the defaults of `SamplingParams`.
+
+        They come from the model's generation config or its catalogue entry, as
+        `generation_config` and `override_generation_config` say. `given` replaces some of them.
+        """
+        return SamplingParams(**{**self.sampling_defaults.values, **given})
 
     def generate(
         self,
@@ -148,7 +163,8 @@ class LLM:
         Args:
             prompts: one text, several, several lists of token ids, or vLLM's {"prompt": ...} and
                 {"prompt_token_ids": ...}.
-            sampling_params: for all prompts, or one for each; vLLM's defaults if None.
+            sampling_params: for all prompts, or one for each; if None,
+                `get_default_sampling_params()`, which ends an answer after 16 tokens.
             use_tqdm: on a terminal, show a bar with finished prompts and both phases' token rates
                 (vLLM's name).
             priority: one for each prompt; needs `scheduling_policy="priority"`.
@@ -183,15 +199,15 @@ class LLM:
         """Answer one conversation or several; the prefix cache spares earlier turns.
 
         Messages are mappings with "role" and "content". The other arguments are those of
-        `generate`.
+        `generate`; without `sampling_params`, an answer may take the rest of the context.
 
         Raises:
             InvalidRequestError: as for `generate`; or messages that the model's template refuses.
             KeyboardInterrupt: as for `generate`.
         """
-        return self._complete(
-            conversations(messages), sampling_params, use_tqdm, priority, cache_salt, prediction
-        )
+        chats = conversations(messages)
+        params = self._chat_params() if sampling_params is None else sampling_params
+        return self._complete(chats, params, use_tqdm, priority, cache_salt, prediction)
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[EmbeddingRequestOutput]:
         """Turn texts into vectors of length 1; needs an encoder, or `task="embed"`.
@@ -241,9 +257,16 @@ class LLM:
 
         Args:
             prompt: text, token ids, or the messages of a conversation.
-            sampling_params: vLLM's defaults if None.
+            sampling_params: if None, as for `generate`, or for `chat` where it is messages.
         """
+        if sampling_params is None:
+            plain = is_plain(plain_prompt(prompt))
+            sampling_params = self.get_default_sampling_params() if plain else self._chat_params()
         return _Stream(self, self._submit(prompt, check_params(sampling_params)))
+
+    def _chat_params(self) -> SamplingParams:
+        """Of a chat without parameters: its answer ends by itself, as a server's does."""
+        return SamplingParams(**{"max_tokens": None, **self.sampling_defaults.values})
 
     def _complete(
         self,
@@ -255,7 +278,7 @@ class LLM:
         prediction: str | Sequence[str] | None,
     ) -> list[RequestOutput]:
         transcripts: list[Transcript] = []
-        asked = SamplingParams() if sampling_params is None else sampling_params
+        asked = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = map(
             check_params, one_for_each(asked, SamplingParams, len(prompts), "sampling parameters")
         )

@@ -17,9 +17,10 @@ from twinphase.constraint import Constraint
 from twinphase.engine.frontends.checks import Message, Prompt, is_plain, plain_prompt
 from twinphase.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from twinphase.models.loader import open_model
-from twinphase.request import SamplingParams
+from twinphase.request import SAMPLING_DEFAULTS, GenerationDefaults, SamplingParams
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.generation_config import read_generation_config, recommended
 from twinphase.weights.gguf import quantization_name
 from twinphase.weights.hub import resolve_model
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from twinphase.sampling.structured import GrammarCompiler
     from twinphase.tokenizer.chat_template import ChatTemplate
     from twinphase.tokenizer.prompt_parts import ChatPrompt, Run
+
+# Named with their defaults, too.
+SHOWN = ("temperature", "top_p")
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,30 @@ class EncodedPrompt:
         return replace(self, text=None, token_ids=self.token_ids[cut:], runs=runs)
 
 
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """The sampling values that hold where a request gives none, by name, and their source.
+
+    What is not in `values` has the default of `SamplingParams`.
+    """
+
+    values: dict[str, Any]
+    source: str
+
+    def replaced(self, values: Mapping[str, Any], source: str) -> SamplingDefaults:
+        """These with other values for some of them."""
+        own = {name: value for name, value in values.items() if name in SAMPLING_DEFAULTS}
+        return SamplingDefaults(self.values | own, f"{self.source}, {source}") if own else self
+
+    def __str__(self) -> str:
+        shown = {name: SamplingParams.__dataclass_fields__[name].default for name in SHOWN}
+        shown |= self.values
+        values = ", ".join(
+            f"{name} {value:g}" for name, value in shown.items() if value is not None
+        )
+        return f"{values} ({self.source})"
+
+
 class ModelText:
     """A model's tokenizer and chat template; reads only the header and the JSON files."""
 
@@ -75,6 +103,23 @@ class ModelText:
             TwinphaseError: it cannot be found or read.
         """
         return cls(open_model(resolve_model(str(model)), header_only=True))
+
+    def sampling_defaults(self, wanted: GenerationDefaults) -> SamplingDefaults:
+        """The model's sampling defaults, as `wanted` asks for them.
+
+        Raises:
+            CheckpointError: a generation_config.json that is not there, or not valid.
+        """
+        found: tuple[dict[str, Any], str] = {}, ""
+        if wanted.generation_config == "auto":
+            found = recommended(self.checkpoint)
+        elif wanted.generation_config not in ("vllm", "none"):
+            path = Path(wanted.generation_config)
+            found = read_generation_config(path), str(path)
+        values, source = found
+        found_defaults = SamplingDefaults(values, source or "the API's defaults")
+        override = wanted.override_generation_config or {}
+        return found_defaults.replaced(override, "--override-generation-config")
 
     @property
     def quantization(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from math import prod
@@ -36,6 +37,7 @@ from twinphase.server.dialects.ollama_types import (
 from twinphase.server.dialects.words import json_form
 from twinphase.server.embeddings import Embeddings
 from twinphase.server.generation import Generation, within_context
+from twinphase.server.jobs import Job
 from twinphase.server.openai_types import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -53,8 +55,9 @@ STREAM = "application/x-ndjson"
 ERRORS, ANSWER = documented(OllamaErrorResponse, STREAM)
 # Ollama's date for a model that stays loaded.
 NEVER_EXPIRES = "2318-01-01T00:00:00Z"
-# More tokens than any context has: the answer ends where the context does.
+# More tokens than any context has: the answer ends where `num_ctx` does.
 UNLIMITED_TOKENS = 2**31 - 1
+DEFAULT_NUM_CTX = 4096  # Ollama's
 
 
 def ollama_shape(problem: Problem) -> dict[str, Any]:
@@ -73,7 +76,8 @@ def _common(service: Service, body: Generating, *, is_chat: bool) -> dict[str, A
         del fields["seed"]
     most = options.get("num_predict", -1)
     fields |= {"model": served_name(service, body.model), "stream": body.stream is not False}
-    fields["max_tokens"] = most if most > 0 else UNLIMITED_TOKENS
+    unlimited = service.sampling_defaults.values.get("max_tokens", UNLIMITED_TOKENS)
+    fields["max_tokens"] = most if most > 0 else unlimited
     if body.format == "json":
         fields["response_format"] = {"type": "json_object"}
     elif body.format:
@@ -87,6 +91,20 @@ def _common(service: Service, body: Generating, *, is_chat: bool) -> dict[str, A
     if is_chat:
         fields |= _thinking(service, body)
     return fields
+
+
+def _within_num_ctx(service: Service, body: Generating, job: Job) -> Job:
+    """The job with an end where the client set none: prompt and answer have `num_ctx` tokens.
+
+    A prompt that is longer is not cut; its answer may have as many tokens.
+    """
+    if job.params.max_tokens == UNLIMITED_TOKENS:
+        asked = (body.options and body.options.num_ctx) or 0
+        num_ctx = asked if asked > 0 else DEFAULT_NUM_CTX
+        longest = max(len(prompt.token_ids) for prompt in job.prompts)
+        left = num_ctx - longest if longest < num_ctx else num_ctx
+        job = replace(job, params=replace(job.params, max_tokens=left))
+    return within_context(service, job)
 
 
 def _thinking(service: Service, body: Generating) -> dict[str, Any]:
@@ -316,8 +334,6 @@ def add_ollama(api: APIRouter, service: Service) -> None:
 
 
 def _add_generating(api: APIRouter, service: Service) -> None:
-    adjust = partial(within_context, service)
-
     def loaded(body: Generating, piece: Mapping[str, Any]) -> Response:
         """The answer to an empty request, with which clients load a model."""
         service.check_model(served_name(service, body.model))
@@ -337,6 +353,7 @@ def _add_generating(api: APIRouter, service: Service) -> None:
     @api.post("/api/chat", responses=ANSWER, response_class=Response)
     async def ollama_chat(body: OllamaChatRequest) -> Response:
         """Answer a conversation, as Ollama's API does."""
+        adjust = partial(_within_num_ctx, service, body)
         if not body.messages:
             return loaded(body, {"message": {"role": "assistant", "content": ""}})
         fields = _common(service, body, is_chat=True) | {"messages": list(_messages(body.messages))}
@@ -348,6 +365,7 @@ def _add_generating(api: APIRouter, service: Service) -> None:
     @api.post("/api/generate", responses=ANSWER, response_class=Response)
     async def ollama_generate(body: OllamaGenerateRequest) -> Response:
         """Answer one prompt, as Ollama's API does."""
+        adjust = partial(_within_num_ctx, service, body)
         if not body.prompt and not body.suffix:
             return loaded(body, {"response": ""})
         if body.raw or body.suffix:

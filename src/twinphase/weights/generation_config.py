@@ -1,0 +1,97 @@
+"""The sampling values that a model recommends: its own generation config, or its catalogue entry.
+
+Only reads and names them; `engine/frontends/text.py` decides which of them hold.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from twinphase.errors import CheckpointError, InvalidRequestError
+from twinphase.request import SAMPLING_DEFAULTS, SamplingParams
+from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.storage import read_limited
+
+FILE_NAME = "generation_config.json"
+_MAX_JSON_BYTES = 1 << 20
+# llama.cpp's names below `general.sampling.`, and those of generation_config.json, where they are
+# not ours.
+_OTHER_NAMES = {
+    "temp": "temperature",
+    "penalty_repeat": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+# By the name of a model's file or folder: its makers recommend these values, and its files do not
+# hold them.
+_CATALOGUED = {r"smollm2-.*instruct": {"temperature": 0.2, "top_p": 0.9}}
+
+
+def recommended(checkpoint: Checkpoint) -> tuple[dict[str, float], str]:
+    """The values that a model recommends, by their names in `SamplingParams`, and their source.
+
+    Values that no request could have are left out.
+
+    Raises:
+        CheckpointError: a folder's generation_config.json is not valid.
+    """
+    prefix = "general.sampling."
+    own = {
+        name.removeprefix(prefix): value
+        for name, value in checkpoint.metadata.items()
+        if name.startswith(prefix)
+    }
+    if values := _usable(own):
+        return values, "the model's file"
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    if checkpoint.config is not None and (folder / FILE_NAME).is_file():
+        values = read_generation_config(folder)
+        if values:
+            return values, FILE_NAME
+    return catalogued(checkpoint.path)
+
+
+def catalogued(path: Path) -> tuple[dict[str, float], str]:
+    """The values of the catalogue for a model's file or folder, and their source."""
+    for pattern, values in _CATALOGUED.items():
+        if re.match(pattern, path.name, re.IGNORECASE):
+            return dict(values), "the catalogue"
+    return {}, ""
+
+
+def read_generation_config(path: Path) -> dict[str, float]:
+    """The values of a generation_config.json, or of the one in a folder.
+
+    Raises:
+        CheckpointError: it is not there, or not a JSON object.
+    """
+    file = path / FILE_NAME if path.is_dir() else path
+    fix = f"Give the path of a {FILE_NAME} or its folder, auto, vllm or none."
+    if not file.is_file():
+        raise CheckpointError(f"There is no file {file}.", fix)
+    try:
+        content = json.loads(read_limited(file, _MAX_JSON_BYTES, fix).decode())
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{file} is not valid JSON.", fix) from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} does not hold a JSON object.", fix)
+    return _usable(content)
+
+
+def _usable(given: Mapping[str, Any]) -> dict[str, float]:
+    values = {}
+    for key, value in given.items():
+        name = _OTHER_NAMES.get(key, key)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name not in SAMPLING_DEFAULTS or not number:
+            continue
+        try:
+            SamplingParams(**{name: value})
+        except InvalidRequestError:
+            continue
+        # GGUF stores 32-bit numbers: 0.2 comes back as 0.20000000298.
+        values[name] = float(f"{value:.6g}") if isinstance(value, float) else value
+    return values
