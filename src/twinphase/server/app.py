@@ -124,7 +124,9 @@ def _add_requests(api: APIRouter, service: Service) -> None:
     @api.get("/v1/cluster", responses=ERRORS)
     async def get_cluster() -> Response:
         """The engines of this server: addresses, load, and where their time goes."""
-        found = {"object": "cluster", "workers": service.workers()}
+        workers = service.workers()
+        requests = service.timelines.phases(sum(worker.waiting for worker in workers))
+        found = {"object": "cluster", "workers": workers, "requests": requests}
         return Response(msgspec.json.encode(found), media_type="application/json")
 
     @api.get("/v1/requests", responses=ERRORS)

@@ -23,6 +23,7 @@ from twinphase.server.app import make_app
 from twinphase.server.config import ServerConfig
 from twinphase.server.connection import Connection
 from twinphase.server.service import Service
+from twinphase.server.started import noted
 
 # The system keeps this part of an answer for a slow client.
 SEND_BUFFER_BYTES = 256 << 10
@@ -50,7 +51,8 @@ def serve(model: str, make_host: Callable[[], Host], config: ServerConfig) -> in
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_SECONDS,
     )
     server = _Server(settings, service, listener)
-    server.run(sockets=[listener])
+    with noted(server.url):
+        server.run(sockets=[listener])
     if service.failure is not None:
         raise service.failure
     return 0
@@ -153,7 +155,7 @@ class _Server(uvicorn.Server):
         super().__init__(settings)
         self._service = service
         host, port = listener.getsockname()[:2]
-        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         service = self._service
@@ -211,5 +213,5 @@ class _Server(uvicorn.Server):
         gc.collect()
         # or the collector goes through every route and type in the middle of an answer, for 0.1 s
         gc.freeze()
-        for line in facts_lines(service.facts, service, self._url):
+        for line in facts_lines(service.facts, service, self.url):
             terminal.note(line)
