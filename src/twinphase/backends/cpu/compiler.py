@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu, compiler_environment
 from twinphase.backends.cpu.prebuilt import Bundle, read_bundle
