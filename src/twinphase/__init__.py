@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from twinphase.arguments import DEFAULT_MODEL, Options, is_model_name, with_options
     from twinphase.backends.cpu.link import LinkRates, measure_link
-    from twinphase.cli import app, main
+    from twinphase.cli import app, command, main
     from twinphase.cluster.config import ClusterConfig
     from twinphase.cluster.launch import make_host
     from twinphase.config import EngineConfig, available_cores, free_memory
@@ -84,6 +84,7 @@ __all__ = [
     "answers",
     "app",
     "available_cores",
+    "command",
     "device_of",
     "duration",
     "free_memory",
@@ -139,6 +140,7 @@ _HOME = {
     "alone_sentences": "twinphase.explain.alone",
     "answers": "twinphase.terminal",
     "app": "twinphase.cli",
+    "command": "twinphase.cli",
     "available_cores": "twinphase.config",
     "device_of": "twinphase.engine.loading.ceilings",
     "duration": "twinphase.explain.levers",

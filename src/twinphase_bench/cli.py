@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from twinphase import app, main
+from twinphase import app, command, main
 from twinphase_bench.commands.bench import bench
 from twinphase_bench.commands.lab import lab
 from twinphase_bench.commands.roofline import roofline
@@ -24,9 +24,10 @@ def write_explanation(found: Mapping[str, Any], folder: Path) -> Path:
 
 
 # `twinphase.commands.explain` finds it in its context.
-app.info.context_settings = {"obj": write_explanation}
-for command in (roofline, lab, bench):
-    app.command()(command)
+app.info.context_settings = {**(app.info.context_settings or {}), "obj": write_explanation}
+command("Measure and explain", "Measure both phases of a model or a server.")(bench)
+command("Measure and explain", "Measure this machine's ceilings, and a model under them.")(roofline)
+command("Measure and explain", "Try claims about prefill and decode on this machine.")(lab)
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import Any
-from urllib.parse import quote
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -131,7 +130,9 @@ def _add_requests(api: APIRouter, service: Service) -> None:
     @api.get("/v1/cluster", responses=ERRORS)
     async def get_cluster() -> Response:
         """The engines of this server: addresses, load, and where their time goes."""
-        found = {"object": "cluster", "workers": service.workers()}
+        workers = service.workers()
+        requests = service.timelines.phases(sum(worker.waiting for worker in workers))
+        found = {"object": "cluster", "workers": workers, "requests": requests}
         return Response(msgspec.json.encode(found), media_type="application/json")
 
     @api.get("/v1/requests", responses=ERRORS)
@@ -352,7 +353,7 @@ def _log_request(scope: Scope, status: int, seconds: float) -> None:
         logging.DEBUG if polled else logging.INFO,
         "%s %s %d in %s ms",
         scope["method"],
-        quote(path[:MAX_LOGGED_CHARACTERS]),  # a path may hold line ends
+        ascii(path[:MAX_LOGGED_CHARACTERS])[1:-1],  # a path may hold line ends
         status,
         f"{1e3 * seconds:,.0f}",
     )

@@ -24,6 +24,7 @@ from twinphase.server.app import make_app
 from twinphase.server.config import ServerConfig
 from twinphase.server.connection import Connection
 from twinphase.server.service import Service
+from twinphase.server.started import noted
 
 # The system keeps this part of an answer for a slow client.
 SEND_BUFFER_BYTES = 256 << 10
@@ -56,7 +57,8 @@ def serve(model: str, make_host: Callable[[], Host], config: ServerConfig) -> in
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_SECONDS,
     )
     server = _Server(settings, service, listener)
-    server.run(sockets=[listener])
+    with noted(server.url):
+        server.run(sockets=[listener])
     LOG.info("Stopped")
     if service.failure is not None:
         raise service.failure
@@ -168,7 +170,9 @@ class _Stages:
         stage = progress.stage if progress is not None else self._now
         if stage != self._now:
             self._end()
-            self._now, self._began, self._shown = stage, now, -1
+            self._now = stage
+            self._began = now
+            self._shown = -1
             self._bar.clear()
             self._bar = terminal.Bar(stage.capitalize(), "", patience=0)
         if progress is not None and progress.total:
@@ -198,7 +202,7 @@ class _Server(uvicorn.Server):
         super().__init__(settings)
         self._service = service
         host, port = listener.getsockname()[:2]
-        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         service = self._service
@@ -248,6 +252,6 @@ class _Server(uvicorn.Server):
         gc.collect()
         # or the collector goes through every route and type in the middle of an answer, for 0.1 s
         gc.freeze()
-        for line in facts_lines(service.facts, service, self._url):
+        for line in facts_lines(service.facts, service, self.url):
             terminal.note(line)
         LOG.info("Ready after %s", stages)
