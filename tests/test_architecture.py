@@ -27,6 +27,7 @@ WORDS = {
     "blueprint",
     "config",
     "errors",
+    "installed",
     "numa",
     "settings",
     "speculative",

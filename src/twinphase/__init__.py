@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from twinphase.explain.alone import alone_sentences
     from twinphase.explain.levers import duration
+    from twinphase.installed import install_command
     from twinphase.models.loader import model_blueprint
     from twinphase.progress import Progress, live
     from twinphase.request import SamplingParams
@@ -88,6 +89,7 @@ __all__ = [
     "device_of",
     "duration",
     "free_memory",
+    "install_command",
     "is_model_name",
     "live",
     "main",
@@ -145,6 +147,7 @@ _HOME = {
     "device_of": "twinphase.engine.loading.ceilings",
     "duration": "twinphase.explain.levers",
     "free_memory": "twinphase.config",
+    "install_command": "twinphase.installed",
     "is_model_name": "twinphase.arguments",
     "live": "twinphase.progress",
     "main": "twinphase.cli",

@@ -16,11 +16,12 @@ from twinphase_bench.commands.roofline import roofline
 
 
 def write_explanation(found: Mapping[str, Any], folder: Path) -> Path:
-    """Write the report of `explain --out`; returns the path of its page."""
+    """Write the report of `explain --out`; returns the path of its page, or of its Markdown."""
     from twinphase_bench.report.explanation import explain_report
     from twinphase_bench.report.render import write_report
 
-    return write_report(explain_report(found), folder).html
+    written = write_report(explain_report(found), folder)
+    return written.html or written.markdown
 
 
 # `twinphase.commands.explain` finds it in its context.
