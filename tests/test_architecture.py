@@ -82,6 +82,7 @@ THIRD_PARTY_HOME = {
     "ray": "cluster",
     "llguidance": "sampling",
     "fastapi": "server",
+    "fastapi_offline": "server",
     "uvicorn": "server",
     "prometheus_client": "server",
     # Only the workbench uses these, and imports them by `extras.require`.

@@ -212,6 +212,9 @@ def serve(
     config = ServerConfig(**server)
     workers = ClusterConfig(**cluster)
     engine_config = EngineConfig(**{**SPECULATION, **engine})
+    from twinphase.terminal import transient
+
+    transient("Starting ...")
     from twinphase.cluster.launch import make_host
     from twinphase.server.serve import serve as serve_model
 
