@@ -61,7 +61,7 @@ MAY_IMPORT = {
         "explain",
     },
     "cluster": {"engine", "scheduler", "cache", "phases", "server"},
-    "server": {"engine", "phases", "explain", "tokenizer", "terminal"},
+    "server": {"engine", "phases", "explain", "tokenizer", "terminal", "weights.catalogue"},
 }
 TOP = {
     "__init__",

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from twinphase.commands.search import catalogue_lines
 from twinphase.commands.estimate_view import grid, print_notes, scaled, time_text
 from twinphase.terminal import answers
 
@@ -36,6 +37,7 @@ def show_facts(facts: dict[str, Any]) -> None:
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield from catalogue_lines(facts.get("catalogue", {}))
     layers = facts["layers"]
     parameters = facts["parameters"]
     active = f", {parameters['active']:,} active per token" if layers["experts"] else ""
