@@ -27,6 +27,7 @@ WORDS = {
     "blueprint",
     "config",
     "errors",
+    "installed",
     "numa",
     "settings",
     "speculative",
@@ -61,7 +62,15 @@ MAY_IMPORT = {
         "explain",
     },
     "cluster": {"engine", "scheduler", "cache", "phases", "server"},
-    "server": {"engine", "phases", "explain", "tokenizer", "terminal", "weights.catalogue"},
+    "server": {
+        "engine",
+        "phases",
+        "explain",
+        "tokenizer",
+        "terminal",
+        "weights.catalogue",
+        "weights.storage",
+    },
 }
 TOP = {
     "__init__",
@@ -81,6 +90,7 @@ THIRD_PARTY_HOME = {
     "ray": "cluster",
     "llguidance": "sampling",
     "fastapi": "server",
+    "fastapi_offline": "server",
     "uvicorn": "server",
     "prometheus_client": "server",
     # Only the workbench uses these, and imports them by `extras.require`.

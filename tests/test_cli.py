@@ -321,8 +321,14 @@ def test_a_lone_argument_names_a_model_or_is_a_prompt():
         "missing.gguf",
         "MODEL.GGUF",
         str(Path(__file__)),
+        "llama3.2",
+        "qwen9:0.5b",
+        "org/repo",
+        "ollama:x",
+        "smollm",
+        "Mistral",
     ]
-    prompts = ["Why is the sky blue?", "", "a" * 10000, "nul \0", "what is pypi:x"]
+    prompts = ["Why is the sky blue?", "", "a" * 10000, "nul \0", "what is pypi:x", "Hello!"]
     assert [text for text in (*names, *prompts) if arguments.is_model_name(text)] == names
 
 

@@ -45,12 +45,12 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 20_000,
-    "tests": 322_000,
-    "twinphase": 15_500,
+    "tests": 322_500,
+    "twinphase": 16_500,
     "twinphase/backends": 82_000,
     "twinphase/cache": 4_500,
     "twinphase/cluster": 29_000,
-    "twinphase/commands": 12_000,
+    "twinphase/commands": 18_000,
     "twinphase/engine": 32_500,
     "twinphase/estimate": 4_500,
     "twinphase/explain": 11_000,
@@ -58,14 +58,14 @@ BUDGET: dict[str, int] = {
     "twinphase/phases": 11_500,
     "twinphase/sampling": 9_000,
     "twinphase/scheduler": 6_000,
-    "twinphase/server": 47_500,
+    "twinphase/server": 52_000,
     "twinphase/speculation": 12_500,
     "twinphase/tokenizer": 16_500,
     "twinphase/weights": 22_500,
     "twinphase/workload": 2_000,
-    "twinphase_bench": 60_000,
+    "twinphase_bench": 63_000,
 }
-MAX_TOKENS = {"src": 390_000, "tests": 322_000, "benchmarks": 20_000}
+MAX_TOKENS = {"src": 395_000, "tests": 322_500, "benchmarks": 20_000}
 
 SKIPPED = {
     tokenize.COMMENT,

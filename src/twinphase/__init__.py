@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from twinphase.arguments import DEFAULT_MODEL, Options, is_model_name, with_options
     from twinphase.backends.cpu.link import LinkRates, measure_link
-    from twinphase.cli import app, main
+    from twinphase.cli import app, command, main
     from twinphase.cluster.config import ClusterConfig
     from twinphase.cluster.launch import make_host
     from twinphase.config import EngineConfig, available_cores, free_memory
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from twinphase.explain.alone import alone_sentences
     from twinphase.explain.levers import duration
+    from twinphase.installed import install_command
     from twinphase.models.loader import model_blueprint
     from twinphase.progress import Progress, live
     from twinphase.request import SamplingParams
@@ -84,9 +85,11 @@ __all__ = [
     "answers",
     "app",
     "available_cores",
+    "command",
     "device_of",
     "duration",
     "free_memory",
+    "install_command",
     "is_model_name",
     "live",
     "main",
@@ -139,10 +142,12 @@ _HOME = {
     "alone_sentences": "twinphase.explain.alone",
     "answers": "twinphase.terminal",
     "app": "twinphase.cli",
+    "command": "twinphase.cli",
     "available_cores": "twinphase.config",
     "device_of": "twinphase.engine.loading.ceilings",
     "duration": "twinphase.explain.levers",
     "free_memory": "twinphase.config",
+    "install_command": "twinphase.installed",
     "is_model_name": "twinphase.arguments",
     "live": "twinphase.progress",
     "main": "twinphase.cli",

@@ -27,7 +27,11 @@ _MAX_NAME = 200
 
 # Options of several commands.
 JSON = typer.Option(False, "--json", help="Print one JSON object.")
-URL = typer.Option("http://127.0.0.1:8000", "--url", help="The server.")
+URL = typer.Option(
+    None,
+    "--url",
+    help="The server. [default: the only one that runs here, or http://127.0.0.1:8000]",
+)
 API_KEY = typer.Option(
     None, envvar="TWINPHASE_API_KEY", help="API key, if the server asks for one."
 )
@@ -42,12 +46,14 @@ class Options:
         only: the fields that become options; all if empty.
         without: the fields that do not.
         defaults: what the help names as defaults, where the command has defaults of its own.
+        group: the heading of these options in the help.
     """
 
     config: type
     only: Collection[str] = ()
     without: Collection[str] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    group: str | None = None
 
 
 def with_options(**groups: Options) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -88,7 +94,12 @@ def _parameters(group: Options) -> Iterator[inspect.Parameter]:
         names = [named, *filter(None, [declared.short])]
         text = _help(declared, default)
         info = typer.Option(
-            None, *names, help=text, envvar=declared.environment, show_default=False
+            None,
+            *names,
+            help=text,
+            envvar=declared.environment,
+            show_default=False,
+            rich_help_panel=group.group,
         )
         yield inspect.Parameter(
             name,

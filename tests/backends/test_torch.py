@@ -20,6 +20,7 @@ from twinphase.cli import run_app
 from twinphase.config import EngineConfig
 from twinphase.engine.loading.ceilings import compute_units, learn_ceilings, measured_ceilings
 from twinphase.errors import InvalidRequestError, OutOfMemoryError
+from twinphase.installed import install_command
 from twinphase.phases.report import phase_report
 from twinphase.terminal import report_lines
 
@@ -131,7 +132,7 @@ except Exception as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "pip install 'twinphase[torch]'" in done.stdout, done.stderr
+    assert install_command("torch") in done.stdout, done.stderr
 
 
 @pytest.fixture

@@ -206,8 +206,9 @@ def test_ollama_lists_and_shows_the_model(server):
     assert server.get("/api/version")[1]["version"]
 
 
-def test_ollama_reads_json_without_its_content_type_but_not_from_a_page(server):
-    body = ask(OLLAMA, server.model, max_tokens=1)
+@pytest.mark.parametrize("dialect, path", [(OLLAMA, "/api/chat"), (OPENAI, PATHS[OPENAI])])
+def test_json_is_read_as_curl_sends_it_but_not_from_a_page(server, dialect, path):
+    body = ask(dialect, server.model, max_tokens=1)
     form = "application/x-www-form-urlencoded"
     for kind, origin, expected in (
         (form, "", 200),
@@ -215,7 +216,7 @@ def test_ollama_reads_json_without_its_content_type_but_not_from_a_page(server):
         (form, "https://page.example", 400),
     ):
         with connect(server) as client:
-            client.sendall(request("/api/chat", body, Content_Type=kind, Origin=origin))
+            client.sendall(request(path, body, Content_Type=kind, Origin=origin))
             assert read_reply(client)[0] == expected
 
 

@@ -173,13 +173,6 @@ def test_metrics_come_in_the_format_that_is_asked_for(server, limited):
     assert "\nvllm:num_requests_running{" in limited.get("/metrics")[1]
 
 
-def test_the_root_says_that_there_is_a_server_without_a_key(limited):
-    assert (
-        httpx.get(limited.url).text == "twinphase is running"
-        and httpx.head(limited.url).status_code == 200
-    )
-
-
 def test_a_page_that_is_allowed_may_ask_from_a_browser(server, limited):
     url = limited.url + "/v1/chat/completions"
     allowed = "access-control-allow-origin"
@@ -241,12 +234,13 @@ def test_the_openapi_document_is_complete(server, limited):
 
 
 def test_what_a_server_says_when_it_is_ready(limited):
-    lines = limited.log.read_text().splitlines()[:5]
-    assert [line.split()[0] for line in lines] == ["model", "KV", "measured", "pace", "listening"]
+    lines = limited.log.read_text().splitlines()[1:7]
+    words = ["model", "KV", "measured", "pace", "sampling", "listening"]
+    assert [line.split()[0] for line in lines] == words
     assert lines[0].startswith("model      a, b (tiny.gguf, Q4_0, ")
     assert "4,096 tokens: 1.0 requests of the full 4,096, 1 run at once" in lines[1]
     assert (
-        "TTFT" in lines[2] and "TPOT" in lines[2] and f"{limited.url}/v1 (OpenAI's API)" in lines[4]
+        "TTFT" in lines[2] and "TPOT" in lines[2] and f"{limited.url}/v1 (OpenAI's API)" in lines[5]
     )
 
 

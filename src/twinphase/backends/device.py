@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 from twinphase.backends.base import Device
 from twinphase.errors import InvalidRequestError
+from twinphase.installed import install_command
 
 
 def open_device(
@@ -39,5 +40,5 @@ def require_torch() -> None:
     if find_spec("torch") is None:
         raise InvalidRequestError(
             "The torch backend needs torch, which is not installed.",
-            "Run `pip install 'twinphase[torch]'`.",
+            f"Run `{install_command('torch')}`.",
         )

@@ -27,6 +27,7 @@ from twinphase.cluster.routing import Role
 from twinphase.cluster.worker_process import WorkerProcess, ray_address
 from twinphase.config import module_command
 from twinphase.errors import InvalidRequestError, TwinphaseError
+from twinphase.installed import install_command
 
 LOG = logging.getLogger("twinphase.cluster")
 # Given as the address, it starts a Ray cluster on this machine that ends with the server.
@@ -76,7 +77,7 @@ class RayPool:
         import importlib.util
 
         if importlib.util.find_spec("ray") is None:
-            raise InvalidRequestError("Ray is not installed.", "pip install 'twinphase[cluster]'")
+            raise InvalidRequestError("Ray is not installed.", install_command("cluster"))
         if ray_address == LOCAL_RAY:
             os.environ.setdefault(KEY_VARIABLE, os.urandom(32).hex())
         self.key = read_key()

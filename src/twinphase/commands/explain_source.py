@@ -34,6 +34,7 @@ REPLY_TIMEOUT_SECONDS = 60.0
 # What a result is, by its kind; of a bench result, by the names in its data.
 RESULTS = {"lab": "a lab result", "roofline": "a roofline", "compare": "a comparison of results"}
 BENCH_RESULTS = {"load": "a load's result", "phase sweep": "a phase sweep"}
+DEFAULT_URL = "http://127.0.0.1:8000"
 CHECK_URL = "Is it a twinphase server? Give --url as the server logged it when it started."
 
 
@@ -141,7 +142,7 @@ def _checked(found: Any, name: str) -> dict[str, Any]:
     return {**plain, "id": str(found.get("id") or name), "kind": kind}
 
 
-def from_server(url: str, api_key: str | None, request_id: str | None) -> dict[str, Any]:
+def from_server(url: str | None, api_key: str | None, request_id: str | None) -> dict[str, Any]:
     """The explanation of a server's request; of the last one that finished if no id is given.
 
     Raises:
@@ -169,12 +170,19 @@ def from_server(url: str, api_key: str | None, request_id: str | None) -> dict[s
     return _checked(found, request_id)
 
 
-def server_base(url: str) -> str:
+def server_base(url: str | None) -> str:
     """The base URL of a server, without /v1 at the end.
+
+    Without one, it is that of the only server that this user runs on this machine, or the default.
 
     Raises:
         InvalidRequestError: the URL is not valid.
     """
+    if url is None:
+        from twinphase.server.started import started_servers
+
+        running = started_servers()
+        url = running[0].url if len(running) == 1 else DEFAULT_URL
     base = url.rstrip("/").removesuffix("/v1")
     if urllib.parse.urlsplit(base).scheme not in ("http", "https"):
         raise InvalidRequestError(f"The server's URL is {url!r}.", "Use http://HOST:PORT.")

@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from twinphase.commands.search import catalogue_lines
 from twinphase.commands.estimate_view import grid, print_notes, scaled, time_text
+from twinphase.commands.search import catalogue_lines
 from twinphase.terminal import answers
 
 KINDS = {"byte-level": "byte-level BPE", "sentencepiece": "SentencePiece", "wordpiece": "WordPiece"}

@@ -26,6 +26,7 @@ COLUMNS = (
     "sent",
     "restarts",
 )
+NUM_TEXT_COLUMNS = 5
 COUNTS = ("cached_blocks", "transfers", "blocks_sent", "restarts")
 
 
@@ -39,8 +40,8 @@ def status(
     from twinphase.commands.explain_source import CHECK_URL, get_json, server_base
     from twinphase.terminal import print_json
 
-    url = server or url
-    found = get_json(f"{server_base(url)}/v1/cluster", api_key)
+    url = server_base(server or url)
+    found = get_json(f"{url}/v1/cluster", api_key)
     if json:
         print_json(found)
         return
@@ -62,12 +63,12 @@ def _row(worker: Mapping[str, Any]) -> Sequence[str]:
     return [*words, *shares, *(str(worker.get(name, 0)) for name in COUNTS)]
 
 
-def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of columns of equal width; numbers to the right."""
+def table(rows: Sequence[Sequence[str]], num_text_columns: int = NUM_TEXT_COLUMNS) -> Iterator[str]:
+    """Lines of columns of equal width; those after the first ones to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
-            cell.ljust(width) if index < 5 else cell.rjust(width)
+            cell.ljust(width) if index < num_text_columns else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()

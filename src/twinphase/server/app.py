@@ -35,6 +35,7 @@ from twinphase.server.openai_types import (
     CompletionRequest,
     EmbeddingRequest,
 )
+from twinphase.server.pages import add_pages
 from twinphase.server.problems import FAILED, Problem, SlowBodyError, TooLargeError
 from twinphase.server.replies import ChatReplies, CompletionReplies
 from twinphase.server.service import Service
@@ -42,13 +43,16 @@ from twinphase.server.text_routes import ANSWER, ERRORS, OBJECT, Documented, add
 
 LOG = logging.getLogger("twinphase.server")
 OPEN_PATHS = re.compile(
-    r"/(health(/live|/ready)?|metrics|version|docs|openapi\.json)?"
+    r"/(health(/live|/ready)?|metrics|version|docs(/[\w.-]+)?|openapi\.json)?"
 )  # no API key is asked for
+POLLED_PATHS = re.compile(r"/|/health(/live|/ready)?|/metrics|/docs/.*|/v1/cluster|/api/ps")
+MAX_LOGGED_CHARACTERS = 256
 # All bodies that are being received may together have this many times the limit of one.
 TOTAL_BODY_LIMITS = 32
 # A body of up to this many times the limit is read and thrown away, so that its client gets to see
 # the error.
 DISCARDED_BODY_LIMITS = 8
+FORM = b"application/x-www-form-urlencoded"
 UNREADABLE = (
     "The body is not JSON that can be read. Send UTF-8, not so deeply nested, without "
     "numbers that long."
@@ -82,6 +86,7 @@ def make_app(service: Service, *, when_ready: bool = False) -> Gate:
         title="twinphase",
         version=__version__,
         lifespan=lifespan,
+        docs_url=None,
         redoc_url=None,
         generate_unique_id_function=lambda route: route.name,
     )
@@ -97,6 +102,7 @@ def make_app(service: Service, *, when_ready: bool = False) -> Gate:
     _add_requests(api, service)
     app.include_router(api)
     _add_health(app, service)
+    add_pages(app, service)
     _add_problems(app, service)
     return Gate(app, service)
 
@@ -124,7 +130,9 @@ def _add_requests(api: APIRouter, service: Service) -> None:
     @api.get("/v1/cluster", responses=ERRORS)
     async def get_cluster() -> Response:
         """The engines of this server: addresses, load, and where their time goes."""
-        found = {"object": "cluster", "workers": service.workers()}
+        workers = service.workers()
+        requests = service.timelines.phases(sum(worker.waiting for worker in workers))
+        found = {"object": "cluster", "workers": workers, "requests": requests}
         return Response(msgspec.json.encode(found), media_type="application/json")
 
     @api.get("/v1/requests", responses=ERRORS)
@@ -151,11 +159,6 @@ def _add_requests(api: APIRouter, service: Service) -> None:
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
-    @app.get("/", include_in_schema=False)
-    async def root() -> Response:
-        """Confirms that a server runs: Ollama's command line asks first."""
-        return Response("twinphase is running", media_type="text/plain")
-
     @app.get("/health/live", responses=HEALTH)
     async def live() -> Response:
         """Whether the server works: 503 when its engine is stalled, or cannot load."""
@@ -251,9 +254,13 @@ class Gate:
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
+        status = 499  # as nginx logs a client that left before its reply
+        began = perf_counter()
+
         async def watched(message: Any) -> None:
-            nonlocal started
+            nonlocal started, status
             started = True
+            status = message.get("status", status)
             await send(message)
 
         headers = dict(scope["headers"])
@@ -272,9 +279,8 @@ class Gate:
                 state["tenant"] = self._service.access.tenant(authorization.decode("latin-1"))
             # Clients leave the type out, and curl's default is that of a form; a page may send so
             # without being asked.
-            if (
-                path.startswith("/api/") or b"content-type" not in headers
-            ) and b"origin" not in headers:
+            left_out = headers.get(b"content-type", FORM) == FORM or path.startswith("/api/")
+            if left_out and b"origin" not in headers:
                 kept = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
                 scope["headers"] = [*kept, (b"content-type", b"application/json")]
             body = await self._read(headers, receive)
@@ -282,12 +288,16 @@ class Gate:
                 state["arrival"] = perf_counter()  # what the client took to send it is not ours
                 await self.app({**scope, **get}, _replayed(body, receive), watched)
         except TwinphaseError as error:
-            self._service.metrics.refused(error.http_status, type(error).__name__)
+            status = error.http_status
+            self._service.metrics.refused(status, type(error).__name__)
             await problems.reply(error, state["shape"])(scope, receive, send)
         except Exception:
             LOG.exception("A request failed")
             if not started:
+                status = 500
                 await problems.reply(FAILED, state["shape"])(scope, receive, send)
+        finally:
+            _log_request(scope, status, perf_counter() - began)
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """The body; None if the client left.
@@ -333,6 +343,20 @@ class Gate:
             ) from None
         finally:
             self._num_bytes -= len(body)
+
+
+def _log_request(scope: Scope, status: int, seconds: float) -> None:
+    """A line for a request; those that programs send every few seconds are for debugging."""
+    path = scope["path"]
+    polled = POLLED_PATHS.fullmatch(path) is not None and status < 400
+    LOG.log(
+        logging.DEBUG if polled else logging.INFO,
+        "%s %s %d in %s ms",
+        scope["method"],
+        ascii(path[:MAX_LOGGED_CHARACTERS])[1:-1],  # a path may hold line ends
+        status,
+        f"{1e3 * seconds:,.0f}",
+    )
 
 
 def _check_heads(scope: Scope) -> None:

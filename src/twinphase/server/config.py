@@ -98,6 +98,12 @@ class ServerConfig(GenerationDefaults):
         True,
         "Describe tools in a system message if the model's chat template has no place for them.",
     )
+    log_level: str = setting(
+        "info",
+        "What the log on stderr has: warning leaves out requests and statistics, debug adds "
+        "polled routes such as /health and /metrics.",
+        choices=("debug", "info", "warning", "error"),
+    )
     log_stats: bool = setting(True, "Log a line of statistics every ten seconds of work.")
     log_requests: bool = setting(
         False, "Log a line for each generation when it is accepted and when it ends."

@@ -181,6 +181,13 @@ class Timelines:
         while len(self._finished) > self._limit:
             self._finished.popitem(last=False)
 
+    def phases(self, num_waiting: int) -> dict[str, int]:
+        """The running requests of all tenants by phase; `num_waiting` of them have not begun."""
+        decode = sum(bool(choice.stream.transcript.token_ids) for choice in self._running.values())
+        waiting = min(num_waiting, len(self._running) - decode)
+        prefill = len(self._running) - decode - waiting
+        return {"waiting": waiting, "prefill": prefill, "decode": decode}
+
     def newest(self, tenant: str) -> list[dict[str, Any]]:
         """Summaries of the tenant's requests: running ones, then finished ones, newest first."""
         running = [

@@ -10,31 +10,38 @@ import gc
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 import uvicorn
 
-from twinphase import terminal
+from twinphase import __version__, terminal
 from twinphase.engine.process.host import Host
-from twinphase.engine.process.messages import EngineFacts
+from twinphase.engine.process.messages import EngineFacts, Loading
 from twinphase.errors import StorageError
 from twinphase.server.app import make_app
 from twinphase.server.config import ServerConfig
 from twinphase.server.connection import Connection
 from twinphase.server.service import Service
+from twinphase.server.started import noted
 
 # The system keeps this part of an answer for a slow client.
 SEND_BUFFER_BYTES = 256 << 10
 # Connections may take this long to close after all requests are done.
 SHUTDOWN_TIMEOUT_SECONDS = 5
 POLL_SECONDS = 0.05
+# Stages of loading that took less are not named.
+NAMED_SECONDS = 0.05
+LOG = logging.getLogger("twinphase.server")
 
 
 def serve(model: str, make_host: Callable[[], Host], config: ServerConfig) -> int:
     """Serve a model, on what `make_host` makes, until SIGTERM or SIGINT; returns the exit code."""
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("twinphase").setLevel(logging.INFO)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    logging.getLogger("twinphase").setLevel(config.log_level.upper())
+    terminal.transient("")
+    LOG.info("twinphase %s starts with the model %s", __version__, model)
     host = make_host()
     service = Service(host, model, config)
     service.sampling_defaults  # noqa: B018  a wrong file is refused before anything is loaded
@@ -50,7 +57,9 @@ def serve(model: str, make_host: Callable[[], Host], config: ServerConfig) -> in
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_SECONDS,
     )
     server = _Server(settings, service, listener)
-    server.run(sockets=[listener])
+    with noted(server.url):
+        server.run(sockets=[listener])
+    LOG.info("Stopped")
     if service.failure is not None:
         raise service.failure
     return 0
@@ -146,6 +155,46 @@ def _listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
+class _Stages:
+    """The stages of loading: shown while they last, and named with their times afterwards."""
+
+    def __init__(self) -> None:
+        self._now = "starting"
+        self._start = self._began = time.monotonic()
+        self._spent: dict[str, float] = {}
+        self._bar = terminal.Bar("Starting", "", patience=0)
+        self._shown = -1
+
+    def show(self, progress: Loading | None) -> None:
+        now = time.monotonic()
+        stage = progress.stage if progress is not None else self._now
+        if stage != self._now:
+            self._end()
+            self._now = stage
+            self._began = now
+            self._shown = -1
+            self._bar.clear()
+            self._bar = terminal.Bar(stage.capitalize(), "", patience=0)
+        if progress is not None and progress.total:
+            self._bar.update(progress.done, progress.total)
+        elif int(now - self._began) > self._shown:
+            self._shown = int(now - self._began)
+            terminal.transient(f"{stage.capitalize()} ... {self._shown} s")
+
+    def _end(self) -> None:
+        before = self._spent.get(self._now, 0.0)
+        self._spent[self._now] = before + time.monotonic() - self._began
+
+    def __str__(self) -> str:
+        self._end()
+        parts = [
+            f"{stage} {seconds:.1f} s"
+            for stage, seconds in self._spent.items()
+            if seconds >= NAMED_SECONDS
+        ]
+        return f"{time.monotonic() - self._start:.1f} s: {', '.join(parts)}"
+
+
 class _Server(uvicorn.Server):
     """Lets running requests finish on the first signal, and ends at once on the second."""
 
@@ -153,7 +202,7 @@ class _Server(uvicorn.Server):
         super().__init__(settings)
         self._service = service
         host, port = listener.getsockname()[:2]
-        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         service = self._service
@@ -162,8 +211,8 @@ class _Server(uvicorn.Server):
             service.drain(0)
             return
         count = len(service.in_flight)
-        if count:
-            terminal.note(f"Letting {count} requests finish; once more ends them.")
+        ends = f": {count} requests may finish; once more ends them" if count else ""
+        LOG.info("Stopping%s", ends)
         service.drain(service.config.drain_timeout)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -190,20 +239,12 @@ class _Server(uvicorn.Server):
     async def _announce(self) -> None:
         """Show how loading goes, then what was loaded."""
         service = self._service
-        stage = ""
-        bar = terminal.Bar("", "")
+        stages = _Stages()
         while service.facts is None or not service.host.is_running:
             if service.failure is not None:
                 self.should_exit = True
                 break
-            progress = service.engine.progress if service.engine else None
-            if progress is not None and progress.stage != stage:
-                stage = progress.stage
-                bar.clear()
-                bar = terminal.Bar(stage.capitalize(), "", patience=0)
-                terminal.transient(f"{stage.capitalize()} ...")
-            if progress is not None and progress.total:
-                bar.update(progress.done, progress.total)
+            stages.show(service.engine.progress if service.engine else None)
             await asyncio.sleep(POLL_SECONDS)
         terminal.transient("")
         if service.facts is None:
@@ -211,5 +252,6 @@ class _Server(uvicorn.Server):
         gc.collect()
         # or the collector goes through every route and type in the middle of an answer, for 0.1 s
         gc.freeze()
-        for line in facts_lines(service.facts, service, self._url):
+        for line in facts_lines(service.facts, service, self.url):
             terminal.note(line)
+        LOG.info("Ready after %s", stages)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from twinphase.errors import InvalidRequestError
+from twinphase.installed import install_command
 from twinphase.phases.record import RequestRecord
 from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
 from twinphase.phases.timeline import Interval, IntervalKind, RequestTimeline
@@ -276,7 +277,7 @@ def make_tracer(endpoint: str) -> RequestTracer:
     except ImportError as error:
         raise InvalidRequestError(
             f"Traces to {endpoint} need OpenTelemetry, which is not installed ({error}).",
-            "Run `pip install 'twinphase[otel]'`, or start without an OTLP endpoint.",
+            f"Run `{install_command('otel')}`, or start without an OTLP endpoint.",
         ) from error
     resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "twinphase")})
     base = endpoint.rstrip("/").removesuffix("/v1/traces")

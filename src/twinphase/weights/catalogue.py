@@ -13,9 +13,7 @@ from functools import cache
 from pathlib import Path
 
 # What may follow a model's name in the name of its file: the format, and the number of a part.
-_FORMAT = re.compile(
-    r"([-._](i?q\d\w*|b?f16|f32|mxfp4|ud|imat|gguf|\d+-of-\d+))*", re.IGNORECASE
-)
+_FORMAT = re.compile(r"([-._](i?q\d\w*|b?f16|f32|mxfp4|ud|imat|gguf|\d+-of-\d+))*", re.IGNORECASE)
 _LATEST = ":latest"
 
 

@@ -180,7 +180,7 @@ def _compared(words: list[str]) -> Report:
 
 def _measured(given: dict[str, Any]) -> Report:
     """Check everything, then load and measure."""
-    from twinphase_bench.extras import require
+    from twinphase_bench.extras import note_missing_plots
     from twinphase_bench.load.plan import LoadOptions
     from twinphase_bench.sweep.plan import SweepOptions
     from twinphase_bench.targets.kinds import TargetOptions, kind_of
@@ -219,7 +219,7 @@ def _measured(given: dict[str, Any]) -> Report:
     )
     options.check(given["target"], kind)
     if given["out"] is not None or not given["json"]:
-        require("vl_convert")  # before minutes are spent
+        note_missing_plots()
     return _run(
         given["target"], kind, options, sweep if given["all_"] or not load.wanted else None, load
     )

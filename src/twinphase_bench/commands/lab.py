@@ -34,7 +34,7 @@ def lab(
     ),
 ) -> None:
     """Try claims about prefill and decode on this machine: verdicts, numbers and plots."""
-    from twinphase_bench.extras import require
+    from twinphase_bench.extras import note_missing_plots
     from twinphase_bench.lab.lab import EXPERIMENTS, choose, planned_seconds, run_lab
     from twinphase_bench.lab.report import make_report
 
@@ -42,7 +42,7 @@ def lab(
     if list_:
         _list()
         return
-    require("altair")  # before minutes are spent
+    note_missing_plots()
     from twinphase import live
 
     if seconds is None and only and not quick:

@@ -31,4 +31,7 @@ def save_report(report: Report, out: Path | None) -> None:
     folder = out or Path(time.strftime(f"twinphase-{report.kind}-%Y%m%d-%H%M%S"))
     with live(f"twinphase {report.kind}") as progress:
         written = write_report(report, folder, progress)
-    note(f"Report: {written.html} (report.md has the same as text)")
+    if written.html is None:
+        note(f"Report: {written.markdown}, and all values in {written.json}")
+    else:
+        note(f"Report: {written.html} (report.md has the same as text)")

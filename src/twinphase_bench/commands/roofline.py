@@ -47,9 +47,9 @@ def roofline(
     """Measure this machine's roofline, and place both phases of a model under it."""
     given = {name: value for name, value in locals().items() if value is not None}
     if out is not None:
-        from twinphase_bench.extras import require
+        from twinphase_bench.extras import note_missing_plots
 
-        require("vl_convert")  # before minutes are spent
+        note_missing_plots()
     from twinphase import live
     from twinphase_bench.roofline.roofline import roofline as measure
     from twinphase_bench.roofline.roofline import settings_of

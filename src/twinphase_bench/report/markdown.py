@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from twinphase_bench.report.report import Report, Section, Table, Verdict
 
 
-def markdown(report: Report) -> str:
-    """Verdicts first, then conditions, noise and numbers."""
+def markdown(report: Report, *, with_plots: bool = True) -> str:
+    """Verdicts first, then conditions, noise and numbers; plots if their files are there."""
     lines = [f"# {_text(report.title)}", "", *map(_verdict, report.verdicts), ""]
     lines += ["## Conditions", "", "| condition | value |", "|---|---|"]
     lines += [f"| {_text(key)} | {_text(value)} |" for key, value in report.conditions.items()] + [
@@ -17,11 +17,11 @@ def markdown(report: Report) -> str:
     if report.noise:
         lines += ["## Noise", "", *(f"- {_text(line)}" for line in report.noise), ""]
     for section in report.sections:
-        lines += _section(section)
+        lines += _section(section, with_plots)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(section: Section) -> Iterator[str]:
+def _section(section: Section, with_plots: bool) -> Iterator[str]:
     yield from (f"## {_text(section.title)}", "")
     if section.verdicts:
         yield from (*map(_verdict, section.verdicts), "")
@@ -29,7 +29,7 @@ def _section(section: Section) -> Iterator[str]:
         yield from (_text(paragraph), "")
     for table in section.tables:
         yield from _table(table)
-    for plot in section.plots:
+    for plot in section.plots if with_plots else ():
         yield from (f"![{_text(plot.title)}](plots/{plot.name}.png)", "", _text(plot.caption), "")
 
 

@@ -10,21 +10,37 @@ page, or `render.py` for a PNG.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec
 
-from twinphase_bench.extras import OnFirstUse
+from twinphase_bench.extras import MissingExtraError, OnFirstUse
 from twinphase_bench.report.report import Plot
 from twinphase_bench.report.theme import colour, colour_scale, colours_of, phase_of_name
 
 alt: Any = OnFirstUse("altair")
+Given = ParamSpec("Given")
 Row = Mapping[str, Any]
 # The height of a horizontal bar and the space around it.
 ROW_PIXELS = 30
 DRAG = "[pointerdown[event.pointerType === 'mouse'], window:pointerup] > window:pointermove!"
 
 
+def _if_installed(draw: Callable[Given, Plot]) -> Callable[Given, Plot]:
+    """Without Altair, a plot is its name, title and caption: the report is made all the same."""
+
+    @functools.wraps(draw)
+    def plot(*given: Given.args, **named: Given.kwargs) -> Plot:
+        try:
+            return draw(*given, **named)
+        except MissingExtraError:
+            return Plot(str(given[0]), str(given[1]), {}, str(named.get("caption", "")))
+
+    return plot
+
+
+@_if_installed
 def lines(
     name: str,
     title: str,
@@ -56,6 +72,7 @@ def lines(
     return _plot(name, title, [*layers, points], rows, caption, [_zoom(), *_highlight(series)])
 
 
+@_if_installed
 def bars(
     name: str,
     title: str,
@@ -101,6 +118,7 @@ def bars(
     return _plot(name, title, layers, rows, caption, _highlight(part), height=height)
 
 
+@_if_installed
 def spans(
     name: str,
     title: str,
@@ -147,6 +165,7 @@ def spans(
     return _plot(name, title, layers, rows, caption, _highlight(series), height=height)
 
 
+@_if_installed
 def distribution(
     name: str,
     title: str,

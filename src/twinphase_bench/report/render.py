@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twinphase import StorageError
-from twinphase_bench.extras import require
+from twinphase_bench.extras import can_draw, require
 from twinphase_bench.report.markdown import markdown
 from twinphase_bench.report.page import page
 from twinphase_bench.report.report import Plot, Report
@@ -23,9 +23,12 @@ SCALE = 2.0
 
 @dataclass(frozen=True)
 class Written:
-    """Where the files of a report are; the PNGs are in the order of the report."""
+    """Where the files of a report are; the PNGs are in the order of the report.
 
-    html: Path
+    Without the bench extra there is no page, and there are no PNGs.
+    """
+
+    html: Path | None
     markdown: Path
     json: Path
     plots: Sequence[Path]
@@ -44,11 +47,9 @@ def write_report(
         progress: called before the page, and before each plot.
 
     Raises:
-        MissingExtraError: without the bench extra.
         StorageError: no space or no right to write.
         ValueError: two plots of one name, or a name that is no file name.
     """
-    require("vl_convert")  # before anything is written
     plots = [plot for section in report.sections for plot in section.plots]
     _check_names([plot.name for plot in plots])
     text = result_json(report)
@@ -56,7 +57,9 @@ def write_report(
     images = []
     try:
         _write(folder / "result.json", text.encode())  # first: it has what took long
-        _write(folder / "report.md", markdown(report).encode())
+        _write(folder / "report.md", markdown(report, with_plots=can_draw()).encode())
+        if not can_draw():
+            return Written(None, folder / "report.md", folder / "result.json", [])
         _write(folder / "report.html", page(report, text).encode())
         for number, plot in enumerate(plots):
             progress(f"drawing {plot.name}", number, len(plots))

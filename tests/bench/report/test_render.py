@@ -22,9 +22,11 @@ import pytest
 from tests.bench.sample_report import HOSTILE, all_plots, sample_report
 
 from twinphase.errors import StorageError
-from twinphase_bench.extras import MissingExtraError, require
+from twinphase.installed import install_command
+from twinphase_bench.extras import MissingExtraError, note_missing_plots, require
 from twinphase_bench.report.markdown import markdown
 from twinphase_bench.report.page import page
+from twinphase_bench.report.plots import lines
 from twinphase_bench.report.render import png, write_report
 from twinphase_bench.report.report import (
     Column,
@@ -223,11 +225,25 @@ def test_a_folder_that_cannot_be_is_an_error_with_a_fix(tmp_path):
     assert caught.value.exit_code == 7
 
 
-def test_without_the_extra_nothing_is_written(tmp_path, monkeypatch):
+def test_without_the_extra_there_are_tables_but_no_plots(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "altair", None)
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    with pytest.raises(MissingExtraError, match=r"bench extra.*pip install 'twinphase\[bench\]'"):
-        write_report(small(), tmp_path / "new")
-    assert not (tmp_path / "new").exists()
+    rows = [{"length": 1.0, "time": 2.0}]
+    plot = lines("p", "Title", rows, ("length", "x"), ("time", "y"), caption="Words.")
+    assert plot == Plot("p", "Title", {}, "Words.")
+    written = write_report(small(sections=(Section("S", plots=(plot,)),)), tmp_path / "new")
+    assert written.html is None and not written.plots
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "report.md",
+        "result.json",
+    ]
+    assert "plots/p.png" not in written.markdown.read_text()
+    note_missing_plots()
+    assert f"no plots and no HTML page. For those: {install_command('bench')}" in (
+        capsys.readouterr().err
+    )
+    with pytest.raises(MissingExtraError, match="needs the bench extra: altair is not installed"):
+        require("altair")
 
 
 def test_a_package_that_is_there_and_broken_is_not_called_missing(tmp_path, monkeypatch):

@@ -1,0 +1,69 @@
+"""The pages of a server: what is there (`/`), and the routes with their fields (`/docs`).
+
+Everything that they show comes from this server: Swagger UI is in the package fastapi-offline.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+
+from twinphase import __version__
+from twinphase.server.service import Service
+
+ASSETS = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
+LINKS = {
+    "/docs": "every route and field, to try out",
+    "/v1/models": "the names of the model (OpenAI's API is below /v1, Ollama's below /api)",
+    "/health": "whether requests are taken",
+    "/metrics": "for Prometheus",
+    "/v1/requests": "where the time of the last requests went",
+    "/openapi.json": "the routes for programs",
+}
+STYLE = "body{font:16px/1.5 sans-serif;margin:2em auto;max-width:44em;padding:0 1em}"
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>twinphase</title>
+<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">
+<link rel="icon" href="docs/favicon.png"><style>{style}</style>
+<h1>twinphase is running</h1><p>Version {version}, state: {state}. It serves {models}.</p>
+<ul>{links}</ul></html>
+"""
+
+
+def add_pages(app: FastAPI, service: Service) -> None:
+    @app.get("/", include_in_schema=False)
+    async def root(request: Request) -> Response:
+        """What is there: a page for browsers, lines for others (Ollama's command line asks)."""
+        if "text/html" not in request.headers.get("accept", ""):
+            lines = [f"{path:<14} {what}" for path, what in LINKS.items()]
+            return PlainTextResponse("\n".join(["twinphase is running", *lines, ""]))
+        links = [
+            f'<li><a href="{path[1:]}">{path}</a>: {escape(what)}' for path, what in LINKS.items()
+        ]
+        models = " and ".join(f"<b>{escape(name)}</b>" for name in service.model_names)
+        values = {"version": __version__, "state": escape(service.stage), "models": models}
+        return HTMLResponse(PAGE.format(style=STYLE, links="".join(links), **values))
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        """Swagger UI."""
+        script, style, icon = (f"docs/{name}" for name in ASSETS)
+        return get_swagger_ui_html(
+            openapi_url="openapi.json",
+            title="twinphase",
+            swagger_js_url=script,
+            swagger_css_url=style,
+            swagger_favicon_url=icon,
+            swagger_ui_parameters={"validatorUrl": None},  # or it asks one on the internet
+        )
+
+    @app.get("/docs/{name}", include_in_schema=False)
+    async def asset(name: str) -> Response:
+        if name not in ASSETS:
+            raise HTTPException(404)
+        return FileResponse(Path(str(files("fastapi_offline"))) / "static" / name)

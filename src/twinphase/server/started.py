@@ -1,0 +1,101 @@
+"""Which servers of this user run on this machine: a small file each, in the cache folder.
+
+`twinphase stop` and the commands with `--url` find servers by them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from twinphase.weights.storage import atomically, cache_root
+
+EVERYWHERE = {"0.0.0.0", "::"}
+LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+
+
+class StartedServer(msgspec.Struct, frozen=True):
+    """A server's process and address; `ticks` is when it started, as the kernel counts."""
+
+    pid: int
+    url: str
+    ticks: int | None
+
+    @property
+    def is_running(self) -> bool:
+        return self.ticks == _start_ticks(self.pid) and _is_alive(self.pid)
+
+    def answers_at(self, url: str) -> bool:
+        """Whether it is this server that listens at `url`."""
+        own = urlsplit(self.url)
+        asked = urlsplit(url)
+        try:
+            if own.port != (asked.port or (443 if asked.scheme == "https" else 80)):
+                return False
+        except ValueError:  # not a port
+            return False
+        is_local = asked.hostname in LOOPBACK and own.hostname in LOOPBACK | EVERYWHERE
+        return asked.hostname == own.hostname or is_local
+
+
+@contextlib.contextmanager
+def noted(url: str) -> Iterator[None]:
+    """Keep a file about this process, which serves at `url`, until the block ends.
+
+    A folder that cannot be written to is no reason not to serve.
+    """
+    pid = os.getpid()
+    path = _folder() / f"{pid}.json"
+    content = {"pid": pid, "url": url, "ticks": _start_ticks(pid)}
+    with contextlib.suppress(OSError), atomically(path) as temporary:
+        temporary.write_text(json.dumps(content))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def started_servers() -> list[StartedServer]:
+    """Those that run; files of others are removed."""
+    found = []
+    for path in sorted(_folder().glob("*.json")):
+        try:
+            server = msgspec.json.decode(path.read_bytes(), type=StartedServer)
+        except (OSError, msgspec.MsgspecError):
+            continue
+        if server.is_running:
+            found.append(server)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+    return found
+
+
+def _folder() -> Path:
+    return cache_root() / "servers"
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process started: a later one of the same id differs in it; None if unknown."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if words[0] == "Z" else int(words[19])
+    except (OSError, ValueError, IndexError):
+        return None
