@@ -133,7 +133,8 @@ def run(
         if is_model_name(model):
             check_lone_name(model)
         else:
-            model, prompt = None, model
+            prompt = model
+            model = None
     params = SamplingParams(**{**RUN_DEFAULTS, **sampling})
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None and not json:

@@ -109,10 +109,10 @@ def test_parts_that_are_not_what_they_should_be(
 
 def an_entry(name: str, source: str, content: bytes) -> Entry:
     """An entry of a model that was fetched and run, with this content."""
-    about = {"repo": "o/r", "licence": "MIT", "context": 8, "version": "1.0"}
     digest = hashlib.sha256(content).hexdigest()
     size = len(content)
-    return Entry(name, source, size=size, file="tiny.gguf", sha256=digest, **about)  # type: ignore[arg-type]
+    entry = Entry(name, source, repo="o/r", size=size, licence="MIT", context=8)
+    return dataclasses.replace(entry, version="1.0", file="tiny.gguf", sha256=digest)
 
 
 def test_known_files_are_checked(parts, cache, monkeypatch):
