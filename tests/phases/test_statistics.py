@@ -8,7 +8,7 @@ import pytest
 from twinphase.phases.statistics import has_percentile, median_interval, percentile
 from twinphase_bench.sweep.plan import Place
 from twinphase_bench.sweep.run import Visit
-from twinphase_bench.targets.target import PrefillSample
+from twinphase_bench.targets.target import PhaseSample
 
 
 @pytest.mark.parametrize("values", [[3.0], [1.0, 3.0], [5.0, 1.0, 3.0], [4.0, 1.0, 2.0, 9.0]])
@@ -25,7 +25,7 @@ def test_tails_are_values_that_occurred():
 
 def test_two_prefills_in_a_row_count_as_their_mean():
     """The lower median would favour prompts that are measured an even number of times."""
-    samples = (PrefillSample(100, 0.03), PrefillSample(100, 0.05))
+    samples = (PhaseSample(100, (0.03,)), PhaseSample(100, (0.05,)))
     one = Visit(Place("prefill", 100), 0, 0.0, samples, None, disturbed=False, kept=True)
     assert one.seconds == pytest.approx(0.04)
 

@@ -232,8 +232,8 @@ def test_one_exception_loses_one_request(stub, arrivals, step):
 def test_too_few_files_are_the_fault_of_the_client(stub):
     """EMFILE is this process's: nothing is said of the server, and the run is void."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = len(os.listdir("/proc/self/fd")) + 40
-    scripts = [{"first": 0.8}] * 60
+    few = len(os.listdir("/proc/self/fd")) + 80
+    scripts = [{"first": 0.8}] * 100
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
         assert not load(stub, scripts, Paced(2000, even=True))[0].failures, "the limit was raised"

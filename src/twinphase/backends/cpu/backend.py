@@ -249,7 +249,7 @@ class CpuBackend:
     @cached_property
     def kv_fingerprint(self) -> str:
         """The path that runs, and the sources of its kernels, which lay out the cache too."""
-        path = {"backend": self.name, "isa": self.isa.name, "kernels": kernel_digest()}
+        path = {"backend": self.name, "isa": self.isa.name, "kernels": kernel_digest(self.isa)}
         return kv_fingerprint(
             self._checkpoint,
             self.blueprint,

@@ -22,9 +22,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu, compiler_environment
+from twinphase.backends.cpu.prebuilt import Bundle, read_bundle
 from twinphase.config import module_command
 from twinphase.errors import TwinphaseError
 from twinphase.weights import block_formats
@@ -60,35 +61,51 @@ class KernelCompileError(TwinphaseError):
 
 
 @functools.cache
-def _sources() -> Any:
-    """SHA-256 over the sources of all kernels and the versions of what compiles them."""
+def sources_digest() -> str:
+    """SHA-256 over the sources of all kernels, in hexadecimal digits."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
     sources = ("emit", "intrinsics", "formats", "isa", "kv_layout", "program_layout", "tiling")
     paths = [*folder.glob("kernels/*.py"), *(folder / f"{name}.py" for name in sources)]
     for path in [*sorted(paths), Path(block_formats.__file__)]:
         digest.update(path.read_bytes())
-    for package in ("numba", "llvmlite", "numpy"):
-        digest.update(importlib.metadata.version(package).encode())
-    return digest
+    return digest.hexdigest()
 
 
-def kernel_digest() -> str:
-    """A digest of everything that decides which bits the kernels of one path compute."""
-    return str(_sources().hexdigest())
+@functools.cache
+def compiler_versions() -> dict[str, str]:
+    """Installed versions of what compiles kernels, by package."""
+    return {name: importlib.metadata.version(name) for name in ("numba", "llvmlite", "numpy")}
+
+
+@functools.cache
+def _usable_bundle(isa: Isa) -> Bundle | None:
+    """The bundle of a path, if it was made from these sources for the processor of the path."""
+    bundle = read_bundle(isa.name)
+    if bundle and (bundle.sources, bundle.cpu) == (sources_digest(), baseline_cpu(isa)):
+        return bundle
+    return None
+
+
+@functools.cache
+def kernel_digest(isa: Isa) -> str:
+    """A digest of everything that decides which bits the kernels of a path compute."""
+    bundle = _usable_bundle(isa)
+    versions = (compiler_versions(), bundle and bundle.versions)
+    return hashlib.sha256(f"{sources_digest()}|{versions}".encode()).hexdigest()
 
 
 @functools.cache
 def _base_key(isa: Isa) -> str:
-    digest = _sources().copy()
     import llvmlite.binding as llvm
 
     features = "" if isa.cpu else llvm.get_host_cpu_features().flatten()
-    digest.update(f"{isa}|{baseline_cpu(isa)}|{features}|{sys.version_info[:2]}".encode())
-    return digest.hexdigest()
+    path = f"{isa}|{baseline_cpu(isa)}|{features}|{sys.version_info[:2]}"
+    return f"{kernel_digest(isa)}|{path}"
 
 
-def _object_path(folder: Path, isa: Isa, spec: str) -> Path:
+def object_path(folder: Path, isa: Isa, spec: str) -> Path:
+    """The file that a kernel's object code has in `folder`."""
     key = hashlib.sha256(f"{_base_key(isa)}|{spec}".encode()).hexdigest()[:24]
     return folder / f"{spec.replace(':', '-')}-{isa.name}-{key}.o"
 
@@ -110,7 +127,9 @@ def _read_object(path: Path) -> tuple[str, bytes] | None:
 def compile_kernels(
     folder: Path, isa: Isa, specs: Sequence[str], progress: Progress | None = None
 ) -> None:
-    """Make sure that `folder` has a sound object file per spec; processes compile what is missing.
+    """Make sure that `folder` has a sound object file per spec.
+
+    What is missing is copied from the bundle that the wheel brought, or compiled.
 
     Raises:
         KernelCompileError: the compiler failed.
@@ -125,13 +144,25 @@ def compile_kernels(
         raise storage_error(error, folder) from error
     with _locked(folder):
         # Another process may have compiled them while this one waited for the lock.
-        missing = _missing(folder, isa, missing)
+        missing = _copy_prebuilt(folder, isa, _missing(folder, isa, missing))
         if missing:
             _compile_in_processes(folder, isa, missing, progress)
 
 
 def _missing(folder: Path, isa: Isa, specs: Sequence[str]) -> list[str]:
-    return [spec for spec in specs if _read_object(_object_path(folder, isa, spec)) is None]
+    return [spec for spec in specs if _read_object(object_path(folder, isa, spec)) is None]
+
+
+def _copy_prebuilt(folder: Path, isa: Isa, specs: Sequence[str]) -> list[str]:
+    """Copy what the path's bundle has into `folder`; return the specs that it lacks."""
+    bundle = _usable_bundle(isa)
+    objects = bundle.objects if bundle else {}
+    try:
+        for spec in objects.keys() & set(specs):
+            write_atomically(object_path(folder, isa, spec), objects[spec])
+    except OSError as error:
+        raise storage_error(error, folder) from error
+    return [spec for spec in specs if spec not in objects]
 
 
 @contextlib.contextmanager
@@ -152,7 +183,7 @@ def _compile_in_processes(
 ) -> None:
     try:
         for spec in missing:
-            _object_path(folder, isa, spec).unlink(missing_ok=True)
+            object_path(folder, isa, spec).unlink(missing_ok=True)
     except OSError as error:
         raise storage_error(error, folder) from error
     jobs = min(os.cpu_count() or 1, -(-len(missing) // KERNELS_PER_PROCESS))
@@ -193,7 +224,7 @@ def _raise_failure(returncode: int, log: str, folder: Path, isa: Isa) -> NoRetur
 
 def _report(folder: Path, isa: Isa, specs: Sequence[str], progress: Progress | None) -> None:
     if progress is not None:
-        done = [spec for spec in specs if _object_path(folder, isa, spec).exists()]
+        done = [spec for spec in specs if object_path(folder, isa, spec).exists()]
         left = [spec for spec in specs if spec not in done]
         progress(len(done), len(specs), left[0] if left else "")
 
@@ -205,7 +236,7 @@ def _compile(folder: Path, isa: Isa, specs: Iterable[str]) -> None:
         symbol = name.encode().ljust(256, b"\0")
         try:
             write_atomically(
-                _object_path(folder, isa, spec),
+                object_path(folder, isa, spec),
                 hashlib.sha256(symbol + code).digest() + symbol + code,
             )
         except OSError as error:
@@ -286,7 +317,7 @@ class LoadedKernels(dict[str, int]):
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         symbols = {}
         for spec in specs:
-            found = _read_object(_object_path(self._folder, self._isa, spec))
+            found = _read_object(object_path(self._folder, self._isa, spec))
             if found is None:
                 raise KernelCompileError(
                     f"Kernel {spec} is not compiled.", "Call compile_kernels first."

@@ -1,0 +1,114 @@
+"""Compile the kernels that a wheel brings along, so that a first run need not.
+
+    python release/build_kernels.py                 # every path that LLVM can compile for here
+    python release/build_kernels.py avx2
+
+Each path takes some minutes on two cores; the bundles lie beside the backend, are not committed,
+and are packed into the wheel by `python -m build`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import platform
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.progress import Progress
+
+from twinphase.backends.cpu.compiler import (
+    compile_kernels,
+    compiler_versions,
+    object_path,
+    sources_digest,
+)
+from twinphase.backends.cpu.formats import FORMATS
+from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu
+from twinphase.backends.cpu.kv_layout import KV_CACHE_DTYPES
+from twinphase.backends.cpu.prebuilt import Bundle, write_bundle
+
+SHAPES = Path(__file__).with_name("kernel_shapes.toml")
+PATHS = {
+    "x86_64": ("avx512-amx", "avx512-bf16", "avx512-vnni", "avx2"),
+    "aarch64": ("neon-dot",),
+}
+DENSE = ("F32", "F16", "BF16")
+ALWAYS = (
+    "run_program",
+    "add",
+    "add_norm",
+    "combine",
+    "norm_columns",
+    "quantize",
+    "route",
+    "sort_rows",
+    *(f"{name}:{kind}" for name in ("rms_norm", "pick_rows") for kind in ("q8", "f32")),
+    *(f"gate_mul:{name}:{kind}" for name in ("silu", "gelu") for kind in ("q8", "f32")),
+    "gate_mul:swiglu_oai:f32",
+    "cap_logits:0",
+    "cap_logits:1",
+)
+
+
+def shipped_specs() -> list[str]:
+    """Specs of the kernels in a bundle, those that take longest to compile first."""
+    attention: set[str] = set()
+    rope: set[str] = set()
+    for family in tomllib.loads(SHAPES.read_text(encoding="utf-8")).values():
+        for head_dim, group in family["heads"]:
+            sinks = int(family.get("sinks", False))
+            attention.add(f"attention_merge:{head_dim}:{group}:{sinks}")
+            for dtype, phase in itertools.product(KV_CACHE_DTYPES, ("prefill", "decode")):
+                limits = f"{family.get('softcap', 0)}:{sinks}"
+                attention.add(f"attention_{phase}:{head_dim}:{group}:{dtype}:{limits}")
+            rope |= set(_rope_specs(head_dim, family))
+    weights = [
+        *(f"quantized_{what}:{name}" for what in ("linear", "experts") for name in FORMATS),
+        *(f"dense_{what}:{name}" for what in ("linear", "experts") for name in DENSE),
+        *(f"embed:{name}" for name in (*FORMATS, *DENSE)),
+        *(f"pack:{name}" for name in FORMATS),
+    ]
+    return [*sorted(attention, reverse=True), *weights, *sorted(rope), *ALWAYS]
+
+
+def _rope_specs(head_dim: int, family: dict[str, object]) -> Iterator[str]:
+    rotated = family.get("rotated", head_dim)
+    orders = {"both": (0, 1), "always": (1,)}.get(str(family.get("interleaved")), (0,))
+    for dtype, interleaved in itertools.product(KV_CACHE_DTYPES, orders):
+        norm = family.get("norm", "none")
+        yield f"rope_kv_write:{head_dim}:{rotated}:{interleaved}:{dtype}:{norm}"
+
+
+def build(isa: Isa, specs: list[str], progress: Progress) -> Path:
+    """Compile a path's kernels in a folder of their own, and write their bundle."""
+    task = progress.add_task(isa.name, total=len(specs))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        compile_kernels(
+            folder, isa, specs, lambda done, total, spec: progress.update(task, completed=done)
+        )
+        objects = {spec: object_path(folder, isa, spec).read_bytes() for spec in specs}
+    bundle = Bundle(sources_digest(), compiler_versions(), baseline_cpu(isa), objects)
+    return write_bundle(isa.name, bundle)
+
+
+def main() -> None:
+    possible = PATHS.get(platform.machine(), ())
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("isa", nargs="*", default=possible, help=f"paths: {', '.join(possible)}")
+    specs = shipped_specs()
+    with Progress() as progress:
+        for name in parser.parse_args().isa:
+            begin = time.perf_counter()
+            path = build(ISAS[name], specs, progress)
+            seconds = time.perf_counter() - begin
+            kilobytes = path.stat().st_size / 1000
+            progress.print(f"{name}: {len(specs)} kernels in {seconds:.0f} s, {kilobytes:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
