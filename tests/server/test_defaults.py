@@ -113,3 +113,19 @@ def test_a_server_answers_to_every_name_of_its_model_in_the_catalogue():
     renamed = Service(host, "smollm2", ServerConfig(served_model_name=("mine",)))
     with pytest.raises(ModelNotFoundError):
         renamed.check_model("smollm2")
+
+
+@pytest.mark.parametrize(
+    "flags", [("--replicas", "2"), ("--prefill-workers", "1", "--decode-workers", "1")]
+)
+def test_engines_that_share_the_cores_are_not_told_to_take_all(start, long_answers, flags):
+    with start(*flags, model=long_answers) as server:
+        name = _answer(server, "/v1/completions", {"prompt": "the world " * 20, "max_tokens": 300})[
+            "id"
+        ]
+        status, explained = server.get(f"/v1/requests/{name}/explain")
+        assert status == 200 and "--threads" not in str(explained)
+        log = server.log.read_text()
+    pays = "a prompt goes to the prefill pool if that pays"
+    assert (pays in log) == ("--prefill-workers" in flags)
+    assert f"`twinphase status --url {server.url}`" in log
