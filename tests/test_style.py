@@ -52,7 +52,7 @@ BUDGET: dict[str, int] = {
     "twinphase/cluster": 29_000,
     "twinphase/commands": 18_000,
     "twinphase/engine": 32_500,
-    "twinphase/estimate": 4_500,
+    "twinphase/estimate": 4_600,
     "twinphase/explain": 11_000,
     "twinphase/models": 11_500,
     "twinphase/phases": 11_500,
@@ -61,7 +61,7 @@ BUDGET: dict[str, int] = {
     "twinphase/server": 52_000,
     "twinphase/speculation": 12_500,
     "twinphase/tokenizer": 16_500,
-    "twinphase/weights": 22_500,
+    "twinphase/weights": 22_900,
     "twinphase/workload": 2_000,
     "twinphase_bench": 63_000,
 }
