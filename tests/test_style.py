@@ -44,7 +44,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 20_000,
+    "benchmarks": 20_500,
     "tests": 322_500,
     "twinphase": 16_500,
     "twinphase/backends": 82_000,
@@ -65,7 +65,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 63_000,
 }
-MAX_TOKENS = {"src": 395_000, "tests": 322_500, "benchmarks": 20_000}
+MAX_TOKENS = {"src": 395_000, "tests": 322_500, "benchmarks": 20_500}
 
 SKIPPED = {
     tokenize.COMMENT,
