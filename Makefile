@@ -12,7 +12,7 @@ TEST_STAMP := $(VENV)/.stamp-test
 PARALLEL ?= -n auto --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test test-all test-clients lint bench clean
+.PHONY: help demo test test-all test-clients lint bench release-check release clean
 
 help:
 	@echo "make demo   answer a question with $(MODEL), and show both phases"
@@ -20,6 +20,8 @@ help:
 	@echo "make test-all  those and the long proofs: every instruction-set path, hundreds of mixes, fuzzing, the browser"
 	@echo "make test-clients  OpenAI's, Anthropic's and Ollama's clients and others, each installed by itself (CLIENTS=NAME)"
 	@echo "make lint   ruff and mypy --strict"
+	@echo "make release-check  the wheel and the source distribution, each tried in a new environment"
+	@echo "make release VERSION=0.2.0  everything of a release up to publishing; see CONTRIBUTING.md"
 	@echo "make bench  twinphase beside other engines; see benchmarks/"
 	@echo "make clean  remove .venv and all caches in this folder"
 
@@ -51,9 +53,15 @@ test-clients: $(TEST_STAMP)
 	$(BIN)/python tests/clients/run.py $(CLIENTS)
 
 lint: $(TEST_STAMP)
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks release
+	$(BIN)/ruff format --check src tests benchmarks release
 	$(BIN)/mypy
+
+release-check: $(TEST_STAMP)
+	$(BIN)/python release/check.py
+
+release: $(TEST_STAMP)
+	$(BIN)/python release/release.py $(VERSION)
 
 bench: $(RUN_STAMP)
 	@$(BIN)/twinphase pull $(MODEL)

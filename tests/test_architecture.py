@@ -62,7 +62,15 @@ MAY_IMPORT = {
         "explain",
     },
     "cluster": {"engine", "scheduler", "cache", "phases", "server"},
-    "server": {"engine", "phases", "explain", "tokenizer", "terminal", "weights.storage"},
+    "server": {
+        "engine",
+        "phases",
+        "explain",
+        "tokenizer",
+        "terminal",
+        "weights.catalogue",
+        "weights.storage",
+    },
 }
 TOP = {
     "__init__",

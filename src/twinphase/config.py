@@ -5,6 +5,7 @@ Not for a request's wishes (`SamplingParams`) nor for a model's shape (`blueprin
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from twinphase.request import GenerationDefaults
 from twinphase.settings import check_settings, setting
 from twinphase.speculative import speculative_config
 
+# How many engines a server runs on this machine, for their processes.
+ENGINES_VARIABLE = "TWINPHASE_ENGINES_HERE"
 BACKENDS = ("cpu", "reference", "torch")
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 KV_CACHE_DTYPES = ("auto", "int8")
@@ -31,6 +34,11 @@ DEFAULT_SEAT_TOKENS = (
 def available_cores() -> int:
     """Cores this process may use."""
     return len(usable_cores())
+
+
+def cores_of_each_engine() -> int:
+    """Cores of this process, divided by the engines that its server runs on this machine."""
+    return max(1, available_cores() // int(os.environ.get(ENGINES_VARIABLE, "1")))
 
 
 def module_command(module: str) -> list[str]:

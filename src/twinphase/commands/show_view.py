@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from twinphase.commands.estimate_view import grid, print_notes, scaled, time_text
+from twinphase.commands.search import catalogue_lines
 from twinphase.terminal import answers
 
 KINDS = {"byte-level": "byte-level BPE", "sentencepiece": "SentencePiece", "wordpiece": "WordPiece"}
@@ -36,6 +37,7 @@ def show_facts(facts: dict[str, Any]) -> None:
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield from catalogue_lines(facts.get("catalogue", {}))
     layers = facts["layers"]
     parameters = facts["parameters"]
     active = f", {parameters['active']:,} active per token" if layers["experts"] else ""

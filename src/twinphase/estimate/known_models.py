@@ -13,6 +13,7 @@ import msgspec
 
 from twinphase.errors import ModelNotFoundError
 from twinphase.estimate.shapes import DecoderShape, from_hf_config, from_model, read_config
+from twinphase.weights.catalogue import find, near
 from twinphase.weights.hub import cached_model
 from twinphase.weights.safetensors import is_model_folder
 
@@ -78,6 +79,7 @@ def _from_cache(name: str) -> DecoderShape:
         path = cached_model(name)
     except ModelNotFoundError as error:
         close = difflib.get_close_matches(name.lower(), KNOWN_MODELS, n=4, cutoff=0.5)
+        close = close or near(name)
         hint = f"Did you mean {' or '.join(close)}? " if close else ""
         raise ModelNotFoundError(
             error.cause,
@@ -85,6 +87,10 @@ def _from_cache(name: str) -> DecoderShape:
             "file.",
         ) from None
     if path is None:
+        entry = find(name)
+        if entry is not None and entry.shape is not None:
+            known = KNOWN_MODELS[entry.shape]
+            return from_hf_config(known.config, name, known.source)
         raise ModelNotFoundError(
             f"{name} is not in the cache.", f"Fetch it with `twinphase pull {name}`."
         )

@@ -93,10 +93,15 @@ def facts_lines(facts: EngineFacts, service: Service, url: str) -> list[str]:
     measured += [*pace_lines(facts)]
     measured.append(f"sampling   {service.sampling_defaults}, where a request gives none")
     measured += [f"ranks      {terminal.describe_ranks(facts.ranks)}"] if facts.ranks else []
-    if count := len(service.host.workers()):
+    if workers := service.host.workers():
+        pools = any(worker.role == "prefill" for worker in workers)
+        how = (
+            "a prompt goes to the prefill pool if that pays, which short ones do not"
+            if pools
+            else "to which the requests are divided"
+        )
         measured.append(
-            f"engines    {count}, to which the requests are divided; `twinphase status {url}` "
-            "shows them"
+            f"engines    {len(workers)}, {how}; `twinphase status --url {url}` shows them"
         )
     return [
         name,

@@ -25,6 +25,7 @@ from twinphase.server.config import ServerConfig
 from twinphase.server.metrics import Metrics
 from twinphase.server.observe import Timelines
 from twinphase.server.tracing import RequestTracer, make_tracer
+from twinphase.weights.catalogue import other_names
 
 WATCH_INTERVAL_SECONDS = 0.1
 LOG_INTERVAL_SECONDS = 10.0
@@ -78,7 +79,8 @@ class Service:
 
     Attributes:
         model: the name that the server was started with.
-        model_names: names that clients may use; replies have the first.
+        model_names: names that the server lists; replies have the first.
+        other_names: names that clients may also use.
         engine: None before `start`.
         tracer: for OpenTelemetry, if asked for.
         in_flight: generations that have not sent their last byte.
@@ -90,6 +92,7 @@ class Service:
         self.host = host
         self.model = model
         self.model_names = list(config.served_model_name) or [model]
+        self.other_names = frozenset(() if config.served_model_name else other_names(model))
         self.engine: AsyncEngine | None = None
         self.access = Access(config.keys)
         self.admission = Admission(config)
@@ -199,7 +202,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served; a request that names none is served."""
-        if name is not None and name not in self.model_names:
+        if name is not None and name not in self.model_names and name not in self.other_names:
             names = ", ".join(self.model_names)
             raise ModelNotFoundError(
                 f"The model {name[:80]!r} is not served here.", f"Use one of: {names}."

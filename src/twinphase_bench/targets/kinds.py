@@ -162,7 +162,7 @@ def kind_of(text: str, is_model: Callable[[str], bool]) -> str:
             raise InvalidRequestError(f"{text!r} lacks a name.", FORMS)
         if text.startswith(kind.prefixes):
             return name
-    if is_model(text):
+    if is_model(text) and "://" not in text and not HOST_AND_PORT.fullmatch(text):
         return "model"
     if HOST_AND_PORT.fullmatch(text):
         raise InvalidRequestError(f"{text!r} is not a URL.", f"Did you mean http://{text}? {FORMS}")

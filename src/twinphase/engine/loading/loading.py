@@ -13,7 +13,7 @@ from typing import Any
 from twinphase.backends.base import Backend, KVCacheSpec, Units
 from twinphase.backends.device import require_torch
 from twinphase.blueprint import Blueprint
-from twinphase.config import EngineConfig, available_cores
+from twinphase.config import EngineConfig, cores_of_each_engine
 from twinphase.engine.engine import Engine
 from twinphase.engine.frontends.checks import Prompt, embeds
 from twinphase.engine.frontends.text import ModelText
@@ -228,7 +228,7 @@ class LoadedEngine:
             self.engine.cost_model,
             measured_ceilings(self.config),
             self.units,
-            cores=available_cores() if self.config.backend == "cpu" else None,
+            cores=cores_of_each_engine() if self.config.backend == "cpu" else None,
             best_isa=device_of(self.config).best_isa,
             block_multiple=self.backend.block_multiple,
             kv_token_bytes={
