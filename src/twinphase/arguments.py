@@ -156,6 +156,14 @@ def check_lone_name(name: str) -> None:
         raise ModelNotFoundError(error.cause, f"{error.fix} {ask}") from None
 
 
+def complete_model(incomplete: str) -> list[str]:
+    """Names of the catalogue that begin so, for a shell's completion."""
+    from twinphase.weights.catalogue import entries
+
+    names = (name for entry in entries() for name in (*entry.aliases, entry.name))
+    return [name for name in names if name.startswith(incomplete)]
+
+
 def decoded(data: bytes, source: str) -> str:
     """UTF-8 text; the error names the source and the first byte that is wrong."""
     try:

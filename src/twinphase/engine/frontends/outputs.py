@@ -66,7 +66,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    record: RequestRecord
+    record: RequestRecord = field(repr=False)  # hundreds of intervals, which hide the answer
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
