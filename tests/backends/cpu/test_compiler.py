@@ -18,6 +18,14 @@ ISA = choose_isa(None)
 SPECS = ("quantize", "gate_mul:silu:f32")  # small, so that they compile fast
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_bundle():
+    """A checkout may have bundles of compiled kernels, which a release has made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "_usable_bundle", lambda isa: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> dict[str, bytes]:
     """Object files by name, as compiled into an empty folder that does not exist yet."""

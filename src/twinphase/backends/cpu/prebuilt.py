@@ -38,6 +38,7 @@ def write_bundle(isa: str, bundle: Bundle, folder: Path = FOLDER) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{isa}.xz"
     write_atomically(path, lzma.compress(msgspec.msgpack.encode(bundle), preset=9))
+    path.chmod(0o644)
     return path
 
 
