@@ -36,7 +36,7 @@ class Runner:
     def first_step(self) -> None:
         """Compute a made-up row, so that no step of a request pays for what happens once.
 
-        Its keys and values lie in block 0, of which nobody reads what it has not written.
+        Its keys and values lie in block 0: a request overwrites them before it reads.
         """
         if getattr(self.backend, "device_sampler", None) is None:
             row = np.zeros(1, np.int32)
