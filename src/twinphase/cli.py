@@ -176,7 +176,7 @@ def _run(
     from twinphase.load_times import measured_loading
     from twinphase.terminal import Bar, describe_ranks, note, print_json, show_report
 
-    bar = Bar("Compiling kernels", "kernels")
+    bar = Bar("Compiling kernels", "kernels", even=True)
     with measured_loading() as parts:
         llm = LLM(
             model,

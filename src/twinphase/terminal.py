@@ -83,23 +83,29 @@ class Bar:
     """A progress bar with the time left, on terminals only and for long work only.
 
     The time left follows the pace of the last pieces, because the pace falls as a prompt gets
-    longer.
+    longer; or of all pieces since the first update, where they take the same time.
     """
 
-    def __init__(self, title: str, unit: str, patience: float = 0.3) -> None:
-        """`patience`: seconds before the bar appears."""
+    def __init__(self, title: str, unit: str, patience: float = 0.3, *, even: bool = False) -> None:
+        """`patience`: seconds before the bar appears; `even`: pieces take the same time."""
+        self._even = even
+        self._first: float | None = None
         self._title = title
         self._unit = unit
         self._patience = patience
         self._start = time.perf_counter()
-        self._last = (self._start, 0)
+        self._last = (self._start, 0.0)
         self._pace: float | None = None
         self._drawn_at: float | None = None
 
-    def update(self, done: int, total: int) -> None:
+    def update(self, done: float, total: int) -> None:
         now = time.perf_counter()
+        if self._first is None:
+            self._first = now
         then, before = self._last
-        if done > before:
+        if self._even:
+            self._pace = (now - self._first) / done if done > 0 else None
+        elif done > before:
             pace = (now - then) / (done - before)
             self._pace = pace if self._pace is None else (self._pace + pace) / 2
             self._last = (now, done)
@@ -109,12 +115,12 @@ class Bar:
             return
         self._drawn_at = now
         left = f"{self._pace * (total - done):.0f} s left" if self._pace is not None else ""
-        behind = f"{done:,}/{total:,} {self._unit}  {left}"
+        behind = f"{int(done):,}/{total:,} {self._unit}  {left}"
         columns = shutil.get_terminal_size().columns - 1
         width = max(
             0, min(BAR_WIDTH, columns - len(self._title) - len(behind) - 2)
         )  # the words matter more
-        filled = width * done // total
+        filled = int(width * done / total)
         text = f"{self._title} {'━' * filled}{'─' * (width - filled)} {behind}"
         _write("\r\x1b[K" + paint(text[:columns], DIM))
 

@@ -201,7 +201,7 @@ class DeviceSampler(Protocol):
         forward: Forward,
         max_num_seqs: int,
         max_model_len: int,
-        progress: Callable[[int, int, str], None] | None,
+        progress: Callable[[float, int, str], None] | None,
     ) -> None:
         """Make decode steps ready to be replayed, where possible.
 

@@ -204,7 +204,7 @@ class Workshop:
         self,
         model: str,
         *,
-        compile_progress: Callable[[int, int, str], None] | None = None,
+        compile_progress: Callable[[float, int, str], None] | None = None,
         **config: Any,
     ) -> None:
         """Load a model; arguments and errors are those of `LLM`."""

@@ -167,7 +167,7 @@ class _Stages:
         self._now = "starting"
         self._start = self._began = time.monotonic()
         self._spent: dict[str, float] = {}
-        self._bar = terminal.Bar("Starting", "", patience=0)
+        self._bar = terminal.Bar("Starting", "", patience=0, even=True)
         self._shown = -1
 
     def show(self, progress: Loading | None) -> None:
@@ -179,7 +179,7 @@ class _Stages:
             self._began = now
             self._shown = -1
             self._bar.clear()
-            self._bar = terminal.Bar(stage.capitalize(), "", patience=0)
+            self._bar = terminal.Bar(stage.capitalize(), "", patience=0, even=True)
         if progress is not None and progress.total:
             self._bar.update(progress.done, progress.total)
         elif int(now - self._began) > self._shown:

@@ -167,7 +167,7 @@ class Service:
         if progress is None:
             return "starting"
         return (
-            f"{progress.stage} ({progress.done} of {progress.total})"
+            f"{progress.stage} ({int(progress.done)} of {progress.total})"
             if progress.total
             else progress.stage
         )

@@ -232,7 +232,7 @@ def _run(text: str, kind: str, options: Any, sweep: SweepOptions | None, load: A
     from twinphase_bench.run import bench_report, client_parts, run_sweep, sweep_parts
     from twinphase_bench.targets.kinds import open_load_target, open_target
 
-    bar = Bar("Compiling kernels", "kernels")
+    bar = Bar("Compiling kernels", "kernels", even=True)
     parts: list[Parts] = []
     target: Any = None
     with live("twinphase bench") as progress:

@@ -294,7 +294,9 @@ def measure_model(
     }
     workshop = Workshop(
         model,
-        compile_progress=lambda done, total, kernel: progress(f"compiling {kernel}", done, total),
+        compile_progress=lambda done, total, kernel: progress(
+            f"compiling {kernel}", int(done), total
+        ),
         **asdict(replace(settings.config, **sizes)),
     )
     bench = _Bench(workshop.time_forward(), workshop, settings)

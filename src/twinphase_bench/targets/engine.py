@@ -77,7 +77,7 @@ class EngineTarget:
         model: str,
         *,
         seed: int = 0,
-        compile_progress: Callable[[int, int, str], None] | None = None,
+        compile_progress: Callable[[float, int, str], None] | None = None,
         **config: Any,
     ) -> None:
         """Load a model; arguments and errors as for `LLM`, the prefix cache off by default."""

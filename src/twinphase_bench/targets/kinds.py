@@ -23,7 +23,7 @@ ENDPOINTS = {
     "chat/completions": "chat",
     "chat": "chat",
 }
-CompileProgress = Callable[[int, int, str], None]
+CompileProgress = Callable[[float, int, str], None]
 
 
 @dataclass(frozen=True)

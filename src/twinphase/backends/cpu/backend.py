@@ -62,7 +62,7 @@ class CpuBackend:
         max_num_batched_tokens: int = 512,
         max_num_seqs: int = 16,
         kv_cache_dtype: str = "auto",
-        progress: Callable[[int, int, str], None] | None = None,
+        progress: Callable[[float, int, str], None] | None = None,
     ) -> None:
         """Choose the instruction-set path; everything else waits for the model.
 

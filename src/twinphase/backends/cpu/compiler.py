@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from twinphase.backends.cpu.compile_estimate import CompileEstimate, shared_out
 from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu, compiler_environment
 from twinphase.backends.cpu.prebuilt import Bundle, read_bundle
 from twinphase.config import module_command
@@ -54,7 +55,8 @@ KERNELS = {
 KERNELS_PER_PROCESS = 3
 # A compiling process that cannot write exits with this code plus the errno.
 WRITE_FAILED_EXIT = 100
-Progress = Callable[[int, int, str], None]  # done, total, what
+Progress = Callable[[float, int, str], None]
+# done, total, what: kernels, those done by the share of the time that is behind
 
 
 class KernelCompileError(TwinphaseError):
@@ -192,12 +194,14 @@ def _compile_in_processes(
     jobs = min(os.cpu_count() or 1, -(-len(missing) // KERNELS_PER_PROCESS))
     command = [*module_command("twinphase.backends.cpu.compiler"), str(folder), isa.name]
     environment = compiler_environment(isa)
+    shares = shared_out(isa.name, missing, jobs)
+    watch = _Watch(folder, isa, CompileEstimate(isa.name, shares), missing, progress)
     with contextlib.ExitStack() as stack:
         workers = []
-        for job in range(jobs):
+        for share in shares:
             log = stack.enter_context(tempfile.TemporaryFile())
             process = subprocess.Popen(
-                [*command, *missing[job::jobs]],
+                [*command, *share],
                 stdout=log,
                 stderr=log,
                 env=environment,
@@ -205,9 +209,9 @@ def _compile_in_processes(
             stack.callback(process.kill)
             workers.append((process, log))
         while any(process.poll() is None for process, _ in workers):
-            _report(folder, isa, missing, progress)
+            watch.report()
             time.sleep(0.05)
-        _report(folder, isa, missing, progress)
+        watch.report()
         for process, log in workers:
             if process.returncode:
                 log.seek(0)
@@ -225,11 +229,28 @@ def _raise_failure(returncode: int, log: str, folder: Path, isa: Isa) -> NoRetur
     )
 
 
-def _report(folder: Path, isa: Isa, specs: Sequence[str], progress: Progress | None) -> None:
-    if progress is not None:
-        done = [spec for spec in specs if object_path(folder, isa, spec).exists()]
-        left = [spec for spec in specs if spec not in done]
-        progress(len(done), len(specs), left[0] if left else "")
+class _Watch:
+    """Reports how far the compiling processes are, by the object files that are there."""
+
+    def __init__(
+        self,
+        folder: Path,
+        isa: Isa,
+        estimate: CompileEstimate,
+        specs: Sequence[str],
+        progress: Progress | None,
+    ) -> None:
+        self._paths = {spec: object_path(folder, isa, spec) for spec in specs}
+        self._estimate = estimate
+        self._progress = progress
+        self._start = time.perf_counter()
+
+    def report(self) -> None:
+        if self._progress is not None:
+            done = {spec for spec, path in self._paths.items() if path.exists()}
+            left = [spec for spec in self._paths if spec not in done]
+            work = self._estimate.work_done(time.perf_counter() - self._start, done)
+            self._progress(work, len(self._paths), left[0] if left else "")
 
 
 def _compile(folder: Path, isa: Isa, specs: Iterable[str]) -> None:

@@ -278,7 +278,7 @@ class TorchBackend:
         forward: Forward,
         max_num_seqs: int,
         max_model_len: int,
-        progress: Callable[[int, int, str], None] | None,
+        progress: Callable[[float, int, str], None] | None,
     ) -> None:
         """See `DeviceSampler`; not where something in `forward` needs the host."""
         bind(self.device)

@@ -76,7 +76,7 @@ class LoadedEmbedder:
         self,
         checkpoint: Checkpoint,
         config: EngineConfig,
-        compile_progress: Callable[[int, int, str], None] | None = None,
+        compile_progress: Callable[[float, int, str], None] | None = None,
         load_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Load an open model for which `embeds` is true; callbacks as `LoadedEngine`."""
@@ -140,7 +140,7 @@ class _HiddenStates:
         checkpoint: Checkpoint,
         blueprint: Blueprint,
         config: EngineConfig,
-        compile_progress: Callable[[int, int, str], None] | None,
+        compile_progress: Callable[[float, int, str], None] | None,
         load_progress: Callable[[int, int], None],
     ) -> None:
         """`config` is resolved; its KV cache holds one sequence of the longest length."""
@@ -186,7 +186,7 @@ def load(
     model: str | Path,
     config: EngineConfig,
     *,
-    compile_progress: Callable[[int, int, str], None] | None = None,
+    compile_progress: Callable[[float, int, str], None] | None = None,
     load_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedEngine | LoadedEmbedder:
     """Load a model for what it is made for, or for the `task` that `config` names.

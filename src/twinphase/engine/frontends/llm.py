@@ -70,7 +70,7 @@ class LLM:
         self,
         model: str | Path,
         *,
-        compile_progress: Callable[[int, int, str], None] | None = None,
+        compile_progress: Callable[[float, int, str], None] | None = None,
         config: EngineConfig = EngineConfig(),
         **fields: Any,
     ) -> None:
@@ -79,7 +79,7 @@ class LLM:
         Args:
             model: a path, or a name that `twinphase pull` takes.
             compile_progress: called with (done, total, kernel) when kernels have to be compiled
-                first.
+                first; `done` is a part of `total` kernels by the time that is behind.
             config: how the engine runs.
             fields: fields of `EngineConfig`, which replace those of `config`.
 

@@ -66,7 +66,7 @@ class LoadedEngine:
         model: str | Path | Checkpoint,
         config: EngineConfig = EngineConfig(),
         *,
-        compile_progress: Callable[[int, int, str], None] | None = None,
+        compile_progress: Callable[[float, int, str], None] | None = None,
         load_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Load a model; see `LLM` for the arguments and errors.
@@ -241,7 +241,7 @@ class LoadedEngine:
 
 
 def make_backend(
-    config: EngineConfig, compile_progress: Callable[[int, int, str], None] | None = None
+    config: EngineConfig, compile_progress: Callable[[float, int, str], None] | None = None
 ) -> Backend:
     """The configured backend, imported here: the others cost start-up time or an extra."""
     if config.backend != "cpu" and config.kv_cache_dtype != "auto":

@@ -150,7 +150,7 @@ def load(wanted: Load, send: Callable[[FromEngine], None]) -> LoadedEngine | Loa
 
     last = 0.0
 
-    def report(stage: str, done: int, total: int) -> None:
+    def report(stage: str, done: float, total: int) -> None:
         nonlocal last
         now = time.monotonic()
         if now - last >= PROGRESS_SECONDS:

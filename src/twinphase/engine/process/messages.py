@@ -135,7 +135,7 @@ class Loading(msgspec.Struct, tag=True, frozen=True):
     """How far loading has come; `total` is 0 where nothing can be counted."""
 
     stage: str
-    done: int = 0
+    done: float = 0
     total: int = 0
 
 
