@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 # Seconds that kernels usually took on one machine, by the first part of their spec.
 USUAL_SECONDS = {
-    "attention_prefill": 1.5,
+    "attention_prefill": 1.7,
     "attention_decode": 1.3,
     "attention_merge": 0.15,
     "quantized_linear": 1.0,
@@ -48,7 +48,7 @@ def shared_out(isa: str, specs: Sequence[str], jobs: int) -> list[list[str]]:
 
 
 class CompileEstimate:
-    """The time that processes still need, each of which compiles its share in order."""
+    """The time that processes still need; each compiles its share in order."""
 
     def __init__(self, isa: str, shares: Sequence[Sequence[str]]) -> None:
         self._shares = shares
