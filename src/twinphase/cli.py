@@ -171,7 +171,14 @@ def _run(
     json: bool,
     explain: bool,
 ) -> int:
-    from twinphase.answer import INTERRUPTED, chat, report_answer, result_json, stream_answer
+    from twinphase.answer import (
+        INTERRUPTED,
+        chat,
+        hint_about_ceilings,
+        report_answer,
+        result_json,
+        stream_answer,
+    )
     from twinphase.engine.frontends.llm import LLM
     from twinphase.terminal import Bar, describe_ranks, note, print_json, show_report
 
@@ -202,6 +209,7 @@ def _run(
         print_json(result)
     else:
         show_report(report)
+        hint_about_ceilings(llm.config, ceilings)
         if explain:
             note(str(llm.explain(answer.output)))
     return INTERRUPTED if answer.interrupted else 0
