@@ -29,7 +29,7 @@ from twinphase.backends.cpu.compiler import (
 from twinphase.backends.cpu.formats import FORMATS
 from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu
 from twinphase.backends.cpu.kv_layout import KV_CACHE_DTYPES
-from twinphase.backends.cpu.prebuilt import Bundle, write_bundle
+from twinphase.backends.cpu.prebuilt import FOLDER, Bundle, write_bundle
 
 SHAPES = Path(__file__).with_name("kernel_shapes.toml")
 PATHS = {
@@ -86,6 +86,8 @@ def _rope_specs(head_dim: int, family: dict[str, object]) -> Iterator[str]:
 def build(isa: Isa, specs: list[str], progress: Progress) -> Path:
     """Compile a path's kernels in a folder of their own, and write their bundle."""
     task = progress.add_task(isa.name, total=len(specs))
+    # An older bundle would be copied, whatever compiler made it.
+    (FOLDER / f"{isa.name}.xz").unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         compile_kernels(

@@ -1,6 +1,7 @@
 """Sampling values that nobody gave: the model's own, the catalogue's, or those of the API."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def checkpoint(path):
 
 
 def defaults(checkpoint, **fields):
-    return ModelText(checkpoint).sampling_defaults(EngineConfig(**fields))
+    text = ModelText(checkpoint)
+    text.generation = EngineConfig(**fields)
+    return text.sampling_defaults
 
 
 def test_a_gguf_file_may_hold_them(checkpoint):
@@ -75,6 +78,22 @@ def test_smollm2_has_those_of_its_makers(checkpoint):
         found = defaults(replace(checkpoint, path=Path(name)))
         assert str(found).startswith("temperature 0.2, top_p 0.9 (")
     assert str(defaults(checkpoint)) == "temperature 1, top_p 1 (the API's defaults)"
+
+
+def test_a_conversation_without_a_system_message_has_that_of_the_catalogue(path, tmp_path):
+    model = shutil.copy(path, tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    user = {"role": "user", "content": "the world"}
+    empty = {"role": "system", "content": ""}
+
+    def prompt(messages, generation_config="auto"):
+        text = ModelText.of_model(model)
+        text.generation = EngineConfig(generation_config=generation_config)
+        return text.encode_chat(messages, None, {}, None).token_ids
+
+    assert prompt([user]) == prompt([empty, user]) == prompt([empty, user], "vllm")
+    assert prompt([user], "vllm") != prompt([user])
+    other = [{"role": "system", "content": "other"}, user]
+    assert prompt(other) == prompt(other, "vllm")
 
 
 @pytest.mark.parametrize("values", [{"temprature": 1}, {"top_k": "many"}, {"top_p": 2}])

@@ -58,7 +58,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("num_mixes", "model", "kv_cache_dtype", "least"),
     (
-        (32, "dense", "auto", QUICK),
+        (40, "dense", "auto", QUICK),
         pytest.param(100, "dense", "auto", LONG, marks=pytest.mark.slow),
         pytest.param(40, "dense", "int8", COMPARED, marks=pytest.mark.slow),
         pytest.param(100, "windowed", "auto", LONG, marks=pytest.mark.slow),

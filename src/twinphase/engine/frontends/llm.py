@@ -89,6 +89,7 @@ class LLM:
         """
         self._model = load(model, engine_config(fields, config), compile_progress=compile_progress)
         self.config = self._model.config
+        self._model.text.generation = self.config
         self.checkpoint = self._model.checkpoint
         self._ids = count()
         self._turns = Turns()
@@ -131,10 +132,10 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         return self._model.text.tokenizer
 
-    @cached_property
+    @property
     def sampling_defaults(self) -> SamplingDefaults:
         """Sampling values that hold where none are given, and where they come from."""
-        return self._model.text.sampling_defaults(self.config)
+        return self._model.text.sampling_defaults
 
     @property
     def chat_template(self) -> ChatTemplate:

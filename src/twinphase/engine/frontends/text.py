@@ -19,6 +19,7 @@ from twinphase.errors import CheckpointError, InvalidRequestError, UnsupportedMo
 from twinphase.models.loader import open_model
 from twinphase.request import SAMPLING_DEFAULTS, GenerationDefaults, SamplingParams
 from twinphase.tokenizer.tokenizer import Tokenizer
+from twinphase.weights.catalogue import of_file
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.generation_config import read_generation_config, recommended
 from twinphase.weights.gguf import quantization_name
@@ -70,15 +71,22 @@ class SamplingDefaults:
     """The sampling values that hold where a request gives none, by name, and their source.
 
     What is not in `values` has the default of `SamplingParams`.
+
+    Attributes:
+        system: the system message of conversations that have none; None leaves it to the chat
+            template.
     """
 
     values: dict[str, Any]
     source: str
+    system: str | None = None
 
     def replaced(self, values: Mapping[str, Any], source: str) -> SamplingDefaults:
         """These with other values for some of them."""
         own = {name: value for name, value in values.items() if name in SAMPLING_DEFAULTS}
-        return SamplingDefaults(self.values | own, f"{self.source}, {source}") if own else self
+        if not own:
+            return self
+        return replace(self, values=self.values | own, source=f"{self.source}, {source}")
 
     def __str__(self) -> str:
         shown = {name: SamplingParams.__dataclass_fields__[name].default for name in SHOWN}
@@ -86,14 +94,20 @@ class SamplingDefaults:
         values = ", ".join(
             f"{name} {value:g}" for name, value in shown.items() if value is not None
         )
-        return f"{values} ({self.source})"
+        system = "" if self.system is None else f", system message {self.system!r}"
+        return f"{values} ({self.source}){system}"
 
 
 class ModelText:
-    """A model's tokenizer and chat template; reads only the header and the JSON files."""
+    """A model's tokenizer and chat template; reads only the header and the JSON files.
+
+    Attributes:
+        generation: where defaults come from; a front end sets it before the first conversation.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
+        self.generation = GenerationDefaults()
 
     @classmethod
     def of_model(cls, model: str | Path) -> ModelText:
@@ -104,20 +118,25 @@ class ModelText:
         """
         return cls(open_model(resolve_model(str(model)), header_only=True))
 
-    def sampling_defaults(self, wanted: GenerationDefaults) -> SamplingDefaults:
-        """The model's sampling defaults, as `wanted` asks for them.
+    @cached_property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """What holds where a request leaves something out, as `generation` asks for it.
 
         Raises:
             CheckpointError: a generation_config.json that is not there, or not valid.
         """
+        wanted = self.generation
         found: tuple[dict[str, Any], str] = {}, ""
+        system = None
         if wanted.generation_config == "auto":
             found = recommended(self.checkpoint)
+            entry = of_file(self.checkpoint.path)
+            system = entry.system if entry else None
         elif wanted.generation_config not in ("vllm", "none"):
             path = Path(wanted.generation_config)
             found = read_generation_config(path), str(path)
         values, source = found
-        found_defaults = SamplingDefaults(values, source or "the API's defaults")
+        found_defaults = SamplingDefaults(values, source or "the API's defaults", system)
         override = wanted.override_generation_config or {}
         return found_defaults.replaced(override, "--override-generation-config")
 
@@ -208,8 +227,12 @@ class ModelText:
         max_tokens: int | None,
     ) -> ChatPrompt:
         """A conversation as the model reads it; see `chat_prompt`."""
-        from twinphase.tokenizer.prompt_parts import chat_prompt
+        from twinphase.tokenizer.prompt_parts import SYSTEM_ROLES, chat_prompt
 
+        system = self.sampling_defaults.system
+        roles = {message.get("role") for message in messages}
+        if system is not None and not roles & SYSTEM_ROLES:
+            messages = [{"role": "system", "content": system}, *messages]
         return chat_prompt(
             self.chat_template,
             self.tokenizer,
