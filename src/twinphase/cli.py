@@ -29,6 +29,7 @@ from twinphase.arguments import (
 )
 from twinphase.cluster.config import ClusterConfig
 from twinphase.commands import help as texts
+from twinphase.commands.demo import demo
 from twinphase.commands.estimate import estimate
 from twinphase.commands.explain import explain as explain_command
 from twinphase.commands.launch import launch
@@ -361,6 +362,7 @@ def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrot
     raise typer.Exit(1)
 
 
+command(texts.ASK, "Show prefill and decode on a page of text, in a minute.")(demo)
 command(texts.SERVE, "Start aider, Claude Code or OpenCode on your server.")(launch)
 command(texts.SERVE, "Show the models that a server has loaded.")(ps)
 command(texts.SERVE, "End a server on this machine.")(stop)

@@ -53,6 +53,11 @@ def note(text: str) -> None:
     _write(paint(text, DIM) + "\n")
 
 
+def heading(text: str) -> None:
+    """A line that begins a part of the output."""
+    _write(f"\n{paint(text, BOLD)}\n")
+
+
 def transient(text: str) -> None:
     """A line that the next one replaces, where stderr is a terminal; "" removes it."""
     if _is_terminal():

@@ -60,7 +60,7 @@ def roofline(
 
     def measured() -> list[Ceilings]:
         return measure_ceilings(
-            config, ceiling_repetitions, lambda done, total: progress("ceilings", done, total)
+            config, ceiling_repetitions, lambda done, total: progress("ceilings", int(done), total)
         )
 
     with Bystanders() as others:

@@ -37,13 +37,13 @@ def measure_repeatedly(
     threads: int,
     isa: str | None,
     repetitions: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[float, int], None] = lambda done, total: None,
     started: Callable[[Callable[[], None]], None] = lambda end: None,
 ) -> list[MeasuredRates]:
     """All ceilings, `repetitions` times in one process of its own.
 
     A process of its own keeps the compiler and 256 MiB of memory out of the caller's, and compiles
-    for the path's processor. `started` is called with a function that ends it at once.
+    for the path's processor. `progress` gets the repetitions that are done. `started` is called with a function that ends it at once.
 
     Raises:
         InvalidRequestError: this processor cannot run `isa`.
@@ -72,6 +72,9 @@ def measure_repeatedly(
             assert run.stdout is not None
             for line in run.stdout:
                 values = json.loads(line)
+                if "share" in values:
+                    progress(len(found) + values["share"], repetitions)
+                    continue
                 values["bandwidth"] = tuple(
                     (int(size), float(rate)) for size, rate in values["bandwidth"]
                 )

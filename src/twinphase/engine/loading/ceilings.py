@@ -48,7 +48,7 @@ def measured_ceilings(config: EngineConfig) -> Ceilings | None:
 def measure_ceilings(
     config: EngineConfig,
     repetitions: int = 1,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[float, int], None] = lambda done, total: None,
     started: Callable[[Callable[[], None]], None] = lambda end: None,
 ) -> list[Ceilings]:
     """Measure what this machine can do at best (some seconds per repetition); nothing is stored.
