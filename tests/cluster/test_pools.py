@@ -76,8 +76,4 @@ def test_without_ray_a_line_names_the_extra(tiny_path, monkeypatch, capsys):
         == 2
     )
     error = capsys.readouterr().err
-    assert (
-        "Ray is not installed" in error
-        and "[cluster]" in error
-        and len(error.splitlines()) <= 2
-    )
+    assert "Ray is not installed" in error and "[cluster]" in error and len(error.splitlines()) <= 2

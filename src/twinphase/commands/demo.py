@@ -13,6 +13,7 @@ from twinphase.errors import StorageError, TwinphaseError
 
 if TYPE_CHECKING:
     from twinphase.config import EngineConfig
+    from twinphase.phases.hardware import Ceilings
     from twinphase.phases.report import PhaseReport
 
 TEXT_NAME = "two-phases.md"
@@ -90,30 +91,34 @@ def _demo(model: str) -> int:
 
 def _measure_once(config: EngineConfig) -> None:
     """Measure this machine's ceilings, with a bar, where none are known."""
-    from twinphase.engine.loading.ceilings import (
-        device_of,
-        keep_ceilings,
-        measure_ceilings,
-        measured_ceilings,
-    )
-    from twinphase.terminal import Bar, note
+    from twinphase.engine.loading.ceilings import device_of, keep_ceilings, measured_ceilings
+    from twinphase.terminal import note
 
     if not device_of(config).ceilings or measured_ceilings(config) is not None:
         return
-    bar = Bar("Measuring this machine's limits, once", "%")
+    title = "Measuring this machine's limits, once"
     try:
         for _ in range(MAX_MEASUREMENTS):
-            [found] = measure_ceilings(
-                config, 1, lambda done, total: bar.update(round(100 * done), 100 * total)
-            )
-            bar.clear()
-            if keep_ceilings(None, found) is not None:
+            if keep_ceilings(None, _measure(config, title)) is not None:
                 return
-            bar = Bar("Measuring again: other programs disturbed it", "%")
+            title = "Measuring again: other programs disturbed it"
         note("Other programs disturbed the measurements, so MFU and MBU are not shown.")
     except (TwinphaseError, OSError) as error:
-        bar.clear()
         note(f"This machine's limits are not known: {error}")
+
+
+def _measure(config: EngineConfig, title: str) -> Ceilings:
+    from twinphase.engine.loading.ceilings import measure_ceilings
+    from twinphase.terminal import Bar
+
+    bar = Bar(title, "%")
+    try:
+        [found] = measure_ceilings(
+            config, 1, lambda done, total: bar.update(round(100 * done), 100 * total)
+        )
+    finally:
+        bar.clear()
+    return found
 
 
 def findings(first: PhaseReport, again: PhaseReport) -> list[str]:

@@ -168,9 +168,7 @@ def efficiency(
     mfu, mbu = (
         None if ideal is None or seconds <= 0 else ideal / seconds for ideal in (compute, memory)
     )
-    found = bound(
-        compute, memory, seconds, cpu_wait=cpu_wait, rank_wait=rank_wait, outside=outside
-    )
+    found = bound(compute, memory, seconds, cpu_wait=cpu_wait, rank_wait=rank_wait, outside=outside)
     return Efficiency(found, mfu, mbu)
 
 

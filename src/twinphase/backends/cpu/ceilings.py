@@ -43,7 +43,8 @@ def measure_repeatedly(
     """All ceilings, `repetitions` times in one process of its own.
 
     A process of its own keeps the compiler and 256 MiB of memory out of the caller's, and compiles
-    for the path's processor. `progress` gets the repetitions that are done. `started` is called with a function that ends it at once.
+    for the path's processor. `progress` gets the repetitions that are done. `started` is
+    called with a function that ends it at once.
 
     Raises:
         InvalidRequestError: this processor cannot run `isa`.

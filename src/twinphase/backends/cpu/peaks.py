@@ -200,8 +200,7 @@ def settle(
 ) -> bool:
     """Measure round after round until all ceilings are settled or the time is over.
 
-    Args:
-        progress: called with the share that is done, from 0 to 1.
+    `progress` is called with the share that is done, from 0 to 1.
 
     Returns:
         Whether they may be too low: not all are settled, or others took the cores meanwhile.
