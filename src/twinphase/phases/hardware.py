@@ -26,6 +26,14 @@ VERSION = 5
 HINT_INTERVAL_SECONDS = 24 * 3600
 # Of what `bound` gives: no ceiling explains half of the time.
 NEITHER = ("overhead", "contention", "ranks", "kernels")
+BOUND_WORDS = {
+    "compute": "bound by compute",
+    "memory": "bound by memory",
+    "contention": "held up by other programs",
+    "ranks": "held up by other ranks",
+    "overhead": "bound by overhead outside kernels",
+    "kernels": "its kernels ran below their peak",
+}
 # A ceiling that explains a smaller share of the time is not the bound.
 MIN_EXPLAINED_SHARE = 0.5
 

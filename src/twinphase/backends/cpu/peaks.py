@@ -214,7 +214,7 @@ def settle(
         for ceiling in unsettled:
             ceiling.measure(crew)
         unsettled = [ceiling for ceiling in ceilings if not ceiling.settled]
-        passed = (time.perf_counter() - begin) / LIMIT_SECONDS
+        passed = (time.perf_counter() - begin) / max(LIMIT_SECONDS, 1.0)
         progress(min(1.0, max(passed, 1 - len(unsettled) / len(ceilings))))
         if time.perf_counter() > end:
             break
