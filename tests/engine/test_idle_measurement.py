@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from twinphase.backends.cpu.ceilings import CeilingsError
 from twinphase.config import EngineConfig
 from twinphase.engine.loading import ceilings
 from twinphase.engine.loading.ceilings import IdleMeasurement
-from twinphase.backends.cpu.ceilings import CeilingsError
 from twinphase.phases.hardware import Ceilings
 
 FOUND = Ceilings("p", 1, "generic", ((1 << 20, 1e12),), 1e15, 1e14, 1e15)
