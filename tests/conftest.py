@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, settings
 import twinphase_bench.cli  # noqa: F401  adds bench, lab and roofline to the command line
 from command_line import Done
 from twinphase.cli import run_app
+from twinphase.config import ENGINES_VARIABLE
 
 # A busy machine is slow now and then, so examples have no deadline. Every run tries the same
 # examples, so that a failure is due to the change; `--hypothesis-profile explore` looks for others.
@@ -60,6 +61,16 @@ LONGEST_FILES = (
     "bench/load/test_run.py",
     "bench/lab/test_rules.py",
 )
+
+
+@pytest.fixture(autouse=True)
+def lone_engine():
+    """A server started in this process leaves its number of engines to no other test."""
+    before = os.environ.pop(ENGINES_VARIABLE, None)
+    yield
+    os.environ.pop(ENGINES_VARIABLE, None)
+    if before is not None:
+        os.environ[ENGINES_VARIABLE] = before
 
 
 @pytest.fixture

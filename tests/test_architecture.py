@@ -28,6 +28,7 @@ WORDS = {
     "config",
     "errors",
     "installed",
+    "load_times",
     "numa",
     "settings",
     "speculative",

@@ -181,16 +181,19 @@ def _run(
         stream_answer,
     )
     from twinphase.engine.frontends.llm import LLM
+    from twinphase.load_times import measured_loading
     from twinphase.terminal import Bar, describe_ranks, note, print_json, show_report
 
     bar = Bar("Compiling kernels", "kernels")
-    llm = LLM(
-        model,
-        compile_progress=lambda done, total, kernel: bar.update(done, total),
-        config=config,
-        task="generate",
-    )
+    with measured_loading() as parts:
+        llm = LLM(
+            model,
+            compile_progress=lambda done, total, kernel: bar.update(done, total),
+            config=config,
+            task="generate",
+        )
     bar.clear()
+    before |= parts
     if llm.ranks:
         note(f"Computed by {describe_ranks(llm.ranks)}.")
     before["load"] = time.perf_counter() - _process_start() - sum(before.values())

@@ -1,17 +1,23 @@
 """What a warm engine knows: its own speed, and whether stored ceilings are plausible."""
 
+import threading
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from provoked import Script, usual_seconds
 from tiny_gguf import write_tiny_gguf
+from twinphase import LLM, SamplingParams
+from twinphase.backends.cpu.backend import CpuBackend
+from twinphase.backends.cpu.compiler import LoadedKernels
 from twinphase.batch import Batch
 from twinphase.config import EngineConfig
 from twinphase.engine.loading import loading as load
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.loop import engine_facts
+from twinphase.engine.runner import Runner
 from twinphase.phases.hardware import Ceilings
 from twinphase.scheduler.pace import Pace
 
@@ -19,8 +25,12 @@ CEILINGS = Ceilings("p", 1, "generic", ((1, 1e15),), 1e15, 1e15, 1e15)
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory) -> LoadedEngine:
-    model = write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", context=2048)
+def model(tmp_path_factory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", context=2048)
+
+
+@pytest.fixture(scope="module")
+def loaded(model) -> LoadedEngine:
     return LoadedEngine(model, EngineConfig(backend="reference"))
 
 
@@ -74,3 +84,28 @@ def test_a_request_that_beats_the_ceilings_has_them_measured_again(loaded, faste
     for _ in range(2):
         loaded.doubt_ceilings(loaded.warm_timeline)
     assert kept == ([replace(CEILINGS, provisional=True)] if faster else [])
+
+
+def test_the_first_step_of_a_request_loads_captures_and_starts_nothing(model, monkeypatch):
+    loaded = LoadedEngine(model, EngineConfig(threads=2))
+    backend = loaded.backend
+    kernels = dict(backend._kernels)
+    pool = backend._pool
+    threads = set(threading.enumerate())
+    assert kernels and pool is not None
+    done: list[str] = []
+    monkeypatch.setattr(LoadedKernels, "load", lambda *args: done.append("load"))
+    monkeypatch.setattr(CpuBackend, "_capture", lambda *args: done.append("capture"))
+    loaded._compute("first", 20, 3)
+    assert not done and backend._pool is pool
+    assert dict(backend._kernels) == kernels and set(threading.enumerate()) == threads
+
+
+def test_the_made_up_row_of_loading_changes_no_answer(model, monkeypatch):
+    params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=1)
+    warm = LLM(model, threads=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "first_step", lambda self: None)
+        cold = LLM(model, threads=2)
+    found, plain = (llm.generate(["hello world"], params)[0].outputs[0] for llm in (warm, cold))
+    assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs)

@@ -36,8 +36,8 @@ QUICK = {
 }
 # Most natural preemptions are of the four requests that each mix of 12 blocks begins with.
 LONG = {
-    "compared": 1000,
-    "compared after a hit": 300,
+    "compared": 500,
+    "compared after a hit": 100,
     "compared after preemption": 40,
     "mixed steps": 1000,
     "natural preemptions": 20,

@@ -30,6 +30,7 @@ from twinphase.backends.reference import ReferenceBackend
 from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput
 from twinphase.config import EngineConfig
 from twinphase.engine.loading.loading import LoadedEngine
+from twinphase.engine.runner import Runner
 from twinphase.request import Request, SamplingParams
 from twinphase.speculation.eagle3 import Eagle3
 from twinphase.speculation.medusa import Medusa
@@ -377,12 +378,19 @@ def plain(target) -> list[tuple[list[int], str]]:
     return answers(LoadedEngine(target, EngineConfig(threads=1)))[0]
 
 
+def before_its_first_step(model: Path, config: EngineConfig) -> LoadedEngine:
+    """A loaded model that may still be asked to keep hidden states."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "first_step", lambda self: None)
+        return LoadedEngine(model, config)
+
+
 class TestSameTokens:
     """Tokens and log probabilities are those of no speculation."""
 
     @staticmethod
     def with_heads(target: Path, heads: Medusa | Eagle3, **config: Any) -> LoadedEngine:
-        loaded = LoadedEngine(target, EngineConfig(threads=2, **config))
+        loaded = before_its_first_step(target, EngineConfig(threads=2, **config))
         loaded.engine.drafter = Speculator(
             [heads], loaded.engine.cost_model, most=heads.num_tokens, always=True
         )
@@ -422,7 +430,7 @@ class TestSameTokens:
                     self.rows.setdefault(own.request_id, []).append(row.copy())
 
         collector = Collector()
-        loaded = LoadedEngine(target, EngineConfig(threads=1))
+        loaded = before_its_first_step(target, EngineConfig(threads=1))
         loaded.engine.executor.show_hidden(collector)
         answers(loaded)
         tensors = medusa_tensors(MEDUSA)

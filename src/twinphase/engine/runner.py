@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from time import perf_counter
 
-from twinphase.backends.base import Backend
+import numpy as np
+
+from twinphase.backends.base import Backend, StepInputs
 from twinphase.batch import Batch, StepOutput
 from twinphase.engine.inputs import build
 from twinphase.models.decoder import Decoder
@@ -30,6 +32,24 @@ class Runner:
         """Show `reader` the hidden states of every step from the first on; call it before that."""
         self.reader = reader
         self.model.kept = reader.layers
+
+    def first_step(self) -> None:
+        """Compute a made-up row, so that no step of a request pays for what happens once.
+
+        Its keys and values lie in block 0: a request overwrites them before it reads.
+        """
+        if getattr(self.backend, "device_sampler", None) is None:
+            row = np.zeros(1, np.int32)
+            inputs = StepInputs(
+                token_ids=row,
+                positions=row,
+                slot_mapping=row.astype(np.int64),
+                query_start=np.arange(2, dtype=np.int32),
+                block_tables=row[None],
+                num_decodes=0,
+                logit_rows=row,
+            )
+            self.backend.execute(self.model.forward, inputs)
 
     def execute(self, batch: Batch) -> StepOutput:
         begin = perf_counter()

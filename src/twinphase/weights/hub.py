@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twinphase.errors import CheckpointError, ModelNotFoundError, TwinphaseError
+from twinphase.load_times import loading_part
 from twinphase.weights import catalogue
 from twinphase.weights.gguf import open_gguf, quantization_name
 from twinphase.weights.hf import fetch_from_hub, matching_files
@@ -86,7 +87,11 @@ def resolve_model(name: str = DEFAULT_MODEL, progress: Progress | None = None) -
         CheckpointError: what another program keeps of it is damaged.
     """
     source = _parse(name)
-    return _present(name, source) or _fetch(source, progress)
+    found = _present(name, source)
+    if found is None:
+        with loading_part("download"):
+            found = _fetch(source, progress)
+    return found
 
 
 def cached_model(name: str) -> Path | None:

@@ -26,6 +26,7 @@ from pathlib import Path, PurePosixPath
 
 from twinphase.config import module_command
 from twinphase.errors import DownloadError, ModelNotFoundError, StorageError, TwinphaseError
+from twinphase.load_times import loading_part
 from twinphase.weights.catalogue import Entry, entries
 from twinphase.weights.progress import Progress
 
@@ -304,7 +305,11 @@ def _unpack(
     own = hashlib.sha256()
     done = 0
     name = PurePosixPath(member.filename).name
-    with archive.open(member) as source, open(unpacked, "ab") as sink:
+    with (
+        loading_part("unpack"),
+        archive.open(member) as source,
+        open(unpacked, "ab") as sink,
+    ):
         while chunk := source.read(_CHUNK_BYTES):
             for digest in (own, *digests):
                 digest.update(chunk)

@@ -28,6 +28,7 @@ from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu, compiler_environ
 from twinphase.backends.cpu.prebuilt import Bundle, read_bundle
 from twinphase.config import module_command
 from twinphase.errors import TwinphaseError
+from twinphase.load_times import loading_part
 from twinphase.weights import block_formats
 from twinphase.weights.storage import storage_error, write_atomically
 
@@ -142,9 +143,11 @@ def compile_kernels(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise storage_error(error, folder) from error
-    with _locked(folder):
+    with loading_part("compile"), _locked(folder):
         # Another process may have compiled them while this one waited for the lock.
-        missing = _copy_prebuilt(folder, isa, _missing(folder, isa, missing))
+        missing = _missing(folder, isa, missing)
+        with loading_part("unpack"):
+            missing = _copy_prebuilt(folder, isa, missing)
         if missing:
             _compile_in_processes(folder, isa, missing, progress)
 

@@ -302,6 +302,7 @@ def make_engine(
     wanted = speculative_config(config.speculative_config)
     drafter = make_speculator(wanted, cost_model, lambda: scheduler.pace.slo_seconds, heads)
     sizes: dict[str, Any] = {"shape": shape, "vocab_size": model.blueprint.vocab_size}
+    runner.first_step()
     return Engine(scheduler, runner, recorder, **sizes, seed=config.seed, drafter=drafter)
 
 
