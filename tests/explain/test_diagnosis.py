@@ -137,12 +137,12 @@ def test_without_an_engine_nothing_is_predicted():
     [
         (900_000, 10, {}, {}, "model_size"),
         (10, 900_000, {}, {}, "model_size"),
-        (10, 10, {}, {}, "step_overhead"),
+        (10, 10, {}, {}, "kernels_below_peak"),
         (900_000, 10, {}, {"ceilings": None}, "unknown_bound"),
         (900_000, 10, {}, {"threads": 1, "cores": 2}, "model_size"),
         (10, 900_000, {}, {"threads": 1, "cores": 4}, "threads"),
         (900_000, 10, {}, {"isa": "generic", "best_isa": "avx2"}, "model_size"),
-        (10, 10, {}, {"isa": "generic", "best_isa": "avx2"}, "step_overhead"),
+        (10, 10, {}, {"isa": "generic", "best_isa": "avx2"}, "kernels_below_peak"),
         (900_000, 10, {"executed": 1.0, "cpu_wait": 0.8}, {}, "contention"),
         (900_000, 10, {"executed": 1.0, "rank_wait": 0.8}, {}, "rank_wait"),
         (900_000, 10, {"executed": 1.0, "sampling": 0.8}, {}, "sampling"),
@@ -342,29 +342,38 @@ def predicted_error(lived):
     return abs(lived.prefill_alone() + lived.decode_step(1, 101) - own) / own
 
 
-def test_overhead_is_what_memory_and_arithmetic_leave():
+def test_kernels_below_their_peak_are_no_overhead():
+    found = explain(*decoded(10, 400_000, executed=0.75), machine()).diagnoses
+    seconds = {one.cause: one.seconds for one in found if one.phase == "decode"}
+    whole = sum(seconds.values())
+    assert seconds["step_overhead"] / whole == pytest.approx(0.25, rel=0.05)
+    assert seconds["kernels_below_peak"] / whole == pytest.approx(0.35, rel=0.05)
+
+
+def test_kernels_below_their_peak_are_what_memory_and_arithmetic_leave():
     given = evidence(
         [(IntervalKind.PREFILL, 1.0), (IntervalKind.DECODE, 2.0)],
         first=1.0,
         machine=None,
-        known={"decode": Efficiency("overhead", 0.1, 0.45)},
+        known={"decode": Efficiency("kernels", 0.1, 0.45)},
     )
     found = {one.cause: one for one in diagnose(given) if one.phase == "decode"}
     assert found["model_size"].share == pytest.approx(0.45) and found[
-        "step_overhead"
+        "kernels_below_peak"
     ].share == pytest.approx(0.55)
-    assert "1.10 s of the 2.00 s of its own decoding (MBU 45 %)" in found["step_overhead"].evidence
+    evidence_text = found["kernels_below_peak"].evidence
+    assert "took 1.10 s longer" in evidence_text
+    assert "of the 2.00 s of its own decoding (MBU 45 %)" in evidence_text
     assert "Reading it at the measured peak" in found["model_size"].evidence
 
 
-def test_overhead_is_told_by_the_larger_ceiling_and_without_contention():
+def test_kernels_are_compared_with_the_larger_ceiling_and_without_contention():
     found = explain(*decoded(10, 400_000, executed=1.0, cpu_wait=0.2), machine()).diagnoses
     shares = {one.cause: one.share for one in found if one.phase == "decode"}
-    assert shares["contention"] == pytest.approx(0.2) and shares["step_overhead"] == pytest.approx(
-        0.4
-    )
-    (overhead,) = (one for one in found if one.cause == "step_overhead")
-    assert "MFU 40 %" in overhead.evidence
+    assert shares["contention"] == pytest.approx(0.2)
+    assert shares["kernels_below_peak"] == pytest.approx(0.4)
+    (below,) = (one for one in found if one.cause == "kernels_below_peak")
+    assert "MFU 40 %" in below.evidence
     assert sum(shares.values()) == pytest.approx(1, abs=0.02)
 
 

@@ -259,7 +259,7 @@ def test_model_size(start):
         "model",
         [],
     ) and "MBU 8" in found.evidence
-    assert [one.cause for one in decode_of(start(), 20, 0.1)] == ["step_overhead"]
+    assert [one.cause for one in decode_of(start(), 20, 0.1)] == ["kernels_below_peak"]
 
 
 def test_context_length(start):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -8,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twinphase.phases.hardware import (
-    MAX_MEASUREMENTS,
     Ceilings,
     Efficiency,
     bound,
     compute_seconds,
     efficiency,
+    hint_is_due,
     load_ceilings,
     memory_seconds,
     must_measure,
@@ -76,19 +77,20 @@ def test_compute_seconds(flops, seconds):
 
 
 @pytest.mark.parametrize(
-    ("compute", "memory", "waited", "expected"),
+    ("compute", "memory", "waited", "outside", "expected"),
     [
-        (0.6, 0.1, 0.0, "compute"),
-        (0.1, 0.6, 0.3, "memory"),
-        (0.5, 0.5, 0.0, "compute"),
-        (0.1, 1.2, 0.0, "memory"),
-        (0.4, 0.4, 0.2, "overhead"),
-        (0.4, 0.4, 0.3, "contention"),
-        (0.1, 0.2, 0.8, "contention"),
+        (0.6, 0.1, 0.0, 0.2, "compute"),
+        (0.1, 0.6, 0.3, 0.0, "memory"),
+        (0.5, 0.5, 0.0, 0.0, "compute"),
+        (0.1, 1.2, 0.0, 0.0, "memory"),
+        (0.4, 0.4, 0.2, 0.0, "kernels"),
+        (0.4, 0.4, 0.1, 0.31, "overhead"),
+        (0.4, 0.4, 0.31, 0.1, "contention"),
+        (0.1, 0.2, 0.8, 0.0, "contention"),
     ],
 )
-def test_bound(compute, memory, waited, expected):
-    assert bound(compute, memory, 1.0, waited) == expected
+def test_bound(compute, memory, waited, outside, expected):
+    assert bound(compute, memory, 1.0, cpu_wait=waited, outside=outside) == expected
 
 
 def test_merging_keeps_the_higher_of_each():
@@ -100,14 +102,17 @@ def test_merging_keeps_the_higher_of_each():
     assert (merged.int8_ops, merged.float32_flops, merged.bfloat16_flops) == (1e12, 200e9, None)
 
 
-def test_provisional_ceilings_are_measured_until_the_machine_was_quiet_or_often_enough():
+def test_ceilings_are_measured_until_the_machine_was_quiet():
     busy = replace(CEILINGS, provisional=True)
     assert must_measure(None) and must_measure(busy) and not must_measure(CEILINGS)
     assert not must_measure(busy.merged(CEILINGS)) and not must_measure(CEILINGS.merged(busy))
-    known = busy
-    while must_measure(known):
-        known = known.merged(busy)
-    assert known.provisional and known.measurements == MAX_MEASUREMENTS
+
+
+def test_the_hint_about_measuring_comes_once_a_day(cache):
+    assert hint_is_due() and not hint_is_due()
+    (path,) = cache.rglob("hint")
+    os.utime(path, (1, 1))
+    assert hint_is_due() and not hint_is_due()
 
 
 def test_cache_round_trip(cache):

@@ -72,7 +72,7 @@ def test_prefill_is_measured_as_mfu_with_the_unit_of_each_part():
     )
     assert (prefill.tokens, prefill.cached_tokens) == (4, 7)
     assert prefill.tokens_per_second == pytest.approx(40)
-    assert prefill.bound == "overhead"
+    assert prefill.bound == "kernels"
 
 
 def test_a_phase_that_waited_says_for_what():
@@ -98,7 +98,21 @@ def test_decode_is_measured_as_mbu_at_its_working_set():
 def test_without_ceilings_all_is_unknown():
     for row in make(ceilings=None).phases:
         assert (row.efficiency, row.other_efficiency, row.bound) == (None, None, "unknown")
-    assert "MFU unknown" in "\n".join(report_lines(make(ceilings=None)))
+    lines = report_lines(make(ceilings=None))
+    assert not any(word in line for line in lines for word in ("unknown", "MFU", "MBU", "bound"))
+
+
+def test_time_outside_kernels_is_overhead():
+    line = timeline()
+    line.prefill.executed = 0.06
+    line.prefill.building = 0.02
+    assert line.prefill.outside == pytest.approx(0.06)
+    result = phase_report(line, units=UNITS, ceilings=CEILINGS, wall_seconds=2.0)
+    assert report_lines(result)[0].endswith("MFU 13 %, overhead-bound")
+    line.prefill.device = 0.09  # A device's own clock knows better.
+    assert line.prefill.outside == pytest.approx(0.01)
+    result = phase_report(line, units=UNITS, ceilings=CEILINGS, wall_seconds=2.0)
+    assert "kernels below their peak" in report_lines(result)[0]
 
 
 def test_a_request_without_decode_steps_and_one_that_never_ran():
@@ -135,7 +149,11 @@ def test_json_has_the_formulas_and_only_plain_values():
 def test_printed_lines():
     prefill, decode, rest = report_lines(make())
     assert prefill.startswith("prefill  4 tokens (7 cached)")
-    assert "40 tok/s" in prefill and "5.0 %" in prefill and "MFU 13 %, overhead-bound" in prefill
+    assert (
+        "40 tok/s" in prefill
+        and "5.0 %" in prefill
+        and "MFU 13 %, kernels below their peak" in prefill
+    )
     assert (
         decode.startswith("decode   2 tokens")
         and "MBU 60 % (0 MB per step), memory-bound" in decode

@@ -100,7 +100,8 @@ def _decode(evidence: Evidence, spent: dict[IntervalKind, float]) -> Seconds:
     if idle:  # Only arithmetic divides among more threads; a few threads saturate memory.
         found["threads"] = model * idle if bound == "compute" else listed
     model -= unexplained + (found.get("threads") or 0.0)
-    found["step_overhead"] = scheduled + unexplained
+    found["step_overhead"] = scheduled
+    found["kernels_below_peak"] = unexplained
     if bound == "unknown":
         return found | {"unknown_bound": model}
     weights = model * _weights_part(evidence)

@@ -218,15 +218,14 @@ def sampling(evidence: Evidence, seconds: float) -> About:
     return f"Choosing its tokens took {duration(seconds)}.", lever
 
 
-def step_overhead(evidence: Evidence, seconds: float) -> About:
-    sentence = (
-        "Scheduling, bookkeeping and other work that memory and arithmetic do not explain took "
-        f"{duration(seconds)}"
-    )
+def kernels_below_peak(evidence: Evidence, seconds: float) -> About:
     name, value = nearest_ceiling(evidence)
     metric = {"memory": "MBU", "compute": "MFU"}.get(name)
-    own = f" of the {duration(evidence.later[IntervalKind.DECODE])} of its own decoding"
-    return f"{sentence}{own}" + (f" ({metric} {percent(value)})." if metric else "."), None
+    sentence = (
+        f"Its kernels took {duration(seconds)} longer than memory and arithmetic at their measured "
+        f"peaks would, of the {duration(evidence.later[IntervalKind.DECODE])} of its own decoding"
+    )
+    return sentence + (f" ({metric} {percent(value)})." if metric else "."), None
 
 
 def unknown_bound(evidence: Evidence, seconds: float) -> About:

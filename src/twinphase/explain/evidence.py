@@ -216,4 +216,5 @@ class Evidence:
             machine.ceilings,
             cpu_wait=whole.cpu_wait * part,
             rank_wait=whole.rank_wait * part,
+            outside=whole.outside * part,
         )

@@ -17,7 +17,7 @@ from twinphase.explain.levers import Lever, duration, percent, rank
 from twinphase.explain.prefill_causes import prefix_sentence
 from twinphase.explain.waterfall import Waterfall, waterfall
 from twinphase.phases.cost import CostError
-from twinphase.phases.hardware import Efficiency
+from twinphase.phases.hardware import BOUND_WORDS, Efficiency
 from twinphase.phases.report import FORMULAS
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import RequestCounts
@@ -112,7 +112,7 @@ def _sentences(
             yield (
                 f"{phase.title()}: {totals.tokens} of its tokens in {steps}; with the other "
                 f"requests in them, these took {duration(totals.seconds)}"
-                f"{'' if bound == 'unknown' else f', bound by {bound}'}."
+                f"{'' if bound == 'unknown' else f': {BOUND_WORDS[bound]}'}."
             )
     routes = dict.fromkeys(
         one.reason for one in evidence.intervals(IntervalKind.ROUTE) if one.reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 from twinphase.explain.evidence import Evidence
 from twinphase.explain.levers import About, Lever, duration, percent
 from twinphase.outcome import MissReason
+from twinphase.phases.hardware import BOUND_WORDS
 from twinphase.phases.timeline import IntervalKind
 
 # Prompt parts that are new in each request.
@@ -28,9 +29,9 @@ def prompt_length(evidence: Evidence, seconds: float) -> About:
     miss = evidence.request.prefix_miss
     sentence = f"Computing its {evidence.num_computed} new prompt tokens took {duration(seconds)}."
     if near.bound != "unknown":
-        sentence += f" Bound by {near.bound}" + (
-            f", MFU {percent(near.mfu)}." if near.mfu is not None else "."
-        )
+        mfu = f", MFU {percent(near.mfu)}." if near.mfu is not None else "."
+        words = BOUND_WORDS[near.bound]
+        sentence += f" {words[0].upper()}{words[1:]}{mfu}"
     if miss is not None and miss.reason is MissReason.SALT:
         sentence += (
             " It is the first of its cache_salt (or API key): others' tokens are not "

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,11 +22,18 @@ from twinphase.numa import cpu_list
 from twinphase.weights.storage import cache_root, write_atomically
 
 # Part of the file name: another way of measuring needs another file.
-VERSION = 4
-# Provisional ceilings are final after this many measurements.
-MAX_MEASUREMENTS = 5
+VERSION = 5
+HINT_INTERVAL_SECONDS = 24 * 3600
 # Of what `bound` gives: no ceiling explains half of the time.
-NEITHER = ("overhead", "contention", "ranks")
+NEITHER = ("overhead", "contention", "ranks", "kernels")
+BOUND_WORDS = {
+    "compute": "bound by compute",
+    "memory": "bound by memory",
+    "contention": "held up by other programs",
+    "ranks": "held up by other ranks",
+    "overhead": "bound by overhead outside kernels",
+    "kernels": "its kernels ran below their peak",
+}
 # A ceiling that explains a smaller share of the time is not the bound.
 MIN_EXPLAINED_SHARE = 0.5
 
@@ -40,8 +48,8 @@ class Ceilings:
         int8_ops: operations per second of int8 dot products; None is unknown.
         float32_flops, bfloat16_flops, float16_flops: the same of multiply-adds and of products;
             None as well.
-        provisional: too low perhaps, because the machine was busy or a step beat them: a later run
-            measures again.
+        provisional: too low perhaps, because the machine was busy, and then they are not kept, or
+            because a step beat them: they are measured again.
         measurements: how many these are the best of.
     """
 
@@ -107,8 +115,8 @@ def _higher(one: float | None, other: float | None) -> float | None:
 
 
 def must_measure(known: Ceilings | None) -> bool:
-    """Whether to measure: the ceilings are unknown, or provisional with few measurements."""
-    return known is None or (known.provisional and known.measurements < MAX_MEASUREMENTS)
+    """Whether to measure in the next idle moment: the ceilings are unknown, or a step beat them."""
+    return known is None or known.provisional
 
 
 def compute_seconds(flops: Mapping[str, int], ceilings: Ceilings | None) -> float | None:
@@ -160,38 +168,42 @@ def efficiency(
     *,
     cpu_wait: float = 0.0,
     rank_wait: float = 0.0,
+    outside: float = 0.0,
 ) -> Efficiency:
-    """The efficiency of work that took `seconds`; the waits are those of `bound`."""
+    """The efficiency of work that took `seconds`; the other times are those of `bound`."""
     compute = compute_seconds(flops, ceilings)
     memory = memory_seconds(num_bytes, working_set, ceilings)
     mfu, mbu = (
         None if ideal is None or seconds <= 0 else ideal / seconds for ideal in (compute, memory)
     )
-    return Efficiency(bound(compute, memory, seconds, cpu_wait, rank_wait), mfu, mbu)
+    found = bound(compute, memory, seconds, cpu_wait=cpu_wait, rank_wait=rank_wait, outside=outside)
+    return Efficiency(found, mfu, mbu)
 
 
 def bound(
     compute: float | None,
     memory: float | None,
     seconds: float,
+    *,
     cpu_wait: float = 0.0,
     rank_wait: float = 0.0,
+    outside: float = 0.0,
 ) -> str:
-    """What held a phase back: "compute", "memory", "contention", "ranks", "overhead" or "unknown".
+    """What held a phase back: a ceiling ("compute", "memory"), one of `NEITHER`, or "unknown".
 
-    Neither ceiling may explain half of the time. If waiting for a processor (`cpu_wait`, seconds)
-    is at least half of what they leave unexplained, other processes held the phase back
-    (contention); if it is waiting for other ranks (`rank_wait`), these did; otherwise it was
-    overhead.
+    Where neither ceiling explains half of the time, it is the largest part of what they leave
+    unexplained: waiting for a processor that other programs had (`cpu_wait`, seconds: contention),
+    waiting for other ranks (`rank_wait`), time `outside` kernels (overhead), or else the kernels
+    themselves, which ran below their peaks.
     """
     if compute is None or memory is None or seconds <= 0:
         return "unknown"
     unexplained = seconds - max(compute, memory)
-    if unexplained > (1 - MIN_EXPLAINED_SHARE) * seconds:
-        if cpu_wait >= unexplained / 2:
-            return "contention"
-        return "ranks" if rank_wait >= unexplained / 2 else "overhead"
-    return "compute" if compute >= memory else "memory"
+    if unexplained <= (1 - MIN_EXPLAINED_SHARE) * seconds:
+        return "compute" if compute >= memory else "memory"
+    parts = {"contention": cpu_wait, "ranks": rank_wait, "overhead": outside}
+    parts["kernels"] = unexplained - sum(parts.values())
+    return max(parts, key=parts.__getitem__)
 
 
 @functools.cache
@@ -220,7 +232,7 @@ def _path(threads: int, isa: str) -> Path:
 
 
 def load_ceilings(threads: int, isa: str) -> Ceilings | None:
-    """The kept ceilings; None if they were never measured or the file is unreadable."""
+    """The kept ceilings; None if they were not measured undisturbed or the file is unreadable."""
     try:
         found = json.loads(_path(threads, isa).read_bytes())
         found["bandwidth"] = tuple((int(size), float(rate)) for size, rate in found["bandwidth"])
@@ -233,6 +245,17 @@ def save_ceilings(ceilings: Ceilings) -> None:
     """Keep ceilings for later runs; after an `OSError` a caller can go on without."""
     data = json.dumps(asdict(ceilings), indent=1).encode()
     write_atomically(_path(ceilings.threads, ceilings.isa), data)
+
+
+def hint_is_due() -> bool:
+    """Whether a day has passed since this last returned true, on this machine."""
+    path = cache_root() / "ceilings" / "hint"
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime < HINT_INTERVAL_SECONDS:
+            return False
+    with contextlib.suppress(OSError):
+        write_atomically(path, b"")
+    return True
 
 
 def cache_levels(threads: int) -> tuple[tuple[str, int], ...]:

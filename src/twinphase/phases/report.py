@@ -118,6 +118,7 @@ def _phase_row(
             ceilings,
             cpu_wait=totals.cpu_wait,
             rank_wait=totals.rank_wait,
+            outside=totals.outside,
         )
     metric, value, other = (
         ("MFU", reached.mfu, reached.mbu)

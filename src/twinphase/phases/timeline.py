@@ -130,6 +130,14 @@ class StepTotals(StepTimes):
     def flops(self) -> int:
         return self.linear_flops + self.attention_flops
 
+    @property
+    def outside(self) -> float:
+        """Seconds without a kernel of the model: scheduling, building inputs, choosing tokens."""
+        if self.device:
+            return max(0.0, self.seconds - self.device)
+        around = max(0.0, self.seconds - self.executed) if self.executed else 0.0
+        return around + self.building + self.sampling
+
     def add(self, record: StepRecord) -> None:
         self.steps += 1
         self.decodes += record.num_decodes

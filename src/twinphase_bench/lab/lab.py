@@ -212,7 +212,8 @@ def _prepare(model: str, config: dict[str, Any], progress: Progress) -> LabSetti
             [now] = measure_ceilings(workshop.config)
             best = setting.ceilings.merged(now) if setting.ceilings else now
             setting.ceilings = replace(best, bandwidth=now.bandwidth)
-            save_ceilings(best)
+            if not best.provisional:
+                save_ceilings(best)
         except OSError as error:
             setting.notes.append(
                 f"The ceilings could not be kept for later runs: {error.strerror}."

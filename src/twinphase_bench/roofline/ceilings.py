@@ -38,7 +38,9 @@ class CeilingSweep:
         return replace(self.kept, bandwidth=reduce(Ceilings.merged, self.runs).bandwidth)
 
     def save(self) -> str:
-        """Keep the ceilings for later runs; returns why that failed, "" if it did not."""
+        """Keep the ceilings for later runs; returns why they were not kept, "" if they were."""
+        if self.kept.provisional:
+            return "other programs disturbed the measurement"
         try:
             save_ceilings(replace(self.kept, measurements=1))
         except OSError as error:

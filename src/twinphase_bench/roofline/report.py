@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from twinphase import LinkRates
-from twinphase.phases.hardware import Ceilings
+from twinphase.phases.hardware import NEITHER, Ceilings
 from twinphase.phases.roofline import UNITS, Placed, Roofline
 from twinphase_bench.report.report import Column, Metric, Status, Table, Verdict, table_of
 from twinphase_bench.roofline.ceilings import CeilingSweep
@@ -193,8 +194,8 @@ def part_table(found: Sequence[PointFinding], phase: str) -> Table:
 
 
 # Verdicts
-def verdicts(line: Roofline, found: Sequence[PointFinding]) -> list[Verdict]:
-    """The findings, most important first."""
+def verdicts(line: Roofline, found: Sequence[PointFinding], disturbance: str = "") -> list[Verdict]:
+    """The findings, most important first; a `disturbance` of the measurement decides nothing."""
     result = [
         Verdict(
             Status.VOID,
@@ -212,6 +213,12 @@ def verdicts(line: Roofline, found: Sequence[PointFinding]) -> list[Verdict]:
     decodes = [one for one in sound if one.point.phase == "decode" and one.point.batch == 1]
     result += [_bound_verdict(longest, "compute") for longest in prefills[-1:]]
     result += [_bound_verdict(single, "memory") for single in decodes[:1]]
+    if disturbance:
+        firm = (Status.HOLDS, Status.FAILS)
+        result = [
+            replace(one, status=Status.UNKNOWN, reason=disturbance) if one.status in firm else one
+            for one in result
+        ]
     return [*result, machine_verdict(line)]
 
 
@@ -256,10 +263,9 @@ def _bound_verdict(one: PointFinding, wanted: str) -> Verdict:
         return Verdict(Status.HOLDS, text)
     if placed.bound == UNKNOWN:
         return Verdict(Status.UNKNOWN, text, "a ceiling is unknown")
-    overhead = placed.bound == "overhead"
     reason = (
         "neither ceiling explains half of their time"
-        if overhead
+        if placed.bound in NEITHER
         else f"they are bound by {placed.bound}"
     )
     return Verdict(Status.FAILS, text, reason)

@@ -23,7 +23,7 @@ from twinphase import (
 )
 from twinphase.phases.hardware import Ceilings, cache_levels
 from twinphase.phases.roofline import Roofline, measured_roofline
-from twinphase_bench.conditions import Bystanders, conditions
+from twinphase_bench.conditions import MIN_NOTABLE_CORES, Bystanders, conditions
 from twinphase_bench.report.report import Report, Section
 from twinphase_bench.roofline import report as words
 from twinphase_bench.roofline.ceilings import CeilingSweep
@@ -60,7 +60,7 @@ def roofline(
 
     def measured() -> list[Ceilings]:
         return measure_ceilings(
-            config, ceiling_repetitions, lambda done, total: progress("ceilings", done, total)
+            config, ceiling_repetitions, lambda done, total: progress("ceilings", int(done), total)
         )
 
     with Bystanders() as others:
@@ -89,13 +89,22 @@ def roofline(
     return Report(
         kind="roofline",
         title=f"Roofline of {points.workshop.path.name if points else 'this machine'}",
-        verdicts=words.verdicts(line, found),
+        verdicts=words.verdicts(line, found, _disturbance(others, ceilings)),
         conditions=_conditions(points, settings, ceilings, ceiling_repetitions),
         noise=_noise(sweep, problem, points, others),
         sections=sections,
         metrics=words.metrics(sweep, found),
         data=_data(sweep, line, points) | {"link": link and asdict(link)},
     )
+
+
+def _disturbance(others: Bystanders, ceilings: Ceilings) -> str:
+    """Why the measurement decides nothing; "" if it was undisturbed."""
+    if others.cores is not None and others.cores >= MIN_NOTABLE_CORES:
+        return f"other programs used {others.cores:.2f} cores meanwhile; repeat on a quiet machine"
+    if ceilings.provisional:
+        return "the ceilings were disturbed; repeat on a quiet machine"
+    return ""
 
 
 def _link(config: EngineConfig, model: str | None, progress: Progress) -> LinkRates | None:

@@ -158,6 +158,15 @@ def test_parts_that_do_not_add_up_are_void():
     assert "void" in point_table(found, "decode").rows[0]
     verdict = verdicts(measured_roofline(CEILINGS), found)[0]
     assert verdict.status is Status.FAILS and "0 of 1" in verdict.text
+    disturbed = verdicts(measured_roofline(CEILINGS), found, "other programs used 1.54 cores")
+    assert not {Status.HOLDS, Status.FAILS} & {one.status for one in disturbed}
+    assert disturbed[0].status is Status.UNKNOWN and "1.54 cores" in disturbed[0].reason
+
+
+def test_a_disturbed_measurement_is_not_kept(cache):
+    disturbed = CeilingSweep([replace(CEILINGS, provisional=True)], None)
+    assert "disturbed" in disturbed.save() and not list(cache.rglob("*.json"))
+    assert CeilingSweep([CEILINGS], None).save() == "" and list(cache.rglob("*.json"))
 
 
 def test_above_100_percent_is_the_first_verdict():

@@ -1,7 +1,7 @@
 """This machine's ceilings: memory bandwidth by working set, and the peak rates of its units.
 
-Not for judging kernels (phases/hardware.py does), and not for the way to the first token: callers
-measure after the answer. The measuring is in peaks.py, which alone needs the compiler.
+Not for judging kernels (phases/hardware.py does), and not where somebody waits: callers measure in
+idle moments. The measuring is in peaks.py, which alone needs the compiler.
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ def measure_repeatedly(
     threads: int,
     isa: str | None,
     repetitions: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[float, int], None] = lambda done, total: None,
+    started: Callable[[Callable[[], None]], None] = lambda end: None,
 ) -> list[MeasuredRates]:
     """All ceilings, `repetitions` times in one process of its own.
 
     A process of its own keeps the compiler and 256 MiB of memory out of the caller's, and compiles
-    for the path's processor.
+    for the path's processor. `progress` gets the repetitions that are done. `started` is
+    called with a function that ends it at once.
 
     Raises:
         InvalidRequestError: this processor cannot run `isa`.
-        CeilingsError: the measuring process failed.
+        CeilingsError: the measuring process failed, or was ended.
     """
     path = choose_isa(isa)
     command = [
@@ -67,9 +69,13 @@ def measure_repeatedly(
         ) as run,
     ):
         try:
+            started(run.kill)
             assert run.stdout is not None
             for line in run.stdout:
                 values = json.loads(line)
+                if "share" in values:
+                    progress(len(found) + values["share"], repetitions)
+                    continue
                 values["bandwidth"] = tuple(
                     (int(size), float(rate)) for size, rate in values["bandwidth"]
                 )

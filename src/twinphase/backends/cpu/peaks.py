@@ -195,20 +195,27 @@ def bandwidth_ceiling(size: int, memory: list[NDArray[np.uint8]], isa: Isa) -> C
     return Ceiling(work, float(slice_bytes))
 
 
-def settle(ceilings: Sequence[Ceiling], crew: Crew) -> bool:
+def settle(
+    ceilings: Sequence[Ceiling], crew: Crew, progress: Callable[[float], None] = lambda share: None
+) -> bool:
     """Measure round after round until all ceilings are settled or the time is over.
+
+    `progress` is called with the share that is done, from 0 to 1.
 
     Returns:
         Whether they may be too low: not all are settled, or others took the cores meanwhile.
     """
     crew.ran = crew.waited = 0.0
-    end = time.perf_counter() + LIMIT_SECONDS
+    begin = time.perf_counter()
+    end = begin + LIMIT_SECONDS
     stolen = _stolen()
     unsettled = list(ceilings)
     while unsettled:
         for ceiling in unsettled:
             ceiling.measure(crew)
         unsettled = [ceiling for ceiling in ceilings if not ceiling.settled]
+        passed = (time.perf_counter() - begin) / max(LIMIT_SECONDS, 1.0)
+        progress(min(1.0, max(passed, 1 - len(unsettled) / len(ceilings))))
         if time.perf_counter() > end:
             break
     waited = crew.waited + _stolen() - stolen
@@ -230,7 +237,7 @@ def measure_here(threads: int, isa: Isa) -> dict[str, Any]:
     ceilings = [*sets.values(), *(peak for peak in peaks.values() if peak is not None)]
     for ceiling in ceilings:
         ceiling.work(0, 1, clock_readings(1))  # compiles
-    provisional = settle(ceilings, crew)
+    provisional = settle(ceilings, crew, _print_share)
     crew.close()
     return {
         "bandwidth": [(size, max(ceiling.rates)) for size, ceiling in sets.items()],
@@ -239,8 +246,12 @@ def measure_here(threads: int, isa: Isa) -> dict[str, Any]:
     }
 
 
+def _print_share(share: float) -> None:
+    print(json.dumps({"share": share}), flush=True)
+
+
 def _main(isa: Isa, threads: int, repetitions: int) -> None:
-    """A line of JSON per measurement."""
+    """Print lines of JSON: the share of a measurement that is done, then what it found."""
     for _ in range(repetitions):
         print(json.dumps(measure_here(threads, isa)), flush=True)
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from twinphase.backends.base import Device, Units
 from twinphase.backends.device import open_device
-from twinphase.config import EngineConfig
-from twinphase.phases.hardware import Ceilings, load_ceilings, processor_name, save_ceilings
+from twinphase.config import EngineConfig, available_cores, cores_of_each_engine
+from twinphase.errors import TwinphaseError
+from twinphase.phases.hardware import (
+    Ceilings,
+    load_ceilings,
+    must_measure,
+    processor_name,
+    save_ceilings,
+)
 from twinphase.weights.checkpoint import Checkpoint
+
+# How long its owner has waited when the first measurement begins, and the longest of later waits.
+IDLE_SECONDS = 3.0
+LONGEST_IDLE_SECONDS = 3600.0
 
 
 def device_of(config: EngineConfig) -> Device:
@@ -35,36 +48,109 @@ def measured_ceilings(config: EngineConfig) -> Ceilings | None:
 def measure_ceilings(
     config: EngineConfig,
     repetitions: int = 1,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[float, int], None] = lambda done, total: None,
+    started: Callable[[Callable[[], None]], None] = lambda end: None,
 ) -> list[Ceilings]:
     """Measure what this machine can do at best (some seconds per repetition); nothing is stored.
 
+    With the cpu backend, `started` is called with a function that ends the measurement at once.
+
     Raises:
         InvalidRequestError: this processor cannot run `config.isa`.
-        CeilingsError: the measuring process failed.
+        CeilingsError: the measuring process failed, or was ended.
     """
     device = device_of(config)
     if config.backend == "cpu":
         from twinphase.backends.cpu.ceilings import measure_repeatedly
 
-        rates = measure_repeatedly(device.threads, device.isa, repetitions, progress)
+        rates = measure_repeatedly(device.threads, device.isa, repetitions, progress, started)
     else:
         rates = [device.measure() for _ in range(repetitions)]
     processor = processor_name()
     return [Ceilings(processor, device.threads, device.ceilings, **vars(one)) for one in rates]
 
 
-def learn_ceilings(config: EngineConfig) -> tuple[Ceilings, OSError | None]:
-    """Measure this machine's ceilings, for some seconds; keep the best values so far.
+def keep_ceilings(known: Ceilings | None, found: Ceilings) -> Ceilings | None:
+    """Keep the better of two ceilings, unless the new measurement was disturbed; returns the kept.
 
-    Returns:
-        The ceilings, and why they could not be kept, if they could not.
+    Raises:
+        OSError: they could not be written.
     """
-    known = measured_ceilings(config)
-    [found] = measure_ceilings(config)
+    if found.provisional:
+        return known
     best = known.merged(found) if known else found
-    try:
-        save_ceilings(best)
-    except OSError as error:
-        return best, error
-    return best, None
+    save_ceilings(best)
+    return best
+
+
+class IdleMeasurement:
+    """Measures this machine's ceilings in the background while its owner waits for input.
+
+    It begins after some seconds of waiting, and ends at once when the waiting does. A measurement
+    that was cut off or disturbed leaves nothing, and the next one waits longer.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        measure: Callable[..., list[Ceilings]] = measure_ceilings,
+        patience: float = IDLE_SECONDS,
+    ) -> None:
+        self._config = config
+        self._measure = measure
+        self._patience = patience
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._end: Callable[[], None] | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether ceilings are missing or doubted, and no other engine here would be disturbed.
+
+        Only measurements of the cpu backend can be ended at any moment.
+        """
+        return (
+            self._config.backend == "cpu"
+            and cores_of_each_engine() == available_cores()
+            and must_measure(measured_ceilings(self._config))
+        )
+
+    def begin(self) -> None:
+        """The owner waits from now on."""
+        self.interrupt()
+        if self.is_due:
+            self._stop = threading.Event()
+            threading.Thread(target=self._run, args=(self._stop,), daemon=True).start()
+
+    def interrupt(self) -> None:
+        """The owner has something to do: the cores are its own when this returns."""
+        self._stop.set()
+        with self._lock:
+            if self._end is not None:
+                self._end()
+
+    def __enter__(self) -> IdleMeasurement:
+        self.begin()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.interrupt()
+
+    def _run(self, stop: threading.Event) -> None:
+        if stop.wait(self._patience):
+            return
+        self._patience = min(LONGEST_IDLE_SECONDS, 4 * self._patience)
+
+        def started(end: Callable[[], None]) -> None:
+            with self._lock:
+                self._end = end
+            if stop.is_set():
+                end()
+
+        try:
+            with suppress(TwinphaseError, OSError):
+                [found] = self._measure(self._config, 1, started=started)
+                keep_ceilings(measured_ceilings(self._config), found)
+        finally:
+            with self._lock:
+                self._end = None

@@ -124,9 +124,12 @@ def serve(
             function; returns the port's addresses.
     """
     from twinphase.engine.embedding.loop import make_loop
+    from twinphase.engine.loading.ceilings import IdleMeasurement
     from twinphase.engine.process.loop import EngineLoop
 
     loop, facts = make_loop(loaded, link.send)
+    if isinstance(loop, EngineLoop):
+        loop.idle = IdleMeasurement(loaded.config)
     if open_port is not None and isinstance(loop, EngineLoop):
         facts = structs.replace(facts, kv_addresses=open_port(loop, link.send))
     link.send(facts)
@@ -142,11 +145,9 @@ def serve(
 
 
 def load(wanted: Load, send: Callable[[FromEngine], None]) -> LoadedEngine | LoadedEmbedder:
-    """Load a model, measure this machine if needed, and warm up; `send` gets the progress."""
+    """Load a model and warm up; `send` gets the progress."""
     from twinphase.engine.embedding.embedder import LoadedEmbedder
     from twinphase.engine.embedding.embedder import load as load_model
-    from twinphase.engine.loading.ceilings import device_of, learn_ceilings, measured_ceilings
-    from twinphase.phases.hardware import must_measure
 
     last = 0.0
 
@@ -167,9 +168,6 @@ def load(wanted: Load, send: Callable[[FromEngine], None]) -> LoadedEngine | Loa
         send(Loading("warming up"))
         loaded.embed([1] * min(WARM_UP_TOKENS, loaded.config.max_model_len or 1))
         return loaded
-    if device_of(loaded.config).ceilings and must_measure(measured_ceilings(loaded.config)):
-        send(Loading("measuring this machine"))
-        learn_ceilings(loaded.config)
     send(Loading("warming up"))
     loaded.warm_up(WARM_UP_PROMPT, WARM_UP_TOKENS)
     # Made now, since the first grammar would delay other requests' decodes.

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -83,12 +84,14 @@ class EngineLoop:
     Attributes:
         pushes: sends KV blocks to other engines, where this engine is a cluster's worker.
         block_counts: KV blocks that other engines sent, by outcome.
+        idle: entered while the engine waits for a message.
     """
 
     def __init__(self, loaded: LoadedEngine, send: Callable[[FromEngine], None]) -> None:
         self.loaded = loaded
         self.pushes: Pushes | None = None
         self.block_counts: Mapping[str, int] = {}
+        self.idle: AbstractContextManager[object] = nullcontext()
         self.pace: Pace | None = None
         self._send = send
         self._inbox: queue.SimpleQueue[ToEngine | _Compiled | _Call] = queue.SimpleQueue()
@@ -163,11 +166,12 @@ class EngineLoop:
         """Take all waiting messages; without work, wait for one."""
         while not self._stopped:
             try:
-                message = self._inbox.get(
-                    block=not (engine.has_work or self._inspections or self._calls)
-                )
+                message = self._inbox.get(block=False)
             except queue.Empty:
-                return
+                if engine.has_work or self._inspections or self._calls:
+                    return
+                with self.idle:
+                    message = self._inbox.get()
             self._take(engine, message)
 
     def _take(self, engine: Engine, message: ToEngine | _Compiled | _Call) -> None:
