@@ -80,6 +80,7 @@ TOP = {
     "commands",
     "arguments",
     "answer",
+    "chat",
     "terminal",
     "progress",
 }  # command line, public names: all of the above
@@ -101,6 +102,8 @@ THIRD_PARTY_HOME = {
     "altair": (),
     "vl_convert": (),
     "opentelemetry": "server",
+    "prompt_toolkit": "chat",
+    "wcwidth": "chat",
 }
 
 

@@ -403,40 +403,6 @@ def test_interrupt_while_the_answer_comes(tmp_path):
     assert re.search(rb"^decode +[\d,]+ tokens .* tok/s ", stderr, re.MULTILINE)
 
 
-def test_chat_computes_only_what_is_new(model):
-    with terminal(
-        "run", model, *SMALL, "--max-tokens", "8", "--ignore-eos", tty_stdin=True
-    ) as shown:
-        shown.wait_for(b"/exit")
-        shown.type("hello the world and the world\n")
-        shown.wait_for(b"unattributed")
-        shown.type("and then?\n")
-        shown.wait_for(b" cached)")
-        shown.type("/clear\n/nonsense\n")
-        shown.wait_for(b"Unknown command")
-        shown.type("\x04")  # the end of input
-        done = shown.finish()
-    assert done.code == 0
-    assert "Conversation cleared." in done.err and "Traceback" not in done.err
-    first, second = re.findall(r"prefill +(\d+) tokens(?: \((\d+) cached\))?", done.err)
-    assert first[1] == "", "the first turn finds nothing"
-    # Random weights answer with broken characters, so the answer's own tokens need not come back;
-    # the prompt's full blocks of 16 do.
-    assert int(second[1]) >= int(first[0]) // 16 * 16 > 0
-
-
-def test_exit_leaves_the_chat(model, monkeypatch, capsys):
-    lines = iter(["", "/exit", "never read"])
-    monkeypatch.setattr("builtins.input", lambda _: next(lines))
-    assert (
-        answer.chat(
-            SimpleNamespace(config=EngineConfig(backend="reference")), SamplingParams(), None
-        )
-        == 0
-    )  # type: ignore[arg-type]
-    assert next(lines) == "never read"
-
-
 def test_a_reader_that_leaves_is_no_error(model):
     command = [*COMMAND, "run", model, "hello", *SMALL, "--ignore-eos"]
     with child(command, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1) as process:

@@ -1,4 +1,4 @@
-"""One answer on a terminal, and a conversation of them: streams it, then says where the time went.
+"""One answer on a terminal: streams it, then says where the time went.
 
 Joins what may not know each other: the engine's stream, the measuring of ceilings, the report, the
 screen. Not for reading the command line (cli.py) nor for drawing (terminal.py).
@@ -6,15 +6,13 @@ screen. Not for reading the command line (cli.py) nor for drawing (terminal.py).
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from twinphase import terminal
-from twinphase.errors import TwinphaseError
+from twinphase.chat.wrapping import UNWRAPPED, WrappedOutput
 from twinphase.phases.hardware import Ceilings, hint_is_due, save_ceilings
 from twinphase.phases.report import PhaseReport, phase_report
 
@@ -39,16 +37,20 @@ class Answer:
     interrupted: bool
 
 
-def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool = True) -> Answer:
+def stream_answer(
+    llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool = True, wrap: bool = True
+) -> Answer:
     """Stream one answer to stdout (if `show`), with a bar on stderr during a long prefill.
 
-    Ctrl-C ends the answer; the part so far is returned.
+    On a terminal, lines are broken between words (if `wrap`). Ctrl-C ends the answer; the part
+    so far is returned.
 
     Raises:
         KeyboardInterrupt: before the first step was done.
     """
     from twinphase.batch import Phase
 
+    shown = WrappedOutput(columns=None if wrap else UNWRAPPED)
     bar = terminal.Bar("Reading the prompt", "tokens")
     last = None
     pressed = False
@@ -60,7 +62,7 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: boo
                     continue
                 bar.clear()
                 if show and last.text:
-                    print(last.text, end="", flush=True)
+                    shown.write(last.text)
     except KeyboardInterrupt:
         pressed = True
         if last is None:
@@ -70,8 +72,8 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: boo
     assert last is not None, "a stream has at least one update"
     output = last.output
     text = output.outputs[0].text
-    if show and text and not text.endswith("\n"):
-        print(flush=True)
+    if show and text:
+        shown.close(with_newline=not text.endswith("\n"))
     return Answer(output, interrupted=pressed or output.outputs[0].finish_reason == "abort")
 
 
@@ -140,59 +142,3 @@ def result_json(
         "timing": result.as_dict(),
         "ceilings": asdict(ceilings) if ceilings else None,
     }
-
-
-def chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
-    """Talk until /exit or end of input; returns the exit code.
-
-    The prefix cache holds the last turns, so that each turn computes only what is new.
-    """
-    with suppress(ImportError):
-        import readline  # noqa: F401  line editing and history for input()
-    terminal.note(
-        "Ask away. /clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
-    )
-    from twinphase.engine.loading.ceilings import IdleMeasurement
-
-    idle = IdleMeasurement(llm.config)
-    start: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-    messages = list(start)
-    while True:
-        try:
-            with idle:
-                line = input("> ").strip()
-        except EOFError:
-            print()
-            return 0
-        except KeyboardInterrupt:
-            print()
-            return INTERRUPTED
-        if line in ("/exit", "/quit"):
-            return 0
-        if line == "/clear":
-            messages = list(start)
-            terminal.note("Conversation cleared.")
-        elif line.startswith("/") and " " not in line:
-            terminal.note(f"Unknown command {line}. There are /clear and /exit.")
-        elif line:
-            messages = (
-                _turn(llm, params, [*messages, {"role": "user", "content": line}]) or messages
-            )
-
-
-def _turn(
-    llm: LLM, params: SamplingParams, messages: list[dict[str, str]]
-) -> list[dict[str, str]] | None:
-    """One turn; the conversation after it, or None if it failed."""
-    began = time.perf_counter()
-    try:
-        answer = stream_answer(llm, messages, params)
-    except TwinphaseError as error:
-        terminal.error_line(error)
-        return None
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return None
-    result, _ = report_answer(llm, answer, time.perf_counter() - began)
-    terminal.show_report(result)
-    return [*messages, {"role": "assistant", "content": answer.output.outputs[0].text}]

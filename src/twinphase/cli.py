@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -42,6 +42,9 @@ from twinphase.config import EngineConfig
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.request import SamplingParams
 from twinphase.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from twinphase.chat.conversation import Conversation
 
 MODEL_HELP = (
     "Name of `twinphase search`, GGUF file, Hugging Face folder, hf:ORG/REPO[:FILE], "
@@ -130,6 +133,15 @@ def run(
     json: bool = typer.Option(
         False, "--json", help="Print one JSON result on stdout instead of the stream."
     ),
+    continued: bool = typer.Option(
+        False, "--continue", "-c", help="Continue the last conversation, with its model."
+    ),
+    verbose: bool = typer.Option(
+        False, "--verbose", help="In a chat, show all statistics after each answer."
+    ),
+    no_history: bool = typer.Option(
+        False, "--no-history", help="In a chat, keep neither lines nor the conversation."
+    ),
     *,
     sampling: dict[str, Any],
     engine: dict[str, Any],
@@ -156,8 +168,17 @@ def run(
         raise InvalidRequestError(
             "--json and --raw need a prompt.", "Give it as an argument, on stdin or with --file."
         )
-    how: dict[str, Any] = {"system": system, "raw": raw, "json": json, "explain": explain}
-    raise typer.Exit(_run(model or DEFAULT_MODEL, text, sampling, engine_config, before, **how))
+    how: dict[str, Any] = {"raw": raw, "json": json, "explain": explain, "verbose": verbose}
+    from twinphase.chat.conversation import Conversation, load
+
+    talk = Conversation(model or DEFAULT_MODEL, SamplingParams(), system)
+    if continued:
+        saved = load()
+        talk.take({**saved, "system": saved.get("system") if system is None else system})
+        talk.model = model or saved.get("model") or DEFAULT_MODEL
+        sampling = saved["settings"] | sampling
+    how |= {"talk": talk, "history": not no_history}
+    raise typer.Exit(_run(talk.model, text, sampling, engine_config, before, **how))
 
 
 def _run(
@@ -167,14 +188,15 @@ def _run(
     config: EngineConfig,
     before: dict[str, float],
     *,
-    system: str | None,
+    talk: Conversation,
     raw: bool,
     json: bool,
     explain: bool,
+    verbose: bool,
+    history: bool,
 ) -> int:
     from twinphase.answer import (
         INTERRUPTED,
-        chat,
         hint_about_ceilings,
         report_answer,
         result_json,
@@ -201,9 +223,11 @@ def _run(
     params = SamplingParams(**{**RUN_DEFAULTS, **defaults.values, **sampling})
     if text is None:
         note(f"Sampling: {defaults.replaced(sampling, 'options')}.")
-        return chat(llm, params, system)
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": text})
+        from twinphase.chat.chat import Chat
+
+        talk.params = params
+        return Chat(llm, talk, verbose=verbose, history=history).run()
+    messages = [*talk.messages, {"role": "user", "content": text}]
     answer = stream_answer(llm, text if raw else messages, params, show=not json)
     report, ceilings = report_answer(llm, answer, time.perf_counter() - _process_start(), before)
     if json:

@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from twinphase.phases.colours import TERMINAL_CODES
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -29,6 +31,13 @@ BAR_WIDTH = 28
 REDRAW_SECONDS = 0.1
 # Columns where the output is not a terminal.
 PLAIN_WIDTH = 120
+MAX_SHORT_COLUMNS = 80
+SHORT_BOUNDS = {
+    "compute": "compute",
+    "memory": "memory",
+    "contention": "contention",
+    "overhead": "overhead",
+}
 
 
 def _is_terminal() -> bool:
@@ -219,3 +228,28 @@ def report_lines(report: PhaseReport) -> list[str]:
 
 def show_report(report: PhaseReport) -> None:
     _write("\n".join(report_lines(report)) + "\n")
+
+
+def short_report(report: PhaseReport, columns: int) -> str:
+    """One line of at most `columns`, without colours' codes: TTFT, then both phases."""
+    parts = []
+    if report.ttft is not None:
+        parts.append(("", f"TTFT {_duration(report.ttft)}"))
+    for row in report.phases:
+        if row.tokens_per_second is not None:
+            bound = SHORT_BOUNDS.get(row.bound, "")
+            text = f"{row.name} {row.tokens:,} at {row.tokens_per_second:,.0f} tok/s"
+            parts.append((row.name, f"{text} ({bound})" if bound else text))
+    while len(parts) > 1 and len(" · ".join(text for _, text in parts)) > columns:
+        parts.pop(0)
+    plain = " · ".join(text for _, text in parts)
+    if len(plain) > columns:
+        return plain[:columns]
+    return paint(" · ", DIM).join(
+        paint(text, TERMINAL_CODES[name]) if name else paint(text, DIM) for name, text in parts
+    )
+
+
+def show_short_report(report: PhaseReport) -> None:
+    columns = min(shutil.get_terminal_size().columns, MAX_SHORT_COLUMNS)
+    _write(short_report(report, columns) + "\n")

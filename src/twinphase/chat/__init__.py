@@ -1,0 +1,1 @@
+"""The conversation on a terminal that `twinphase run MODEL` begins without a prompt."""

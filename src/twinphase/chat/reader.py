@@ -1,0 +1,109 @@
+"""Reads what a user types: lines with history and completion, several lines, and pasted text."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+PROMPT = "> "
+MORE = "... "
+QUOTES = '"""'
+# A longer paste is shown by its size; a terminal would take seconds to draw it.
+MAX_SHOWN_LINES = 8
+MAX_SHOWN_CHARACTERS = 1000
+MAX_HISTORY_BYTES = 1 << 20
+
+
+class Reader:
+    """Reads one message after another.
+
+    A message is a line, a pasted text of any size, or what stands between lines of triple quotes.
+    """
+
+    def __init__(
+        self, commands: Sequence[str], history: Path | None, keeps: Callable[[], bool]
+    ) -> None:
+        """Complete `commands`, and add lines to the file `history` while `keeps()` is true."""
+        self._keeps = keeps
+        self._pastes: dict[str, str] = {}
+        self._line: Callable[[str], str] = input
+        if sys.stdin.isatty() and os.environ.get("TERM") != "dumb":
+            self._line = self._session(commands, history)
+
+    def read(self) -> str:
+        """The next message, without spaces around it.
+
+        Raises:
+            EOFError: the input has ended, or Ctrl-D was pressed.
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
+        text = self._line(PROMPT).strip()
+        if text.startswith(QUOTES):
+            text = text.removeprefix(QUOTES)
+            while not text.rstrip().endswith(QUOTES):
+                text += "\n" + self._line(MORE)
+            text = text.rstrip().removesuffix(QUOTES).strip()
+        for shown, pasted in self._pastes.items():
+            text = text.replace(shown, pasted)
+        self._pastes.clear()
+        return text
+
+    def _session(self, commands: Sequence[str], history: Path | None) -> Callable[[str], str]:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+        from prompt_toolkit.output import create_output
+
+        class KeptLines(FileHistory):
+            def store_string(lines, string: str) -> None:
+                if self._keeps():
+                    super().store_string(string)
+
+        # Some terminals never answer the question where the cursor is.
+        os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
+        kept: History = InMemoryHistory()
+        if history is not None:
+            with contextlib.suppress(OSError):
+                history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if history.exists() and history.stat().st_size > MAX_HISTORY_BYTES:
+                    history.unlink()
+                history.touch(mode=0o600)
+                kept = KeptLines(str(history))
+        session: PromptSession[str] = PromptSession(
+            completer=WordCompleter(list(commands), sentence=True),
+            complete_while_typing=False,
+            history=kept,
+            key_bindings=self._keys(),
+            enable_open_in_editor=False,
+            enable_suspend=True,
+            # Answers go to stdout, which may be a file.
+            output=create_output(stdout=sys.stderr),
+        )
+        return session.prompt
+
+    def _keys(self) -> Any:
+        from prompt_toolkit.key_binding import KeyBindings
+        from prompt_toolkit.keys import Keys
+
+        keys = KeyBindings()
+
+        @keys.add(Keys.BracketedPaste)
+        def paste(event: Any) -> None:
+            text = event.data.replace("\r\n", "\n").replace("\r", "\n")
+            lines = text.count("\n") + 1
+            if lines > MAX_SHOWN_LINES or len(text) > MAX_SHOWN_CHARACTERS:
+                shown = f"[pasted text {len(self._pastes) + 1}: {lines} lines, {len(text)} letters]"
+                self._pastes[shown] = text
+                text = shown
+            event.current_buffer.insert_text(text)
+
+        @keys.add("escape", "enter")
+        @keys.add("c-j")
+        def new_line(event: Any) -> None:
+            event.current_buffer.insert_text("\n")
+
+        return keys
