@@ -33,8 +33,8 @@ REDRAW_SECONDS = 0.1
 PLAIN_WIDTH = 120
 MAX_SHORT_COLUMNS = 80
 SHORT_BOUNDS = {
-    "compute": "compute",
-    "memory": "memory",
+    "compute": "compute-bound",
+    "memory": "memory-bound",
     "contention": "contention",
     "overhead": "overhead",
 }
@@ -231,23 +231,23 @@ def show_report(report: PhaseReport) -> None:
 
 
 def short_report(report: PhaseReport, columns: int) -> str:
-    """One line of at most `columns`, without colours' codes: TTFT, then both phases."""
-    parts = []
-    if report.ttft is not None:
-        parts.append(("", f"TTFT {_duration(report.ttft)}"))
-    for row in report.phases:
-        if row.tokens_per_second is not None:
-            bound = SHORT_BOUNDS.get(row.bound, "")
-            text = f"{row.name} {row.tokens:,} at {row.tokens_per_second:,.0f} tok/s"
-            parts.append((row.name, f"{text} ({bound})" if bound else text))
-    while len(parts) > 1 and len(" · ".join(text for _, text in parts)) > columns:
-        parts.pop(0)
-    plain = " · ".join(text for _, text in parts)
-    if len(plain) > columns:
-        return plain[:columns]
-    return paint(" · ", DIM).join(
-        paint(text, TERMINAL_CODES[name]) if name else paint(text, DIM) for name, text in parts
-    )
+    """One line of at most `columns`: TTFT, then both phases with what bound them.
+
+    In a narrow terminal what bound them is left out first, and then TTFT.
+    """
+    first = "" if report.ttft is None else f"TTFT {report.ttft * 1e3:,.0f} ms"
+    for with_bounds, with_ttft in ((True, True), (False, True), (False, False)):
+        parts = [("", first)] if first and with_ttft else []
+        for row in report.phases:
+            if row.tokens_per_second is not None:
+                text = f"{row.name} {row.tokens:,} tok, {row.tokens_per_second:,.0f} tok/s"
+                bound = SHORT_BOUNDS.get(row.bound)
+                parts.append((row.name, f"{text}, {bound}" if bound and with_bounds else text))
+        plain = " | ".join(text for _, text in parts)
+        if len(plain) <= columns:
+            coloured = (paint(text, TERMINAL_CODES[name]) if name else text for name, text in parts)
+            return " | ".join(coloured)
+    return plain[:columns]
 
 
 def show_short_report(report: PhaseReport) -> None:

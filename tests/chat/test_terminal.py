@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 
 import pytest
 
@@ -10,6 +11,8 @@ from test_cli import SMALL, terminal
 from tiny_gguf import write_tiny_gguf
 
 pytestmark = [pytest.mark.usefixtures("cache"), pytest.mark.timeout(120)]
+# The line editor asks for pasted text in brackets.
+READY = b"\x1b[?2004h"
 OPTIONS = [*SMALL, "--ignore-eos", "--max-tokens", "8", "--verbose"]
 
 
@@ -20,8 +23,7 @@ def model(tmp_path_factory) -> str:
 
 def test_a_paste_is_one_message_and_each_turn_computes_only_what_is_new(model):
     with terminal("run", model, *OPTIONS, tty_stdin=True) as shown:
-        shown.wait_for(b"/help")
-        shown.wait_for(b"> ")
+        shown.wait_for(READY)
         shown.type("\x1b[200~hello the world\nand the world\nand three lines\x1b[201~")
         shown.type("\r")
         shown.wait_for(b"wall ")
@@ -34,7 +36,7 @@ def test_a_paste_is_one_message_and_each_turn_computes_only_what_is_new(model):
     found = re.findall(r"prefill +(\d+) tokens(?: \((\d+) cached\))?", done.err)
     assert len(found) == 2 and found[0][1] == "" and int(found[1][1]) > 0
     with terminal("run", "-c", *OPTIONS, tty_stdin=True) as shown:
-        shown.wait_for(b"> ")
+        shown.wait_for(READY)
         shown.type("/show\r")
         shown.wait_for(b"Messages: 4")
         shown.type("\x04")
@@ -45,10 +47,10 @@ def test_ctrl_c_cuts_an_answer_and_the_chat_goes_on(tmp_path):
     path = write_tiny_gguf(tmp_path / "slow.gguf", context=8192, hidden=256, ffn=512, layers=4)
     given = ["run", str(path), *SMALL, "--ignore-eos"]
     with terminal(*given, tty_stdin=True) as shown:
-        shown.wait_for(b"> ")
+        shown.wait_for(READY)
         shown.type("hello\r")
         assert shown.process.stdout.read(20)
-        shown.type("\x03")
+        shown.process.send_signal(signal.SIGINT)
         shown.wait_for(b"tok/s")
         shown.type("/show\r")
         shown.wait_for(b"Messages: 2")

@@ -32,5 +32,5 @@ def test_lines_are_broken_between_words(pieces, expected):
 
 @pytest.mark.parametrize("columns", [None, UNWRAPPED])
 def test_elsewhere_the_text_stays_as_it_is(columns):
-    text = "a long line of words " * 20 + "\n\tand  more"
+    text = " a long line of words" * 20 + "\n\tand  more"
     assert written([text[:7], text[7:]], columns) == text

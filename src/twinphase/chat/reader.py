@@ -102,7 +102,6 @@ class Reader:
             event.current_buffer.insert_text(text)
 
         @keys.add("escape", "enter")
-        @keys.add("c-j")
         def new_line(event: Any) -> None:
             event.current_buffer.insert_text("\n")
 
