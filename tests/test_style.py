@@ -49,7 +49,7 @@ BUDGET: dict[str, int] = {
     "twinphase": 16_800,
     "twinphase/backends": 82_900,
     "twinphase/cache": 4_500,
-    "twinphase/chat": 3_000,
+    "twinphase/chat": 3_200,
     "twinphase/cluster": 29_000,
     "twinphase/commands": 18_000,
     "twinphase/engine": 32_800,
