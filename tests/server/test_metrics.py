@@ -101,6 +101,14 @@ def test_a_step_sets_gauges_and_adds_to_both_phases():
         )
 
 
+def test_the_pace_is_that_of_the_last_step_and_stays_while_the_engine_is_idle():
+    metrics = Metrics("some/model")
+    for seconds in (0.8, 0.05):
+        metrics.step(make_stats(itl_slo_seconds=seconds))
+    metrics.idle()
+    assert read(metrics)["itl_slo_seconds",] == 0.05
+
+
 def test_every_measured_part_of_a_step_is_counted():
     metrics = Metrics("some/model")
     parts = {part.name: float(number) for number, part in enumerate(fields(StepTimes), start=1)}

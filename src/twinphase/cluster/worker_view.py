@@ -204,6 +204,7 @@ class WorkerView:
             num_running=sum(one.num_running for one in last),
             num_waiting=sum(one.num_waiting for one in last),
             kv_cache_usage=sum(one.kv_cache_usage for one in last) / size,
+            itl_slo_seconds=max((one.itl_slo_seconds for one in last), default=0.0),
             **{name: sum(view.total(name) for view in views) for name in TOTALS},
         )
 

@@ -232,6 +232,11 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._up = self._make(Gauge, "engine_up", "1 while the engine takes requests.")
+        self._itl_slo = self._make(
+            Gauge,
+            "itl_slo_seconds",
+            "Gap between tokens that running answers are to keep; 0: none, or not known yet.",
+        )
         self._gauges = {
             name: self._make(Gauge, name, text, *labels)
             for table, labels in ((STEP_GAUGES, ()), (WORKER_GAUGES, ("worker",)))
@@ -292,6 +297,7 @@ class Metrics:
     def step(self, stats: StepStats) -> None:
         for name, (attribute, _) in STEP_GAUGES.items():
             self._gauges[name].set(getattr(stats, attribute))
+        self._itl_slo.set(stats.itl_slo_seconds)
         for name, (attribute, _) in ENGINE_COUNTERS.items():
             self._raise_to(name, getattr(stats, attribute))
         for tenant in stats.work.keys() & self._tenants.keys():

@@ -327,4 +327,5 @@ def _stats(engine: Engine, result: StepResult, block_counts: Mapping[str, int]) 
         num_draft_failures=engine.drafter.num_failures if engine.drafter else 0,
         blocks_received=dict(block_counts),
         times=record.times,
+        itl_slo_seconds=scheduler.pace.slo_seconds or 0.0,
     )

@@ -313,6 +313,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
         blocks_received: KV blocks that other engines sent since the engine started, by what became
             of them.
         times: what was measured within the step.
+        itl_slo_seconds: the gap between tokens that the scheduler keeps; 0 where it keeps none.
     """
 
     start: float
@@ -338,6 +339,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     num_draft_failures: int = 0
     blocks_received: dict[str, int] = {}
     times: StepTimes = msgspec.field(default_factory=StepTimes)
+    itl_slo_seconds: float = 0.0
 
 
 class StepUpdates(msgspec.Struct, tag=True, frozen=True):
