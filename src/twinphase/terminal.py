@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
@@ -60,6 +61,12 @@ def _write(text: str) -> None:
 def note(text: str) -> None:
     """A line that is not part of the answer."""
     _write(paint(text, DIM) + "\n")
+
+
+def paragraph(text: str) -> None:
+    """Text in lines of whole words."""
+    width = shutil.get_terminal_size().columns if _is_terminal() else PLAIN_WIDTH
+    _write(textwrap.fill(text, width) + "\n")
 
 
 def heading(text: str) -> None:
@@ -204,11 +211,11 @@ def _phase_line(row: PhaseRow, share: str) -> str:
     }
     bound = words.get(row.bound, f"{row.bound}-bound")
     if not row.tokens:
-        return f"{paint(f'{row.name:<8}', BOLD)} {line.rstrip()}"
+        return f"{paint(f'{row.name:<8}', BOLD, TERMINAL_CODES[row.name])} {line.rstrip()}"
     shares = ("host", row.host_share), ("waiting for ranks", row.rank_share)
     host = [f"{name} {100 * share:.0f} %" for name, share in shares if share is not None]
     known = ", ".join(text for text in (_efficiency(row), bound, *host) if text)
-    return f"{paint(f'{row.name:<8}', BOLD)} {line}{known}".rstrip()
+    return f"{paint(f'{row.name:<8}', BOLD, TERMINAL_CODES[row.name])} {line}{known}".rstrip()
 
 
 def report_lines(report: PhaseReport) -> list[str]:

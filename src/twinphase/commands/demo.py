@@ -55,7 +55,7 @@ def _demo(model: str) -> int:
     from twinphase.config import EngineConfig
     from twinphase.engine.frontends.llm import LLM
     from twinphase.request import SamplingParams
-    from twinphase.terminal import Bar, heading, note, show_report
+    from twinphase.terminal import Bar, heading, paragraph, show_report
 
     text = page()
     bar = Bar("Compiling kernels", "kernels")
@@ -85,7 +85,7 @@ def _demo(model: str) -> int:
         reports.append(report)
     heading("What to see")
     for line in findings(*reports):
-        note(line)
+        paragraph(line)
     return 0
 
 
