@@ -39,12 +39,12 @@ per_isa = pytest.mark.parametrize(
 
 @contextlib.contextmanager
 def own_cache(folder: Path) -> Iterator[None]:
-    """Keeps the tests' files out of the user's cache, but reuses compiled kernels."""
+    """Keeps the tests' files out of the user's cache, but reuses kernels and fetched models."""
     folder.mkdir(parents=True, exist_ok=True)
-    kernels = USER_CACHE / "kernels"
-    with contextlib.suppress(OSError):
-        kernels.mkdir(parents=True, exist_ok=True)
-        (folder / "kernels").symlink_to(kernels)
+    for name in ("kernels", "models"):
+        with contextlib.suppress(OSError):
+            (USER_CACHE / name).mkdir(parents=True, exist_ok=True)
+            (folder / name).symlink_to(USER_CACHE / name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TWINPHASE_CACHE", str(folder))
         yield

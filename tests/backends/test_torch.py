@@ -18,9 +18,10 @@ from twinphase.backends.torch import peaks
 from twinphase.backends.torch.backend import TorchBackend
 from twinphase.cli import run_app
 from twinphase.config import EngineConfig
-from twinphase.engine.loading.ceilings import compute_units, learn_ceilings, measured_ceilings
+from twinphase.engine.loading.ceilings import compute_units, measure_ceilings, measured_ceilings
 from twinphase.errors import InvalidRequestError, OutOfMemoryError
 from twinphase.installed import install_command
+from twinphase.phases.hardware import save_ceilings
 from twinphase.phases.report import phase_report
 from twinphase.terminal import report_lines
 
@@ -137,7 +138,9 @@ except Exception as error:
 
 @pytest.fixture
 def short_measurement(monkeypatch) -> None:
+    # One reading of each counts as settled.
     monkeypatch.setattr(peaks, "TOTAL_SECONDS", 0)
+    monkeypatch.setattr(peaks, "AGREEING_READINGS", 1)
     monkeypatch.setitem(peaks.WORKING_SETS, "cpu", (1, 2))
     monkeypatch.setitem(peaks.SIDE, "cpu", 64)
 
@@ -148,8 +151,9 @@ def test_ceilings_and_the_share_of_the_host(tmp_path, short_measurement):
         llm = LLM(
             write_tiny_gguf(tmp_path / "tiny.gguf"), backend="torch", device="cpu", num_kv_blocks=8
         )
-        ceilings, problem = learn_ceilings(llm.config)
-        assert problem is None and measured_ceilings(llm.config) == ceilings
+        [ceilings] = measure_ceilings(llm.config)
+        save_ceilings(ceilings)
+        assert measured_ceilings(llm.config) == ceilings
         assert (
             ceilings.isa == "torch on processor"
             and ceilings.peak("float32")

