@@ -107,7 +107,10 @@ class Conversation:
             raise InvalidRequestError(
                 f"The saved conversation is damaged ({error!r}).", "Load another one."
             ) from None
-        self.turns, self.params, self.system, self.began = turns, params, system, began
+        self.turns = turns
+        self.params = params
+        self.system = system
+        self.began = began
 
 
 def folder() -> Path:

@@ -105,7 +105,7 @@ def _sentences(
     yield f"{duration(falls.wall_seconds)} from its arrival to its end: {named}."
     causes = Counter(one.cause for one in diagnoses)
     for one in sorted(diagnoses, key=lambda one: -(one.seconds or 0.0)):
-        # The same cause in both phases gives two sentences, which only the phase tells apart.
+        # The same cause in both phases gives two sentences that differ only by the phase.
         yield f"{one.phase.title()}: {one.evidence}" if causes[one.cause] > 1 else one.evidence
     for phase in ("prefill", "decode"):
         totals = getattr(evidence.timeline, phase)
