@@ -23,6 +23,7 @@ from twinphase.errors import (
     TwinphaseError,
     UnsupportedModelError,
 )
+from twinphase.models.loader import open_model
 from twinphase.weights import gguf as gguf_module
 from twinphase.weights.block_formats import FORMATS
 from twinphase.weights.checkpoint import Checkpoint
@@ -303,7 +304,22 @@ def one_tensor(shape: tuple[int, ...], type: int = 0, offset: int = 0) -> bytes:
     return header_bytes(tensors=1, entries=tensor_entry("t", shape, type, offset)) + bytes(128)
 
 
+def two_tensors(type: int, offset: int, more: int = 0) -> bytes:
+    """Two tensors of 64 values; the first is of `type`, the second F32 at `offset`."""
+    entries = tensor_entry("a", (64,), type, 0) + tensor_entry("b", (64,), 0, offset)
+    content = header_bytes(tensors=2, entries=entries)
+    return content + bytes(-len(content) % 32 + 512 + more)
+
+
 CASES = {
+    "'b' .F32. .* overlaps tensor 'a' .F32.": two_tensors(0, 0),
+    "'b' .F32. .* overlaps tensor 'a'": two_tensors(0, 224),
+    "'b' .F32. .* leaves a gap after tensor 'a' .F16.": two_tensors(1, 256),
+    "'a' .F32. .* leaves a gap after the header": two_tensors(0, 256)[:-512]
+    .replace(tensor_entry("a", (64,), 0, 0), tensor_entry("a", (64,), 0, 32))
+    .replace(tensor_entry("b", (64,), 0, 256), tensor_entry("b", (64,), 0, 288))
+    + bytes(544),
+    "'b' .F32. ends at byte .*, the file at": two_tensors(0, 256, more=32),
     r"too short .*\(0 bytes": b"",
     r"too short .*\(23 bytes": b"GGUF" + b"x" * 19,
     "not a GGUF file": b"PK\x03\x04" + b"x" * 40,
@@ -341,6 +357,19 @@ CASES = {
     + bytes(128),
     "does not name its architecture": header_bytes(),
 }
+
+
+@pytest.mark.parametrize("more", [0, 31])
+def test_tensors_without_gaps_are_read_and_padding_may_follow(more):
+    header = read_header(two_tensors(0, 256, more), "whole")
+    assert [info.offset - header.data_start for info in header.tensors.values()] == [0, 256]
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "config.json"])
+def test_a_pipe_is_not_a_model_file(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match="is a pipe, a device or a socket"):
+        open_model(tmp_path / name if name.endswith("gguf") else tmp_path)
 
 
 @pytest.mark.parametrize("match", CASES)

@@ -27,7 +27,7 @@ from twinphase.weights.gguf_header import Header, read_header
 from twinphase.weights.split import is_later_part, part_names
 from twinphase.weights.storage import map_file, model_cache, replace_derived
 
-_INDEX_VERSION = 3
+_INDEX_VERSION = 4
 _INDEX_NAME = "index.msgpack"
 # The magic number, the version and two counts.
 _MIN_BYTES = 24

@@ -285,7 +285,33 @@ def _place_tensors(
                 f"{what} ends at byte {data_start + offset + nbytes}, the file at {walker.size}"
             )
         tensors[name] = TensorInfo(name, shape, type_name, data_start + offset, nbytes)
+    _check_layout(walker, list(tensors.values()), data_start, alignment)
     return tensors
+
+
+def _check_layout(
+    walker: _Walker, tensors: list[TensorInfo], data_start: int, alignment: int
+) -> None:
+    """Refuses tensors that overlap, and gaps that the alignment does not explain.
+
+    A wrong offset, type or shape shows here, since every writer puts each tensor at the first
+    aligned byte after the one before it. llama.cpp demands the same.
+    """
+    end = data_start
+    before = "the header"
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
+        what = f"tensor {quoted(tensor.name)}"
+        start = data_start + -(-(end - data_start) // alignment) * alignment
+        if tensor.offset != start:
+            relation = "overlaps" if tensor.offset < end else "leaves a gap after"
+            walker.fail(
+                f"{what} ({tensor.type}) starts at byte {tensor.offset} and {relation} {before}, "
+                f"which ends at byte {end}"
+            )
+        end = tensor.offset + tensor.nbytes
+        before = f"{what} ({tensor.type})"
+    if tensors and walker.size - end >= alignment:
+        walker.fail(f"{before} ends at byte {end}, the file at {walker.size}")
 
 
 def _type_name(number: int) -> str:

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import mmap
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -111,6 +112,7 @@ def map_file(path: Path, min_bytes: int, too_short: str) -> tuple[mmap.mmap, os.
         CheckpointError: a file that is too short, or that cannot be read.
     """
     try:
+        require_regular(path, "Give a model file.")
         with open(path, "rb") as file:
             state = os.fstat(file.fileno())
             if state.st_size < min_bytes:
@@ -131,6 +133,18 @@ def map_file(path: Path, min_bytes: int, too_short: str) -> tuple[mmap.mmap, os.
         ) from None
 
 
+def require_regular(path: Path, fix: str) -> None:
+    """Refuses pipes, devices and sockets, where reading may never end.
+
+    Raises:
+        CheckpointError: the path names one of these; `fix` says what to do.
+        OSError: there is nothing at the path.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise CheckpointError(f"{path} is a pipe, a device or a socket, not a file.", fix)
+
+
 def read_limited(path: Path, max_bytes: int, fix: str) -> bytes:
     """A small file's content.
 
@@ -138,6 +152,7 @@ def read_limited(path: Path, max_bytes: int, fix: str) -> bytes:
         CheckpointError: it is larger than `max_bytes`, or cannot be read; `fix` says what to do.
     """
     try:
+        require_regular(path, fix)
         if path.stat().st_size > max_bytes:
             raise CheckpointError(f"{path} is larger than {max_bytes >> 20} MiB.", fix)
         return path.read_bytes()
