@@ -44,7 +44,7 @@ def find_browser() -> str | None:
 class Browser:
     """One browser process with a profile of its own, and one page at a time."""
 
-    def __init__(self, program: str) -> None:
+    def __init__(self, program: str, *flags: str) -> None:
         self._profile = tempfile.mkdtemp(prefix="chromium-")
         # The browser reads commands on descriptor 3 and writes to 4; ours must not be in their way.
         reads, self._out = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in os.pipe())
@@ -53,7 +53,7 @@ class Browser:
         places = [(reads, 3), (writes, 4), (log, 1), (log, 2)]
         self._pid = os.posix_spawn(
             program,
-            [program, *FLAGS, f"--user-data-dir={self._profile}", "about:blank"],
+            [program, *FLAGS, *flags, f"--user-data-dir={self._profile}", "about:blank"],
             {**os.environ, "HOME": self._profile},
             file_actions=[(os.POSIX_SPAWN_DUP2, ours, theirs) for ours, theirs in places],
             setpgroup=0,

@@ -83,7 +83,11 @@ def connect(server: RunningServer, receive_buffer: int | None = None) -> socket.
 def request(path: str, body: Any, **headers: str) -> bytes:
     """A POST request; a header given as "" is left out."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    fields = {"Host": "test", "Content-Type": "application/json", "Content-Length": str(len(data))}
+    fields = {
+        "Host": "localhost",
+        "Content-Type": "application/json",
+        "Content-Length": str(len(data)),
+    }
     fields |= {name.replace("_", "-"): value for name, value in headers.items()}
     lines = [
         f"POST {path} HTTP/1.1",

@@ -53,6 +53,7 @@ class RunningServer:
         with open(log, "w") as file:
             self.process = subprocess.Popen(command, stderr=file, stdout=file, env=environment)
         self.url = ""
+        self.headers: dict[str, str] = {}  # of the requests for metrics
         try:
             if wait:
                 self.wait_until_ready()
@@ -114,7 +115,7 @@ class RunningServer:
     def metric(self, name: str, **labels: str) -> float:
         """A metric's value, summed over labels that are not given."""
         total = 0.0
-        for line in self.get("/metrics")[1].splitlines():
+        for line in self.get("/metrics", **self.headers)[1].splitlines():
             named = line.startswith((f"twinphase:{name}{{", f"twinphase:{name} "))
             if named and all(f'{key}="{value}"' in line for key, value in labels.items()):
                 total += float(line.rpartition(" ")[2])

@@ -213,7 +213,7 @@ def test_json_is_read_as_curl_sends_it_but_not_from_a_page(server, dialect, path
     for kind, origin, expected in (
         (form, "", 200),
         ("", "", 200),
-        (form, "https://page.example", 400),
+        (form, "https://page.example", 403),
     ):
         with connect(server) as client:
             client.sendall(request(path, body, Content_Type=kind, Origin=origin))

@@ -315,7 +315,9 @@ def test_bodies_in_chunks_and_behind_a_question_are_served(server):
 
 def test_an_upgrade_is_not_made(strict):
     with surviving(strict), connect(strict) as client:
-        head = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        head = (
+            b"GET /health HTTP/1.1\r\nHost: [::]\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        )
         client.sendall(
             head
             + b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"

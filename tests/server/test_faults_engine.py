@@ -372,7 +372,7 @@ def test_an_engine_that_cannot_be_started_again_yet_is_tried_until_it_can(
         with surviving(server, restarts=True), connect(server) as client:  # without descriptors
 
             def status():
-                client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+                client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 return read_reply(client)[2]["status"]
 
             assert status() == "ready"

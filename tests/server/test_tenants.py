@@ -33,6 +33,7 @@ def contended(start):
     with start(
         *keys, "--max-num-seqs", "1", "--max-queued-requests", "2", "--itl-slo-ms", "off"
     ) as running:
+        running.headers = QUICK
         yield running
 
 

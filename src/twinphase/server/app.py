@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match
 
 from twinphase import __version__
 from twinphase.errors import InvalidRequestError, TwinphaseError
@@ -26,6 +27,7 @@ from twinphase.server.dialects import shape_of
 from twinphase.server.dialects.anthropic import add_messages
 from twinphase.server.dialects.ollama import add_ollama
 from twinphase.server.dialects.responses import add_responses
+from twinphase.server.doors import Doors
 from twinphase.server.embeddings import Embeddings
 from twinphase.server.exchange import Receive, Scope, Send
 from twinphase.server.generation import Generation
@@ -43,7 +45,7 @@ from twinphase.server.text_routes import ANSWER, ERRORS, OBJECT, Documented, add
 
 LOG = logging.getLogger("twinphase.server")
 OPEN_PATHS = re.compile(
-    r"/(health(/live|/ready)?|metrics|version|docs(/[\w.-]+)?|openapi\.json)?"
+    r"/(health(/live|/ready)?|metrics|version|docs(/[\w.-]*)?|openapi\.json)?"
 )  # no API key is asked for
 POLLED_PATHS = re.compile(r"/|/health(/live|/ready)?|/metrics|/docs/.*|/v1/cluster|/api/ps")
 MAX_LOGGED_CHARACTERS = 256
@@ -52,6 +54,7 @@ TOTAL_BODY_LIMITS = 32
 # A body of up to this many times the limit is read and thrown away, so that its client gets to see
 # the error.
 DISCARDED_BODY_LIMITS = 8
+NOSNIFF = (b"x-content-type-options", b"nosniff")
 FORM = b"application/x-www-form-urlencoded"
 UNREADABLE = (
     "The body is not JSON that can be read. Send UTF-8, not so deeply nested, without "
@@ -88,6 +91,7 @@ def make_app(service: Service, *, when_ready: bool = False) -> Gate:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # which would go to the host that the request names
         generate_unique_id_function=lambda route: route.name,
     )
     # Only for the document: the gate asks for the key before a body is read.
@@ -174,7 +178,9 @@ def _add_health(app: FastAPI, service: Service) -> None:
     async def metrics(request: Request) -> Response:
         """Metrics for Prometheus."""
         service.metrics.workers(service.host.workers())
-        body, content_type = service.metrics.expose(request.headers.get("accept"))
+        body, content_type = service.metrics.expose(
+            request.headers.get("accept"), tenants=bool(request.state.tenant)
+        )
         return Response(body, media_type=content_type)
 
     @app.get("/version", responses=ERRORS)
@@ -207,6 +213,14 @@ def _add_problems(app: FastAPI, service: Service) -> None:
             else str(error.detail)
         )
         if status == 404:
+            scope = request.scope
+            shorter = {**scope, "path": scope["path"].removesuffix("/")}
+            if shorter != scope and any(
+                route.matches(shorter)[0] is not Match.NONE for route in app.routes
+            ):
+                # Relative, so that it leads to no other host.
+                name = scope["raw_path"].decode("latin-1").rstrip("/").rpartition("/")[2]
+                return Response(status_code=307, headers={"Location": f"../{name}"})
             message = problems.not_found(request.method, request.url.path)
         reply = refuse(request, Problem(message, status), "HTTPException")
         reply.headers.update(error.headers or {})
@@ -236,6 +250,7 @@ class Gate:
     def __init__(self, app: FastAPI, service: Service) -> None:
         self.app = app
         self._service = service
+        self._doors = Doors(service.config)
         self._num_bytes = 0  # of bodies that are still coming
         self._serve: Any = self._check
         origins = service.config.allowed_origins
@@ -261,6 +276,8 @@ class Gate:
             nonlocal started, status
             started = True
             status = message.get("status", status)
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), NOSNIFF]
             await send(message)
 
         headers = dict(scope["headers"])
@@ -272,10 +289,15 @@ class Gate:
         state["send"] = watched
         try:
             _check_heads(scope)
-            if OPEN_PATHS.fullmatch(path) is None and scope["method"] != "OPTIONS":
-                authorization = headers.get(b"authorization") or b"Bearer " + headers.get(
-                    b"x-api-key", b""
-                )
+            host, origin = (headers.get(name) for name in (b"host", b"origin"))
+            self._doors.check(host and host.decode("latin-1"), origin and origin.decode("latin-1"))
+            authorization = headers.get(b"authorization") or b"Bearer " + headers.get(
+                b"x-api-key", b""
+            )
+            is_open = OPEN_PATHS.fullmatch(path) is not None or scope["method"] == "OPTIONS"
+            # The metrics of tenants need a key, and a wrong one is to be noticed.
+            names_key = path == "/metrics" and authorization != b"Bearer "
+            if not is_open or names_key:
                 state["tenant"] = self._service.access.tenant(authorization.decode("latin-1"))
             # Clients leave the type out, and curl's default is that of a form; a page may send so
             # without being asked.
@@ -290,12 +312,12 @@ class Gate:
         except TwinphaseError as error:
             status = error.http_status
             self._service.metrics.refused(status, type(error).__name__)
-            await problems.reply(error, state["shape"])(scope, receive, send)
+            await problems.reply(error, state["shape"])(scope, receive, watched)
         except Exception:
             LOG.exception("A request failed")
             if not started:
                 status = 500
-                await problems.reply(FAILED, state["shape"])(scope, receive, send)
+                await problems.reply(FAILED, state["shape"])(scope, receive, watched)
         finally:
             _log_request(scope, status, perf_counter() - began)
 

@@ -48,8 +48,16 @@ class ServerConfig(GenerationDefaults):
         "each gets engine time in proportion to its weight, which is 1 where it is not given.",
         option="tenant-weight",
     )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "Name by which clients may call the server, as in the header Host; repeatable. *.NAME "
+        "allows all names below NAME, and * any. IP addresses and localhost are always allowed.",
+        default_text="any if there are API keys, else none",
+    )
     allowed_origins: tuple[str, ...] = setting(
-        (), "Origin of browser pages that may call the server (CORS); repeatable."
+        (),
+        "Origin of browser pages that may call the server (CORS), such as https://page.example; "
+        "repeatable. * allows any.",
     )
     max_body_bytes: int = setting(
         4 << 20, "Maximum size of a request body, in bytes.", minimum=1, maximum=1 << 30

@@ -209,6 +209,17 @@ def _alias(family: Metric) -> Metric:
     return alias
 
 
+class _WithoutTenants:
+    """The metrics that need no key."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        start = f"{PREFIX}tenant_"
+        return (one for one in self._metrics.collect() if not one.name.startswith(start))
+
+
 class Metrics:
     """All metrics of a server; may be called from any thread.
 
@@ -418,10 +429,14 @@ class Metrics:
             self._add("tenant_requests_refused", 1, tenant)
         self._add("requests_refused", 1, str(status), reason)
 
-    def expose(self, accept: str | None) -> tuple[bytes, str]:
-        """All metrics as text, and its content type: OpenMetrics if the Accept header names it."""
+    def expose(self, accept: str | None, *, tenants: bool = True) -> tuple[bytes, str]:
+        """Metrics as text, and its content type: OpenMetrics if the Accept header names it.
+
+        `tenants`: with those that name tenants.
+        """
         # Not the header itself: a version in it that is no number raises.
         encode, content_type = choose_encoder(
             OPENMETRICS_AS_IS if OPENMETRICS in (accept or "") else ""
         )
-        return encode(self.registry), content_type
+        registry: Any = self.registry if tenants else _WithoutTenants(self)
+        return encode(registry), content_type

@@ -5,6 +5,9 @@ Everything that they show comes from this server: Swagger UI is in the package f
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -47,13 +50,13 @@ def add_pages(app: FastAPI, service: Service) -> None:
         ]
         models = " and ".join(f"<b>{escape(name)}</b>" for name in service.model_names)
         values = {"version": __version__, "state": escape(service.stage), "models": models}
-        return HTMLResponse(PAGE.format(style=STYLE, links="".join(links), **values))
+        return _page(PAGE.format(style=STYLE, links="".join(links), **values))
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         """Swagger UI."""
         script, style, icon = (f"docs/{name}" for name in ASSETS)
-        return get_swagger_ui_html(
+        page = get_swagger_ui_html(
             openapi_url="openapi.json",
             title="twinphase",
             swagger_js_url=script,
@@ -61,9 +64,25 @@ def add_pages(app: FastAPI, service: Service) -> None:
             swagger_favicon_url=icon,
             swagger_ui_parameters={"validatorUrl": None},  # or it asks one on the internet
         )
+        return _page(bytes(page.body).decode(), "img-src 'self' data:; connect-src 'self'")
 
     @app.get("/docs/{name}", include_in_schema=False)
     async def asset(name: str) -> Response:
         if name not in ASSETS:
             raise HTTPException(404)
         return FileResponse(Path(str(files("fastapi_offline"))) / "static" / name)
+
+
+def _page(text: str, more: str = "img-src 'self'") -> Response:
+    """HTML with a policy: nothing runs or is loaded but this server's files and the text's own."""
+    inline = {}
+    for kind in ("script", "style"):
+        found = re.findall(f"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+        digests = (hashlib.sha256(one.encode()).digest() for one in found)
+        inline[kind] = " ".join(f"'sha256-{base64.b64encode(one).decode()}'" for one in digests)
+    policy = (
+        f"default-src 'none'; script-src 'self' {inline['script']}; "
+        f"style-src 'self' {inline['style']}; {more}; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return HTMLResponse(text, headers={"Content-Security-Policy": policy})

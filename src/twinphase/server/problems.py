@@ -44,6 +44,7 @@ ALIASES = {
 # "internal_server_error".
 TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     429: "rate_limit_error",
