@@ -13,6 +13,7 @@ from twinphase.chat.chat import Chat
 from twinphase.chat.conversation import MAX_KEPT, Conversation, folder, save
 from twinphase.chat.reader import Reader
 from twinphase.config import EngineConfig
+from twinphase.errors import InvalidRequestError
 from twinphase.phases.report import PhaseReport, PhaseRow
 from twinphase.request import SamplingParams
 from twinphase.terminal import short_report
@@ -67,6 +68,25 @@ def test_settings_take_effect_and_are_never_sent(talk, capsys):
     errors = capsys.readouterr().err
     assert len(talk.asked) == 1
     assert errors.count("error:") == 4 and "no setting 'colour'" in errors
+
+
+@pytest.mark.parametrize(
+    ("value", "stop"), [("5", ["5"]), ("null", None), ("a b", ["a b"]), ('["a", "b"]', ["a", "b"])]
+)
+def test_a_stop_is_text_or_a_list_of_texts(talk, value, stop):
+    assert talk.run(f"/set stop {value}", "hi") == 0
+    ((_, params),) = talk.asked
+    assert params.stop == stop
+
+
+@pytest.mark.parametrize("damage", [{"began": "noon"}, {"settings": {"top_p": 7}}, {"messages": 1}])
+def test_a_damaged_conversation_changes_nothing(damage):
+    conversation = Conversation("tiny", SamplingParams(), "Be brief.")
+    before = conversation.as_dict()
+    other = Conversation("tiny", SamplingParams(temperature=0.5), "Rhyme.")
+    with pytest.raises(InvalidRequestError):
+        conversation.take(other.as_dict() | damage)
+    assert conversation.as_dict() == before
 
 
 def test_an_unknown_command_is_refused_with_what_is_near(talk, capsys):

@@ -235,6 +235,17 @@ def test_every_kind_of_interval_has_a_sentence():
         assert found.dominant is kind and len(found.sentences) >= 2 and str(found)
 
 
+def test_a_cause_of_both_phases_names_the_phase():
+    timeline = RequestTimeline(arrival=0.0)
+    for end, kind in enumerate((IntervalKind.PREFILL, IntervalKind.DECODE), 1):
+        timeline.mark(kind, end - 0.5, end)
+        timeline.mark(IntervalKind.SEND, float(end), end)
+        timeline.token_times.append(float(end))
+    found = explain(make_request(), timeline, make_machine())
+    waits = [one for one in found.sentences if "Handing text" in one]
+    assert [one.partition(":")[0] for one in waits] == ["Prefill", "Decode"]
+
+
 def test_nothing_yet():
     assert "Nothing" in str(explain(make_request(), RequestTimeline(arrival=0.0), make_machine()))
 

@@ -13,6 +13,7 @@ from twinphase.commands.explain_view import lines
 from twinphase.errors import ResultError
 from twinphase.explain.explanation import explain_evidence
 from twinphase.explain.waterfall import WaterfallError
+from twinphase.phases.hardware import BOUND_WORDS
 from twinphase.phases.timeline import IntervalKind
 
 TIMINGS = {
@@ -108,6 +109,12 @@ def test_a_timeline():
         "stalls",
     ]
     assert "all seats were taken" in found.diagnoses[1].evidence
+
+
+@pytest.mark.parametrize("bound", [*BOUND_WORDS, "unknown"])
+def test_every_bound_that_a_run_reports_can_be_explained_later(bound):
+    form = changed(RUN, ("timing", "phases", 0, "bound"), bound)
+    assert read_ledger(form).efficiency("prefill").bound == bound
 
 
 def test_a_run_with_what_came_before_it():

@@ -73,7 +73,7 @@ class Conversation:
             value = text
         kinds = {one.name: str(one.type) for one in fields(SamplingParams)}[name]
         if name == "stop":
-            value = [value] if isinstance(value, str) else value
+            value = value if value is None or isinstance(value, list) else [text]
         elif isinstance(value, str) or (isinstance(value, bool) and "bool" not in kinds):
             raise InvalidRequestError(f"{name} cannot be {text!r}.", "Give a number.")
         self.params = replace(self.params, **{name: value})
@@ -100,14 +100,17 @@ class Conversation:
                 {"role": str(one["role"]), "content": str(one["content"])}
                 for one in saved["messages"]
             ]
-            self.params = replace(self.params, **saved["settings"])
-            self.system = saved["system"]
-            self.began = float(saved["began"])
+            params = replace(self.params, **saved["settings"])
+            system = saved["system"] if saved["system"] is None else str(saved["system"])
+            began = float(saved["began"])
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidRequestError(
                 f"The saved conversation is damaged ({error!r}).", "Load another one."
             ) from None
         self.turns = turns
+        self.params = params
+        self.system = system
+        self.began = began
 
 
 def folder() -> Path:

@@ -50,7 +50,7 @@ ORDER = (
 )
 
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
-Bound = Literal["compute", "memory", "overhead", "contention", "ranks", "unknown"]
+Bound = Literal["compute", "memory", "overhead", "kernels", "contention", "ranks", "unknown"]
 
 
 class SavedLedgerError(TwinphaseError):

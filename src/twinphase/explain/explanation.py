@@ -5,6 +5,7 @@ The timeline has the measured times; the cost model predicts other settings and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -102,8 +103,10 @@ def _sentences(
     largest = sorted(falls.bars, key=lambda bar: -bar.seconds)[:4]
     named = ", ".join(f"{percent(bar.share)} {bar.name}" for bar in largest)
     yield f"{duration(falls.wall_seconds)} from its arrival to its end: {named}."
+    causes = Counter(one.cause for one in diagnoses)
     for one in sorted(diagnoses, key=lambda one: -(one.seconds or 0.0)):
-        yield one.evidence
+        # The same cause in both phases gives two sentences that differ only by the phase.
+        yield f"{one.phase.title()}: {one.evidence}" if causes[one.cause] > 1 else one.evidence
     for phase in ("prefill", "decode"):
         totals = getattr(evidence.timeline, phase)
         bound = evidence.efficiency(phase).bound

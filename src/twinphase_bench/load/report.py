@@ -78,7 +78,7 @@ FIGURES = (
         "output tokens of succeeded requests / the same time",
         lambda run: run.output_rate,
     ),
-    *(_milliseconds(latency, q) for latency in ("TTFT", "TPOT") for q in (50, 99)),
+    *(_milliseconds(latency, q) for latency in ("TTFT", "TPOT") for q in (50, 90, 99)),
     _milliseconds("E2E", 50),
 )
 
@@ -156,8 +156,8 @@ def load_verdicts(result: LoadResult) -> list[Verdict]:
             "tok/s; "
         )
         text += (
-            f"median TTFT {_median_and_p99(result.ttft)}, median TPOT "
-            f"{_median_and_p99(result.tpot)}."
+            f"median TTFT {_median_and_tail(result.ttft)}, median TPOT "
+            f"{_median_and_tail(result.tpot)}."
         )
         found.append(Verdict(Status.INFO, _void_mark(result) + text))
     if result.goodput is not None:
@@ -165,15 +165,13 @@ def load_verdicts(result: LoadResult) -> list[Verdict]:
     return found + _doubts(result)
 
 
-def _median_and_p99(values: Sequence[float]) -> str:
+def _median_and_tail(values: Sequence[float]) -> str:
     if not values:
         return "unknown"
-    p99 = (
-        f"p99 {_ms(percentile(values, 99))}"
-        if has_percentile(len(values), 99)
-        else f"of {len(values)} requests"
-    )
-    return f"{_ms(percentile(values, 50))} ms ({p99})"
+    tail = [
+        f"p{q} {_ms(percentile(values, q))}" for q in (90, 99) if has_percentile(len(values), q)
+    ]
+    return f"{_ms(percentile(values, 50))} ms ({', '.join(tail) or f'of {len(values)} requests'})"
 
 
 def _goodput_verdict(result: LoadResult, goodput: Goodput) -> Verdict:

@@ -8,16 +8,14 @@ from twinphase_bench.report.report import Report, Section, Table, Verdict
 
 
 def markdown(report: Report, *, with_plots: bool = True) -> str:
-    """Verdicts first, then conditions, noise and numbers; plots if their files are there."""
+    """Verdicts, noise, numbers, then conditions; plots if their files are there."""
     lines = [f"# {_text(report.title)}", "", *map(_verdict, report.verdicts), ""]
-    lines += ["## Conditions", "", "| condition | value |", "|---|---|"]
-    lines += [f"| {_text(key)} | {_text(value)} |" for key, value in report.conditions.items()] + [
-        ""
-    ]
     if report.noise:
         lines += ["## Noise", "", *(f"- {_text(line)}" for line in report.noise), ""]
     for section in report.sections:
         lines += _section(section, with_plots)
+    lines += ["## Conditions", "", "| condition | value |", "|---|---|"]
+    lines += [f"| {_text(key)} | {_text(value)} |" for key, value in report.conditions.items()]
     return "\n".join(lines).rstrip() + "\n"
 
 

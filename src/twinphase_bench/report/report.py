@@ -1,4 +1,4 @@
-"""A measurement as data: verdicts first, then conditions, noise, numbers and plots.
+"""A measurement as data: verdicts first, then noise, numbers, plots and conditions.
 
 Every command that measures or explains ends in a `Report`. Charts are made in `plots.py`, files in
 `render.py`.

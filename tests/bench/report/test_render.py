@@ -171,11 +171,11 @@ def test_the_policy_lets_nothing_in_but_what_is_there(written):
             assert (attributes.get(name) or "#").startswith(("#", "data:")), (tag, attributes)
 
 
-def test_the_page_says_verdict_conditions_noise_numbers_in_that_order(written):
+def test_the_page_has_verdicts_noise_numbers_and_conditions_in_that_order(written):
     text = written.html.read_text()
     places = [
         text.index(f'<section id="{name}"')
-        for name in ("verdicts", "conditions", "noise", "section-1")
+        for name in ("verdicts", "noise", "section-1", "conditions")
     ]
     assert places == sorted(places)
     for verdict in sample_report().verdicts:
@@ -197,7 +197,7 @@ def test_markdown_can_be_pasted():
     report = small(title="T\n# x", sections=(Section("S", tables=(table,)),), noise=("calm",))
     lines = markdown(report).splitlines()
     assert lines[0] == "# T \\# x"
-    assert lines.index("## Conditions") < lines.index("## Noise") < lines.index("## S")
+    assert lines.index("## Noise") < lines.index("## S") < lines.index("## Conditions")
     assert "- **holds**: It holds." in lines
     assert (
         "| a\\|b | c |" in lines and "| x\\|y z | &lt;img> |" in lines and "- *a\\|b*: def" in lines
