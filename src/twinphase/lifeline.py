@@ -1,4 +1,4 @@
-"""Child processes that the kernel kills when their parent ends, whatever either is doing.
+"""Child processes that the kernel kills when their parent ends, even if they are stopped or busy.
 
 The parent alone holds the writing end of a pipe, and the child its reading end. When the parent
 ends, however it does, the last writing end closes, and the kernel sends SIGKILL to the child

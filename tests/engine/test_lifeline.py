@@ -1,4 +1,4 @@
-"""No child outlives its parent, even one that is stopped, or busy without Python's lock."""
+"""No child outlives its parent, even one that is stopped, or busy with the interpreter lock held."""
 
 from __future__ import annotations
 
