@@ -1,4 +1,4 @@
-"""No child outlives its parent, even one that is stopped, or busy with the interpreter lock held."""
+"""No child outlives its parent, even one that is stopped, or keeps the interpreter lock."""
 
 from __future__ import annotations
 
