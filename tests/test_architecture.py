@@ -28,6 +28,7 @@ WORDS = {
     "config",
     "errors",
     "installed",
+    "lifeline",
     "load_times",
     "numa",
     "settings",

@@ -2,8 +2,11 @@ import subprocess
 
 import pytest
 
+from twinphase.cluster.config import ClusterConfig
 from twinphase.config import EngineConfig, module_command
 from twinphase.errors import InvalidRequestError
+from twinphase.server.config import ServerConfig
+from twinphase.settings import settings_of
 
 
 def test_resolving_fills_in_what_the_model_decides():
@@ -27,6 +30,8 @@ def test_no_more_than_the_models_context():
         ({"threads": -1}, "threads is -1"),
         ({"num_kv_blocks": 1.5}, "num_kv_blocks is 1.5"),
         ({"seed": -1}, "seed is -1"),
+        ({"seed": 1 << 63}, "seed is .* up to 9223372036854775807"),
+        ({"tensor_parallel_size": 100_000_000}, "tensor_parallel_size is .* from 1 up to 256"),
         ({"backend": "tpu"}, "Use one of: cpu, reference, torch"),
         ({"kv_cache_dtype": "int4"}, "Use one of: auto, int8"),
         ({"scheduling_policy": "lifo"}, "Use one of: fcfs, priority"),
@@ -39,6 +44,19 @@ def test_no_more_than_the_models_context():
 def test_values_out_of_range(fields, match):
     with pytest.raises(InvalidRequestError, match=match):
         EngineConfig(**fields)
+
+
+@pytest.mark.parametrize("config", [EngineConfig, ClusterConfig, ServerConfig])
+def test_every_integer_has_both_bounds(config):
+    integers = {
+        name: declared
+        for name, (kind, _, declared) in settings_of(config).items()
+        if kind.removesuffix(" | None") == "int"
+    }
+    assert integers
+    assert not [
+        name for name, one in integers.items() if one.minimum is None or one.maximum is None
+    ]
 
 
 def test_the_cache_takes_a_quarter_of_the_free_memory_at_most(monkeypatch):

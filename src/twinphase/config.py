@@ -23,6 +23,7 @@ BACKENDS = ("cpu", "reference", "torch")
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 KV_CACHE_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("none", "q8_0", "q4_0", "q4_k")
+MAX_THREADS = 1024
 POLICIES = ("fcfs", "priority")
 TASKS = ("generate", "embed")
 POOLINGS = ("mean", "cls", "last")
@@ -75,22 +76,30 @@ class EngineConfig(GenerationDefaults):
     """
 
     max_num_batched_tokens: int = setting(
-        512, "Token budget of a step, which is also the largest prefill chunk.", minimum=1
+        512,
+        "Token budget of a step, which is also the largest prefill chunk.",
+        minimum=1,
+        maximum=1 << 20,
     )
     max_num_seqs: int = setting(
-        64, "Requests that run at once; at most the token budget of a step.", minimum=1
+        64,
+        "Requests that run at once; at most the token budget of a step.",
+        minimum=1,
+        maximum=1 << 20,
     )
     max_model_len: int | None = setting(
         None,
         "Longest prompt plus output, in tokens.",
         minimum=1,
+        maximum=1 << 30,
         default_text="the model's context",
     )
-    block_size: int = setting(16, "Tokens per block of the KV cache.", minimum=1)
+    block_size: int = setting(16, "Tokens per block of the KV cache.", minimum=1, maximum=1 << 20)
     num_kv_blocks: int | None = setting(
         None,
         "Blocks of the KV cache.",
         minimum=1,
+        maximum=1 << 30,
         default_text="1,024 tokens per running request, up to a quarter of the free memory",
     )
     quantization: str = setting(
@@ -135,12 +144,14 @@ class EngineConfig(GenerationDefaults):
         None,
         "Compute threads, of each rank where there are several.",
         minimum=1,
+        maximum=MAX_THREADS,
         default_text="all cores",
     )
     tensor_parallel_size: int = setting(
         1,
         "Processes that each compute a share of every layer; the answers have the same bits.",
         minimum=1,
+        maximum=256,
         short="-tp",
     )
     tensor_parallel_timeout: float = setting(
@@ -192,7 +203,12 @@ class EngineConfig(GenerationDefaults):
         choices=POOLINGS,
         default_text="an encoder's own; last for a decoder",
     )
-    seed: int = setting(0, "Seed from which requests without their own seed get one.", minimum=0)
+    seed: int = setting(
+        0,
+        "Seed from which requests without their own seed get one.",
+        minimum=0,
+        maximum=(1 << 63) - 1,
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -50,7 +50,7 @@ class ConfigField:
         noun = "an integer" if kind == "int" else "a number"
         bounds = (("above", self.above), ("from", self.minimum), ("up to", self.maximum))
         number = " ".join(
-            [noun, *(f"{word} {bound:.15g}" for word, bound in bounds if bound is not None)]
+            [noun, *(f"{word} {_exact(bound)}" for word, bound in bounds if bound is not None)]
         )
         return ", or ".join([number, " or ".join(self.words)]) if self.words else number
 
@@ -76,6 +76,10 @@ class ConfigField:
             and (high is None or value <= high)
         )
         return in_range and math.isfinite(value)
+
+
+def _exact(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:.15g}"
 
 
 def setting(default: Any, help: str, **declared: Any) -> Any:  # noqa: A002

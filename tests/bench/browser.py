@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
     "--headless",
@@ -39,6 +41,16 @@ PATIENCE = 60.0  # seconds for anything; a busy machine is slow, not wrong
 
 def find_browser() -> str | None:
     return next((found for name in NAMES if (found := shutil.which(name))), None)
+
+
+def opened_browser(*flags: str) -> Browser:
+    """A browser, or a skipped test where there is none and nothing asks for one."""
+    program = find_browser()
+    if program is None and os.environ.get("TWINPHASE_REQUIRE_BROWSER"):
+        pytest.fail("no Chromium, and TWINPHASE_REQUIRE_BROWSER asks for one")
+    if program is None:
+        pytest.skip("no Chromium here (apt install chromium); no page is opened in a browser")
+    return Browser(program, *flags)
 
 
 class Browser:

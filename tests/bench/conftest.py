@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
-from tests.bench.browser import Browser, find_browser
+from tests.bench.browser import Browser, opened_browser
 from tests.bench.sample_report import sample_report
 
 from bench.stub_server import RunningStub
@@ -20,12 +19,7 @@ def written(tmp_path_factory) -> Written:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    program = find_browser()
-    if program is None and os.environ.get("TWINPHASE_REQUIRE_BROWSER"):
-        pytest.fail("no Chromium, and TWINPHASE_REQUIRE_BROWSER asks for one")
-    if program is None:
-        pytest.skip("no Chromium here (apt install chromium); reports are not opened in a browser")
-    opened = Browser(program)
+    opened = opened_browser()
     yield opened
     opened.close()
 

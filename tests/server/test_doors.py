@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
-from tests.bench.browser import Browser, find_browser
+from tests.bench.browser import opened_browser
 
 from dialects import ANTHROPIC, OLLAMA, bearer, message
 from raw_client import connect, read_reply
@@ -121,11 +121,8 @@ def site():
 
 @pytest.fixture(scope="module")
 def browser():
-    program = find_browser()
-    if program is None:
-        pytest.skip("no Chromium here (apt install chromium)")
     names = ", ".join(f"MAP {name} 127.0.0.1" for name in (EVIL, FRIEND))
-    opened = Browser(program, f"--host-resolver-rules={names}")
+    opened = opened_browser(f"--host-resolver-rules={names}")
     yield opened
     opened.close()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.routing import Role
-from twinphase.config import EngineConfig, available_cores
+from twinphase.config import MAX_THREADS, EngineConfig, available_cores
 from twinphase.errors import InvalidRequestError
 from twinphase.settings import check_settings, setting
 
@@ -56,6 +56,7 @@ class ClusterConfig:
         None,
         "Compute threads of each engine.",
         minimum=1,
+        maximum=MAX_THREADS,
         default_text="all cores, divided by the engines",
     )
     ray_address: str | None = setting(

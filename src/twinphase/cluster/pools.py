@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from twinphase import lifeline
 from twinphase.cluster.address import KEY_VARIABLE, read_key
 from twinphase.cluster.routing import Role
 from twinphase.cluster.worker_process import WorkerProcess, ray_address
@@ -124,10 +125,13 @@ class RayPool:
     def _watch(self) -> None:
         delay = FIRST_RETRY_SECONDS
         while not self._closing.is_set():
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            self._process = process = subprocess.Popen(
-                self._command, text=True, start_new_session=True, **pipes
-            )  # type: ignore[call-overload]
+            self._process = process = lifeline.start(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
             assert process.stdin is not None and process.stdout is not None
             with process.stdout:
                 for line in process.stdout:

@@ -7,6 +7,7 @@ import subprocess
 from contextlib import suppress
 from typing import Any
 
+from twinphase import lifeline
 from twinphase.cluster.address import KEY_VARIABLE
 from twinphase.cluster.routing import Role
 from twinphase.config import module_command
@@ -22,7 +23,7 @@ class WorkerProcess:
     def __init__(self, listen: str, role: Role, *options: str, key: bytes) -> None:
         """Start it on a free port of the host `listen`."""
         command = [*module_command("twinphase.cli"), "worker", "--ends-with-stdin"]
-        self._process = subprocess.Popen(
+        self._process = lifeline.start(
             [*command, "--listen", f"{listen}:0", "--role", role, *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

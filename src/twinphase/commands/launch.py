@@ -23,6 +23,7 @@ from typing import Any
 
 import typer
 
+from twinphase import lifeline
 from twinphase.arguments import API_KEY, DEFAULT_MODEL, URL
 from twinphase.errors import EngineUnavailableError, InvalidRequestError, TwinphaseError
 
@@ -231,7 +232,7 @@ def _started(model: str, host: str, port: int, key: str | None) -> Iterator[None
     environment = {**os.environ, **({"TWINPHASE_API_KEY": key} if key else {})}
     note(f"No server answers at {host}:{port}; starting one with {model}. Its log: {log}")
     with open(log, "w") as file:
-        process = subprocess.Popen(
+        process = lifeline.start(
             [sys.executable, "-m", "twinphase.cli", *words],
             stdin=subprocess.DEVNULL,
             stdout=file,

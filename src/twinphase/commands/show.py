@@ -23,6 +23,7 @@ def show(
         "--tensor-parallel-size",
         "-tp",
         min=1,
+        max=256,
         help="Also show what each of this many ranks would hold.",
     ),
 ) -> None:

@@ -59,19 +59,23 @@ class ServerConfig(GenerationDefaults):
         "Origin of browser pages that may call the server (CORS), such as https://page.example; "
         "repeatable. * allows any.",
     )
-    max_body_bytes: int = setting(4 << 20, "Maximum size of a request body, in bytes.", minimum=1)
-    max_n: int = setting(16, "Maximum answers per prompt.", minimum=1)
-    max_prompts: int = setting(256, "Maximum prompts per request.", minimum=1)
+    max_body_bytes: int = setting(
+        4 << 20, "Maximum size of a request body, in bytes.", minimum=1, maximum=1 << 30
+    )
+    max_n: int = setting(16, "Maximum answers per prompt.", minimum=1, maximum=1 << 20)
+    max_prompts: int = setting(256, "Maximum prompts per request.", minimum=1, maximum=1 << 20)
     max_queued_requests: int = setting(
         256,
         "Maximum requests of a tenant that wait while others run; more are refused with 429.",
         minimum=1,
+        maximum=1 << 20,
     )
     max_queued_tokens: int = setting(
         262_144,
         "Maximum prompt tokens of a tenant's waiting requests; more are refused with 429. A tenant "
         "may always queue one request.",
         minimum=1,
+        maximum=1 << 40,
     )
     request_timeout: float = setting(
         600.0, "Seconds from a request's arrival to its last byte.", above=0
@@ -89,12 +93,16 @@ class ServerConfig(GenerationDefaults):
         60.0, "Seconds that running requests have to finish after SIGTERM.", above=0
     )
     kept_timelines: int = setting(
-        1024, "Finished requests whose timelines are kept, for `twinphase explain`.", minimum=1
+        1024,
+        "Finished requests whose timelines are kept, for `twinphase explain`.",
+        minimum=1,
+        maximum=1 << 20,
     )
     kept_responses: int = setting(
         1024,
         "Responses of /v1/responses that are kept in memory, 64 MiB of them at most; 0 for none.",
         minimum=0,
+        maximum=1 << 20,
     )
     per_request_spec_decode_metrics: str = setting(
         "none",

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
+from twinphase import lifeline
 from twinphase.config import module_command
 from twinphase.errors import DownloadError, ModelNotFoundError, StorageError, TwinphaseError
 from twinphase.load_times import loading_part
@@ -184,7 +185,7 @@ def _run(
     """Exit status and output of pip, reporting how much has come."""
     report(0, None)
     log: list[str] = []
-    with subprocess.Popen(
+    with lifeline.start(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 
+from twinphase import lifeline
 from twinphase.backends.base import MeasuredRates
 from twinphase.backends.cpu.isa import choose_isa, compiler_environment
 from twinphase.config import module_command
@@ -60,7 +61,7 @@ def measure_repeatedly(
     found: list[MeasuredRates] = []
     with (
         tempfile.TemporaryFile() as log,
-        subprocess.Popen(
+        lifeline.start(
             command,
             env=compiler_environment(path),
             stdin=subprocess.DEVNULL,

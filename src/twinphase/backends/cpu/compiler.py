@@ -16,7 +16,6 @@ import importlib
 import importlib.metadata
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from twinphase import lifeline
 from twinphase.backends.cpu.compile_estimate import CompileEstimate, shared_out
 from twinphase.backends.cpu.isa import ISAS, Isa, baseline_cpu, compiler_environment
 from twinphase.backends.cpu.prebuilt import Bundle, read_bundle
@@ -200,7 +200,7 @@ def _compile_in_processes(
         workers = []
         for share in shares:
             log = stack.enter_context(tempfile.TemporaryFile())
-            process = subprocess.Popen(
+            process = lifeline.start(
                 [*command, *share],
                 stdout=log,
                 stderr=log,

@@ -16,6 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import ClassVar
 
+from twinphase import lifeline
 from twinphase.backends.cpu.ceilings import CeilingsError
 from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
 from twinphase.backends.cpu.isa import choose_isa
@@ -71,7 +72,7 @@ def measure_link(ranks: int, threads: int, isa: str | None = None) -> LinkRates:
             out = subprocess.DEVNULL if rank else subprocess.PIPE
             with bound_to(place.cores if place.nodes else ()):
                 processes.append(
-                    subprocess.Popen([*command, str(rank)], pass_fds=[memory], stdout=out)
+                    lifeline.start([*command, str(rank)], pass_fds=[memory], stdout=out)
                 )
         return LinkRates(ranks, **json.loads(processes[0].communicate(timeout=LIMIT_SECONDS)[0]))
     except (subprocess.TimeoutExpired, ValueError):

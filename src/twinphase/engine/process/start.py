@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 
+from twinphase import lifeline
 from twinphase.config import module_command
 
 
@@ -20,7 +21,7 @@ def start_process(module: str, *descriptors: int) -> tuple[subprocess.Popen[byte
         try:
             # A session of its own: Ctrl-C in the terminal is the parent's business, which lets
             # answers finish.
-            process = subprocess.Popen(command, pass_fds=inherited, start_new_session=True)
+            process = lifeline.start(command, pass_fds=inherited, start_new_session=True)
         except OSError:
             ours.close()
             raise
