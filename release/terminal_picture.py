@@ -23,7 +23,7 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "images" / "terminal.png"
-COLUMNS = 108
+COLUMNS = 116
 # As in `PAGE`.
 FONT_PIXELS = 15
 LINE_PIXELS = 20
@@ -64,9 +64,9 @@ def shown(command: list[str]) -> str:
 def main() -> None:
     text = "$ twinphase demo\n" + shown([sys.executable, "-m", "twinphase_bench.cli", "demo"])
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), color_system="256")
-    console.print(Text.from_ansi(text.rstrip()), soft_wrap=True)
+    console.print(Text.from_ansi(text.rstrip()))
+    lines = console.export_text(clear=False).count("\n")
     page = console.export_html(theme=MONOKAI, code_format=PAGE)
-    lines = text.rstrip().count("\n") + 1
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         sys.exit("There is no Chromium to take the picture.")

@@ -1,12 +1,17 @@
 """The pages for people, which need no network and no key, and the log that they read."""
 
+import json
+import logging
 import re
 import signal
+import sys
+from datetime import datetime
 
 import httpx
 import pytest
 
 from raw_client import until
+from twinphase.server.logs import JsonFormatter
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 DATE = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
@@ -66,3 +71,39 @@ def test_how_much_is_logged(start, level, polled):
         log = server.log.read_text()
     assert ("GET /metrics 200" in log) == ("POST /v1/completions 200" in log) == polled
     assert "listening " in log
+
+
+def test_a_json_log_has_an_object_per_line_with_both_phases(start):
+    with start("--log-format", "json", "--log-requests", "--api-key", "secret-key") as server:
+        for key in ("secret-key", "a-wrong-key"):
+            httpx.post(
+                f"{server.url}/v1/completions",
+                json={"prompt": "the", "max_tokens": 3},
+                headers={"Authorization": f"Bearer {key}"},
+                timeout=30,
+            )
+        assert server.stop() == 0
+        log = server.log.read_text()
+    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+    [_, ended] = [line for line in lines if line.get("event") == "generation"]
+    assert ended["state"] == "ended" and ended["num_output_tokens"] == 3
+    assert ended["ledger_ms"]["prefill"] > 0 and ended["ledger_ms"]["decode"] > 0
+    [good, bad] = [line for line in lines if line.get("event") == "request"]
+    assert (good["status"], bad["status"]) == (200, 401)
+    assert good["path"] == "/v1/completions" and good["duration_ms"] > 0
+    [refused] = [line for line in lines if line.get("event") == "refused_key"]
+    assert refused["client"] == "127.0.0.1" and refused["level"] == "warning"
+    assert "secret-key" not in log and "a-wrong-key" not in log
+
+
+def test_a_failure_in_a_json_log_has_its_traceback():
+    try:
+        raise ValueError("wrong")
+    except ValueError:
+        record = logging.LogRecord("name", logging.ERROR, "", 0, "It failed", None, sys.exc_info())
+    found = json.loads(JsonFormatter().format(record))
+    assert found["message"] == "It failed" and "ValueError: wrong" in found["exception"]
+    assert datetime.fromisoformat(found["time"]).timestamp() == pytest.approx(
+        record.created, abs=1e-3
+    )

@@ -23,6 +23,7 @@ from starlette.routing import Match
 from twinphase import __version__
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.server import problems
+from twinphase.server.access import AuthenticationError
 from twinphase.server.dialects import shape_of
 from twinphase.server.dialects.anthropic import add_messages
 from twinphase.server.dialects.ollama import add_ollama
@@ -311,6 +312,8 @@ class Gate:
                 await self.app({**scope, **get}, _replayed(body, receive), watched)
         except TwinphaseError as error:
             status = error.http_status
+            if isinstance(error, AuthenticationError):
+                _log_refused_key(scope, error)
             self._service.metrics.refused(status, type(error).__name__)
             await problems.reply(error, state["shape"])(scope, receive, watched)
         except Exception:
@@ -369,16 +372,41 @@ class Gate:
 
 def _log_request(scope: Scope, status: int, seconds: float) -> None:
     """A line for a request; those that programs send every few seconds are for debugging."""
-    path = scope["path"]
-    polled = POLLED_PATHS.fullmatch(path) is not None and status < 400
+    polled = POLLED_PATHS.fullmatch(scope["path"]) is not None and status < 400
+    facts = _facts(scope)
+    fields = {"event": "request", **facts, "tenant": scope["state"]["tenant"], "status": status}
     LOG.log(
         logging.DEBUG if polled else logging.INFO,
         "%s %s %d in %s ms",
-        scope["method"],
-        ascii(path[:MAX_LOGGED_CHARACTERS])[1:-1],  # a path may hold line ends
+        facts["method"],
+        facts["path"],
         status,
         f"{1e3 * seconds:,.0f}",
+        extra={"fields": {**fields, "duration_ms": round(1e3 * seconds, 3)}},
     )
+
+
+def _log_refused_key(scope: Scope, error: AuthenticationError) -> None:
+    """A line for the audit of who tries keys; the key is not in it."""
+    facts = _facts(scope)
+    LOG.warning(
+        "Refused %s %s from %s: %s",
+        facts["method"],
+        facts["path"],
+        facts["client"],
+        error.cause,
+        extra={"fields": {"event": "refused_key", **facts}},
+    )
+
+
+def _facts(scope: Scope) -> dict[str, str]:
+    """What identifies a request in the log; a path may hold line ends."""
+    address = scope.get("client")
+    return {
+        "method": scope["method"],
+        "path": ascii(scope["path"][:MAX_LOGGED_CHARACTERS])[1:-1],
+        "client": address[0] if address else "unknown",
+    }
 
 
 def _check_heads(scope: Scope) -> None:

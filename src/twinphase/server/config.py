@@ -120,6 +120,12 @@ class ServerConfig(GenerationDefaults):
         "polled routes such as /health and /metrics.",
         choices=("debug", "info", "warning", "error"),
     )
+    log_format: str = setting(
+        "text",
+        "Form of the log: text has dated lines, json one object per line with fields of its own "
+        "for each request and each generation.",
+        choices=("text", "json"),
+    )
     log_stats: bool = setting(True, "Log a line of statistics every ten seconds of work.")
     log_requests: bool = setting(
         False, "Log a line for each generation when it is accepted and when it ends."

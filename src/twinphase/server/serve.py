@@ -23,6 +23,7 @@ from twinphase.errors import StorageError
 from twinphase.server.app import make_app
 from twinphase.server.config import ServerConfig
 from twinphase.server.connection import Connection
+from twinphase.server.logs import start_logging
 from twinphase.server.service import Service
 from twinphase.server.started import noted
 
@@ -38,8 +39,7 @@ LOG = logging.getLogger("twinphase.server")
 
 def serve(model: str, make_host: Callable[[], Host], config: ServerConfig) -> int:
     """Serve a model, on what `make_host` makes, until SIGTERM or SIGINT; returns the exit code."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-    logging.getLogger("twinphase").setLevel(config.log_level.upper())
+    start_logging(config.log_level, config.log_format)
     terminal.transient("")
     LOG.info("twinphase %s starts with the model %s", __version__, model)
     host = make_host()

@@ -21,6 +21,7 @@ from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseE
 from twinphase.server.access import Access, Admission, Ticket, shutting_down
 from twinphase.server.answers import Choice
 from twinphase.server.config import ServerConfig
+from twinphase.server.logs import fields_of
 from twinphase.server.metrics import Metrics
 from twinphase.server.observe import Timelines
 from twinphase.server.tracing import RequestTracer, make_tracer
@@ -237,14 +238,17 @@ class Service:
     def observe_begin(self, choice: Choice) -> None:
         self.timelines.begin(choice)
         if self.config.log_requests:
-            LOG.info("Request accepted: %s", choice.record)
+            LOG.info(
+                "Request accepted: %s", choice.record, extra={"fields": fields_of(choice.record)}
+            )
 
     def observe_end(self, choice: Choice, headers: Mapping[bytes, bytes]) -> None:
         self.timelines.end(choice)
         record = choice.record
         if self.config.log_requests:
             # Without an end, the client left or the engine died.
-            LOG.info("Request %s: %s", "ended" if record.has_ended else "cut off", record)
+            how = "ended" if record.has_ended else "cut off"
+            LOG.info("Request %s: %s", how, record, extra={"fields": fields_of(record)})
         self.metrics.ended(record, choice.num_reasoning_tokens)
         if self.tracer is not None and record.has_ended:
             self.tracer.trace(
