@@ -50,7 +50,7 @@ def test_kernels_are_compiled_by_name(clock, tmp_path, monkeypatch):
         return specs
 
     monkeypatch.setattr(compiler, "_copy_prebuilt", copy)
-    monkeypatch.setattr(compiler.subprocess, "Popen", start)
+    monkeypatch.setattr(compiler.lifeline, "start", start)
     with measured_loading() as seconds:
         compiler.compile_kernels(tmp_path, choose_isa(None), ["quantize"])
     assert seconds == {"compile": 5, "unpack": 3}

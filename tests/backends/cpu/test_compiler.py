@@ -53,7 +53,7 @@ def started(monkeypatch) -> list[list[str]]:
         commands.append(command[-2:])
         return Mock(returncode=0)
 
-    monkeypatch.setattr(compiler.subprocess, "Popen", start)
+    monkeypatch.setattr(compiler.lifeline, "start", start)
     return commands
 
 
