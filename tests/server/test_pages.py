@@ -107,3 +107,9 @@ def test_a_failure_in_a_json_log_has_its_traceback():
     assert datetime.fromisoformat(found["time"]).timestamp() == pytest.approx(
         record.created, abs=1e-3
     )
+
+
+def test_a_wrong_method_is_answered_with_those_that_are_right(limited):
+    for path, methods in (("/v1/completions", "POST"), ("/v1/models", "GET"), ("/metrics", "GET")):
+        reply = httpx.delete(limited.url + path, headers={"Authorization": "Bearer one"})
+        assert reply.status_code == 405 and reply.headers["allow"] == methods

@@ -14,7 +14,6 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -56,6 +55,7 @@ TOTAL_BODY_LIMITS = 32
 # the error.
 DISCARDED_BODY_LIMITS = 8
 NOSNIFF = (b"x-content-type-options", b"nosniff")
+METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
 FORM = b"application/x-www-form-urlencoded"
 UNREADABLE = (
     "The body is not JSON that can be read. Send UTF-8, not so deeply nested, without "
@@ -226,13 +226,15 @@ def _add_problems(app: FastAPI, service: Service) -> None:
         reply = refuse(request, Problem(message, status), "HTTPException")
         reply.headers.update(error.headers or {})
         if status == 405:
-            routes = [route for route in app.routes if isinstance(route, APIRoute)]
-            known = [
-                route.methods or set()
-                for route in routes
-                if route.path_regex.match(request.url.path)
-            ]
-            reply.headers["Allow"] = ", ".join(sorted(set().union(*known)))
+            allowed = (
+                method
+                for method in METHODS
+                if any(
+                    route.matches({**request.scope, "method": method})[0] is Match.FULL
+                    for route in app.routes
+                )
+            )
+            reply.headers["Allow"] = ", ".join(allowed)
         return reply
 
     @app.exception_handler(TwinphaseError)
