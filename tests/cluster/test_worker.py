@@ -252,6 +252,7 @@ def test_a_worker_that_is_told_to_leave_finishes_hands_over_its_cache_and_is_tak
             end(workers[0].process)
             workers[0] = WorkerProcess(workers[0].address)
             await all_ready(engine)
+            assert router.num_restarts == 0, "nothing died"
             await whole(engine)
 
         serve(body, hosts=hosts_of(workers, tiny_path))

@@ -115,7 +115,7 @@ class Router:
 
     @property
     def num_restarts(self) -> int:
-        return sum(view.host.num_restarts for view in self.workers_by_name.values())
+        return sum(view.num_restarts for view in self.workers_by_name.values())
 
     @property
     def failure(self) -> Refused | None:
@@ -412,6 +412,7 @@ class Router:
         with self._lock:
             lost = [one for one in self.requests.values() if one.worker == view.name]
             left = self._drains.gone(view)
+            view.num_departures += left
             view.leave()
             if self._closing:
                 return

@@ -59,6 +59,7 @@ class WorkerView:
         self.last_step = 0.0
         self._requests = requests
         self.num_mismatches = 0
+        self.num_departures = 0
         self.role_reason = ""
         self._received = Counter[str]()
         self._sent = Counter[str]()
@@ -74,6 +75,11 @@ class WorkerView:
     @property
     def num_requests(self) -> int:
         return len(self._requests.at(self.name))
+
+    @property
+    def num_restarts(self) -> int:
+        """How often it was lost; an orderly departure costs no request and does not count."""
+        return self.host.num_restarts - self.num_departures
 
     @property
     def machine(self) -> str:
@@ -230,7 +236,7 @@ class WorkerView:
             decode_share=round(min(1.0, decode), 4),
             prefill_seconds=self._seconds[0],
             decode_seconds=self._seconds[1],
-            restarts=self.host.num_restarts,
+            restarts=self.num_restarts,
             first_token_mismatches=self.num_mismatches,
             transfers=transfers,
             blocks_sent=self._sent["blocks"],
