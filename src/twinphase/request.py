@@ -95,7 +95,10 @@ class SamplingParams:
         maximum=1,
     )
     repetition_penalty: float = setting(
-        1.0, "Penalty for tokens of the prompt and the output; 1 is none.", above=0, maximum=100
+        1.0,
+        "Penalty for tokens of the prompt and the output; 1 is none.",
+        minimum=0.01,
+        maximum=100,
     )
     presence_penalty: float = setting(
         0.0, "Penalty for tokens that are in the output already; 0 is none.", minimum=-2, maximum=2

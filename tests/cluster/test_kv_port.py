@@ -4,13 +4,18 @@ import queue
 import random
 import socket
 import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from kv_workers import FAULTS, KEY, FaultProxy, Worker, workers
+from raw_client import until
 from tiny_gguf import write_tiny_gguf
-from twinphase.cluster.handshake import WrongKeyError, authenticate
+from twinphase.cluster import handshake
+from twinphase.cluster.handshake import GREETING, WrongKeyError, authenticate
+from twinphase.cluster.kv import intake
 from twinphase.cluster.kv.port import opened_port
 from twinphase.engine.process.messages import Pushed, PushTo
 from twinphase.errors import StorageError
@@ -299,6 +304,53 @@ def test_both_ends_prove_the_key():
         thread.join()
         left.close()
         right.close()
+
+
+def test_a_handshake_has_one_deadline(monkeypatch):
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.3)
+    left, right = socket.socketpair()
+    num_sent = 0
+
+    def drip():
+        nonlocal num_sent
+        with suppress(OSError):
+            for byte in GREETING:
+                right.sendall(bytes([byte]))
+                num_sent += 1
+                time.sleep(0.1)
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        authenticate(left, KEY, listening=True)
+    left.close()
+    thread.join()
+    right.close()
+    assert num_sent < len(GREETING)
+
+
+def test_connections_without_a_proof_are_few(monkeypatch):
+    monkeypatch.setattr(intake, "MAX_UNPROVEN_CONNECTIONS", 2)
+    listener = intake.BlockListener(None, KEY, shared_memory=False)
+    port = int(listener.addresses[0].rpartition(":")[2])
+
+    def first_bytes(link):
+        link.settimeout(60)
+        return link.recv(len(GREETING))
+
+    links = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
+    assert [first_bytes(link) for link in links] == [GREETING, GREETING]
+    with socket.create_connection(("127.0.0.1", port)) as third:
+        assert first_bytes(third) == b""
+    links.pop().close()
+
+    def is_served():
+        with socket.create_connection(("127.0.0.1", port)) as later:
+            return first_bytes(later) == GREETING
+
+    until(is_served, 30)
+    links.pop().close()
+    listener.close()
 
 
 def test_an_echo_of_the_challenge_proves_nothing():

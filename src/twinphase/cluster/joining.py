@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -132,6 +133,6 @@ def _reachable(address: str, link: socket.socket) -> str:
 
 
 def _receive(link: socket.socket) -> _Join:
-    link.settimeout(HANDSHAKE_SECONDS)
-    size = int.from_bytes(receive_exactly(link, 4), "little")
-    return msgspec.msgpack.decode(receive_exactly(link, min(size, MAX_JOIN_BYTES)), type=_Join)
+    deadline = time.monotonic() + HANDSHAKE_SECONDS
+    size = min(int.from_bytes(receive_exactly(link, 4, deadline), "little"), MAX_JOIN_BYTES)
+    return msgspec.msgpack.decode(receive_exactly(link, size, deadline), type=_Join)

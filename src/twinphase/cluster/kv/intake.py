@@ -42,6 +42,8 @@ from twinphase.errors import TwinphaseError
 
 # Storing this number of blocks takes about 20 ms of the engine's thread.
 MAX_WAITING_BLOCKS = 64
+# Connections, each with a thread, whose other end has not proved the key yet.
+MAX_UNPROVEN_CONNECTIONS = 32
 LOG = logging.getLogger("twinphase.cluster")
 
 
@@ -171,6 +173,7 @@ class BlockListener:
         self._intake = intake
         self._key = key
         self._links: set[socket.socket] = set()
+        self._unproven = threading.BoundedSemaphore(MAX_UNPROVEN_CONNECTIONS)
         self._closed = False
         tcp = socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -203,6 +206,10 @@ class BlockListener:
                 link, _ = server.accept()
             except OSError:
                 return
+            if not self._unproven.acquire(blocking=False):
+                link.close()
+                LOG.warning("A connection for KV blocks was closed: too many have no proof yet.")
+                continue
             self._links.add(link)
             name = "twinphase-kv-receive"
             threading.Thread(
@@ -212,7 +219,11 @@ class BlockListener:
     def _serve(self, link: socket.socket, family: int) -> None:
         try:
             with link:
-                _Receiver(link, self._intake, shared=family == socket.AF_UNIX).run(self._key)
+                try:
+                    authenticate(link, self._key, listening=True)
+                finally:
+                    self._unproven.release()
+                _Receiver(link, self._intake, shared=family == socket.AF_UNIX).run()
         except TwinphaseError as error:
             LOG.warning("A worker's connection for KV blocks was refused: %s", error)
         except OSError:
@@ -233,9 +244,8 @@ class _Receiver:
         # A queue, since the engine's thread must not wait for a socket.
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
-    def run(self, key: bytes) -> None:
-        """Serve until the other end closes the connection."""
-        authenticate(self._link, key, listening=True)
+    def run(self) -> None:
+        """Serve until the other end, which has proved its key, closes the connection."""
         self._greet()
         threading.Thread(target=self._answer, name="twinphase-kv-answer", daemon=True).start()
         try:

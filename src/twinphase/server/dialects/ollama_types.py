@@ -30,7 +30,9 @@ class Options(Sampling):
     """How an answer is sampled; the defaults are the server's, not a Modelfile's."""
 
     num_predict: Int32 | None = None
-    repetition_penalty: Annotated[float | None, Field(gt=0, le=100, alias="repeat_penalty")] = None
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100, alias="repeat_penalty")] = (
+        None
+    )
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     # Accepted at the values that change nothing: penalties look at the whole text.
