@@ -62,7 +62,7 @@ OUT_OF_RANGE = {
     "min_p": [-1, 2],
     "presence_penalty": [3],
     "frequency_penalty": [-3],
-    "repetition_penalty": [0, -1, 1e308],
+    "repetition_penalty": [0, -1, 1e-300, 1e308],
     "logit_bias": [{"1": 101}, {"a": 1}, {"320": 1}, {"1": None}, {"-1": 1}, {"9" * 5000: 1}],
     "seed": [2**64, -(2**63) - 1, "a"],
     "stop": ["", [""], ["a"] * 17, "a" * 1000, [1], {}],

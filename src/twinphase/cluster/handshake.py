@@ -66,7 +66,7 @@ def receive_exactly(link: socket.socket, size: int, deadline: float | None = Non
     view = memoryview(data)
     while view:
         if deadline is not None:
-            # A timeout alone starts anew with each byte, so that slow ones could hold a thread.
+            # A timeout alone begins again with each byte, so that slow bytes could hold a thread.
             link.settimeout(max(deadline - time.monotonic(), MIN_TIMEOUT_SECONDS))
         count = link.recv_into(view)
         if not count:
