@@ -13,6 +13,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_TIMEOUT_SECONDS = 30.0
 MAX_HEAD_BYTES = 64 << 10
+# A client that is still sending its head reads no answer; so much more of it is thrown away.
+MAX_DISCARDED_BYTES = 1 << 20
+TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
+    b"connection: close\r\n\r\nThe request's headers are longer than 64 KiB. Send less in them.\n"
+)
 # How long a closing connection waits for its client to read the answer's end.
 CLOSE_TIMEOUT_SECONDS = 30.0
 
@@ -23,12 +29,18 @@ class Connection(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
     _cut: asyncio.TimerHandle | None = None
+    _num_discarded_bytes: int | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._begin_head()
 
     def data_received(self, data: bytes) -> None:
+        if self._num_discarded_bytes is not None:
+            self._num_discarded_bytes += len(data)
+            if self._num_discarded_bytes > MAX_DISCARDED_BYTES:
+                self.transport.abort()
+            return
         if self._is_answering():
             self.cycle.keep_alive = False
             return
@@ -39,7 +51,7 @@ class Connection(HttpToolsProtocol):
         self._num_head_bytes += len(data)
         super().data_received(data[:room])
         if self._num_head_bytes > MAX_HEAD_BYTES:  # The head's end would have set it to 0.
-            self.transport.abort()
+            self._refuse_head()
         elif len(data) > room and not self.transport.is_closing():
             self.data_received(data[room:])
 
@@ -52,6 +64,10 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end_head()
+        codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        plain = codings == [b"chunked"] and self.parser.get_http_version() == "1.1"
+        if codings and not plain:  # A proxy could see the body's end elsewhere (RFC 9112, 6.1).
+            raise ValueError("a transfer coding that is not known")
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -81,6 +97,14 @@ class Connection(HttpToolsProtocol):
 
     def _reads_body(self) -> bool:
         return self.cycle is not None and self.cycle.more_body
+
+    def _refuse_head(self) -> None:
+        self._end_head()
+        self._num_discarded_bytes = 0
+        self.transport.write(TOO_LARGE)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._cut_if_unread()
 
     def _cut_if_unread(self) -> None:
         # Closing waits for unwritten data as long as the client does not read.
