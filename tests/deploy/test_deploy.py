@@ -106,6 +106,12 @@ def test_compose_takes_the_file():
     assert read("compose.yaml")[0]["services"]["server"]["read_only"]
 
 
+def test_no_key_has_a_default():
+    for service in read("compose.yaml")[0]["services"].values():
+        keys = [value for name, value in service["environment"].items() if name.endswith("_KEY")]
+        assert keys and all(re.match(r"\$\{\w+:\?", key) for key in keys)
+
+
 def test_a_linter_takes_the_image():
     called(BIN / "hadolint", DEPLOY / "Containerfile")
 
