@@ -6,6 +6,7 @@ Nothing is compiled: not the fastest that PyTorch can do.
 
 from __future__ import annotations
 
+import inspect
 import time
 from pathlib import Path
 
@@ -58,6 +59,9 @@ class Transformers:
             ) from None
         self._model = model.eval()
         self._new_cache = transformers.DynamicCache
+        # transformers 5.24 calls it `cache` and warns of the old name.
+        accepted = inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if "cache" in accepted else "past_key_values"
         text = model.config.get_text_config()
         self.vocab_size = int(text.vocab_size)
         dtype = str(model.dtype).removeprefix("torch.")
@@ -85,7 +89,7 @@ class Transformers:
             cache = self._new_cache()
             for _ in range(num_tokens):
                 output = self._model(
-                    input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1
+                    input_ids=tokens, use_cache=True, logits_to_keep=1, **{self._cache_name: cache}
                 )
                 tokens = output.logits[:, -1].argmax(dim=-1, keepdim=True)  # [sequences, 1]
                 last = tokens[
