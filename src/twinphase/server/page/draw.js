@@ -4,7 +4,7 @@
 // One rule for all of them: prefill is blue, decode is orange, and time that an answer waited for
 // another prompt is blue inside orange. Estimates are lighter than facts.
 
-import { palette } from "./dom.js";
+import { ms, palette } from "./dom.js";
 
 const ESTIMATE = 0.35;
 
@@ -215,7 +215,7 @@ export function drawGaps(context, width, height, lane, target, now) {
   const last = known.at(-1)?.end ?? lane.first;
   if (now < lane.end && last < now) box(context, palette.decode, scale(last), base - tall(Math.min(most, now - last)), Math.max(1, scale(now) - scale(last)), tall(Math.min(most, now - last)), ESTIMATE);
   box(context, palette.grid, 0, base, width, 1);
-  if (showsTarget && now >= lane.first) label(context, `target ${target} ms`, width, base - tall(target) - 4, { align: "right", size: 11 });
+  if (showsTarget && now >= lane.first) label(context, `target ${ms(target)}`, width, base - tall(target) - 4, { align: "right", size: 11 });
 }
 
 /**

@@ -419,7 +419,7 @@ export class EngineView {
       targets[strip] = drawSteps(context, steps, scale, { y, up: place.strip - 10, down: place.down }, view);
       line(context, palette.grid, place.left, y + 1, y + 2, 1, width);
       if (!place.left) {
-        const words = recording.workers[strip] ?? `Steps: time above${targets[strip] ? `, dashed the target of ${recording.target} ms` : ""}; tokens below`;
+        const words = place.strips > 1 ? recording.workers[strip] : `Steps: time above${targets[strip] ? `, dashed the target of ${ms(recording.target)}` : ""}; tokens below`;
         label(context, words, 4, y - place.strip + 6);
       }
     }
@@ -431,7 +431,7 @@ export class EngineView {
     for (let strip = 0; strip < place.strips; strip += 1) {
       const y = place.steps + strip * place.each + place.strip;
       label(context, recording.workers.length > 1 ? recording.workers[strip] : "Steps", 0, y - place.strip + 16, { colour: palette.text, size: 14 });
-      if (targets[strip] !== null) label(context, `target ${recording.target} ms`, place.left - 8, targets[strip] + 4, { align: "right" });
+      if (targets[strip] !== null) label(context, `target ${ms(recording.target)}`, place.left - 8, targets[strip] + 4, { align: "right" });
       if (strip > 0) continue;
       label(context, "time, and what was predicted", 0, y - 8);
       label(context, "rows and prompt tokens", 0, y + 16);

@@ -77,13 +77,16 @@ export class Lane {
    * A step computed a chunk of its prompt, or of what it has to compute again.
    *
    * @param own ms that the step would have taken for this chunk alone; the rest went to others
+   * @param gave whether the step also gave a token of the answer
    */
-  addChunk(step, tokens, own) {
+  addChunk(step, tokens, own, gave) {
     this.letIn(step.start);
     const from = this.done;
     this.done += tokens;
     this.chunks.push({ start: step.start, end: step.end, tokens, from, own: Math.min(own, step.ms), step });
-    if (this.done >= this.prompt && this.first === Infinity && !this.isSum) this.first = step.end;
+    if (!gave) return;
+    if (this.first === Infinity) this.first = step.end;
+    else if (this.preempted) this.addTick(step, 1, 0);
   }
 
   /** A step wrote tokens: one, and the drafts that were right. */
@@ -192,7 +195,7 @@ export function laneOfStream(at = 0) {
       const tokens = processed - lane.done;
       if (tokens <= 0) return;
       const start = lane.chunks.at(-1)?.end ?? at;
-      lane.addChunk(add(start, end, [{ lane, tokens }], []), tokens, end - start);
+      lane.addChunk(add(start, end, [{ lane, tokens }], []), tokens, end - start, processed === total);
     },
     wrote(end, tokens) {
       if (tokens === 0) return;

@@ -11,7 +11,7 @@ import { laneOfStream } from "./lane.js";
 
 const LANE_HEIGHT = 24;
 const ROW_HEIGHT = 40; // with a name above the lane LABEL_HEIGHT more
-const LABEL_HEIGHT = 12;
+const LABEL_HEIGHT = 18;
 const LEFT = 30;
 const CLOCKS_MS = [250, 500, 1000, 2000, 4000, 6000, 8000, 12000, 20000, 30000, 60000, 120000];
 const SHORT = "Name three things that are blue.";
@@ -141,7 +141,7 @@ export class Learn {
     const { hello } = this.engine;
     const seconds = this.expectedSeconds();
     const takes = seconds === null ? "How long they take is not known before the first one." : `They take about ${seconds < 10 ? Math.ceil(seconds) : 5 * Math.ceil(seconds / 5)} s.`;
-    put(byId("learn-of"), `Five runs with ${hello?.model ?? "this server's model"}, of real and small requests. ${takes}`);
+    put(byId("learn-of"), `Five runs with ${hello?.model.replace(/^\w+:/, "") ?? "this server's model"}, of real and small requests. ${takes}`);
   }
 
   /** From the last request's rates; before one, from the machine's ceilings. */
@@ -305,7 +305,7 @@ class Lesson {
       const zero = this.zeroOf(row);
       const y = (i + 1) * this.rowHeight - LANE_HEIGHT - 8;
       drawLane(context, lane, scaleOf(zero, zero + clock, LEFT, width), y, LANE_HEIGHT, row.now ? Math.min(row.now(), lane.end) : Infinity, { faint: row.faint });
-      if (row.text) label(context, row.text, LEFT, y - 5, { size: 12 });
+      if (row.text) label(context, row.text, LEFT, y - 12, { size: 12 });
     });
   }
 }

@@ -84,7 +84,7 @@ function onEvent(event) {
   engine.setReady(true);
   notice("");
   const { model, quantization, threads } = event;
-  put(byId("served"), [model, quantization, threads ? `${threads} ${threads === 1 ? "thread" : "threads"}` : ""].filter(Boolean).join(" · "));
+  put(byId("served"), [model.replace(/^\w+:/, ""), quantization, threads ? `${threads} ${threads === 1 ? "thread" : "threads"}` : ""].filter(Boolean).join(" · "));
   chat.showContext();
   chat.showLastRequest();
   learn.showPlan();

@@ -199,7 +199,7 @@ export class Recording {
 
   addLane(event) {
     const known = this.byNumber.get(event.lane);
-    const at = event.at + this.shift;
+    const at = (event.at ?? event.t) + this.shift;
     const lane = known ?? this.newLane(event, at);
     lane.prompt = event.prompt ?? lane.prompt;
     lane.cached = event.cached ?? lane.cached;
@@ -213,8 +213,8 @@ export class Recording {
     if (event.state === "running" || event.state === "transfer") lane.letIn(at);
     if (event.cached !== undefined) lane.done = Math.max(lane.done, lane.cached);
     if (event.state === "preempted") lane.preempt(at);
+    lane.timings = event.timings ?? lane.timings;
     if (event.state === "ended") {
-      lane.timings = event.timings ?? null;
       lane.cutShort ||= event.finish === null || event.finish === "abort" || event.finish === "error";
       lane.close(at, event.finish ?? "the engine died");
     }
@@ -245,7 +245,7 @@ export class Recording {
     event.start.forEach((start, i) => {
       const decodeMs = event.decode_ms[i];
       const ms = event.duration_ms[i];
-      const prefill = event.pre[i].map(([number, tokens, own]) => ({ lane: this.laneNumbered(number), tokens, own: own ?? ms }));
+      const prefill = event.pre[i].map(([number, tokens, own, gave]) => ({ lane: this.laneNumbered(number), tokens, own: own ?? ms, gave }));
       const decode = event.dec[i].map(([number, tokens, drafted = 0]) => ({ lane: this.laneNumbered(number), tokens, drafted }));
       const step = {
         index: event.first + i,
@@ -256,6 +256,7 @@ export class Recording {
         predicted: event.predicted_ms?.[i] ?? 0,
         share: prefill.length && ms > 0 ? Math.min(1, Math.max(0, (ms - decodeMs) / ms)) : 0,
         decodeMs,
+        bookkeeping: event.bookkeeping_ms?.[i] ?? 0,
         flops: { prefill: event.prefill_flops?.[i] ?? 0, decode: event.decode_flops?.[i] ?? 0 },
         bytes: { prefill: event.prefill_bytes?.[i] ?? 0, decode: event.decode_bytes?.[i] ?? 0 },
         running: event.running?.[i] ?? 0,
@@ -266,7 +267,7 @@ export class Recording {
         rows: decode.reduce((sum, one) => sum + 1 + one.drafted, 0),
       };
       this.insertStep(step);
-      for (const { lane, tokens, own } of prefill) lane.addChunk(step, tokens, own);
+      for (const { lane, tokens, own, gave } of prefill) lane.addChunk(step, tokens, own, gave);
       for (const { lane, tokens, drafted } of decode) lane.addTick(step, tokens, drafted);
       this.end = Math.max(this.end, step.end);
     });

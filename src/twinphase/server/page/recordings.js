@@ -133,7 +133,7 @@ const range = tuple(2, whole);
 
 const LANE = {
   lane: whole,
-  at: number,
+  at: optional(number),
   own: optional(truth),
   id: optional(text),
   arrival: optional(number),
@@ -152,7 +152,7 @@ const LANE = {
   timings: optional(orNull(shape({ ttft_ms: optional(orNull(number)), tpot_ms: optional(orNull(number)), ledger_ms: optional((value) => object(value) && Object.values(value).every(number)) }))),
 };
 const COLUMNS = ["start", "duration_ms", "decode_ms", "pre", "dec"];
-const MORE_COLUMNS = ["predicted_ms", "prefill_flops", "decode_flops", "prefill_bytes", "decode_bytes", "running", "waiting"];
+const MORE_COLUMNS = ["predicted_ms", "prefill_flops", "decode_flops", "prefill_bytes", "decode_bytes", "running", "waiting", "bookkeeping_ms"];
 const EVENTS = {
   hello: {
     format: text,
