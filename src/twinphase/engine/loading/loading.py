@@ -12,6 +12,7 @@ from typing import Any
 
 from twinphase.backends.base import Backend, KVCacheSpec, Units
 from twinphase.backends.device import require_torch
+from twinphase.backends.states import slot_bytes
 from twinphase.blueprint import Blueprint
 from twinphase.config import EngineConfig, cores_of_each_engine
 from twinphase.engine.engine import Engine
@@ -88,9 +89,13 @@ class LoadedEngine:
         b = self.blueprint = read_blueprint(self.checkpoint, config.max_model_len)
         device = device_of(config)
         kv_bytes = (
-            b.num_layers * b.num_kv_heads * device.kv_head_bytes(b.head_dim, config.kv_cache_dtype)
+            b.num_kv_layers
+            * b.num_kv_heads
+            * device.kv_head_bytes(b.head_dim, config.kv_cache_dtype)
         )
-        self.config = config.resolve(b.context_length, kv_bytes, device.free_memory())
+        state_bytes = slot_bytes(b, config.state_drafts)
+        memory = device.free_memory()
+        self.config = config.resolve(b.context_length, kv_bytes, memory, state_bytes)
         self.text = ModelText(self.checkpoint)
         backend = make_backend(self.config, compile_progress)
         speculation = speculative_config(self.config.speculative_config)
@@ -310,10 +315,10 @@ def allocate_kv_cache(backend: Backend, blueprint: Blueprint, config: EngineConf
     """Give a `backend` the KV cache of a resolved configuration."""
     if config.num_kv_blocks is None:
         raise ValueError("the configuration is not resolved")
-    heads = blueprint.num_kv_heads
-    spec = KVCacheSpec(
-        blueprint.num_layers, heads, blueprint.head_dim, config.num_kv_blocks, config.block_size
-    )
+    spec = KVCacheSpec.of(blueprint, config.num_kv_blocks, config.block_size)
+    if blueprint.recurrent_layers:
+        slots = config.num_state_slots or 0
+        spec = replace(spec, num_state_slots=slots, num_drafts=config.state_drafts)
     backend.allocate_kv_cache(spec)
 
 
