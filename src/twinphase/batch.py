@@ -180,7 +180,8 @@ class Batch:
     Attributes:
         preempted: ids of the requests whose blocks were taken away for this step.
         held_back: what kept the first waiting request from being admitted: "seats"
-            (`max_num_seqs`), "blocks" (KV cache), "budget" (tokens of this step, or the SLO),
+            (`max_num_seqs`), "states" (slots for recurrent states), "blocks" (KV cache), "budget"
+            (tokens of this step, or the SLO),
             "prefix" (most of its prompt is being computed in this step, for another); None when
             no request waits.
         window: tokens that a row attends to at most in those layers of the model that have a

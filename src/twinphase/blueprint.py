@@ -69,6 +69,14 @@ class ShortConv:
     taps: int
     channels: int
 
+    def history_rows(self, num_drafts: int) -> int:
+        """Inputs of the convolution that are kept: of `taps` - 1 positions, and of drafts."""
+        return self.taps - 1 + num_drafts
+
+    def state_floats(self, num_drafts: int) -> int:
+        """Numbers of a sequence's state in one layer."""
+        return self.history_rows(num_drafts) * self.channels
+
 
 @dataclass(frozen=True)
 class Span:
@@ -215,6 +223,11 @@ class Blueprint:
     def num_kv_layers(self) -> int:
         """Layers with attention, whose keys and values are cached."""
         return self.num_layers - len(self.recurrent_layers)
+
+    def state_bytes(self, num_drafts: int = 0) -> int:
+        """Bytes of a sequence's state in all recurrent layers, and of the rows of drafts."""
+        floats = self.recurrence.state_floats(num_drafts) if self.recurrence else 0
+        return 4 * len(self.recurrent_layers) * floats
 
     @property
     def group(self) -> int:

@@ -35,9 +35,7 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
     writer.add_value_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")  # llama.cpp loads such files too
-    writer.add_layer_norm_rms_eps(
-        config.norm_eps if arch == "lfm2" else config.rms_norm_eps
-    )
+    writer.add_layer_norm_rms_eps(config.norm_eps if arch == "lfm2" else config.rms_norm_eps)
     if arch == "lfm2":
         writer.add_shortconv_l_cache(config.conv_L_cache)
     _add_feed_forward(writer, config, arch)

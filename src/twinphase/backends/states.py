@@ -13,35 +13,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twinphase.blueprint import Blueprint, ShortConv
+from twinphase.blueprint import Blueprint
 
-ZERO_SLOT = 0
 # Columns of `StepInputs.states`.
 SOURCE, TARGET, PENDING, FINAL = range(4)
 
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """Sizes of a slot in one layer.
+    """Sizes of a slot, in numbers.
 
     Attributes:
         num_layers: recurrent layers of the model.
         taps, channels: of the convolution.
         num_drafts: rows of a step, after a sequence's first, that a slot has room for.
+        history_rows: of each layer.
+        layer_floats: numbers of each layer.
     """
 
     num_layers: int
     taps: int
     channels: int
     num_drafts: int
-
-    @property
-    def history_rows(self) -> int:
-        return self.taps - 1 + self.num_drafts
-
-    @property
-    def layer_floats(self) -> int:
-        return self.history_rows * self.channels
+    history_rows: int
+    layer_floats: int
 
     @property
     def nbytes(self) -> int:
@@ -51,13 +46,13 @@ class SlotLayout:
 
 def slot_layout(blueprint: Blueprint, num_drafts: int) -> SlotLayout:
     """The layout for a model with recurrent layers, whose steps have up to `num_drafts` drafts."""
-    recurrence: ShortConv | None = blueprint.recurrence
+    recurrence = blueprint.recurrence
     assert recurrence is not None
     return SlotLayout(
-        len(blueprint.recurrent_layers), recurrence.taps, recurrence.channels, num_drafts
+        num_layers=len(blueprint.recurrent_layers),
+        taps=recurrence.taps,
+        channels=recurrence.channels,
+        num_drafts=num_drafts,
+        history_rows=recurrence.history_rows(num_drafts),
+        layer_floats=recurrence.state_floats(num_drafts),
     )
-
-
-def slot_bytes(blueprint: Blueprint, num_drafts: int = 0) -> int:
-    """Bytes of a sequence's state; 0 for a model that has none."""
-    return slot_layout(blueprint, num_drafts).nbytes if blueprint.recurrent_layers else 0

@@ -77,8 +77,8 @@ class KVCacheManager:
     def _snapshots_due(self, request: Request, num_tokens: int) -> list[int]:
         """Positions after the next `num_tokens` tokens' blocks, the most useful first.
 
-        The end of the last full block of a prompt, where a chat goes on; the end of a cached prefix
-        without a snapshot, which others share; and one every so often.
+        The end of the last full block of a prompt, from which a chat continues; the end of a cached
+        prefix without a snapshot, which others share; and one in each interval.
         """
         if self.states is None or not self.enable_prefix_caching:
             return []
@@ -193,7 +193,9 @@ class KVCacheManager:
         )
         assert request.state is not None
         following = self._following(request, computed)
-        cached = sum(1 for _ in takewhile(lambda h: self.prefix_cache.find(h) is not None, following))
+        cached = sum(
+            1 for _ in takewhile(lambda h: self.prefix_cache.find(h) is not None, following)
+        )
         branch = computed + cached * self.block_size
         request.state.branch = branch if cached > len(prefix) else 0
 
@@ -330,7 +332,5 @@ class KVCacheManager:
             return PrefixMiss(MissReason.PROMPT_LOGPROBS, 0)
         if request.state is not None and request.state.branch:
             start = num_hits * self.block_size
-            return PrefixMiss(
-                MissReason.NO_SNAPSHOT, start, num_known=request.state.branch - start
-            )
+            return PrefixMiss(MissReason.NO_SNAPSHOT, start, num_known=request.state.branch - start)
         return self.prefix_cache.miss(request, num_hits)

@@ -16,12 +16,14 @@ from twinphase.request import Request, StateSlots
 
 # Holds the state before a first token, and is never written.
 ZERO_SLOT = 0
+# Slots that a running request writes in turn.
+OWN_SLOTS = 2
 # Tokens of an answer after which it leaves a snapshot, at most.
 MAX_OUTPUT_INTERVAL = 256
 
 
 class StateCache:
-    """Which slots belong to which request, and which are snapshots.
+    """The slots of requests, and those that are snapshots.
 
     Attributes:
         pool: the slots; a snapshot that no request reads is evicted when a slot is needed, the one
@@ -41,6 +43,11 @@ class StateCache:
     def num_snapshots(self) -> int:
         return len(self._slot_of)
 
+    @property
+    def usage(self) -> float:
+        """Fraction of the slots that requests hold."""
+        return (self.pool.num_held - 1) / (self.pool.num_blocks - 1)
+
     def has(self, block_hash: bytes) -> bool:
         """Whether there is a snapshot where that block ends."""
         return block_hash in self._slot_of
@@ -48,10 +55,10 @@ class StateCache:
     def can_start(self, block_hash: bytes | None) -> bool:
         """Whether there are slots for a request that begins at that snapshot, or at 0."""
         taken = block_hash is not None and not self.pool.is_held(self._slot_of[block_hash])
-        return self.pool.num_available >= 2 + taken
+        return self.pool.num_available >= OWN_SLOTS + taken
 
     def start(self, request: Request, position: int, block_hash: bytes | None) -> None:
-        """Let a request begin, or go on, at a snapshot's `position`; at 0 without a hash.
+        """Let a request begin, or continue, at a snapshot's `position`; at 0 without a hash.
 
         Raises:
             CacheFullError: there are not enough slots (`can_start`).
@@ -60,7 +67,7 @@ class StateCache:
         if source != ZERO_SLOT:
             self.pool.share([source])
         if request.state is None:
-            first, second = self.pool.allocate(2)
+            first, second = self.pool.allocate(OWN_SLOTS)
             request.state = StateSlots(source, (first, second))
         else:
             self._leave(request.state)

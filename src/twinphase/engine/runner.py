@@ -8,8 +8,8 @@ from time import perf_counter
 import numpy as np
 
 from twinphase.backends.base import Backend, StepInputs
-from twinphase.backends.states import ZERO_SLOT
 from twinphase.batch import Batch, StepOutput
+from twinphase.cache.state_cache import ZERO_SLOT
 from twinphase.engine.inputs import build
 from twinphase.models.decoder import Decoder
 from twinphase.sampling.device_rows import DeviceRows

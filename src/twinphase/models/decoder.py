@@ -110,8 +110,8 @@ class Decoder:
             h = self._mix(backend, x, index, layer)
             h = backend.gather(h, blueprint.span("heads"))
             if index == blueprint.num_layers - 1:
-                # After the last layer's attention or recurrence rows are independent: compute only those whose logits
-                # are wanted.
+                # After the last layer's attention or recurrence rows are independent: compute only
+                # those whose logits are wanted.
                 h = backend.logit_rows(h)
                 x = backend.logit_rows(x)
             x = self._add(backend, x, h, layer.output, layer.output_bias, layer.attn_post_norm)

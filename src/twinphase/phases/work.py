@@ -28,6 +28,7 @@ class ModelShape:
             H_kv and d.
         kv_token_bytes: of one token in the KV cache as the backend stores it; 0 for the formula
             with float16.
+        state_bytes: of a sequence's state in recurrent layers.
         window: tokens that a row attends to at most in `windowed_layers` of the layers; None where
             none has a window.
         num_experts, experts_per_row: E and k of every layer; 0 in a dense model.
@@ -43,6 +44,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     kv_token_bytes: int = 0
+    state_bytes: int = 0
     window: int | None = None
     windowed_layers: int = 0
     num_experts: int = 0

@@ -78,7 +78,7 @@ class Scheduler:
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             fingerprint=fingerprint.encode(),
-            states=StateCache(config.num_state_slots, config.state_interval)
+            states=StateCache(config.num_state_slots, config.state_interval or config.block_size)
             if config.num_state_slots
             else None,
         )
@@ -347,9 +347,7 @@ class Scheduler:
 
     def _note_wait(self, held_back: str) -> None:
         """Record since when a tenant without a running request has waited for one of SCARCE."""
-        first = (
-            self.fair.first() if self.fair.is_shared and held_back in SCARCE else None
-        )
+        first = self.fair.first() if self.fair.is_shared and held_back in SCARCE else None
         self._wanted = held_back
         if first is None or self.fair.seats[first.tenant]:
             self._seat_wanted_since = None

@@ -1,4 +1,4 @@
-"""The operations of recurrent layers as commands, and where a step's sequences keep their states."""
+"""The operations of recurrent layers as commands, and where sequences keep their states."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ from twinphase.backends.torch.parts import execute_in_parts
 from twinphase.backends.torch.plain import attention, capped, gated, product, rotated
 from twinphase.backends.torch.sampling import sample
 from twinphase.blueprint import Blueprint, Rope, Span
-from twinphase.errors import OutOfMemoryError
+from twinphase.errors import OutOfMemoryError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
@@ -94,10 +94,24 @@ class TorchBackend:
     def prepare(
         self, checkpoint: Checkpoint, blueprint: Blueprint, forward_on: Callable[..., Forward]
     ) -> None:
-        """Remember what the model is made of."""
+        """Remember what the model is made of.
+
+        Raises:
+            UnsupportedModelError: a model with recurrent layers.
+        """
+        if blueprint.recurrent_layers:
+            raise UnsupportedModelError(
+                f"{checkpoint.path.name} has recurrent layers, which the torch backend does not "
+                "compute.",
+                "Use --backend cpu.",
+            )
         self.blueprint = blueprint
         self._checkpoint = checkpoint
         self._embedding: tuple[str, Any] | None = None
+
+    def short_conv(self, bcx: Array, weight: Array, layer: int) -> Array:
+        """Never: `prepare` refuses models with recurrent layers."""
+        raise NotImplementedError("the torch backend has no recurrent layers")
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
         """[outputs, inputs] in the element type; a head tied to the embedding shares its memory."""

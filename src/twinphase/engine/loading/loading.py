@@ -12,7 +12,6 @@ from typing import Any
 
 from twinphase.backends.base import Backend, KVCacheSpec, Units
 from twinphase.backends.device import require_torch
-from twinphase.backends.states import slot_bytes
 from twinphase.blueprint import Blueprint
 from twinphase.config import EngineConfig, cores_of_each_engine
 from twinphase.engine.engine import Engine
@@ -93,7 +92,7 @@ class LoadedEngine:
             * b.num_kv_heads
             * device.kv_head_bytes(b.head_dim, config.kv_cache_dtype)
         )
-        state_bytes = slot_bytes(b, config.state_drafts)
+        state_bytes = b.state_bytes(config.state_drafts)
         memory = device.free_memory()
         self.config = config.resolve(b.context_length, kv_bytes, memory, state_bytes)
         self.text = ModelText(self.checkpoint)
@@ -294,7 +293,11 @@ def make_engine(
     `config` is resolved.
     """
     allocate_kv_cache(backend, model.blueprint, config)
-    shape = replace(shape, kv_token_bytes=backend.kv_bytes_per_token())
+    shape = replace(
+        shape,
+        kv_token_bytes=backend.kv_bytes_per_token(),
+        state_bytes=model.blueprint.state_bytes(config.state_drafts),
+    )
     prices = starting_prices(shape, measured_ceilings(config))
     cost_model = CostModel(prices, shape.windowed_share, shape.window)
     scheduler = Scheduler(
