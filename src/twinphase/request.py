@@ -25,6 +25,8 @@ BIAS = ConfigField("Added to a token's logit.", minimum=-100, maximum=100)
 WEIGHT = ConfigField("Share of the engine beside other tenants.", minimum=1e-3, maximum=1e3)
 PRIORITY = ConfigField("Lower goes first.", minimum=-(2**31), maximum=2**31 - 1)
 MAX_SALT_BYTES = 1024
+# Slots for recurrent states that a running request writes in turn.
+OWN_SLOTS = 2
 # What a model may have sampling defaults of.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 

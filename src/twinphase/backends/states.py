@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twinphase.blueprint import Blueprint
+from twinphase.errors import UnsupportedModelError
+from twinphase.weights.checkpoint import Checkpoint
 
 # Columns of `StepInputs.states`.
 SOURCE, TARGET, PENDING, FINAL = range(4)
@@ -56,3 +58,13 @@ def slot_layout(blueprint: Blueprint, num_drafts: int) -> SlotLayout:
         history_rows=recurrence.history_rows(num_drafts),
         layer_floats=recurrence.state_floats(num_drafts),
     )
+
+
+def refuse_recurrent_layers(checkpoint: Checkpoint, blueprint: Blueprint, backend: str) -> None:
+    """Raise `UnsupportedModelError` for a model with recurrent layers."""
+    if blueprint.recurrent_layers:
+        raise UnsupportedModelError(
+            f"{checkpoint.path.name} has recurrent layers, which the {backend} backend does not "
+            "compute.",
+            "Use --backend cpu.",
+        )

@@ -12,18 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from twinphase.cache.block_pool import BlockPool
-from twinphase.request import Request, StateSlots
+from twinphase.request import OWN_SLOTS, Request, StateSlots
 
 # Holds the state before a first token, and is never written.
 ZERO_SLOT = 0
-# Slots that a running request writes in turn.
-OWN_SLOTS = 2
 # Tokens of an answer after which it leaves a snapshot, at most.
 MAX_OUTPUT_INTERVAL = 256
 
 
 class StateCache:
-    """The slots of requests, and those that are snapshots.
+    """The slots of requests, and snapshots.
 
     Attributes:
         pool: the slots; a snapshot that no request reads is evicted when a slot is needed, the one
@@ -32,7 +30,7 @@ class StateCache:
     """
 
     def __init__(self, num_slots: int, interval: int) -> None:
-        """Manage `num_slots` slots, the first of which holds zeros."""
+        """Manage `num_slots` slots; the first one holds zeros."""
         self.pool = BlockPool(num_slots, on_evict=self._evicted)
         self.pool.allocate(1)
         self.interval = interval

@@ -25,11 +25,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from twinphase.batch import StepWork
-from twinphase.cache.state_cache import OWN_SLOTS
 from twinphase.estimate.inputs import Drafting, Hardware, Scenario, weight_bytes
 from twinphase.estimate.shapes import DecoderShape
 from twinphase.models.size import Size
 from twinphase.phases.work import ModelShape, make_shape, step_cost, weight_bytes_read
+from twinphase.request import OWN_SLOTS
 
 # A break-even batch beyond this is reported as "never".
 MAX_BATCH = 1 << 24

@@ -30,6 +30,7 @@ from twinphase.backends.base import (
 from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
+from twinphase.backends.states import refuse_recurrent_layers
 from twinphase.backends.torch.collective import Collective
 from twinphase.backends.torch.device import (
     bind,
@@ -45,7 +46,7 @@ from twinphase.backends.torch.parts import execute_in_parts
 from twinphase.backends.torch.plain import attention, capped, gated, product, rotated
 from twinphase.backends.torch.sampling import sample
 from twinphase.blueprint import Blueprint, Rope, Span
-from twinphase.errors import OutOfMemoryError, UnsupportedModelError
+from twinphase.errors import OutOfMemoryError
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
@@ -94,17 +95,8 @@ class TorchBackend:
     def prepare(
         self, checkpoint: Checkpoint, blueprint: Blueprint, forward_on: Callable[..., Forward]
     ) -> None:
-        """Remember what the model is made of.
-
-        Raises:
-            UnsupportedModelError: a model with recurrent layers.
-        """
-        if blueprint.recurrent_layers:
-            raise UnsupportedModelError(
-                f"{checkpoint.path.name} has recurrent layers, which the torch backend does not "
-                "compute.",
-                "Use --backend cpu.",
-            )
+        """Remember what the model is made of, unless it has recurrent layers."""
+        refuse_recurrent_layers(checkpoint, blueprint, self.name)
         self.blueprint = blueprint
         self._checkpoint = checkpoint
         self._embedding: tuple[str, Any] | None = None
