@@ -40,7 +40,6 @@ from twinphase.engine.process.messages import (
     Inspected,
     Leaving,
     Loading,
-    Moved,
     Pushed,
     Refused,
     RequestUpdate,
@@ -146,8 +145,7 @@ class Router:
             elif isinstance(message, WatchSteps) and message.on != self._is_watched:
                 self._is_watched = message.on
                 for view in self.workers_by_name.values():
-                    if view.is_up:
-                        view.host.put(message)
+                    view.watch_steps(on=message.on)
 
     def kill(self) -> None:
         """End the workers that have requests."""
@@ -235,14 +233,12 @@ class Router:
         message: Add,
         blocks: tuple[int, int] | None = None,
     ) -> None:
-        now = perf_counter()
         if not view.num_requests:
-            view.last_step = now
+            view.last_step = perf_counter()
         request.worker = view.name
         view.host.put(message)
         if self._is_watched:
-            reason = request.routing_reason
-            self._receive(Moved(message.request_id, now, view.name, reason, blocks=blocks))
+            self._receive(request.moved(blocks))
 
     def _end(self, message: End) -> None:
         request = self.requests.get(message.request_id)
@@ -312,7 +308,7 @@ class Router:
         view.learn(view.prices, self.workers_by_name.values(), self.fleet.workers)
         view.watch_blocks()
         if self._is_watched:
-            view.host.put(WatchSteps(on=True))
+            view.watch_steps(on=True)
         self._report_facts()
         self._drains.keep_pools()
 
@@ -390,9 +386,7 @@ class Router:
         was_transferring = request.is_transferring
         update = request.take(update)
         if self._is_watched and request.is_transferring and not was_transferring:
-            moment = request.record.timeline.end
-            to = request.decode_worker
-            self._receive(Moved(update.request_id, moment, to, is_transfer=True))
+            self._receive(request.transfer_began())
         self.fleet.prefilled(request.placement, num_prefilled + len(request.token_ids))
         if (ended := update.ended) is not None:
             complete = ended.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
