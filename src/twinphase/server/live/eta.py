@@ -22,8 +22,8 @@ def prefill_seconds(costs: CostModel, done: int, total: int) -> float:
 def seconds_left(costs: CostModel, cached: int, done: int, total: int, elapsed: float) -> float:
     """Seconds until a prompt of `total` tokens is computed, `done` of them after `elapsed` seconds.
 
-    The rest goes on at the pace so far, measured in predicted seconds per second: it includes the
-    steps of others. The first `cached` tokens took no time.
+    The rest is taken to keep the pace so far, which is measured in seconds per predicted second and
+    includes the steps of others. The first `cached` tokens took no time.
     """
     pace = _pace(costs, cached, done, elapsed)
     return prefill_seconds(costs, done, total) * (pace or 1.0)

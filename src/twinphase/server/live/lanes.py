@@ -264,7 +264,7 @@ class Lanes:
         self.blocks.clear()
 
     def check(self, moment: float) -> None:
-        """End lanes whose requests nobody has any more, as after a client left a router."""
+        """End lanes whose requests are gone without a report, as when a client leaves a router."""
         unfinished = set(self._requests.unfinished)
         for lane in list(self.lanes.values()):
             if lane.is_missed:

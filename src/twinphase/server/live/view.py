@@ -110,7 +110,8 @@ class View:
         if self.last < begin:
             return
         num_steps = sum(map(len, changes.steps.values()))
-        frame = Frame(begin, self.last, before, steps, after, num_steps, moment)
+        parts = before, steps, after
+        frame = Frame(begin, self.last, *parts, num_steps=num_steps, moment=moment)
         self.num_frames += 1
         self._frames.append(frame)
         self._num_bytes += len(frame.data)
