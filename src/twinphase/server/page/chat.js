@@ -212,22 +212,21 @@ export class Chat {
       put(byId("send"), "Send");
     }
     source.stream.close(performance.now() - (source.sent ?? performance.now()));
+    const lane = await this.engine.settled(turn.id);
+    // Of an answer that was stopped, the feed has the ledger up to there.
+    turn.timings ??= lane?.timings;
     if (turn.id) await this.learnWhy(turn);
-    await this.engine.settled(turn.id);
     turn.excerpt = source.lane ? excerptOf(source) : null;
     view.finish();
     this.showContext();
     await this.save();
   }
 
-  /** The ledger of an answer that was stopped, and the explanation of any. */
   async learnWhy(turn) {
-    const path = `v1/requests/${encodeURIComponent(turn.id)}`;
     try {
-      if (!turn.timings) turn.timings = timingsOf(await untilFinished(`${path}/timeline`));
-      turn.explanation = await getJson(`${path}/explain`);
+      turn.explanation = await getJson(`v1/requests/${encodeURIComponent(turn.id)}/explain`);
     } catch {
-      turn.explanation ??= null; // an older request than the server keeps, or a server that has gone
+      turn.explanation = null; // an older request than the server keeps, or a server that has gone
     }
   }
 
@@ -380,30 +379,6 @@ const emptyConversation = () => ({ id: crypto.randomUUID?.() ?? String(Math.rand
 function parts(files, question) {
   const texts = files.map(({ name, text }) => ({ type: "text", text: `${name}:\n\n${text}\n\n`, part: name }));
   return question ? [...texts, { type: "text", text: question }] : texts;
-}
-
-/** What a timeline says in the words of `timings`. */
-function timingsOf(timeline) {
-  const { request } = timeline;
-  return {
-    ttft_ms: timeline.ttft_ms,
-    tpot_ms: timeline.tpot_ms,
-    e2e_ms: timeline.e2e_ms,
-    ledger_ms: timeline.ledger_ms,
-    cache_n: request.num_cached_tokens,
-    prompt_n: request.num_prompt_tokens - request.num_cached_tokens,
-    predicted_n: request.num_output_tokens,
-    prompt_parts: [],
-  };
-}
-
-/** A request's timeline once the server knows that it has ended: within a step of the disconnect. */
-async function untilFinished(path) {
-  for (let tries = 0; ; tries += 1) {
-    const timeline = await getJson(path);
-    if (timeline.finished || tries === 8) return timeline;
-    await new Promise((resolve) => setTimeout(resolve, 120));
-  }
 }
 
 /** The lane of the key's newest finished request, from its timeline. */

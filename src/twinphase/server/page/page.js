@@ -54,13 +54,13 @@ class Engine {
     return Promise.race([this.ready.promise, aborted]);
   }
 
-  /** Until the feed has said that a request ended, but not for long: the feed may be closed. */
+  /** A request's lane once the feed has said all of it, but not for long: the feed may be closed. */
   async settled(id) {
-    for (let tries = 0; tries < SETTLE_TRIES; tries += 1) {
-      const lane = id && this.recording?.laneOf(id);
-      if (!lane || lane.end < Infinity) return;
+    const find = () => (id ? this.recording?.laneOf(id) : null);
+    for (let tries = 0; tries < SETTLE_TRIES && find() && !find().timings; tries += 1) {
       await new Promise((resolve) => setTimeout(resolve, 50));
     }
+    return find();
   }
 }
 

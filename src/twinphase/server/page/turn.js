@@ -72,7 +72,7 @@ export class TurnView {
 
   asked() {
     const { question, files } = this.turn;
-    const words = element("div", { className: "words" }, question, files.map((file) => element("span", { className: "file" }, `+ ${file.name}`)));
+    const words = element("h2", {}, question, files.map((file) => element("span", { className: "file" }, `+ ${file.name}`)));
     const tools = element(
       "div",
       { className: "tools" },
