@@ -47,7 +47,9 @@ class Door:
         make: makes a host from a name and an address.
     """
 
-    def __init__(self, address: str, key: ClusterKey, make: Callable[[str, str], CalledHost]) -> None:
+    def __init__(
+        self, address: str, key: ClusterKey, make: Callable[[str, str], CalledHost]
+    ) -> None:
         """Listen; each worker has to prove that it has the key.
 
         Raises:
