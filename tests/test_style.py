@@ -50,7 +50,7 @@ BUDGET: dict[str, int] = {
     "twinphase/backends": 82_900,
     "twinphase/cache": 4_500,
     "twinphase/chat": 3_200,
-    "twinphase/cluster": 29_000,
+    "twinphase/cluster": 30_800,
     "twinphase/commands": 18_000,
     "twinphase/engine": 32_800,
     "twinphase/estimate": 4_600,
