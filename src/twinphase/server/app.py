@@ -46,9 +46,9 @@ from twinphase.server.text_routes import ANSWER, ERRORS, OBJECT, Documented, add
 
 LOG = logging.getLogger("twinphase.server")
 OPEN_PATHS = re.compile(
-    r"/(health(/live|/ready)?|metrics|version|docs(/[\w.-]*)?|openapi\.json)?"
+    r"/(health(/live|/ready)?|metrics|version|(docs|page)(/[\w.-]*)?|openapi\.json)?"
 )  # no API key is asked for
-POLLED_PATHS = re.compile(r"/|/health(/live|/ready)?|/metrics|/docs/.*|/v1/cluster|/api/ps")
+POLLED_PATHS = re.compile(r"/|/health(/live|/ready)?|/metrics|/(docs|page)/.*|/v1/cluster|/api/ps")
 MAX_LOGGED_CHARACTERS = 256
 # All bodies that are being received may together have this many times the limit of one.
 TOTAL_BODY_LIMITS = 32
