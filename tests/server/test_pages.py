@@ -1,5 +1,6 @@
 """The pages for people, which need no network and no key, and the log that they read."""
 
+import gzip
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ import pytest
 import twinphase
 from dialects import bearer
 from raw_client import until
+from twinphase.phases.colours import PAGE_COLOURS
 from twinphase.server.logs import JsonFormatter
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -59,6 +61,14 @@ def test_browsers_get_the_page_and_all_others_a_line(server, shared):
         assert line.text.startswith("twinphase is running\n") and line.headers["vary"] == "Accept"
     assert httpx.get(server.url + "/page/index.html").status_code == 404
     assert httpx.get(server.url + "/page/..%2Fpages.py").status_code == 404
+
+
+def test_the_live_page_is_small_and_has_the_phases_colours():
+    text = {path.name: path.read_text() for path in PAGE.iterdir()}
+    assert len(gzip.compress("".join(text.values()).encode())) < 64_000
+    for phase, (light, dark) in PAGE_COLOURS.items():
+        assert f"--{phase}: light-dark({light}, {dark});" in text["page.css"]
+    assert not any(re.search(r"https?://(?!www\.w3\.org)", text[name]) for name in text)
 
 
 def test_the_docs_need_no_network(limited):

@@ -15,10 +15,11 @@ const MISSES = {
   salt: "another salt or key",
   block_granularity: "the rest is less than a block",
   evicted: "more was cached once, and evicted",
+  no_snapshot: "no recurrent state was kept there",
 };
 export const missWords = (reason) => MISSES[reason] ?? String(reason).replaceAll("_", " ");
 
-const HELD_BACK = { seats: "for a seat", blocks: "for KV blocks", budget: "for its turn", prefix: "for a prefix that another computes" };
+const HELD_BACK = { seats: "for a seat", blocks: "for KV blocks", budget: "for its turn", states: "for a slot of recurrent state", prefix: "for a prefix that another computes" };
 
 export class Panels {
   constructor() {

@@ -313,7 +313,7 @@ function draftWords(drafted, accepted) {
 }
 
 function waitSentence(lane) {
-  const reasons = { seats: "waits for a seat", blocks: "waits for KV blocks", budget: "waits for its turn", prefix: "waits for a prefix that another request computes" };
+  const reasons = { seats: "waits for a seat", blocks: "waits for KV blocks", budget: "waits for its turn", states: "waits for a slot of recurrent state", prefix: "waits for a prefix that another request computes" };
   return reasons[lane.why] ?? "waits";
 }
 
