@@ -298,17 +298,20 @@ class Lanes:
         if lane is None:
             return
         number = self.worker(message.worker)
-        fields: Fields = {"at": self.clock.ms(message.moment)}
+        at = self.clock.ms(message.moment)
         if message.is_transfer:
-            lane.state = fields["state"] = "transfer"
-            fields["transfer"] = {"to": number, "start": fields["at"]}
-            self.change(lane, fields)
+            lane.state = "transfer"
+            travel = {"to": number, "start": at}
+            self.change(lane, {"at": at, "state": "transfer", "transfer": travel})
             return
-        lane.state = fields["state"] = "queued"
-        fields |= {"worker": number, "route": message.reason}
+        fields: Fields = {"worker": number, "route": message.reason}
+        if lane.state != "queued":
+            lane.state = "queued"
+            lane.started = None
+            fields |= {"at": at, "state": "queued"}
         if message.blocks is not None and lane.fields.get("transfer"):
             stored, blocks = message.blocks
-            end = {"end": fields["at"], "stored": stored, "blocks": blocks}
+            end = {"end": at, "stored": stored, "blocks": blocks}
             fields["transfer"] = lane.fields["transfer"] | end
         self.change(lane, fields)
 
