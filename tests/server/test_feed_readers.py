@@ -60,6 +60,7 @@ class Rig:
             model_names=["tiny"],
             timelines=SimpleNamespace(running=lambda name: None),
             workers=list,
+            cost_model=lambda: None,
         )
         self.feed = Feed(self.source)
         self.index = 0

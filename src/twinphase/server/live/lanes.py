@@ -175,7 +175,6 @@ class Lanes:
         workers: numbers by name.
         stats: of the last step; `held_back` as in its `StepView`.
         misses, drafts: totals since the feed began.
-        prices: of the cost model, as last reported; empty if it was not.
     """
 
     def __init__(
@@ -200,7 +199,6 @@ class Lanes:
         self.stats: StepStats | None = None
         self.misses: Counter[str] = Counter()
         self.drafts: Counter[str] = Counter()
-        self.prices: tuple[float, ...] = ()
         self.held_back = ""
         self.clock = clock
         self._requests = requests
@@ -370,7 +368,6 @@ class Lanes:
             self._slo = stats.itl_slo_seconds
 
     def _ended(self, lane: Lane, update: RequestUpdate, record: RequestRecord) -> None:
-        self.prices = record.prices or self.prices
         if (miss := record.counts.prefix_miss) is not None:
             self.misses[miss.reason.value] += 1
         reason = record.finish_reason
