@@ -189,8 +189,9 @@ class CpuBackend:
         scales = query_scales(rope, max_positions)
         if scales is not None:
             scales *= np.float32(softmax_scale(self.blueprint))
+            self._keep.append(scales)
         tables = RopeTables(rope, *rope_tables(rope, max_positions), scales)
-        self._keep += [tables.cos, tables.sin, scales]
+        self._keep += [tables.cos, tables.sin]
         self._max_positions = max_positions
         return tables
 
