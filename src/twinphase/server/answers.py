@@ -23,8 +23,8 @@ from twinphase.errors import EngineUnavailableError, InvalidRequestError, Twinph
 from twinphase.outcome import FinishReason
 from twinphase.phases.record import RequestRecord
 from twinphase.server.jobs import Job, Reader
-from twinphase.server.reasoning import ReasoningSplitter
 from twinphase.server.plain_calls import PlainCallParser
+from twinphase.server.reasoning import ReasoningSplitter
 from twinphase.server.tool_calls import ToolCall, ToolCallDelta, ToolCallParser, join_deltas
 
 

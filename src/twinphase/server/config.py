@@ -116,8 +116,8 @@ class ServerConfig(GenerationDefaults):
     )
     plain_tool_calls: bool = setting(
         True,
-        "Take an answer that is one JSON object, bare or in a Markdown fence, for a tool call if it "
-        "names a tool of the request and obeys its parameters.",
+        "Take an answer that is one JSON object, bare or in a Markdown fence, for a tool call if "
+        "it names a tool of the request and obeys its parameters.",
     )
     log_level: str = setting(
         "info",

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Sequence
 
-from twinphase.sampling.json_schema import obeys_schema
 from twinphase.server.tool_calls import Brackets, ToolCallDelta, ToolCallParser
 from twinphase.server.tools import Tool, arguments_schema
 
@@ -111,6 +110,9 @@ class PlainCallParser:
         arguments = call.get("arguments", call.get("parameters"))
         if function is None or not isinstance(arguments, dict) or call.keys() - _KEYS:
             return None
+        # The grammar library takes a while to load.
+        from twinphase.sampling.json_schema import obeys_schema
+
         if not obeys_schema(arguments, arguments_schema(function)):
             return None
         return function["name"], json.dumps(arguments)

@@ -298,6 +298,7 @@ def _stats(engine: Engine, result: StepResult, block_counts: Mapping[str, int]) 
     if record.num_decodes and record.prefill_ids and record.predicted > 0:
         alone = engine.cost_model.seconds(result.batch.decode_work)
         decode_seconds *= min(1.0, alone / record.predicted)
+    states = kv_cache.states
     drafted = [share for share in result.batch.decodes if share.num_drafts]
     accepted = [result.output.num_accepted(share) for share in drafted]
     return StepStats(
@@ -328,4 +329,6 @@ def _stats(engine: Engine, result: StepResult, block_counts: Mapping[str, int]) 
         blocks_received=dict(block_counts),
         times=record.times,
         itl_slo_seconds=scheduler.pace.slo_seconds or 0.0,
+        state_usage=states.usage if states else 0.0,
+        num_snapshots=states.num_snapshots if states else 0,
     )

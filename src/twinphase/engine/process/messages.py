@@ -314,6 +314,8 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
             of them.
         times: what was measured within the step.
         itl_slo_seconds: the gap between tokens that the scheduler keeps; 0 where it keeps none.
+        state_usage: fraction of the slots for recurrent states that requests hold.
+        num_snapshots: recurrent states that prefixes can be continued from.
     """
 
     start: float
@@ -340,6 +342,8 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     blocks_received: dict[str, int] = {}
     times: StepTimes = msgspec.field(default_factory=StepTimes)
     itl_slo_seconds: float = 0.0
+    state_usage: float = 0.0
+    num_snapshots: int = 0
 
 
 class StepUpdates(msgspec.Struct, tag=True, frozen=True):
