@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from twinphase.backends.base import Forward, KVCacheSpec, MeasuredRates, StepInputs, Units
 from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
-from twinphase.backends.rope_tables import rope_tables
+from twinphase.backends.rope_tables import query_scales, rope_tables
+from twinphase.backends.states import slot_layout
 from twinphase.blueprint import Blueprint, Experts, Rope, Span
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
 F32 = NDArray[np.float32]
+RopeTables = tuple[F32, F32, bool, F32 | None]
 
 
 class ReferenceBackend:
@@ -65,9 +67,10 @@ class ReferenceBackend:
         """Dequantized embedding, float32 [vocab_size, hidden_size]."""
         return self._tensor(checkpoint, name)
 
-    def rope(self, rope: Rope, max_positions: int) -> tuple[F32, F32, bool]:
-        """Cosines, sines and whether pairs are interleaved."""
-        return (*rope_tables(rope, max_positions), rope.interleaved)
+    def rope(self, rope: Rope, max_positions: int) -> RopeTables:
+        """Cosines, sines, whether pairs are interleaved, and scales of the queries."""
+        tables = rope_tables(rope, max_positions)
+        return *tables, rope.interleaved, query_scales(rope, max_positions)
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
         """Float32 [layers, slots, kv_heads, head_dim], keys and values apart."""
@@ -81,6 +84,10 @@ class ReferenceBackend:
         self.keys = np.zeros(shape, np.float32)
         self.values = np.zeros(shape, np.float32)
         self.kv_memory = [self.keys, self.values]
+        if spec.num_state_slots:
+            layout = slot_layout(self.blueprint, spec.num_drafts)
+            shape = (layout.num_layers, spec.num_state_slots, layout.history_rows, layout.channels)
+            self.histories = np.zeros(shape, np.float32)
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """2 L H_kv d b, with b = 4."""
@@ -187,7 +194,7 @@ class ReferenceBackend:
     def rope_kv_write(
         self,
         qkv: F32,
-        rope: tuple[F32, F32, bool] | None,
+        rope: RopeTables | None,
         layer: int,
         q_norm: F32 | None = None,
         k_norm: F32 | None = None,
@@ -203,6 +210,8 @@ class ReferenceBackend:
         if rope is not None:
             q = self._rotate(q, rope)
             k = self._rotate(k, rope)
+            if rope[3] is not None:
+                q = q * rope[3][inputs.positions][:, None, None]
         self.keys[layer, inputs.slot_mapping] = k
         self.values[layer, inputs.slot_mapping] = v
         return q
@@ -219,8 +228,8 @@ class ReferenceBackend:
             x.shape
         )
 
-    def _rotate(self, x: F32, rope: tuple[F32, F32, bool]) -> F32:
-        cos_table, sin_table, interleaved = rope
+    def _rotate(self, x: F32, rope: RopeTables) -> F32:
+        cos_table, sin_table, interleaved, _ = rope
         half = cos_table.shape[1]
         cos, sin = (table[self.inputs.positions][:, None, :] for table in (cos_table, sin_table))
         first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
@@ -266,6 +275,30 @@ class ReferenceBackend:
                     :, head // b.group
                 ]
         return out.reshape(len(out), -1)
+
+    def short_conv(self, bcx: F32, weight: F32, layer: int) -> F32:
+        """C * conv(B * x)."""
+        b, c, x = np.split(bcx, 3, axis=1)
+        return c * self._convolve(b * x, weight, layer)
+
+    def _convolve(self, x: F32, weight: F32, layer: int) -> F32:
+        """Each sequence's rows of x [num_tokens, channels] after those in its state."""
+        inputs = self.inputs
+        assert inputs.states is not None
+        taps = weight.shape[1]
+        out = np.zeros_like(x)
+        histories = self.histories[layer]
+        for i, (source, target, pending, final) in enumerate(inputs.states.tolist()):
+            rows = slice(inputs.query_start[i], inputs.query_start[i + 1])
+            known = np.concatenate([histories[source, pending : pending + taps - 1], x[rows]])
+            for tap in range(taps):
+                out[rows] += known[tap : tap + len(known) - taps + 1] * weight[:, tap]
+            histories[target, : len(known) - final] = known[final:]
+            for row, slot in inputs.snapshots.tolist():
+                if rows.start <= row < rows.stop:
+                    kept = row + 1 - rows.start
+                    histories[slot, : taps - 1] = known[kept : kept + taps - 1]
+        return out
 
     def gate_mul(self, gate_up: F32) -> F32:
         """activation(gate) * up."""

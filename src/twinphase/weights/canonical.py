@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.weights.source import Source
@@ -19,10 +20,17 @@ _PREFIXES = {
     "language_model.": "",
     "bert.": "",
 }
+# Depthwise convolutions, whose second dimension is 1 in a folder; GGUF has none.
+_CONVOLUTIONS = ("shortconv.conv.weight", "ssm_conv1d.weight")
 _OTHER_MODALITIES = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector"
     r"|embed_vision|embed_audio)\."
 )
+# Names that GGUF's table lacks, and others for the same in a dense model.
+_RENAMED = {
+    "shared_mlp.input_linear.": "mlp.gate_up_proj.",
+    "shared_mlp.output_linear.": "mlp.down_proj.",
+}
 # Computed from the config, or part of no answer: rotary tables, BERT's position numbers, its pooler
 # and training heads.
 _NOT_WEIGHTS = re.compile(
@@ -56,6 +64,8 @@ def canonical_tensors(
     table = get_tensor_name_map(arch, layers)
 
     def translated(name: str) -> str:
+        for other, usual in _RENAMED.items():
+            name = name.replace(other, usual)
         for candidate in (name, f"model.{name}"):
             if candidate in table.mapping:  # no suffix of its own: attention sinks
                 return f"{table.mapping[candidate][1]}.weight"
@@ -78,6 +88,8 @@ def canonical_tensors(
             raise CheckpointError(
                 f"Two tensors mean {final}; one of them is {name}.", "Fetch the model again."
             )
+        if final.endswith(_CONVOLUTIONS) and len(source.shape) == 3 and source.shape[1] == 1:
+            source = replace(source, shape=(source.shape[0], source.shape[2]))
         found[final] = source
     return found
 

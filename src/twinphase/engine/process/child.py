@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from twinphase.engine.process.messages import FromEngine, Load, Loading, Ping, Pong, Stop, ToEngine
-from twinphase.engine.process.wire import SEND_BUFFER_BYTES, Decoder, encode
+from twinphase.engine.process.wire import SEND_BUFFER_BYTES, Decoder, Stream, encode
 from twinphase.errors import EngineDeadError, TwinphaseError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ PROGRESS_SECONDS = 0.1
 class Link:
     """The engine's end of a connection: messages in and out, sent from any thread."""
 
-    def __init__(self, link: socket.socket) -> None:
+    def __init__(self, link: Stream) -> None:
         self._socket = link
         self._decoder: Decoder[ToEngine] = Decoder(ToEngine)
         self._backlog: deque[ToEngine] = deque()
@@ -130,7 +130,8 @@ def serve(
     loop, facts = make_loop(loaded, link.send)
     if isinstance(loop, EngineLoop):
         loop.idle = IdleMeasurement(loaded.config)
-    if open_port is not None and isinstance(loop, EngineLoop):
+    # A block without a snapshot of the recurrent layers' state is of no use elsewhere.
+    if open_port is not None and isinstance(loop, EngineLoop) and not loaded.config.num_state_slots:
         facts = structs.replace(facts, kv_addresses=open_port(loop, link.send))
     link.send(facts)
 
