@@ -234,13 +234,14 @@ def test_the_openapi_document_is_complete(server, limited):
 
 
 def test_what_a_server_says_when_it_is_ready(limited):
-    lines = limited.log.read_text().splitlines()[1:8]
-    words = ["model", "KV", "measured", "pace", "sampling", "page", "listening"]
+    lines = limited.log.read_text().splitlines()[1:7]
+    words = ["model", "KV", "measured", "pace", "sampling", "listening"]
     assert [line.split()[0] for line in lines] == words
     assert lines[0].startswith("model      a, b (tiny.gguf, Q4_0, ")
     assert "4,096 tokens: 1.0 requests of the full 4,096, 1 run at once" in lines[1]
-    assert "TTFT" in lines[2] and "TPOT" in lines[2]
-    assert f"{limited.url}/ " in lines[5] and f"{limited.url}/v1 (OpenAI's API)" in lines[6]
+    assert (
+        "TTFT" in lines[2] and "TPOT" in lines[2] and f"{limited.url}/v1 (OpenAI's API)" in lines[5]
+    )
 
 
 def test_health_follows_loading(start):
