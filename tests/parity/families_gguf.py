@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from twinphase.weights.checkpoint import Checkpoint
 
-RECURRENT = ("lfm2",)
+RECURRENT = ("lfm2", "qwen35")
 PERMUTED = ("llama", "granite", "smollm3")
 
 
@@ -36,6 +36,12 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")  # llama.cpp loads such files too
     writer.add_layer_norm_rms_eps(config.norm_eps if arch == "lfm2" else config.rms_norm_eps)
+    if arch == "qwen35":
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
     if arch == "lfm2":
         writer.add_shortconv_l_cache(config.conv_L_cache)
     _add_feed_forward(writer, config, arch)
@@ -52,6 +58,12 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
         values = checkpoint.raw(name).view(np.float32).reshape(info.shape)
         if arch in PERMUTED and name.endswith(("attn_q.weight", "attn_k.weight")):
             values = _permuted(values, head_dim)
+        if arch == "qwen35":
+            values = _tiled_heads(name, values, config)
+            if name.endswith(".ssm_a"):
+                values = -np.exp(values)
+            if name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
+                values = values + 1
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
         writer.add_tensor(name, np.ascontiguousarray(values))
@@ -60,6 +72,33 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _tiled_heads(name: str, values: NDArray[np.float32], config: Any) -> NDArray[np.float32]:
+    """conversion/qwen.py's order of value heads: those of one key head are no longer neighbours."""
+    part = name.split(".")[2] if name.startswith("blk.") else ""
+    keys = config.linear_num_key_heads
+    count = config.linear_num_value_heads // keys
+    size = config.linear_value_head_dim
+    if part in ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"):
+        size = 1
+    elif part == "ssm_out":
+        return _tiled(values.T, keys, count, size).T
+    elif part in ("attn_qkv", "ssm_conv1d") and "linear" in config.layer_types[_layer(name)]:
+        first = 2 * keys * config.linear_key_head_dim
+        return np.concatenate([values[:first], _tiled(values[first:], keys, count, size)])
+    elif part != "attn_gate":
+        return values
+    return _tiled(values, keys, count, size)
+
+
+def _layer(name: str) -> int:
+    return int(name.split(".")[1])
+
+
+def _tiled(values: NDArray[np.float32], keys: int, count: int, size: int) -> NDArray[np.float32]:
+    rows = values.reshape(keys, count, size, -1)
+    return rows.swapaxes(0, 1).reshape(values.shape)
 
 
 def _permuted(values: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:

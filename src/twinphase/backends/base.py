@@ -284,7 +284,7 @@ class Operations(Protocol):
         """Normalize and rotate queries and keys, write the cache; returns the queries.
 
         `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], however its matrices were
-        stored. The norms' weights are as the blueprint's `qk_norm` says; without a `rope` nothing
+        stored; with a gate on attention's result, each head's queries are followed by its gate. The norms' weights are as the blueprint's `qk_norm` says; without a `rope` nothing
         is rotated.
         """
 
@@ -305,6 +305,26 @@ class Operations(Protocol):
         convolution is depthwise and causal, over each sequence; rows before the step's are in the
         state of recurrent layer number `layer`, which is written for the next step.
         """
+
+    def delta_rule(
+        self, qkv: Array, gates: Array, weights: tuple[Array, Array, Array], layer: int
+    ) -> Array:
+        """The gated delta rule (`blueprint.DeltaNet`), [num_tokens, num_values].
+
+        With S the state of a value head, k and q its key head's rows of length 1, q over
+        sqrt(key_dim), g = A * softplus(alpha + bias) and beta = sigmoid(beta):
+        S <- exp(g) S; d = beta (v - S^T k); S <- S + k d^T; the result is S^T q.
+
+        `qkv` is [num_tokens, channels], before the convolution; `gates` are alpha and beta of each
+        value head; `weights` are those of the convolution [channels, taps], A as it is stored, and
+        the bias. State as in `short_conv`.
+        """
+
+    def gated_norm(self, x: Array, weight: Array, gate: Array, eps: float) -> Array:
+        """rms_norm(x, weight) of each run of len(weight) columns, times silu(gate)."""
+
+    def gate_heads(self, h: Array, qkv: Array) -> Array:
+        """Attention's result h times the sigmoid of each head's gate, which follows its queries."""
 
     def gate_mul(self, gate_up: Array) -> Array:
         """activation(gate) * up of [rows, 2 * ffn] = (gate, up); [rows, ffn]."""
@@ -361,6 +381,9 @@ class WeightLoader(Protocol):
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
         """A linear layer's weights; names are stacked along the outputs, [outputs, inputs]."""
+
+    def exact_matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
+        """As `matrix`, for small layers whose inputs must not be rounded to the weights' type."""
 
     def experts(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
         """The same layer of every expert; names are stacked, [experts, outputs, inputs]."""

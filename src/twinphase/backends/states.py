@@ -5,6 +5,9 @@ A slot holds the state of one sequence in every recurrent layer, as float32 numb
     history  [taps - 1 + num_drafts, channels], inputs of the convolution: those of the last
              positions that are known to be right, then those of drafts, which the next step takes
              for right or leaves out
+    drafts   of a delta rule, [num_drafts]: keys [heads, key_dim], changes [heads, value_dim] and
+             decays [heads] of the drafts' rows
+    matrices of a delta rule, a [key_dim, value_dim] of each value head
 
 Slot 0 holds zeros and is never written: it is the state before a sequence's first token.
 """
@@ -31,6 +34,8 @@ class SlotLayout:
         num_drafts: rows of a step, after a sequence's first, that a slot has room for.
         history_rows: of each layer.
         layer_floats: numbers of each layer.
+        matrix_floats: the last ones of them, of a delta rule's matrices.
+        draft_floats: those of a draft before them.
     """
 
     num_layers: int
@@ -39,6 +44,8 @@ class SlotLayout:
     num_drafts: int
     history_rows: int
     layer_floats: int
+    matrix_floats: int
+    draft_floats: int
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +64,8 @@ def slot_layout(blueprint: Blueprint, num_drafts: int) -> SlotLayout:
         num_drafts=num_drafts,
         history_rows=recurrence.history_rows(num_drafts),
         layer_floats=recurrence.state_floats(num_drafts),
+        matrix_floats=recurrence.matrix_floats,
+        draft_floats=recurrence.draft_floats,
     )
 
 

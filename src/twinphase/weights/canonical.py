@@ -27,9 +27,9 @@ _OTHER_MODALITIES = re.compile(
     r"|embed_vision|embed_audio)\."
 )
 # Computed from the config, or part of no answer: rotary tables, BERT's position numbers, its pooler
-# and training heads.
+# and training heads; layers that predict further tokens (mtp).
 _NOT_WEIGHTS = re.compile(
-    r".*\brotary_emb\.\w+|.*\binv_freq|(.*\.)?position_ids|pooler\..*|cls\..*"
+    r".*\brotary_emb\.\w+|.*\binv_freq|(.*\.)?position_ids|pooler\..*|cls\..*|mtp\..*"
 )
 
 
@@ -59,9 +59,12 @@ def canonical_tensors(
     table = get_tensor_name_map(arch, layers)
 
     def translated(name: str) -> str:
+        # llama.cpp's converter renames it first.
+        name = name.replace(".dt_bias", ".dt_proj.bias")
         for candidate in (name, f"model.{name}"):
             if candidate in table.mapping:  # no suffix of its own: attention sinks
-                return f"{table.mapping[candidate][1]}.weight"
+                known = table.mapping[candidate][1]
+                return known if known.endswith(".ssm_a") else f"{known}.weight"
             if known := table.get_name(candidate, try_suffixes=(".weight", ".bias")):
                 return str(known)
         return name

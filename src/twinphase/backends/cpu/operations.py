@@ -286,6 +286,7 @@ class Operations:
         # Over their whole width, queries and keys were normalized above.
         norm = "none" if b.qk_norm == "width" else b.qk_norm
         spec = f"rope_kv_write:{b.head_dim}:{turned}:{interleaved}:{self._cache.dtype}:{norm}"
+        spec += ":1" if b.attention_gate else ""
         program.add(spec, program.count("tokens"), args, [source.data], writes)
         return step
 

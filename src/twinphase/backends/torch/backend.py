@@ -101,10 +101,6 @@ class TorchBackend:
         self._checkpoint = checkpoint
         self._embedding: tuple[str, Any] | None = None
 
-    def short_conv(self, bcx: Array, weight: Array, layer: int) -> Array:
-        """Never: `prepare` refuses models with recurrent layers."""
-        raise NotImplementedError("the torch backend has no recurrent layers")
-
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
         """[outputs, inputs] in the element type; a head tied to the embedding shares its memory."""
         if self._embedding is not None and list(names) == [self._embedding[0]]:

@@ -247,9 +247,17 @@ def norm_columns(isa: Isa) -> Kernel:
 
 
 def rope_kv_write(
-    isa: Isa, head_dim: str, rotary: str, interleaved: str, dtype: str, qk_norm: str
+    isa: Isa,
+    head_dim: str,
+    rotary: str,
+    interleaved: str,
+    dtype: str,
+    qk_norm: str,
+    gated: str = "0",
 ) -> Kernel:
     """One row a tile: RMSNorm of each head of queries and keys (or "none"), rotation, writing.
+
+    With `gated` "1", each head's queries are followed by as many columns of its gate.
 
     Arguments: q, k, v of row 0, their stride, cos, sin, positions (int32), slots (int64), heads, KV
     heads, keys, scales and values of the layer, int8 queries, their scales, their sums, softmax
@@ -263,6 +271,7 @@ def rope_kv_write(
     cell_bytes = key_bytes(dim)
     scale_size = scale_bytes(dtype)
     value_size = value_bytes(dim, dtype)
+    query_stride = 4 * dim * (1 + int(gated))
     table_stride = 4 * (form.rotary // 2)
     arguments = fields(21)
 
@@ -297,7 +306,7 @@ def rope_kv_write(
         for head in range(heads):
             at = tile * heads + head
             query(
-                q + tile * stride + head * dim * 4,
+                q + tile * stride + head * query_stride,
                 cos,
                 sin,
                 data + at * dim,
