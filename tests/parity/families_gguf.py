@@ -22,11 +22,18 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    drafting = _drafting_layers(checkpoint)
+    writer.add_block_count(config.num_hidden_layers + drafting)
     writer.add_head_count(config.num_attention_heads)
     kinds = getattr(config, "layer_types", None) or []
     heads = config.num_key_value_heads
     recurrent = [kind != "full_attention" for kind in kinds] if arch in RECURRENT else []
+    if drafting:  # Such files name attention by its interval, and count the layer for drafts.
+        recurrent = []
+        writer.add_full_attention_interval(4)
+        writer.add_nextn_predict_layers(drafting)
+        values = np.zeros((config.hidden_size, 2 * config.hidden_size), np.float32)
+        writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight", values)
     writer.add_head_count_kv(
         [0 if without else heads for without in recurrent] if recurrent else heads
     )
@@ -72,6 +79,13 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _drafting_layers(checkpoint: Checkpoint) -> int:
+    """One with the usual pattern of layers, none with another: files of both kinds are read."""
+    config = checkpoint.config or {}
+    usual = (config.get("layer_types") or [])[:4] == 3 * ["linear_attention"] + ["full_attention"]
+    return int(checkpoint.architecture == "qwen35" and usual)
 
 
 def _tiled_heads(name: str, values: NDArray[np.float32], config: Any) -> NDArray[np.float32]:

@@ -87,8 +87,8 @@ def test_bits_depend_on_the_tokens_alone(folder, family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", available_isas()[1:])
-@pytest.mark.parametrize("family", ("gemma2", "gpt-oss"))
-def test_bits_of_other_paths_with_caps_and_sinks(folder, family, isa):
+@pytest.mark.parametrize("family", ("gemma2", "gpt-oss", "lfm2", "qwen35"))
+def test_bits_of_other_paths(folder, family, isa):
     for dtype in KV_CACHE_DTYPES:
         steps = on_cpu(folder / family, isa=isa, kv_cache_dtype=dtype)
         _few_rows_have_the_same_bits(steps, steps.chunked(TOKENS, [LENGTH]))

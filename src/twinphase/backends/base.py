@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.group import Group
+from twinphase.backends.states import RecurrentOperations
 from twinphase.blueprint import Blueprint, Experts, Rope, Span
 from twinphase.weights.checkpoint import Checkpoint
 
@@ -238,7 +239,7 @@ class DeviceSampler(Protocol):
         """Sample from the logits of the step launched last, as `sampling/` does on the host."""
 
 
-class Operations(Protocol):
+class Operations(RecurrentOperations, Protocol):
     """The operations of a model's forward pass. Row counts are those of the current step."""
 
     def keep(self, x: Array) -> None:
@@ -284,8 +285,8 @@ class Operations(Protocol):
         """Normalize and rotate queries and keys, write the cache; returns the queries.
 
         `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], however its matrices were
-        stored; with a gate on attention's result, each head's queries are followed by its gate. The norms' weights are as the blueprint's `qk_norm` says; without a `rope` nothing
-        is rotated.
+        stored; with a gate on attention's result, each head's queries are followed by its gate. The
+        norms' weights are as the blueprint's `qk_norm` says; without a `rope` nothing is rotated.
         """
 
     def attention(
@@ -297,34 +298,6 @@ class Operations(Protocol):
         [num_heads] that take part in the softmax (Xiao et al., 2023). Scale and softcap are the
         blueprint's.
         """
-
-    def short_conv(self, bcx: Array, weight: Array, layer: int) -> Array:
-        """The gated short convolution of LFM2, C * conv(B * x), [num_tokens, channels].
-
-        `bcx` is [num_tokens, 3 * channels]: B, C and x; `weight` is [channels, taps]. The
-        convolution is depthwise and causal, over each sequence; rows before the step's are in the
-        state of recurrent layer number `layer`, which is written for the next step.
-        """
-
-    def delta_rule(
-        self, qkv: Array, gates: Array, weights: tuple[Array, Array, Array], layer: int
-    ) -> Array:
-        """The gated delta rule (`blueprint.DeltaNet`), [num_tokens, num_values].
-
-        With S the state of a value head, k and q its key head's rows of length 1, q over
-        sqrt(key_dim), g = A * softplus(alpha + bias) and beta = sigmoid(beta):
-        S <- exp(g) S; d = beta (v - S^T k); S <- S + k d^T; the result is S^T q.
-
-        `qkv` is [num_tokens, channels], before the convolution; `gates` are alpha and beta of each
-        value head; `weights` are those of the convolution [channels, taps], A as it is stored, and
-        the bias. State as in `short_conv`.
-        """
-
-    def gated_norm(self, x: Array, weight: Array, gate: Array, eps: float) -> Array:
-        """rms_norm(x, weight) of each run of len(weight) columns, times silu(gate)."""
-
-    def gate_heads(self, h: Array, qkv: Array) -> Array:
-        """Attention's result h times the sigmoid of each head's gate, which follows its queries."""
 
     def gate_mul(self, gate_up: Array) -> Array:
         """activation(gate) * up of [rows, 2 * ffn] = (gate, up); [rows, ffn]."""

@@ -89,8 +89,8 @@ class ReferenceBackend:
             slots = layout.num_layers, spec.num_state_slots
             self.histories = np.zeros((*slots, layout.history_rows, layout.channels), np.float32)
             if isinstance(delta := self.blueprint.recurrence, DeltaNet):
-                shape = (delta.value_heads, delta.key_dim, delta.value_dim)
-                self.matrices = np.zeros((*slots, *shape), np.float32)
+                heads = (delta.value_heads, delta.key_dim, delta.value_dim)
+                self.matrices = np.zeros((*slots, *heads), np.float32)
                 # Of each draft and head: key, change and decay.
                 row = (delta.value_heads, delta.key_dim + delta.value_dim + 1)
                 self.drafts = np.zeros((*slots, spec.num_drafts, *row), np.float32)
@@ -287,9 +287,7 @@ class ReferenceBackend:
         b, c, x = np.split(bcx, 3, axis=1)
         return c * self._convolve(b * x, weight, layer)
 
-    def delta_rule(
-        self, qkv: F32, gates: F32, weights: tuple[F32, F32, F32], layer: int
-    ) -> F32:
+    def delta_rule(self, qkv: F32, gates: F32, weights: tuple[F32, F32, F32], layer: int) -> F32:
         """Row by row, as the recurrence is written down."""
         delta = self.blueprint.recurrence
         assert isinstance(delta, DeltaNet)
@@ -311,9 +309,11 @@ class ReferenceBackend:
         alpha, beta = np.split(gates, 2, axis=1)
         a = -np.exp(decay) if delta.log_decay else decay
         kept = np.exp(a * np.logaddexp(np.float32(0), alpha + bias))
-        return self._recur((q, k, v, kept, 1 / (1 + np.exp(-beta))), layer)
+        opened = 1 / (1 + np.exp(-beta))
+        rows = [part.astype(np.float32) for part in (q, k, v, kept, opened)]
+        return self._recur(rows, layer)
 
-    def _recur(self, rows: tuple[F32, F32, F32, F32, F32], layer: int) -> F32:
+    def _recur(self, rows: Sequence[F32], layer: int) -> F32:
         """The recurrence over each sequence, for queries, keys, values, decays and betas."""
         inputs = self.inputs
         assert inputs.states is not None
@@ -344,7 +344,8 @@ class ReferenceBackend:
     def gated_norm(self, x: F32, weight: F32, gate: F32, eps: float) -> F32:
         """rms_norm of each head, then the gate."""
         normed = self.rms_norm(x.reshape(len(x), -1, len(weight)), weight, eps)
-        return normed.reshape(x.shape) * gate / (1 + np.exp(-gate))
+        out: F32 = normed.reshape(x.shape) * gate / (1 + np.exp(-gate))
+        return out
 
     def gate_heads(self, h: F32, qkv: F32) -> F32:
         """h * sigmoid(gate)."""

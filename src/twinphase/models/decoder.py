@@ -217,10 +217,12 @@ def _load_layer(
 
     experts = "_exps" if blueprint.experts else ""
     gate_up = [name + experts for name in GATE_UP[blueprint.fused_gate_up]]
-    qkv, output = QKV[blueprint.fused_qkv], "attn_output"
+    qkv = QKV[blueprint.fused_qkv]
+    output = "attn_output"
     delta = None
     if recurrent and isinstance(blueprint.recurrence, DeltaNet):
-        qkv, output = ("attn_qkv",), "ssm_out"
+        qkv = ("attn_qkv",)
+        output = "ssm_out"
         delta = DeltaWeights(
             gate=matrix("attn_gate"),
             alpha_beta=backend.exact_matrix(
@@ -231,7 +233,8 @@ def _load_layer(
             norm=vector("ssm_norm.weight"),
         )
     elif recurrent:
-        qkv, output = ("shortconv.in_proj",), "shortconv.out_proj"
+        qkv = ("shortconv.in_proj",)
+        output = "shortconv.out_proj"
     return Layer(
         attn_norm=norm("attn_norm"),
         qkv=matrix(*qkv),

@@ -55,7 +55,12 @@ def _attention_tensors(b: Blueprint) -> dict[str, Shape]:
     hidden = b.hidden_size
     queries = b.num_heads * b.head_dim
     keys = b.num_kv_heads * b.head_dim
-    widths = {"attn_q": queries * (1 + b.attention_gate), "attn_k": keys, "attn_v": keys, "attn_qkv": queries + 2 * keys}
+    widths = {
+        "attn_q": queries * (1 + b.attention_gate),
+        "attn_k": keys,
+        "attn_v": keys,
+        "attn_qkv": queries + 2 * keys,
+    }
     shapes: dict[str, Shape] = {}
     for name in QKV[b.fused_qkv]:
         shapes[f"{name}.weight"] = (widths[name], hidden)

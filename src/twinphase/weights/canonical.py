@@ -63,8 +63,8 @@ def canonical_tensors(
         name = name.replace(".dt_bias", ".dt_proj.bias")
         for candidate in (name, f"model.{name}"):
             if candidate in table.mapping:  # no suffix of its own: attention sinks
-                known = table.mapping[candidate][1]
-                return known if known.endswith(".ssm_a") else f"{known}.weight"
+                final = table.mapping[candidate][1]
+                return final if final.endswith(".ssm_a") else f"{final}.weight"
             if known := table.get_name(candidate, try_suffixes=(".weight", ".bias")):
                 return str(known)
         return name

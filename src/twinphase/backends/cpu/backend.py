@@ -396,7 +396,7 @@ def _check_heads(blueprint: Blueprint) -> None:
         )
     if isinstance(recurrence, DeltaNet) and (recurrence.key_dim % 16 or recurrence.value_dim % 32):
         raise UnsupportedModelError(
-            f"Linear attention with heads of {recurrence.key_dim} and {recurrence.value_dim} is not "
+            f"Delta rules with heads of {recurrence.key_dim} and {recurrence.value_dim} are not "
             "supported by the cpu backend.",
             "Key heads must be a multiple of 16 wide, value heads of 32.",
         )

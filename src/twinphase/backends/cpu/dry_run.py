@@ -58,7 +58,9 @@ class DryLoader:
         return matrix
 
     def exact_matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Matrix:
-        return place(checkpoint, names, lambda nbytes: np.empty(0, np.uint8), self._isa, exact=True)[0]
+        return place(
+            checkpoint, names, lambda nbytes: np.empty(0, np.uint8), self._isa, exact=True
+        )[0]
 
     experts = matrix
 

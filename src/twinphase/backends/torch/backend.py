@@ -30,7 +30,7 @@ from twinphase.backends.base import (
 from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
-from twinphase.backends.states import refuse_recurrent_layers
+from twinphase.backends.states import NoRecurrence, refuse_recurrent_layers
 from twinphase.backends.torch.collective import Collective
 from twinphase.backends.torch.device import (
     bind,
@@ -55,7 +55,7 @@ ALIGNMENT_INT64S = 2
 RopeTables = tuple[Tensor, Tensor, bool]
 
 
-class TorchBackend:
+class TorchBackend(NoRecurrence):
     """A backend of plain torch. All that a step reads lives on the device, except its inputs."""
 
     name = "torch"
@@ -106,6 +106,8 @@ class TorchBackend:
         if self._embedding is not None and list(names) == [self._embedding[0]]:
             return self._embedding[1]
         return self._put(checkpoint, names, 0, self.dtype)
+
+    exact_matrix = matrix
 
     def experts(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
         """[experts, outputs, inputs] in the element type."""

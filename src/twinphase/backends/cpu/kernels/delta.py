@@ -94,8 +94,8 @@ def delta_gates(isa: Isa, *heads: str) -> Kernel:
             unit(e, k, 1.0)
             products = e.variable(e.splat(vector(F32, 16), 0.0))
             with e.loop(0, h.key_dim, 16) as i:
-                pair = (e.load(vector(F32, 16), side, e.mul(i, 4)) for side in (q, k))
-                products.set(e.fma(*pair, products.get()))
+                both = [e.load(vector(F32, 16), side, e.mul(i, 4)) for side in (q, k)]
+                products.set(e.fma(both[0], both[1], products.get()))
             e.store(e.reduce_add(products.get()), to, 8 * h.padded, e.mul(head, 4))
 
     return row_kernel(isa, write)
@@ -140,9 +140,7 @@ def delta_scan(isa: Isa, *heads: str) -> Kernel:
                     factor = e.broadcast(e.load(F32, vector_of, e.mul(i, 4), 4 * part), width)
                     total[part].set(e.fma(x, factor, total[part].get()))
         add = e.b.fadd
-        return [
-            add(add(t[0].get(), t[1].get()), add(t[2].get(), t[3].get())) for t in sums
-        ]
+        return [add(add(t[0].get(), t[1].get()), add(t[2].get(), t[3].get())) for t in sums]
 
     def copy(e: Emit, source: Value, to: Value, count: Value) -> None:
         """`count` of a strip's rows."""
