@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from twinphase.backends.base import Backend, KVCacheSpec, StepInputs
 from twinphase.backends.cpu.compiler import compile_kernels
-from twinphase.backends.cpu.isa import available_isas, choose_isa
+from twinphase.backends.cpu.isa import ISAS, available_isas, choose_isa
 from twinphase.models.loader import load_model, open_model
 from twinphase.weights.storage import cache_root
 
@@ -26,15 +26,31 @@ from twinphase.weights.storage import cache_root
 USER_CACHE = cache_root()
 
 
-# Each instruction-set path that this processor can run; all but the one that users get are among
-# the long proofs.
-per_isa = pytest.mark.parametrize(
-    "isa",
-    [
-        name if name == choose_isa(None).name else pytest.param(name, marks=pytest.mark.slow)
-        for name in available_isas()
-    ],
-)
+def isas_that_differ(trait: str) -> list[str]:
+    """Instruction-set paths of this processor, the one that users get first.
+
+    Of paths whose kernels have equal code but for a trait that they do not look at, one is enough:
+    `avx512-bf16` has the attention of `avx512-amx`, and the linear layers of `avx512-vnni`.
+    """
+    best, *others = available_isas()
+    paths: dict[tuple[object, ...], str] = {}
+    for name in (best, *reversed(others)):
+        isa = ISAS[name]
+        code = (isa.lanes, isa.dot, isa.registers, isa.converts_f16, getattr(isa, trait))
+        paths.setdefault(code, name)
+    return list(paths.values())
+
+
+def on_each(isas: list[str]) -> pytest.MarkDecorator:
+    """All but the path that users get are long proofs."""
+    best, *others = isas
+    slow = [pytest.param(name, marks=pytest.mark.slow) for name in others]
+    return pytest.mark.parametrize("isa", [best, *slow])
+
+
+# Attention, and whole models: among these paths are all linear layers too.
+per_isa = on_each(isas_that_differ("bf16_dot"))
+per_isa_of_linear = on_each(isas_that_differ("matrix_tiles"))
 
 
 @contextlib.contextmanager

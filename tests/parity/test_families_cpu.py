@@ -16,10 +16,10 @@ import pytest
 from numpy.typing import NDArray
 from tiny_families import FAMILIES, make_model
 
-from steps import Piece, Steps, compile_together, own_cache, step_inputs
+from steps import Piece, Steps, compile_together, isas_that_differ, own_cache, step_inputs
 from twinphase.backends.base import Array, Backend
 from twinphase.backends.cpu.backend import CpuBackend
-from twinphase.backends.cpu.isa import available_isas, choose_isa
+from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.kv_layout import KV_CACHE_DTYPES
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.errors import InvalidRequestError
@@ -86,12 +86,22 @@ def test_bits_depend_on_the_tokens_alone(folder, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", available_isas()[1:])
-@pytest.mark.parametrize("family", ("gemma2", "gpt-oss", "lfm2", "qwen35"))
-def test_bits_of_other_paths(folder, family, isa):
+@pytest.mark.parametrize("isa", isas_that_differ("bf16_dot")[1:])
+@pytest.mark.parametrize("family", ("gemma2", "gpt-oss"))
+def test_bits_of_other_paths_with_caps_and_sinks(folder, family, isa):
     for dtype in KV_CACHE_DTYPES:
         steps = on_cpu(folder / family, isa=isa, kv_cache_dtype=dtype)
         _few_rows_have_the_same_bits(steps, steps.chunked(TOKENS, [LENGTH]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", isas_that_differ("lanes", "registers")[1:])
+@pytest.mark.parametrize("family", ("lfm2", "qwen35"))
+def test_bits_of_other_paths_with_recurrence(folder, family, isa):
+    steps = on_cpu(folder / family, isa=isa)
+    expected = steps.chunked(TOKENS, [LENGTH])
+    _same_bits(steps.chunked(TOKENS, [1, 2, 7, 64]), expected)
+    _few_rows_have_the_same_bits(steps, expected)
 
 
 def _few_rows_have_the_same_bits(steps: Steps, expected: F32) -> None:
