@@ -95,7 +95,7 @@ def test_bits_of_other_paths_with_caps_and_sinks(folder, family, isa):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", isas_that_differ("lanes", "registers")[1:])
+@pytest.mark.parametrize("isa", isas_that_differ("lanes")[1:])
 @pytest.mark.parametrize("family", ("lfm2", "qwen35"))
 def test_bits_of_other_paths_with_recurrence(folder, family, isa):
     steps = on_cpu(folder / family, isa=isa)
