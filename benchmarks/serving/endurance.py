@@ -348,7 +348,7 @@ def run(args: argparse.Namespace) -> tuple[Section, Any]:
         servers = [
             Watched(name, stack.enter_context(serving(which, *options)), asked, spared)
             for name, which, options, asked, spared in (
-                ("1P2D", args, [*flags, *pools], samples, "worker-1"),
+                ("1P2D", args, [*flags, *pools], samples, "decode-0"),
                 ("2 replicas", args, [*flags, "--replicas=2"], samples, "worker-0"),
                 ("embeddings", embedder, [*keys], vectors, ""),
             )
