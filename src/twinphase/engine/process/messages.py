@@ -95,10 +95,17 @@ class Inspect(msgspec.Struct, tag=True, frozen=True):
 
 
 class Embed(msgspec.Struct, tag=True, frozen=True):
-    """Turn a text into a vector; answered by `Embedded` or `Refused` with the same number."""
+    """Turn texts into vectors; answered by `Embedded` or `Refused` with the same number.
+
+    Attributes:
+        texts: token ids of each.
+        tenant, weight: tenants share the engine's time by their weights.
+    """
 
     number: int
-    token_ids: list[int]
+    texts: list[list[int]]
+    tenant: str = ""
+    weight: float = 1.0
 
 
 class WatchBlocks(msgspec.Struct, tag=True, frozen=True):
@@ -270,10 +277,10 @@ class Pushed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Embedded(msgspec.Struct, tag=True, frozen=True):
-    """The answer to `Embed`: float32, little endian."""
+    """The answer to `Embed`: a vector for each text, float32, little endian."""
 
     number: int
-    vector: bytes
+    vectors: list[bytes]
 
 
 class RequestUpdate(msgspec.Struct, array_like=True, frozen=True):
