@@ -36,7 +36,7 @@ F32 = NDArray[np.float32]
 NOT_FOR_EMBEDDINGS = ("itl_slo_ms", "trace_file", "num_kv_blocks")
 # Of an encoder's pass: others wait for its end, and more rows would hardly be faster.
 ENCODER_PASS_TOKENS = 256
-MAX_PASS_TEXTS = 64
+MAX_PASS_TEXTS = 128
 NOT_FOR_ENCODERS = ("kv_cache_dtype", "threads", "tensor_parallel_size", "isa", "device", "dtype")
 
 

@@ -174,6 +174,7 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
         embedding_size: of the vectors of a model that embeds; 0 for one that generates.
         pace: the gap that running streams keep, and its cost; None where the engine was not warmed
             up.
+        chunk_tokens: prompt tokens that a step beside one decode has room for.
         prices: of the cost model.
         model: fingerprint of the model's files.
         kv_addresses: where other engines can send KV blocks (`PushTo`), the nearest first.
@@ -192,6 +193,7 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
     tpot: float | None
     embedding_size: int = 0
     pace: Pace | None = None
+    chunk_tokens: int | None = None
     prices: tuple[float, ...] = ()
     model: str = ""
     kv_fingerprint: str = ""
@@ -320,7 +322,8 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
         blocks_received: KV blocks that other engines sent since the engine started, by what became
             of them.
         times: what was measured within the step.
-        itl_slo_seconds: the gap between tokens that the scheduler keeps; 0 where it keeps none.
+        itl_slo_seconds: the gap between tokens that the scheduler keeps; None where it keeps none.
+        chunk_tokens: prompt tokens that a step beside one decode has room for now.
     """
 
     start: float
@@ -346,7 +349,8 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     num_draft_failures: int = 0
     blocks_received: dict[str, int] = {}
     times: StepTimes = msgspec.field(default_factory=StepTimes)
-    itl_slo_seconds: float = 0.0
+    itl_slo_seconds: float | None = None
+    chunk_tokens: int | None = None
 
 
 class StepUpdates(msgspec.Struct, tag=True, frozen=True):
