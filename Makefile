@@ -10,6 +10,8 @@ TEST_STAMP := $(VENV)/.stamp-test
 # is that of tests/conftest.py, which starts the longest files first.
 PARALLEL ?= -n auto --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Tests start hundreds of processes, each of which would compile all modules again without these files.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-all test-clients lint bench release-check release clean
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from unittest.mock import Mock
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from twinphase.backends.base import Backend, KVCacheSpec, StepInputs
 from twinphase.backends.cpu.compiler import compile_kernels
-from twinphase.backends.cpu.isa import available_isas, choose_isa
+from twinphase.backends.cpu.isa import ISAS, available_isas, choose_isa
 from twinphase.models.loader import load_model, open_model
 from twinphase.weights.storage import cache_root
 
@@ -26,15 +26,31 @@ from twinphase.weights.storage import cache_root
 USER_CACHE = cache_root()
 
 
-# Each instruction-set path that this processor can run; all but the one that users get are among
-# the long proofs.
-per_isa = pytest.mark.parametrize(
-    "isa",
-    [
-        name if name == choose_isa(None).name else pytest.param(name, marks=pytest.mark.slow)
-        for name in available_isas()
-    ],
-)
+def isas_that_differ(trait: str) -> list[str]:
+    """Instruction-set paths of this processor, the one that users get first.
+
+    Of paths whose kernels have equal code but for a trait that they do not look at, one is enough:
+    `avx512-bf16` has the attention of `avx512-amx`, and the linear layers of `avx512-vnni`.
+    """
+    best, *others = available_isas()
+    paths: dict[tuple[object, ...], str] = {}
+    for name in (best, *reversed(others)):
+        isa = ISAS[name]
+        code = (isa.lanes, isa.dot, isa.registers, isa.converts_f16, getattr(isa, trait))
+        paths.setdefault(code, name)
+    return list(paths.values())
+
+
+def _on_each(isas: list[str]) -> pytest.MarkDecorator:
+    """All but the path that users get are long proofs."""
+    best, *others = isas
+    slow = [pytest.param(name, marks=pytest.mark.slow) for name in others]
+    return pytest.mark.parametrize("isa", [best, *slow])
+
+
+# Attention, and whole models: among these paths are all linear layers too.
+per_isa = _on_each(isas_that_differ("bf16_dot"))
+per_isa_of_linear = _on_each(isas_that_differ("matrix_tiles"))
 
 
 @contextlib.contextmanager
@@ -103,6 +119,31 @@ def step_inputs(
     )
 
 
+class SequenceStates:
+    """Slots for the states of sequences, which are told apart by their first block.
+
+    Every step's states are kept for a while, so that a piece may begin where any of them ended.
+    """
+
+    SLOTS = 1000
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[int, int], int] = {}
+        self._next = 1
+
+    def of(self, pieces: Sequence[Piece]) -> NDArray[np.int32]:
+        """`StepInputs.states` without drafts."""
+        rows = []
+        for piece in pieces:
+            sequence = int(piece.blocks[0])
+            source = self._slots[sequence, piece.start] if piece.start else 0
+            target = self._next
+            self._next = self._next % (self.SLOTS - 1) + 1
+            self._slots[sequence, piece.start + len(piece.tokens)] = target
+            rows.append((source, target, 0, len(piece.tokens)))
+        return np.array(rows, np.int32)
+
+
 class Steps:
     """A model on a backend, with a KV cache."""
 
@@ -114,9 +155,11 @@ class Steps:
         self.model = load_model(open_model(path), backend)
         config = self.model.blueprint
         self.vocab_size = config.vocab_size
-        spec = KVCacheSpec(
-            config.num_layers, config.num_kv_heads, config.head_dim, num_blocks, block_size
-        )
+        spec = KVCacheSpec.of(config, num_blocks, block_size)
+        self._states: SequenceStates | None = None
+        if config.recurrent_layers:
+            self._states = SequenceStates()
+            spec = replace(spec, num_state_slots=SequenceStates.SLOTS)
         backend.allocate_kv_cache(spec)
         self.blocks = np.arange(num_blocks, dtype=np.int32)
 
@@ -124,9 +167,10 @@ class Steps:
         self, pieces: Sequence[Piece], logit_rows: Sequence[int] | None = None
     ) -> NDArray[np.float32]:
         """One step; a copy of its logits."""
-        return self.backend.execute(
-            self.model.forward, step_inputs(pieces, self.block_size, logit_rows)
-        ).copy()
+        inputs = step_inputs(pieces, self.block_size, logit_rows)
+        if self._states is not None:
+            inputs = replace(inputs, states=self._states.of(pieces))
+        return self.backend.execute(self.model.forward, inputs).copy()
 
     def chunked(
         self,

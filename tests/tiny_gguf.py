@@ -8,7 +8,7 @@ in milliseconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import gguf
@@ -60,6 +60,7 @@ def write_tiny_gguf(
     window: int | None = None,
     experts: tuple[int, int] | None = None,
     infill: tuple[int, int, int] | None = None,
+    convolutions: Collection[int] = (),
 ) -> Path:
     """Writes a small random Llama-family model and returns its path.
 
@@ -86,7 +87,10 @@ def write_tiny_gguf(
         window: tokens that each layer attends to.
         experts: how many a layer has, and how many of them a token goes through.
         infill: ids of the tokens before a prefix, a suffix and a middle.
+        convolutions: layers that are LFM2's short convolutions; the architecture is then lfm2.
     """
+    if convolutions:
+        architecture = "lfm2"
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_name("tiny")
@@ -95,7 +99,13 @@ def write_tiny_gguf(
     writer.add_block_count(layers)
     writer.add_feed_forward_length(ffn)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
+    writer.add_head_count_kv(
+        [0 if layer in convolutions else kv_heads for layer in range(layers)]
+        if convolutions
+        else kv_heads
+    )
+    if convolutions:
+        writer.add_shortconv_l_cache(3)
     writer.add_layer_norm_rms_eps(rms_norm_eps)
     writer.add_rope_freq_base(rope_theta)
     writer.add_rope_dimension_count(hidden // heads)
@@ -111,18 +121,24 @@ def write_tiny_gguf(
         writer.add_uint32(f"tokenizer.ggml.fim_{name}_token_id", token_id)
 
     kv = hidden // heads * kv_heads
-    matrices: dict[str, tuple[int, ...]] = {
+    attention: dict[str, tuple[int, ...]] = {
         "attn_q": (hidden, hidden),
         "attn_k": (kv, hidden),
         "attn_v": (kv, hidden),
         "attn_output": (hidden, hidden),
     }
+    convolution: dict[str, tuple[int, ...]] = {
+        "shortconv.in_proj": (3 * hidden, hidden),
+        "shortconv.conv": (hidden, 3),
+        "shortconv.out_proj": (hidden, hidden),
+    }
+    matrices: dict[str, tuple[int, ...]] = {}
     feed_forward: dict[str, tuple[int, ...]] = {
         "gate": (ffn, hidden),
         "up": (ffn, hidden),
         "down": (hidden, ffn),
     }
-    types = dict(types or {})
+    types = {"shortconv.conv": "F32", **(types or {})}
     if experts:
         matrices |= {"ffn_gate_inp": (experts[0], hidden)}
         types.setdefault("ffn_gate_inp", "F32")  # as llama.cpp keeps it
@@ -135,11 +151,16 @@ def write_tiny_gguf(
     for layer in range(layers):
         for norm in ("attn_norm", "ffn_norm"):
             _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", hidden)
-        for name, shape in matrices.items():
+        if convolutions and layer not in convolutions:
+            for norm in ("attn_q_norm", "attn_k_norm"):
+                _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", hidden // heads)
+        mixer = convolution if layer in convolutions else attention
+        for name, shape in (mixer | matrices).items():
             _add_matrix(
                 writer, rng, f"blk.{layer}.{name}.weight", shape, types.get(name, tensor_type)
             )
-    _add_norm(writer, rng, "output_norm.weight", hidden)
+    last_norm = "token_embd_norm.weight" if convolutions else "output_norm.weight"
+    _add_norm(writer, rng, last_norm, hidden)
     if not tied:
         _add_matrix(writer, rng, "output.weight", (vocab, hidden), embedding_type or tensor_type)
     writer.write_header_to_file()

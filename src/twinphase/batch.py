@@ -7,6 +7,7 @@ backend).
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -135,6 +136,16 @@ class ScheduledRequest:
     num_cached_tokens: int = 0  # of the prompt
     num_drafts: int = 0
     tenant: str = ""
+    # Of a model with recurrent layers: slots with the state before the step and after it, and how
+    # many drafts of the step before, whose rows the first one has, are right.
+    state: tuple[int, int, int] | None = None
+    # Slots where the state is left, by the position that it then stands at.
+    snapshots: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def num_final(self) -> int:
+        """Tokens that are no drafts."""
+        return len(self.token_ids) - self.num_drafts
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -169,7 +180,8 @@ class Batch:
     Attributes:
         preempted: ids of the requests whose blocks were taken away for this step.
         held_back: what kept the first waiting request from being admitted: "seats"
-            (`max_num_seqs`), "blocks" (KV cache), "budget" (tokens of this step, or the SLO),
+            (`max_num_seqs`), "states" (slots for recurrent states), "blocks" (KV cache), "budget"
+            (tokens of this step, or the SLO),
             "prefix" (most of its prompt is being computed in this step, for another); None when
             no request waits.
         window: tokens that a row attends to at most in those layers of the model that have a

@@ -56,6 +56,29 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class ShortConv:
+    """The gated short convolution of LFM2 in place of attention: out = C * conv(B * x).
+
+    The state of a sequence is the last `taps` - 1 rows of B * x.
+
+    Attributes:
+        taps: positions that a row's convolution sees, its own included.
+        channels: width of the convolution.
+    """
+
+    taps: int
+    channels: int
+
+    def history_rows(self, num_drafts: int) -> int:
+        """Inputs of the convolution that are kept: of `taps` - 1 positions, and of drafts."""
+        return self.taps - 1 + num_drafts
+
+    def state_floats(self, num_drafts: int) -> int:
+        """Numbers of a sequence's state in one layer."""
+        return self.history_rows(num_drafts) * self.channels
+
+
+@dataclass(frozen=True)
 class Span:
     """The columns that one rank computes of `total`: `size` of them from `first` on.
 
@@ -131,6 +154,9 @@ class Blueprint:
         sinks: whether each head has a learned logit that takes part in the softmax and has no
             value.
         experts: None for a dense model.
+        recurrence: what some layers have in place of attention; None where all have attention.
+        recurrent_layers: their numbers, ascending; they keep a state per sequence and no KV.
+        output_norm: GGUF's name of the norm before the head.
         share: what this rank computes of the model, where there are several; heads are then those
             of this rank.
     """
@@ -166,6 +192,9 @@ class Blueprint:
     logit_softcap: float | None = None
     sinks: bool = False
     experts: Experts | None = None
+    recurrence: ShortConv | None = None
+    recurrent_layers: tuple[int, ...] = ()
+    output_norm: str = "output_norm"
     share: Share | None = None
 
     @property
@@ -189,6 +218,16 @@ class Blueprint:
         """The columns that this rank computes of a part; None where it computes all of them."""
         span: Span | None = getattr(self.share, part, None)
         return span
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers with attention, whose keys and values are cached."""
+        return self.num_layers - len(self.recurrent_layers)
+
+    def state_bytes(self, num_drafts: int = 0) -> int:
+        """Bytes of a sequence's state in all recurrent layers, and of the rows of drafts."""
+        floats = self.recurrence.state_floats(num_drafts) if self.recurrence else 0
+        return 4 * len(self.recurrent_layers) * floats
 
     @property
     def group(self) -> int:

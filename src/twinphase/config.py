@@ -27,6 +27,12 @@ MAX_THREADS = 1024
 POLICIES = ("fcfs", "priority")
 TASKS = ("generate", "embed")
 POOLINGS = ("mean", "cls", "last")
+# The zeros, two of a request, and a snapshot.
+MIN_STATE_SLOTS = 4
+DEFAULT_SLOTS_PER_SEAT = 4
+STATE_INTERVALS = (64, 4096)
+# Drafts of a sequence in a step of a model with recurrent layers, whose rows a slot has room for.
+MAX_STATE_DRAFTS = 8
 DEFAULT_SEAT_TOKENS = (
     1024  # of the KV cache for each seat, as far as a quarter of the free memory goes
 )
@@ -101,6 +107,21 @@ class EngineConfig(GenerationDefaults):
         minimum=1,
         maximum=1 << 30,
         default_text="1,024 tokens per running request, up to a quarter of the free memory",
+    )
+    num_state_slots: int | None = setting(
+        None,
+        "Slots for the states of recurrent layers: two per running request, and snapshots where "
+        "cached prefixes end.",
+        minimum=MIN_STATE_SLOTS,
+        maximum=1 << 30,
+        default_text="four per running request, up to an eighth of the free memory",
+    )
+    state_interval: int | None = setting(
+        None,
+        "Tokens of a prompt between snapshots of recurrent states; another is kept at its end.",
+        minimum=1,
+        maximum=1 << 30,
+        default_text="64 for small states, up to 4,096 for large ones",
     )
     quantization: str = setting(
         "none",
@@ -239,6 +260,13 @@ class EngineConfig(GenerationDefaults):
         return None if slo is None or isinstance(slo, str) else slo / 1e3
 
     @property
+    def state_drafts(self) -> int:
+        """Drafts of a sequence in a step that a slot for recurrent states has room for."""
+        speculation = speculative_config(self.speculative_config)
+        most = 0 if speculation.method == "none" else speculation.num_speculative_tokens
+        return min(most, MAX_STATE_DRAFTS)
+
+    @property
     def rank_threads(self) -> int | None:
         """Threads of one rank; None leaves them to the backend, where there is but one.
 
@@ -253,7 +281,11 @@ class EngineConfig(GenerationDefaults):
         return max(1, min(len(place.cores) // places.count(place) for place in places))
 
     def resolve(
-        self, context_length: int, kv_token_bytes: float = 0, memory: int | None = None
+        self,
+        context_length: int,
+        kv_token_bytes: float = 0,
+        memory: int | None = None,
+        state_bytes: int = 0,
     ) -> EngineConfig:
         """The same configuration with `max_model_len`, `num_kv_blocks` and `threads` filled in.
 
@@ -265,9 +297,11 @@ class EngineConfig(GenerationDefaults):
             kv_token_bytes: what a token takes in the KV cache; 0 is unknown, and memory then no
                 limit.
             memory: free bytes of the device; None where it has none of its own.
+            state_bytes: what the state of a sequence takes; 0 for a model without recurrent layers.
 
         Raises:
-            InvalidRequestError: `max_model_len` exceeds the model's `context_length`.
+            InvalidRequestError: `max_model_len` exceeds the model's `context_length`, or there are
+                slots for states that the model does not have.
         """
         max_model_len = self.max_model_len or context_length
         if max_model_len > context_length:
@@ -291,4 +325,30 @@ class EngineConfig(GenerationDefaults):
             num_kv_blocks=num_kv_blocks,
             max_num_seqs=max_num_seqs,
         )
-        return replace(resolved, itl_slo_ms=slo, threads=self.rank_threads)
+        resolved = replace(resolved, itl_slo_ms=slo, threads=self.rank_threads)
+        if state_bytes:
+            return resolved._with_states(state_bytes, kv_token_bytes, memory)
+        for name in ("num_state_slots", "state_interval"):
+            if getattr(self, name) is not None:
+                raise InvalidRequestError(
+                    f"{name} is {getattr(self, name)}, but the model has no recurrent layers.",
+                    "Leave it out.",
+                )
+        return resolved
+
+    def _with_states(
+        self, state_bytes: int, kv_token_bytes: float, memory: int | None
+    ) -> EngineConfig:
+        """With the fields of recurrent states filled in.
+
+        Snapshots are so far apart that they take no more memory than the KV between them.
+        """
+        slots = DEFAULT_SLOTS_PER_SEAT * self.max_num_seqs
+        if memory is not None:
+            slots = min(slots, memory // 8 // state_bytes)
+        slots = self.num_state_slots or max(MIN_STATE_SLOTS, slots + 1)
+        least, most = STATE_INTERVALS
+        tokens = int(state_bytes / kv_token_bytes) if kv_token_bytes else most
+        interval = self.state_interval or min(most, max(least, 1 << tokens.bit_length()))
+        interval = -(-interval // self.block_size) * self.block_size
+        return replace(self, num_state_slots=slots, state_interval=interval)

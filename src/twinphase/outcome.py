@@ -40,6 +40,8 @@ class MissReason(enum.StrEnum):
     EVICTED = "evicted"
     # No full block ever held it.
     NEVER_SEEN = "never_seen"
+    # Its blocks are cached, but no snapshot of the recurrent layers' state where they end.
+    NO_SNAPSHOT = "no_snapshot"
     PROMPT_LOGPROBS = "prompt_logprobs"  # They need every row of the prompt to be computed.
     DISABLED = "disabled"
 
@@ -50,7 +52,7 @@ class PrefixMiss:
 
     `part` is the kind of prompt part it lies in ("system", "question", ...), where a front end
     knows the parts. `num_known` tokens from there on are known to have been computed before: of an
-    evicted prefix only.
+    evicted prefix, or of one without a snapshot.
     """
 
     reason: MissReason

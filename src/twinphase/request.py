@@ -25,6 +25,8 @@ BIAS = ConfigField("Added to a token's logit.", minimum=-100, maximum=100)
 WEIGHT = ConfigField("Share of the engine beside other tenants.", minimum=1e-3, maximum=1e3)
 PRIORITY = ConfigField("Lower goes first.", minimum=-(2**31), maximum=2**31 - 1)
 MAX_SALT_BYTES = 1024
+# Slots for recurrent states that a running request writes in turn.
+OWN_SLOTS = 2
 # What a model may have sampling defaults of.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
@@ -271,6 +273,32 @@ class RequestCounts:
         return replace(self, draft_steps=list(self.draft_steps))
 
 
+@dataclass
+class StateSlots:
+    """Where a running request keeps the state of a model's recurrent layers.
+
+    Attributes:
+        source: the slot that its next step reads: one of its own, a snapshot, or the zeros.
+        own: the two slots that its steps write in turn.
+        pending: accepted drafts whose rows are in the source; its state stands before them.
+        snapshots: slots where the next step leaves its state at a position, by position.
+        branch: a position where cached blocks end that have no snapshot; 0 is none.
+        last_snapshot: the largest position where it found or left a snapshot.
+    """
+
+    source: int
+    own: tuple[int, int]
+    pending: int = 0
+    snapshots: dict[int, int] = field(default_factory=dict)
+    branch: int = 0
+    last_snapshot: int = 0
+
+    @property
+    def target(self) -> int:
+        """The slot that its next step writes."""
+        return self.own[1] if self.source == self.own[0] else self.own[0]
+
+
 @dataclass(eq=False)
 class Request:
     """One request and its progress.
@@ -287,6 +315,7 @@ class Request:
             tenant's last request.
         order: place in the line of arrival, given by the scheduler.
         most_computed_tokens: the largest `num_computed_tokens` so far.
+        state: its slots, while it runs, where the model has recurrent layers.
         block_hashes: of its leading full blocks, as far as they were needed.
         fresh: what is cached of its beginning is not to be believed, and is given up.
         constraint: what its tokens must obey; never shared with another request.
@@ -309,6 +338,7 @@ class Request:
     finish_reason: FinishReason | None = None
     order: int = -1
     most_computed_tokens: int = 0
+    state: StateSlots | None = None
     block_hashes: list[bytes] = field(default_factory=list, repr=False)
     fresh: bool = False
     constraint: Constraint | None = field(default=None, repr=False)

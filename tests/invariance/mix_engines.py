@@ -34,6 +34,10 @@ from twinphase.speculation.speculator import Speculator
 VOCAB = 320
 MOST_BLOCKS = 40
 MOST_SEQS = 8
+# Names of files of models with recurrent layers, and how their engines run.
+HYBRIDS = ("convolutions",)
+MOST_SLOTS = 14
+STATES = {"state_interval": 16, "speculative_config": "auto"}
 TAGS = ThinkingTags((50,), (51, 52, 53))
 
 
@@ -156,6 +160,9 @@ def make_engine(
     """A new engine on a loaded model, whose blocks still hold the KV of earlier engines."""
     whole = loaded.engine
     cost_model = CostModel(starting_prices(whole.shape, None))
+    if loaded.blueprint.recurrent_layers:
+        # Few slots, so that requests wait for them and snapshots are evicted.
+        options = {**STATES, "num_state_slots": MOST_SLOTS - num_blocks % 5, **options}
     config = EngineConfig(
         num_kv_blocks=num_blocks,
         max_model_len=512,
@@ -217,6 +224,8 @@ class Alone:
 
 
 def load(path: str | Path, **config: Any) -> LoadedEngine:
+    if Path(path).stem in HYBRIDS:
+        config = {**STATES, "num_state_slots": MOST_SLOTS, **config}
     return LoadedEngine(
         path, EngineConfig(num_kv_blocks=MOST_BLOCKS, max_num_batched_tokens=512, **config)
     )

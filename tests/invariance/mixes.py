@@ -221,6 +221,7 @@ class Mixes(RuleBasedStateMachine):
         self.ends |= {request.request_id: result.record.end for request in result.finished}
         self.tally["failures"] += len(result.output.errors)
         self.tally["natural preemptions"] += len(result.batch.preempted)
+        self.tally["states held back"] += result.batch.held_back == "states"
         self.tally["mixed steps"] += bool(result.batch.decodes and result.batch.prefills)
         self.tally["steps"] += 1
 
@@ -250,6 +251,15 @@ class Mixes(RuleBasedStateMachine):
         pool = self.scheduler.kv_cache.pool
         self.tally["evicted blocks"] += pool.num_cached
         pool.release(pool.allocate(pool.num_available))
+
+    @rule(which=st.integers(0, 999))
+    def lose_a_snapshot(self, which: int) -> None:
+        """Its block stays."""
+        states = self.scheduler.kv_cache.states
+        names = [] if states is None else sorted(states._slot_of)
+        if names:
+            states.drop(names[which % len(names)])
+            self.tally["snapshots lost alone"] += 1
 
     @rule(num_tokens=st.sampled_from([MOST_SEQS, 16, 17, 33, 64, 256]))
     def change_chunks(self, num_tokens: int) -> None:

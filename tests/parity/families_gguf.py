@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from twinphase.weights.checkpoint import Checkpoint
 
+RECURRENT = ("lfm2",)
 PERMUTED = ("llama", "granite", "smollm3")
 
 
@@ -23,13 +24,20 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    kinds = getattr(config, "layer_types", None) or []
+    heads = config.num_key_value_heads
+    recurrent = [kind != "full_attention" for kind in kinds] if arch in RECURRENT else []
+    writer.add_head_count_kv(
+        [0 if without else heads for without in recurrent] if recurrent else heads
+    )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")  # llama.cpp loads such files too
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(config.norm_eps if arch == "lfm2" else config.rms_norm_eps)
+    if arch == "lfm2":
+        writer.add_shortconv_l_cache(config.conv_L_cache)
     _add_feed_forward(writer, config, arch)
     _add_rope(writer, config, arch, head_dim)
     _add_scales(writer, config, arch)
@@ -61,7 +69,11 @@ def _permuted(values: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]
 
 
 def _add_feed_forward(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
-    writer.add_feed_forward_length(config.intermediate_size)
+    size = config.intermediate_size
+    if arch == "lfm2":  # convert_hf_to_gguf.py: the width that the model makes of it
+        multiple = config.block_multiple_of
+        size = -(-int(2 * size / 3) // multiple) * multiple
+    writer.add_feed_forward_length(size)
     count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if count:
         writer.add_expert_count(count)

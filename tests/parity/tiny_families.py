@@ -130,6 +130,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": ("Olmoe", {**MOE, "num_key_value_heads": 4, "intermediate_size": 32}),
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["conv", "conv", "full_attention", "full_attention", "conv"],
+            "block_multiple_of": 32,
+        },
+    ),
     "gpt-oss": (
         "GptOss",
         {

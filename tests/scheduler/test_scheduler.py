@@ -76,6 +76,7 @@ class TestAdmission:
         [
             ({"max_num_seqs": 2}, 3, "ab", "seats"),
             ({"max_num_batched_tokens": 8}, 8, "a", "budget"),
+            ({"num_state_slots": 6}, 3, "ab", "states"),
             ({}, 3, "abc", None),
         ],
     )

@@ -110,7 +110,8 @@ def limited(start):
     names = [f"--served-model-name={name}" for name in ("a", "b")]
     keys = [f"--api-key={key}" for key in ("one", "two", "lister")]
     limits = [f"--{name}={value}" for name, value in flags.items()]
-    with start(*names, *keys, *limits, "--log-requests", "--vllm-metrics") as running:
+    flags_on = ("--log-requests", "--vllm-metrics", "--no-page")
+    with start(*names, *keys, *limits, *flags_on) as running:
         yield running
 
 

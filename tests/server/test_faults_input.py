@@ -237,42 +237,48 @@ def test_any_text_anywhere_is_answered_or_refused(limited):
 # Huge.
 
 MANY = 4 << 20  # bytes of a body that is just allowed
-LISTS = {
-    "nulls": '{"prompt":[%s1]}' % ("null," * (MANY // 5 - 10)),
-    "numbers": '{"prompt":[%s1]}' % ("1," * (MANY // 2 - 20)),
-    "texts": '{"prompt":[%s""]}' % ('"",' * (MANY // 3 - 20)),
-    "lists": '{"prompt":[%s[]]}' % ("[]," * (MANY // 3 - 20)),
-    "a text and numbers": '{"prompt":["a",%s1]}' % ("1," * (MANY // 2 - 20)),
-    "fields": json.dumps({f"x{i}": 1 for i in range(250_000)}),
-    "biases": json.dumps({"prompt": "a", "logit_bias": {f"x{i}": 1 for i in range(250_000)}}),
-    "stops": '{"prompt":"a","stop":[%s""]}' % ('"",' * (MANY // 3 - 20)),
-    "choices": '{"prompt":"a","guided_choice":[%s1]}' % ("null," * (MANY // 5 - 20)),
-    "messages": '{"messages":[%s{}]}' % ("{}," * (MANY // 3 - 20)),
-    "parts": '{"messages":[{"role":"user","content":[%s{}]}]}' % ("{}," * (MANY // 3 - 20)),
-    "tools": '{"messages":[{"role":"user","content":"a"}],"tools":[%s{}]}'
-    % ("{}," * (MANY // 3 - 40)),
-    "turns": '{"model":"a","max_tokens":1,"system":[%s{}]}' % ("{}," * (MANY // 3 - 40)),
-    "blocks": '{"model":"a","max_tokens":1,"messages":[{"role":"user","content":[%s{}]}]}'
-    % ("{}," * (MANY // 3 - 40)),
-    "calls": '{"model":"a","messages":[{"role":"user","tool_calls":[%s{}]}]}'
-    % ("{}," * (MANY // 3 - 40)),
-    "tokens": '{"tokens":[%snull]}' % ("null," * (MANY // 5 - 10)),
-}
+# Where it is sent, the text around many items, and an item.
+LISTS = [
+    (COMPLETION, '{"prompt":[%s1]}', "null,"),
+    (COMPLETION, '{"prompt":[%s1]}', "1,"),
+    (COMPLETION, '{"prompt":[%s""]}', '"",'),
+    (COMPLETION, '{"prompt":[%s[]]}', "[],"),
+    (COMPLETION, '{"prompt":["a",%s1]}', "1,"),
+    (COMPLETION, '{"prompt":"a","stop":[%s""]}', '"",'),
+    (COMPLETION, '{"prompt":"a","guided_choice":[%s1]}', "null,"),
+    (CHAT, '{"messages":[%s{}]}', "{},"),
+    (CHAT, '{"messages":[{"role":"user","content":[%s{}]}]}', "{},"),
+    (CHAT, '{"messages":[{"role":"user","content":"a"}],"tools":[%s{}]}', "{},"),
+    (PATHS[ANTHROPIC], '{"model":"a","max_tokens":1,"system":[%s{}]}', "{},"),
+    (
+        PATHS[ANTHROPIC],
+        '{"model":"a","max_tokens":1,"messages":[{"role":"user","content":[%s{}]}]}',
+        "{},",
+    ),
+    (
+        PATHS[OLLAMA],
+        '{"model":"a","messages":[{"role":"user","tool_calls":[%s{}]}]}',
+        "{},",
+    ),
+    ("/detokenize", '{"tokens":[%snull]}', "null,"),
+]
+
+
+def huge_bodies():
+    for path, around, item in LISTS:
+        yield path, around % (item * ((MANY - len(around)) // len(item)))
+    fields = {f"x{i}": 1 for i in range(250_000)}
+    yield COMPLETION, json.dumps(fields)
+    yield COMPLETION, json.dumps({"prompt": "a", "logit_bias": fields})
 
 
 def test_a_huge_list_is_refused_before_it_holds_up_others(server):
     with surviving(server):
-        for kind, text in LISTS.items():
-            path = CHAT if "messages" in text else "/detokenize" if "tokens" in text else COMPLETION
-            path = {
-                "turns": PATHS[ANTHROPIC],
-                "blocks": PATHS[ANTHROPIC],
-                "calls": PATHS[OLLAMA],
-            }.get(kind, path)
+        for path, text in huge_bodies():
             assert len(text) <= MANY
             with at_once(server):
                 status, body = server.post(path, text.encode())
-            assert status == 400 and len(str(body["error"])) < 1000, kind
+            assert status == 400 and len(str(body["error"])) < 1000, text[:80]
 
 
 def test_a_million_characters_are_refused_before_they_are_encoded(server):

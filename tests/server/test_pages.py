@@ -6,14 +6,18 @@ import re
 import signal
 import sys
 from datetime import datetime
+from pathlib import Path
 
 import httpx
 import pytest
 
+import twinphase
+from dialects import bearer
 from raw_client import until
 from twinphase.server.logs import JsonFormatter
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+PAGE = Path(twinphase.__file__).parent / "server" / "page"
 DATE = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
 
@@ -27,6 +31,34 @@ def test_the_root_says_what_is_there(limited):
         assert f'href="{path[1:]}"' in page.text
         assert any(line.startswith(f"{path} ") for line in lines)
     assert httpx.head(limited.url).status_code == 200
+    # It runs with --no-page.
+    for path in ("/page/page.js", "/v1/engine/events"):
+        assert httpx.get(limited.url + path, headers=bearer("one")).status_code == 404
+
+
+@pytest.mark.skipif(not PAGE.is_dir(), reason="the page's files are not here yet")
+def test_browsers_get_the_page_and_all_others_a_line(server, shared):
+    for url in (server.url, shared.url):  # with keys too: the page asks for one
+        page = httpx.get(url, headers=BROWSER)
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        assert "accept" in page.headers["vary"].lower()
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "data:" not in policy
+        assert not re.search(r"<style|style=|<script(?![^>]* src=)|\son\w+=|https?:", page.text)
+        named = re.findall(r'(?:src|href)="(page/[^"]+)"', page.text)
+        assert named
+        for name in named:
+            reply = httpx.get(f"{url}/{name}")
+            assert reply.status_code == 200 and reply.headers["cache-control"] == "no-cache"
+            assert reply.headers["x-content-type-options"] == "nosniff"
+            assert reply.headers["referrer-policy"] == "no-referrer"
+            assert reply.headers["cross-origin-opener-policy"] == "same-origin"
+            known = {"If-None-Match": reply.headers["etag"]}
+            assert httpx.get(f"{url}/{name}", headers=known).status_code == 304
+        line = httpx.get(url)
+        assert line.text.startswith("twinphase is running\n") and line.headers["vary"] == "Accept"
+    assert httpx.get(server.url + "/page/index.html").status_code == 404
+    assert httpx.get(server.url + "/page/..%2Fpages.py").status_code == 404
 
 
 def test_the_docs_need_no_network(limited):

@@ -93,9 +93,15 @@ class Device(Protocol):
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """Shape of the paged KV cache.
+    """Shape of the paged KV cache, and of the states of recurrent layers.
 
-    A block holds `block_size` tokens of every layer, keys and values.
+    A block holds `block_size` tokens of every layer that attends, keys and values.
+
+    Attributes:
+        num_layers: layers that attend.
+        num_state_slots: each holds a sequence's state in every recurrent layer (`states.py`); 0 for
+            a model without such layers.
+        num_drafts: rows of a step, after a sequence's first, that may be drafts.
     """
 
     num_layers: int
@@ -103,6 +109,14 @@ class KVCacheSpec:
     head_dim: int
     num_blocks: int
     block_size: int = 16
+    num_state_slots: int = 0
+    num_drafts: int = 0
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, num_blocks: int, block_size: int = 16) -> KVCacheSpec:
+        """The KV cache of a model, without states."""
+        b = blueprint
+        return cls(b.num_kv_layers, b.num_kv_heads, b.head_dim, num_blocks, block_size)
 
 
 @dataclass(frozen=True)
@@ -120,6 +134,12 @@ class StepInputs:
             together, at consecutive positions of one sequence, and share its row of `block_tables`.
             Row i attends to `context_lens[s] - k + i` tokens.
         logit_rows: int32 [num_logits], rows that need logits.
+        states: int32 [num_seqs, 4] for a model with recurrent layers: the slot with a sequence's
+            state, the slot where its new state goes, how many of the drafts that the first slot
+            holds are right, and how many of the step's rows are no drafts. No slot is the target of
+            one sequence and the source or target of another.
+        snapshots: int32 [num_snapshots, 2], rows and slots: the state after a row, which is no
+            draft, goes into a slot too.
     """
 
     token_ids: NDArray[np.int32]
@@ -129,6 +149,8 @@ class StepInputs:
     block_tables: NDArray[np.int32]
     num_decodes: int
     logit_rows: NDArray[np.int32]
+    states: NDArray[np.int32] | None = None
+    snapshots: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 2), np.int32))
     context_lens: NDArray[np.int32] = field(init=False)  # [num_seqs], tokens in KV after this step
 
     def __post_init__(self) -> None:
@@ -274,6 +296,14 @@ class Operations(Protocol):
         A row at position p attends to the positions from p - window + 1 on. `sinks` are logits
         [num_heads] that take part in the softmax (Xiao et al., 2023). Scale and softcap are the
         blueprint's.
+        """
+
+    def short_conv(self, bcx: Array, weight: Array, layer: int) -> Array:
+        """The gated short convolution of LFM2, C * conv(B * x), [num_tokens, channels].
+
+        `bcx` is [num_tokens, 3 * channels]: B, C and x; `weight` is [channels, taps]. The
+        convolution is depthwise and causal, over each sequence; rows before the step's are in the
+        state of recurrent layer number `layer`, which is written for the next step.
         """
 
     def gate_mul(self, gate_up: Array) -> Array:

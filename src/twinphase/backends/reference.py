@@ -16,6 +16,7 @@ from twinphase.backends.base import Forward, KVCacheSpec, MeasuredRates, StepInp
 from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
+from twinphase.backends.states import slot_layout
 from twinphase.blueprint import Blueprint, Experts, Rope, Span
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
@@ -81,6 +82,10 @@ class ReferenceBackend:
         self.keys = np.zeros(shape, np.float32)
         self.values = np.zeros(shape, np.float32)
         self.kv_memory = [self.keys, self.values]
+        if spec.num_state_slots:
+            layout = slot_layout(self.blueprint, spec.num_drafts)
+            shape = (layout.num_layers, spec.num_state_slots, layout.history_rows, layout.channels)
+            self.histories = np.zeros(shape, np.float32)
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """2 L H_kv d b, with b = 4."""
@@ -266,6 +271,30 @@ class ReferenceBackend:
                     :, head // b.group
                 ]
         return out.reshape(len(out), -1)
+
+    def short_conv(self, bcx: F32, weight: F32, layer: int) -> F32:
+        """C * conv(B * x)."""
+        b, c, x = np.split(bcx, 3, axis=1)
+        return c * self._convolve(b * x, weight, layer)
+
+    def _convolve(self, x: F32, weight: F32, layer: int) -> F32:
+        """Each sequence's rows of x [num_tokens, channels] after those in its state."""
+        inputs = self.inputs
+        assert inputs.states is not None
+        taps = weight.shape[1]
+        out = np.zeros_like(x)
+        histories = self.histories[layer]
+        for i, (source, target, pending, final) in enumerate(inputs.states.tolist()):
+            rows = slice(inputs.query_start[i], inputs.query_start[i + 1])
+            known = np.concatenate([histories[source, pending : pending + taps - 1], x[rows]])
+            for tap in range(taps):
+                out[rows] += known[tap : tap + len(known) - taps + 1] * weight[:, tap]
+            histories[target, : len(known) - final] = known[final:]
+            for row, slot in inputs.snapshots.tolist():
+                if rows.start <= row < rows.stop:
+                    kept = row + 1 - rows.start
+                    histories[slot, : taps - 1] = known[kept : kept + taps - 1]
+        return out
 
     def gate_mul(self, gate_up: F32) -> F32:
         """activation(gate) * up."""

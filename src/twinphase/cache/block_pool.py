@@ -15,7 +15,14 @@ from twinphase.errors import CacheFullError
 
 
 class BlockPool:
-    """Block ids 0 .. num_blocks - 1 and who has them."""
+    """Block ids 0 .. num_blocks - 1 and who has them.
+
+    Attributes:
+        num_blocks: size of the pool.
+        num_shared: blocks with several owners.
+        left: blocks that lost their last owner, or their content, are appended to it, if it is a
+            list.
+    """
 
     def __init__(
         self, num_blocks: int, on_evict: Callable[[int], None] = lambda block_id: None
@@ -35,6 +42,8 @@ class BlockPool:
         )  # a stack: blocks freed last are the warmest in cache
         self._cached: dict[int, None] = {}  # in order of last use
         self._owners = [0] * num_blocks
+        self.num_shared = 0
+        self.left: list[int] | None = None
 
     @property
     def num_free(self) -> int:
@@ -97,6 +106,7 @@ class BlockPool:
                     raise ValueError(f"block {block_id} is shared but has no content")
                 del self._cached[block_id]
             self._owners[block_id] += 1
+            self.num_shared += self._owners[block_id] == 2
 
     def release(
         self, block_ids: Collection[int], cached: Callable[[int], bool] = lambda block_id: False
@@ -114,17 +124,22 @@ class BlockPool:
             if self._owners[block_id] == 0:
                 raise ValueError(f"block {block_id} is released, but it has no owner")
             self._owners[block_id] -= 1
+            self.num_shared -= self._owners[block_id] == 1
             if self._owners[block_id] == 0:
                 if cached(block_id):
                     self._cached[block_id] = None
                 else:
                     self._free.append(block_id)
+                if self.left is not None:
+                    self.left.append(block_id)
 
     def empty(self, block_id: int) -> None:
         """Stop keeping the block's content; its owners keep the block."""
         if block_id in self._cached:
             del self._cached[block_id]
             self._free.append(block_id)
+            if self.left is not None:
+                self.left.append(block_id)
 
     def check_integrity(self, owned: Iterable[Iterable[int]]) -> None:
         """Prove that free + held + cached = all, and that every block has the right owners.
@@ -137,11 +152,15 @@ class BlockPool:
         """
         owners = Counter(block_id for block_ids in owned for block_id in block_ids)
         free = Counter(self._free)
+        shared = 0
         for block_id in range(self.num_blocks):
             places = (free[block_id], int(block_id in self._cached), int(owners[block_id] > 0))
+            shared += owners[block_id] > 1
             if sum(places) != 1 or owners[block_id] != self._owners[block_id]:
                 raise AssertionError(
                     f"block {block_id} is {places[0]} times free, {places[1]} times cached, has "
                     f"{owners[block_id]} "
                     f"owners and counts {self._owners[block_id]}"
                 )
+        if shared != self.num_shared:
+            raise AssertionError(f"{shared} blocks are shared, but {self.num_shared} are counted")

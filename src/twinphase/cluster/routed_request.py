@@ -14,7 +14,7 @@ from twinphase.batch import TokenLogprobs
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.cluster.fleet import Placement
 from twinphase.cluster.timelines import joined
-from twinphase.engine.process.messages import Add, EngineFacts, PushTo, RequestUpdate
+from twinphase.engine.process.messages import Add, EngineFacts, Moved, PushTo, RequestUpdate
 from twinphase.errors import TwinphaseError
 from twinphase.outcome import FinishReason
 from twinphase.phases.record import RequestRecord, RequestState
@@ -147,6 +147,15 @@ class RoutedRequest:
         self.record.move_to(RequestState.QUEUED)
         self.decode_worker = ""
         return now
+
+    def moved(self, blocks: tuple[int, int] | None = None) -> Moved:
+        """It has been sent to its worker; `blocks` as in `Moved`."""
+        name = self.record.request_id
+        return Moved(name, perf_counter(), self.worker, self.routing_reason, blocks=blocks)
+
+    def transfer_began(self) -> Moved:
+        moment = self.record.timeline.end
+        return Moved(self.record.request_id, moment, self.decode_worker, is_transfer=True)
 
     def lose_worker(self, worker: str) -> None:
         """The worker has died: the request queues for another one."""

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from time import perf_counter
 
+from msgspec.structs import replace
+
 from twinphase.cache.prefix_cache import PrefixCache
 from twinphase.cluster.elastic import Balance, Drains
 from twinphase.cluster.fleet import Fleet
@@ -28,6 +30,7 @@ from twinphase.engine.process.messages import (
     Accepted,
     Add,
     BlocksChanged,
+    BlocksHeld,
     Embed,
     Embedded,
     End,
@@ -42,6 +45,7 @@ from twinphase.engine.process.messages import (
     RequestUpdate,
     StepUpdates,
     ToEngine,
+    WatchSteps,
 )
 from twinphase.engine.process.status import WorkerStatus
 from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseError
@@ -106,6 +110,7 @@ class Router:
         self._hashes: PrefixCache | None = None
         self._lock = threading.RLock()  # A host may deliver its messages on a thread of its own.
         self._closing = False
+        self._is_watched = False
 
     @property
     def is_running(self) -> bool:
@@ -137,6 +142,10 @@ class Router:
                 self._end(message)
             elif isinstance(message, (Inspect, Embed)):
                 self._ask(message)
+            elif isinstance(message, WatchSteps) and message.on != self._is_watched:
+                self._is_watched = message.on
+                for view in self.workers_by_name.values():
+                    view.watch_steps(on=message.on)
 
     def kill(self) -> None:
         """End the workers that have requests."""
@@ -217,11 +226,19 @@ class Router:
             self._take_off(request)
             raise
 
-    def _hand(self, view: WorkerView, request: RoutedRequest, message: Add) -> None:
+    def _hand(
+        self,
+        view: WorkerView,
+        request: RoutedRequest,
+        message: Add,
+        blocks: tuple[int, int] | None = None,
+    ) -> None:
         if not view.num_requests:
             view.last_step = perf_counter()
         request.worker = view.name
         view.host.put(message)
+        if self._is_watched:
+            self._receive(request.moved(blocks))
 
     def _end(self, message: End) -> None:
         request = self.requests.get(message.request_id)
@@ -251,6 +268,8 @@ class Router:
                 self._pushed(view, message)
             elif isinstance(message, BlocksChanged):
                 view.update_index(message, self.fleet.index)
+            elif isinstance(message, BlocksHeld):
+                self._receive(replace(message, worker=view.name))
             elif isinstance(message, EngineFacts):
                 self._join(view, message)
             elif isinstance(message, Accepted):
@@ -278,7 +297,7 @@ class Router:
             return
         request = self._request_at(view, message.request_id)
         if request is not None and request.is_transferring:
-            self._decode(request, f"{message.num_stored} of {message.num_blocks} blocks there")
+            self._decode(request, message)
 
     def _join(self, view: WorkerView, facts: EngineFacts) -> None:
         view.join(facts)
@@ -288,6 +307,8 @@ class Router:
         self.fleet.join(view.name, view.role, WorkerView.shared_times([view]))
         view.learn(view.prices, self.workers_by_name.values(), self.fleet.workers)
         view.watch_blocks()
+        if self._is_watched:
+            view.watch_steps(on=True)
         self._report_facts()
         self._drains.keep_pools()
 
@@ -353,7 +374,8 @@ class Router:
                 stats, self.workers_by_name.values(), self.requests.num_per_worker()
             )
         if updates or stats is not None:
-            self._receive(StepUpdates(updates, stats))
+            seen = message.view and replace(message.view, worker=view.name)
+            self._receive(StepUpdates(updates, stats, seen))
 
     def _passed_on(
         self, view: WorkerView, request: RoutedRequest, update: RequestUpdate
@@ -361,7 +383,10 @@ class Router:
         assert request.placement is not None, "the request was sent"
         # `take` replaces the number by the largest of all workers that have had the request.
         num_prefilled = update.num_prefilled
+        was_transferring = request.is_transferring
         update = request.take(update)
+        if self._is_watched and request.is_transferring and not was_transferring:
+            self._receive(request.transfer_began())
         self.fleet.prefilled(request.placement, num_prefilled + len(request.token_ids))
         if (ended := update.ended) is not None:
             complete = ended.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
@@ -397,15 +422,16 @@ class Router:
             self._receive(Refused(name, "EngineUnavailableError", cause, "Send it again."))
         return False
 
-    def _decode(self, request: RoutedRequest, result: str) -> None:
+    def _decode(self, request: RoutedRequest, pushed: Pushed) -> None:
         """The transfer is over: the decode worker continues after the first token."""
         view = self.workers_by_name[request.decode_worker]
-        now = request.end_transfer(result)
+        blocks = (pushed.num_stored, pushed.num_blocks)
+        now = request.end_transfer(f"{blocks[0]} of {blocks[1]} blocks there")
         if not view.is_up:
             self._continue(request, view.name)
             return
         request.num_tokens_when_sent = len(request.token_ids)
-        self._hand(view, request, request.message(now))
+        self._hand(view, request, request.message(now), blocks)
 
     def _lose(self, view: WorkerView, error: EngineDeadError) -> None:
         """A worker has died: others continue its requests, or all fail if there are no others."""

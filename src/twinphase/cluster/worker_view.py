@@ -21,6 +21,7 @@ from twinphase.engine.process.messages import (
     Refused,
     StepStats,
     WatchBlocks,
+    WatchSteps,
 )
 from twinphase.engine.process.status import PhaseTimes, WorkerStatus, limits_of
 from twinphase.phases.cost import FEATURES, CostModel
@@ -134,6 +135,11 @@ class WorkerView:
         """Have it report its cached blocks, and changes from then on."""
         if self.facts is not None and self.facts.shape is not None:
             self.host.put(WatchBlocks())
+
+    def watch_steps(self, *, on: bool) -> None:
+        """Have it report what each step did, or no more."""
+        if self.is_up:
+            self.host.put(WatchSteps(on))
 
     def update_index(self, message: BlocksChanged, index: BlockIndex) -> None:
         """Enter its cached blocks in the index; if an event was lost, ask for all of them again."""

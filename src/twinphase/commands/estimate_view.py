@@ -196,6 +196,9 @@ def _consequences(result: Estimate) -> Iterator[tuple[str, str]]:
         last_step = scaled(result.decode_last.attention.bytes / scenario.batch_size, "B")
         read = f" held; its last step reads {last_step}"
     yield "KV cache", f"{token} per token, {request} per request{read}"
+    if result.state_bytes:
+        state = scaled(result.state_bytes, "B")
+        yield "states", f"{state} per slot; a request has two, which its {request} include"
     most = result.max_batch
     length = n + scenario.output_tokens
     fits = (
@@ -254,7 +257,7 @@ def _formulas(result: Estimate) -> Iterator[tuple[str, str]]:
     decode = result.decode
     n = scenario.prompt_tokens
     batch = scenario.batch_size
-    layers = b.num_layers
+    layers = b.num_kv_layers
     p = result.shape.linear_parameters
     head = result.shape.parameters.head
     peak = scaled(result.hardware.peak(scenario.units.linear), "FLOP/s")
@@ -360,6 +363,7 @@ def estimate_json(result: Estimate) -> dict[str, Any]:
         "prefill_share": result.prefill_share,
         "kv_bytes_per_token": result.kv_token_bytes,
         "kv_bytes_per_request": result.sequence_bytes,
+        "state_bytes": result.state_bytes,
         "kv_bytes_read_by_last_step": result.decode_last.attention.bytes,
         "largest_batch": result.max_batch,
         "balance_flops_per_byte": result.balance,

@@ -68,7 +68,9 @@ def model_facts(name: str, ranks: int = 1) -> dict[str, Any]:
             else {"count": b.experts.count, "used": b.experts.used},
             "window": next((window for window in b.windows if window), None),
             "windowed_layers": sum(window is not None for window in b.windows),
+            "recurrent_layers": len(b.recurrent_layers),
         },
+        "state_bytes": b.state_bytes(),
         "kv_cache": _kv_cache(b),
         **({"ranks": _ranks(checkpoint, b, ranks)} if ranks > 1 else {}),
         **_text(checkpoint),
@@ -117,13 +119,17 @@ def _kv_cache(b: Blueprint) -> dict[str, dict[str, int]]:
     """KV bytes by `kv_cache_dtype`: per token, at the full context, and read by a step there."""
     device = open_device("cpu")
     full = b.context_length
-    attended = sum(min(full, window or full) for window in b.windows)
+    attended = sum(
+        min(full, window or full)
+        for layer, window in enumerate(b.windows)
+        if layer not in b.recurrent_layers
+    )
     found = {}
     for dtype in KV_CACHE_DTYPES:
         each = b.num_kv_heads * device.kv_head_bytes(b.head_dim, dtype)  # of a token in one layer
-        held = b.num_layers * full * each
+        held = b.num_kv_layers * full * each
         found[dtype] = {
-            "token": round(b.num_layers * each),
+            "token": round(b.num_kv_layers * each),
             "held": round(held),
             "read": round(attended * each),
         }

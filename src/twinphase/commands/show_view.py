@@ -58,6 +58,12 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{layers['num_heads']} for queries, {layers['num_kv_heads']} for keys and values, of "
         f"{layers['head_dim']}",
     )
+    if layers["recurrent_layers"]:
+        yield (
+            "recurrence",
+            f"{layers['recurrent_layers']} of {layers['num_layers']} layers keep a state, not KV: "
+            f"{scaled(facts['state_bytes'], 'B')} per sequence",
+        )
     near = layers["windowed_layers"]
     which = (
         "every layer attends"

@@ -43,6 +43,12 @@ def build(batch: Batch, block_size: int) -> StepInputs:
     block_tables = np.zeros((len(shares), max(used)), np.int32)
     for table, share, count in zip(block_tables, shares, used, strict=True):
         table[:count] = share.block_ids[:count]
+    states = [(*share.state, share.num_final) for share in shares if share.state is not None]
+    snapshots = [
+        (start + position - share.num_computed_tokens - 1, slot)
+        for start, share in zip(query_start, shares, strict=False)
+        for position, slot in share.snapshots.items()
+    ]
     return StepInputs(
         token_ids=np.array(token_ids, np.int32),
         positions=np.array(positions, np.int32),
@@ -51,4 +57,6 @@ def build(batch: Batch, block_size: int) -> StepInputs:
         block_tables=block_tables,
         num_decodes=len(batch.decodes),
         logit_rows=np.array(logit_rows, np.int32),
+        states=np.array(states, np.int32) if states else None,
+        snapshots=np.array(snapshots, np.int32).reshape(-1, 2),
     )

@@ -9,11 +9,15 @@ import numpy as np
 
 from twinphase.backends.base import Backend, StepInputs
 from twinphase.batch import Batch, StepOutput
+from twinphase.cache.state_cache import ZERO_SLOT
 from twinphase.engine.inputs import build
 from twinphase.models.decoder import Decoder
 from twinphase.sampling.device_rows import DeviceRows
 from twinphase.speculation.drafter import HiddenReader
 from twinphase.speculation.verify import sample
+
+# From the state before a first token to a slot that a request writes before it reads.
+MADE_UP_STATE = np.array([[ZERO_SLOT, ZERO_SLOT + 1, 0, 1]], np.int32)
 
 
 class Runner:
@@ -48,6 +52,7 @@ class Runner:
                 block_tables=row[None],
                 num_decodes=0,
                 logit_rows=row,
+                states=MADE_UP_STATE if self.model.blueprint.recurrent_layers else None,
             )
             self.backend.execute(self.model.forward, inputs)
 

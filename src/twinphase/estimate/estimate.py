@@ -29,6 +29,7 @@ from twinphase.estimate.inputs import Drafting, Hardware, Scenario, weight_bytes
 from twinphase.estimate.shapes import DecoderShape
 from twinphase.models.size import Size
 from twinphase.phases.work import ModelShape, make_shape, step_cost, weight_bytes_read
+from twinphase.request import OWN_SLOTS
 
 # A break-even batch beyond this is reported as "never".
 MAX_BATCH = 1 << 24
@@ -132,7 +133,9 @@ class Estimate:
         break_even_batch: smallest batch with compute-bound linear layers in decode.
         no_break_even: why there is none, beginning with "unknown" or "never"; else "".
         max_batch: sequences of this length that fit beside the weights; 0 if the weights do not.
-        sequence_bytes: KV of one sequence at its end, in layers with a window too.
+        sequence_bytes: KV of one sequence at its end, in layers with a window too, and the slots
+            for its recurrent state.
+        state_bytes: of one slot; 0 without recurrent layers.
     """
 
     shape: DecoderShape
@@ -150,6 +153,7 @@ class Estimate:
     no_break_even: str
     max_batch: int | None
     sequence_bytes: float
+    state_bytes: int
     speculation: SpeculationEstimate | None = None
 
     @property
@@ -264,7 +268,7 @@ def estimate(
     """
     weights = weight_bytes(shape, scenario.dtype)
     b = shape.blueprint
-    kv_token = round(b.num_layers * b.num_kv_heads * scenario.kv_head_bytes)
+    kv_token = round(b.num_kv_layers * b.num_kv_heads * scenario.kv_head_bytes)
     parameters, nbytes = (
         replace(size, tail=0, tail_experts=0) for size in (shape.parameters, weights)
     )
@@ -273,7 +277,8 @@ def estimate(
     steps = scenario.output_tokens - 1
     peak = hardware.peak(scenario.units.linear)
     bandwidth = hardware.read_bandwidth(model.linear_bytes(1))
-    sequence = (n + steps) * kv_token
+    state = b.state_bytes()
+    sequence = (n + steps) * kv_token + OWN_SLOTS * state
     break_even, why_not = model.break_even()
     free = None if hardware.capacity is None else hardware.capacity - weights.total
     return Estimate(
@@ -292,6 +297,7 @@ def estimate(
         no_break_even=why_not,
         max_batch=None if free is None else max(0, int(free // sequence)),
         sequence_bytes=sequence,
+        state_bytes=state,
         speculation=SpeculationEstimate(
             drafting, model.decode(n, max(steps, 1), drafting.num_tokens)
         )

@@ -19,7 +19,7 @@ SHARING = (
 )
 NOT_ITS_OWN = {*SHARING, IntervalKind.QUEUE}
 # Reasons to queue that other requests cause.
-OTHERS_REASONS = {"seats", "blocks", "budget", "prefix"}
+OTHERS_REASONS = {"seats", "states", "blocks", "budget", "prefix"}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ MISS_SENTENCES = {
     MissReason.SALT: "nothing is cached under its cache_salt (or API key) yet, and nothing is "
     "shared across them",
     MissReason.EVICTED: "what follows token {} was cached once and has been evicted",
+    MissReason.NO_SNAPSHOT: "what follows token {} is cached, but no snapshot of the recurrent "
+    "layers' state is there to continue from",
     MissReason.NEVER_SEEN: "what follows token {} is new",
     MissReason.PROMPT_LOGPROBS: "log probabilities of the prompt need all of it computed",
 }
@@ -66,6 +68,12 @@ def queue(evidence: Evidence, seconds: float) -> About:
     if reason == "seats":
         why, lever = _seats(evidence)
         return f"{waited}: {why}.", lever
+    if reason == "states":
+        slots = evidence.machine and evidence.machine.config.num_state_slots
+        advice = f"--num-state-slots {2 * slots}" if slots else "More --num-state-slots"
+        return f"{waited}: all slots for recurrent states were taken.", Lever(
+            "--num-state-slots", f"{advice} would let more requests run at once."
+        )
     if reason == "blocks":
         smaller = evidence.smaller_kv_cache()
         instead = (
@@ -209,6 +217,9 @@ def _missed_prefix_lever(evidence: Evidence, seconds: float) -> Lever | None:
     if miss.reason is MissReason.EVICTED:
         saves = f" It would save up to {duration(seconds)}." if seconds > 0 else ""
         return more_blocks(evidence, f"keep twice as much.{saves}", seconds or None)
+    if miss.reason is MissReason.NO_SNAPSHOT:
+        advice = "More --num-state-slots would keep more snapshots, and a smaller --state-interval"
+        return Lever("--num-state-slots", f"{advice} would leave them closer together.")
     if miss.reason is MissReason.DISABLED:
         advice = "--enable-prefix-caching would share the beginnings that prompts have in common."
         return Lever("--enable-prefix-caching", advice, None, own)

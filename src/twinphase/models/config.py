@@ -43,6 +43,7 @@ GGUF_FIELDS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "pooling_type": "pooling_type",
+    "shortconv.l_cache": "conv_L_cache",
 }
 GGUF_SCALING_FIELDS = {
     "type": "rope_type",
@@ -174,6 +175,12 @@ def _gguf_fields(checkpoint: Checkpoint) -> dict[str, Any]:
             "sliding_attention" if has_window else "full_attention"
             for has_window in fields.pop("sliding_window_pattern")
         ]
+    heads = fields.get("num_key_value_heads")
+    if isinstance(heads, list) and heads and all(type(count) is int for count in heads):
+        # Layers without KV heads are recurrent.
+        fields["num_key_value_heads"] = max(heads)
+        if 0 in heads:
+            fields["layer_types"] = ["full_attention" if count else "conv" for count in heads]
     return fields | {"rope_scaling": _gguf_rope_scaling(given)}
 
 

@@ -17,10 +17,14 @@ from twinphase.weights.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights of one layer; None for what the blueprint does not have."""
+    """Weights of one layer; None for what the blueprint does not have.
+
+    Of a recurrent layer, `qkv` and `output` are the projections into and out of the recurrence.
+    """
 
     attn_norm: Array | None
     qkv: Array
+    conv: Array | None
     qkv_bias: Array | None
     q_norm: Array | None
     k_norm: Array | None
@@ -76,8 +80,13 @@ class Decoder:
         self.layers: list[Layer] = []
         for i in range(blueprint.num_layers):
             progress(i, blueprint.num_layers)
-            self.layers.append(_load_layer(checkpoint, blueprint, backend, f"blk.{i}."))
-        self.norm = backend.vector(checkpoint, ["output_norm.weight"], blueprint.norm_offset)
+            self.layers.append(_load_layer(checkpoint, blueprint, backend, i))
+        # A layer's place among those that cache KV, or among those that keep a state.
+        recurrent = [i in blueprint.recurrent_layers for i in range(blueprint.num_layers)]
+        self.places = [recurrent[:i].count(kind) for i, kind in enumerate(recurrent)]
+        self.norm = backend.vector(
+            checkpoint, [f"{blueprint.output_norm}.weight"], blueprint.norm_offset
+        )
         self.head = backend.matrix(
             checkpoint, ["token_embd.weight" if blueprint.tied else "output.weight"]
         )
@@ -98,11 +107,11 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             if index in self.kept:
                 backend.keep(x)
-            h = self._attention(backend, x, index, layer)
+            h = self._mix(backend, x, index, layer)
             h = backend.gather(h, blueprint.span("heads"))
             if index == blueprint.num_layers - 1:
-                # After the last attention rows are independent: compute only those whose logits
-                # are wanted.
+                # After the last layer's attention or recurrence rows are independent: compute only
+                # those whose logits are wanted.
                 h = backend.logit_rows(h)
                 x = backend.logit_rows(x)
             x = self._add(backend, x, h, layer.output, layer.output_bias, layer.attn_post_norm)
@@ -112,11 +121,15 @@ class Decoder:
             backend.keep(x)
         return x
 
-    def _attention(self, backend: Operations, x: Array, index: int, layer: Layer) -> Array:
+    def _mix(self, backend: Operations, x: Array, index: int, layer: Layer) -> Array:
+        """What attention, or the recurrence in its place, makes of the rows of each sequence."""
         h = self._norm(backend, x, layer.attn_norm)
         qkv = backend.linear(h, layer.qkv, bias=layer.qkv_bias)
-        q = backend.rope_kv_write(qkv, self.ropes[index], index, layer.q_norm, layer.k_norm)
-        return backend.attention(q, index, self.blueprint.windows[index], layer.sinks)
+        place = self.places[index]
+        if layer.conv is not None:
+            return backend.short_conv(qkv, layer.conv, place)
+        q = backend.rope_kv_write(qkv, self.ropes[index], place, layer.q_norm, layer.k_norm)
+        return backend.attention(q, place, self.blueprint.windows[index], layer.sinks)
 
     def _feed_forward(self, backend: Operations, x: Array, layer: Layer) -> Array:
         """x plus the second half of a layer."""
@@ -164,9 +177,11 @@ class Decoder:
 
 
 def _load_layer(
-    checkpoint: Checkpoint, blueprint: Blueprint, backend: WeightLoader, prefix: str
+    checkpoint: Checkpoint, blueprint: Blueprint, backend: WeightLoader, index: int
 ) -> Layer:
-    expected = layer_tensors(blueprint)
+    prefix = f"blk.{index}."
+    expected = layer_tensors(blueprint, index)
+    recurrent = index in blueprint.recurrent_layers
 
     def vector(*names: str, plus: float = 0.0) -> Array | None:
         if not all(name in expected for name in names):
@@ -182,15 +197,16 @@ def _load_layer(
 
     experts = "_exps" if blueprint.experts else ""
     gate_up = [name + experts for name in GATE_UP[blueprint.fused_gate_up]]
-    qkv = QKV[blueprint.fused_qkv]
+    qkv = ("shortconv.in_proj",) if recurrent else QKV[blueprint.fused_qkv]
     return Layer(
         attn_norm=norm("attn_norm"),
         qkv=matrix(*qkv),
         qkv_bias=vector(*(f"{name}.bias" for name in qkv)),
+        conv=vector("shortconv.conv.weight"),
         q_norm=norm("attn_q_norm"),
         k_norm=norm("attn_k_norm"),
         sinks=vector("attn_sinks.weight"),
-        output=matrix("attn_output"),
+        output=matrix("shortconv.out_proj" if recurrent else "attn_output"),
         output_bias=vector("attn_output.bias"),
         attn_post_norm=norm("post_attention_norm") if blueprint.norm_after else None,
         ffn_norm=norm(blueprint.ffn_norm),

@@ -53,12 +53,19 @@ def share_of(
     """The part of a model that rank `rank` of `ranks` computes; with one rank, the model itself.
 
     Raises:
-        InvalidRequestError: more ranks than heads, or than other things to divide.
+        InvalidRequestError: more ranks than heads, or than other things to divide; or a model with
+            recurrent layers.
     """
     if ranks == 1:
         return checkpoint, blueprint
     b = blueprint
     name = checkpoint.path.name
+    if b.recurrent_layers:
+        raise InvalidRequestError(
+            f"tensor_parallel_size is {ranks}, but {name} has recurrent layers, which ranks do not "
+            "share yet.",
+            "Leave tensor_parallel_size out.",
+        )
     most = min(b.num_heads, b.ffn_size)
     if ranks > most:
         raise InvalidRequestError(

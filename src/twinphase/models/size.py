@@ -25,8 +25,8 @@ class Size:
         head: the output head; the embedding where they are tied.
         embedding: a row reads one line of it; 0 if it is the head.
         other: norms, biases, sinks, and RoPE's factors where a file has them.
-        tail, tail_experts: those of `layers` and `experts` after the last layer's attention:
-            only rows whose logits are wanted go through them.
+        tail, tail_experts: those of `layers` and `experts` after the last layer's attention or
+            recurrence: only rows whose logits are wanted go through them.
         expert_biases: those of `other` that belong to experts.
     """
 
@@ -74,7 +74,8 @@ def stored_bytes(checkpoint: Checkpoint, blueprint: Blueprint) -> Size:
 def _add_up(blueprint: Blueprint, tensors: Iterable[tuple[str, tuple[int, ...], int]]) -> Size:
     """The `Size` of (name, shape, amount) of each tensor."""
     after_attention = tuple(
-        f"blk.{blueprint.num_layers - 1}.{part}" for part in ("attn_output", "ffn_")
+        f"blk.{blueprint.num_layers - 1}.{part}"
+        for part in ("attn_output", "shortconv.out_proj", "ffn_")
     )
     sums: Counter[str] = Counter()
     for name, shape, amount in tensors:

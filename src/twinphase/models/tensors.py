@@ -17,9 +17,28 @@ GATE_UP = {False: ("ffn_gate", "ffn_up"), True: ("ffn_up",)}
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-def layer_tensors(blueprint: Blueprint) -> dict[str, Shape]:
+def layer_tensors(blueprint: Blueprint, layer: int) -> dict[str, Shape]:
     """Row-major shape of each tensor of a layer, by its name after `blk.N.`."""
     b = blueprint
+    shapes = _recurrent_tensors(b) if layer in b.recurrent_layers else _attention_tensors(b)
+    if b.norm_before:
+        shapes["attn_norm.weight"] = shapes[f"{b.ffn_norm}.weight"] = (b.hidden_size,)
+    if b.norm_after:
+        shapes["post_attention_norm.weight"] = shapes["post_ffw_norm.weight"] = (b.hidden_size,)
+    return shapes | (_expert_tensors(b) if b.experts else _dense_tensors(b))
+
+
+def _recurrent_tensors(b: Blueprint) -> dict[str, Shape]:
+    assert b.recurrence is not None
+    channels = b.recurrence.channels
+    return {
+        "shortconv.in_proj.weight": (3 * channels, b.hidden_size),
+        "shortconv.conv.weight": (channels, b.recurrence.taps),
+        "shortconv.out_proj.weight": (b.hidden_size, channels),
+    }
+
+
+def _attention_tensors(b: Blueprint) -> dict[str, Shape]:
     hidden = b.hidden_size
     queries = b.num_heads * b.head_dim
     keys = b.num_kv_heads * b.head_dim
@@ -39,11 +58,7 @@ def layer_tensors(blueprint: Blueprint) -> dict[str, Shape]:
     shapes["attn_output.weight"] = (hidden, queries)
     if b.output_bias:
         shapes["attn_output.bias"] = (hidden,)
-    if b.norm_before:
-        shapes["attn_norm.weight"] = shapes[f"{b.ffn_norm}.weight"] = (hidden,)
-    if b.norm_after:
-        shapes["post_attention_norm.weight"] = shapes["post_ffw_norm.weight"] = (hidden,)
-    return shapes | (_expert_tensors(b) if b.experts else _dense_tensors(b))
+    return shapes
 
 
 def _dense_tensors(b: Blueprint) -> dict[str, Shape]:
@@ -71,9 +86,9 @@ def model_tensors(blueprint: Blueprint) -> Iterator[tuple[str, Shape]]:
     """(name, row-major shape) of every tensor that the model must have."""
     yield "token_embd.weight", (blueprint.vocab_size, blueprint.hidden_size)
     for i in range(blueprint.num_layers):
-        for name, shape in layer_tensors(blueprint).items():
+        for name, shape in layer_tensors(blueprint, i).items():
             yield f"blk.{i}.{name}", shape
-    yield "output_norm.weight", (blueprint.hidden_size,)
+    yield f"{blueprint.output_norm}.weight", (blueprint.hidden_size,)
     if not blueprint.tied:
         yield "output.weight", (blueprint.vocab_size, blueprint.hidden_size)
 

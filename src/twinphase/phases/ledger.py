@@ -45,6 +45,7 @@ class Ledger:
         records: the last steps, oldest first.
         seconds: time of finished requests by kind of interval, `unattributed` among them.
         num_steps: all steps so far.
+        settled: when everything about the last step was written down, seconds.
     """
 
     def __init__(self, shape: ModelShape, cost_model: CostModel) -> None:
@@ -54,7 +55,7 @@ class Ledger:
         self.seconds = dict.fromkeys((kind.value for kind in IntervalKind), 0.0)
         self.num_steps = 0
         self._cost_model = cost_model
-        self._settled = 0.0
+        self.settled = 0.0
         self._running: dict[str, RequestTimeline] = {}
         # However many wait, a step costs nothing for them: seconds by what held the first in line
         # back, and what they were when each request began to wait.
@@ -92,7 +93,7 @@ class Ledger:
 
         `work` is each tenant's part of the step, in any unit.
         """
-        settled = min(self._settled, start)
+        settled = min(self.settled, start)
         for timeline in self._running.values():
             timeline.settle(settled)
             timeline.reach_step(start)
@@ -118,7 +119,7 @@ class Ledger:
 
     def settle(self, now: float) -> None:
         """Everything about the last step is written down."""
-        self._settled = now
+        self.settled = now
 
     def begin_text(self, timeline: RequestTimeline, now: float, alone: bool) -> None:
         """The front end begins with a request's text.
@@ -126,14 +127,14 @@ class Ledger:
         What passed since its step was bookkeeping, which belongs to the step, and then others'
         text, unless the request was `alone` in the step.
         """
-        timeline.settle(min(self._settled, now))
+        timeline.settle(min(self.settled, now))
         if not alone:
             timeline.text_until(now, alone=False)
         timeline.reach_step(now)
 
     def end_text(self, now: float, alone: bool) -> None:
         """The front end is done with the step's text, and has handed it over; `alone` as above."""
-        settled = min(self._settled, now)
+        settled = min(self.settled, now)
         for timeline in self._running.values():
             timeline.settle(settled)
             timeline.text_until(now, alone)
@@ -177,9 +178,7 @@ class Ledger:
         scale = (
             (seconds - record.times.drafting) / record.predicted if record.predicted > 0 else 0.0
         )
-        decodes = seconds
-        if batch.prefills:
-            decodes = min(seconds, record.times.drafting + predict(batch.decode_work) * scale)
+        decodes = record.decode_seconds
         # A lone decode costs a fixed time, and more for each token of its context.
         fixed = predict(StepWork.of_decodes(1, 0)) * scale
         per_token = predict(StepWork.of_decodes(1, 1, window)) * scale - fixed
@@ -215,13 +214,11 @@ class Ledger:
                     drafting=drafting,
                     rejected=rejected,
                 )
-        for share in batch.prefills:
+        for share, own in zip(batch.prefills, record.chunk_seconds, strict=True):
             timeline = self.timelines.get(share.request_id)
             if timeline is None:
                 continue
             count = len(share.token_ids)
-            work = StepWork.of_chunk(share.num_computed_tokens, count, share.num_logits, window)
-            own = seconds if alone_in_step else min(seconds, predict(work) * scale)
             again = min(count, max(0, share.most_computed_tokens - share.num_computed_tokens))
             timeline.add_prefill(record, count, own, own * again / count)
 
@@ -240,6 +237,8 @@ class Ledger:
             decode += weights
         else:
             prefill += weights
+        predicted = self._cost_model.seconds(work)
+        parts = self._parts(batch, predicted, end - start, times.drafting)
         return StepRecord(
             self.num_steps,
             start,
@@ -250,6 +249,32 @@ class Ledger:
             decode=decode,
             prefill_ids=tuple(share.request_id for share in batch.prefills),
             num_decodes=len(batch.decodes),
-            predicted=self._cost_model.seconds(work),
+            predicted=predicted,
             times=times,
+            decode_seconds=parts[0],
+            chunk_seconds=parts[1],
         )
+
+    def _parts(
+        self, batch: Batch, predicted: float, seconds: float, drafting: float
+    ) -> tuple[float, tuple[float, ...]]:
+        """What a step of `seconds` would have taken for its decodes, and for each chunk, alone."""
+        if not batch.prefills:
+            return seconds, ()
+        predict = self._cost_model.seconds
+        scale = (seconds - drafting) / predicted if predicted > 0 else 0.0
+        decodes = 0.0
+        if batch.decodes:
+            decodes = min(seconds, drafting + predict(batch.decode_work) * scale)
+        elif len(batch.prefills) == 1:
+            return 0.0, (seconds,)
+        chunks = (
+            StepWork.of_chunk(
+                share.num_computed_tokens,
+                len(share.token_ids),
+                share.num_logits,
+                self.shape.window,
+            )
+            for share in batch.prefills
+        )
+        return decodes, tuple(min(seconds, predict(work) * scale) for work in chunks)

@@ -72,6 +72,9 @@ class StepRecord:
         prefill_ids: requests with a prefill chunk.
         predicted: what the cost model expected, seconds.
         times: what was measured within the step.
+        decode_seconds: what the step would have taken without its prefill chunks; 0 without
+            decodes. The rest of it stalled the decodes.
+        chunk_seconds: what it would have taken for each chunk of `prefill_ids` alone.
     """
 
     index: int
@@ -85,6 +88,8 @@ class StepRecord:
     num_decodes: int = 0
     predicted: float = 0.0
     times: StepTimes = field(default_factory=StepTimes)
+    decode_seconds: float = 0.0
+    chunk_seconds: tuple[float, ...] = ()
 
     @property
     def seconds(self) -> float:

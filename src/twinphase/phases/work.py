@@ -24,9 +24,11 @@ class ModelShape:
         head_parameters: weights that only rows with logits go through: the output head, and the
             last layer's matrices after its attention.
         linear_bytes, head_bytes: both as stored, experts left out.
-        num_layers, num_heads, num_kv_heads, head_dim: L, H (query heads), H_kv and d.
+        num_layers, num_heads, num_kv_heads, head_dim: L (of layers that attend), H (query heads),
+            H_kv and d.
         kv_token_bytes: of one token in the KV cache as the backend stores it; 0 for the formula
             with float16.
+        state_bytes: of a sequence's state in recurrent layers.
         window: tokens that a row attends to at most in `windowed_layers` of the layers; None where
             none has a window.
         num_experts, experts_per_row: E and k of every layer; 0 in a dense model.
@@ -42,6 +44,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     kv_token_bytes: int = 0
+    state_bytes: int = 0
     window: int | None = None
     windowed_layers: int = 0
     num_experts: int = 0
@@ -84,7 +87,7 @@ def make_shape(
         head_parameters=parameters.head + tail,
         linear_bytes=nbytes.layers - nbytes.tail,
         head_bytes=nbytes.head + nbytes.tail,
-        num_layers=b.num_layers,
+        num_layers=b.num_kv_layers,
         num_heads=b.num_heads,
         num_kv_heads=b.num_kv_heads,
         head_dim=b.head_dim,

@@ -38,6 +38,7 @@ def schedule_decodes(
                 preempt(running[-1])
                 if index == len(running):  # it was the last itself
                     return decodes
+            kv_cache.plan_snapshots(request, 1)
             decodes.append(give_tokens(request, 1))
         index += 1
     return decodes

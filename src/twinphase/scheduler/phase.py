@@ -23,6 +23,7 @@ def give_tokens(request: Request, num_tokens: int) -> ScheduledRequest:
     """
     start = request.num_computed_tokens
     stop = request.num_computed_tokens + num_tokens
+    state = request.state
     return ScheduledRequest(
         request_id=request.request_id,
         phase=phase_of(request),
@@ -37,4 +38,6 @@ def give_tokens(request: Request, num_tokens: int) -> ScheduledRequest:
         constraint=request.constraint,
         num_cached_tokens=request.counts.num_cached_tokens,
         tenant=request.tenant,
+        state=None if state is None else (state.source, state.target, state.pending),
+        snapshots={} if state is None else state.snapshots,
     )

@@ -55,5 +55,6 @@ def schedule_prefills(
         chunk = budget.take(computed, request.num_tokens - computed, scored=request.scores_prompt)
         if not chunk:
             return
+        kv_cache.plan_snapshots(request, chunk)
         computing.update(kv_cache.blocks_of_chunk(request, chunk))
         prefills.append(give_tokens(request, chunk))

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput, StepWork
 from twinphase.cache.kv_cache_manager import KVCacheManager
+from twinphase.cache.state_cache import StateCache
 from twinphase.config import EngineConfig
 from twinphase.errors import CacheCapacityError, InvalidRequestError
 from twinphase.outcome import FinishReason, RequestStatus
@@ -30,6 +31,8 @@ INITIAL_OUTPUT_TOKENS = 128.0
 MAX_RECOMPUTE_SHARE = 0.03
 # Longest wait of a tenant for a first seat, where there is no SLO.
 FIRST_SEAT_WAIT_SECONDS = 0.05
+# What keeps a request waiting until another gives it up.
+SCARCE = ("seats", "states", "blocks")
 # Weight of each finished answer in the mean output length.
 OUTPUT_LEARNING_RATE = 0.1
 
@@ -75,6 +78,9 @@ class Scheduler:
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             fingerprint=fingerprint.encode(),
+            states=StateCache(config.num_state_slots, config.state_interval or config.block_size)
+            if config.num_state_slots
+            else None,
         )
         self.max_model_len = config.max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -88,7 +94,7 @@ class Scheduler:
         self._times = times
         self._key = self.fair.key
         self._seat_wanted_since: float | None = None
-        self._wanted = ""  # "seats" or "blocks"
+        self._wanted = ""  # one of SCARCE
         self._next_seat_taken = 0.0  # not before, by `seconds`
         self._requests: dict[str, Request] = {}
         self._num_added = 0
@@ -236,7 +242,7 @@ class Scheduler:
                 self.num_recomputed_tokens += again
             # A failed request's blocks may be incomplete.
             if share.request_id not in output.errors:
-                self.kv_cache.keep_computed(request, before)
+                self.kv_cache.keep_computed(request, before, accepted)
             if wrong:
                 self.kv_cache.give_back(request)
             if share.request_id in output.errors:
@@ -263,7 +269,8 @@ class Scheduler:
     def _longest_draft(self, share: ScheduledRequest) -> int:
         """Drafted tokens that a request could still use: its last token is sampled after them."""
         request = self._requests[share.request_id]
-        return self.max_tokens_total(request) - request.num_tokens - 1
+        longest = self.max_tokens_total(request) - request.num_tokens - 1
+        return longest if request.state is None else min(longest, self.config.state_drafts)
 
     def check_integrity(self) -> None:
         """Prove that no block is lost and that lists and statuses agree (AssertionError if not)."""
@@ -298,6 +305,8 @@ class Scheduler:
         needed = self.kv_cache.free_blocks_needed(request, request.num_tokens, prefix)
         if self.running and needed + self._growth(request) > self.kv_cache.pool.num_available:
             return "blocks"
+        if not self.kv_cache.has_state_slots(prefix):
+            return "states"
         computed = len(prefix) * self.kv_cache.block_size
         if worth_waiting_for(request, computed, self.kv_cache, computing):
             return "prefix"
@@ -305,6 +314,7 @@ class Scheduler:
         if not chunk:
             return "budget"
         self.kv_cache.start(request, prefix)
+        self.kv_cache.plan_snapshots(request, chunk)
         computing.update(self.kv_cache.blocks_of_chunk(request, chunk))
         self.fair.remove(request)
         self.fair.seats[request.tenant] += 1
@@ -346,10 +356,8 @@ class Scheduler:
         self.fair.add(request)
 
     def _note_wait(self, held_back: str) -> None:
-        """Record since when a tenant without a running request has waited for a seat or blocks."""
-        first = (
-            self.fair.first() if self.fair.is_shared and held_back in ("seats", "blocks") else None
-        )
+        """Record since when a tenant without a running request has waited for one of SCARCE."""
+        first = self.fair.first() if self.fair.is_shared and held_back in SCARCE else None
         self._wanted = held_back
         if first is None or self.fair.seats[first.tenant]:
             self._seat_wanted_since = None
@@ -375,8 +383,8 @@ class Scheduler:
         if excess.get(most, 0.0) > 0:
             victim = [request for request in self.running if request.tenant == most][-1]
             lost = victim.num_computed_tokens
-            if self._wanted == "seats" and self.kv_cache.enable_prefix_caching:
-                lost %= self.kv_cache.block_size  # the others are found again
+            if self._wanted != "blocks":
+                lost = self.kv_cache.lost_tokens(victim)  # the others are found again
             again = self._times.seconds(StepWork.of_chunk(0, lost, False, self._times.window))
             self._next_seat_taken = self.seconds + again / MAX_RECOMPUTE_SHARE
             preempt(victim)

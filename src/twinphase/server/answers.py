@@ -162,6 +162,7 @@ class Choice:
     Attributes:
         num_reasoning_tokens: tags included; known when the answer has finished.
         finish_reason: in OpenAI's words, when it has finished.
+        timings: that the client got, once it has.
     """
 
     def __init__(self, job: Job, index: int, stream: RequestStream) -> None:
@@ -171,6 +172,7 @@ class Choice:
         self.content = self.reasoning = ""
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
+        self.timings: dict[str, Any] | None = None
         self._divider = AnswerDivider(job.reader)
         self._calls: list[ToolCallDelta] = []
         self._begun = self._echoed = False

@@ -31,6 +31,7 @@ from twinphase.server.doors import Doors
 from twinphase.server.embeddings import Embeddings
 from twinphase.server.exchange import Receive, Scope, Send
 from twinphase.server.generation import Generation
+from twinphase.server.live.stream import add_feed
 from twinphase.server.observe import timeline_json
 from twinphase.server.openai_types import (
     ChatCompletionRequest,
@@ -45,9 +46,9 @@ from twinphase.server.text_routes import ANSWER, ERRORS, OBJECT, Documented, add
 
 LOG = logging.getLogger("twinphase.server")
 OPEN_PATHS = re.compile(
-    r"/(health(/live|/ready)?|metrics|version|docs(/[\w.-]*)?|openapi\.json)?"
+    r"/(health(/live|/ready)?|metrics|version|(docs|page)(/[\w.-]*)?|openapi\.json)?"
 )  # no API key is asked for
-POLLED_PATHS = re.compile(r"/|/health(/live|/ready)?|/metrics|/docs/.*|/v1/cluster|/api/ps")
+POLLED_PATHS = re.compile(r"/|/health(/live|/ready)?|/metrics|/(docs|page)/.*|/v1/cluster|/api/ps")
 MAX_LOGGED_CHARACTERS = 256
 # All bodies that are being received may together have this many times the limit of one.
 TOTAL_BODY_LIMITS = 32
@@ -105,6 +106,8 @@ def make_app(service: Service, *, when_ready: bool = False) -> Gate:
     _add_embeddings(api, service)
     add_text(api, service)
     _add_requests(api, service)
+    if service.config.page:
+        add_feed(api, service)
     app.include_router(api)
     _add_health(app, service)
     add_pages(app, service)

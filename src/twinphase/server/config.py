@@ -130,6 +130,16 @@ class ServerConfig(GenerationDefaults):
     log_requests: bool = setting(
         False, "Log a line for each generation when it is accepted and when it ends."
     )
+    page: bool = setting(
+        True,
+        "Serve the page at / and the events that it draws from (/v1/engine/events).",
+    )
+    page_others: str = setting(
+        "load",
+        "What the page shows of other tenants' requests: their load, each without a name, or none, "
+        "which leaves their sum.",
+        choices=("load", "none"),
+    )
     vllm_metrics: bool = setting(False, "Expose the metrics under vLLM's names too.")
     otlp_endpoint: str | None = setting(
         None,

@@ -64,7 +64,7 @@ class Exchange(Response):
         self._asgi_send = state.get("send", send)
         self._service.in_flight.add(self)
         self._work = asyncio.create_task(self._serve())
-        gone = asyncio.create_task(_until_gone(receive))
+        gone = asyncio.create_task(until_gone(receive))
         try:
             await asyncio.wait({self._work, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -157,6 +157,7 @@ class Exchange(Response):
         self.sending_since = None
 
 
-async def _until_gone(receive: Receive) -> None:
+async def until_gone(receive: Receive) -> None:
+    """Returns when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

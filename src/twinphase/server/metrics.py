@@ -84,6 +84,11 @@ STEP_GAUGES = {
         "kv_cache_usage",
         "Blocks of the KV cache that requests hold, a fraction of 1.",
     ),
+    "state_slots_usage_perc": (
+        "state_usage",
+        "Slots for recurrent states that requests hold, a fraction of 1; 0 without such layers.",
+    ),
+    "state_snapshots": ("num_snapshots", "Recurrent states that cached prefixes continue from."),
 }
 # Counters and the attributes of `StepStats` that count since the engine's start.
 ENGINE_COUNTERS = {

@@ -181,6 +181,9 @@ class Timelines:
         while len(self._finished) > self._limit:
             self._finished.popitem(last=False)
 
+    def running(self, request_id: str) -> Choice | None:
+        return self._running.get(request_id)
+
     def phases(self, num_waiting: int) -> dict[str, int]:
         """The running requests of all tenants by phase; `num_waiting` of them have not begun."""
         decode = sum(bool(choice.stream.transcript.token_ids) for choice in self._running.values())

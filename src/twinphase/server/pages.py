@@ -1,4 +1,4 @@
-"""The pages of a server: what is there (`/`), and the routes with their fields (`/docs`).
+"""The pages of a server: the live page, or what is there (`/`), and the routes (`/docs`).
 
 Everything that they show comes from this server: Swagger UI is in the package fastapi-offline.
 """
@@ -18,8 +18,10 @@ from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 
 from twinphase import __version__
+from twinphase.server.live.files import PageFiles
 from twinphase.server.service import Service
 
+INDEX = "index.html"
 ASSETS = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
 LINKS = {
     "/docs": "every route and field, to try out",
@@ -39,18 +41,29 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>twinphase<
 
 
 def add_pages(app: FastAPI, service: Service) -> None:
+    page = PageFiles() if service.config.page else None
+
     @app.get("/", include_in_schema=False)
     async def root(request: Request) -> Response:
-        """What is there: a page for browsers, lines for others (Ollama's command line asks)."""
+        """The live page for browsers, lines for others (Ollama's command line asks)."""
         if "text/html" not in request.headers.get("accept", ""):
             lines = [f"{path:<14} {what}" for path, what in LINKS.items()]
-            return PlainTextResponse("\n".join(["twinphase is running", *lines, ""]))
+            text = "\n".join(["twinphase is running", *lines, ""])
+            return PlainTextResponse(text, headers={"Vary": "Accept"})
+        if page is not None and INDEX in page:
+            return page.reply(INDEX, request.headers, vary="Accept, Accept-Encoding")
         links = [
             f'<li><a href="{path[1:]}">{path}</a>: {escape(what)}' for path, what in LINKS.items()
         ]
         models = " and ".join(f"<b>{escape(name)}</b>" for name in service.model_names)
         values = {"version": __version__, "state": escape(service.stage), "models": models}
         return _page(PAGE.format(style=STYLE, links="".join(links), **values))
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def page_file(name: str, request: Request) -> Response:
+        if page is None or name not in page or name == INDEX:
+            raise HTTPException(404)
+        return page.reply(name, request.headers)
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
@@ -85,4 +98,4 @@ def _page(text: str, more: str = "img-src 'self'") -> Response:
         f"style-src 'self' {inline['style']}; {more}; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return HTMLResponse(text, headers={"Content-Security-Policy": policy})
+    return HTMLResponse(text, headers={"Content-Security-Policy": policy, "Vary": "Accept"})

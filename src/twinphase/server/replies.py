@@ -158,8 +158,9 @@ class Replies:
         """Where the time of an answer went, and how many drafted tokens were accepted."""
         facts = self._service.facts
         level = self._service.config.per_request_spec_decode_metrics
+        choice.timings = timings(choice, facts.shape if facts else None)
         return {
-            "timings": timings(choice, facts.shape if facts else None),
+            "timings": choice.timings,
             **spec_decode_metrics(choice.record.counts, level),
         }
 

@@ -108,9 +108,21 @@ def facts_lines(facts: EngineFacts, service: Service, url: str) -> list[str]:
         f"KV cache   {capacity:,} tokens: {capacity / length:.1f} requests of the full {length:,}, "
         f"{config.max_num_seqs} run at once; "
         f"{terminal.describe_bytes(capacity * facts.shape.kv_token_bytes)}",
+        *state_lines(facts),
         *measured,
         address,
     ]
+
+
+def state_lines(facts: EngineFacts) -> Iterator[str]:
+    """The slots for recurrent states, of a model that has such layers."""
+    slots = facts.config.num_state_slots
+    if slots and facts.shape:
+        yield (
+            f"states     {slots:,} slots of {facts.shape.state_bytes / 1e6:,.1f} MB, two per "
+            "running request and the others for prefixes; "
+            f"{terminal.describe_bytes(slots * facts.shape.state_bytes)}"
+        )
 
 
 def pace_lines(facts: EngineFacts) -> Iterator[str]:

@@ -23,6 +23,7 @@ from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseE
 from twinphase.server.access import Access, Admission, Ticket, shutting_down
 from twinphase.server.answers import Choice
 from twinphase.server.config import ServerConfig
+from twinphase.server.live.feed import Feed
 from twinphase.server.logs import fields_of
 from twinphase.server.metrics import Metrics
 from twinphase.server.observe import Timelines
@@ -87,6 +88,7 @@ class Service:
         tracer: for OpenTelemetry, if asked for.
         in_flight: generations that have not sent their last byte.
         stalled: the engine had work and made no step for too long.
+        feed: what the live page reads.
     """
 
     def __init__(self, host: Host, model: str, config: ServerConfig) -> None:
@@ -110,6 +112,7 @@ class Service:
         self.in_flight: set[InFlight] = set()
         self.stalled = False
         self.drained = asyncio.Event()
+        self.feed = Feed(self)
         self._busy_since: float | None = None
         self._num_restarts = 0
         self._log = StatsLog()
@@ -246,6 +249,7 @@ class Service:
             )
 
     def observe_end(self, choice: Choice, headers: Mapping[bytes, bytes]) -> None:
+        self.feed.finished(choice)
         self.timelines.end(choice)
         record = choice.record
         if self.config.log_requests:
@@ -285,6 +289,8 @@ class Service:
             for generation in list(self.in_flight):
                 generation.expire(shutting_down())
             self.drained.set()
+            self.feed.close()
+        self.feed.check(now)
         engine = self.engine
         if engine is None:
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.weights.source import Source
@@ -19,6 +20,8 @@ _PREFIXES = {
     "language_model.": "",
     "bert.": "",
 }
+# Depthwise convolutions, whose second dimension is 1 in a folder; GGUF has none.
+_CONVOLUTIONS = ("shortconv.conv.weight", "ssm_conv1d.weight")
 _OTHER_MODALITIES = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector"
     r"|embed_vision|embed_audio)\."
@@ -78,6 +81,8 @@ def canonical_tensors(
             raise CheckpointError(
                 f"Two tensors mean {final}; one of them is {name}.", "Fetch the model again."
             )
+        if final.endswith(_CONVOLUTIONS) and len(source.shape) == 3 and source.shape[1] == 1:
+            source = replace(source, shape=(source.shape[0], source.shape[2]))
         found[final] = source
     return found
 

@@ -12,11 +12,12 @@ from twinphase.backends.base import Forward, KVCacheSpec, StepInputs, WeightLoad
 from twinphase.backends.cpu import kv_layout
 from twinphase.backends.cpu.compiler import compile_kernels, kernel_digest, load_kernels
 from twinphase.backends.cpu.dry_run import DryLoader, RecordedKernels, private_group
-from twinphase.backends.cpu.experts import ExpertOperations
+from twinphase.backends.cpu.formats import STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.operations import CacheAddresses, RopeTables
 from twinphase.backends.cpu.program import Buffer, Program
 from twinphase.backends.cpu.program_layout import TILE_BITS
+from twinphase.backends.cpu.recurrent import RecurrentOperations, StateMemory
 from twinphase.backends.cpu.stamps import StampedProgram
 from twinphase.backends.cpu.step import COUNTS, StepMemory
 from twinphase.backends.cpu.threads import Command, ThreadPool
@@ -34,6 +35,7 @@ from twinphase.backends.cpu.weights import (
 from twinphase.backends.group import Group, shared_bytes
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
+from twinphase.backends.states import slot_layout
 from twinphase.blueprint import Blueprint, Rope
 from twinphase.config import available_cores
 from twinphase.errors import InvalidRequestError, UnsupportedModelError
@@ -134,13 +136,16 @@ class CpuBackend:
         loader = DryLoader(self.isa)
         forward = forward_on(loader)
         rows = {"tokens": 1, "logits": 1}
-        spec = KVCacheSpec(b.num_layers, b.num_kv_heads, b.head_dim, 1, kv_layout.CELL_TOKENS)
+        spec = KVCacheSpec.of(b, 1)
         step = StepMemory(1, 1, 1, spec, b, 1)
-        cache = CacheAddresses(self.kv_cache_dtype, [[0, 0, 0]] * b.num_layers, 1, 1)
+        cache = CacheAddresses(self.kv_cache_dtype, [[0, 0, 0]] * spec.num_layers, 1, 1)
         kernels = RecordedKernels(["run_program", *loader.packs])
         with private_group(self.group, shared_bytes(b.whole, 1)) as group:
             program = Program(kernels, rows, group)
-            logits = forward(ExpertOperations(program, b, self.isa, self.threads, step, cache))
+            operations = RecurrentOperations(program, b, self.isa, self.threads, step, cache)
+            if b.recurrent_layers:
+                operations.states = StateMemory(slot_layout(b, 0), np.empty(0, np.uint8), 1, 1)
+            logits = forward(operations)
             logits.memory(quantized=False)
         return sorted(kernels)
 
@@ -224,7 +229,14 @@ class CpuBackend:
             dtype=self.kv_cache_dtype,
             prefill_rows=self.isa.attention_rows,
         )
+        self._states = self._make_states(spec) if spec.num_state_slots else None
         self._fill_now()
+
+    def _make_states(self, spec: KVCacheSpec) -> StateMemory:
+        layout = slot_layout(self.blueprint, spec.num_drafts)
+        nbytes = spec.num_state_slots * layout.nbytes
+        slots = Arena(nbytes + 64, "states of recurrent layers").take(nbytes)
+        return StateMemory(layout, slots, self.max_rows["tokens"], self.max_num_seqs)
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """Keys in int8 with a scale, values in 16 bits or likewise."""
@@ -313,8 +325,7 @@ class CpuBackend:
         if self._pool is None:
             self._capture(forward)
         assert self._pool is not None
-        counts = self._counts = self._step.fill(inputs)
-        self._program.cells.update(counts)
+        self._fill_step(inputs)
         self._pool.run()
         logits: F32 = self._logits[: len(inputs.logit_rows), : self._outputs]
         return logits
@@ -327,10 +338,15 @@ class CpuBackend:
             self._capture(forward)
         if self._stamped is None:
             self._stamped = StampedProgram(self._program, self.threads, self._scratch_bytes())
-        counts = self._counts = self._step.fill(inputs)
-        self._program.cells.update(counts)
+        self._fill_step(inputs)
         seconds = self._stamped.run()
         return self._logits[: len(inputs.logit_rows), : self._outputs], seconds
+
+    def _fill_step(self, inputs: StepInputs) -> None:
+        counts = self._step.fill(inputs)
+        counts |= self._states.fill(inputs) if self._states else {"states": 0}
+        self._counts = counts
+        self._program.cells.update(counts)
 
     def kept(self) -> list[F32]:
         """See `Backend`."""
@@ -345,9 +361,11 @@ class CpuBackend:
         )
 
     def _capture(self, forward: Forward) -> None:
-        self._operations = ExpertOperations(
+        self._operations = RecurrentOperations(
             self._program, self.blueprint, self.isa, self.threads, self._step, self._cache
         )
+        if self._states:
+            self._operations.states = self._states
         logits: Buffer = forward(self._operations)
         self._outputs = logits.outputs
         self._logits = logits.array
@@ -363,6 +381,12 @@ def _check_heads(blueprint: Blueprint) -> None:
         raise UnsupportedModelError(
             f"Head size {head_dim} is not supported by the cpu backend.",
             "It must be a multiple of 16 up to 256, and all heads together of 32.",
+        )
+    recurrence = blueprint.recurrence
+    if recurrence and recurrence.channels % STRIP_OUTPUTS:
+        raise UnsupportedModelError(
+            f"Convolutions of {recurrence.channels} channels are not supported by the cpu backend.",
+            f"There must be a multiple of {STRIP_OUTPUTS} of them.",
         )
 
 

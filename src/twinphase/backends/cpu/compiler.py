@@ -45,6 +45,7 @@ KERNELS = {
         "program": ("run_program",),
         "quantize": ("quantize", "round_rows"),
         "ranks": ("copy_columns", "meet", "stamp"),
+        "recurrence": ("multiply", "causal_conv", "keep_history"),
         "rope": ("rope_kv_write", "norm_columns"),
         "routing": ("route", "sort_rows", "combine"),
     }.items()

@@ -30,6 +30,7 @@ from twinphase.backends.base import (
 from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import rope_tables
+from twinphase.backends.states import refuse_recurrent_layers
 from twinphase.backends.torch.collective import Collective
 from twinphase.backends.torch.device import (
     bind,
@@ -94,10 +95,15 @@ class TorchBackend:
     def prepare(
         self, checkpoint: Checkpoint, blueprint: Blueprint, forward_on: Callable[..., Forward]
     ) -> None:
-        """Remember what the model is made of."""
+        """Remember what the model is made of, unless it has recurrent layers."""
+        refuse_recurrent_layers(checkpoint, blueprint, self.name)
         self.blueprint = blueprint
         self._checkpoint = checkpoint
         self._embedding: tuple[str, Any] | None = None
+
+    def short_conv(self, bcx: Array, weight: Array, layer: int) -> Array:
+        """Never: `prepare` refuses models with recurrent layers."""
+        raise NotImplementedError("the torch backend has no recurrent layers")
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
         """[outputs, inputs] in the element type; a head tied to the embedding shares its memory."""

@@ -193,7 +193,7 @@ class _HiddenStates:
         allocate_kv_cache(self._backend, self._model.blueprint, config)
 
     def embed(self, texts: Sequence[Sequence[int]], pooling: str) -> list[F32]:
-        """As `LoadedEmbedder.embed`, for one pass; the prefill of a long text has several chunks."""
+        """As `LoadedEmbedder.embed`, for one pass; a long text is prefilled in chunks."""
         longest = max(map(len, texts))
         chunks = [self._rows(texts, start, pooling) for start in range(0, longest, self._chunk)]
         return [pooled(np.concatenate(rows), pooling) for rows in zip(*chunks, strict=True)]

@@ -55,6 +55,7 @@ from twinphase.engine.process.messages import (
     StepStats,
     StepUpdates,
     ToEngine,
+    WatchSteps,
 )
 from twinphase.errors import EngineDeadError, EngineUnavailableError
 from twinphase.explain.explanation import Explanation
@@ -103,6 +104,7 @@ class AsyncEngine:
         self._waiting: dict[str | int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
         self._numbers = count()
         self._seedless = count()  # requests without a seed of their own
+        self._watcher: Callable[[FromEngine | EngineDeadError], None] | None = None
         host.start(self._receive, self._died)
 
     @classmethod
@@ -296,6 +298,30 @@ class AsyncEngine:
             raise unknown_request(record.request_id)
         return found.record, found.explanation
 
+    def watch(self, watcher: Callable[[FromEngine | EngineDeadError], None] | None) -> None:
+        """Have `watcher` called with everything that the engine sends, before it is acted on.
+
+        While there is one, the engine also reports what each step did and who holds which KV block.
+        It is called on the thread that receives the messages, with an error when the engine dies.
+        """
+        self._watcher = watcher
+        self._watch_steps()
+
+    def _watch_steps(self) -> None:
+        with suppress(EngineUnavailableError):
+            self.host.put(WatchSteps(on=self._watcher is not None))
+
+    def transcript(self, request_id: str) -> Transcript | None:
+        """An unfinished request, as far as its front end knows it."""
+        reference = self._streams.get(request_id)
+        stream = reference() if reference is not None else None
+        return stream.transcript if stream is not None else None
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The ids of the requests that have no end yet."""
+        return list(self._streams)
+
     def close(self) -> None:
         """End the engine after the step it is in; unfinished streams fail. From any thread."""
         self.host.close()
@@ -305,6 +331,8 @@ class AsyncEngine:
 
     # Messages from the engine, on any thread.
     def _receive(self, message: FromEngine) -> None:
+        if self._watcher is not None:
+            self._watcher(message)
         if isinstance(message, StepUpdates):
             self.stats = message.stats or self.stats
             self._spread(message)
@@ -323,6 +351,8 @@ class AsyncEngine:
         elif isinstance(message, EngineFacts):
             self.facts = message
             self.progress = None
+            if self._watcher is not None:
+                self._watch_steps()
         elif isinstance(message, Loading):
             self.progress = message
 
@@ -356,6 +386,8 @@ class AsyncEngine:
         self._answer(about, error)
 
     def _died(self, error: EngineDeadError) -> None:
+        if self._watcher is not None:
+            self._watcher(error)
         self.progress = Loading("starting again")
         for about in list(self._waiting):
             self._answer(about, error)

@@ -27,13 +27,18 @@ def open_draft_model(model: str, target: Checkpoint, quantization: str) -> Check
         quantization: that of the target; a folder is quantized in the same way.
 
     Raises:
-        InvalidRequestError: its vocabulary is another one; the message names the first token that
-            differs.
+        InvalidRequestError: it has recurrent layers, or its vocabulary is another one; the message
+            names the first token that differs.
         TwinphaseError: as for any model.
     """
     path = resolve_model(model)
     checkpoint = open_model(path, quantization=quantization if path.is_dir() else "none")
-    read_blueprint(checkpoint)  # refuses what cannot write
+    if read_blueprint(checkpoint).recurrent_layers:
+        raise InvalidRequestError(
+            f"{path.name} cannot be a draft model: it has recurrent layers, whose state does "
+            "not go back where a draft is rejected.",
+            "Use a draft model whose layers all attend.",
+        )
     difference = first_difference(
         Tokenizer.from_checkpoint(target), Tokenizer.from_checkpoint(checkpoint)
     )

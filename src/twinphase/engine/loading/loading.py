@@ -88,9 +88,13 @@ class LoadedEngine:
         b = self.blueprint = read_blueprint(self.checkpoint, config.max_model_len)
         device = device_of(config)
         kv_bytes = (
-            b.num_layers * b.num_kv_heads * device.kv_head_bytes(b.head_dim, config.kv_cache_dtype)
+            b.num_kv_layers
+            * b.num_kv_heads
+            * device.kv_head_bytes(b.head_dim, config.kv_cache_dtype)
         )
-        self.config = config.resolve(b.context_length, kv_bytes, device.free_memory())
+        state_bytes = b.state_bytes(config.state_drafts)
+        memory = device.free_memory()
+        self.config = config.resolve(b.context_length, kv_bytes, memory, state_bytes)
         self.text = ModelText(self.checkpoint)
         backend = make_backend(self.config, compile_progress)
         speculation = speculative_config(self.config.speculative_config)
@@ -289,7 +293,11 @@ def make_engine(
     `config` is resolved.
     """
     allocate_kv_cache(backend, model.blueprint, config)
-    shape = replace(shape, kv_token_bytes=backend.kv_bytes_per_token())
+    shape = replace(
+        shape,
+        kv_token_bytes=backend.kv_bytes_per_token(),
+        state_bytes=model.blueprint.state_bytes(config.state_drafts),
+    )
     prices = starting_prices(shape, measured_ceilings(config))
     cost_model = CostModel(prices, shape.windowed_share, shape.window)
     scheduler = Scheduler(
@@ -310,10 +318,10 @@ def allocate_kv_cache(backend: Backend, blueprint: Blueprint, config: EngineConf
     """Give a `backend` the KV cache of a resolved configuration."""
     if config.num_kv_blocks is None:
         raise ValueError("the configuration is not resolved")
-    heads = blueprint.num_kv_heads
-    spec = KVCacheSpec(
-        blueprint.num_layers, heads, blueprint.head_dim, config.num_kv_blocks, config.block_size
-    )
+    spec = KVCacheSpec.of(blueprint, config.num_kv_blocks, config.block_size)
+    if blueprint.recurrent_layers:
+        slots = config.num_state_slots or 0
+        spec = replace(spec, num_state_slots=slots, num_drafts=config.state_drafts)
     backend.allocate_kv_cache(spec)
 
 

@@ -130,7 +130,8 @@ def serve(
     loop, facts = make_loop(loaded, link.send)
     if isinstance(loop, EngineLoop):
         loop.idle = IdleMeasurement(loaded.config)
-    if open_port is not None and isinstance(loop, EngineLoop):
+    # A block without a snapshot of the recurrent layers' state is of no use elsewhere.
+    if open_port is not None and isinstance(loop, EngineLoop) and not loaded.config.num_state_slots:
         facts = structs.replace(facts, kv_addresses=open_port(loop, link.send))
     link.send(facts)
 

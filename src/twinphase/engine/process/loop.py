@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from twinphase.engine.engine import Engine, StepResult
-from twinphase.engine.loading.ceilings import measured_ceilings
+from twinphase.engine.loading.ceilings import device_of, measured_ceilings
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.messages import (
     Accepted,
@@ -37,8 +37,10 @@ from twinphase.engine.process.messages import (
     Stop,
     ToEngine,
     WatchBlocks,
+    WatchSteps,
 )
 from twinphase.engine.process.requests import EngineRequests
+from twinphase.engine.process.watch import StepWatch
 from twinphase.errors import InvalidRequestError, TwinphaseError, one_line
 from twinphase.phases.record import RequestRecord
 from twinphase.request import Request
@@ -104,6 +106,7 @@ class EngineLoop:
         self._inspections: deque[Inspect] = deque()
         self._calls: deque[Callable[[Engine], None]] = deque()
         self._stopped = False
+        self._watch: StepWatch | None = None
 
     def put(self, message: ToEngine) -> None:
         """Hand a message to the loop, from any thread.
@@ -145,6 +148,8 @@ class EngineLoop:
                 if self.pushes is not None:
                     self.pushes.progress()
                 self._send_block_changes(engine)
+                if self._watch is not None and (held := self._watch.blocks()) is not None:
+                    self._send(held)
         finally:
             if self._compilers is not None:
                 self._compilers.shutdown(wait=False, cancel_futures=True)
@@ -153,13 +158,14 @@ class EngineLoop:
         result = engine.step()
         # Before the results, so that a client's next request is routed with these blocks.
         self._send_block_changes(engine)
+        view = self._watch.step(result) if self._watch is not None else None
         updates = self._requests.updates(result)
         for update in updates:
             self._finalize(update.ended)
         if self._chunk_tokens is None or engine.ledger.num_steps % PACE_INTERVAL_STEPS == 0:
             self._chunk_tokens = engine.scheduler.chunk_tokens
         stats = _stats(engine, result, self.block_counts, self._chunk_tokens)
-        self._send(StepUpdates(updates, stats))
+        self._send(StepUpdates(updates, stats, view))
         engine.ledger.end_text(engine.clock(), len(result.batch.scheduled) == 1)
         if self.pace is None:
             self.pace = self.loaded.settle_pace()
@@ -199,6 +205,8 @@ class EngineLoop:
         elif isinstance(message, WatchBlocks):
             number, hashes = engine.scheduler.kv_cache.prefix_cache.watch()
             self._send(BlocksChanged(number, hashes, whole=True))
+        elif isinstance(message, WatchSteps):
+            self._watch_steps(engine, on=message.on)
         elif isinstance(message, HandOver) and self.pushes is not None:
             self.pushes.hand_over(message.to)
         elif isinstance(message, LimitPrefill):
@@ -263,6 +271,13 @@ class EngineLoop:
         explanation = self.loaded.explain(record.counts, record.timeline)
         return Inspected(message.number, record, explanation)
 
+    def _watch_steps(self, engine: Engine, *, on: bool) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = StepWatch(engine) if on else None
+        if self._watch is not None:
+            self._send(self._watch.all_blocks())
+
     def _send_block_changes(self, engine: Engine) -> None:
         changes = engine.scheduler.kv_cache.prefix_cache.changes
         if changes is not None:
@@ -279,6 +294,7 @@ def refusal(about: str | int | None, error: TwinphaseError) -> Refused:
 def engine_facts(loaded: LoadedEngine, pace: Pace | None) -> EngineFacts:
     config = loaded.config
     warm = loaded.warm_timeline
+    device = device_of(config)
     prompt, ttft, tpot = (warm.prefill.tokens, warm.ttft, warm.tpot) if warm else (0, None, None)
     return EngineFacts(
         config,
@@ -293,6 +309,8 @@ def engine_facts(loaded: LoadedEngine, pace: Pace | None) -> EngineFacts:
         model=loaded.checkpoint.fingerprint,
         kv_fingerprint=loaded.backend.kv_fingerprint,
         ranks=loaded.ranks,
+        threads=device.threads,
+        isa=device.isa,
     )
 
 
@@ -302,17 +320,14 @@ def _stats(
     record = result.record
     scheduler = engine.scheduler
     kv_cache = engine.scheduler.kv_cache
-    decode_seconds = record.seconds if record.num_decodes else 0.0
-    if record.num_decodes and record.prefill_ids and record.predicted > 0:
-        alone = engine.cost_model.seconds(result.batch.decode_work)
-        decode_seconds *= min(1.0, alone / record.predicted)
+    states = kv_cache.states
     drafted = [share for share in result.batch.decodes if share.num_drafts]
     accepted = [result.output.num_accepted(share) for share in drafted]
     return StepStats(
         start=record.start,
         end=record.end,
-        prefill_seconds=record.seconds - decode_seconds,
-        decode_seconds=decode_seconds,
+        prefill_seconds=record.seconds - record.decode_seconds,
+        decode_seconds=record.decode_seconds,
         prefill_tokens=record.prefill_tokens,
         decode_tokens=record.decode_tokens,
         prefill_flops=record.prefill.flops,
@@ -337,4 +352,6 @@ def _stats(
         times=record.times,
         itl_slo_seconds=scheduler.pace.slo_seconds,
         chunk_tokens=chunk_tokens,
+        state_usage=states.usage if states else 0.0,
+        num_snapshots=states.num_snapshots if states else 0,
     )

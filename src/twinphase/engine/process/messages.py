@@ -15,7 +15,7 @@ from twinphase.batch import StepTimes, TokenLogprobs
 from twinphase.config import EngineConfig
 from twinphase.errors import TwinphaseError
 from twinphase.explain.explanation import Explanation
-from twinphase.outcome import FinishReason
+from twinphase.outcome import FinishReason, PrefixMiss
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.record import RequestRecord
 from twinphase.phases.work import ModelShape
@@ -112,6 +112,15 @@ class WatchBlocks(msgspec.Struct, tag=True, frozen=True):
     """Report changes of the prefix cache; the first `BlocksChanged` lists all cached blocks."""
 
 
+class WatchSteps(msgspec.Struct, tag=True, frozen=True):
+    """Report what each step did (`StepView`) and who holds the KV blocks, or stop that.
+
+    The first `BlocksHeld` has all blocks that are held or cached.
+    """
+
+    on: bool
+
+
 class HandOver(msgspec.Struct, tag=True, frozen=True):
     """Send the prefix cache's blocks to another engine; answered by `Pushed` with the id ""."""
 
@@ -183,6 +192,8 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
         role: what a worker was started for; "" where its server decides.
         pid: of a worker's process, on its machine.
         ranks: of an engine that is several processes (`--tensor-parallel-size`).
+        threads, isa: that compute, and their instruction-set path; None and "" where there are
+            none.
     """
 
     config: EngineConfig
@@ -201,6 +212,8 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
     role: Literal["", "both", "prefill", "decode"] = ""
     pid: int | None = None
     ranks: list[RankFacts] = []
+    threads: int | None = None
+    isa: str = ""
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
@@ -324,6 +337,8 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
         times: what was measured within the step.
         itl_slo_seconds: the gap between tokens that the scheduler keeps; None where it keeps none.
         chunk_tokens: prompt tokens that a step beside one decode has room for now.
+        state_usage: fraction of the slots for recurrent states that requests hold.
+        num_snapshots: recurrent states that prefixes can be continued from.
     """
 
     start: float
@@ -351,6 +366,82 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     times: StepTimes = msgspec.field(default_factory=StepTimes)
     itl_slo_seconds: float | None = None
     chunk_tokens: int | None = None
+    state_usage: float = 0.0
+    num_snapshots: int = 0
+
+
+class StepView(msgspec.Struct, array_like=True, frozen=True):
+    """What a step did for each request; made after `WatchSteps` only.
+
+    Attributes:
+        index: of the step, as in the ledger.
+        predicted: what the cost model expected, seconds.
+        bookkeeping: from its end until everything about it was written down, seconds.
+        held_back: as `Batch.held_back`; "" if no request waits.
+        running, waiting: requests after it.
+        prefills: request, prompt tokens, what the step would have taken for this chunk alone in
+            seconds, and new output tokens (0 or 1).
+        decodes: request, new output tokens, guessed tokens.
+        preempted: requests whose blocks were taken away for it.
+        started: requests that were let in, each with what held the first in line back for most of
+            its wait.
+        misses: why the prefix cache did not hold more of their prompts.
+        worker: the engine, where there are several.
+    """
+
+    index: int
+    predicted: float
+    bookkeeping: float
+    held_back: str
+    running: int
+    waiting: int
+    prefills: list[tuple[str, int, float, int]]
+    decodes: list[tuple[str, int, int]]
+    preempted: list[str] = []
+    started: dict[str, str] = {}
+    misses: dict[str, PrefixMiss] = {}
+    worker: str = ""
+
+
+class BlocksHeld(msgspec.Struct, tag=True, frozen=True):
+    """Changes of the KV cache; sent after `WatchSteps` only.
+
+    Attributes:
+        lanes: request, the number of blocks that it keeps of those last reported, and those that
+            follow them now.
+        cached, freed: blocks without a holder: with content that is kept, and without.
+        num_held, num_shared, num_cached, num_free: blocks after this.
+        whole: all blocks are reported, and all others are free.
+        worker: the engine, where there are several.
+    """
+
+    lanes: list[tuple[str, int, list[int]]]
+    cached: list[int]
+    freed: list[int]
+    num_held: int
+    num_shared: int
+    num_cached: int
+    num_free: int
+    whole: bool = False
+    worker: str = ""
+
+
+class Moved(msgspec.Struct, tag=True, frozen=True):
+    """A router has sent a request to a worker, or has its KV blocks sent; after `WatchSteps` only.
+
+    Attributes:
+        moment: seconds.
+        worker: that has the request now, or gets its blocks.
+        reason: why that worker.
+        blocks: of a transfer that has ended, those that arrived, and the full ones of the prompt.
+    """
+
+    request_id: str
+    moment: float
+    worker: str
+    reason: str = ""
+    is_transfer: bool = False
+    blocks: tuple[int, int] | None = None
 
 
 class StepUpdates(msgspec.Struct, tag=True, frozen=True):
@@ -358,9 +449,22 @@ class StepUpdates(msgspec.Struct, tag=True, frozen=True):
 
     updates: list[RequestUpdate]
     stats: StepStats | None = None
+    view: StepView | None = None
 
 
-ToEngine = Load | Add | Embed | End | HandOver | Inspect | LimitPrefill | Ping | Stop | WatchBlocks
+ToEngine = (
+    Load
+    | Add
+    | Embed
+    | End
+    | HandOver
+    | Inspect
+    | LimitPrefill
+    | Ping
+    | Stop
+    | WatchBlocks
+    | WatchSteps
+)
 FromEngine = (
     Loading
     | EngineFacts
@@ -371,6 +475,8 @@ FromEngine = (
     | StepUpdates
     | Pong
     | BlocksChanged
+    | BlocksHeld
+    | Moved
     | Pushed
     | Leaving
 )

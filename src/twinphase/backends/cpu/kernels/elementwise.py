@@ -19,7 +19,7 @@ from twinphase.backends.cpu.tiling import GATE_TILES_PER_ROW, LOGIT_TILES_PER_RO
 GROUP_OF_FLOATS = vector(F32, 32)
 
 
-def _store(e: Emit, kind: str, values: Value, g: Value, out: Value, *sums: Value) -> None:
+def store_group(e: Emit, kind: str, values: Value, g: Value, out: Value, *sums: Value) -> None:
     """A result's group; `sums` are the addresses of scale, fsum and isum."""
     if kind == "q8":
         store_quantized(e, values, g, out, *sums)
@@ -62,12 +62,12 @@ def rms_norm(isa: Isa, kind: str) -> Kernel:
         normalized = _normalized(e, e.add(x, e.mul(m, stride)), weight, width, eps, groups)
         first = e.mul(m, groups)
         with e.loop(0, groups) as g:
-            _store(e, kind, normalized(g), e.add(first, g), out, scale, fsum, isum)
+            store_group(e, kind, normalized(g), e.add(first, g), out, scale, fsum, isum)
 
     return row_kernel(isa, write)
 
 
-def _part_of_row(e: Emit, tile: Value, parts: int, groups: Value) -> tuple[Value, Value, Value]:
+def part_of_row(e: Emit, tile: Value, parts: int, groups: Value) -> tuple[Value, Value, Value]:
     """A tile's row, and the first and end group of its part of the row."""
     part = e.b.srem(tile, e.i64(parts))
     first, end = (e.b.sdiv(e.mul(at, groups), e.i64(parts)) for at in (part, e.add(part, 1)))
@@ -90,12 +90,12 @@ def gate_mul(isa: Isa, activation: str, kind: str) -> Kernel:
         return e.b.fmul(e.silu(gate, 1.702), e.b.fadd(up, e.splat(up.type, 1.0)))
 
     def write(e: Emit, tile, gate, up, stride, groups, out, scale, fsum, isum):
-        m, first, end = _part_of_row(e, tile, GATE_TILES_PER_ROW, groups)
+        m, first, end = part_of_row(e, tile, GATE_TILES_PER_ROW, groups)
         row = e.mul(m, stride)
         with e.loop(first, end) as g:
             at = e.add(row, e.mul(g, 128))
             values = gated(e, e.load(GROUP_OF_FLOATS, gate, at), e.load(GROUP_OF_FLOATS, up, at))
-            _store(e, kind, values, e.add(e.mul(m, groups), g), out, scale, fsum, isum)
+            store_group(e, kind, values, e.add(e.mul(m, groups), g), out, scale, fsum, isum)
 
     return tile_kernel(isa, write)
 
@@ -138,7 +138,7 @@ def cap_logits(isa: Isa, capped: str) -> Kernel:
     """
 
     def write(e: Emit, tile, x, groups, out, scale, slope, cap):
-        m, first, end = _part_of_row(e, tile, LOGIT_TILES_PER_ROW, groups)
+        m, first, end = part_of_row(e, tile, LOGIT_TILES_PER_ROW, groups)
         factor, steep, most = (e.broadcast(e.float_of(bits), 32) for bits in (scale, slope, cap))
         with e.loop(first, end) as g:
             at = e.mul(e.add(e.mul(m, groups), g), 128)

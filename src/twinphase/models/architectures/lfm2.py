@@ -1,0 +1,49 @@
+"""LFM2 (Liquid AI, 2025): most layers are gated short convolutions, the others attend.
+
+The norm before the head is called an embedding's norm in both formats.
+"""
+
+from dataclasses import replace
+
+from twinphase.blueprint import Blueprint, ShortConv
+from twinphase.errors import UnsupportedModelError
+from twinphase.models.config import FIX, Config
+from twinphase.models.family import llama_like
+
+HF = {"lfm2": "lfm2"}
+
+
+def describe(config: Config) -> Blueprint:
+    if config.flag("conv_bias", False):
+        raise UnsupportedModelError(f"{config.name} has biases in its convolutions.", FIX)
+    fields = dict(config.fields)
+    layers = config.integer("num_hidden_layers")
+    attention = fields.get("full_attn_idxs")
+    types = config.sequence("layer_types", layers)
+    if types is None and isinstance(attention, list):
+        types = ["full_attention" if layer in attention else "conv" for layer in range(layers)]
+    recurrent = [layer for layer, kind in enumerate(types or ()) if kind == "conv"]
+    # Those that are left have to be types of attention.
+    fields["layer_types"] = types and ["full_attention" if t == "conv" else t for t in types]
+    fields["intermediate_size"] = _ffn_size(config)
+    plain = replace(config, fields=fields)
+    return llama_like(
+        plain,
+        tied=True,
+        rope={"theta": 1e6},
+        norm_eps=config.real("rms_norm_eps" if config.is_gguf else "norm_eps", 1e-5),
+        qk_norm="head",
+        recurrence=ShortConv(config.integer("conv_L_cache", 3), config.integer("hidden_size")),
+        recurrent_layers=tuple(recurrent),
+        output_norm="token_embd_norm",
+    )
+
+
+def _ffn_size(config: Config) -> int:
+    """The width that `Lfm2MLP` makes of the stored one, which GGUF has worked out."""
+    size = config.integer("block_ff_dim", config.integer("intermediate_size"))
+    if config.is_gguf or not config.flag("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(config.real("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    multiple = config.integer("block_multiple_of", 256)
+    return -(-size // multiple) * multiple

@@ -1,0 +1,70 @@
+"""The live page's files as replies, which browsers keep and ask about again.
+
+Nothing runs or is loaded but these files, and they speak to this server only.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+
+from starlette.responses import Response
+
+TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+@dataclass(frozen=True)
+class _File:
+    data: bytes
+    packed: bytes  # by gzip
+    etag: str
+    media_type: str
+
+
+class PageFiles:
+    """All files of the page, which the package brings along; read once."""
+
+    def __init__(self) -> None:
+        folder = files("twinphase.server") / "page"
+        self._files: dict[str, _File] = {}
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            media_type = TYPES.get(entry.name[entry.name.rfind(".") :])
+            if media_type is not None:
+                data = entry.read_bytes()
+                etag = f'W/"{hashlib.sha256(data).hexdigest()[:32]}"'
+                self._files[entry.name] = _File(
+                    data, gzip.compress(data, mtime=0), etag, media_type
+                )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def reply(
+        self, name: str, request_headers: Mapping[str, str], vary: str = "Accept-Encoding"
+    ) -> Response:
+        """A file, or 304 if the browser has it; `vary` names the headers that chose the reply."""
+        file = self._files[name]
+        headers = {**HEADERS, "ETag": file.etag, "Vary": vary}
+        if file.etag in request_headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        if "gzip" not in request_headers.get("accept-encoding", ""):
+            return Response(file.data, 200, headers, file.media_type)
+        return Response(file.packed, 200, headers | {"Content-Encoding": "gzip"}, file.media_type)
