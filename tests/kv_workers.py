@@ -15,7 +15,13 @@ from msgspec.structs import replace
 
 from added import make_add
 from twinphase.cache.prefix_cache import CachedBlock
-from twinphase.cluster.handshake import DIGEST_BYTES, GREETING, NONCE_BYTES, receive_exactly
+from twinphase.cluster.handshake import (
+    DIGEST_BYTES,
+    GREETING_BYTES,
+    NONCE_BYTES,
+    ClusterKey,
+    receive_exactly,
+)
 from twinphase.cluster.kv.frames import (
     ENVELOPE,
     Frame,
@@ -41,7 +47,7 @@ from twinphase.engine.process.messages import (
 from twinphase.phases.record import RequestRecord
 from twinphase.request import SamplingParams
 
-KEY = b"a key of this test"
+KEY = ClusterKey(b"a key of this test")
 SECONDS = 20  # that no answer takes
 
 
@@ -57,7 +63,7 @@ class Answer:
 class Worker:
     """An engine's loop in a thread; its messages are sorted by request."""
 
-    def __init__(self, model, *, key: bytes = KEY, **config) -> None:
+    def __init__(self, model, *, key: ClusterKey = KEY, **config) -> None:
         self.loaded = LoadedEngine(model, EngineConfig(**config))
         self.loop = EngineLoop(self.loaded, self._take)
         self.port = KVPort(self.loop, self._take, key)
@@ -201,7 +207,8 @@ class FaultProxy:
 
     def _forth(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
-            sink.sendall(receive_exactly(source, len(GREETING) + NONCE_BYTES + DIGEST_BYTES))
+            for size in (GREETING_BYTES, NONCE_BYTES, DIGEST_BYTES):
+                sink.sendall(receive_exactly(source, size))
             while True:
                 message, payload = read_message(source, 1 << 30)
                 data = [encode_message(message, len(payload)) + bytes(payload)]

@@ -11,6 +11,7 @@ import time
 
 from children import end
 from twinphase.cluster.address import KEY_VARIABLE
+from twinphase.cluster.handshake import ClusterKey
 from twinphase.cluster.remote import RemoteHost
 from twinphase.config import EngineConfig, module_command
 from twinphase.constraint import StructuredOutputsParams
@@ -56,7 +57,7 @@ class WorkerProcess:
 
 
 def remote_host(address, path, silence=2.0, *, key=KEY):
-    return RemoteHost(address, key.encode(), path, EngineConfig(**CONFIG), silence)
+    return RemoteHost(address, ClusterKey(key.encode()), path, EngineConfig(**CONFIG), silence)
 
 
 def pid_of(engine, name):

@@ -303,6 +303,11 @@ def worker(
     cluster_key_file: str = typer.Option(
         None, help="File with the key; TWINPHASE_CLUSTER_KEY has it otherwise."
     ),
+    cluster_encryption: str = typer.Option(
+        "auto",
+        envvar="TWINPHASE_CLUSTER_ENCRYPTION",
+        help="As for serve: auto, on, or off.",
+    ),
     # For the processes that start workers.
     engine: str = typer.Option("{}", hidden=True),
     ends_with_stdin: bool = typer.Option(False, "--ends-with-stdin", hidden=True),
@@ -310,9 +315,12 @@ def worker(
     """Run an engine for a server elsewhere: `twinphase serve MODEL --worker HOST:PORT`."""
     import json
 
-    from twinphase.cluster.address import read_key
+    from twinphase.cluster.address import UNENCRYPTED, read_key
+    from twinphase.terminal import note
 
-    key = read_key(cluster_key_file)
+    key = read_key(cluster_key_file, cluster_encryption)
+    if key.encryption == "off":
+        note(UNENCRYPTED)
     from twinphase.cluster.worker import run_worker
 
     run_worker(

@@ -15,7 +15,14 @@ from kv_workers import FAULTS, KEY, FaultProxy, Worker, workers
 from raw_client import until
 from tiny_gguf import write_tiny_gguf
 from twinphase.cluster import handshake
-from twinphase.cluster.handshake import GREETING, WrongKeyError, authenticate
+from twinphase.cluster.handshake import (
+    GREETING_BYTES,
+    NOT_NEEDED,
+    PROTOCOL,
+    ClusterKey,
+    WrongKeyError,
+    authenticate,
+)
 from twinphase.cluster.kv import intake
 from twinphase.cluster.kv.port import opened_port
 from twinphase.engine.process.messages import Pushed, PushTo
@@ -23,6 +30,7 @@ from twinphase.errors import StorageError
 from twinphase.outcome import FinishReason
 from twinphase.request import SamplingParams
 
+GREETING = PROTOCOL + NOT_NEEDED + b"\n"
 CONFIG = {"threads": 1, "num_kv_blocks": 40, "max_num_batched_tokens": 48, "block_size": 16}
 PARAMS = SamplingParams(temperature=1.2, seed=5, max_tokens=12, logprobs=3, ignore_eos=True)
 FIRST = SamplingParams(temperature=1.2, seed=5, max_tokens=1, logprobs=3, ignore_eos=True)
@@ -247,7 +255,7 @@ def test_another_model_or_key_is_refused(pair, model, tmp_path):
     other = write_tiny_gguf(tmp_path / "other.gguf", context=512, seed=7)
     for path, key, problem in (
         (other, KEY, "of another kind"),
-        (model, b"another", "closed|another key"),
+        (model, ClusterKey(b"another"), "closed|another key"),
     ):
         stranger = Worker(path, key=key, **CONFIG)
         for kind in ("unix", "tcp"):
@@ -281,7 +289,7 @@ def test_an_aborted_request_stops_its_push(pair):
 
 
 def test_both_ends_prove_the_key():
-    for keys in ((b"a", b"a"), (b"a", b"b")):
+    for keys in ((ClusterKey(b"a"),) * 2, (ClusterKey(b"a"), ClusterKey(b"b"))):
         left, right = socket.socketpair()
         found = queue.SimpleQueue()
 
@@ -327,7 +335,7 @@ def test_a_handshake_has_one_deadline(monkeypatch):
     left.close()
     thread.join()
     right.close()
-    assert num_sent < len(GREETING)
+    assert num_sent < GREETING_BYTES
 
 
 def test_connections_without_a_proof_are_few(monkeypatch):
@@ -337,7 +345,7 @@ def test_connections_without_a_proof_are_few(monkeypatch):
 
     def first_bytes(link):
         link.settimeout(60)
-        return link.recv(len(GREETING))
+        return link.recv(GREETING_BYTES)
 
     links = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
     assert [first_bytes(link) for link in links] == [GREETING, GREETING]

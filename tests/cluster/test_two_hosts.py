@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -23,11 +25,13 @@ from routed import (
     until,
     whole,
 )
+from twinphase.cluster.handshake import DEMANDED
 from twinphase.config import EngineConfig
 from twinphase.engine.process.host import ProcessHost
 from twinphase.phases.timeline import IntervalKind
 
 MOVING = (IntervalKind.ROUTE, IntervalKind.TRANSFER)
+ALL_PROTOCOLS = 3
 HERE = "10.231.77.1"
 THERE = "10.231.77.2"
 
@@ -110,6 +114,54 @@ def test_a_cable_is_pulled_while_answers_stream_and_plugged_in_again(serve, lone
             await all_ready(engine)
             await check_answers(engine, later, lone)
             await whole(engine)
+
+        serve(body, hosts=hosts)
+
+
+@contextmanager
+def captured(cable):
+    """All bytes that go over a cable."""
+    seen = bytearray()
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ALL_PROTOCOLS)) as link:
+        link.bind((cable, 0))
+        link.settimeout(0.1)
+        done = threading.Event()
+
+        def listen():
+            while not done.is_set():
+                with suppress(TimeoutError):
+                    seen.extend(link.recv(1 << 17))
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        try:
+            yield seen
+        finally:
+            done.set()
+            thread.join()
+
+
+@pytest.mark.slow
+def test_nobody_on_the_cable_can_read_a_prompt_or_its_blocks(serve, lone, tiny_path):
+    # As token ids of MessagePack, which has a byte for each, it is the text itself.
+    text = b"attack at dawn, from the hills by the river."
+    decode = ("--role", "decode")
+    with other_host("prefill") as there, WorkerProcess(f"{HERE}:0", *decode) as here:
+
+        def hosts():
+            return {
+                name: remote_host(host.address, tiny_path)
+                for name, host in (("there", there), ("here", here))
+            }
+
+        async def body(engine):
+            await all_ready(engine)
+            engine.host.fleet.routing.policy = "random"
+            with captured(there.cable) as seen:
+                answers = await check_answers(engine, [(list(text), LONG)], lone)
+                assert "here: 2 of 2 blocks there" in reasons(answers, *MOVING)
+            assert DEMANDED in seen and len(seen) > 10_000
+            assert text[:16] not in seen
 
         serve(body, hosts=hosts)
 

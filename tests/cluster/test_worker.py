@@ -34,6 +34,7 @@ from tiny_gguf import write_tiny_gguf
 from twinphase.cli import run_app
 from twinphase.cluster import remote
 from twinphase.cluster.address import KEY_VARIABLE, connect, listen, read_key
+from twinphase.cluster.handshake import ClusterKey
 from twinphase.cluster.joining import Door
 from twinphase.cluster.remote import CalledHost, RemoteHost
 from twinphase.cluster.router import Router
@@ -262,9 +263,10 @@ def test_a_worker_joins_a_server_that_runs_and_leaves_it_when_it_dies(serve, lon
     prompts = [[30 + number, 31] for number in range(67)]
 
     def newcomer(name, address):
-        return CalledHost(address, KEY.encode(), tiny_path, EngineConfig(**CONFIG), 60.0)
+        return CalledHost(address, key, tiny_path, EngineConfig(**CONFIG), 60.0)
 
-    door = Door("127.0.0.1:0", KEY.encode(), newcomer)
+    key = ClusterKey(KEY.encode())
+    door = Door("127.0.0.1:0", key, newcomer)
     join = ("--join", door.address)
 
     async def body(engine):
@@ -387,7 +389,7 @@ def test_bad_keys_and_addresses_are_refused_in_a_line(tmp_path, monkeypatch, cap
     with pytest.raises(InvalidRequestError, match="3 characters"):
         read_key(str(tmp_path / "short"))
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    assert read_key() == KEY.encode()
+    assert read_key() == ClusterKey(KEY.encode())
     for address in ("", "host", "host:", ":1", "host:99999", "unix:", "host:x"):
         with pytest.raises(InvalidRequestError, match="not the address"):
             listen(address)

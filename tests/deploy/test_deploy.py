@@ -18,6 +18,8 @@ from click import Command
 from typer.main import get_command
 
 from raw_client import until
+from steps import own_cache
+from tiny_gguf import write_tiny_gguf
 from twinphase.cluster.deploy import ServingArgs
 from twinphase_bench.cli import app
 
@@ -43,12 +45,30 @@ def called(*command, **options):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def merged(old, new):
+    """A strategic merge patch of Kubernetes: objects merge, and lists of named ones by name."""
+    if isinstance(new, dict):
+        return {**old, **{name: merged(old.get(name, {}), new[name]) for name in new}}
+    if isinstance(new, list) and isinstance(new[0], dict):
+        by_name = {one["name"]: one for one in old}
+        for one in new:
+            by_name[one["name"]] = merged(by_name.get(one["name"], {}), one)
+        return [*by_name.values()]
+    return new
+
+
+def patched():
+    """The server's deployment with the patch for TLS."""
+    return merged(read("kubernetes/twinphase.yaml")[2], read("kubernetes/tls.yaml")[0])
+
+
 def commands():
     """Every call of the command line, by where it stands."""
     yield "Containerfile", instruction("CMD")
-    for name, service in read("compose.yaml")[0]["services"].items():
-        yield f"compose {name}", service["command"]
-    for one in read("kubernetes/twinphase.yaml"):
+    for file in ("compose.yaml", "compose.tls.yaml"):
+        for name, service in read(file)[0]["services"].items():
+            yield f"{file} {name}", service["command"]
+    for one in (*read("kubernetes/twinphase.yaml"), patched()):
         if "template" in one["spec"]:
             [container] = one["spec"]["template"]["spec"]["containers"]
             yield one["kind"], container["args"]
@@ -70,6 +90,16 @@ def test_kubernetes_takes_the_manifests():
         kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
         kinds.append(manifest["kind"])
     assert kinds == ["Service", "Service", "Deployment", "StatefulSet"]
+
+
+def test_kubernetes_takes_the_patch_for_tls():
+    manifest = patched()
+    kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+    pod = manifest["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert container["image"] and container["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["volumes"]} == {"cache", "tmp", "tls"}
 
 
 def test_kubernetes_refuses_a_misspelled_field():
@@ -100,9 +130,10 @@ def test_kuberay_gets_pods_and_an_application():
     assert msgspec.convert(application["args"], ServingArgs).llm_configs
 
 
-def test_compose_takes_the_file():
+def test_compose_takes_the_files():
     schema = ("--builtin-schema", "vendor.compose-spec")
-    called(sys.executable, "-m", "check_jsonschema", *schema, DEPLOY / "compose.yaml")
+    files = (DEPLOY / "compose.yaml", DEPLOY / "compose.tls.yaml")
+    called(sys.executable, "-m", "check_jsonschema", *schema, *files)
     assert read("compose.yaml")[0]["services"]["server"]["read_only"]
 
 
@@ -159,11 +190,10 @@ def test_the_image_starts_is_healthy_and_drains(tmp_path, model_path):
     code = check[-1]
     assert check[:2] == ["python", "-c"] and ":8000/" in code
     cache = tmp_path / "cache"
-    cache.mkdir()
     kept = {"PATH": str(BIN), "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     environment = {**kept, "TWINPHASE_CACHE": str(cache), "HOME": "/nonexistent"}
     log = tmp_path / "log"
-    with log.open("w") as stderr:
+    with own_cache(cache), log.open("w") as stderr:
         process = subprocess.Popen(
             [*words, "--port", "0"], env=environment, cwd="/", stderr=stderr, stdout=stderr
         )
@@ -171,7 +201,8 @@ def test_the_image_starts_is_healthy_and_drains(tmp_path, model_path):
         until(lambda: "listening " in log.read_text() or process.poll() is not None, START_SECONDS)
         port = re.search(r"http://0\.0\.0\.0:(\d+)/v1", log.read_text())
         assert port is not None, log.read_text()
-        called(sys.executable, "-c", code.replace(":8000/", f":{port[1]}/"))
+        check = code.replace(":8000/", f":{port[1]}/")
+        called(sys.executable, "-c", check, env={**os.environ, "TWINPHASE_SCHEME": "http"})
         asked = {"prompt": "the", "max_tokens": 2}
         reply = httpx.post(f"http://127.0.0.1:{port[1]}/v1/completions", json=asked, timeout=60)
         assert reply.status_code == 200
@@ -186,6 +217,4 @@ def test_the_image_starts_is_healthy_and_drains(tmp_path, model_path):
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    from tiny_gguf import write_tiny_gguf
-
     return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", tensor_type="Q4_0")

@@ -75,7 +75,7 @@ class RunningServer:
                 raise AssertionError(
                     f"the server ended with {self.process.returncode}:\n{self.log.read_text()}"
                 )
-            found = re.search(r"listening +(http://[^/]+)/v1", self.log.read_text())
+            found = re.search(r"listening +(https?://[^/]+)/v1", self.log.read_text())
             if found:
                 self.url = found[1]
             if self.url and self.get("/health/ready")[0] == 200:

@@ -100,4 +100,4 @@ def test_programs_are_listed_and_missing_ones_say_how_to_install(twinphase, stub
     done = twinphase("launch", "aider", *missing)
     assert done.code == 1 and "The server did not start." in done.err and "missing.gguf" in done.err
     elsewhere = twinphase("launch", "aider", "--url", "http://127.0.0.9:1")
-    assert "launch starts one here only" in elsewhere.error()
+    assert "launch starts one on this machine only" in elsewhere.error()

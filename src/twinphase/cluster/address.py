@@ -5,20 +5,29 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import cast, get_args
 
+from twinphase.cluster.handshake import ClusterKey, Encryption
 from twinphase.errors import InvalidRequestError, StorageError
 
 KEY_VARIABLE = "TWINPHASE_CLUSTER_KEY"
+ENCRYPTION_VARIABLE = "TWINPHASE_CLUSTER_ENCRYPTION"
+UNENCRYPTED = (
+    "Connections between this cluster's machines are not encrypted (--cluster-encryption off): "
+    "anyone on their network can read prompts and answers."
+)
 MIN_KEY_BYTES = 16
 CONNECT_SECONDS = 5.0
 
 
-def read_key(file: str | None = None) -> bytes:
+def read_key(file: str | None = None, encryption: str | None = None) -> ClusterKey:
     """The key in a file or in the environment; command lines are visible to all users of a machine.
+
+    `encryption` is that of the environment too, where None is given, or else `auto`.
 
     Raises:
         StorageError: the file cannot be read.
-        InvalidRequestError: there is none, or a short one.
+        InvalidRequestError: there is none, or a short one; or encryption is none of the choices.
     """
     if file is not None:
         try:
@@ -36,7 +45,13 @@ def read_key(file: str | None = None) -> bytes:
             "or more; "
             "`openssl rand -hex 32` makes one.",
         )
-    return key
+    encryption = encryption or os.environ.get(ENCRYPTION_VARIABLE) or "auto"
+    if encryption not in get_args(Encryption):
+        raise InvalidRequestError(
+            f"The encryption of the cluster is {encryption!r}.",
+            f"Use one of: {', '.join(get_args(Encryption))}.",
+        )
+    return ClusterKey(key, cast(Encryption, encryption))
 
 
 def listen(address: str) -> tuple[socket.socket, str]:

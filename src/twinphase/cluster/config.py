@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from twinphase.cluster.address import KEY_VARIABLE
+from twinphase.cluster.address import ENCRYPTION_VARIABLE, KEY_VARIABLE
 from twinphase.cluster.routing import Role
 from twinphase.config import MAX_THREADS, EngineConfig, available_cores
 from twinphase.errors import InvalidRequestError
@@ -51,6 +51,13 @@ class ClusterConfig:
         None,
         "File with the key that this server and its workers share.",
         default_text=f"the key in {KEY_VARIABLE}",
+    )
+    cluster_encryption: str = setting(
+        "auto",
+        "Encryption between this server and its workers: auto encrypts connections that leave the "
+        "machine, on all but Unix sockets, off none, which is for networks that you trust.",
+        choices=("auto", "on", "off"),
+        environment=ENCRYPTION_VARIABLE,
     )
     threads_per_worker: int | None = setting(
         None,

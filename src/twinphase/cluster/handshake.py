@@ -1,61 +1,156 @@
-"""Mutual proof of a shared key on a connection, without sending the key.
+"""The first bytes of each connection of a cluster: encryption, and mutual proof of the shared key.
 
-Each end answers the other's random challenge with an HMAC (RFC 2104, SHA-256). The role is part of
-what is signed, so that a challenge sent back to its sender proves nothing. Nothing is encrypted:
-an attacker on the network can read and change the messages after the handshake.
+    greeting    protocol and version | whether this end demands encryption, needs none, or has none
+    TLS 1.3     if either end demands it (`encryption.py`); `auto` does off this machine
+    challenge   32 random bytes each way
+    proof       HMAC (RFC 2104, SHA-256) with the key over the role, both greetings, the listening
+                end's certificate and both challenges
+
+The key is never sent. The role is part of what is signed, so that a challenge sent back to its
+sender proves nothing. So is the certificate (RFC 5929, tls-server-end-point): an attacker between
+both ends can only show another one, for which no proof fits. So are the greetings: an attacker
+cannot talk both ends out of encryption.
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import os
 import socket
 import time
+from dataclasses import dataclass
+from typing import Literal
 
+from twinphase.cluster.encryption import TlsSession, TlsSocket
 from twinphase.errors import TwinphaseError
 
 HANDSHAKE_SECONDS = 5.0
 # A timeout of 0 would mean not to block at all.
 MIN_TIMEOUT_SECONDS = 1e-3
-GREETING = b"twinphase worker 1\n"
+PROTOCOL = b"twinphase worker 2 "
+DEMANDED = b"must"
+NOT_NEEDED = b"may "
+SWITCHED_OFF = b"none"
+GREETING_BYTES = len(PROTOCOL) + len(DEMANDED) + 1
 NONCE_BYTES = DIGEST_BYTES = 32
+
+Encryption = Literal["auto", "on", "off"]
 
 
 class WrongKeyError(TwinphaseError):
     """The other end has another key, or is not a worker."""
 
 
-def authenticate(link: socket.socket, key: bytes, *, listening: bool) -> None:
-    """Prove to each other that both have `key`; the socket is blocking and has no timeout.
+class EncryptionMismatchError(TwinphaseError):
+    """One end demands encryption, and the other has it switched off."""
+
+
+@dataclass(frozen=True)
+class ClusterKey:
+    """What all members of a cluster share.
+
+    Attributes:
+        secret: the key, which proves that somebody is a member.
+        encryption: `auto` encrypts connections that leave the machine, `on` also those to its own
+            addresses, `off` none. Unix sockets are never encrypted.
+    """
+
+    secret: bytes
+    encryption: Encryption = "auto"
+
+    def stance(self, link: socket.socket) -> bytes:
+        """What the greeting says about encryption."""
+        if link.family == socket.AF_UNIX:
+            return NOT_NEEDED
+        if self.encryption != "auto":
+            return DEMANDED if self.encryption == "on" else SWITCHED_OFF
+        ends = (link.getsockname()[0], link.getpeername()[0])
+        is_local = all(ipaddress.ip_address(end).is_loopback for end in ends)
+        return NOT_NEEDED if is_local else DEMANDED
+
+
+def authenticate(
+    link: socket.socket, key: ClusterKey, *, listening: bool
+) -> socket.socket | TlsSocket:
+    """Prove to each other that both have `key`, and encrypt where that is wanted.
+
+    Args:
+        link: a blocking socket without a timeout; it still has to be closed by the caller.
+        key: of the cluster.
+        listening: this end accepted the connection.
+
+    Returns:
+        What to send and receive with from now on.
 
     Raises:
         WrongKeyError: the other end has another key, or is not a worker.
-        OSError: the other end did not answer in time, or is gone.
+        EncryptionMismatchError: one end demands encryption, and the other has it switched off.
+        OSError: the other end did not answer in time, or is gone; or TLS failed.
     """
     deadline = time.monotonic() + HANDSHAKE_SECONDS
-    own = os.urandom(NONCE_BYTES)
-    roles = (b"listens", b"connects") if listening else (b"connects", b"listens")
     link.settimeout(HANDSHAKE_SECONDS)
     try:
-        link.sendall(GREETING + own)
-        if receive_exactly(link, len(GREETING), deadline) != GREETING:
-            raise WrongKeyError(
-                "What answers there is not a twinphase worker.",
-                "Check the address and the version.",
-            )
-        other = bytes(receive_exactly(link, NONCE_BYTES, deadline))
-        link.sendall(_proof(key, roles[0], own, other))
-        if not hmac.compare_digest(
-            receive_exactly(link, DIGEST_BYTES, deadline), _proof(key, roles[1], other, own)
-        ):
-            raise WrongKeyError(
-                "The other worker has another key.", "Start all workers with the same key."
-            )
+        own_stance = key.stance(link)
+        other_stance = _greet(link, own_stance, deadline)
+        stances = (own_stance, other_stance)
+        stream: socket.socket | TlsSocket = link
+        certificate = b""
+        if DEMANDED in stances:
+            session = TlsSession(listening=listening)
+            session.handshake(link, lambda: _set_timeout(link, deadline))
+            certificate = session.certificate
+            stream = TlsSocket(link, session)
+        context = b"".join((*(stances if listening else reversed(stances)), certificate))
+        _prove(stream, key.secret, context, listening, deadline)
+        return stream
     finally:
         link.settimeout(None)
 
 
-def receive_exactly(link: socket.socket, size: int, deadline: float | None = None) -> bytearray:
+def _greet(link: socket.socket, stance: bytes, deadline: float) -> bytes:
+    """Exchange greetings; returns the other end's stance."""
+    link.sendall(PROTOCOL + stance + b"\n")
+    greeting = bytes(receive_exactly(link, GREETING_BYTES, deadline))
+    other = greeting.removeprefix(PROTOCOL)[:-1]
+    if not greeting.startswith(PROTOCOL) or other not in (DEMANDED, NOT_NEEDED, SWITCHED_OFF):
+        raise WrongKeyError(
+            f"The other end is not a twinphase worker of this version; it sent {greeting!r}.",
+            "Check the address, and install the same version on both.",
+        )
+    if {stance, other} == {DEMANDED, SWITCHED_OFF}:
+        off, demanding = ("this", "the other") if stance == SWITCHED_OFF else ("the other", "this")
+        raise EncryptionMismatchError(
+            f"Encryption is switched off at {off} end, and {demanding} end demands it.",
+            "Give both the same --cluster-encryption.",
+        )
+    return other
+
+
+def _prove(
+    stream: socket.socket | TlsSocket,
+    secret: bytes,
+    context: bytes,
+    listening: bool,
+    deadline: float,
+) -> None:
+    roles = (b"listens", b"connects") if listening else (b"connects", b"listens")
+    own = os.urandom(NONCE_BYTES)
+    stream.sendall(own)
+    other = bytes(receive_exactly(stream, NONCE_BYTES, deadline))
+    stream.sendall(_proof(secret, roles[0] + context, own, other))
+    expected = _proof(secret, roles[1] + context, other, own)
+    if not hmac.compare_digest(receive_exactly(stream, DIGEST_BYTES, deadline), expected):
+        encrypted = isinstance(stream, TlsSocket)
+        between = ", or something between both ends decrypts the connection" if encrypted else ""
+        raise WrongKeyError(
+            f"The other worker has another key{between}.", "Start all workers with the same key."
+        )
+
+
+def receive_exactly(
+    link: socket.socket | TlsSocket, size: int, deadline: float | None = None
+) -> bytearray:
     """The next `size` bytes, until `deadline` on `time.monotonic`, which sets the link's timeout.
 
     Raises:
@@ -66,8 +161,7 @@ def receive_exactly(link: socket.socket, size: int, deadline: float | None = Non
     view = memoryview(data)
     while view:
         if deadline is not None:
-            # A timeout alone begins again with each byte, so that slow bytes could hold a thread.
-            link.settimeout(max(deadline - time.monotonic(), MIN_TIMEOUT_SECONDS))
+            _set_timeout(link, deadline)
         count = link.recv_into(view)
         if not count:
             raise ConnectionError("the connection was closed")
@@ -75,5 +169,10 @@ def receive_exactly(link: socket.socket, size: int, deadline: float | None = Non
     return data
 
 
-def _proof(key: bytes, role: bytes, own: bytes, other: bytes) -> bytes:
-    return hmac.digest(key, role + own + other, "sha256")
+def _set_timeout(link: socket.socket | TlsSocket, deadline: float) -> None:
+    # A timeout alone begins again with each byte, so that slow bytes could hold a thread.
+    link.settimeout(max(deadline - time.monotonic(), MIN_TIMEOUT_SECONDS))
+
+
+def _proof(secret: bytes, context: bytes, own: bytes, other: bytes) -> bytes:
+    return hmac.digest(secret, context + own + other, "sha256")

@@ -15,7 +15,13 @@ import msgspec
 
 from twinphase import __version__
 from twinphase.cluster.address import connect, listen
-from twinphase.cluster.handshake import HANDSHAKE_SECONDS, authenticate, receive_exactly
+from twinphase.cluster.encryption import TlsSocket
+from twinphase.cluster.handshake import (
+    HANDSHAKE_SECONDS,
+    ClusterKey,
+    authenticate,
+    receive_exactly,
+)
 from twinphase.cluster.remote import CalledHost
 from twinphase.cluster.worker_view import WorkerView
 from twinphase.engine.process.wire import encode
@@ -41,7 +47,9 @@ class Door:
         make: makes a host from a name and an address.
     """
 
-    def __init__(self, address: str, key: bytes, make: Callable[[str, str], CalledHost]) -> None:
+    def __init__(
+        self, address: str, key: ClusterKey, make: Callable[[str, str], CalledHost]
+    ) -> None:
         """Listen; each worker has to prove that it has the key.
 
         Raises:
@@ -83,14 +91,14 @@ class Door:
                 return
             with link:
                 try:
-                    authenticate(link, self._key, listening=True)
-                    request = _receive(link)
+                    stream = authenticate(link, self._key, listening=True)
+                    request = _receive(stream)
                     if request.version != __version__:
                         request.problem = (
                             f"The worker is twinphase {request.version}, and the "
                             f"server {__version__}."
                         )
-                    link.sendall(encode(request))
+                    stream.sendall(encode(request))
                     if not request.problem:
                         loop.call_soon_threadsafe(call, request.address)
                 except (TwinphaseError, OSError, msgspec.MsgspecError) as error:
@@ -99,7 +107,7 @@ class Door:
                     return
 
 
-def ask_to_join(server: str, address: str, key: bytes) -> None:
+def ask_to_join(server: str, address: str, key: ClusterKey) -> None:
     """Tell the server that listens at `server` (`--cluster-listen`) of a worker at `address`.
 
     Raises:
@@ -107,9 +115,9 @@ def ask_to_join(server: str, address: str, key: bytes) -> None:
         OSError: nothing listens there.
     """
     with connect(server) as link:
-        authenticate(link, key, listening=False)
-        link.sendall(encode(_Join(_reachable(address, link))))
-        answer = _receive(link)
+        stream = authenticate(link, key, listening=False)
+        stream.sendall(encode(_Join(_reachable(address, link))))
+        answer = _receive(stream)
     if answer.problem:
         raise InvalidRequestError(answer.problem, "Install the same version on both.")
 
@@ -132,7 +140,7 @@ def _reachable(address: str, link: socket.socket) -> str:
     return address
 
 
-def _receive(link: socket.socket) -> _Join:
+def _receive(link: socket.socket | TlsSocket) -> _Join:
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     size = min(int.from_bytes(receive_exactly(link, 4, deadline), "little"), MAX_JOIN_BYTES)
     return msgspec.msgpack.decode(receive_exactly(link, size, deadline), type=_Join)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from dataclasses import replace
 from functools import partial
 
-from twinphase.cluster.address import KEY_VARIABLE, read_key
+from twinphase.cluster.address import KEY_VARIABLE, UNENCRYPTED, read_key
 from twinphase.cluster.config import ClusterConfig
 from twinphase.cluster.elastic import Balance
+from twinphase.cluster.handshake import ClusterKey
 from twinphase.cluster.joining import Door
 from twinphase.cluster.pools import RayPool
 from twinphase.cluster.ported import PortedHost
@@ -17,6 +19,8 @@ from twinphase.cluster.remote import CalledHost, RemoteHost
 from twinphase.cluster.router import Router
 from twinphase.config import ENGINES_VARIABLE, EngineConfig
 from twinphase.engine.process.host import Host, LinkHost, ProcessHost
+
+LOG = logging.getLogger("twinphase.cluster")
 
 
 def make_host(model: str, engine: EngineConfig, cluster: ClusterConfig, *, stall: float) -> Host:
@@ -42,13 +46,15 @@ def make_host(model: str, engine: EngineConfig, cluster: ClusterConfig, *, stall
     roles = cluster.roles
     hosts = dict[str, LinkHost]()
     pool = (
-        RayPool(roles, threads or 1, cluster.ray_address)
+        RayPool(roles, threads or 1, cluster.ray_address, cluster.cluster_encryption)
         if cluster.ray_address is not None
         else None
     )
-    key = pool.key if pool is not None else b""
+    key = pool.key if pool is not None else ClusterKey(b"")
     if cluster.workers or (cluster.cluster_listen and pool is None):
-        key = read_key(cluster.cluster_key_file)
+        key = read_key(cluster.cluster_key_file, cluster.cluster_encryption)
+    if key.secret and key.encryption == "off":
+        LOG.warning(UNENCRYPTED)
     if cluster.prefill_workers and pool is None:
         os.environ[KEY_VARIABLE] = secrets.token_hex(32)  # of these engines alone, which inherit it
     for name, role in roles.items():

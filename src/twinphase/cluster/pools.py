@@ -61,13 +61,15 @@ class WorkerKeeper:
         """The worker's address and the id of its key; restarts a worker that has ended."""
         if self._worker is None or not self._worker.is_running:
             self._worker = WorkerProcess(self._listen, self._role, key=self._key)
-        return self._worker.address, key_id(self._key)
+        return self._worker.address, key_id(self._key.secret)
 
 
 class RayPool:
     """The server's view of its workers on Ray."""
 
-    def __init__(self, roles: Mapping[str, Role], threads: int, ray_address: str) -> None:
+    def __init__(
+        self, roles: Mapping[str, Role], threads: int, ray_address: str, encryption: str = "auto"
+    ) -> None:
         """Nothing is started yet; `roles` is by the workers' names.
 
         A local Ray's key is made here if there is none.
@@ -81,7 +83,7 @@ class RayPool:
             raise InvalidRequestError("Ray is not installed.", install_command("cluster"))
         if ray_address == LOCAL_RAY:
             os.environ.setdefault(KEY_VARIABLE, os.urandom(32).hex())
-        self.key = read_key()
+        self.key = read_key(encryption=encryption)
         self._command = [
             *module_command("twinphase.cluster.pools"),
             json.dumps(dict(roles)),
@@ -151,7 +153,7 @@ class RayPool:
     def _take(self, report: dict[str, Any]) -> None:
         if "error" in report:
             self._error = InvalidRequestError(report["error"], report["fix"])
-        elif report["key"] != key_id(self.key):
+        elif report["key"] != key_id(self.key.secret):
             self._error = InvalidRequestError(
                 f"The machine of {report['worker']} has another key.",
                 f"Set {KEY_VARIABLE} alike on all of them.",

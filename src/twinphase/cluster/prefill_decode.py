@@ -11,6 +11,7 @@ import asyncio
 import json
 from typing import Any
 
+from twinphase.cluster.handshake import ClusterKey
 from twinphase.cluster.joining import Door
 from twinphase.cluster.remote import CalledHost
 from twinphase.cluster.replica import LLMConfig, OpenAIServer
@@ -34,7 +35,7 @@ class PDServer(OpenAIServer):
 
     def __init__(self, config: LLMConfig, key: str, pools: list[Any]) -> None:
         """`pools` are the workers' deployments, which Serve starts since they are named here."""
-        self._key = key.encode()
+        self._key = ClusterKey(key.encode())
         super().__init__(config)
 
     def _host(self, model: str, config: LLMConfig, server: ServerConfig) -> Host:
@@ -73,7 +74,7 @@ class PDWorker:
 
         self._server = serve.get_deployment_handle("PDServer", serve.get_replica_context().app_name)
         self._role = role
-        self._key = key.encode()
+        self._key = ClusterKey(key.encode())
         self._options = ["--engine", json.dumps(config.engine_kwargs), "--join"]
         self._door = self._address = ""
         await self.check_health()

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from twinphase import __version__
 from twinphase.cluster.address import connect
-from twinphase.cluster.handshake import authenticate
+from twinphase.cluster.encryption import TlsSession, TlsSocket
+from twinphase.cluster.handshake import ClusterKey, authenticate
 from twinphase.cluster.timelines import shifted
 from twinphase.config import EngineConfig
 from twinphase.engine.process.host import LinkHost, running_loop
@@ -44,7 +45,7 @@ class RemoteHost(LinkHost):
     def __init__(
         self,
         address: str | Callable[[], str],
-        key: bytes,
+        key: ClusterKey,
         model: str | Path,
         config: EngineConfig,
         silence: float | None = 1.5,
@@ -55,6 +56,7 @@ class RemoteHost(LinkHost):
         self._key = key
         self.where = address if isinstance(address, str) else "elsewhere"
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._session: TlsSession | None = None
         self._offset = 0.0  # the other clock minus ours, seconds
         self._shortest_trip = float("inf")
 
@@ -112,7 +114,8 @@ class RemoteHost(LinkHost):
         self.where = address
         link = connect(address)
         try:
-            authenticate(link, self._key, listening=False)
+            stream = authenticate(link, self._key, listening=False)
+            self._session = stream.session if isinstance(stream, TlsSocket) else None
             link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             link.setblocking(False)
         except BaseException:
@@ -120,6 +123,12 @@ class RemoteHost(LinkHost):
             raise
         self._shortest_trip = float("inf")  # Another process may answer now.
         return link
+
+    def _seal(self, data: bytes) -> bytes:
+        return self._session.encrypt(data) if self._session is not None else data
+
+    def unseal(self, data: bytes) -> bytes:
+        return self._session.decrypt(data) if self._session is not None else data
 
     def _end(self) -> str:
         return f"The connection to the worker at {self.where} broke"

@@ -21,7 +21,8 @@ from msgspec.structs import replace
 
 from twinphase import __version__
 from twinphase.cluster.address import listen, prepare
-from twinphase.cluster.handshake import authenticate
+from twinphase.cluster.encryption import TlsSocket
+from twinphase.cluster.handshake import ClusterKey, authenticate
 from twinphase.cluster.joining import ask_to_join
 from twinphase.cluster.kv.port import opened_port
 from twinphase.cluster.routing import Role
@@ -82,7 +83,7 @@ class Worker:
 
     def __init__(
         self,
-        key: bytes,
+        key: ClusterKey,
         role: Role = "both",
         own: Mapping[str, Any] | None = None,
         kv_port: int = 0,
@@ -100,11 +101,11 @@ class Worker:
         self._wanted: Load | None = None
         self._loaded: LoadedEngine | LoadedEmbedder | None = None
 
-    def serve(self, connection: socket.socket) -> None:
-        """Serve an authenticated server until it disconnects."""
+    def serve(self, connection: socket.socket, stream: socket.socket | TlsSocket) -> None:
+        """Serve an authenticated server until it disconnects; `stream` is what it is sent."""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         connection.settimeout(PING_TIMEOUT_SECONDS)
-        self.link = link = _ServerLink(connection)
+        self.link = link = _ServerLink(stream)
         link.role = self._role
         try:
             first = link.next()
@@ -156,7 +157,7 @@ class Worker:
 
 def run_worker(
     address: str,
-    key: bytes,
+    key: ClusterKey,
     role: str = "both",
     own: Mapping[str, Any] | None = None,
     *,
@@ -211,18 +212,18 @@ def run_worker(
             with connection:
                 try:
                     prepare(connection)
-                    authenticate(connection, key, listening=True)
+                    stream = authenticate(connection, key, listening=True)
                 except (TwinphaseError, OSError) as error:
                     print(f"Refused a connection: {error}", file=sys.stderr, flush=True)
                     continue
-                worker.serve(connection)
+                worker.serve(connection, stream)
                 if join is not None and worker.refusal is not None:
                     raise worker.refusal
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _keep_joining(worker: Worker, server: str, address: str, key: bytes) -> None:
+def _keep_joining(worker: Worker, server: str, address: str, key: ClusterKey) -> None:
     is_reported = False
     while worker.link is None or not worker.link.leaving:
         if worker.link is None or worker.link.is_broken:

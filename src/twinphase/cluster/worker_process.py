@@ -8,7 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 from twinphase import lifeline
-from twinphase.cluster.address import KEY_VARIABLE
+from twinphase.cluster.address import ENCRYPTION_VARIABLE, KEY_VARIABLE
+from twinphase.cluster.handshake import ClusterKey
 from twinphase.cluster.routing import Role
 from twinphase.config import module_command
 
@@ -20,7 +21,7 @@ class WorkerProcess:
         address: where it listens.
     """
 
-    def __init__(self, listen: str, role: Role, *options: str, key: bytes) -> None:
+    def __init__(self, listen: str, role: Role, *options: str, key: ClusterKey) -> None:
         """Start it on a free port of the host `listen`."""
         command = [*module_command("twinphase.cli"), "worker", "--ends-with-stdin"]
         self._process = lifeline.start(
@@ -28,7 +29,11 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, KEY_VARIABLE: key.decode()},
+            env={
+                **os.environ,
+                KEY_VARIABLE: key.secret.decode(),
+                ENCRYPTION_VARIABLE: key.encryption,
+            },
         )
         assert self._process.stdout is not None
         self.address = self._process.stdout.readline().rpartition(" ")[2].strip()

@@ -6,7 +6,9 @@ The values are those of `Explanation.as_dict`, with "id" (of a request, or a fil
 
 from __future__ import annotations
 
+import http.client
 import json
+import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -35,6 +37,8 @@ REPLY_TIMEOUT_SECONDS = 60.0
 RESULTS = {"lab": "a lab result", "roofline": "a roofline", "compare": "a comparison of results"}
 BENCH_RESULTS = {"load": "a load's result", "phase sweep": "a phase sweep"}
 DEFAULT_URL = "http://127.0.0.1:8000"
+# Of OpenSSL: the certificate has another host name, or another IP address.
+WRONG_NAME_CODES = (62, 64)
 CHECK_URL = "Is it a twinphase server? Give --url as the server logged it when it started."
 
 
@@ -185,7 +189,9 @@ def server_base(url: str | None) -> str:
         url = running[0].url if len(running) == 1 else DEFAULT_URL
     base = url.rstrip("/").removesuffix("/v1")
     if urllib.parse.urlsplit(base).scheme not in ("http", "https"):
-        raise InvalidRequestError(f"The server's URL is {url!r}.", "Use http://HOST:PORT.")
+        raise InvalidRequestError(
+            f"The server's URL is {url!r}.", "Use http://HOST:PORT or https://HOST:PORT."
+        )
     return base
 
 
@@ -207,6 +213,8 @@ def get_json(url: str, api_key: str | None) -> dict[str, Any]:
             raise _refused(url, error.code, error.read(MAX_REPLY_BYTES)) from None
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         reason = getattr(error, "reason", None) or error
+        if (problem := _tls_problem(url, reason)) is not None:
+            raise problem from None
         raise EngineUnavailableError(
             f"No server answers at {url}: {reason}.",
             "Start one with `twinphase serve`, or give its --url.",
@@ -218,6 +226,24 @@ def get_json(url: str, api_key: str | None) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise TwinphaseError(f"What answers at {url} did not send a JSON object.", CHECK_URL)
     return found
+
+
+def _tls_problem(url: str, reason: object) -> TwinphaseError | None:
+    """The error where a server answers, but not in this way."""
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        why = reason.verify_message.rstrip(".")
+        fix = "Set SSL_CERT_FILE to a PEM file with its certificate, or that of its authority."
+        if reason.verify_code in WRONG_NAME_CODES:
+            fix = "Give --url with a name that the certificate has."
+        return TwinphaseError(f"The certificate of {url} is not trusted: {why}.", fix)
+    if isinstance(reason, ssl.SSLError):
+        cause = f"What answers at {url} does not speak TLS, or another kind: {reason.reason}."
+        return TwinphaseError(cause, "Give --url with http:// if the server has no certificate.")
+    closed = isinstance(reason, (http.client.RemoteDisconnected, ConnectionResetError))
+    if closed and url.startswith("http:"):
+        cause = f"What listens at {url} closed the connection without an answer."
+        return TwinphaseError(cause, "If it has a certificate, give --url with https://.")
+    return None
 
 
 def _refused(url: str, status: int, body: bytes) -> TwinphaseError:

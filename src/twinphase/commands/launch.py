@@ -163,6 +163,9 @@ def launch(
     base = server_base(url)
     with _serving(base, model, api_key, start=not show) as target:
         variables, own = chosen.prepare(target)
+        if (trusted := os.environ.get("SSL_CERT_FILE")) and base.startswith("https:"):
+            # Programs on Node.js have a variable of their own.
+            variables = {"NODE_EXTRA_CA_CERTS": trusted, **variables}
         words = [*own, *(arguments or [])]
         if show:
             lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -200,9 +203,10 @@ def _serving(base: str, model: str | None, key: str | None, start: bool) -> Iter
     if not start:
         yield Target(base, model or DEFAULT_MODEL, key or NO_KEY)
         return
-    if address.hostname not in ("127.0.0.1", "localhost", "::1"):
+    if address.scheme == "https" or address.hostname not in ("127.0.0.1", "localhost", "::1"):
         raise EngineUnavailableError(
-            f"No server answers at {base}.", "Start one there; launch starts one here only."
+            f"No server answers at {base}.",
+            "Start one there; launch starts one on this machine only, and without TLS.",
         )
     with _started(model or DEFAULT_MODEL, str(address.hostname), address.port or 80, key):
         yield Target(base, _require_model(base, key), key or NO_KEY)

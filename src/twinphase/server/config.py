@@ -59,6 +59,29 @@ class ServerConfig(GenerationDefaults):
         "Origin of browser pages that may call the server (CORS), such as https://page.example; "
         "repeatable. * allows any.",
     )
+    ssl_certfile: str | None = setting(
+        None,
+        "File with the server's certificate, in PEM form with those that sign it: the server then "
+        "speaks HTTPS only. A renewed file is read again.",
+        default_text="HTTP",
+    )
+    ssl_keyfile: str | None = setting(
+        None,
+        "File with the certificate's key.",
+        default_text="the file of the certificate",
+    )
+    ssl_ca_certs: str | None = setting(
+        None,
+        "File with the certificates that sign those of clients, for --ssl-cert-reqs.",
+        default_text="none",
+    )
+    ssl_cert_reqs: int = setting(
+        0,
+        "Whether clients need a certificate of their own: 0, no; 1, one that they show must be "
+        "valid; 2, yes.",
+        minimum=0,
+        maximum=2,
+    )
     max_body_bytes: int = setting(
         4 << 20, "Maximum size of a request body, in bytes.", minimum=1, maximum=1 << 30
     )
@@ -114,6 +137,11 @@ class ServerConfig(GenerationDefaults):
         True,
         "Describe tools in a system message if the model's chat template has no place for them.",
     )
+    plain_tool_calls: bool = setting(
+        True,
+        "Take an answer that is one JSON object, bare or in a Markdown fence, for a tool call if "
+        "it names a tool of the request and obeys its parameters.",
+    )
     log_level: str = setting(
         "info",
         "What the log on stderr has: warning leaves out requests and statistics, debug adds "
@@ -150,6 +178,14 @@ class ServerConfig(GenerationDefaults):
     def __post_init__(self) -> None:
         check_settings(self)
         self.check_override()
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise InvalidRequestError(
+                "A file for TLS is given, and no certificate.", "Give --ssl-certfile."
+            )
+        if bool(self.ssl_cert_reqs) != (self.ssl_ca_certs is not None):
+            raise InvalidRequestError(
+                "--ssl-ca-certs and --ssl-cert-reqs are of use together only.", "Give both."
+            )
         for key in self.keys:
             if not key or not key.isascii() or not key.isprintable() or key != key.strip():
                 raise InvalidRequestError(

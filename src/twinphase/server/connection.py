@@ -104,6 +104,8 @@ class Connection(HttpToolsProtocol):
         self.transport.write(TOO_LARGE)
         if self.transport.can_write_eof():
             self.transport.write_eof()
+        else:  # TLS says so by itself, and reads on.
+            self.transport.close()
         self._cut_if_unread()
 
     def _cut_if_unread(self) -> None:

@@ -26,6 +26,7 @@ from twinphase.server.connection import Connection
 from twinphase.server.logs import start_logging
 from twinphase.server.service import Service
 from twinphase.server.started import noted
+from twinphase.server.tls import Certificate
 
 # The system keeps this part of an answer for a slow client.
 SEND_BUFFER_BYTES = 256 << 10
@@ -42,6 +43,7 @@ def serve(model: str, make_host: Callable[[], Host], config: ServerConfig) -> in
     start_logging(config.log_level, config.log_format)
     terminal.transient("")
     LOG.info("twinphase %s starts with the model %s", __version__, model)
+    certificate = Certificate(config) if config.ssl_certfile is not None else None
     host = make_host()
     service = Service(host, model, config)
     service.sampling_defaults  # noqa: B018  a wrong file is refused before anything is loaded
@@ -56,7 +58,7 @@ def serve(model: str, make_host: Callable[[], Host], config: ServerConfig) -> in
         server_header=False,
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_SECONDS,
     )
-    server = _Server(settings, service, listener)
+    server = _Server(settings, service, listener, certificate)
     with noted(server.url):
         server.run(sockets=[listener])
     LOG.info("Stopped")
@@ -215,11 +217,23 @@ class _Stages:
 class _Server(uvicorn.Server):
     """Lets running requests finish on the first signal, and ends at once on the second."""
 
-    def __init__(self, settings: uvicorn.Config, service: Service, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        settings: uvicorn.Config,
+        service: Service,
+        listener: socket.socket,
+        certificate: Certificate | None,
+    ) -> None:
         super().__init__(settings)
         self._service = service
+        self._certificate = certificate
+        scheme = "http"
+        if certificate is not None:
+            settings.load()
+            settings.ssl = certificate.context
+            scheme = "https"
         host, port = listener.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         service = self._service
@@ -241,6 +255,8 @@ class _Server(uvicorn.Server):
             asyncio.create_task(self._announce()),
             asyncio.create_task(self._end_when_drained()),
         ]
+        if self._certificate is not None:
+            tasks.append(asyncio.create_task(self._certificate.keep_fresh()))
         try:
             await self._serve(sockets)
         finally:

@@ -330,6 +330,11 @@ def _tls() -> ssl.SSLContext:
 def _connect_error(error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
         return f"connection refused: {error}"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"untrusted certificate: {error.verify_message}; SSL_CERT_FILE may name a PEM file "
+            "with certificates to trust"
+        )
     if isinstance(error, TimeoutError):
         return "timeout: the connection was not opened in time"
     if isinstance(error, OSError) and error.errno in OWN_ERRORS:

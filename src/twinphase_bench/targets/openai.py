@@ -255,7 +255,8 @@ class OpenAITarget(LoadTarget):
             self.lead = max(MIN_LEAD_SECONDS, LEAD_PER_CONNECT_TIME * reply.connect_seconds)
         if reply.error and not reply.status:
             raise ServerUnreachableError(
-                f"{self.address.url} gives no HTTP reply: {reply.error}.", "Check the URL."
+                f"{self.address.url} gives no HTTP reply: {reply.error}.",
+                "Check the URL: http:// or https://, and a name that its certificate has.",
             )
         found = reply.json()
         listed = found.get("data") if isinstance(found, dict) else None

@@ -21,7 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from twinphase.cache.prefix_cache import CachedBlock
-from twinphase.cluster.handshake import HANDSHAKE_SECONDS, authenticate
+from twinphase.cluster.encryption import TlsSocket
+from twinphase.cluster.handshake import HANDSHAKE_SECONDS, ClusterKey, authenticate
 from twinphase.cluster.kv.frames import (
     Ack,
     Frame,
@@ -159,7 +160,7 @@ class BlockListener:
     def __init__(
         self,
         intake: BlockIntake,
-        key: bytes,
+        key: ClusterKey,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -220,10 +221,10 @@ class BlockListener:
         try:
             with link:
                 try:
-                    authenticate(link, self._key, listening=True)
+                    stream = authenticate(link, self._key, listening=True)
                 finally:
                     self._unproven.release()
-                _Receiver(link, self._intake, shared=family == socket.AF_UNIX).run()
+                _Receiver(link, stream, self._intake, shared=family == socket.AF_UNIX).run()
         except TwinphaseError as error:
             LOG.warning("A worker's connection for KV blocks was refused: %s", error)
         except OSError:
@@ -235,8 +236,16 @@ class BlockListener:
 class _Receiver:
     """The receiving end of one connection."""
 
-    def __init__(self, link: socket.socket, intake: BlockIntake, *, shared: bool) -> None:
+    def __init__(
+        self,
+        link: socket.socket,
+        stream: socket.socket | TlsSocket,
+        intake: BlockIntake,
+        *,
+        shared: bool,
+    ) -> None:
         self._link = link
+        self._stream = stream
         self._intake = intake
         self._shared = shared
         self._memory: mmap.mmap | None = None
@@ -257,7 +266,7 @@ class _Receiver:
 
     def _receive(self) -> None:
         while True:
-            message, payload = read_message(self._link, 2 * self._intake.nbytes)
+            message, payload = read_message(self._stream, 2 * self._intake.nbytes)
             if isinstance(message, Offer):
                 self._outbox.put(Wanted(message.number, self._intake.wanted(message.hashes)))
             elif isinstance(message, Frame):
@@ -271,9 +280,9 @@ class _Receiver:
         self._link.settimeout(HANDSHAKE_SECONDS)
         descriptors = socket.recv_fds(self._link, 1, 1)[1] if self._shared else []
         try:
-            hello, _ = read_message(self._link)
+            hello, _ = read_message(self._stream)
             if isinstance(hello, Hello):
-                self._link.sendall(encode_message(Hello(self._intake.fingerprint)))
+                self._stream.sendall(encode_message(Hello(self._intake.fingerprint)))
             if not isinstance(hello, Hello) or hello.fingerprint != self._intake.fingerprint:
                 raise ProtocolError(
                     "Its KV blocks are of another kind.",
@@ -310,4 +319,4 @@ class _Receiver:
     def _answer(self) -> None:
         with suppress(OSError):  # A worker that is gone needs no answer.
             while (message := self._outbox.get()) is not None:
-                self._link.sendall(encode_message(message))
+                self._stream.sendall(encode_message(message))

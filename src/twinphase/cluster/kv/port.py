@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from twinphase.cluster.handshake import ClusterKey
 from twinphase.cluster.kv.intake import BlockIntake, BlockListener
 from twinphase.cluster.kv.pushes import BlockPushes
 from twinphase.engine.process.loop import EngineLoop
@@ -28,7 +29,7 @@ class KVPort:
         self,
         loop: EngineLoop,
         send: Callable[[FromEngine], None],
-        key: bytes,
+        key: ClusterKey,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -61,7 +62,7 @@ class KVPort:
 
 
 @contextmanager
-def opened_port(key: bytes, host: str = "127.0.0.1", port: int = 0) -> Iterator[OpenPort]:
+def opened_port(key: ClusterKey, host: str = "127.0.0.1", port: int = 0) -> Iterator[OpenPort]:
     """For `child.serve`: a function that opens a loop's port, which the `with` block closes.
 
     That function raises `StorageError` where somebody else has the port.

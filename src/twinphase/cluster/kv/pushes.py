@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from twinphase.cache.prefix_cache import CachedBlock
+from twinphase.cluster.handshake import ClusterKey
 from twinphase.cluster.kv.frames import frame_bytes
 from twinphase.cluster.kv.transport import (
     KVTransport,
@@ -76,7 +77,7 @@ class BlockPushes:
     def __init__(
         self,
         loaded: LoadedEngine,
-        key: bytes,
+        key: ClusterKey,
         wake: Callable[[], None],
         report: Callable[[Pushed], None],
     ) -> None:

@@ -22,7 +22,13 @@ from pathlib import Path
 from typing import Protocol
 
 from twinphase.cache.prefix_cache import CachedBlock
-from twinphase.cluster.handshake import HANDSHAKE_SECONDS, authenticate, receive_exactly
+from twinphase.cluster.encryption import TlsSocket
+from twinphase.cluster.handshake import (
+    HANDSHAKE_SECONDS,
+    ClusterKey,
+    authenticate,
+    receive_exactly,
+)
 from twinphase.cluster.kv.frames import (
     ENVELOPE,
     Ack,
@@ -118,7 +124,7 @@ class SocketTransport:
     def __init__(
         self,
         address: str,
-        key: bytes,
+        key: ClusterKey,
         fingerprint: str,
         slots: SharedSlots,
         events: TransportEvents,
@@ -162,12 +168,12 @@ class SocketTransport:
         try:
             with connect(self.address) as link:
                 self._link = link
-                self._greet(link)
+                stream = self._greet(link)
                 threading.Thread(
-                    target=self._read, args=(link,), name="twinphase-kv-acks", daemon=True
+                    target=self._read, args=(stream,), name="twinphase-kv-acks", daemon=True
                 ).start()
                 try:
-                    self._work(link)
+                    self._work(stream)
                 finally:
                     with suppress(OSError):
                         link.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
@@ -177,33 +183,34 @@ class SocketTransport:
             reason = f"{error.strerror or error}"
         self._lose(reason)
 
-    def _work(self, link: socket.socket) -> None:
+    def _work(self, link: socket.socket | TlsSocket) -> None:
         while (job := self._jobs.get()) is not None:
             if isinstance(job, Offer):
                 link.sendall(encode_message(job))
             else:
                 self._send(link, job)
 
-    def _greet(self, link: socket.socket) -> None:
-        authenticate(link, self._key, listening=False)
+    def _greet(self, link: socket.socket) -> socket.socket | TlsSocket:
+        stream = authenticate(link, self._key, listening=False)
         link.setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_TIMEOUT_SECONDS), 0)
         )
         if self._shared:
             socket.send_fds(link, [b"M"], [self._slots.descriptor])
-        link.sendall(
+        stream.sendall(
             encode_message(Hello(self._fingerprint, self._slots.nbytes if self._shared else 0))
         )
         link.settimeout(HANDSHAKE_SECONDS)
-        answer, _ = read_message(link)
+        answer, _ = read_message(stream)
         link.settimeout(None)
         if not isinstance(answer, Hello) or answer.fingerprint != self._fingerprint:
             raise ProtocolError(
                 "The other worker's KV blocks are of another kind.",
                 "Run the same model and version.",
             )
+        return stream
 
-    def _send(self, link: socket.socket, outgoing: Outgoing) -> None:
+    def _send(self, link: socket.socket | TlsSocket, outgoing: Outgoing) -> None:
         view = self._slots.view(outgoing.slot, outgoing.length)
         block = outgoing.block
         frame = Frame(
@@ -223,7 +230,7 @@ class SocketTransport:
             link.sendall(view)
             self._free([outgoing.number])
 
-    def _read(self, link: socket.socket) -> None:
+    def _read(self, link: socket.socket | TlsSocket) -> None:
         reason = "the connection was closed"
         try:
             while True:
@@ -290,7 +297,9 @@ def connect(address: str) -> socket.socket:
     return link
 
 
-def read_message(link: socket.socket, max_payload_bytes: int = 0) -> tuple[Message, bytearray]:
+def read_message(
+    link: socket.socket | TlsSocket, max_payload_bytes: int = 0
+) -> tuple[Message, bytearray]:
     """The next message and its payload.
 
     Raises:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from twinphase.engine.process.messages import FromEngine, Load, Loading, Ping, Pong, Stop, ToEngine
-from twinphase.engine.process.wire import SEND_BUFFER_BYTES, Decoder, encode
+from twinphase.engine.process.wire import SEND_BUFFER_BYTES, Decoder, Stream, encode
 from twinphase.errors import EngineDeadError, TwinphaseError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ PROGRESS_SECONDS = 0.1
 class Link:
     """The engine's end of a connection: messages in and out, sent from any thread."""
 
-    def __init__(self, link: socket.socket) -> None:
+    def __init__(self, link: Stream) -> None:
         self._socket = link
         self._decoder: Decoder[ToEngine] = Decoder(ToEngine)
         self._backlog: deque[ToEngine] = deque()

@@ -222,7 +222,7 @@ class LinkHost:
             raise EngineDeadError(
                 "The engine is being started.", "Send the request again in a moment."
             )
-        self._writer.write(encode(message))
+        self._writer.write(self._seal(encode(message)))
 
     def workers(self) -> list[WorkerStatus]:
         return []
@@ -242,7 +242,7 @@ class LinkHost:
             # The engine may end at this very moment, and the loop, in another thread, close the
             # transport.
             with suppress(OSError, AttributeError, RuntimeError):
-                self._writer.write(encode(Stop()))
+                self._writer.write(self._seal(encode(Stop())))
 
     async def _open(self) -> socket.socket:
         """A connection to the engine, whose first message is `_load_message`."""
@@ -254,6 +254,18 @@ class LinkHost:
 
     def _load_message(self) -> Load:
         return Load(self._model, self._config)
+
+    def _seal(self, data: bytes) -> bytes:
+        """The bytes that go over the connection for these of messages."""
+        return data
+
+    def unseal(self, data: bytes) -> bytes:
+        """The bytes of messages for these that came over the connection.
+
+        Raises:
+            OSError: they were changed on the way.
+        """
+        return data
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -282,7 +294,7 @@ class LinkHost:
         self.waits_for = ""
         loop = asyncio.get_running_loop()
         self._writer, _ = await loop.create_connection(lambda: _Link(self), sock=link)
-        self._writer.write(encode(self._load_message()))
+        self._writer.write(self._seal(encode(self._load_message())))
 
     def _connect_later(self) -> None:
         if not self.is_sought:
@@ -294,7 +306,7 @@ class LinkHost:
         """Ping the engine, and end it if it stays silent; pauses of this process do not count."""
         self._heard = time.monotonic()
         while self._writer is writer:
-            writer.write(encode(Ping(time.perf_counter())))
+            writer.write(self._seal(encode(Ping(time.perf_counter()))))
             slept = time.monotonic()
             await asyncio.sleep(PING_INTERVAL_SECONDS)
             if (
@@ -409,7 +421,15 @@ class _Link(asyncio.Protocol):
         self._host = host
         self._decoder: Decoder[FromEngine] = Decoder(FromEngine)
 
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
     def data_received(self, data: bytes) -> None:
+        try:
+            data = self._host.unseal(data)
+        except OSError:
+            self._transport.abort()
+            return
         for message in self._decoder.feed(data):
             self._host.take(message)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -19,6 +19,14 @@ _LENGTH = struct.Struct("<I")
 _ENCODER = msgspec.msgpack.Encoder()
 
 Message = TypeVar("Message")
+
+
+class Stream(Protocol):
+    """What messages go through: a socket, or one that encrypts."""
+
+    def sendall(self, data: bytes, /) -> None: ...
+
+    def recv(self, size: int, /) -> bytes: ...
 
 
 def encode(message: Any) -> bytes:
