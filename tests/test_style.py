@@ -44,15 +44,15 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 20_500,
+    "benchmarks": 26_500,
     "tests": 350_000,
     "twinphase": 16_800,
-    "twinphase/backends": 92_500,
+    "twinphase/backends": 93_000,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
-    "twinphase/cluster": 31_100,
+    "twinphase/cluster": 31_300,
     "twinphase/commands": 18_000,
-    "twinphase/engine": 34_900,
+    "twinphase/engine": 36_600,
     "twinphase/estimate": 4_600,
     "twinphase/explain": 11_000,
     "twinphase/models": 13_400,
@@ -66,7 +66,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 63_000,
 }
-MAX_TOKENS = {"src": 432_000, "tests": 350_000, "benchmarks": 20_500}
+MAX_TOKENS = {"src": 434_000, "tests": 350_000, "benchmarks": 26_500}
 
 SKIPPED = {
     tokenize.COMMENT,

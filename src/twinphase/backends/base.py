@@ -430,7 +430,15 @@ class Backend(WeightLoader, Protocol):
 
 
 class EncoderBackend(Protocol):
-    """The operations of an encoder, on one text at a time: no KV cache, no steps, no mask."""
+    """The operations of an encoder, on the rows of several texts: no KV cache, no steps.
+
+    A row's bits depend on its text alone. Rows beyond those of the texts are padding.
+
+    Attributes:
+        row_multiple: the number of rows has to be a multiple of it.
+    """
+
+    row_multiple: int
 
     def matrix(self, checkpoint: Checkpoint, name: str) -> Array:
         """Weights of a linear layer or of an embedding, [outputs, inputs]."""
@@ -453,8 +461,13 @@ class EncoderBackend(Protocol):
     def gelu(self, x: Array) -> Array:
         """x * (1 + erf(x / sqrt(2))) / 2 (Hendrycks and Gimpel, 2016); may overwrite x."""
 
-    def attention(self, q: Array, k: Array, v: Array, num_heads: int) -> Array:
-        """softmax(q k^T / sqrt(head_dim)) v of each head, without a mask, [rows, width]."""
+    def attention(
+        self, q: Array, k: Array, v: Array, num_heads: int, lengths: Sequence[int]
+    ) -> Array:
+        """softmax(q k^T / sqrt(head_dim)) v of each head within each text, [rows, width].
 
-    def pool(self, x: Array, pooling: str) -> Array:
-        """One row of length 1, float32 [width]: the "mean", the first ("cls") or the "last" row."""
+        `lengths`: rows of each text, in their order; best sorted.
+        """
+
+    def pool(self, x: Array, pooling: str, lengths: Sequence[int]) -> list[Array]:
+        """For each text a vector of length 1: its "mean", first ("cls") or "last" row."""
