@@ -52,9 +52,6 @@ POLLED_PATHS = re.compile(r"/|/health(/live|/ready)?|/metrics|/(docs|page)/.*|/v
 MAX_LOGGED_CHARACTERS = 256
 # All bodies that are being received may together have this many times the limit of one.
 TOTAL_BODY_LIMITS = 32
-# A body of up to this many times the limit is read and thrown away, so that its client gets to see
-# the error.
-DISCARDED_BODY_LIMITS = 8
 NOSNIFF = (b"x-content-type-options", b"nosniff")
 METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
 FORM = b"application/x-www-form-urlencoded"
@@ -339,9 +336,7 @@ class Gate:
             f"The body is longer than {limit} bytes.", "Send less in one request."
         )
         length = headers.get(b"content-length", b"")
-        # A client that asks first has sent none yet.
-        longest = limit if b"expect" in headers else DISCARDED_BODY_LIMITS * limit
-        if length.isdigit() and int(length[:20]) > longest:
+        if length.isdigit() and int(length[:20]) > limit:
             raise error
         body = bytearray()
 
@@ -357,12 +352,11 @@ class Gate:
                     raise self._service.admission.overloaded(
                         None, "too many requests are being sent at once"
                     )
-                if size <= limit:
-                    body.extend(piece)
-                    self._num_bytes += len(piece)
-                if size > longest or not message.get("more_body", False):
-                    if size > limit:
-                        raise error
+                if size > limit:
+                    raise error
+                body.extend(piece)
+                self._num_bytes += len(piece)
+                if not message.get("more_body", False):
                     return bytes(body)
 
         try:
