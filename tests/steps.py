@@ -41,7 +41,7 @@ def isas_that_differ(trait: str) -> list[str]:
     return list(paths.values())
 
 
-def _on_each(isas: list[str]) -> pytest.MarkDecorator:
+def on_each(isas: list[str]) -> pytest.MarkDecorator:
     """All but the path that users get are long proofs."""
     best, *others = isas
     slow = [pytest.param(name, marks=pytest.mark.slow) for name in others]
@@ -49,8 +49,8 @@ def _on_each(isas: list[str]) -> pytest.MarkDecorator:
 
 
 # Attention, and whole models: among these paths are all linear layers too.
-per_isa = _on_each(isas_that_differ("bf16_dot"))
-per_isa_of_linear = _on_each(isas_that_differ("matrix_tiles"))
+per_isa = on_each(isas_that_differ("bf16_dot"))
+per_isa_of_linear = on_each(isas_that_differ("matrix_tiles"))
 
 
 @contextlib.contextmanager

@@ -68,6 +68,7 @@ MAY_IMPORT = {
         "engine",
         "phases",
         "explain",
+        "sampling.json_schema",  # whether a call fits its tool
         "tokenizer",
         "terminal",
         "weights.catalogue",

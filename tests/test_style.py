@@ -45,9 +45,9 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 20_500,
-    "tests": 340_500,
+    "tests": 350_000,
     "twinphase": 16_800,
-    "twinphase/backends": 86_000,
+    "twinphase/backends": 86_300,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_100,
@@ -55,9 +55,9 @@ BUDGET: dict[str, int] = {
     "twinphase/engine": 34_900,
     "twinphase/estimate": 4_600,
     "twinphase/explain": 11_000,
-    "twinphase/models": 11_900,
+    "twinphase/models": 12_800,
     "twinphase/phases": 11_500,
-    "twinphase/sampling": 9_000,
+    "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
     "twinphase/server": 62_500,
     "twinphase/speculation": 12_500,
@@ -66,7 +66,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 63_000,
 }
-MAX_TOKENS = {"src": 422_000, "tests": 340_500, "benchmarks": 20_500}
+MAX_TOKENS = {"src": 426_000, "tests": 350_000, "benchmarks": 20_500}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -23,11 +23,15 @@ class Rope:
         interleaved: True rotates the pairs (2i, 2i+1), as GGUF stores Llama; False the pairs (i, i
             + pairs).
         magnitude: multiplies cosines and sines (YaRN's and LongRoPE's attention factor).
+        temperature, temperature_length: rotated queries, not keys, are multiplied by
+            1 + temperature * ln(1 + floor(position / temperature_length)), as in Llama 4.
     """
 
     frequencies: tuple[float, ...]
     interleaved: bool = False
     magnitude: float = 1.0
+    temperature: float = 0.0
+    temperature_length: int = 1
 
     @property
     def dim(self) -> int:

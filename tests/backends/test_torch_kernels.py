@@ -63,8 +63,8 @@ F32 = NDArray[np.float32]
 CPU = torch.device("cpu")
 TOKENS = np.random.default_rng(0).integers(3, 320, 24, dtype=np.int32)
 # Caps, windows and norms behind; norms over the width; sinks and experts with biases; norms of
-# heads; a part rotated.
-ONE_OF_EACH = ("gemma2", "olmo2", "gpt-oss", "qwen3-moe", "glm4")
+# heads; a part rotated; queries scaled by position.
+ONE_OF_EACH = ("gemma2", "olmo2", "gpt-oss", "qwen3-moe", "glm4", "ministral3")
 FORMATS_HERE = [name for name, fmt in FORMATS.items() if fmt.quantized or name == "F16"]
 few_shapes = settings(max_examples=8, deadline=None, derandomize=True, database=None)
 

@@ -18,6 +18,8 @@ from click import Command
 from typer.main import get_command
 
 from raw_client import until
+from steps import own_cache
+from tiny_gguf import write_tiny_gguf
 from twinphase.cluster.deploy import ServingArgs
 from twinphase_bench.cli import app
 
@@ -188,11 +190,10 @@ def test_the_image_starts_is_healthy_and_drains(tmp_path, model_path):
     code = check[-1]
     assert check[:2] == ["python", "-c"] and ":8000/" in code
     cache = tmp_path / "cache"
-    cache.mkdir()
     kept = {"PATH": str(BIN), "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     environment = {**kept, "TWINPHASE_CACHE": str(cache), "HOME": "/nonexistent"}
     log = tmp_path / "log"
-    with log.open("w") as stderr:
+    with own_cache(cache), log.open("w") as stderr:
         process = subprocess.Popen(
             [*words, "--port", "0"], env=environment, cwd="/", stderr=stderr, stdout=stderr
         )
@@ -216,6 +217,4 @@ def test_the_image_starts_is_healthy_and_drains(tmp_path, model_path):
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    from tiny_gguf import write_tiny_gguf
-
     return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", tensor_type="Q4_0")

@@ -6,6 +6,7 @@ import pytest
 
 from tiny_gguf import write_tiny_gguf
 from twinphase.blueprint import Experts
+from twinphase.errors import UnsupportedModelError
 from twinphase.models.architectures import describe, gguf_architecture
 from twinphase.models.config import Config
 from twinphase.models.loader import open_model, read_blueprint
@@ -22,6 +23,7 @@ FIELDS = {
     "vocab_size": 320,
     "max_position_embeddings": 512,
 }
+DENSE_HYBRID = {"num_local_experts": 0, "layer_types": ["attention"] * 3, "mamba_n_heads": 8}
 MOE = {
     "num_experts": 8,
     "num_local_experts": 8,
@@ -97,8 +99,11 @@ MODEL_TYPES = [
     "gemma3_text",
     "phi3",
     "olmo2",
+    "olmo3",
+    "ministral3",
     "olmoe",
     "granite",
+    "granitemoehybrid",
     "smollm3",
     "exaone4",
     "glm4",
@@ -113,6 +118,8 @@ def test_as_many_parameters_as_transformers_has(model_type):
     import transformers
 
     extra = MOE if model_type in ("mixtral", "qwen3_moe", "olmoe", "gpt_oss") else {}
+    if model_type == "granitemoehybrid":
+        extra = DENSE_HYBRID
     config = transformers.AutoConfig.for_model(model_type, **FIELDS, **extra, pad_token_id=0)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -152,3 +159,19 @@ def test_windows_reach_the_cost_formulas():
     shape = make_shape(blueprint, count_parameters(blueprint), Size())
     assert blueprint.windows == (8, None, 8)
     assert (shape.window, shape.windowed_layers, shape.num_layers) == (8, 2, 3)
+
+
+def test_granite_4_without_rotation_and_with_layers_that_are_not_computed():
+    hybrid = {"num_local_experts": 0, "layer_types": ["attention"] * 3}
+    assert blueprint_of("granitemoehybrid", **hybrid).ropes == (None,) * 3
+    rotated = blueprint_of("granitemoehybrid", **hybrid, position_embedding_type="rope")
+    assert None not in rotated.ropes
+    for fields, named in (
+        ({"layer_types": ["attention", "mamba", "attention"]}, "Mamba-2"),
+        ({"layer_types": None}, "Mamba-2"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=named):
+            blueprint_of("granitemoehybrid", **hybrid | fields)
+    fields = FIELDS | {"rope_scaling": {"finetuned": False}}
+    assert describe(Config(fields, "granite", "m", is_gguf=True)).ropes == (None,) * 3

@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 from twinphase.weights.checkpoint import Checkpoint
 
 RECURRENT = ("lfm2",)
-PERMUTED = ("llama", "granite", "smollm3")
+PERMUTED = ("llama", "granite", "smollm3", "mistral3")
 
 
 def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
     """`checkpoint` is the folder of transformers' `model`; its tensors have GGUF's names."""
-    arch = checkpoint.architecture
     config = model.config
+    arch = checkpoint.architecture
+    if arch == "granitehybrid":  # The converter calls it so where all layers have attention.
+        arch = "granite"
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -26,10 +28,12 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
     writer.add_head_count(config.num_attention_heads)
     kinds = getattr(config, "layer_types", None) or []
     heads = config.num_key_value_heads
-    recurrent = [kind != "full_attention" for kind in kinds] if arch in RECURRENT else []
-    writer.add_head_count_kv(
-        [0 if without else heads for without in recurrent] if recurrent else heads
-    )
+    by_layer = config.model_type == "granitemoehybrid"
+    recurrent = [kind != "full_attention" for kind in kinds]
+    if arch in RECURRENT or by_layer:
+        writer.add_head_count_kv([0 if without else heads for without in recurrent])
+    else:
+        writer.add_head_count_kv(heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -44,7 +48,7 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
         writer.add_sliding_window(window)
-        if arch == "exaone4":
+        if arch in ("exaone4", "olmo2"):
             writer.add_sliding_window_pattern(
                 [kind == "sliding_attention" for kind in config.layer_types]
             )
@@ -54,7 +58,11 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
             values = _permuted(values, head_dim)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
-        writer.add_tensor(name, np.ascontiguousarray(values))
+        parts = {name: values}
+        if by_layer and name.endswith("ffn_up.weight"):
+            parts = dict(zip((name.replace("up", "gate"), name), np.split(values, 2), strict=True))
+        for part, own in parts.items():
+            writer.add_tensor(part, np.ascontiguousarray(own))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -69,7 +77,7 @@ def _permuted(values: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]
 
 
 def _add_feed_forward(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
-    size = config.intermediate_size
+    size = getattr(config, "shared_intermediate_size", config.intermediate_size)
     if arch == "lfm2":  # convert_hf_to_gguf.py: the width that the model makes of it
         multiple = config.block_multiple_of
         size = -(-int(2 * size / 3) // multiple) * multiple
@@ -86,6 +94,11 @@ def _add_feed_forward(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
 
 def _add_rope(writer: gguf.GGUFWriter, config: Any, arch: str, head_dim: int) -> None:
     rope = config.rope_parameters
+    if arch == "olmo2":
+        rope = rope.get("full_attention", rope)
+    if arch == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if arch == "gemma3":
         writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)

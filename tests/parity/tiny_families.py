@@ -47,6 +47,19 @@ GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
 }
+OLMO3_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+    "full_attention": {**YARN, "rope_theta": 5e5},
+}
+# Queries grow by ln(2), ln(3)... at each 16th position.
+MINISTRAL3_ROPE = {
+    **YARN,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 
 
 def _phi(**more: Any) -> dict[str, Any]:
@@ -103,7 +116,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         ),
     ),
+    "ministral3": ("Ministral3", {"head_dim": 32, "rope_parameters": MINISTRAL3_ROPE}),
     "olmo2": ("Olmo2", {}),
+    "olmo3": (
+        "Olmo3",
+        {"num_hidden_layers": 5, "sliding_window": 24, "rope_parameters": OLMO3_ROPES},
+    ),
     "exaone4": (
         "Exaone4",
         {"num_hidden_layers": 5, "sliding_window": 24, "sliding_window_pattern": 2},
@@ -121,6 +139,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "residual_multiplier": 0.22,
             "attention_multiplier": 0.05,
             "logits_scaling": 8.0,
+        },
+    ),
+    "granite-4": (
+        "GraniteMoeHybrid",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.05,
+            "logits_scaling": 8.0,
+            "shared_intermediate_size": 112,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "layer_types": ["full_attention"] * 3,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 4,
         },
     ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from twinphase.backends.base import Forward, KVCacheSpec, MeasuredRates, StepInputs, Units
 from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
-from twinphase.backends.rope_tables import rope_tables
+from twinphase.backends.rope_tables import query_scales, rope_tables
 from twinphase.backends.states import slot_layout
 from twinphase.blueprint import Blueprint, Experts, Rope, Span
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
 F32 = NDArray[np.float32]
+RopeTables = tuple[F32, F32, bool, F32 | None]
 
 
 class ReferenceBackend:
@@ -66,9 +67,10 @@ class ReferenceBackend:
         """Dequantized embedding, float32 [vocab_size, hidden_size]."""
         return self._tensor(checkpoint, name)
 
-    def rope(self, rope: Rope, max_positions: int) -> tuple[F32, F32, bool]:
-        """Cosines, sines and whether pairs are interleaved."""
-        return (*rope_tables(rope, max_positions), rope.interleaved)
+    def rope(self, rope: Rope, max_positions: int) -> RopeTables:
+        """Cosines, sines, whether pairs are interleaved, and scales of the queries."""
+        tables = rope_tables(rope, max_positions)
+        return *tables, rope.interleaved, query_scales(rope, max_positions)
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
         """Float32 [layers, slots, kv_heads, head_dim], keys and values apart."""
@@ -192,7 +194,7 @@ class ReferenceBackend:
     def rope_kv_write(
         self,
         qkv: F32,
-        rope: tuple[F32, F32, bool] | None,
+        rope: RopeTables | None,
         layer: int,
         q_norm: F32 | None = None,
         k_norm: F32 | None = None,
@@ -208,6 +210,8 @@ class ReferenceBackend:
         if rope is not None:
             q = self._rotate(q, rope)
             k = self._rotate(k, rope)
+            if rope[3] is not None:
+                q = q * rope[3][inputs.positions][:, None, None]
         self.keys[layer, inputs.slot_mapping] = k
         self.values[layer, inputs.slot_mapping] = v
         return q
@@ -224,8 +228,8 @@ class ReferenceBackend:
             x.shape
         )
 
-    def _rotate(self, x: F32, rope: tuple[F32, F32, bool]) -> F32:
-        cos_table, sin_table, interleaved = rope
+    def _rotate(self, x: F32, rope: RopeTables) -> F32:
+        cos_table, sin_table, interleaved, _ = rope
         half = cos_table.shape[1]
         cos, sin = (table[self.inputs.positions][:, None, :] for table in (cos_table, sin_table))
         first = slice(0, 2 * half, 2) if interleaved else slice(0, half)

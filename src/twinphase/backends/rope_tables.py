@@ -1,4 +1,4 @@
-"""Cosines and sines of the rotary embedding, the same for every backend."""
+"""Tables of the rotary embedding by position, the same for every backend."""
 
 from __future__ import annotations
 
@@ -16,3 +16,11 @@ def rope_tables(rope: Rope, max_positions: int) -> tuple[F32, F32]:
     cos = rope.magnitude * np.cos(angle)
     sin = rope.magnitude * np.sin(angle)
     return cos.astype(np.float32), sin.astype(np.float32)
+
+
+def query_scales(rope: Rope, max_positions: int) -> F32 | None:
+    """What multiplies the queries of each position, float32 [max_positions]; None if nothing."""
+    if not rope.temperature:
+        return None
+    spans = np.arange(max_positions, dtype=np.int64) // rope.temperature_length
+    return (1.0 + rope.temperature * np.log1p(spans)).astype(np.float32)

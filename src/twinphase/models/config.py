@@ -34,6 +34,7 @@ GGUF_FIELDS = {
     "attention.sliding_window": "sliding_window",
     "attention.sliding_window_pattern": "sliding_window_pattern",
     "attention.scale": "attention_multiplier",
+    "attention.temperature_scale": "temperature_scale",
     "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq",
     "rope.dimension_count": "rotary_dim",
@@ -52,6 +53,8 @@ GGUF_SCALING_FIELDS = {
     "attn_factor": "attention_factor",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
+    "yarn_log_multiplier": "mscale_all_dim",
+    "finetuned": "finetuned",
 }
 
 
@@ -169,11 +172,13 @@ def _gguf_fields(checkpoint: Checkpoint) -> dict[str, Any]:
         k.removeprefix(prefix): v for k, v in checkpoint.metadata.items() if k.startswith(prefix)
     }
     fields = {GGUF_FIELDS[key]: value for key, value in given.items() if key in GGUF_FIELDS}
-    if isinstance(fields.get("sliding_window_pattern"), list):
+    pattern = fields.get("sliding_window_pattern")
+    fields = {name: _single(value) for name, value in fields.items()}
+    if isinstance(pattern, list):
         # The list says for each layer whether it has the window.
+        del fields["sliding_window_pattern"]
         fields["layer_types"] = [
-            "sliding_attention" if has_window else "full_attention"
-            for has_window in fields.pop("sliding_window_pattern")
+            "sliding_attention" if has_window else "full_attention" for has_window in pattern
         ]
     heads = fields.get("num_key_value_heads")
     if isinstance(heads, list) and heads and all(type(count) is int for count in heads):
@@ -182,6 +187,12 @@ def _gguf_fields(checkpoint: Checkpoint) -> dict[str, Any]:
         if 0 in heads:
             fields["layer_types"] = ["full_attention" if count else "conv" for count in heads]
     return fields | {"rope_scaling": _gguf_rope_scaling(given)}
+
+
+def _single(value: Any) -> Any:
+    """A number that is given by layer and is the same in all layers."""
+    same = isinstance(value, list) and value and value[1:] == value[:-1]
+    return value[0] if same else value
 
 
 def _gguf_rope_scaling(given: Mapping[str, Any]) -> dict[str, Any] | None:

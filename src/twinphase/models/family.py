@@ -14,7 +14,7 @@ from twinphase.models.rope import make_rope
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Model types whose configuration class takes num_key_value_heads for num_attention_heads where it
 # is missing.
-KV_HEADS_LIKE_HEADS = ("llama", "phi3", "olmo2", "olmoe", "granite")
+KV_HEADS_LIKE_HEADS = ("llama", "phi3", "olmo2", "olmo3", "olmoe", "granite", "granitemoehybrid")
 
 
 def llama_like(

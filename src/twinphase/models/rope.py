@@ -81,7 +81,13 @@ def make_rope(
         frequencies, magnitude = _yarn(plain, theta, scaling, config)
     elif method == "longrope":
         frequencies, magnitude = _longrope(plain, scaling, config)
-    return Rope(tuple(frequencies), interleaved or (config.is_gguf and permuted_in_gguf), magnitude)
+    rope = Rope(tuple(frequencies), interleaved or (config.is_gguf and permuted_in_gguf), magnitude)
+    if not fields.get("llama_4_scaling_beta"):
+        return rope
+    length = scaling.integer("original_max_position_embeddings")
+    return replace(
+        rope, temperature=scaling.real("llama_4_scaling_beta"), temperature_length=length
+    )
 
 
 def _scaling(

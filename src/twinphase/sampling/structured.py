@@ -48,7 +48,7 @@ def _limits(items_in_row: int, step_items: int) -> LLParserLimits:
 
 # Time of a step grows with the square of the items; a schema needs four items per optional
 # property.
-_SCHEMA_LIMITS = _limits(10_000, 50_000)
+SCHEMA_LIMITS = _limits(10_000, 50_000)
 _GRAMMAR_LIMITS = _limits(1_000, 5_000)
 # Upper bounds of eight logits by byte of the mask. A look-up takes half the time of unpacking bits.
 _BOUNDS = np.where(
@@ -125,7 +125,7 @@ class GrammarCompiler:
                 "The model has no token that ends a text.", "Leave structured_outputs out."
             )
         grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
-        limits = _SCHEMA_LIMITS if kind in ("json", "json_object") else _GRAMMAR_LIMITS
+        limits = SCHEMA_LIMITS if kind in ("json", "json_object") else _GRAMMAR_LIMITS
         compiled = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
         trial = compiled.deep_copy()
         if not trial.is_error():

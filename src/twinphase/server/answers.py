@@ -23,6 +23,7 @@ from twinphase.errors import EngineUnavailableError, InvalidRequestError, Twinph
 from twinphase.outcome import FinishReason
 from twinphase.phases.record import RequestRecord
 from twinphase.server.jobs import Job, Reader
+from twinphase.server.plain_calls import PlainCallParser
 from twinphase.server.reasoning import ReasoningSplitter
 from twinphase.server.tool_calls import ToolCall, ToolCallDelta, ToolCallParser, join_deltas
 
@@ -74,7 +75,11 @@ class AnswerDivider:
     def __init__(self, reader: Reader) -> None:
         self.labels: list[str] = []
         self._splitter = ReasoningSplitter(reader.tags, reader.thinking) if reader.tags else None
-        self._tools = ToolCallParser(reader.tool_format) if reader.tool_format else None
+        self._tools: ToolCallParser | PlainCallParser | None = None
+        if reader.tool_format:
+            self._tools = ToolCallParser(reader.tool_format)
+            if reader.plain_tools:
+                self._tools = PlainCallParser(self._tools, reader.plain_tools)
         self._ends: deque[int] = deque()  # of tokens whose text is not complete
         self._position = 0  # characters taken so far
         self._num_held = 0  # tokens whose text is complete, but may become content or a call
@@ -139,9 +144,11 @@ class AnswerDivider:
 
     def _finish(self, pieces: Pieces) -> None:
         was_thinking = self._is_thinking
+        was_beside_call = self._is_beside_call
         held = self._splitter.flush() if self._splitter else ("", "")
         self._add(*held, pieces, finished=True)
-        self._label_held("content" if self._has_content else "end")
+        is_call = self._is_beside_call and not was_beside_call
+        self._label_held("content" if self._has_content else "call" if is_call else "end")
         # A stop string cut the text of these.
         self._num_held = len(self._ends)
         outside = "thought" if was_thinking else "call" if self._is_beside_call else "content"

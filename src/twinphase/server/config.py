@@ -137,6 +137,11 @@ class ServerConfig(GenerationDefaults):
         True,
         "Describe tools in a system message if the model's chat template has no place for them.",
     )
+    plain_tool_calls: bool = setting(
+        True,
+        "Take an answer that is one JSON object, bare or in a Markdown fence, for a tool call if "
+        "it names a tool of the request and obeys its parameters.",
+    )
     log_level: str = setting(
         "info",
         "What the log on stderr has: warning leaves out requests and statistics, debug adds "

@@ -73,8 +73,12 @@ class Generation(Exchange):
         model = body.model or service.model_names[0]
         if isinstance(body, CompletionRequest):
             return self._adjust(completion_job(engine, body, model, self._arrival))
-        tool_prompt = service.config.tool_prompt
-        return self._adjust(chat_job(engine, body, model, self._arrival, tool_prompt=tool_prompt))
+        config = service.config
+        options = {
+            "tool_prompt": config.tool_prompt,
+            "plain_tool_calls": config.plain_tool_calls,
+        }
+        return self._adjust(chat_job(engine, body, model, self._arrival, **options))
 
     async def _answer(self, ticket: Ticket) -> None:
         service = self._service

@@ -28,7 +28,7 @@ from twinphase.server.openai_types import (
 )
 from twinphase.server.strict import unread_fields
 from twinphase.server.tool_prompt import with_argument_objects, with_tool_prompt
-from twinphase.server.tools import ToolFormat, check_tools, tool_format, tool_grammar
+from twinphase.server.tools import Tool, ToolFormat, check_tools, tool_format, tool_grammar
 from twinphase.tokenizer.infill import infill_ends, infill_prompt
 from twinphase.tokenizer.prompt_parts import ChatPrompt
 from twinphase.tokenizer.think_tags import ThinkTags, opens_thinking
@@ -56,12 +56,14 @@ class Reader:
     Attributes:
         tags: tags around thinking, if the model thinks.
         thinking: whether the prompt ends inside the thinking part.
+        plain_tools: what an answer without the marks of `tool_format` may call.
         markers: control tokens around thinking and calls; the parsers need them in the text.
     """
 
     tags: ThinkTags | None = None
     thinking: bool = False
     tool_format: ToolFormat | None = None
+    plain_tools: Sequence[Tool] = ()
     keep_reasoning: bool = True
     markers: frozenset[int] = frozenset()
 
@@ -128,10 +130,12 @@ def chat_job(
     arrival: float,
     *,
     tool_prompt: bool = True,
+    plain_tool_calls: bool = True,
 ) -> Job:
     """A conversation to answer.
 
     `tool_prompt`: describe tools in the prompt if the template has no place for them.
+    `plain_tool_calls`: an answer that is one JSON object may be a call.
     """
     text = engine.text
     tokenizer = text.tokenizer
@@ -157,6 +161,8 @@ def chat_job(
     ).last(kept)
     source = _template_source(text, body)
     format = grammar = None
+    # Of a forced call and of a continued answer, the object would be only a part.
+    is_free = choice in (None, "auto") and not body.continue_final_message
     if tools and choice != "none":
         format = tool_format(source)
         special_token = _control_tokens(tokenizer)
@@ -186,6 +192,7 @@ def chat_job(
             tags,
             thinking=bool(tags and opens_thinking(ending, tags)),
             tool_format=format,
+            plain_tools=tools if is_free and plain_tool_calls else (),
             keep_reasoning=body.include_reasoning,
             markers=_markers(tokenizer, tags, format),
         ),

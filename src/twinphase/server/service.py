@@ -18,6 +18,7 @@ from twinphase.engine.process.host import Host
 from twinphase.engine.process.messages import EngineFacts, StepStats
 from twinphase.engine.process.status import WorkerStatus
 from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseError
+from twinphase.phases.cost import CostModel
 from twinphase.server.access import Access, Admission, Ticket, shutting_down
 from twinphase.server.answers import Choice
 from twinphase.server.config import ServerConfig
@@ -113,6 +114,7 @@ class Service:
         self.feed = Feed(self)
         self._busy_since: float | None = None
         self._num_restarts = 0
+        self._prices: tuple[float, ...] = ()
         self._log = StatsLog()
         self._drain_until: float | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -204,6 +206,14 @@ class Service:
         self.admission.num_seats = facts.config.max_num_seqs
         return self.admission.enter(tenant, num_requests)
 
+    def cost_model(self) -> CostModel | None:
+        """The step times that the engine has learned so far; None where they are not known."""
+        facts = self.facts
+        prices = self._prices or (facts.prices if facts else ())
+        if facts is None or facts.shape is None or not prices:
+            return None
+        return CostModel(prices, facts.shape.windowed_share, facts.shape.window)
+
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served; a request that names none is served."""
         if name is not None and name not in self.model_names and name not in self.other_names:
@@ -249,6 +259,7 @@ class Service:
         self.feed.finished(choice)
         self.timelines.end(choice)
         record = choice.record
+        self._prices = record.prices or self._prices
         if self.config.log_requests:
             # Without an end, the client left or the engine died.
             how = "ended" if record.has_ended else "cut off"

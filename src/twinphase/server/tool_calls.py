@@ -81,7 +81,7 @@ class ToolCallParser:
         self._format = format
         self._end = format.close.strip()
         # Mistral's templates take ids of nine letters and digits only.
-        self._new_id = new_id or (
+        self.new_id = new_id or (
             lambda: secrets.token_hex(5)[:9] if format == MISTRAL else _random_id()
         )
         self._text = ""  # not taken in yet
@@ -90,7 +90,7 @@ class ToolCallParser:
         self._before_call: str | None = (
             ""  # taken in since content ended; None once a call has come
         )
-        self._brackets = _Brackets()
+        self._brackets = Brackets()
         self._scanned = 0
         self._num_calls = 0
         self._space = ""  # content if more content comes
@@ -157,7 +157,7 @@ class ToolCallParser:
             self._before_call += self._text[: len(self._text) - len(rest)]
         self._text = rest
         if not ended and rest.startswith("{"):
-            self._brackets = _Brackets()
+            self._brackets = Brackets()
             self._scanned = 0
             self._next = self._take_call
         elif not ended and self._end.startswith(rest):
@@ -175,7 +175,7 @@ class ToolCallParser:
         if head := _HEAD.match(self._text):
             self._begin_call(head[1])
             self._text = self._text[head.end() :]
-            self._brackets = _Brackets()
+            self._brackets = Brackets()
             self._next = self._take_arguments
             return True
         if _OTHER_OBJECT.match(self._text):
@@ -215,7 +215,7 @@ class ToolCallParser:
         self._space = ""
         self._beside_call = True
         self._before_call = None
-        self._deltas.append(ToolCallDelta(self._num_calls, self._new_id(), name, ""))
+        self._deltas.append(ToolCallDelta(self._num_calls, self.new_id(), name, ""))
         self._num_calls += 1
 
     def _add_arguments(self, text: str) -> None:
@@ -237,7 +237,7 @@ class ToolCallParser:
         self._space = text[len(content) :]
 
 
-class _Brackets:
+class Brackets:
     """Finds the end of a JSON object that comes in pieces."""
 
     def __init__(self) -> None:

@@ -150,15 +150,21 @@ def tool_grammar(
 def _call(function: Mapping[str, Any], format: ToolFormat) -> str:
     # The parameters are a schema of their own, not part of one for the call: their "$ref"s count
     # from their root.
+    schema = {**arguments_schema(function), "x-guidance": _JSON_STYLE}
+    head = f'{_CALL_HEAD}{function["name"]}", "{format.arguments}": '
+    return f'{json.dumps(head)} %json {json.dumps(schema)} "}}"'
+
+
+def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a function's arguments."""
     parameters = _without_prose(function.get("parameters") or {"properties": {}})
     if function.get("strict"):
         parameters = closed(parameters)
-    schema = {"type": "object", **parameters, "x-guidance": _JSON_STYLE}
+    schema = {"type": "object", **parameters}
     if "properties" in schema and not schema.keys() & OPEN:
         # Undeclared properties are forbidden unless allowed: a small model would invent more.
         schema.setdefault("additionalProperties", False)
-    head = f'{_CALL_HEAD}{function["name"]}", "{format.arguments}": '
-    return f'{json.dumps(head)} %json {json.dumps(schema)} "}}"'
+    return schema
 
 
 def _without_prose(schema: Any) -> Any:

@@ -26,6 +26,11 @@ _OTHER_MODALITIES = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector"
     r"|embed_vision|embed_audio)\."
 )
+# Names that GGUF's table lacks, and others for the same in a dense model.
+_RENAMED = {
+    "shared_mlp.input_linear.": "mlp.gate_up_proj.",
+    "shared_mlp.output_linear.": "mlp.down_proj.",
+}
 # Computed from the config, or part of no answer: rotary tables, BERT's position numbers, its pooler
 # and training heads.
 _NOT_WEIGHTS = re.compile(
@@ -59,6 +64,8 @@ def canonical_tensors(
     table = get_tensor_name_map(arch, layers)
 
     def translated(name: str) -> str:
+        for other, usual in _RENAMED.items():
+            name = name.replace(other, usual)
         for candidate in (name, f"model.{name}"):
             if candidate in table.mapping:  # no suffix of its own: attention sinks
                 return f"{table.mapping[candidate][1]}.weight"

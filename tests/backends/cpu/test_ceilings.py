@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from steps import on_each
 from twinphase.backends.cpu import ceilings, peaks
 from twinphase.backends.cpu.isa import ISAS, available_isas, choose_isa, compiler_environment
 from twinphase.backends.cpu.peak_loops import peak_loop
@@ -83,10 +84,10 @@ print("right")
 """
 
 
-@pytest.mark.parametrize("name", available_isas())
-def test_loops_compute_what_they_claim(name):
-    command = [sys.executable, "-c", CHECK, name]
-    environment = compiler_environment(ISAS[name])
+@on_each(available_isas())
+def test_loops_compute_what_they_claim(isa):
+    command = [sys.executable, "-c", CHECK, isa]
+    environment = compiler_environment(ISAS[isa])
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stdout.strip()) == (0, "right"), done.stderr
 

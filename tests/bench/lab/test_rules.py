@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from twinphase.phases.timeline import StepRecord
 from twinphase.phases.work import Cost
 from twinphase_bench.lab.experiment import Figure, Rule, decide, overall, ratios
 from twinphase_bench.lab.experiments import same_tokens as same_file
+from twinphase_bench.lab.experiments import separate_pools
 from twinphase_bench.lab.lab import EXPERIMENTS, _choose_size, choose
 from twinphase_bench.lab.presentation import cell, plot, table
 from twinphase_bench.lab.workbench import (
@@ -212,7 +214,11 @@ CASES = [  # claim, size, made-up values, verdict; a size that shrank makes no f
     CASES,
     ids=[f"{case[0]}-{number}" for number, case in enumerate(CASES)],
 )
-def test_the_verdict_on_made_up_measurements(workshop, name, size, values, expected):
+def test_the_verdict_on_made_up_measurements(workshop, monkeypatch, name, size, values, expected):
+    # The engines of `separate-pools` are processes, which test_lab.py starts.
+    engines = {separate_pools.ONE: Mock(), separate_pools.POOLS: Mock()}
+    monkeypatch.setattr(separate_pools, "_start", AsyncMock(return_value=engines))
+    monkeypatch.setattr(separate_pools, "_interrupt", AsyncMock())
     (experiment,) = choose([name])
     trial = experiment.measure(bench_of(workshop, size).of(experiment, values))
     status, judged = verdict(experiment, trial, size)

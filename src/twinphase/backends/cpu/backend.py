@@ -14,7 +14,7 @@ from twinphase.backends.cpu.compiler import compile_kernels, kernel_digest, load
 from twinphase.backends.cpu.dry_run import DryLoader, RecordedKernels, private_group
 from twinphase.backends.cpu.formats import STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import choose_isa
-from twinphase.backends.cpu.operations import CacheAddresses, RopeTables
+from twinphase.backends.cpu.operations import CacheAddresses, RopeTables, softmax_scale
 from twinphase.backends.cpu.program import Buffer, Program
 from twinphase.backends.cpu.program_layout import TILE_BITS
 from twinphase.backends.cpu.recurrent import RecurrentOperations, StateMemory
@@ -34,7 +34,7 @@ from twinphase.backends.cpu.weights import (
 )
 from twinphase.backends.group import Group, shared_bytes
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
-from twinphase.backends.rope_tables import rope_tables
+from twinphase.backends.rope_tables import query_scales, rope_tables
 from twinphase.backends.states import slot_layout
 from twinphase.blueprint import Blueprint, Rope
 from twinphase.config import available_cores
@@ -191,7 +191,11 @@ class CpuBackend:
 
     def rope(self, rope: Rope, max_positions: int) -> RopeTables:
         """Cosines and sines."""
-        tables = RopeTables(rope, *rope_tables(rope, max_positions))
+        scales = query_scales(rope, max_positions)
+        if scales is not None:
+            scales *= np.float32(softmax_scale(self.blueprint))
+            self._keep.append(scales)
+        tables = RopeTables(rope, *rope_tables(rope, max_positions), scales)
         self._keep += [tables.cos, tables.sin]
         self._max_positions = max_positions
         return tables

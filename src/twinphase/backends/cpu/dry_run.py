@@ -21,7 +21,7 @@ from twinphase.backends.cpu.weights import (
     place,
 )
 from twinphase.backends.group import Group, shared_file
-from twinphase.backends.rope_tables import rope_tables
+from twinphase.backends.rope_tables import query_scales, rope_tables
 from twinphase.blueprint import Blueprint, Rope
 from twinphase.weights.checkpoint import Checkpoint
 
@@ -68,7 +68,7 @@ class DryLoader:
         return Embedding(info.type, 0, 0, info.shape[1])
 
     def rope(self, rope: Rope, max_positions: int) -> RopeTables:
-        return RopeTables(rope, *rope_tables(rope, 1))
+        return RopeTables(rope, *rope_tables(rope, 1), query_scales(rope, 1))
 
 
 @contextmanager

@@ -30,6 +30,12 @@ def float_bits(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
+def softmax_scale(blueprint: Blueprint) -> float:
+    """What the queries' int8 scales carry, so that attention can exponentiate in base 2."""
+    # The Hadamard transform of both sides multiplies their products by its size.
+    return blueprint.scale * LOG2_E / kv_layout.spread_size(blueprint.head_dim)
+
+
 def layer_spec(kind: str, type_name: str) -> str:
     """The kernel of a "linear" layer, or of the same layer of all "experts"."""
     return f"{'quantized' if type_name in FORMATS else 'dense'}_{kind}:{type_name}"
@@ -37,11 +43,15 @@ def layer_spec(kind: str, type_name: str) -> str:
 
 @dataclass(frozen=True)
 class RopeTables:
-    """Cosines and sines, float32 [max_positions, dim / 2] each."""
+    """Cosines and sines, float32 [max_positions, dim / 2] each.
+
+    `softmax_scales`, float32 [max_positions], replaces the scale of all positions.
+    """
 
     rope: Rope
     cos: NDArray[np.float32]
     sin: NDArray[np.float32]
+    softmax_scales: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -269,13 +279,13 @@ class Operations:
             columns = (0, b.num_heads * b.head_dim, (b.num_heads + b.num_kv_heads) * b.head_dim)
         if b.qk_norm == "width" and q_norm is not None and k_norm is not None:
             self._norm_columns(qkv, columns, (q_norm, k_norm))
-        # The Hadamard transform of both sides multiplies their products by its size.
-        scale = b.scale * LOG2_E / kv_layout.spread_size(b.head_dim)
         args = [source.data + 4 * column for column in columns] + [source.stride]
         args += [0, 0] if rope is None else [rope.cos.ctypes.data, rope.sin.ctypes.data]
         args += [step.positions.ctypes.data, step.slots.ctypes.data]
         args += [b.num_heads, b.num_kv_heads, *self._cache.layers[layer], *step.query_addresses]
-        args += [float_bits(scale), self._cache.cells_per_chunk]
+        scales = None if rope is None else rope.softmax_scales
+        args += [float_bits(softmax_scale(b)) if scales is None else scales.ctypes.data]
+        args += [self._cache.cells_per_chunk]
         args += [0 if norm is None else norm.values.ctypes.data for norm in (q_norm, k_norm)] + [
             float_bits(b.norm_eps)
         ]
@@ -286,6 +296,8 @@ class Operations:
         # Over their whole width, queries and keys were normalized above.
         norm = "none" if b.qk_norm == "width" else b.qk_norm
         spec = f"rope_kv_write:{b.head_dim}:{turned}:{interleaved}:{self._cache.dtype}:{norm}"
+        if scales is not None:
+            spec += ":scales"
         program.add(spec, program.count("tokens"), args, [source.data], writes)
         return step
 

@@ -29,7 +29,7 @@ from twinphase.backends.base import (
 )
 from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
-from twinphase.backends.rope_tables import rope_tables
+from twinphase.backends.rope_tables import query_scales, rope_tables
 from twinphase.backends.states import refuse_recurrent_layers
 from twinphase.backends.torch.collective import Collective
 from twinphase.backends.torch.device import (
@@ -52,7 +52,7 @@ from twinphase.weights.quant import dequantize
 
 # Kernels are compiled for arrays that are aligned to 16 bytes.
 ALIGNMENT_INT64S = 2
-RopeTables = tuple[Tensor, Tensor, bool]
+RopeTables = tuple[Tensor, Tensor, bool, Tensor | None]
 
 
 class TorchBackend:
@@ -171,11 +171,13 @@ class TorchBackend:
             raise OutOfMemoryError(f"No memory for the {purpose}: {size}.", fix) from None
 
     def rope(self, rope: Rope, max_positions: int) -> RopeTables:
-        """Cosines, sines and whether pairs are interleaved."""
+        """Cosines, sines, whether pairs are interleaved, and scales of the queries."""
         cos, sin = (
             torch.from_numpy(table).to(self.device) for table in rope_tables(rope, max_positions)
         )
-        return cos, sin, rope.interleaved
+        scales = query_scales(rope, max_positions)
+        on_device = None if scales is None else torch.from_numpy(scales).to(self.device)
+        return cos, sin, rope.interleaved, on_device
 
     # KV cache.
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
@@ -433,6 +435,8 @@ class TorchBackend:
         if rope is not None:
             cos, sin = (table[self.step["positions"]][:, None, :] for table in rope[:2])
             q, k = (rotated(x, cos, sin, rope[2]) for x in (q, k))
+            if rope[3] is not None:
+                q = q * rope[3][self.step["positions"]][:, None, None]
         slots = self.step["slot_mapping"]
         self.slots[layer, 0, slots] = k.to(self.dtype)
         self.slots[layer, 1, slots] = v.to(self.dtype)

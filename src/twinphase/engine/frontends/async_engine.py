@@ -330,7 +330,6 @@ class AsyncEngine:
 
     def _spread(self, message: StepUpdates) -> None:
         """Pass a step's updates on, with one wake-up per event loop."""
-        end = message.stats.end if message.stats else None
         here = running_loop()
         elsewhere: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestUpdate]]] = {}
         for update in message.updates:
@@ -342,11 +341,11 @@ class AsyncEngine:
             if stream is None:
                 continue
             if stream.loop is here:
-                take_all([(stream, update)], end)
+                take_all([(stream, update)], message.stats)
             else:
                 elsewhere.setdefault(stream.loop, []).append((stream, update))
         for loop, items in elsewhere.items():
-            _post_to(loop, take_all, items, end)
+            _post_to(loop, take_all, items, message.stats)
 
     def _refused(self, about: str | int, error: errors.TwinphaseError) -> None:
         """Fail a request; one that was queued already, if no engine is left to continue it."""

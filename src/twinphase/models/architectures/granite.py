@@ -1,4 +1,6 @@
-"""Granite 3 (IBM, 2024): scalars on the embedding, both halves, attention and the logits."""
+"""Granite 3, 4.1 and 4.2 (IBM, 2024): scalars on embedding, both halves, attention and logits."""
+
+from typing import Any
 
 from twinphase.blueprint import Blueprint
 from twinphase.models.config import Config
@@ -7,9 +9,12 @@ from twinphase.models.family import llama_like
 HF = {"granite": "granite"}
 
 
-def describe(config: Config) -> Blueprint:
+def describe(config: Config, **differences: Any) -> Blueprint:
     # llama.cpp takes a missing attention.scale for the usual one, transformers for 1.
     usual = config.is_gguf and "attention_multiplier" not in config.fields
+    # GGUF has no other place to say that nothing is rotated.
+    rotated = config.table("rope_scaling").get("finetuned", True)
+    differences.setdefault("rotates", lambda layer, window: rotated)
     return llama_like(
         config,
         rope={"permuted_in_gguf": True},
@@ -17,4 +22,5 @@ def describe(config: Config) -> Blueprint:
         residual_scale=config.real("residual_multiplier", 1.0),
         attention_scale=None if usual else config.real("attention_multiplier", 1.0),
         logit_scale=1.0 / config.real("logits_scaling", 1.0),
+        **differences,
     )

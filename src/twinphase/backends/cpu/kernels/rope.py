@@ -247,13 +247,20 @@ def norm_columns(isa: Isa) -> Kernel:
 
 
 def rope_kv_write(
-    isa: Isa, head_dim: str, rotary: str, interleaved: str, dtype: str, qk_norm: str
+    isa: Isa,
+    head_dim: str,
+    rotary: str,
+    interleaved: str,
+    dtype: str,
+    qk_norm: str,
+    scales: str = "",
 ) -> Kernel:
     """One row a tile: RMSNorm of each head of queries and keys (or "none"), rotation, writing.
 
     Arguments: q, k, v of row 0, their stride, cos, sin, positions (int32), slots (int64), heads, KV
     heads, keys, scales and values of the layer, int8 queries, their scales, their sums, softmax
-    scale bits, cells of a chunk, weights of the norms of q and k, eps bits.
+    scale bits (with `scales` the address of a float32 for each position), cells of a chunk, weights
+    of the norms of q and k, eps bits.
     """
     dim = int(head_dim)
     form = Form(dim, int(rotary), interleaved == "1", qk_norm == "head")
@@ -264,6 +271,7 @@ def rope_kv_write(
     scale_size = scale_bytes(dtype)
     value_size = value_bytes(dim, dtype)
     table_stride = 4 * (form.rotary // 2)
+    by_position = bool(scales)
     arguments = fields(21)
 
     def kernel(args, tile, scratch):
@@ -290,9 +298,11 @@ def rope_kv_write(
             k_norm,
             eps,
         ) = arguments(args)
-        turn = load_u32(positions + 4 * tile) * table_stride
-        cos = cos + turn
-        sin = sin + turn
+        position = load_u32(positions + 4 * tile)
+        cos = cos + position * table_stride
+        sin = sin + position * table_stride
+        if by_position:
+            factor = load_u32(factor + 4 * position)
         slot = load_i64(slots + 8 * tile)
         for head in range(heads):
             at = tile * heads + head

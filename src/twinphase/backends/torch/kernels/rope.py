@@ -13,6 +13,7 @@ def rope_kernel(
     qkv_ptr,
     cos_ptr,
     sin_ptr,
+    scale_ptr,
     q_norm_ptr,
     k_norm_ptr,
     positions_ptr,
@@ -27,6 +28,7 @@ def rope_kernel(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One head of one row: of the queries, the keys or the values, in this order."""
@@ -57,6 +59,9 @@ def rope_kernel(
             cos = tl.load(cos_ptr + at, mask=turned, other=1.0)
             sin = tl.load(sin_ptr + at, mask=turned, other=0.0)
             x = x * cos + tl.where(first, -other, other) * sin
+        if HAS_SCALE:  # noqa: SIM102 (no pointer to load from where there is none)
+            if head < HEADS:
+                x = x * tl.load(scale_ptr + tl.load(positions_ptr + row))
     x = x.to(q_ptr.dtype.element_ty)
     if head < HEADS:
         tl.store(q_ptr + (row * HEADS + head) * DIM + d, x, mask=inside)
@@ -70,7 +75,7 @@ def rope_kernel(
 
 def rope_kv_write(
     qkv: Tensor,
-    rope: tuple[Tensor, Tensor, bool] | None,
+    rope: tuple[Tensor, Tensor, bool, Tensor | None] | None,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
     positions: Tensor,
@@ -87,12 +92,13 @@ def rope_kv_write(
     rows = len(qkv)
     (_, kv_heads, dim) = keys.shape
     q = torch.empty(rows, num_heads, dim, dtype=keys.dtype, device=keys.device)
-    cos, sin, interleaved = rope if rope is not None else (None, None, False)
+    cos, sin, interleaved, scales = rope if rope is not None else (None, None, False, None)
     q_norm, k_norm = norms if norms is not None else (None, None)
     rope_kernel[(rows, num_heads + 2 * kv_heads)](
         qkv,
         cos,
         sin,
+        scales,
         q_norm,
         k_norm,
         positions,
@@ -107,6 +113,7 @@ def rope_kv_write(
         HALF=0 if cos is None else cos.shape[1],
         INTERLEAVED=interleaved,
         HAS_NORM=norms is not None,
+        HAS_SCALE=scales is not None,
         BLOCK=triton.next_power_of_2(dim),
         num_warps=1,
     )
