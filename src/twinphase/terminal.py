@@ -59,7 +59,12 @@ def _write(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """A line that is not part of the answer."""
+    """A line that is not part of the answer; on a terminal, broken between words."""
+    if _is_terminal():
+        wrapper = textwrap.TextWrapper(
+            shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False
+        )
+        text = "\n".join(wrapper.fill(line) for line in text.split("\n"))
     _write(paint(text, DIM) + "\n")
 
 

@@ -50,9 +50,13 @@ def test_ctrl_c_cuts_an_answer_and_the_chat_goes_on(tmp_path):
         shown.wait_for(READY)
         shown.type("hello\r")
         assert shown.process.stdout.read(20)
+        shown.type("typed ahead")
         shown.process.send_signal(signal.SIGINT)
         shown.wait_for(b"tok/s")
-        shown.type("/show\r")
+        # Not shown within the answer, but at the next prompt.
+        assert b"typed" not in shown.seen.partition(b"tok/s")[0]
+        shown.wait_for(b"typed")
+        shown.type("\x15/show\r")
         shown.wait_for(b"Messages: 2")
         shown.type("\x03")
         shown.wait_for(b"again")

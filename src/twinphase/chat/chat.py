@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from twinphase import terminal
 from twinphase.answer import INTERRUPTED, Answer, report_answer, stream_answer
 from twinphase.chat.conversation import SETTINGS, Conversation, folder, load, save
-from twinphase.chat.reader import Reader
+from twinphase.chat.reader import Reader, hidden_keys
 from twinphase.errors import InvalidRequestError, TwinphaseError
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ class Chat:
             if text in LEAVE:
                 return 0
             try:
-                self._take(text)
+                with hidden_keys():
+                    self._take(text)
             except TwinphaseError as error:
                 terminal.error_line(error)
             except KeyboardInterrupt:  # before the first step, or while something was computed
@@ -172,7 +173,7 @@ class Chat:
             f"{name} {value}" for name, value in found["settings"].items() if value is not None
         )
         terminal.note(f"Model: {self.conversation.model}")
-        terminal.note(f"System: {self.conversation.system or 'the one of the model'}")
+        terminal.note("System: " + (self.conversation.system or "the model's own"))
         terminal.note(f"Sampling: {settings}")
         terminal.note(f"Messages: {len(self.conversation.turns)}")
 

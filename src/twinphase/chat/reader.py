@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,24 @@ QUOTES = '"""'
 MAX_SHOWN_LINES = 8
 MAX_SHOWN_CHARACTERS = 1000
 MAX_HISTORY_BYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def hidden_keys() -> Iterator[None]:
+    """Keep keys that are typed in this block off the screen; the next prompt gets them."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    quiet = [*before]
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 class Reader:
@@ -47,9 +65,9 @@ class Reader:
             while not text.rstrip().endswith(QUOTES):
                 text += "\n" + self._line(MORE)
             text = text.rstrip().removesuffix(QUOTES).strip()
+        # Pastes are kept, because a line may come again from the history.
         for shown, pasted in self._pastes.items():
             text = text.replace(shown, pasted)
-        self._pastes.clear()
         return text
 
     def _session(self, commands: Sequence[str], history: Path | None) -> Callable[[str], str]:
@@ -96,7 +114,8 @@ class Reader:
             text = event.data.replace("\r\n", "\n").replace("\r", "\n")
             lines = text.count("\n") + 1
             if lines > MAX_SHOWN_LINES or len(text) > MAX_SHOWN_CHARACTERS:
-                shown = f"[pasted text {len(self._pastes) + 1}: {lines} lines, {len(text)} letters]"
+                size = f"{lines:,} line{'s' * (lines > 1)}, {len(text):,} characters"
+                shown = f"[pasted text {len(self._pastes) + 1}: {size}]"
                 self._pastes[shown] = text
                 text = shown
             event.current_buffer.insert_text(text)

@@ -58,7 +58,7 @@ def _demo(model: str) -> int:
     from twinphase.terminal import Bar, heading, paragraph, show_report
 
     text = page()
-    bar = Bar("Compiling kernels", "kernels")
+    bar = Bar("Compiling kernels", "kernels", even=True)
     # Drafts would mix several tokens into a step; here each step is to give one.
     llm = LLM(
         model,

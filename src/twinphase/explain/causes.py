@@ -26,7 +26,7 @@ def _cache_pressure(evidence: Evidence, seconds: float) -> About:
 
 
 def _contention(evidence: Evidence, seconds: float) -> About:
-    advice = "Stop what else runs, or give the engine processors of its own (taskset, cgroups)."
+    advice = "Stop other programs, or give the engine processors of its own (taskset, cgroups)."
     sentence = (
         f"For {duration(seconds)} its steps were ready to run but had no processor: other "
         "programs used them."

@@ -91,7 +91,7 @@ def test_the_versions_that_compiled_a_bundle_decide_its_bits(bundle, shipped):
     assert compiler.kernel_digest(ISA) != digest
 
 
-def test_known_models_find_their_attention_in_a_bundle():
+def test_a_bundle_has_every_kernel_and_the_attention_of_known_models():
     """Shapes as `estimate` knows them; a GGUF file's pairs of Llama lie side by side."""
     spec = importlib.util.spec_from_file_location("build_kernels", BUILDER)
     builder = importlib.util.module_from_spec(spec)
@@ -99,6 +99,7 @@ def test_known_models_find_their_attention_in_a_bundle():
     spec.loader.exec_module(builder)
     specs = set(builder.shipped_specs())
     assert len(specs) == len(builder.shipped_specs())
+    assert {spec.partition(":")[0] for spec in specs} == set(compiler.KERNELS)
     for name in KNOWN_MODELS:
         b = read_shape(name).blueprint
         shape = f"{b.head_dim}:{b.group}:auto:{b.attention_softcap or 0:g}:{int(b.sinks)}"

@@ -95,8 +95,10 @@ class SamplingDefaults:
         values = ", ".join(
             f"{name} {value:g}" for name, value in shown.items() if value is not None
         )
-        system = "" if self.system is None else f", system message {self.system!r}"
-        return f"{values} ({self.source}){system}"
+        system = ""
+        if self.system is not None:
+            system = f", system message {self.system!r}" if self.system else ", no system message"
+        return f"{values} (from {self.source}){system}"
 
 
 class ModelText:
