@@ -396,7 +396,7 @@ async def _check_query(request: Request) -> None:
 def _with_ignored(
     headers: Iterable[tuple[bytes, bytes]], state: dict[str, Any]
 ) -> Iterator[tuple[bytes, bytes]]:
-    """The headers, of which one names the query parameters that were ignored."""
+    """The headers; one names the query parameters that were ignored."""
     names = [quote(name[:MAX_LOGGED_CHARACTERS]).encode() for name in state.get("ignored", ())]
     for name, value in headers:
         if name == b"x-ignored-fields" and names:

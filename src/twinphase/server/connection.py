@@ -20,7 +20,8 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_DISCARDED_BYTES = 32 << 20
 # Of a client that has closed its sending half, and maybe all of its connection.
 LEFT_CHECK_SECONDS = 0.05
-CLOSE_WAIT = 8  # include/net/tcp_states.h
+# State of such a TCP connection, in Linux's include/net/tcp_states.h.
+CLOSE_WAIT = 8
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
