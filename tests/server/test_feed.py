@@ -1,20 +1,34 @@
 """The feed of a running server: what it reports is what the answers report (docs/feed.md)."""
 
+import json
+import os
+import signal
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import httpx
 import pytest
 
-from feed_reader import reading
+from dialects import bearer
+from feed_reader import PATH, reading
+from running import PATIENCE
+from twinphase.engine.trace import replay
 
 CHAT = {"messages": [{"role": "user", "content": "one two three four five six"}]}
 FIXED = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def chunked(start):
+def step_log(tmp_path_factory):
+    return tmp_path_factory.mktemp("log") / "steps.jsonl"
+
+
+@pytest.fixture(scope="module")
+def chunked(start, step_log):
     """Its chunks are small, so that a prompt of some hundred tokens has several."""
-    with start("--max-num-batched-tokens", "48", "--itl-slo-ms", "off") as running:
+    flags = ("--max-num-batched-tokens", "48", "--itl-slo-ms", "off")
+    with start(*flags, "--trace-file", str(step_log)) as running:
         yield running
 
 
@@ -111,3 +125,110 @@ def test_blocks_add_up_and_belong_to_the_lanes_that_list_them(chunked):
     assert any(event["lanes"] for event in reader.of("blocks"))
     assert reader.of("totals")[-1]["prefix_hits"] > 0
     assert reader.lane(reader.of("lane")[-1]["lane"])["cached"] > 0
+
+
+def test_the_step_log_has_the_same_chunks_and_tokens(chunked, step_log):
+    with reading(chunked) as reader:
+        reader.until("hello")
+        answer = chunked.post("/v1/completions", {**FIXED, "prompt": "over and over " * 50})[1]
+        reader.until_ended()
+    assert replay(step_log).difference is None
+    name = answer["id"]
+    number = reader.lane_of(name)["lane"]
+    logged = [json.loads(line) for line in step_log.read_text().splitlines()]
+    logged = [one for one in logged if one["event"] == "step"]
+    shown = list(reader.steps().values())
+    chunks = [p[2] for one in logged for p in one["prefills"] if p[0] == name]
+    assert chunks == [p[1] for step in shown for p in step["pre"] if p[0] == number]
+    ticks = [
+        [len(one["token_ids"][name]), d[2]]
+        for one in logged
+        for d in one["decodes"]
+        if d[0] == name
+    ]
+    assert ticks == [[*d[1:], 0][:2] for step in shown for d in step["dec"] if d[0] == number]
+
+
+def test_an_answer_that_its_client_leaves_ends_with_its_ledger_so_far(chunked):
+    body = {**FIXED, "prompt": "leave", "max_tokens": 3000, "stream": True}
+    with reading(chunked) as reader:
+        reader.until("hello")
+        url = chunked.url + "/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=PATIENCE) as stream:
+            next(stream.iter_lines())
+        reader.until("lane", state="ended", finish="abort")
+        timings = reader.until("lane")["timings"]
+    assert timings["predicted_n"] > 0 and timings["ttft_ms"] > 0
+    assert sum(timings["ledger_ms"].values()) == pytest.approx(timings["e2e_ms"], abs=0.1)
+
+
+def test_a_reader_needs_a_key_and_sees_its_own_requests(shared):
+    assert shared.get(PATH)[0] == 401
+    with reading(shared, **bearer("alice")) as reader:
+        hello = reader.until("hello")
+        assert (hello["tenant"], hello["others"]) == ("key1", "lanes")
+        shared.post("/v1/completions", {**FIXED, "prompt": "mine"}, **bearer("bob"))
+        reader.until("lane", state="ended")
+        shared.post("/v1/completions", {**FIXED, "prompt": "mine"}, **bearer("alice"))
+        reader.until_ended()
+    theirs, mine = (
+        reader.lane(number) for number in sorted({e["lane"] for e in reader.of("lane")})
+    )
+    assert not theirs["own"] and mine["own"]
+    assert not theirs.keys() & {"id", "timings", "arrival", "why", "route"}
+
+
+def test_replicas_are_workers_on_one_clock(replicas):
+    with reading(replicas) as reader, ThreadPoolExecutor() as pool:
+        hello = reader.until("hello")
+        bodies = [{**FIXED, "prompt": f"{i} is a number", "max_tokens": 60} for i in range(4)]
+        list(pool.map(lambda body: replicas.post("/v1/completions", body), bodies))
+        reader.until_ended(4)
+    assert [worker["id"] for worker in hello["workers"]] == ["worker-0", "worker-1"]
+    lanes = [reader.lane(number) for number in {e["lane"] for e in reader.of("lane")}]
+    assert {lane["worker"] for lane in lanes} == {0, 1}
+    for lane in lanes:
+        assert lane["route"] and lane["timings"]["predicted_n"] == 60
+        steps = reader.steps(lane["worker"]).values()
+        assert sum(d[1] for step in steps for d in step["dec"] if d[0] == lane["lane"]) == 59
+        for step in steps:
+            if any(d[0] == lane["lane"] for d in step["dec"]):
+                assert lane["arrival"] < step["start"] < step["end"] <= lane["at"] + 1e-3
+
+
+def test_blocks_that_travel_between_pools_are_a_transfer(start):
+    flags = ("--prefill-workers", "1", "--decode-workers", "1", "--threads-per-worker", "1")
+    path = Path(__file__).parent / "always_moves"
+    with start(*flags, path=path) as server, reading(server) as reader:
+        hello = reader.until("hello")
+        body = {**FIXED, "prompt": "far away " * 300, "max_tokens": 30}
+        answer = server.post("/v1/completions", body)[1]
+        reader.until_ended()
+        lane = reader.lane_of(answer["id"])
+        roles = [worker["role"] for worker in hello["workers"]]
+        states = [e["state"] for e in reader.of("lane") if "state" in e]
+        assert states == ["queued", "running", "transfer", "queued", "running", "ended"]
+        assert roles[lane["worker"]] == "decode" and lane["transfer"]["to"] == lane["worker"]
+        assert lane["transfer"]["start"] < lane["transfer"]["end"]
+        assert lane["transfer"]["stored"] == lane["transfer"]["blocks"] > 10
+        first = reader.steps(roles.index("prefill")).values()
+        assert sum(p[1] for step in first for p in step["pre"]) == lane["prompt"]
+
+
+def test_an_engine_that_dies_ends_its_lanes_and_the_stream_begins_again(start):
+    with start() as server, reading(server) as reader, ThreadPoolExecutor() as pool:
+        first = reader.until("hello")
+        body = {**FIXED, "prompt": "last words", "max_tokens": 4000}
+        broken = pool.submit(server.post, "/v1/completions", body)
+        reader.until("lane", state="running")
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        assert reader.until("lane", state="ended")["finish"] is None
+        assert broken.result()[0] == 503
+        again = reader.until("hello")
+        assert again["boot"] != first["boot"] and again["lanes"] == []
+        assert server.post("/v1/completions", {**FIXED, "prompt": "alive"})[0] == 200
+        reader.until_ended()
+        assert reader.events[-1]["event_id"].startswith(again["boot"])
+        # The server's end is the stream's end.
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert all(event["event"] in ("totals", "blocks") for event in reader)

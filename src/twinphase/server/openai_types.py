@@ -223,6 +223,7 @@ class AnyGeneration(Sampling):
     repetition_penalty: float | None = None
     ignore_eos: bool = False
     stream: bool | None = False
+    return_progress: bool = False
     priority: Int32 = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     # For the client's own use; prefixes are found by their tokens.
@@ -255,7 +256,6 @@ class GenerationRequest(AnyGeneration):
     guided_choice: UpTo65536[str] | None = None
     guided_grammar: str | None = None
     response_format: ResponseFormat | None = None
-    return_progress: bool = False
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     bad_words: Annotated[list[Name], Field(fail_fast=True, max_length=MAX_BIASES)] | None = None

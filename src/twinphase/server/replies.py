@@ -11,6 +11,7 @@ import msgspec
 from twinphase.batch import TokenLogprobs
 from twinphase.server.answers import Choice, Delta
 from twinphase.server.jobs import Job
+from twinphase.server.live.eta import seconds_left
 from twinphase.server.observe import spec_decode_metrics, timings
 from twinphase.server.openai_types import CompletionRequest, StreamOptions
 from twinphase.server.service import Service
@@ -87,9 +88,8 @@ class Replies:
         """The event of a delta; empty if there is nothing to send."""
         job = self.job
         choice = delta.choice
-        events = b""
-        if job.body.return_progress and choice.index not in self._prefilled:
-            events = self._progress(delta)
+        progress = self.progress(delta)
+        events = event({**self.head(), "choices": [], **progress}) if progress else b""
         if delta.num_prefilled is not None or delta.is_empty:
             return events
         shown = {"index": choice.index, **self.chunk_choice(delta), "finish_reason": None}
@@ -170,22 +170,37 @@ class Replies:
     def body_choice(self, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _progress(self, delta: Delta) -> bytes:
+    def progress(self, delta: Delta) -> dict[str, Any]:
+        """How far the prompt is, as in llama.cpp, if the client asks for it; else nothing.
+
+        We add `eta_ms`, an estimate of the time until the whole prompt is computed; None where the
+        engine's step times are not known.
+        """
         choice = delta.choice
+        if not self.job.body.return_progress or choice.index in self._prefilled:
+            return {}
         total = processed = len(choice.prompt.token_ids)
         # The step that computed the prompt's end also made the first token.
         if delta.num_prefilled is None:
             self._prefilled.add(choice.index)
         else:
             processed = delta.num_prefilled
+        cached = choice.record.counts.num_cached_tokens
+        now = choice.stream.last_update
+        begun = choice.stream.prefill_began
+        costs = self._service.cost_model()
+        eta = 0.0 if processed == total else None
+        if eta is None and costs is not None and begun is not None:
+            eta = seconds_left(costs, cached, processed, total, now - begun)
         progress = {
             "index": choice.index,
             "total": total,
-            "cache": choice.record.counts.num_cached_tokens,
+            "cache": cached,
             "processed": processed,
-            "time_ms": round(1e3 * (choice.stream.last_update - choice.prompt.arrival), 3),
+            "time_ms": round(1e3 * (now - choice.prompt.arrival), 3),
+            "eta_ms": None if eta is None else round(1e3 * eta, 3),
         }
-        return event({**self.head(), "choices": [], "prompt_progress": progress})
+        return {"prompt_progress": progress}
 
 
 class ChatReplies(Replies):

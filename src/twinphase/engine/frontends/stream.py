@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from time import perf_counter
 
 from twinphase.engine.frontends.outputs import StreamUpdate, Transcript
-from twinphase.engine.process.messages import RequestUpdate
+from twinphase.engine.process.messages import RequestUpdate, StepStats
 from twinphase.outcome import FinishReason
 from twinphase.phases.timeline import IntervalKind
 
@@ -27,6 +27,7 @@ class RequestStream:
         last_step_end: when the step ended that brought the last tokens, seconds; None if the
             request ended between two steps.
         last_update: when the last update came, seconds.
+        prefill_began: when the first step with a part of its prompt began, seconds.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class RequestStream:
         self.transcript = transcript
         self.loop = asyncio.get_running_loop()
         self.last_step_end: float | None = None
+        self.prefill_began: float | None = None
         self.last_update = transcript.record.arrival
         self._end = end
         self._updated = asyncio.Event()
@@ -83,14 +85,16 @@ class RequestStream:
         self._exhausted = True
         self._release(FinishReason.ABORT)
 
-    def take(self, update: RequestUpdate, step_end: float | None) -> None:
-        """On the stream's loop: make text of new tokens."""
+    def take(self, update: RequestUpdate, step: StepStats | None) -> None:
+        """On the stream's loop: make text of new tokens; `step` is None between two steps."""
         if self._released:
             return
         transcript = self.transcript
         self.last_update = began = perf_counter()
         if transcript.stop_string is None:
-            self.last_step_end = step_end
+            self.last_step_end = step.end if step is not None else None
+        if self.prefill_began is None and step is not None:
+            self.prefill_began = step.start
         if transcript.take(update):
             self._end(self, FinishReason.STOP)
         if transcript.finished:
@@ -119,10 +123,10 @@ class RequestStream:
         timeline.hand_over_tokens(num_new, perf_counter())
 
 
-def take_all(items: Iterable[tuple[RequestStream, RequestUpdate]], step_end: float | None) -> None:
+def take_all(items: Iterable[tuple[RequestStream, RequestUpdate]], step: StepStats | None) -> None:
     """On the streams' loop: give each its update; an error in one does not affect the others."""
     for stream, update in items:
         try:
-            stream.take(update, step_end)
+            stream.take(update, step)
         except Exception as error:
             stream.fail(error)

@@ -82,7 +82,7 @@ def _chat(body: CountTokensRequest, thinks: bool) -> ChatCompletionRequest:
     fields["chat_template_kwargs"] = variables or None
     if isinstance(body, MessagesRequest):
         names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "metadata")
-        fields |= {name: getattr(body, name) for name in names}
+        fields |= {name: getattr(body, name) for name in (*names, "return_progress")}
         fields["stop"] = body.stop_sequences or None
     if body.messages[-1].role == "assistant":  # The answer continues its text.
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -171,6 +171,7 @@ class MessageReplies(Replies):
 
     def chunk(self, delta: Delta) -> bytes:
         events = b""
+        progress = self.progress(delta)
         if not self._begun:  # With the first delta, the number of cached tokens is known.
             self._begun = True
             message = {
@@ -180,9 +181,9 @@ class MessageReplies(Replies):
                 "stop_sequence": None,
                 "usage": self._usage(),
             }
-            events += _event("message_start", message=message) + _event("ping")
-        elif delta.num_prefilled is not None:
-            events += _event("ping")
+            events += _event("message_start", message=message) + _event("ping", **progress)
+        elif delta.num_prefilled is not None or progress:
+            events += _event("ping", **progress)
         if delta.reasoning:
             events += self._piece(
                 "thinking", {"thinking": "", "signature": ""}, {"thinking": delta.reasoning}

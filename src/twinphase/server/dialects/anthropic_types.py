@@ -153,6 +153,7 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: Positive
     stream: bool | None = False
+    return_progress: bool = False
     stop_sequences: UpTo16[Name] | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -76,6 +76,7 @@ def _common(service: Service, body: Generating, *, is_chat: bool) -> dict[str, A
         del fields["seed"]
     most = options.get("num_predict", -1)
     fields |= {"model": served_name(service, body.model), "stream": body.stream is not False}
+    fields["return_progress"] = body.return_progress
     unlimited = service.sampling_defaults.values.get("max_tokens", UNLIMITED_TOKENS)
     fields["max_tokens"] = most if most > 0 else unlimited
     if body.format == "json":
@@ -160,15 +161,18 @@ class _OllamaReplies(ChatReplies):
     stream_type = STREAM
 
     def chunk(self, delta: Delta) -> bytes:
+        lines = b""
+        if progress := self.progress(delta):
+            piece = self.piece("", "", [])
+            lines = encode({**self.head(), **piece, "done": False, **progress}) + b"\n"
         if delta.num_prefilled is not None or delta.is_empty:
-            return b""
+            return lines
         choice = delta.choice
         calls = choice.tool_calls if delta.finished else []  # Ollama sends only whole calls.
         logprobs = {"logprobs": self._logprobs(delta.logprobs)} if delta.logprobs else {}
-        lines = b""
         if delta.content or delta.reasoning or calls or logprobs:
             piece = self.piece(delta.content, delta.reasoning, calls)
-            lines = encode({**self.head(), **piece, "done": False, **logprobs}) + b"\n"
+            lines += encode({**self.head(), **piece, "done": False, **logprobs}) + b"\n"
         if delta.finished:
             lines += encode({**self.head(), **self.piece("", "", []), **self._done(choice)}) + b"\n"
         return lines

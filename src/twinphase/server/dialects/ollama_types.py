@@ -67,6 +67,7 @@ class Generating(Asked):
     """What chats and prompts have in common."""
 
     stream: bool | None = None
+    return_progress: bool = False
     options: Options | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: bool | Literal["low", "medium", "high"] | None = None

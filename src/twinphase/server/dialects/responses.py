@@ -141,6 +141,9 @@ class ResponseReplies(ChatReplies):
             begun = self._response("in_progress", [])
             events += written.event("response.created", response=begun)
             events += written.event("response.in_progress", response=begun)
+        if progress := self.progress(delta):
+            response = self._response("in_progress", [])
+            events += written.event("response.in_progress", response=response, **progress)
         events += written.take(delta)
         if delta.finished:
             response = self._finished(written.items)

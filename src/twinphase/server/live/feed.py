@@ -57,6 +57,8 @@ class Source(Protocol):
     @property
     def facts(self) -> EngineFacts | None: ...
 
+    def cost_model(self) -> CostModel | None: ...
+
     def workers(self) -> list[WorkerStatus]: ...
 
 
@@ -253,11 +255,9 @@ class Feed:
             self._loop.call_soon_threadsafe(self._woken.set)
 
     def _estimate(self, lanes: Lanes, now: float) -> None:
-        facts = self._source.facts
-        prices = lanes.prices or (facts.prices if facts else ())
-        if facts is None or facts.shape is None or not prices:
+        costs = self._source.cost_model()
+        if costs is None:
             return
-        costs = CostModel(prices, facts.shape.windowed_share, facts.shape.window)
         found = first_tokens(list(lanes.lanes.values()), costs, lanes.held_back, now)
         for lane, seconds in found:
             lanes.change(lane, {"eta_ms": duration_ms(seconds)})

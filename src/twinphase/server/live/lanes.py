@@ -175,7 +175,6 @@ class Lanes:
         workers: numbers by name.
         stats: of the last step; `held_back` as in its `StepView`.
         misses, drafts: totals since the feed began.
-        prices: of the cost model, as last reported; empty if it was not.
     """
 
     def __init__(
@@ -200,7 +199,6 @@ class Lanes:
         self.stats: StepStats | None = None
         self.misses: Counter[str] = Counter()
         self.drafts: Counter[str] = Counter()
-        self.prices: tuple[float, ...] = ()
         self.held_back = ""
         self.clock = clock
         self._requests = requests
@@ -298,17 +296,20 @@ class Lanes:
         if lane is None:
             return
         number = self.worker(message.worker)
-        fields: Fields = {"at": self.clock.ms(message.moment)}
+        at = self.clock.ms(message.moment)
         if message.is_transfer:
-            lane.state = fields["state"] = "transfer"
-            fields["transfer"] = {"to": number, "start": fields["at"]}
-            self.change(lane, fields)
+            lane.state = "transfer"
+            travel = {"to": number, "start": at}
+            self.change(lane, {"at": at, "state": "transfer", "transfer": travel})
             return
-        lane.state = fields["state"] = "queued"
-        fields |= {"worker": number, "route": message.reason}
+        fields: Fields = {"worker": number, "route": message.reason}
+        if lane.state != "queued":
+            lane.state = "queued"
+            lane.started = None
+            fields |= {"at": at, "state": "queued"}
         if message.blocks is not None and lane.fields.get("transfer"):
             stored, blocks = message.blocks
-            end = {"end": fields["at"], "stored": stored, "blocks": blocks}
+            end = {"end": at, "stored": stored, "blocks": blocks}
             fields["transfer"] = lane.fields["transfer"] | end
         self.change(lane, fields)
 
@@ -363,11 +364,10 @@ class Lanes:
         self.drafts["accepted_tokens"] += sum(stats.accepted)
         if stats.itl_slo_seconds != self._slo:
             if self._slo is not None:
-                self.changes.pace = (stats.start, stats.itl_slo_seconds)
+                self.changes.pace = (stats.start, stats.itl_slo_seconds or 0.0)
             self._slo = stats.itl_slo_seconds
 
     def _ended(self, lane: Lane, update: RequestUpdate, record: RequestRecord) -> None:
-        self.prices = record.prices or self.prices
         if (miss := record.counts.prefix_miss) is not None:
             self.misses[miss.reason.value] += 1
         reason = record.finish_reason

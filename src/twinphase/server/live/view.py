@@ -36,22 +36,23 @@ class Frame:
 
     Attributes:
         first, last: numbers of the events.
-        before, steps, after: bytes; those of `steps` may be dropped.
-        num_steps: steps that these report.
+        data: all events; readers share it.
+        steps: the part of `data` that may be dropped.
+        num_steps: steps that this part reports.
         moment: when it was made, seconds.
     """
 
     first: int
     last: int
-    before: bytes
-    steps: bytes
-    after: bytes
+    data: bytes
+    steps: slice
     num_steps: int
     moment: float
 
     @property
-    def data(self) -> bytes:
-        return self.before + self.steps + self.after
+    def kept(self) -> bytes:
+        """Without the steps."""
+        return self.data[: self.steps.start] + self.data[self.steps.stop :]
 
     def since(self, number: int) -> bytes:
         """The events after that number."""
@@ -110,8 +111,8 @@ class View:
         if self.last < begin:
             return
         num_steps = sum(map(len, changes.steps.values()))
-        parts = before, steps, after
-        frame = Frame(begin, self.last, *parts, num_steps=num_steps, moment=moment)
+        part = slice(len(before), len(before) + len(steps))
+        frame = Frame(begin, self.last, before + steps + after, part, num_steps, moment)
         self.num_frames += 1
         self._frames.append(frame)
         self._num_bytes += len(frame.data)
@@ -143,7 +144,7 @@ class View:
             return b"".join(frame.since(number) for frame in frames)
         num_steps = sum(frame.num_steps for frame in frames)
         self.num_lost += num_steps
-        kept = b"".join(frame.before + frame.after for frame in frames)
+        kept = b"".join(frame.kept for frame in frames)
         return kept + self._unnumbered([("lost", {"steps": num_steps}), *self._whole()], moment)
 
     async def wait(self, seconds: float) -> bool:
