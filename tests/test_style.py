@@ -45,7 +45,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 26_500,
-    "tests": 353_000,
+    "tests": 355_500,
     "twinphase": 16_800,
     "twinphase/backends": 93_000,
     "twinphase/cache": 5_900,
@@ -66,7 +66,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 63_000,
 }
-MAX_TOKENS = {"src": 434_000, "tests": 353_000, "benchmarks": 26_500}
+MAX_TOKENS = {"src": 434_000, "tests": 355_500, "benchmarks": 26_500}
 
 SKIPPED = {
     tokenize.COMMENT,
