@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.group import Group
+from twinphase.backends.states import RecurrentOperations
 from twinphase.blueprint import Blueprint, Experts, Rope, Span
 from twinphase.weights.checkpoint import Checkpoint
 
@@ -238,7 +239,7 @@ class DeviceSampler(Protocol):
         """Sample from the logits of the step launched last, as `sampling/` does on the host."""
 
 
-class Operations(Protocol):
+class Operations(RecurrentOperations, Protocol):
     """The operations of a model's forward pass. Row counts are those of the current step."""
 
     def keep(self, x: Array) -> None:
@@ -284,8 +285,8 @@ class Operations(Protocol):
         """Normalize and rotate queries and keys, write the cache; returns the queries.
 
         `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], however its matrices were
-        stored. The norms' weights are as the blueprint's `qk_norm` says; without a `rope` nothing
-        is rotated.
+        stored; with a gate on attention's result, each head's queries are followed by its gate. The
+        norms' weights are as the blueprint's `qk_norm` says; without a `rope` nothing is rotated.
         """
 
     def attention(
@@ -296,14 +297,6 @@ class Operations(Protocol):
         A row at position p attends to the positions from p - window + 1 on. `sinks` are logits
         [num_heads] that take part in the softmax (Xiao et al., 2023). Scale and softcap are the
         blueprint's.
-        """
-
-    def short_conv(self, bcx: Array, weight: Array, layer: int) -> Array:
-        """The gated short convolution of LFM2, C * conv(B * x), [num_tokens, channels].
-
-        `bcx` is [num_tokens, 3 * channels]: B, C and x; `weight` is [channels, taps]. The
-        convolution is depthwise and causal, over each sequence; rows before the step's are in the
-        state of recurrent layer number `layer`, which is written for the next step.
         """
 
     def gate_mul(self, gate_up: Array) -> Array:
@@ -361,6 +354,9 @@ class WeightLoader(Protocol):
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
         """A linear layer's weights; names are stacked along the outputs, [outputs, inputs]."""
+
+    def exact_matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
+        """As `matrix`, for small layers whose inputs must not be rounded to the weights' type."""
 
     def experts(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
         """The same layer of every expert; names are stacked, [experts, outputs, inputs]."""
