@@ -52,7 +52,7 @@ BUDGET: dict[str, int] = {
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
     "twinphase/commands": 18_000,
-    "twinphase/engine": 36_600,
+    "twinphase/engine": 36_900,
     "twinphase/estimate": 4_600,
     "twinphase/explain": 11_000,
     "twinphase/models": 13_400,
