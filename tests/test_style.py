@@ -55,7 +55,7 @@ BUDGET: dict[str, int] = {
     "twinphase/engine": 36_600,
     "twinphase/estimate": 4_600,
     "twinphase/explain": 11_000,
-    "twinphase/models": 13_400,
+    "twinphase/models": 13_800,
     "twinphase/phases": 11_500,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
