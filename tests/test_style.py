@@ -66,7 +66,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 63_000,
 }
-MAX_TOKENS = {"src": 434_000, "tests": 355_500, "benchmarks": 26_500}
+MAX_TOKENS = {"src": 440_000, "tests": 355_500, "benchmarks": 26_500}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -28,8 +28,8 @@ from twinphase.server.openai_types import (
 )
 from twinphase.server.strict import unread_fields
 from twinphase.server.tool_prompt import with_argument_objects, with_tool_prompt
-from twinphase.server.tools import Tool, ToolFormat, check_tools, tool_format, tool_grammar
-from twinphase.server.xml_calls import xml_call_rules
+from twinphase.server.tools import Tool, ToolFormat, check_tools, tool_format
+from twinphase.server.xml_calls import call_grammar
 from twinphase.tokenizer.infill import infill_ends, infill_prompt
 from twinphase.tokenizer.prompt_parts import ChatPrompt
 from twinphase.tokenizer.think_tags import ThinkTags, opens_thinking
@@ -168,15 +168,8 @@ def chat_job(
     is_free = choice in (None, "auto") and not body.continue_final_message
     if tools and choice != "none":
         format = tool_format(source)
-        special_token = _control_tokens(tokenizer)
-        grammar = tool_grammar(
-            tools,
-            choice,
-            body.parallel_tool_calls,
-            format,
-            special_token,
-            xml_call_rules if format.xml else None,
-        )
+        several = body.parallel_tool_calls
+        grammar = call_grammar(tools, choice, several, format, _control_tokens(tokenizer))
     effort = {*_effort_variables(source, body)}
     if "enable_thinking" in effort:
         effort.add("reasoning_effort")

@@ -18,13 +18,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from twinphase.constraint import StructuredOutputsParams
 from twinphase.server.tool_calls import ToolCallDelta, random_id
 from twinphase.server.tools import (
     CALL_JSON_STYLE,
     TOOL_NAME_PATTERN,
     XML,
+    SpecialToken,
     Tool,
+    ToolChoice,
+    ToolFormat,
     arguments_schema,
+    tool_grammar,
 )
 from twinphase.tokenizer.detokenizer import overlap
 
@@ -62,8 +67,20 @@ def xml_call_rules(number: int, function: Mapping[str, Any]) -> list[str]:
     return [f"call_{number}: {' '.join(call)} {json.dumps(_FUNCTION_END)}", *rules, *shared]
 
 
+def call_grammar(
+    tools: Sequence[Tool],
+    tool_choice: ToolChoice,
+    parallel_tool_calls: bool | None,
+    format: ToolFormat,
+    special_token: SpecialToken,
+) -> StructuredOutputsParams | None:
+    """As `tool_grammar`, for calls in any format."""
+    rules = xml_call_rules if format.xml else None
+    return tool_grammar(tools, tool_choice, parallel_tool_calls, format, special_token, rules)
+
+
 class XmlCallParser:
-    """Divides the text of one answer into content and calls, each of which comes whole.
+    """Divides the text of one answer into content and whole calls.
 
     What comes out, joined, does not depend on how the text was cut into pieces. Whitespace beside
     calls is dropped.
