@@ -44,7 +44,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 20_500,
+    "benchmarks": 22_000,
     "tests": 350_000,
     "twinphase": 16_800,
     "twinphase/backends": 86_300,
@@ -66,7 +66,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 63_000,
 }
-MAX_TOKENS = {"src": 426_000, "tests": 350_000, "benchmarks": 20_500}
+MAX_TOKENS = {"src": 426_000, "tests": 350_000, "benchmarks": 22_000}
 
 SKIPPED = {
     tokenize.COMMENT,
