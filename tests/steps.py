@@ -134,9 +134,10 @@ class SequenceStates:
     def of(self, pieces: Sequence[Piece]) -> NDArray[np.int32]:
         """`StepInputs.states` without drafts."""
         rows = []
+        before = dict(self._slots)
         for piece in pieces:
             sequence = int(piece.blocks[0])
-            source = self._slots[sequence, piece.start] if piece.start else 0
+            source = before[sequence, piece.start] if piece.start else 0
             target = self._next
             self._next = self._next % (self.SLOTS - 1) + 1
             self._slots[sequence, piece.start + len(piece.tokens)] = target

@@ -44,29 +44,29 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 22_000,
-    "tests": 350_000,
+    "benchmarks": 27_500,
+    "tests": 356_000,
     "twinphase": 16_800,
-    "twinphase/backends": 86_300,
+    "twinphase/backends": 93_000,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
-    "twinphase/cluster": 31_100,
+    "twinphase/cluster": 31_300,
     "twinphase/commands": 18_000,
-    "twinphase/engine": 34_900,
+    "twinphase/engine": 36_600,
     "twinphase/estimate": 4_600,
     "twinphase/explain": 11_000,
-    "twinphase/models": 12_800,
+    "twinphase/models": 13_400,
     "twinphase/phases": 11_500,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
     "twinphase/server": 62_500,
     "twinphase/speculation": 12_500,
-    "twinphase/tokenizer": 16_500,
-    "twinphase/weights": 22_900,
+    "twinphase/tokenizer": 17_200,
+    "twinphase/weights": 23_000,
     "twinphase/workload": 2_000,
     "twinphase_bench": 63_000,
 }
-MAX_TOKENS = {"src": 426_000, "tests": 350_000, "benchmarks": 22_000}
+MAX_TOKENS = {"src": 438_000, "tests": 356_000, "benchmarks": 27_500}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -61,6 +61,7 @@ def write_tiny_gguf(
     experts: tuple[int, int] | None = None,
     infill: tuple[int, int, int] | None = None,
     convolutions: Collection[int] = (),
+    deltas: Collection[int] = (),
 ) -> Path:
     """Writes a small random Llama-family model and returns its path.
 
@@ -88,9 +89,11 @@ def write_tiny_gguf(
         experts: how many a layer has, and how many of them a token goes through.
         infill: ids of the tokens before a prefix, a suffix and a middle.
         convolutions: layers that are LFM2's short convolutions; the architecture is then lfm2.
+        deltas: layers that are Qwen3.5's delta rules, with 2 key heads of 16 and 4 value heads of
+            32; the architecture is then qwen35. A head must be a multiple of 32 wide.
     """
-    if convolutions:
-        architecture = "lfm2"
+    architecture = "lfm2" if convolutions else "qwen35" if deltas else architecture
+    recurrent = {*convolutions, *deltas}
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_name("tiny")
@@ -100,15 +103,22 @@ def write_tiny_gguf(
     writer.add_feed_forward_length(ffn)
     writer.add_head_count(heads)
     writer.add_head_count_kv(
-        [0 if layer in convolutions else kv_heads for layer in range(layers)]
-        if convolutions
+        [0 if layer in recurrent else kv_heads for layer in range(layers)]
+        if recurrent
         else kv_heads
     )
     if convolutions:
         writer.add_shortconv_l_cache(3)
+    if deltas:
+        writer.add_key_length(hidden // heads)
+        writer.add_ssm_conv_kernel(4)
+        writer.add_ssm_state_size(16)
+        writer.add_ssm_group_count(2)
+        writer.add_ssm_time_step_rank(4)
+        writer.add_ssm_inner_size(128)
     writer.add_layer_norm_rms_eps(rms_norm_eps)
     writer.add_rope_freq_base(rope_theta)
-    writer.add_rope_dimension_count(hidden // heads)
+    writer.add_rope_dimension_count(hidden // heads // (4 if deltas else 1))
     writer.add_vocab_size(vocab)
     writer.add_file_type(_file_type(tensor_type))
     if window:
@@ -122,7 +132,7 @@ def write_tiny_gguf(
 
     kv = hidden // heads * kv_heads
     attention: dict[str, tuple[int, ...]] = {
-        "attn_q": (hidden, hidden),
+        "attn_q": (hidden * (2 if deltas else 1), hidden),
         "attn_k": (kv, hidden),
         "attn_v": (kv, hidden),
         "attn_output": (hidden, hidden),
@@ -132,13 +142,21 @@ def write_tiny_gguf(
         "shortconv.conv": (hidden, 3),
         "shortconv.out_proj": (hidden, hidden),
     }
+    delta: dict[str, tuple[int, ...]] = {
+        "attn_qkv": (192, hidden),
+        "attn_gate": (128, hidden),
+        "ssm_alpha": (4, hidden),
+        "ssm_beta": (4, hidden),
+        "ssm_conv1d": (192, 4),
+        "ssm_out": (hidden, 128),
+    }
     matrices: dict[str, tuple[int, ...]] = {}
     feed_forward: dict[str, tuple[int, ...]] = {
         "gate": (ffn, hidden),
         "up": (ffn, hidden),
         "down": (hidden, ffn),
     }
-    types = {"shortconv.conv": "F32", **(types or {})}
+    types = {"shortconv.conv": "F32", "ssm_conv1d": "F32", **(types or {})}
     if experts:
         matrices |= {"ffn_gate_inp": (experts[0], hidden)}
         types.setdefault("ffn_gate_inp", "F32")  # as llama.cpp keeps it
@@ -149,12 +167,17 @@ def write_tiny_gguf(
         matrices |= {f"ffn_{name}": shape for name, shape in feed_forward.items()}
     _add_matrix(writer, rng, "token_embd.weight", (vocab, hidden), embedding_type or tensor_type)
     for layer in range(layers):
-        for norm in ("attn_norm", "ffn_norm"):
+        for norm in ("attn_norm", "post_attention_norm" if deltas else "ffn_norm"):
             _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", hidden)
-        if convolutions and layer not in convolutions:
+        if layer in deltas:
+            _add_norm(writer, rng, f"blk.{layer}.ssm_norm.weight", 32)
+            _add_norm(writer, rng, f"blk.{layer}.ssm_dt.bias", 4)
+            decays = -rng.uniform(0.01, 2.0, 4).astype(np.float32)
+            writer.add_tensor(f"blk.{layer}.ssm_a", decays)
+        if recurrent and layer not in recurrent:
             for norm in ("attn_q_norm", "attn_k_norm"):
                 _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", hidden // heads)
-        mixer = convolution if layer in convolutions else attention
+        mixer = convolution if layer in convolutions else delta if layer in deltas else attention
         for name, shape in (mixer | matrices).items():
             _add_matrix(
                 writer, rng, f"blk.{layer}.{name}.weight", shape, types.get(name, tensor_type)

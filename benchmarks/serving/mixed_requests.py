@@ -41,9 +41,14 @@ SCHEMA = {
     "additionalProperties": False,
 }
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 NAME = "served"  # of the model, which the other APIs' requests have to name
 DIALECTS = {path: dialect for dialect, path in PATHS.items() if dialect in (ANTHROPIC, OLLAMA)}
-REASONS = {ANTHROPIC: {"stop": "end_turn", "length": "max_tokens"}, OLLAMA: {}}
+REASONS = {
+    ANTHROPIC: {"stop": "end_turn", "length": "max_tokens"},
+    OLLAMA: {},
+    RESPONSES: {"stop": "completed", "length": "incomplete"},
+}
 Answer = tuple[
     list[int], str, str
 ]  # token ids, or in other APIs than OpenAI's how many there are; text, finish_reason
@@ -132,7 +137,7 @@ def make_samples() -> list[Sample]:
 
 
 def make_other_samples() -> list[Sample]:
-    """Chats in Anthropic's and Ollama's words, plain ones and with a schema."""
+    """Chats in the words of the other APIs, plain ones and with a schema."""
     samples = []
     for index, topic in enumerate(TOPICS):
         chat = {
@@ -158,6 +163,9 @@ def make_other_samples() -> list[Sample]:
             Sample("Anthropic", PATHS[ANTHROPIC], claude, alone),
             Sample("Ollama", PATHS[OLLAMA], {**told, "options": options, **fields[OLLAMA]}, alone),
         ]
+        item = {"model": NAME, "input": chat["messages"][0]["content"], "temperature": 0.0}
+        item |= {"max_output_tokens": 48, "store": bool(index % 2)}
+        samples.append(Sample("Responses", RESPONSES, item, chat))
     return samples
 
 
@@ -183,7 +191,7 @@ def answer_alone(samples: Sequence[Sample], llm: LLM) -> None:
                 (output,) = llm.generate([prompt], params, use_tqdm=False)
             found = output.outputs[0]
             if sample.alone:
-                reason = REASONS[DIALECTS[sample.path]].get(
+                reason = REASONS[DIALECTS.get(sample.path, RESPONSES)].get(
                     found.finish_reason, found.finish_reason
                 )
                 sample.answers.append(([len(found.token_ids)], found.text, reason))
@@ -199,6 +207,8 @@ def answers_of(reply: Reply, sample: Sample, stream: bool) -> list[Answer]:
         found = joined(dialect, parts_of(reply, sample)) if stream else reply.json()
         said = whole(dialect, found)
         return [([said.num_output], said.text, said.reason)]
+    if sample.path == RESPONSES:
+        return [_response_of(events(reply)[-1]["response"] if stream else reply.json())]
     token_ids: list[list[int]] = [[] for _ in sample.answers]
     texts = [""] * len(sample.answers)
     reasons = [""] * len(sample.answers)
@@ -210,6 +220,13 @@ def answers_of(reply: Reply, sample: Sample, stream: bool) -> list[Answer]:
             texts[index] += (part.get("content") or "") if sample.path == CHAT else choice["text"]
             reasons[index] = choice["finish_reason"] or reasons[index]
     return list(zip(token_ids, texts, reasons, strict=True))
+
+
+def _response_of(body: dict[str, Any]) -> Answer:
+    """The answer in a body of the Responses API."""
+    contents = [part for item in body["output"] for part in item.get("content", ())]
+    text = "".join(part["text"] for part in contents)
+    return [body["usage"]["output_tokens"]], text, body["status"]
 
 
 def parts_of(reply: Reply, sample: Sample) -> list[dict[str, Any]]:

@@ -26,10 +26,13 @@ VOCABULARY = (1000, 40000)  # ordinary tokens of the model
 @contextmanager
 def serving(args: argparse.Namespace, *flags: str, **options: Any) -> Iterator[RunningServer]:
     """A server of the model; options are flags of `twinphase serve`."""
+    if args.threads:  # Encoders have neither threads nor sampling values.
+        # The engine alone, whose answers are compared, draws from the whole distribution.
+        flags += (f"--threads={args.threads}", '--override-generation-config={"top_p": 1}')
     flags += tuple(f"--{name.replace('_', '-')}={value}" for name, value in options.items())
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with RunningServer(args.model, log, f"--threads={args.threads}", *flags) as server:
+        with RunningServer(args.model, log, *flags) as server:
             yield server
 
 

@@ -72,6 +72,7 @@ class ShortConv:
 
     taps: int
     channels: int
+    matrix_floats = draft_floats = 0
 
     def history_rows(self, num_drafts: int) -> int:
         """Inputs of the convolution that are kept: of `taps` - 1 positions, and of drafts."""
@@ -80,6 +81,61 @@ class ShortConv:
     def state_floats(self, num_drafts: int) -> int:
         """Numbers of a sequence's state in one layer."""
         return self.history_rows(num_drafts) * self.channels
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta rule in place of attention (Yang et al., 2024, arXiv:2412.06464).
+
+    Queries, keys and values go through a convolution and SiLU first, as in Qwen3.5. The state of a
+    sequence is the last `taps` - 1 inputs of the convolution, and a matrix [key_dim, value_dim] for
+    each value head.
+
+    Attributes:
+        taps: positions that a row's convolution sees, its own included.
+        key_heads, key_dim: of queries and keys.
+        value_heads, value_dim: of values; several value heads may share a key head.
+        tiled: whether value head h reads key head h % key_heads, as in GGUF; else those that share
+            one lie side by side.
+        log_decay: whether decays are stored as log(-A); else as A.
+    """
+
+    taps: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    tiled: bool
+    log_decay: bool
+
+    @property
+    def channels(self) -> int:
+        """Width of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.num_values
+
+    @property
+    def num_values(self) -> int:
+        """Width of the result."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def matrix_floats(self) -> int:
+        """Numbers of all heads' matrices."""
+        return self.key_dim * self.num_values
+
+    @property
+    def draft_floats(self) -> int:
+        """What a draft's row does to the matrices: of each head, key, change and decay."""
+        return self.value_heads * (self.key_dim + self.value_dim + 1)
+
+    def history_rows(self, num_drafts: int) -> int:
+        """Inputs of the convolution that are kept: of `taps` - 1 positions, and of drafts."""
+        return self.taps - 1 + num_drafts
+
+    def state_floats(self, num_drafts: int) -> int:
+        """Numbers of a sequence's state in one layer."""
+        history = self.history_rows(num_drafts) * self.channels
+        return history + num_drafts * self.draft_floats + self.matrix_floats
 
 
 @dataclass(frozen=True)
@@ -160,6 +216,9 @@ class Blueprint:
         experts: None for a dense model.
         recurrence: what some layers have in place of attention; None where all have attention.
         recurrent_layers: their numbers, ascending; they keep a state per sequence and no KV.
+        attention_gate: whether attention's result is multiplied by the sigmoid of a gate, which the
+            query matrix has after each head's queries.
+        draft_layers: layers after the last one that predict further tokens; they are not computed.
         output_norm: GGUF's name of the norm before the head.
         share: what this rank computes of the model, where there are several; heads are then those
             of this rank.
@@ -196,8 +255,10 @@ class Blueprint:
     logit_softcap: float | None = None
     sinks: bool = False
     experts: Experts | None = None
-    recurrence: ShortConv | None = None
+    recurrence: ShortConv | DeltaNet | None = None
     recurrent_layers: tuple[int, ...] = ()
+    attention_gate: bool = False
+    draft_layers: int = 0
     output_norm: str = "output_norm"
     share: Share | None = None
 

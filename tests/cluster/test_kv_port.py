@@ -1,5 +1,6 @@
 """KV blocks between engines: sent during prefill, checked, and used with the same bits."""
 
+import os
 import queue
 import random
 import socket
@@ -389,3 +390,22 @@ def test_an_engine_without_a_port_refuses_to_push(pair):
     reader.loop.pushes = pushes
     reader.loop._send = taker
     assert message.kind == "InvalidRequestError" and not isinstance(message, Pushed)
+
+
+def test_an_unused_connection_is_closed_and_leaves_nothing(model, monkeypatch):
+    """Workers change their roles: each pair would keep a connection and its memory for ever."""
+    monkeypatch.setattr("twinphase.cluster.kv.pushes.IDLE_SECONDS", 0.05)
+
+    def held():
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    with workers(model, 2, **CONFIG) as (reader, writer):
+        pushes = reader.port.pushes
+        for worker in (reader, writer):  # Each opens files about its own threads.
+            worker.ask(prompt(seed=9), FIRST)
+        before = held()
+        for seed, kind in enumerate(("unix", "tcp", "unix")):
+            pushed = reader.ask(prompt(seed=seed), FIRST, by(writer, kind)).pushed
+            assert (pushed.num_stored, pushed.problem) == (12, "")
+            until(lambda: not pushes._transports and pushes._slots is None)
+            until(lambda: held() == before)

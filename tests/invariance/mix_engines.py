@@ -35,8 +35,8 @@ VOCAB = 320
 MOST_BLOCKS = 40
 MOST_SEQS = 8
 # Names of files of models with recurrent layers, and how their engines run.
-HYBRIDS = ("convolutions",)
-MOST_SLOTS = 14
+HYBRIDS = ("convolutions", "deltas")
+MOST_SLOTS = 16
 STATES = {"state_interval": 16, "speculative_config": "auto"}
 TAGS = ThinkingTags((50,), (51, 52, 53))
 
@@ -162,7 +162,7 @@ def make_engine(
     cost_model = CostModel(starting_prices(whole.shape, None))
     if loaded.blueprint.recurrent_layers:
         # Few slots, so that requests wait for them and snapshots are evicted.
-        options = {**STATES, "num_state_slots": MOST_SLOTS - num_blocks % 5, **options}
+        options = {**STATES, "num_state_slots": 5 + num_blocks // 4, **options}
     config = EngineConfig(
         num_kv_blocks=num_blocks,
         max_model_len=512,

@@ -289,6 +289,8 @@ class Mixes(RuleBasedStateMachine):
         while self.engine.has_work:
             self.one_step()
         assert self.scheduler.kv_cache.pool.num_held == 0
+        states = self.scheduler.kv_cache.states
+        assert states is None or states.usage == 0
         assert not self.engine.timelines
         assert self.writer is None or self.writer.kv_cache.pool.num_held == 0
         for request in self.requests.values():

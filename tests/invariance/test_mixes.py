@@ -23,6 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "windowed": {"window": 40},
     "mixture": {"experts": (6, 2)},
     "convolutions": {"layers": 4, "convolutions": (0, 1, 3)},
+    "deltas": {"layers": 4, "deltas": (0, 1, 3), "heads": 2, "kv_heads": 1},
 }
 QUICK = {
     "compared": 50,
@@ -48,12 +49,11 @@ LONG = {
 }
 HYBRID = {
     "compared": 50,
-    "compared after a hit": 5,
+    "compared after a hit": 3,
     "mixed steps": 50,
     "accepted drafts": 200,
     "rejected drafts": 50,
     "states held back": 1,
-    "snapshots lost alone": 1,
 }
 FEW_DRAFTS = {"compared": 8, "accepted drafts": 100, "rejected drafts": 100}
 
@@ -69,7 +69,10 @@ def folder(tmp_path_factory) -> Iterator[Path]:
     ("num_mixes", "model", "kv_cache_dtype", "least"),
     (
         (40, "dense", "auto", QUICK),
-        (40, "convolutions", "auto", HYBRID),
+        (30, "convolutions", "auto", HYBRID),
+        (30, "deltas", "auto", HYBRID),
+        pytest.param(100, "convolutions", "auto", LONG, marks=pytest.mark.slow),
+        pytest.param(100, "deltas", "auto", LONG, marks=pytest.mark.slow),
         pytest.param(100, "dense", "auto", LONG, marks=pytest.mark.slow),
         pytest.param(40, "dense", "int8", COMPARED, marks=pytest.mark.slow),
         pytest.param(100, "windowed", "auto", LONG, marks=pytest.mark.slow),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from twinphase.weights.checkpoint import Checkpoint
 
-RECURRENT = ("lfm2",)
+RECURRENT = ("lfm2", "qwen35")
 PERMUTED = ("llama", "granite", "smollm3", "mistral3")
 
 
@@ -24,13 +24,20 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    drafting = _drafting_layers(checkpoint)
+    writer.add_block_count(config.num_hidden_layers + drafting)
     writer.add_head_count(config.num_attention_heads)
     kinds = getattr(config, "layer_types", None) or []
     heads = config.num_key_value_heads
     by_layer = config.model_type == "granitemoehybrid"
     recurrent = [kind != "full_attention" for kind in kinds]
-    if arch in RECURRENT or by_layer:
+    if drafting:  # Such files name attention by its interval, and count the layer for drafts.
+        writer.add_head_count_kv(heads)
+        writer.add_full_attention_interval(4)
+        writer.add_nextn_predict_layers(drafting)
+        values = np.zeros((config.hidden_size, 2 * config.hidden_size), np.float32)
+        writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight", values)
+    elif arch in RECURRENT or by_layer:
         writer.add_head_count_kv([0 if without else heads for without in recurrent])
     else:
         writer.add_head_count_kv(heads)
@@ -40,6 +47,12 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")  # llama.cpp loads such files too
     writer.add_layer_norm_rms_eps(config.norm_eps if arch == "lfm2" else config.rms_norm_eps)
+    if arch == "qwen35":
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
     if arch == "lfm2":
         writer.add_shortconv_l_cache(config.conv_L_cache)
     _add_feed_forward(writer, config, arch)
@@ -56,6 +69,12 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
         values = checkpoint.raw(name).view(np.float32).reshape(info.shape)
         if arch in PERMUTED and name.endswith(("attn_q.weight", "attn_k.weight")):
             values = _permuted(values, head_dim)
+        if arch == "qwen35":
+            values = _tiled_heads(name, values, config)
+            if name.endswith(".ssm_a"):
+                values = -np.exp(values)
+            if name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
+                values = values + 1
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
         parts = {name: values}
@@ -68,6 +87,40 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _drafting_layers(checkpoint: Checkpoint) -> int:
+    """One with the usual pattern of layers, none with another: files of both kinds are read."""
+    config = checkpoint.config or {}
+    usual = (config.get("layer_types") or [])[:4] == 3 * ["linear_attention"] + ["full_attention"]
+    return int(checkpoint.architecture == "qwen35" and usual)
+
+
+def _tiled_heads(name: str, values: NDArray[np.float32], config: Any) -> NDArray[np.float32]:
+    """conversion/qwen.py's order of value heads: those of one key head are no longer neighbours."""
+    part = name.split(".")[2] if name.startswith("blk.") else ""
+    keys = config.linear_num_key_heads
+    count = config.linear_num_value_heads // keys
+    size = config.linear_value_head_dim
+    if part in ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"):
+        size = 1
+    elif part == "ssm_out":
+        return _tiled(values.T, keys, count, size).T
+    elif part in ("attn_qkv", "ssm_conv1d") and "linear" in config.layer_types[_layer(name)]:
+        first = 2 * keys * config.linear_key_head_dim
+        return np.concatenate([values[:first], _tiled(values[first:], keys, count, size)])
+    elif part != "attn_gate":
+        return values
+    return _tiled(values, keys, count, size)
+
+
+def _layer(name: str) -> int:
+    return int(name.split(".")[1])
+
+
+def _tiled(values: NDArray[np.float32], keys: int, count: int, size: int) -> NDArray[np.float32]:
+    rows = values.reshape(keys, count, size, -1)
+    return rows.swapaxes(0, 1).reshape(values.shape)
 
 
 def _permuted(values: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:

@@ -11,7 +11,7 @@ from tiny_families import make_model
 
 from tiny_gguf import write_tiny_gguf
 from twinphase import LLM
-from twinphase.backends.encoder import erf
+from twinphase.backends.encoder import ROWS, erf, product_sizes
 from twinphase.weights.hub import resolve_model
 
 RANDOM = np.random.default_rng(0)
@@ -65,8 +65,39 @@ def test_a_tiny_bert_is_that_of_transformers(tmp_path, pooling):
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_vector_has_the_same_bits_alone_and_with_others(tmp_path, backend):
     llm = LLM(save_bert(make_bert(), tmp_path / "folder"), backend=backend)
-    together = [output.outputs.embedding for output in llm.embed(IDS)]
-    assert [llm.embed([ids])[0].outputs.embedding for ids in reversed(IDS)] == together[::-1]
+    texts = IDS + [list(map(int, RANDOM.integers(0, 200, n))) for n in (1, 1, 3, 9, 9, 9, 50)]
+    together = [output.outputs.embedding for output in llm.embed(texts * 10)]
+    assert together == together[: len(texts)] * 10
+    alone = [llm.embed([ids])[0].outputs.embedding for ids in texts]
+    assert alone == together[: len(texts)]
+
+
+def test_products_fall_back_to_single_rows_where_blas_depends_on_their_number(monkeypatch):
+    """A BLAS that sums the rows of one half of a product in another order."""
+    weight = RANDOM.standard_normal((24, 40), dtype=np.float32)
+    assert product_sizes(weight)[-1] == ROWS
+
+    class Uneven(np.ndarray):
+        @property
+        def T(self):
+            return self
+
+        def __rmatmul__(self, x):
+            return np.array([[at, len(x)] for at in range(len(x))])
+
+        __array_ufunc__ = None
+
+    assert product_sizes(weight.view(Uneven)) == (1,)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_many_texts_of_a_decoder_have_the_bits_of_each_alone(tmp_path, backend):
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", tensor_type="Q4_0", context=128)
+    texts = [[int(i) for i in RANDOM.integers(0, 200, n)] for n in (1, 70, 3, 16, 17, 1, 40)]
+    for pooling in ("last", "mean"):
+        llm = LLM(path, task="embed", pooling=pooling, backend=backend)
+        together = [output.outputs.embedding for output in llm.embed(texts)]
+        assert [llm.embed([text])[0].outputs.embedding for text in texts] == together
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "qwen3-moe"])

@@ -94,6 +94,16 @@ def test_bits_of_other_paths_with_caps_and_sinks(folder, family, isa):
         _few_rows_have_the_same_bits(steps, steps.chunked(TOKENS, [LENGTH]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", isas_that_differ("lanes")[1:])
+@pytest.mark.parametrize("family", ("lfm2", "qwen35"))
+def test_bits_of_other_paths_with_recurrence(folder, family, isa):
+    steps = on_cpu(folder / family, isa=isa)
+    expected = steps.chunked(TOKENS, [LENGTH])
+    _same_bits(steps.chunked(TOKENS, [1, 2, 7, 64]), expected)
+    _few_rows_have_the_same_bits(steps, expected)
+
+
 def _few_rows_have_the_same_bits(steps: Steps, expected: F32) -> None:
     """Decodes of one row, and of several as for drafts; the KV cache holds `TOKENS`."""
     rng = np.random.default_rng(1)

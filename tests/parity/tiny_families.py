@@ -62,6 +62,14 @@ MINISTRAL3_ROPE = {
 }
 
 
+QWEN35 = {
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "max_position_embeddings": 512,
+}
+
+
 def _phi(**more: Any) -> dict[str, Any]:
     return {"original_max_position_embeddings": 32, "sliding_window": 24, **more}
 
@@ -171,6 +179,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "block_multiple_of": 32,
         },
     ),
+    "qwen35": (
+        "Qwen3_5",
+        {
+            **QWEN35,
+            "num_hidden_layers": 5,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+    ),
+    "qwen35-small": (
+        "Qwen3_5",
+        {
+            **QWEN35,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gpt-oss": (
         "GptOss",
         {
@@ -188,7 +215,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def make_model(name: str) -> Any:
     """The model in float32 with every parameter random, norms, biases and sinks included."""
     class_name, more = FAMILIES[name]
-    text = "Text" if class_name == "Gemma3" else ""
+    text = "Text" if class_name in ("Gemma3", "Qwen3_5") else ""
     config = getattr(transformers, f"{class_name}{text}Config")(**COMMON | more)
     config._attn_implementation = "eager"
     torch.manual_seed(0)

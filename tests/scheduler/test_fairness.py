@@ -246,3 +246,16 @@ def test_a_weight_that_gives_no_share_is_refused(weight):
         make_request("a", 3).__class__(
             "a", [1], make_request("b", 1).sampling_params, weight=weight
         )
+
+
+def test_steps_are_short_once_a_second_tenant_was_there():
+    """Its next request may come during any step, and has to wait for that step's end."""
+    load = Load(shared_scheduler(), random.Random(0))
+    load.ask("a", 4000, 1)
+    assert TIMES.seconds(load.step().work) > 7 * SLO
+    short = load.ask("b", 20, 1)
+    batch = load.step()
+    assert short.request_id in {share.request_id for share in batch.prefills}
+    while load.scheduler.has_work:
+        assert TIMES.seconds(batch.work) <= SLO
+        batch = load.step()

@@ -10,6 +10,9 @@ import pytest
 from children import descendants
 from raw_client import LONG, PATH, PROBE, events, read_reply, send, tokens, until
 from twinphase.cli import run_app
+from twinphase.config import EngineConfig
+from twinphase.engine.process.messages import EngineFacts
+from twinphase.engine.process.status import WorkerStatus, limits_of
 
 
 def test_a_worker_dies_in_the_middle_of_a_stream_and_its_reader_sees_the_same_text(
@@ -59,7 +62,7 @@ def test_a_worker_dies_in_the_middle_of_a_stream_and_its_reader_sees_the_same_te
     assert run_app(["status", replicas.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["id", "role", "host"] and [
-        line.split()[0] for line in lines[1:]
+        line.split()[0] for line in lines[1:3]
     ] == ["worker-0", "worker-1"]
 
 
@@ -139,10 +142,24 @@ def test_the_server_outlives_ray_and_has_its_workers_again_when_ray_is_back(star
 
 
 def test_a_lone_server_is_a_cluster_of_one(server, capsys):
-    assert [one["id"] for one in server.get("/v1/cluster")[1]["workers"]] == ["engine"]
-    assert run_app(["status", f"{server.url}/v1"]) == 0
-    assert "engine  both" in capsys.readouterr().out
     assert tokens(server.post(PATH, PROBE)[1])
+    (engine,) = server.get("/v1/cluster")[1]["workers"]
+    assert (engine["id"], engine["pid"]) == ("engine", server.engine_pid())
+    # What holds now is known after a step, and what nothing knows is null.
+    assert engine["itl_slo_seconds"] == server.metric("itl_slo_seconds") > 0
+    assert engine["chunk_tokens"] == server.metric("prefill_chunk_tokens") >= 16
+    assert engine["ceilings"]["int8_ops"] == server.metric("ceiling_per_second", of="int8_ops")
+    assert engine["prefill_seconds"] > 0 and engine["cached_blocks"] is None
+    assert run_app(["status", f"{server.url}/v1"]) == 0
+    told = capsys.readouterr().out
+    assert "engine  both" in told and " ms " in told and "TOPS int8" in told
+
+
+def test_limits_that_nothing_knows_are_null():
+    facts = EngineFacts(EngineConfig(), None, None, 0, None, None)
+    for limits in (limits_of(None, None, "localhost"), limits_of(facts, None, "localhost")):
+        status = WorkerStatus("engine", "both", "localhost", None, "starting", **limits)
+        assert status.itl_slo_seconds is status.chunk_tokens is status.ceilings is None
 
 
 @pytest.mark.parametrize(

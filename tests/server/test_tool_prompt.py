@@ -8,7 +8,8 @@ import pytest
 from dialects import function, text_part, turn, user
 from twinphase.errors import InvalidRequestError
 from twinphase.server.tool_prompt import with_argument_objects, with_tool_prompt
-from twinphase.tokenizer.chat_template import CHATML, ChatTemplate
+from twinphase.tokenizer.chat_template import ChatTemplate
+from twinphase.tokenizer.family_templates import CHATML
 
 TOOLS = [function({"name": "f", "description": "Grüße", "parameters": {"type": "object"}})]
 

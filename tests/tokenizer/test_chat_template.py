@@ -10,7 +10,8 @@ import pytest
 from tests.tiny_gguf import write_tiny_gguf
 
 from twinphase.errors import InvalidRequestError, TwinphaseError, UnsupportedModelError
-from twinphase.tokenizer.chat_template import CHATML, ChatTemplate
+from twinphase.tokenizer.chat_template import ChatTemplate
+from twinphase.tokenizer.family_templates import CHATML
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.gguf import open_gguf
 from twinphase.weights.hub import resolve_model

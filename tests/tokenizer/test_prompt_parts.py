@@ -11,7 +11,8 @@ from tests.tiny_gguf import CONTROL_TOKENS
 from tests.tokenizer.tiny_tokenizer import byte_level as tokenizer
 
 from twinphase.errors import ContextLengthError, InvalidRequestError
-from twinphase.tokenizer.chat_template import CHATML, ChatTemplate
+from twinphase.tokenizer.chat_template import ChatTemplate
+from twinphase.tokenizer.family_templates import CHATML
 from twinphase.tokenizer.prompt_parts import ChatPrompt, chat_prompt, find_parts, token_runs
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.gguf import open_gguf

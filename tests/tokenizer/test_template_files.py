@@ -13,7 +13,8 @@ from twinphase.constraint import StructuredOutputsParams
 from twinphase.engine.frontends.text import ModelText
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.request import SamplingParams
-from twinphase.tokenizer.chat_template import CHATML, ChatTemplate
+from twinphase.tokenizer.chat_template import ChatTemplate
+from twinphase.tokenizer.family_templates import PLAIN as CONTENTS
 from twinphase.tokenizer.template_files import template_texts
 from twinphase.tokenizer.think_tags import ThinkTags
 from twinphase.weights.checkpoint import Checkpoint
@@ -83,7 +84,10 @@ def test_a_chat_is_encoded_as_by_transformers(folder):
 def test_a_model_without_template(folder):
     say(folder)
     template = ModelText(checkpoint_of(folder)).chat_template
-    assert template.is_fallback and template.source == CHATML and not template.supports_tools
+    assert template.is_fallback and template.source == CONTENTS and not template.supports_tools
+    messages = [*USER, {"role": "assistant", "content": "Ho"}, *USER]
+    assert template.render(messages).removeprefix("<s>") == "Hi\n\nHo\n\nHi"
+    assert template.fallback is None
 
 
 def test_a_gguf_file_may_have_one_for_tools():

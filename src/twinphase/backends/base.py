@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.group import Group
+from twinphase.backends.states import RecurrentOperations
 from twinphase.blueprint import Blueprint, Experts, Rope, Span
 from twinphase.weights.checkpoint import Checkpoint
 
@@ -238,7 +239,7 @@ class DeviceSampler(Protocol):
         """Sample from the logits of the step launched last, as `sampling/` does on the host."""
 
 
-class Operations(Protocol):
+class Operations(RecurrentOperations, Protocol):
     """The operations of a model's forward pass. Row counts are those of the current step."""
 
     def keep(self, x: Array) -> None:
@@ -284,8 +285,8 @@ class Operations(Protocol):
         """Normalize and rotate queries and keys, write the cache; returns the queries.
 
         `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], however its matrices were
-        stored. The norms' weights are as the blueprint's `qk_norm` says; without a `rope` nothing
-        is rotated.
+        stored; with a gate on attention's result, each head's queries are followed by its gate. The
+        norms' weights are as the blueprint's `qk_norm` says; without a `rope` nothing is rotated.
         """
 
     def attention(
@@ -296,14 +297,6 @@ class Operations(Protocol):
         A row at position p attends to the positions from p - window + 1 on. `sinks` are logits
         [num_heads] that take part in the softmax (Xiao et al., 2023). Scale and softcap are the
         blueprint's.
-        """
-
-    def short_conv(self, bcx: Array, weight: Array, layer: int) -> Array:
-        """The gated short convolution of LFM2, C * conv(B * x), [num_tokens, channels].
-
-        `bcx` is [num_tokens, 3 * channels]: B, C and x; `weight` is [channels, taps]. The
-        convolution is depthwise and causal, over each sequence; rows before the step's are in the
-        state of recurrent layer number `layer`, which is written for the next step.
         """
 
     def gate_mul(self, gate_up: Array) -> Array:
@@ -361,6 +354,9 @@ class WeightLoader(Protocol):
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
         """A linear layer's weights; names are stacked along the outputs, [outputs, inputs]."""
+
+    def exact_matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
+        """As `matrix`, for small layers whose inputs must not be rounded to the weights' type."""
 
     def experts(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
         """The same layer of every expert; names are stacked, [experts, outputs, inputs]."""
@@ -434,7 +430,15 @@ class Backend(WeightLoader, Protocol):
 
 
 class EncoderBackend(Protocol):
-    """The operations of an encoder, on one text at a time: no KV cache, no steps, no mask."""
+    """The operations of an encoder, on the rows of several texts: no KV cache, no steps.
+
+    A row's bits depend on its text alone. Rows beyond those of the texts are padding.
+
+    Attributes:
+        row_multiple: the number of rows has to be a multiple of it.
+    """
+
+    row_multiple: int
 
     def matrix(self, checkpoint: Checkpoint, name: str) -> Array:
         """Weights of a linear layer or of an embedding, [outputs, inputs]."""
@@ -457,8 +461,13 @@ class EncoderBackend(Protocol):
     def gelu(self, x: Array) -> Array:
         """x * (1 + erf(x / sqrt(2))) / 2 (Hendrycks and Gimpel, 2016); may overwrite x."""
 
-    def attention(self, q: Array, k: Array, v: Array, num_heads: int) -> Array:
-        """softmax(q k^T / sqrt(head_dim)) v of each head, without a mask, [rows, width]."""
+    def attention(
+        self, q: Array, k: Array, v: Array, num_heads: int, lengths: Sequence[int]
+    ) -> Array:
+        """softmax(q k^T / sqrt(head_dim)) v of each head within each text, [rows, width].
 
-    def pool(self, x: Array, pooling: str) -> Array:
-        """One row of length 1, float32 [width]: the "mean", the first ("cls") or the "last" row."""
+        `lengths`: rows of each text, in their order; best sorted.
+        """
+
+    def pool(self, x: Array, pooling: str, lengths: Sequence[int]) -> list[Array]:
+        """For each text a vector of length 1: its "mean", first ("cls") or "last" row."""

@@ -1,12 +1,14 @@
 """The operations of encoders in NumPy float32, whichever backend was asked for.
 
-One text is computed at a time, never padded and never packed with others, so that its bits cannot
-depend on them: equal calls of one BLAS give equal bits, while the rows of a larger product need not
-be those of a smaller one. Why not in kernels of our own: docs/design/0011-embeddings.md.
+The rows of several texts are computed together, and a text's bits must not depend on the others.
+Attention is computed per text, and a row's norm and GELU from the row alone. A product's rows are
+computed ROWS at a time, or in larger numbers that were found to give the same bits: equal calls of
+one BLAS do, and those of different sizes may not. docs/design/0011-embeddings.md.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -17,6 +19,11 @@ from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
 F32 = NDArray[np.float32]
+
+# Rows of the smallest product: with fewer, as many bytes of weights would be read for less work.
+ROWS = 16
+# Larger numbers of rows, which read the weights less often.
+LARGER_ROWS = (256, 128, 64, 32)
 
 # erf(x) = x P(x^2) / Q(x^2) on [-4, 4], where float32 has reached 1; lowest power first. The
 # coefficients are those of Eigen's `generic_fast_erf_float` (MPL 2.0 code; the numbers are a
@@ -41,7 +48,8 @@ Q = (
 
 def erf(x: F32) -> F32:
     """The error function, elementwise, to 4.2e-7 (NumPy has none)."""
-    x = np.clip(x, np.float32(-4), np.float32(4))
+    x = np.maximum(x, np.float32(-4))
+    np.minimum(x, np.float32(4), out=x)
     square = x * x
     x *= _polynomial(P, square)
     x /= _polynomial(Q, square)
@@ -50,8 +58,9 @@ def erf(x: F32) -> F32:
 
 def _polynomial(coefficients: Sequence[float], x: F32) -> F32:
     """By Horner's rule."""
-    out = np.full_like(x, coefficients[-1])
-    for coefficient in coefficients[-2::-1]:
+    out = x * np.float32(coefficients[-1])
+    out += np.float32(coefficients[-2])
+    for coefficient in coefficients[-3::-1]:
         out *= x
         out += np.float32(coefficient)
     return out
@@ -71,6 +80,11 @@ def pooled(x: F32, pooling: str) -> F32:
 
 class NumpyEncoder:
     """The `EncoderBackend` protocol; weights of any type are dequantized to float32."""
+
+    row_multiple = ROWS
+
+    def __init__(self) -> None:
+        self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}  # by the shape of a weight
 
     def matrix(self, checkpoint: Checkpoint, name: str) -> F32:
         """Float32 of the tensor's shape; one that is stored as float32 stays in the mapped file."""
@@ -103,30 +117,84 @@ class NumpyEncoder:
 
     def linear(self, x: F32, weight: F32, bias: F32) -> F32:
         """x @ weight.T + bias."""
-        out: F32 = x @ weight.T
+        sizes = self._sizes.get(weight.shape)
+        if sizes is None:
+            sizes = self._sizes[weight.shape] = product_sizes(weight)
+        out = np.empty((len(x), len(weight)), np.float32)
+        start = 0
+        while start < len(x):
+            end = start + next(size for size in sizes if size <= len(x) - start)
+            np.matmul(x[start:end], weight.T, out=out[start:end])
+            start = end
         out += bias
         return out
 
     def gelu(self, x: F32) -> F32:
-        """In place."""
-        gate = erf(x * np.float32(math.sqrt(0.5)))
-        gate += 1
-        gate *= 0.5
-        x *= gate
+        """In place, a few rows at a time, which stay in the processor's cache."""
+        for start in range(0, len(x), ROWS):
+            rows = x[start : start + ROWS]
+            gate = erf(rows * np.float32(math.sqrt(0.5)))
+            gate += 1
+            gate *= 0.5
+            rows *= gate
         return x
 
-    def attention(self, q: F32, k: F32, v: F32, num_heads: int) -> F32:
-        """All heads at once: scores are [num_heads, rows, rows]."""
-        rows, width = q.shape
-        q, k, v = (part.reshape(rows, num_heads, -1).swapaxes(0, 1) for part in (q, k, v))
-        scores: F32 = q @ k.swapaxes(1, 2)
-        scores *= np.float32(1 / math.sqrt(width // num_heads))
-        scores -= scores.max(axis=2, keepdims=True)
-        np.exp(scores, out=scores)
-        scores /= scores.sum(axis=2, keepdims=True)
-        out: F32 = scores @ v
-        return out.swapaxes(0, 1).reshape(rows, width)
+    def attention(self, q: F32, k: F32, v: F32, num_heads: int, lengths: Sequence[int]) -> F32:
+        """Texts of one length that follow one another are computed at once, with all heads."""
+        out = np.zeros_like(q)
+        start = 0
+        for length, texts in itertools.groupby(lengths):
+            end = start + length * len(list(texts))
+            out[start:end] = _attention(q[start:end], k[start:end], v[start:end], num_heads, length)
+            start = end
+        return out
 
-    def pool(self, x: F32, pooling: str) -> F32:
+    def pool(self, x: F32, pooling: str, lengths: Sequence[int]) -> list[F32]:
         """See `pooled`."""
-        return pooled(x, pooling)
+        ends = itertools.accumulate(lengths)
+        return [
+            pooled(x[end - length : end], pooling)
+            for end, length in zip(ends, lengths, strict=True)
+        ]
+
+
+def product_sizes(weight: F32) -> tuple[int, ...]:
+    """Numbers of rows whose product with the weight gives each row the same bits, largest first.
+
+    BLAS promises that for none. Its kernels take the same path for each row of a product of many
+    rows, and another for few, so that it is tried: with rows in another order, and in larger
+    numbers. If it does not hold even for ROWS, each row is computed by itself.
+    """
+    rng = np.random.default_rng(0)
+    count = max(LARGER_ROWS)
+    x = rng.standard_normal((count, weight.shape[1]), dtype=np.float32)
+
+    def product(x: F32, size: int) -> F32:
+        return np.concatenate(
+            [x[start : start + size] @ weight.T for start in range(0, count, size)]
+        )
+
+    expected = product(x, ROWS)
+    order = rng.permutation(count)
+
+    def same(size: int) -> bool:
+        return np.array_equal(product(x, size), expected) and np.array_equal(
+            product(x[order], size), expected[order]
+        )
+
+    return (*filter(same, LARGER_ROWS), ROWS) if same(ROWS) else (1,)
+
+
+def _attention(q: F32, k: F32, v: F32, num_heads: int, length: int) -> F32:
+    """Of texts of one length: scores are [texts, num_heads, length, length]."""
+    rows, width = q.shape
+    q, k, v = (
+        part.reshape(-1, length, num_heads, width // num_heads).swapaxes(1, 2) for part in (q, k, v)
+    )
+    scores: F32 = q @ k.swapaxes(2, 3)
+    scores *= np.float32(1 / math.sqrt(width // num_heads))
+    scores -= scores.max(axis=3, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=3, keepdims=True)
+    out: F32 = scores @ v
+    return out.swapaxes(1, 2).reshape(rows, width)

@@ -17,7 +17,7 @@ from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import query_scales, rope_tables
 from twinphase.backends.states import slot_layout
-from twinphase.blueprint import Blueprint, Experts, Rope, Span
+from twinphase.blueprint import Blueprint, DeltaNet, Experts, Rope, Span
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
@@ -48,6 +48,8 @@ class ReferenceBackend:
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> F32:
         """Dequantized weights, float32 [outputs, inputs]."""
         return np.concatenate([self._tensor(checkpoint, name) for name in names])
+
+    exact_matrix = matrix
 
     def experts(self, checkpoint: Checkpoint, names: Sequence[str]) -> F32:
         """Dequantized weights, float32 [experts, outputs, inputs]."""
@@ -86,8 +88,14 @@ class ReferenceBackend:
         self.kv_memory = [self.keys, self.values]
         if spec.num_state_slots:
             layout = slot_layout(self.blueprint, spec.num_drafts)
-            shape = (layout.num_layers, spec.num_state_slots, layout.history_rows, layout.channels)
-            self.histories = np.zeros(shape, np.float32)
+            slots = layout.num_layers, spec.num_state_slots
+            self.histories = np.zeros((*slots, layout.history_rows, layout.channels), np.float32)
+            if isinstance(delta := self.blueprint.recurrence, DeltaNet):
+                heads = (delta.value_heads, delta.key_dim, delta.value_dim)
+                self.matrices = np.zeros((*slots, *heads), np.float32)
+                # Of each draft and head: key, change and decay.
+                row = (delta.value_heads, delta.key_dim + delta.value_dim + 1)
+                self.drafts = np.zeros((*slots, spec.num_drafts, *row), np.float32)
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """2 L H_kv d b, with b = 4."""
@@ -203,8 +211,10 @@ class ReferenceBackend:
         b = self.blueprint
         inputs = self.inputs
         rows = len(qkv)
-        ends = [b.num_heads * b.head_dim, (b.num_heads + b.num_kv_heads) * b.head_dim]
+        queries = b.num_heads * b.head_dim * (1 + b.attention_gate)
+        ends = [queries, queries + b.num_kv_heads * b.head_dim]
         q, k, v = (part.reshape(rows, -1, b.head_dim) for part in np.split(qkv, ends, axis=1))
+        q = q[:, :: 1 + b.attention_gate]
         if q_norm is not None and k_norm is not None:
             q, k = map(self._normalize, (q, k), (q_norm, k_norm), b.norm_spans)
         if rope is not None:
@@ -280,6 +290,73 @@ class ReferenceBackend:
         """C * conv(B * x)."""
         b, c, x = np.split(bcx, 3, axis=1)
         return c * self._convolve(b * x, weight, layer)
+
+    def delta_rule(self, qkv: F32, gates: F32, weights: tuple[F32, F32, F32], layer: int) -> F32:
+        """Row by row, as the recurrence is written down."""
+        delta = self.blueprint.recurrence
+        assert isinstance(delta, DeltaNet)
+        conv, decay, bias = weights
+        x = self._convolve(qkv, conv, layer)
+        x = x / (1 + np.exp(-x))
+        keys = delta.key_heads * delta.key_dim
+        q, k, v = np.split(x, [keys, 2 * keys], axis=1)
+        q, k = (_unit(part.reshape(len(x), -1, delta.key_dim)) for part in (q, k))
+        heads = np.arange(delta.value_heads)
+        heads = (
+            heads % delta.key_heads
+            if delta.tiled
+            else heads // (delta.value_heads // delta.key_heads)
+        )
+        q = q[:, heads] * np.float32(delta.key_dim**-0.5)
+        k = k[:, heads]
+        v = v.reshape(len(x), delta.value_heads, delta.value_dim)
+        alpha, beta = np.split(gates, 2, axis=1)
+        a = -np.exp(decay) if delta.log_decay else decay
+        kept = np.exp(a * np.logaddexp(np.float32(0), alpha + bias))
+        opened = 1 / (1 + np.exp(-beta))
+        rows = [part.astype(np.float32) for part in (q, k, v, kept, opened)]
+        return self._recur(rows, layer)
+
+    def _recur(self, rows: Sequence[F32], layer: int) -> F32:
+        """The recurrence over each sequence, for queries, keys, values, decays and betas."""
+        inputs = self.inputs
+        assert inputs.states is not None
+        q, k, v, kept, beta = rows
+        out = np.empty_like(v)
+        snapshots = dict(inputs.snapshots.tolist())
+        size = k.shape[2]
+        for i, (source, target, pending, final) in enumerate(inputs.states.tolist()):
+            state = self.matrices[layer, source].copy()
+            for draft in self.drafts[layer, source, :pending]:
+                state = _changed(state, draft[:, :size], draft[:, size:-1], draft[:, -1])
+            first = int(inputs.query_start[i])
+            for row in range(first, int(inputs.query_start[i + 1])):
+                seen = np.einsum("hij,hi->hj", state, k[row]) * kept[row][:, None]
+                change = beta[row][:, None] * (v[row] - seen)
+                state = _changed(state, k[row], change, kept[row])
+                out[row] = np.einsum("hij,hi->hj", state, q[row])
+                if row in snapshots:
+                    self.matrices[layer, snapshots[row]] = state
+                number = row - first - final
+                if number == -1:
+                    self.matrices[layer, target] = state
+                elif number >= 0:
+                    parts = [k[row], change, kept[row][:, None]]
+                    self.drafts[layer, target, number] = np.concatenate(parts, axis=1)
+        return out.reshape(len(out), -1)
+
+    def gated_norm(self, x: F32, weight: F32, gate: F32, eps: float) -> F32:
+        """rms_norm of each head, then the gate."""
+        normed = self.rms_norm(x.reshape(len(x), -1, len(weight)), weight, eps)
+        out: F32 = normed.reshape(x.shape) * gate / (1 + np.exp(-gate))
+        return out
+
+    def gate_heads(self, h: F32, qkv: F32) -> F32:
+        """h * sigmoid(gate)."""
+        b = self.blueprint
+        both = qkv[:, : 2 * b.num_heads * b.head_dim].reshape(len(h), b.num_heads, 2, b.head_dim)
+        out: F32 = h / (1 + np.exp(-both[:, :, 1].reshape(h.shape)))
+        return out
 
     def _convolve(self, x: F32, weight: F32, layer: int) -> F32:
         """Each sequence's rows of x [num_tokens, channels] after those in its state."""
@@ -359,6 +436,18 @@ class ReferenceBackend:
         """Scaled, then capped."""
         logits = logits * np.float32(scale)
         return logits if softcap is None else _softcap(logits, softcap)
+
+
+def _unit(x: F32) -> F32:
+    """Rows of length 1."""
+    out: F32 = x / np.sqrt(np.sum(np.square(x), axis=-1, keepdims=True) + np.float32(1e-6))
+    return out
+
+
+def _changed(state: F32, key: F32, change: F32, kept: F32) -> F32:
+    """States [heads, key_dim, value_dim] after a row."""
+    out: F32 = kept[:, None, None] * state + key[:, :, None] * change[:, None, :]
+    return out
 
 
 def _product_in_blocks(x: F32, weight: F32) -> F32:

@@ -5,6 +5,9 @@ A slot holds the state of one sequence in every recurrent layer, as float32 numb
     history  [taps - 1 + num_drafts, channels], inputs of the convolution: those of the last
              positions that are known to be right, then those of drafts, which the next step takes
              for right or leaves out
+    drafts   of a delta rule, [num_drafts]: keys [heads, key_dim], changes [heads, value_dim] and
+             decays [heads] of the drafts' rows
+    matrices of a delta rule, a [key_dim, value_dim] of each value head
 
 Slot 0 holds zeros and is never written: it is the state before a sequence's first token.
 """
@@ -12,6 +15,7 @@ Slot 0 holds zeros and is never written: it is the state before a sequence's fir
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from twinphase.blueprint import Blueprint
 from twinphase.errors import UnsupportedModelError
@@ -19,6 +23,52 @@ from twinphase.weights.checkpoint import Checkpoint
 
 # Columns of `StepInputs.states`.
 SOURCE, TARGET, PENDING, FINAL = range(4)
+
+
+class RecurrentOperations(Protocol):
+    """The operations of recurrent layers and of what goes with them, on a backend's arrays."""
+
+    def short_conv(self, bcx: Any, weight: Any, layer: int) -> Any:
+        """The gated short convolution of LFM2, C * conv(B * x), [num_tokens, channels].
+
+        `bcx` is [num_tokens, 3 * channels]: B, C and x; `weight` is [channels, taps]. The
+        convolution is depthwise and causal, over each sequence; rows before the step's are in the
+        state of recurrent layer number `layer`, which is written for the next step.
+        """
+
+    def delta_rule(self, qkv: Any, gates: Any, weights: tuple[Any, Any, Any], layer: int) -> Any:
+        """The gated delta rule (`blueprint.DeltaNet`), [num_tokens, num_values].
+
+        With S the state of a value head, k and q its key head's rows of length 1, q over
+        sqrt(key_dim), g = A * softplus(alpha + bias) and beta = sigmoid(beta):
+        S <- exp(g) S; d = beta (v - S^T k); S <- S + k d^T; the result is S^T q.
+
+        `qkv` is [num_tokens, channels], before the convolution; `gates` are alpha and beta of each
+        value head; `weights` are those of the convolution [channels, taps], A as it is stored, and
+        the bias. State as in `short_conv`.
+        """
+
+    def gated_norm(self, x: Any, weight: Any, gate: Any, eps: float) -> Any:
+        """rms_norm(x, weight) of each run of len(weight) columns, times silu(gate)."""
+
+    def gate_heads(self, h: Any, qkv: Any) -> Any:
+        """Attention's result h times the sigmoid of each head's gate, which follows its queries."""
+
+
+class NoRecurrence:
+    """The operations of a backend that refuses models with recurrent layers."""
+
+    def short_conv(self, bcx: Any, weight: Any, layer: int) -> Any:
+        raise NotImplementedError
+
+    def delta_rule(self, qkv: Any, gates: Any, weights: tuple[Any, Any, Any], layer: int) -> Any:
+        raise NotImplementedError
+
+    def gated_norm(self, x: Any, weight: Any, gate: Any, eps: float) -> Any:
+        raise NotImplementedError
+
+    def gate_heads(self, h: Any, qkv: Any) -> Any:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -31,6 +81,8 @@ class SlotLayout:
         num_drafts: rows of a step, after a sequence's first, that a slot has room for.
         history_rows: of each layer.
         layer_floats: numbers of each layer.
+        matrix_floats: the last ones of them, of a delta rule's matrices.
+        draft_floats: those of a draft before them.
     """
 
     num_layers: int
@@ -39,6 +91,8 @@ class SlotLayout:
     num_drafts: int
     history_rows: int
     layer_floats: int
+    matrix_floats: int
+    draft_floats: int
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +111,8 @@ def slot_layout(blueprint: Blueprint, num_drafts: int) -> SlotLayout:
         num_drafts=num_drafts,
         history_rows=recurrence.history_rows(num_drafts),
         layer_floats=recurrence.state_floats(num_drafts),
+        matrix_floats=recurrence.matrix_floats,
+        draft_floats=recurrence.draft_floats,
     )
 
 

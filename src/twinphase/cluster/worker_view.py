@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace as replaced
 
@@ -23,12 +23,11 @@ from twinphase.engine.process.messages import (
     WatchBlocks,
     WatchSteps,
 )
-from twinphase.engine.process.status import WorkerStatus
+from twinphase.engine.process.status import PhaseTimes, WorkerStatus, limits_of
 from twinphase.phases.cost import FEATURES, CostModel
 
 LOG = logging.getLogger("twinphase.cluster")
 NO_PRICES = (0.0,) * len(FEATURES)
-SHARE_WINDOW_SECONDS = 10.0
 # A request that reaches a decode worker during a step waits for that step to end.
 DECODE_WORKER_CHUNK_TOKENS = 128
 TOTALS = ("prefix_queries", "prefix_hits", "num_preemptions")
@@ -66,8 +65,7 @@ class WorkerView:
         self._sent = Counter[str]()
         self._stats: StepStats | None = None
         self._before = dict.fromkeys(TOTALS, 0)  # of those that lived before this one
-        self._seconds = [0.0, 0.0]  # prefill, decode
-        self._recent: deque[tuple[float, float, float]] = deque()
+        self._times = PhaseTimes()
 
     @property
     def is_settled(self) -> bool:
@@ -128,11 +126,7 @@ class WorkerView:
 
     def step(self, stats: StepStats) -> None:
         self._stats = stats
-        self._recent.append((stats.end, stats.prefill_seconds, stats.decode_seconds))
-        while self._recent[0][0] < stats.end - SHARE_WINDOW_SECONDS:
-            self._recent.popleft()
-        self._seconds[0] += stats.prefill_seconds
-        self._seconds[1] += stats.decode_seconds
+        self._times.add(stats)
 
     def pushed(self, message: Pushed) -> None:
         self._sent.update(blocks=message.num_stored, bytes=message.num_bytes)
@@ -216,7 +210,10 @@ class WorkerView:
             num_running=sum(one.num_running for one in last),
             num_waiting=sum(one.num_waiting for one in last),
             kv_cache_usage=sum(one.kv_cache_usage for one in last) / size,
-            itl_slo_seconds=max((one.itl_slo_seconds for one in last), default=0.0),
+            itl_slo_seconds=max(
+                (one.itl_slo_seconds for one in last if one.itl_slo_seconds), default=None
+            ),
+            chunk_tokens=min((one.chunk_tokens for one in last if one.chunk_tokens), default=None),
             **{name: sum(view.total(name) for view in views) for name in TOTALS},
         )
 
@@ -224,10 +221,6 @@ class WorkerView:
         received = self._received + Counter(self._stats.blocks_received if self._stats else {})
         stats = self._stats if self.num_requests else None
         running, waiting = self.seats
-        recent = [step for step in self._recent if step[0] >= now - SHARE_WINDOW_SECONDS]
-        prefill, decode = (
-            sum(step[part] for step in recent) / SHARE_WINDOW_SECONDS for part in (1, 2)
-        )
         return WorkerStatus(
             self.name,
             self.role,
@@ -238,10 +231,6 @@ class WorkerView:
             waiting=waiting,
             kv_cache_usage=stats.kv_cache_usage if stats else 0.0,
             cached_blocks=index.num_held(self.name),
-            prefill_share=round(min(1.0, prefill), 4),
-            decode_share=round(min(1.0, decode), 4),
-            prefill_seconds=self._seconds[0],
-            decode_seconds=self._seconds[1],
             restarts=self.num_restarts,
             first_token_mismatches=self.num_mismatches,
             transfers=transfers,
@@ -250,6 +239,8 @@ class WorkerView:
             blocks_received=dict(received),
             role_reason=self.role_reason,
             ranks=self.facts.ranks if self.facts else [],
+            **self._times.fields(now),
+            **limits_of(self.facts, self._stats, self.host.where),
         )
 
 

@@ -162,7 +162,7 @@ def _text(checkpoint: Checkpoint) -> dict[str, Any]:
     except TwinphaseError as error:
         return found | {"problem": f"{error.cause} {error.fix}"}
     if template.is_fallback:
-        return found
+        return found | {"fallback_template": template.fallback or "none: contents alone"}
     return found | {
         "chat_template": True,
         "tools": template.supports_tools,

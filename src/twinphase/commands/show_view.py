@@ -80,7 +80,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "head", f"{layers['vocab_size']:,} logits; it {tied}"
     yield from _tokenizer(facts)
     if "problem" not in facts:
-        yield "chat template", "yes" if facts["chat_template"] else "no (ChatML stands in)"
+        stand_in = facts.get("fallback_template")
+        yield "chat template", f"no ({stand_in} stands in)" if stand_in else "yes"
         yield "tools", "yes" if facts["tools"] else "no"
         yield "thinking", "yes" if facts["thinking"] else "no"
     yield from _here(facts["here"])

@@ -21,6 +21,8 @@ COLUMNS = (
     "prefill",
     "decode",
     "KV cache",
+    "pace",
+    "chunk",
     "blocks",
     "transfers",
     "sent",
@@ -48,19 +50,43 @@ def status(
     workers = found.get("workers")
     if not isinstance(workers, list) or not all(isinstance(one, Mapping) for one in workers):
         raise TwinphaseError(f"What answers at {url} has no list of workers.", CHECK_URL)
-    print("\n".join(table([COLUMNS, *map(_row, workers)])))
+    print("\n".join([*table([COLUMNS, *map(_row, workers)]), "", *map(ceilings, workers)]))
+
+
+def ceilings(worker: Mapping[str, Any]) -> str:
+    """One line of a worker's measured ceilings, and which are not known."""
+    known = worker.get("ceilings")
+    if not isinstance(known, Mapping):
+        return f"{worker.get('id')}: ceilings are not measured yet"
+    units = {"read_bandwidth": (1e9, "GB/s"), "int8_ops": (1e12, "TOPS int8")}
+    units |= {f"{kind}_flops": (1e12, f"TFLOPS {kind}") for kind in ("float32", "bfloat16")}
+    rates = [
+        f"{known[name] / scale:.3g} {unit}"
+        for name, (scale, unit) in units.items()
+        if isinstance(known.get(name), (int, float))
+    ]
+    return f"{worker.get('id')}: ceilings {', '.join(rates)}"
 
 
 def _row(worker: Mapping[str, Any]) -> Sequence[str]:
     def percent(name: str) -> str:
         return f"{100 * float(worker.get(name) or 0):.0f} %"
 
+    def known(value: Any, unit: str = "") -> str:
+        return "-" if value is None else f"{value}{unit}"
+
+    pace = worker.get("itl_slo_seconds")
+
     words = [
-        str(worker.get(name) if worker.get(name) is not None else "-")
+        known(worker.get(name))
         for name in ("id", "role", "host", "pid", "state", "running", "waiting")
     ]
+    limits = [
+        known(None if pace is None else round(1e3 * pace), " ms"),
+        known(worker.get("chunk_tokens")),
+    ]
     shares = [percent(name) for name in ("prefill_share", "decode_share", "kv_cache_usage")]
-    return [*words, *shares, *(str(worker.get(name, 0)) for name in COUNTS)]
+    return [*words, *shares, *limits, *(known(worker.get(name)) for name in COUNTS)]
 
 
 def table(rows: Sequence[Sequence[str]], num_text_columns: int = NUM_TEXT_COLUMNS) -> Iterator[str]:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 NANOSECOND = 1e-9
-# Names of a backend's threads begin with it.
+# A number follows it in the names of a backend's threads, and a word in those of others.
 THREAD_PREFIX = "twinphase-"
 
 
@@ -53,7 +53,11 @@ def _pool() -> set[int]:
         if collects:
             gc.enable()
     return {
-        t.native_id for t in threads if t.name.startswith(THREAD_PREFIX) and t.native_id is not None
+        thread.native_id
+        for thread in threads
+        if thread.name.startswith(THREAD_PREFIX)
+        and thread.name.removeprefix(THREAD_PREFIX).isdecimal()
+        and thread.native_id is not None
     }
 
 

@@ -142,7 +142,7 @@ def _tensors(shape: BertShape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 class Bert:
-    """Weights on a backend, and the forward pass of one text."""
+    """Weights on a backend, and the forward pass of several texts."""
 
     def __init__(self, checkpoint: Checkpoint, shape: BertShape, backend: EncoderBackend) -> None:
         """Load every tensor; `shape` is that of `read_bert_shape`."""
@@ -155,25 +155,29 @@ class Bert:
             for name, size in _tensors(shape)
         }
 
-    def embed(self, token_ids: Sequence[int], pooling: str) -> Array:
-        """The vector of one text, float32 [hidden_size], of length 1.
+    def embed(self, texts: Sequence[Sequence[int]], pooling: str) -> list[Array]:
+        """The vector of each text, float32 [hidden_size], of length 1.
 
-        At least one token, at most `max_positions`.
+        Each has at least one token, and at most `max_positions`.
         """
         backend = self._backend
         weights = self._weights
-        x = backend.rows(weights["token_embd.weight"], token_ids)  # [num_tokens, hidden_size]
+        lengths = [len(text) for text in texts]
+        padding = [0] * (-sum(lengths) % backend.row_multiple)
+        token_ids = [token_id for text in texts for token_id in text] + padding
+        positions = [at for length in lengths for at in range(length)] + padding
+        x = backend.rows(weights["token_embd.weight"], token_ids)  # [rows, hidden_size]
         x = backend.add(x, backend.rows(weights["token_types.weight"], [0]))
-        x = backend.add(x, backend.rows(weights["position_embd.weight"], range(len(token_ids))))
+        x = backend.add(x, backend.rows(weights["position_embd.weight"], positions))
         x = self._norm(x, "token_embd_norm")
         for i in range(self.shape.num_layers):
-            x = self._layer(x, f"blk.{i}.")
-        return backend.pool(x, pooling)
+            x = self._layer(x, f"blk.{i}.", lengths)
+        return backend.pool(x, pooling, lengths)
 
-    def _layer(self, x: Array, prefix: str) -> Array:
+    def _layer(self, x: Array, prefix: str, lengths: Sequence[int]) -> Array:
         backend = self._backend
         q, k, v = (self._linear(x, f"{prefix}attn_{name}") for name in "qkv")
-        h = backend.attention(q, k, v, self.shape.num_heads)
+        h = backend.attention(q, k, v, self.shape.num_heads, lengths)
         h = self._linear(h, f"{prefix}attn_output")
         x = self._norm(backend.add(h, x), f"{prefix}attn_output_norm")
         h = self._linear(backend.gelu(self._linear(x, f"{prefix}ffn_up")), f"{prefix}ffn_down")

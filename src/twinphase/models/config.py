@@ -45,6 +45,13 @@ GGUF_FIELDS = {
     "final_logit_softcapping": "final_logit_softcapping",
     "pooling_type": "pooling_type",
     "shortconv.l_cache": "conv_L_cache",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": "linear_num_values",
+    "full_attention_interval": "full_attention_interval",
+    "nextn_predict_layers": "nextn_predict_layers",
 }
 GGUF_SCALING_FIELDS = {
     "type": "rope_type",

@@ -10,9 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from twinphase.backends.base import Array, Operations, WeightLoader
-from twinphase.blueprint import Blueprint, Rope
+from twinphase.blueprint import Blueprint, DeltaNet, Rope
 from twinphase.models.tensors import GATE_UP, QKV, layer_tensors
 from twinphase.weights.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """What a gated delta rule has beside its convolution and projections."""
+
+    gate: Array
+    alpha_beta: Array
+    decay: Array
+    step_bias: Array
+    norm: Array
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,7 @@ class Layer:
     attn_norm: Array | None
     qkv: Array
     conv: Array | None
+    delta: DeltaWeights | None
     qkv_bias: Array | None
     q_norm: Array | None
     k_norm: Array | None
@@ -126,10 +138,18 @@ class Decoder:
         h = self._norm(backend, x, layer.attn_norm)
         qkv = backend.linear(h, layer.qkv, bias=layer.qkv_bias)
         place = self.places[index]
+        if layer.delta is not None:
+            delta = layer.delta
+            gates = backend.linear(h, delta.alpha_beta)
+            weights = (layer.conv, delta.decay, delta.step_bias)
+            values = backend.delta_rule(qkv, gates, weights, place)
+            gate = backend.linear(h, delta.gate)
+            return backend.gated_norm(values, delta.norm, gate, self.blueprint.norm_eps)
         if layer.conv is not None:
             return backend.short_conv(qkv, layer.conv, place)
         q = backend.rope_kv_write(qkv, self.ropes[index], place, layer.q_norm, layer.k_norm)
-        return backend.attention(q, place, self.blueprint.windows[index], layer.sinks)
+        h = backend.attention(q, place, self.blueprint.windows[index], layer.sinks)
+        return backend.gate_heads(h, qkv) if self.blueprint.attention_gate else h
 
     def _feed_forward(self, backend: Operations, x: Array, layer: Layer) -> Array:
         """x plus the second half of a layer."""
@@ -197,16 +217,34 @@ def _load_layer(
 
     experts = "_exps" if blueprint.experts else ""
     gate_up = [name + experts for name in GATE_UP[blueprint.fused_gate_up]]
-    qkv = ("shortconv.in_proj",) if recurrent else QKV[blueprint.fused_qkv]
+    qkv = QKV[blueprint.fused_qkv]
+    output = "attn_output"
+    delta = None
+    if recurrent and isinstance(blueprint.recurrence, DeltaNet):
+        qkv = ("attn_qkv",)
+        output = "ssm_out"
+        delta = DeltaWeights(
+            gate=matrix("attn_gate"),
+            alpha_beta=backend.exact_matrix(
+                checkpoint, [f"{prefix}{name}.weight" for name in ("ssm_alpha", "ssm_beta")]
+            ),
+            decay=vector("ssm_a"),
+            step_bias=vector("ssm_dt.bias"),
+            norm=vector("ssm_norm.weight"),
+        )
+    elif recurrent:
+        qkv = ("shortconv.in_proj",)
+        output = "shortconv.out_proj"
     return Layer(
         attn_norm=norm("attn_norm"),
         qkv=matrix(*qkv),
         qkv_bias=vector(*(f"{name}.bias" for name in qkv)),
-        conv=vector("shortconv.conv.weight"),
+        conv=vector("ssm_conv1d.weight" if delta else "shortconv.conv.weight"),
+        delta=delta,
         q_norm=norm("attn_q_norm"),
         k_norm=norm("attn_k_norm"),
         sinks=vector("attn_sinks.weight"),
-        output=matrix("shortconv.out_proj" if recurrent else "attn_output"),
+        output=matrix(output),
         output_bias=vector("attn_output.bias"),
         attn_post_norm=norm("post_attention_norm") if blueprint.norm_after else None,
         ffn_norm=norm(blueprint.ffn_norm),

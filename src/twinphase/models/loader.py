@@ -79,7 +79,9 @@ def read_blueprint(checkpoint: Checkpoint, max_positions: int | None = None) -> 
             "Embed texts with it: LLM.embed, or `twinphase serve` and /v1/embeddings.",
         )
     blueprint = describe(Config.of(checkpoint, max_positions))
-    check_tensors(checkpoint, dict(model_tensors(blueprint)), ROPE_TENSORS)
+    drafting = tuple(f"blk.{blueprint.num_layers + i}." for i in range(blueprint.draft_layers))
+    ignored = [name for name in checkpoint.tensors if name.startswith(drafting)] if drafting else []
+    check_tensors(checkpoint, dict(model_tensors(blueprint)), [*ROPE_TENSORS, *ignored])
     return blueprint
 
 

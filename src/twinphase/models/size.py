@@ -75,7 +75,7 @@ def _add_up(blueprint: Blueprint, tensors: Iterable[tuple[str, tuple[int, ...], 
     """The `Size` of (name, shape, amount) of each tensor."""
     after_attention = tuple(
         f"blk.{blueprint.num_layers - 1}.{part}"
-        for part in ("attn_output", "shortconv.out_proj", "ffn_")
+        for part in ("attn_output", "shortconv.out_proj", "ssm_out", "ffn_")
     )
     sums: Counter[str] = Counter()
     for name, shape, amount in tensors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from twinphase.blueprint import Blueprint
+from twinphase.blueprint import Blueprint, DeltaNet
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX
 from twinphase.weights.checkpoint import Checkpoint
@@ -31,6 +31,19 @@ def layer_tensors(blueprint: Blueprint, layer: int) -> dict[str, Shape]:
 def _recurrent_tensors(b: Blueprint) -> dict[str, Shape]:
     assert b.recurrence is not None
     channels = b.recurrence.channels
+    if isinstance(b.recurrence, DeltaNet):
+        heads = b.recurrence.value_heads
+        return {
+            "attn_qkv.weight": (channels, b.hidden_size),
+            "attn_gate.weight": (b.recurrence.num_values, b.hidden_size),
+            "ssm_alpha.weight": (heads, b.hidden_size),
+            "ssm_beta.weight": (heads, b.hidden_size),
+            "ssm_conv1d.weight": (channels, b.recurrence.taps),
+            "ssm_dt.bias": (heads,),
+            "ssm_a": (heads,),
+            "ssm_norm.weight": (b.recurrence.value_dim,),
+            "ssm_out.weight": (b.hidden_size, b.recurrence.num_values),
+        }
     return {
         "shortconv.in_proj.weight": (3 * channels, b.hidden_size),
         "shortconv.conv.weight": (channels, b.recurrence.taps),
@@ -42,7 +55,12 @@ def _attention_tensors(b: Blueprint) -> dict[str, Shape]:
     hidden = b.hidden_size
     queries = b.num_heads * b.head_dim
     keys = b.num_kv_heads * b.head_dim
-    widths = {"attn_q": queries, "attn_k": keys, "attn_v": keys, "attn_qkv": queries + 2 * keys}
+    widths = {
+        "attn_q": queries * (1 + b.attention_gate),
+        "attn_k": keys,
+        "attn_v": keys,
+        "attn_qkv": queries + 2 * keys,
+    }
     shapes: dict[str, Shape] = {}
     for name in QKV[b.fused_qkv]:
         shapes[f"{name}.weight"] = (widths[name], hidden)

@@ -41,6 +41,7 @@ class ChunkBudget:
         times: StepCost,
         pace: Pace,
         block_size: int,
+        is_shared: bool = False,
     ) -> None:
         """Begin with the step's decodes.
 
@@ -48,16 +49,19 @@ class ChunkBudget:
             num_tokens: what they left of the token budget.
             decodes: their work.
             times: predicts step times.
-            pace: what running requests keep; it limits a step only if a request decodes in it.
+            pace: what running requests keep; it limits a step only if a request decodes in it, or
+                with `is_shared`.
             block_size: chunks end on block boundaries where they can, so that others can share the
                 blocks.
+            is_shared: there are several tenants: a request of another one may come during any step,
+                and waits for its end.
         """
         self.num_tokens = num_tokens
         self._work = decodes
         self._times = times
         self._block_size = block_size
         self._limit = None
-        if pace.slo_seconds is not None and decodes.rows:
+        if pace.slo_seconds is not None and (decodes.rows or is_shared):
             self._limit = max(
                 times.step_limit(pace.slo_seconds), times.seconds(decodes) + pace.prefill_room
             )

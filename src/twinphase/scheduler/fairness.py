@@ -33,6 +33,7 @@ class FairQueue:
         lines: waiting requests of each tenant that has any, in the policy's order.
         now: the system's virtual time, seconds.
         seats: running requests by tenant.
+        has_several: there were requests of more than one tenant so far.
     """
 
     def __init__(self, key: Key) -> None:
@@ -40,6 +41,8 @@ class FairQueue:
         self.lines: dict[str, list[Request]] = {}
         self.now = 0.0
         self.seats: Counter[str] = Counter()
+        self.has_several = False
+        self._first_tenant: str | None = None
         self._policy_key = key
         self._times: dict[
             str, float
@@ -67,6 +70,8 @@ class FairQueue:
     def add(self, request: Request) -> None:
         """Put a new or preempted request into its tenant's line."""
         tenant = request.tenant
+        self._first_tenant = tenant if self._first_tenant is None else self._first_tenant
+        self.has_several |= tenant != self._first_tenant
         self._times[tenant] = max(self._times.get(tenant, self.now), self.now)
         self._weights[tenant] = request.weight
         insort(self.lines.setdefault(tenant, []), request, key=self._policy_key)

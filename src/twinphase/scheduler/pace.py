@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Context of the decode beside which chunks are predicted.
+DECODE_CONTEXT_TOKENS = 256
+
 
 @dataclass(frozen=True)
 class Pace:

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 
 from twinphase.batch import StepWork
 from twinphase.scheduler.chunk import ChunkBudget, StepCost
-from twinphase.scheduler.pace import Pace
+from twinphase.scheduler.pace import DECODE_CONTEXT_TOKENS, Pace
 
 # The smallest sensible chunk reaches this share of the tokens per second of a full chunk.
 MIN_PREFILL_RATE_SHARE = 0.97
-DECODE_CONTEXT_TOKENS = 256
 LONG_PROMPT_TOKENS = 3000
 
 

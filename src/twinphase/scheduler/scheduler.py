@@ -20,7 +20,7 @@ from twinphase.request import Request
 from twinphase.scheduler.chunk import ChunkBudget, StepCost
 from twinphase.scheduler.decode import fit_drafts, schedule_decodes, with_drafts
 from twinphase.scheduler.fairness import FairQueue, work_by_tenant
-from twinphase.scheduler.pace import Pace
+from twinphase.scheduler.pace import DECODE_CONTEXT_TOKENS, Pace
 from twinphase.scheduler.phase import give_tokens
 from twinphase.scheduler.policy import policy_key
 from twinphase.scheduler.prefill import schedule_prefills, worth_waiting_for
@@ -101,6 +101,15 @@ class Scheduler:
         self.usual_output = INITIAL_OUTPUT_TOKENS
 
     @property
+    def chunk_tokens(self) -> int:
+        """Prompt tokens that a step beside one decode has room for, as the pace and limits are."""
+        decode = StepWork.of_decodes(1, DECODE_CONTEXT_TOKENS, self._times.window)
+        most = max(1, self.config.max_num_batched_tokens - 1)
+        most = min(most, self.max_prefill_tokens or most)
+        budget = ChunkBudget(most, decode, self._times, self.pace, self.kv_cache.block_size)
+        return budget.take(0, max(most, self.max_model_len))
+
+    @property
     def has_work(self) -> bool:
         return bool(self._requests)
 
@@ -177,6 +186,7 @@ class Scheduler:
             self._times,
             self.pace,
             self.kv_cache.block_size,
+            self.fair.has_several,
         )
         prefills: list[ScheduledRequest] = []
         computing: set[bytes] = set()

@@ -181,6 +181,8 @@ def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", responses=METRICS, response_class=Response)
     async def metrics(request: Request) -> Response:
         """Metrics for Prometheus."""
+        for worker in service.workers():
+            service.metrics.limits(worker)
         service.metrics.workers(service.host.workers())
         body, content_type = service.metrics.expose(
             request.headers.get("accept"), tenants=bool(request.state.tenant)

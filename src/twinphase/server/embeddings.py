@@ -41,7 +41,7 @@ class Embeddings(Exchange):
 
     def __init__(self, service: Service, body: EmbeddingRequest) -> None:
         service.check_task("embed", body.model)
-        super().__init__(service, 1)  # Texts are computed one after the other.
+        super().__init__(service, 1)  # However many texts it has.
         self._inputs = _inputs(body, service.config.max_prompts)
         self._body = body
 
@@ -63,10 +63,8 @@ class Embeddings(Exchange):
             prompts.append(prompt)
             await asyncio.sleep(0)  # Other answers continue.
         ticket.queue(sum(len(prompt.token_ids) for prompt in prompts))
-        vectors = []
-        for prompt in prompts:
-            vectors.append((await engine.embed(prompt)).outputs.embedding)
-            ticket.begun(len(prompt.token_ids))
+        found = await engine.embed_all(prompts, tenant=self._tenant, weight=ticket.tenant.weight)
+        vectors = [output.outputs.embedding for output in found]
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         headers = ignored(unread_fields(self._body))
         await self._send_json(lambda: self._reply(vectors, num_tokens), headers)

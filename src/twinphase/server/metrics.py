@@ -6,6 +6,7 @@ each. Not for HTTP, and not for one request's story: that is its timeline's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -251,7 +252,17 @@ class Metrics:
         self._itl_slo = self._make(
             Gauge,
             "itl_slo_seconds",
-            "Gap between tokens that running answers are to keep; 0: none, or not known yet.",
+            "Gap between tokens that running answers are to keep; absent while unknown.",
+        )
+        self._chunk = self._make(
+            Gauge,
+            "prefill_chunk_tokens",
+            "Prompt tokens that a step beside one decode has room for; absent while unknown.",
+        )
+        for limit in (self._itl_slo, self._chunk):
+            limit.set(math.nan)
+        self._ceilings = self._make(
+            Gauge, "ceiling_per_second", "What the machine was measured to do at best.", "of"
         )
         self._gauges = {
             name: self._make(Gauge, name, text, *labels)
@@ -294,7 +305,7 @@ class Metrics:
             family.samples = [
                 sample._replace(labels={"model_name": self._model_name, **sample.labels})
                 for sample in family.samples
-                if not sample.name.endswith("_created")
+                if not sample.name.endswith("_created") and not math.isnan(sample.value)
             ]
             yield family
             if self._vllm_aliases and family.name.removeprefix(PREFIX) in VLLM_NAMES:
@@ -313,7 +324,8 @@ class Metrics:
     def step(self, stats: StepStats) -> None:
         for name, (attribute, _) in STEP_GAUGES.items():
             self._gauges[name].set(getattr(stats, attribute))
-        self._itl_slo.set(stats.itl_slo_seconds)
+        self._itl_slo.set(math.nan if stats.itl_slo_seconds is None else stats.itl_slo_seconds)
+        self._chunk.set(math.nan if stats.chunk_tokens is None else stats.chunk_tokens)
         for name, (attribute, _) in ENGINE_COUNTERS.items():
             self._raise_to(name, getattr(stats, attribute))
         for tenant in stats.work.keys() & self._tenants.keys():
@@ -329,6 +341,12 @@ class Metrics:
         self._add("spec_decode_num_accepted_tokens", sum(stats.accepted))
         for position, count in enumerate(stats.accepted):
             self._add("spec_decode_num_accepted_tokens_per_pos", count, str(position))
+
+    def limits(self, worker: WorkerStatus) -> None:
+        """What holds for an engine as it is now."""
+        for of, rate in (worker.ceilings or {}).items():
+            if rate is not None:
+                self._ceilings.labels(of).set(rate)
 
     def workers(self, workers: Sequence[WorkerStatus]) -> None:
         """The engines of a router, as they are now; empty for a single engine."""

@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from twinphase.engine.frontends.async_engine import AsyncEngine
 from twinphase.engine.frontends.text import SamplingDefaults
 from twinphase.engine.process.host import Host
 from twinphase.engine.process.messages import EngineFacts, StepStats
-from twinphase.engine.process.status import WorkerStatus
+from twinphase.engine.process.status import PhaseTimes, WorkerStatus, limits_of
 from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseError
 from twinphase.phases.cost import CostModel
 from twinphase.server.access import Access, Admission, Ticket, shutting_down
@@ -116,6 +118,7 @@ class Service:
         self._num_restarts = 0
         self._prices: tuple[float, ...] = ()
         self._log = StatsLog()
+        self._times = PhaseTimes()
         self._drain_until: float | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -278,6 +281,7 @@ class Service:
     def _on_step(self, stats: StepStats) -> None:
         self.admission.step(stats.end, stats.work)
         self.metrics.step(stats)
+        self._times.add(stats)
         if self.config.log_stats:
             self._log.add(stats)
 
@@ -329,18 +333,23 @@ class Service:
         """The engines of this server; a single one is called `engine`."""
         if found := self.host.workers():
             return found
-        stats = self.engine.stats if self.engine and self.engine.num_unfinished else None
+        last = self.engine.stats if self.engine else None
+        stats = last if self.engine and self.engine.num_unfinished else None
         state = self.stage
-        restarts = self.host.num_restarts
-        ranks = self.facts.ranks if self.facts else []
-        numbers = (
-            (stats.num_running, stats.num_waiting, stats.kv_cache_usage) if stats else (0, 0, 0.0)
+        status = WorkerStatus(
+            "engine",
+            "both",
+            "localhost",
+            getattr(self.host, "pid", None),
+            state,
+            running=stats.num_running if stats else 0,
+            waiting=stats.num_waiting if stats else 0,
+            kv_cache_usage=stats.kv_cache_usage if stats else 0.0,
+            restarts=self.host.num_restarts,
+            ranks=self.facts.ranks if self.facts else [],
         )
-        return [
-            WorkerStatus(
-                "engine", "both", "localhost", None, state, *numbers, restarts=restarts, ranks=ranks
-            )
-        ]
+        limits = limits_of(self.facts, last, "localhost")
+        return [replace(status, **self._times.fields(perf_counter()), **limits)]
 
     def state(self) -> dict[str, Any]:
         return {"status": self.stage, "running": self.admission.num_requests}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from twinphase.errors import InvalidRequestError, UnsupportedModelError
+from twinphase.tokenizer.family_templates import CHATML, family_template
 from twinphase.tokenizer.template_files import template_texts
 from twinphase.tokenizer.template_sandbox import ENVIRONMENT, budget
 from twinphase.tokenizer.think_tags import ThinkTags, think_tags
@@ -23,12 +24,6 @@ if TYPE_CHECKING:
     from twinphase.tokenizer.tokenizer import Tokenizer
     from twinphase.weights.checkpoint import Checkpoint
 
-# What llama.cpp uses for a file without a template.
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
-    "message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 MAX_PART_NAME_CHARACTERS = 64
 # A template that asks whether there is a content, as DeepSeek's do to find calls of tools.
 _ASKS_FOR_NONE = re.compile(
@@ -43,7 +38,8 @@ class ChatTemplate:
         source: the Jinja text.
         tool_source: the text of the template for requests with tools; most models have one for
             everything.
-        is_fallback: True when the model had no template and ChatML stands in.
+        is_fallback: True when the model had no template and another stands in.
+        fallback: the family whose template stands in; None where it is that of no family.
     """
 
     def __init__(
@@ -61,6 +57,7 @@ class ChatTemplate:
             UnsupportedModelError: text that is not a valid template, or uses what is not allowed.
         """
         self.is_fallback = source is None
+        self.fallback: str | None = "ChatML" if source is None else None
         self.source = CHATML if source is None else source
         self.tool_source = tool_use or self.source
         self._tokens = {"bos_token": "", "eos_token": "", **special_tokens}
@@ -69,14 +66,28 @@ class ChatTemplate:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template of a model; ChatML, as in llama.cpp, when it has none.
+        """The template of a model; its family's when it has none, or else the contents alone.
 
         Raises:
             UnsupportedModelError: a template that is not valid.
             CheckpointError: a template's file that cannot be read.
         """
         texts = template_texts(checkpoint)
-        return cls(texts.get("default"), tool_use=texts.get("tool_use"), **tokenizer.special_names)
+        names = dict(tokenizer.special_names)
+        if "default" in texts:
+            return cls(texts["default"], tool_use=texts.get("tool_use"), **names)
+
+        def is_control(token: str) -> bool:
+            token_id = tokenizer.token_id(token)
+            return token_id is not None and tokenizer.is_special(token_id)
+
+        source, family = family_template(is_control)
+        if family is None and not tokenizer.adds_bos:
+            names.pop("bos_token", None)
+        template = cls(source, tool_use=texts.get("tool_use"), **names)
+        template.is_fallback = True
+        template.fallback = family
+        return template
 
     @cached_property
     def think_tags(self) -> ThinkTags | None:

@@ -222,6 +222,11 @@ class Tokenizer:
             self._bytes[token_id] = self._make_token_bytes(token_id)
         return self._bytes[token_id]
 
+    @property
+    def adds_bos(self) -> bool:
+        """Whether a text begins with the token that begins texts."""
+        return self.bos_token_id is not None and self.bos_token_id in self._prefix
+
     def is_special(self, token_id: int) -> bool:
         """Control tokens are no part of the text."""
         return token_id in self._special

@@ -28,13 +28,14 @@ _OTHER_MODALITIES = re.compile(
 )
 # Names that GGUF's table lacks, and others for the same in a dense model.
 _RENAMED = {
+    ".dt_bias": ".dt_proj.bias",
     "shared_mlp.input_linear.": "mlp.gate_up_proj.",
     "shared_mlp.output_linear.": "mlp.down_proj.",
 }
 # Computed from the config, or part of no answer: rotary tables, BERT's position numbers, its pooler
-# and training heads.
+# and training heads; layers that predict further tokens (mtp).
 _NOT_WEIGHTS = re.compile(
-    r".*\brotary_emb\.\w+|.*\binv_freq|(.*\.)?position_ids|pooler\..*|cls\..*"
+    r".*\brotary_emb\.\w+|.*\binv_freq|(.*\.)?position_ids|pooler\..*|cls\..*|mtp\..*"
 )
 
 
@@ -68,7 +69,8 @@ def canonical_tensors(
             name = name.replace(other, usual)
         for candidate in (name, f"model.{name}"):
             if candidate in table.mapping:  # no suffix of its own: attention sinks
-                return f"{table.mapping[candidate][1]}.weight"
+                final = table.mapping[candidate][1]
+                return final if final.endswith(".ssm_a") else f"{final}.weight"
             if known := table.get_name(candidate, try_suffixes=(".weight", ".bias")):
                 return str(known)
         return name

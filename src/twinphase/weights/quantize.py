@@ -27,8 +27,14 @@ QUANTIZATIONS: Mapping[str, str | None] = {
 }
 # A token's row and its logit carry more than other weights do, and one matrix is often both.
 _EMBEDDINGS = ("token_embd.weight", "output.weight")
-# Small, and a wrong choice of an expert costs more than its bytes.
-_KEPT = ("ffn_gate_inp.weight", "position_embd.weight", "token_types.weight")
+# Small, and a wrong choice of an expert, or a wrong decay, costs more than its bytes.
+_KEPT = (
+    "ffn_gate_inp.weight",
+    "position_embd.weight",
+    "token_types.weight",
+    "ssm_alpha.weight",
+    "ssm_beta.weight",
+)
 # A chunk and its intermediate results fill about a second-level cache.
 _CHUNK_VALUES = 1 << 17
 # Trials of a scale: 15 steps from the smallest to the largest value, and some more or fewer.

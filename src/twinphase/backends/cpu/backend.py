@@ -36,7 +36,7 @@ from twinphase.backends.group import Group, shared_bytes
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import query_scales, rope_tables
 from twinphase.backends.states import slot_layout
-from twinphase.blueprint import Blueprint, Rope
+from twinphase.blueprint import Blueprint, DeltaNet, Rope
 from twinphase.config import available_cores
 from twinphase.errors import InvalidRequestError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint
@@ -156,6 +156,12 @@ class CpuBackend:
         # All at once would have the whole file in memory together with the packed weights.
         if sum(fill.info.nbytes for fill in self._fills) >= PACK_BATCH_BYTES:
             self._fill_now()
+        return matrix
+
+    def exact_matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Matrix:
+        """Weights in float32, which take float32 rows."""
+        matrix, fills = place(checkpoint, names, self._arena.take, self.isa, exact=True)
+        self._fills += fills
         return matrix
 
     experts = matrix
@@ -348,7 +354,7 @@ class CpuBackend:
 
     def _fill_step(self, inputs: StepInputs) -> None:
         counts = self._step.fill(inputs)
-        counts |= self._states.fill(inputs) if self._states else {"states": 0}
+        counts |= self._states.fill(inputs) if self._states else {"sequences": 0, "states": 0}
         self._counts = counts
         self._program.cells.update(counts)
 
@@ -391,6 +397,17 @@ def _check_heads(blueprint: Blueprint) -> None:
         raise UnsupportedModelError(
             f"Convolutions of {recurrence.channels} channels are not supported by the cpu backend.",
             f"There must be a multiple of {STRIP_OUTPUTS} of them.",
+        )
+    if isinstance(recurrence, DeltaNet) and (recurrence.key_dim % 16 or recurrence.value_dim % 32):
+        raise UnsupportedModelError(
+            f"Delta rules with heads of {recurrence.key_dim} and {recurrence.value_dim} are not "
+            "supported by the cpu backend.",
+            "Key heads must be a multiple of 16 wide, value heads of 32.",
+        )
+    if blueprint.attention_gate and head_dim % 32:
+        raise UnsupportedModelError(
+            f"Head size {head_dim} with a gate is not supported by the cpu backend.",
+            "It must be a multiple of 32.",
         )
 
 

@@ -38,6 +38,7 @@ KERNELS = {
     kernel: module
     for module, kernels in {
         "attention": ("attention_prefill", "attention_decode", "attention_merge"),
+        "delta": ("delta_gates", "delta_scan", "gated_norm", "gate_heads"),
         "elementwise": ("rms_norm", "gate_mul", "add", "add_norm", "cap_logits", "pick_rows"),
         "embedding": ("embed",),
         "linear": ("quantized_linear", "dense_linear", "quantized_experts", "dense_experts"),

@@ -57,6 +57,11 @@ class DryLoader:
         self.packs |= {f"pack:{part.type}" for part in matrix.parts if part.type in FORMATS}
         return matrix
 
+    def exact_matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Matrix:
+        return place(
+            checkpoint, names, lambda nbytes: np.empty(0, np.uint8), self._isa, exact=True
+        )[0]
+
     experts = matrix
 
     def vector(self, checkpoint: Checkpoint, names: Sequence[str], plus: float = 0.0) -> Vector:

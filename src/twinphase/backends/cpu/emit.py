@@ -252,6 +252,26 @@ class Emit:
         """x / (1 + e^(-alpha x)) of a float32 vector."""
         return self._over_one_plus_exp2(x, self.b.fmul(x, self.splat(x.type, -LOG2_E * alpha)))
 
+    def sigmoid(self, x: Value) -> Value:
+        """1 / (1 + e^-x) of a float32 vector."""
+        exponent = self.b.fmul(x, self.splat(x.type, -LOG2_E))
+        return self._over_one_plus_exp2(self.splat(x.type, 1.0), exponent)
+
+    def softplus(self, x: Value) -> Value:
+        """ln(1 + e^x) = max(x, 0) + 2 artanh(s), s = m / (2 + m), m = e^-|x|, of a vector.
+
+        s is at most 1/3: eight terms of the series are exact to float32.
+        """
+        ty = x.type
+        m = self.exp2(self.b.fmul(self.unary("fabs", x), self.splat(ty, -LOG2_E)))
+        s = self.b.fdiv(m, self.b.fadd(m, self.splat(ty, 2.0)))
+        square = self.b.fmul(s, s)
+        series = self.splat(ty, 1 / 15)
+        for odd in range(13, 0, -2):
+            series = self.fma(series, square, self.splat(ty, 1 / odd))
+        zero = self.splat(ty, 0.0)
+        return self.fma(self.b.fadd(s, s), series, self.maximum(x, zero))
+
     def gelu(self, x: Value) -> Value:
         """x / 2 (1 + tanh(u)) = x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3).
 

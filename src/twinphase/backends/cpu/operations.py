@@ -296,8 +296,8 @@ class Operations:
         # Over their whole width, queries and keys were normalized above.
         norm = "none" if b.qk_norm == "width" else b.qk_norm
         spec = f"rope_kv_write:{b.head_dim}:{turned}:{interleaved}:{self._cache.dtype}:{norm}"
-        if scales is not None:
-            spec += ":scales"
+        spec += ":gated" if b.attention_gate else ""
+        spec += "" if scales is None else ":scales"
         program.add(spec, program.count("tokens"), args, [source.data], writes)
         return step
 

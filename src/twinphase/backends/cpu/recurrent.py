@@ -10,11 +10,18 @@ from numpy.typing import NDArray
 
 from twinphase.backends.base import StepInputs
 from twinphase.backends.cpu.experts import ExpertOperations
+from twinphase.backends.cpu.operations import float_bits
 from twinphase.backends.cpu.program import Buffer, Memory
 from twinphase.backends.cpu.threads import aligned
-from twinphase.backends.cpu.tiling import GATE_TILES_PER_ROW
-from twinphase.backends.cpu.weights import Vector
+from twinphase.backends.cpu.tiling import (
+    ELEMENTWISE_TILE_ROWS,
+    GATE_TILES_PER_ROW,
+    PLAN_INTS,
+    delta_columns,
+)
+from twinphase.backends.cpu.weights import Vector, padded
 from twinphase.backends.states import FINAL, PENDING, SOURCE, TARGET, SlotLayout
+from twinphase.blueprint import DeltaNet
 
 
 class StateMemory:
@@ -25,8 +32,9 @@ class StateMemory:
         places: of each row: its number in its sequence, and the offset in bytes of the end of its
             sequence's history, from a layer's first slot on; int64 [tokens, 2].
         plans: of each state to be written: first row of its sequence, rows up to the state, drafts
-            after them, offset of the end of the sequence's history, offset of the slot; int64
-            [states, 5].
+            after them, offset of the end of the sequence's history, offset of the slot, accepted
+            drafts in the sequence's slot, its offset; int64 [states, PLAN_INTS].
+        snapshots: of each row, the offset of a slot for the state after it, or -1; int64 [tokens].
     """
 
     def __init__(
@@ -37,7 +45,9 @@ class StateMemory:
         self._slots = slots
         self.places = aligned(2 * max_tokens, np.int64).reshape(-1, 2)
         # Each sequence's target, and a snapshot of every block that the step may complete.
-        self.plans = aligned(5 * (max_seqs + max_tokens), np.int64).reshape(-1, 5)
+        count = max_seqs + max_tokens
+        self.plans = aligned(PLAN_INTS * count, np.int64).reshape(-1, PLAN_INTS)
+        self.snapshots = aligned(max_tokens, np.int64)
 
     def layer(self, number: int) -> int:
         """Address of a recurrent layer's part of the first slot."""
@@ -60,17 +70,21 @@ class StateMemory:
             slots[:, SOURCE] * layout.nbytes + (slots[:, PENDING] + layout.taps - 1) * row_bytes
         )
         final = slots[:, FINAL]
-        plan = first, final, rows - final, before, slots[:, TARGET] * layout.nbytes
+        source, target = (slots[:, which] * layout.nbytes for which in (SOURCE, TARGET))
+        plan = first, final, rows - final, before, target, slots[:, PENDING], source
         self.plans[: len(first)] = np.stack(plan, axis=1)
+        self.snapshots[: inputs.num_tokens] = -1
         for number, (row, slot) in enumerate(inputs.snapshots.tolist(), len(first)):
             sequence = int(np.searchsorted(first, row, side="right")) - 1
             start = first[sequence]
-            target = slot * layout.nbytes
-            self.plans[number] = start, row + 1 - start, 0, before[sequence], target
+            self.snapshots[row] = slot * layout.nbytes
+            self.plans[number] = self.plans[sequence]
+            self.plans[number, 1:3] = row + 1 - start, 0
+            self.plans[number, 4] = slot * layout.nbytes
         places = self.places[: inputs.num_tokens]
         places[:, 0] = np.arange(inputs.num_tokens) - np.repeat(first, rows)
         places[:, 1] = np.repeat(before, rows)
-        return {"states": len(first) + len(inputs.snapshots)}
+        return {"sequences": len(first), "states": len(first) + len(inputs.snapshots)}
 
 
 @dataclass(frozen=True)
@@ -88,7 +102,7 @@ class RecurrentOperations(ExpertOperations):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._by_tap: list[NDArray[np.float32]] = []  # kernels know them by address
+        self._kept: list[NDArray[np.float32]] = []  # kernels know them by address
 
     def short_conv(self, bcx: Buffer, weight: Vector, layer: int) -> Buffer:
         """B * x in full, then the convolution times C, then what the next step needs of B * x."""
@@ -102,7 +116,7 @@ class RecurrentOperations(ExpertOperations):
 
         def make(quantized: bool) -> Memory:
             out = Memory(program, bcx.rows, width, quantized)
-            self._convolve(product, weight, layer, c, out, source.data)
+            self._convolve(product, weight, layer, out, (c, source.data))
             return out
 
         self._keep_history(product, layer)
@@ -113,23 +127,125 @@ class RecurrentOperations(ExpertOperations):
         x: Memory,
         weight: Vector,
         layer: int,
-        gate: _Columns,
         out: Memory,
-        gate_memory: int,
+        gate: tuple[_Columns, int] | None = None,
     ) -> None:
+        """With a gate, which are columns of a memory, or through SiLU."""
         taps = self.states.layout.taps
         # One row for each tap, so that a group of channels is one vector.
         by_tap = np.ascontiguousarray(weight.values[:, :taps].T)
-        self._by_tap.append(by_tap)
+        self._kept.append(by_tap)
         args = [x.data, x.stride, x.groups, self.states.places.ctypes.data]
-        args += [self.states.layer(layer), by_tap.ctypes.data, gate.address, gate.stride]
+        args += [self.states.layer(layer), by_tap.ctypes.data]
+        args += [gate[0].address, gate[0].stride] if gate else [0, 0]
         self.program.add(
-            f"causal_conv:{taps}:{'q8' if out.quantized else 'f32'}",
+            f"causal_conv:{taps}:{'gated' if gate else 'silu'}:{'q8' if out.quantized else 'f32'}",
             self.program.tiles(out.rows, 1, GATE_TILES_PER_ROW),
             [*args, *out.addresses],
-            [x.data, gate_memory],
+            [x.data, gate[1]] if gate else [x.data],
             [(out.data, 0)],
         )
+
+    def delta_rule(
+        self, qkv: Buffer, gates: Buffer, weights: tuple[Vector, Vector, Vector], layer: int
+    ) -> Buffer:
+        """The convolution, then gates and unit rows, then the scan."""
+        program = self.program
+        delta = self.blueprint.recurrence
+        assert isinstance(delta, DeltaNet)
+        conv, decay, bias = weights
+        source = qkv.floats
+        x = Memory(program, qkv.rows, delta.channels, quantized=False)
+        self._convolve(source, conv, layer, x)
+        self._keep_history(source, layer)
+        rates = decay.values
+        if delta.log_decay:
+            rates = np.where(np.arange(rates.size) < delta.value_heads, -np.exp(rates), 0)
+            rates = rates.astype(np.float32)
+        self._kept.append(rates)
+        heads = f"{delta.key_heads}:{delta.value_heads}:{delta.key_dim}:{delta.value_dim}"
+        heads += f":{int(delta.tiled)}"
+        width = 2 * padded(delta.value_heads) + padded(delta.key_heads)
+        factors = Memory(program, qkv.rows, width, quantized=False)
+        both = gates.floats
+        alpha, beta = (both.data + 4 * column for column in gates.columns)
+        args = [x.data, x.stride, alpha, beta, both.stride, rates.ctypes.data]
+        args += [bias.values.ctypes.data, factors.data, factors.stride]
+        program.add(
+            f"delta_gates:{heads}",
+            program.tiles(qkv.rows, ELEMENTWISE_TILE_ROWS),
+            [program.count(qkv.rows), *args],
+            [x.data, both.data],
+            [(factors.data, 0), (x.data, 0)],
+        )
+        out = Buffer(program, qkv.rows, padded(delta.num_values))
+        self._scan((x, factors), out.floats, delta, layer, heads)
+        return out
+
+    def _scan(
+        self,
+        rows: tuple[Memory, Memory],
+        out: Memory,
+        delta: DeltaNet,
+        layer: int,
+        heads: str,
+    ) -> None:
+        x, factors = rows
+        states = self.states
+        layout = states.layout
+        columns = delta_columns(self.isa, delta.value_dim)
+        self.scratch_bytes = max(self.scratch_bytes, 4 * columns * (delta.key_dim + 1))
+        matrices = layout.layer_floats - layout.matrix_floats
+        drafts = matrices - layout.num_drafts * layout.draft_floats
+        args = [x.data, x.stride, factors.data, factors.stride]
+        args += [states.plans.ctypes.data, states.snapshots.ctypes.data]
+        args += [states.layer(layer), 4 * drafts, 4 * matrices, out.data, out.stride]
+        self.program.add(
+            f"delta_scan:{heads}",
+            self.program.count(f"sequences*{delta.num_values // columns}"),
+            args,
+            [x.data, factors.data],
+            [(out.data, 0), (states.layer(layer), 1)],
+        )
+
+    def gated_norm(self, x: Buffer, weight: Vector, gate: Buffer, eps: float) -> Buffer:
+        """What its reader wants is written in the same pass."""
+        program = self.program
+        source = x.floats
+        opened = gate.floats
+        size = weight.width
+        self._kept.append(weight.values)
+
+        def make(quantized: bool) -> Memory:
+            out = Memory(program, x.rows, x.width, quantized)
+            args = [source.data, source.stride, weight.values.ctypes.data, float_bits(eps)]
+            args += [opened.data, opened.stride, x.width // size, *out.addresses]
+            self._add_parts(f"gated_norm:{size}", args, [source.data, opened.data], out)
+            return out
+
+        return Buffer(program, x.rows, x.width, make=make)
+
+    def gate_heads(self, h: Buffer, qkv: Buffer) -> Buffer:
+        """What its reader wants is written in the same pass."""
+        program = self.program
+        source = h.floats
+        queries = qkv.floats
+        b = self.blueprint
+
+        def make(quantized: bool) -> Memory:
+            out = Memory(program, h.rows, h.width, quantized)
+            args = [source.data, source.stride, queries.data + 4 * qkv.columns[0]]
+            args += [queries.stride, b.num_heads, *out.addresses]
+            self._add_parts(f"gate_heads:{b.head_dim}", args, [source.data, queries.data], out)
+            return out
+
+        return Buffer(program, h.rows, h.width, make=make)
+
+    def _add_parts(self, name: str, args: list[int], reads: list[int], out: Memory) -> None:
+        """A command of a part of a row per tile."""
+        tiles = self.program.tiles(out.rows, 1, GATE_TILES_PER_ROW)
+        spec = f"{name}:{'q8' if out.quantized else 'f32'}"
+        self.program.add(spec, tiles, args, reads, [(out.data, 0)])
 
     def _keep_history(self, x: Memory, layer: int) -> None:
         """No command of the step reads what this writes: it is another slot."""

@@ -37,6 +37,7 @@ COUNTS = (
     "decode_units",
     "prefill_units",
     "merges",
+    "sequences",
     "states",
 )  # what differs from step to step
 Ints = NDArray[np.int32]

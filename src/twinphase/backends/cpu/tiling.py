@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from twinphase.backends.cpu.formats import FORMATS, GROUP_INPUTS, STRIP_OUTPUTS, PackedFormat
+from twinphase.backends.cpu.isa import Isa
 
 # Inputs of a linear layer that stay in the second-level cache while strips of weights pass by.
 CHUNK_BYTES = 384 << 10
@@ -24,6 +27,10 @@ DENSE_STRIPS_PER_PASS = 8
 ELEMENTWISE_TILE_ROWS = 4
 # A slot is an expert that has rows: its number, its first row, and the end of its rows, in int32.
 SLOT_INTS = 3
+# Numbers of a state's plan (`recurrent.StateMemory`).
+PLAN_INTS = 7
+# Partial sums over the rows of a recurrent state's matrix.
+SUM_PARTS = 4
 # Two, so that a single row still feeds two threads.
 GATE_TILES_PER_ROW = 2
 LOGIT_TILES_PER_ROW = 8
@@ -43,6 +50,11 @@ def row_chunk(
     if not matrix_tiles:
         return max(1, -(-rows // chunks))
     return min(MATRIX_CHUNK_ROWS, -(-rows // (chunks * MATRIX_TILE_ROWS)) * MATRIX_TILE_ROWS)
+
+
+def delta_columns(isa: Isa, value_dim: int) -> int:
+    """Columns of a recurrent state's matrix in a strip, whose sums stay in registers."""
+    return math.gcd(value_dim, isa.lanes * (2 if isa.registers == 32 else 1))
 
 
 def unpacked_bytes(fmt: PackedFormat) -> int:

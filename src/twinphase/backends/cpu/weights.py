@@ -18,6 +18,7 @@ from twinphase.errors import OutOfMemoryError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 from twinphase.weights.quant import dequantize
 
+EXACT = ("ssm_alpha.weight", "ssm_beta.weight")
 DENSE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -158,8 +159,10 @@ def arena_bytes(checkpoint: Checkpoint, tied: bool) -> int:
             and len(info.shape) >= 2
             and (tied or info.name != "token_embd.weight")
         ):
+            # An exact layer (`place`) takes float32.
+            exact = replace(info, type="F32") if info.name.endswith(EXACT) else info
             total += (
-                math.prod(info.shape[:-2]) * _strips(info) * _strip_bytes(info, tiled=True) + 64
+                math.prod(info.shape[:-2]) * _strips(info) * _strip_bytes(exact, tiled=True) + 64
             )
     return total
 
@@ -184,7 +187,10 @@ class Fill:
         raws = np.split(self.checkpoint.raw(info.name), count)
         commands = []
         for raw, memory in zip(raws, np.split(self.memory, count), strict=True):
-            if info.type in FORMATS:
+            if info.type != self.checkpoint.tensors[info.name].type:
+                values = _floats(self.checkpoint, info.name)
+                _pack_dense(values.reshape(-1).view(np.uint8), info, memory)
+            elif info.type in FORMATS:
                 row_bytes = len(raw) // outputs
                 groups = inputs // GROUP_INPUTS
                 args = [raw.ctypes.data, row_bytes, outputs, groups, memory.ctypes.data]
@@ -201,8 +207,11 @@ def place(
     names: Sequence[str],
     take: Callable[[int], NDArray[np.uint8]],
     isa: Isa,
+    exact: bool = False,
 ) -> tuple[Matrix, list[Fill]]:
     """Take memory for a layer's tensors, or for those of its experts, stacked along the outputs.
+
+    An `exact` layer's weights become float32, and with them the rows that it takes.
 
     Raises:
         UnsupportedModelError: a tensor type without a kernel.
@@ -214,6 +223,8 @@ def place(
     infos = [checkpoint.tensors[name] for name in names]
     for info in infos:
         check_type(info.type)
+        if exact:
+            info = replace(info, type="F32")
         tiled = len(info.shape) == 2 and isa.takes_bf16(info.type)
         strips = _strips(info)
         strip_bytes = _strip_bytes(info, tiled)
@@ -241,6 +252,11 @@ def _joined(parts: list[Part], new: Part) -> list[Part]:
     if last and last.type == new.type and last.address + last.nbytes == new.address:
         return [*parts[:-1], replace(last, strips=last.strips + new.strips)]
     return [*parts, new]
+
+
+def _floats(checkpoint: Checkpoint, name: str) -> NDArray[np.float32]:
+    info = checkpoint.tensors[name]
+    return np.ascontiguousarray(dequantize(checkpoint.raw(name), info.shape, info.type))
 
 
 def _pack_dense(raw: NDArray[np.uint8], info: TensorInfo, memory: NDArray[np.uint8]) -> None:

@@ -30,7 +30,7 @@ from twinphase.backends.base import (
 from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import query_scales, rope_tables
-from twinphase.backends.states import refuse_recurrent_layers
+from twinphase.backends.states import NoRecurrence, refuse_recurrent_layers
 from twinphase.backends.torch.collective import Collective
 from twinphase.backends.torch.device import (
     bind,
@@ -55,7 +55,7 @@ ALIGNMENT_INT64S = 2
 RopeTables = tuple[Tensor, Tensor, bool, Tensor | None]
 
 
-class TorchBackend:
+class TorchBackend(NoRecurrence):
     """A backend of plain torch. All that a step reads lives on the device, except its inputs."""
 
     name = "torch"
@@ -101,15 +101,13 @@ class TorchBackend:
         self._checkpoint = checkpoint
         self._embedding: tuple[str, Any] | None = None
 
-    def short_conv(self, bcx: Array, weight: Array, layer: int) -> Array:
-        """Never: `prepare` refuses models with recurrent layers."""
-        raise NotImplementedError("the torch backend has no recurrent layers")
-
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
         """[outputs, inputs] in the element type; a head tied to the embedding shares its memory."""
         if self._embedding is not None and list(names) == [self._embedding[0]]:
             return self._embedding[1]
         return self._put(checkpoint, names, 0, self.dtype)
+
+    exact_matrix = matrix
 
     def experts(self, checkpoint: Checkpoint, names: Sequence[str]) -> Array:
         """[experts, outputs, inputs] in the element type."""

@@ -248,7 +248,7 @@ class _Receiver:
         self._stream = stream
         self._intake = intake
         self._shared = shared
-        self._memory: memoryview | None = None
+        self._memory: mmap.mmap | None = None
         self._slot_bytes = 0
         # A queue, since the engine's thread must not wait for a socket.
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -261,6 +261,8 @@ class _Receiver:
             self._receive()
         finally:
             self._outbox.put(None)
+            if self._memory is not None:
+                self._memory.close()  # At once: it has a descriptor, and the sender's slots.
 
     def _receive(self) -> None:
         while True:
@@ -299,14 +301,16 @@ class _Receiver:
                 "Its shared memory could shrink while it is read.", "Run one version everywhere."
             )
         self._slot_bytes = slot_bytes
-        self._memory = memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
+        self._memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
 
     def _bits(self, frame: Frame, payload: bytearray) -> bytearray:
         """A copy that the sender cannot change; a slot out of range has no bytes."""
         if self._memory is None or frame.slot is None:
             return payload
         start = frame.slot * self._slot_bytes
-        return bytearray(self._memory[start : start + min(frame.length, self._slot_bytes)])
+        end = start + min(frame.length, self._slot_bytes)
+        with memoryview(self._memory) as memory, memory[start:end] as bits:
+            return bytearray(bits)
 
     def _reply(self, results: list[tuple[int, str]]) -> None:
         numbers = [number for number, _ in results]

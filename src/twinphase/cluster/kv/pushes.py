@@ -33,6 +33,9 @@ MIN_SLOTS = 4
 MAX_BLOCKS_PER_STEP = 64
 # Memory for more blocks at once comes from the system each time, and takes longer than the copy.
 MAX_BLOCKS_PER_READ = 4
+# A connection that is not used for this long, or twice as long, is closed: after changes of roles,
+# each pair of workers would keep one, and each worker its slots.
+IDLE_SECONDS = 15.0
 STORED_VERDICTS = frozenset({"stored", "known"})
 
 
@@ -89,6 +92,8 @@ class BlockPushes:
         self._nbytes = frame_bytes(loaded)
         self._slots: SharedSlots | None = None
         self._transports: dict[str, KVTransport] = {}
+        self._used: set[str] = set()  # Addresses of transports, since `_close_idle` ran last.
+        self._sweep: threading.Timer | None = None
         self._pushes: dict[int, _Push] = {}  # By the number of their offer.
         self._frames: dict[int, _Push] = {}  # By the number of a frame that is not acknowledged.
         self._numbers = itertools.count()
@@ -141,6 +146,8 @@ class BlockPushes:
         for push in list(self._pushes.values()):
             if push.timer is not None:
                 push.timer.cancel()
+        if self._sweep is not None:
+            self._sweep.cancel()
         for transport in list(self._transports.values()):
             transport.close()
         self._pushes.clear()
@@ -193,7 +200,30 @@ class BlockPushes:
             self._transports[address] = SocketTransport(
                 address, self._key, fingerprint, self._slots, self
             )
+        self._used.add(address)
+        if self._sweep is None:
+            self._sweep_later()
         return self._transports[address]
+
+    def _sweep_later(self) -> None:
+        self._sweep = threading.Timer(IDLE_SECONDS, self._close_idle)
+        self._sweep.daemon = True
+        self._sweep.start()
+
+    def _close_idle(self) -> None:
+        """Close the connections that no push has used since the last call."""
+        with self._lock:
+            self._sweep = None
+            busy = {id(push.transport) for push in self._pushes.values()}
+            for address, transport in list(self._transports.items()):
+                if address not in self._used and id(transport) not in busy:
+                    del self._transports[address]
+                    transport.close()
+            self._used.clear()
+            if self._transports:
+                self._sweep_later()
+            else:
+                self._slots = None
 
     def _finish(self, push: _Push) -> None:
         push.finished = self._clock()
@@ -259,6 +289,7 @@ class BlockPushes:
             self._frames.pop(frame, None)
         if push.timer is not None:
             push.timer.cancel()
+            push.timer = None  # It refers to the push, which would keep the slots' memory.
         late = self._clock() - push.finished if push.finished is not None else 0.0
         name = push.request.request_id if push.request is not None else ""
         self._report(

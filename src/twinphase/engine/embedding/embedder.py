@@ -1,13 +1,13 @@
 """Models that embed texts: encoders, and decoders by their last normalized hidden state.
 
-Nothing is sampled and nothing waits for a next token, so there is no scheduler: texts are computed
-one after the other, a decoder's in prefill chunks, and the same text gives the same bits
-independent of the texts before it. Not for generating (`loading.py`), nor for HTTP.
+Nothing is sampled and nothing waits for a next token, so there is no scheduler: short texts are
+computed together, a decoder's long ones in prefill chunks, and the same text gives the same bits
+independent of the others. Not for generating (`loading.py`), nor for HTTP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -34,6 +34,9 @@ F32 = NDArray[np.float32]
 # Settings of steps, of tokens that follow one another, or of kernels: an embedding has none of
 # these.
 NOT_FOR_EMBEDDINGS = ("itl_slo_ms", "trace_file", "num_kv_blocks")
+# Of an encoder's pass: others wait for its end, and more rows would hardly be faster.
+ENCODER_PASS_TOKENS = 256
+MAX_PASS_TEXTS = 128
 NOT_FOR_ENCODERS = ("kv_cache_dtype", "threads", "tensor_parallel_size", "isa", "device", "dtype")
 
 
@@ -59,9 +62,9 @@ class EmbeddingRequestOutput:
 
 
 class _Model(Protocol):
-    """One text at a time."""
+    """The vectors of the texts of one pass."""
 
-    def embed(self, token_ids: Sequence[int], pooling: str) -> F32: ...
+    def embed(self, texts: Sequence[Sequence[int]], pooling: str) -> list[F32]: ...
 
 
 class LoadedEmbedder:
@@ -70,6 +73,7 @@ class LoadedEmbedder:
     Attributes:
         config: as resolved for this model.
         size: of a vector.
+        pass_tokens: of texts that are computed together; a longer text is computed alone.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class LoadedEmbedder:
             config = config.resolve(shape.max_positions)
 
             self._model = Bert(checkpoint, shape, NumpyEncoder())
+            self.pass_tokens = ENCODER_PASS_TOKENS
             own = shape.pooling
             self.size = shape.hidden_size
             self.vocab_size = shape.vocab_size
@@ -98,6 +103,9 @@ class LoadedEmbedder:
             self._model = _HiddenStates(
                 checkpoint, blueprint, config, compile_progress, load_progress
             )
+            # The bits of NumPy's products depend on their number of rows: each text is alone there.
+            together = config.backend != "reference"
+            self.pass_tokens = config.max_num_batched_tokens if together else 1
             own = "last"
             self.size = blueprint.hidden_size
             self.vocab_size = blueprint.vocab_size
@@ -126,10 +134,34 @@ class LoadedEmbedder:
             )
         check_token_ids(token_ids, "the text", self.vocab_size)
 
-    def embed(self, token_ids: Sequence[int]) -> F32:
-        """The vector of one text, float32 [size], of length 1. Raises what `check` does."""
-        self.check(token_ids)
-        return self._model.embed(token_ids, self.config.pooling or "mean")
+    def embed(self, texts: Sequence[Sequence[int]]) -> list[F32]:
+        """The vectors of texts, float32 [size] each, of length 1. Raises what `check` does."""
+        for text in texts:
+            self.check(text)
+        # Texts of one length are the fastest together.
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        vectors: dict[int, F32] = {}
+        for numbers in passes(order, [len(text) for text in texts], self.pass_tokens):
+            found = self._model.embed(
+                [texts[number] for number in numbers], self.config.pooling or "mean"
+            )
+            vectors.update(zip(numbers, found, strict=True))
+        return [vectors[number] for number in range(len(texts))]
+
+
+def passes(order: Sequence[int], lengths: Sequence[int], num_tokens: int) -> Iterator[list[int]]:
+    """Divide texts into passes of at most `num_tokens` tokens, or of one longer text."""
+    numbers: list[int] = []
+    room = num_tokens
+    for number in order:
+        if numbers and (lengths[number] > room or len(numbers) == MAX_PASS_TEXTS):
+            yield numbers
+            numbers = []
+            room = num_tokens
+        numbers.append(number)
+        room -= lengths[number]
+    if numbers:
+        yield numbers
 
 
 class _HiddenStates:
@@ -143,43 +175,70 @@ class _HiddenStates:
         compile_progress: Callable[[float, int, str], None] | None,
         load_progress: Callable[[int, int], None],
     ) -> None:
-        """`config` is resolved; its KV cache holds one sequence of the longest length."""
+        """`config` is resolved; its KV cache holds the longest text, or those of one pass."""
         assert config.max_model_len is not None, "the configuration is resolved"
-        num_blocks = -(-config.max_model_len // config.block_size)
-        config = replace(config, task="embed", max_num_seqs=1, num_kv_blocks=num_blocks)
+        seats = min(MAX_PASS_TEXTS, config.max_num_batched_tokens)
+        num_blocks = max(
+            -(-config.max_model_len // config.block_size),
+            config.max_num_batched_tokens // config.block_size + seats,
+        )
+        config = replace(config, task="embed", max_num_seqs=seats, num_kv_blocks=num_blocks)
         backend = make_backend(config, compile_progress)
         self._model, self._backend = load_on_ranks(
             checkpoint, blueprint, config, backend, load_progress
         )
         self._chunk = config.max_num_batched_tokens
         self._block_size = config.block_size
+        self._num_blocks = num_blocks
         allocate_kv_cache(self._backend, self._model.blueprint, config)
 
-    def embed(self, token_ids: Sequence[int], pooling: str) -> F32:
-        rows = [
-            self._rows(token_ids, start, pooling) for start in range(0, len(token_ids), self._chunk)
-        ]
-        return pooled(np.concatenate(rows), pooling)
+    def embed(self, texts: Sequence[Sequence[int]], pooling: str) -> list[F32]:
+        """As `LoadedEmbedder.embed`, for one pass; a long text is prefilled in chunks."""
+        longest = max(map(len, texts))
+        chunks = [self._rows(texts, start, pooling) for start in range(0, longest, self._chunk)]
+        return [pooled(np.concatenate(rows), pooling) for rows in zip(*chunks, strict=True)]
 
-    def _rows(self, token_ids: Sequence[int], start: int, pooling: str) -> F32:
-        """Hidden states of one prefill chunk that `pooling` needs, float32 [rows, hidden_size]."""
-        end = min(start + self._chunk, len(token_ids))
-        wanted = {
-            "mean": range(start, end),
-            "cls": range(1),
-            "last": range(len(token_ids) - 1, len(token_ids)),
-        }[pooling]
-        positions = np.arange(start, end, dtype=np.int32)
+    def _rows(self, texts: Sequence[Sequence[int]], start: int, pooling: str) -> list[F32]:
+        """Hidden states that `pooling` needs of each text's chunk, float32 [rows, hidden_size]."""
+        sizes = [min(self._chunk, len(text) - start) for text in texts]
+        first_rows = np.concatenate([[0], np.cumsum(sizes)])
+        width = max(-(-(start + size) // self._block_size) for size in sizes)
+        # Texts that have several chunks are alone, and the first blocks hold them.
+        first_blocks = np.cumsum([0] + [-(-size // self._block_size) for size in sizes[:-1]])
+        positions = [np.arange(start, start + size) for size in sizes]
+        wanted = [
+            {
+                "mean": range(size),
+                "cls": range(start == 0),
+                "last": range(len(text) - 1 - start, size),
+            }[pooling]
+            for text, size in zip(texts, sizes, strict=True)
+        ]
         inputs = StepInputs(
-            token_ids=np.array(token_ids[start:end], np.int32),
-            positions=positions,
-            slot_mapping=positions.astype(np.int64),
-            query_start=np.array([0, end - start], np.int32),
-            block_tables=np.arange(-(-end // self._block_size), dtype=np.int32)[None],
+            token_ids=np.concatenate([text[start : start + self._chunk] for text in texts]).astype(
+                np.int32
+            ),
+            positions=np.concatenate(positions).astype(np.int32),
+            slot_mapping=np.concatenate(
+                [
+                    block * self._block_size + at
+                    for block, at in zip(first_blocks, positions, strict=True)
+                ]
+            ).astype(np.int64),
+            query_start=first_rows.astype(np.int32),
+            block_tables=np.minimum(
+                first_blocks[:, None] + np.arange(width), self._num_blocks - 1
+            ).astype(np.int32),
             num_decodes=0,
-            logit_rows=np.array([at - start for at in wanted if start <= at < end], np.int32),
+            logit_rows=np.concatenate(
+                [
+                    row + np.array(rows, np.int32)
+                    for row, rows in zip(first_rows[:-1], wanted, strict=True)
+                ]
+            ).astype(np.int32),
         )
-        return self._backend.execute(self._model.hidden, inputs).copy()
+        states = self._backend.execute(self._model.hidden, inputs).copy()
+        return np.split(states, np.cumsum([len(rows) for rows in wanted[:-1]]))
 
 
 def load(

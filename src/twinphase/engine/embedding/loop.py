@@ -1,14 +1,17 @@
-"""The engine's loop for a model that embeds: one text after the other, in order of arrival.
+"""The engine's loop for a model that embeds: each pass computes texts of several requests.
 
-Runs where `loop.EngineLoop` does, on the same messages.
+Runs where `loop.EngineLoop` does, on the same messages. Tenants take turns by the tokens that were
+computed for them, as in `scheduler/fairness.py`; within a tenant, the order is that of arrival.
 """
 
 from __future__ import annotations
 
 import queue
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from twinphase.engine.embedding.embedder import LoadedEmbedder
+from twinphase.engine.embedding.embedder import MAX_PASS_TEXTS, LoadedEmbedder
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.loop import EngineLoop, engine_facts, refusal
 from twinphase.engine.process.messages import (
@@ -24,6 +27,15 @@ from twinphase.engine.process.messages import (
 from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseError, one_line
 
 
+@dataclass(eq=False)
+class _Job:
+    """A message's texts, and the vectors of those that were computed."""
+
+    message: Embed
+    vectors: list[bytes] = field(default_factory=list)
+    num_taken: int = 0
+
+
 class EmbeddingLoop:
     """Runs a model on messages; `send` gets the replies, on the loop's thread."""
 
@@ -31,6 +43,8 @@ class EmbeddingLoop:
         self.loaded = loaded
         self._send = send
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._lines: dict[str, deque[_Job]] = {}  # of the tenants that wait
+        self._times: dict[str, float] = {}  # tokens by weight, since no tenant waited
 
     def put(self, message: ToEngine) -> None:
         """Hand a message to the loop, from any thread."""
@@ -38,27 +52,88 @@ class EmbeddingLoop:
 
     def run(self) -> None:
         """Serve until `Stop`."""
-        while not isinstance(message := self._inbox.get(), Stop):
-            if isinstance(message, Embed):
-                self._send(self._embedded(message))
-            elif isinstance(message, (Add, Inspect)):
-                about = message.request_id if isinstance(message, Add) else message.number
-                error = InvalidRequestError(
-                    "The model was loaded to embed texts.", "Ask for embeddings."
-                )
-                self._send(refusal(about, error))
+        while True:
+            while not self._lines or not self._inbox.empty():
+                message = self._inbox.get()
+                if isinstance(message, Stop):
+                    return
+                self._take(message)
+            self._pass()
 
-    def _embedded(self, message: Embed) -> FromEngine:
+    def _take(self, message: ToEngine) -> None:
+        if isinstance(message, Embed):
+            try:
+                for text in message.texts:
+                    self.loaded.check(text)
+            except TwinphaseError as error:
+                self._send(refusal(message.number, error))
+                return
+            self._add(_Job(message))
+        elif isinstance(message, (Add, Inspect)):
+            about = message.request_id if isinstance(message, Add) else message.number
+            problem = InvalidRequestError(
+                "The model was loaded to embed texts.", "Ask for embeddings."
+            )
+            self._send(refusal(about, problem))
+
+    def _add(self, job: _Job) -> None:
+        """Put it into its tenant's line; time that the tenant left unused is no credit."""
+        if not self._lines:
+            self._times.clear()
+        tenant = job.message.tenant
+        now = min((self._times[waiting] for waiting in self._lines), default=0.0)
+        self._times[tenant] = max(self._times.get(tenant, 0.0), now)
+        self._lines.setdefault(tenant, deque()).append(job)
+
+    def _pass(self) -> None:
+        """Compute the next texts of the tenants whose turn it is, and reply to what is complete."""
+        taken: list[_Job] = []
+        texts: list[list[int]] = []
+        room = self.loaded.pass_tokens
+        while self._lines and len(texts) < MAX_PASS_TEXTS:
+            tenant = min(self._lines, key=self._times.__getitem__)
+            job = self._lines[tenant][0]
+            text = job.message.texts[job.num_taken]
+            if texts and len(text) > room:
+                break
+            room -= len(text)
+            texts.append(text)
+            taken.append(job)
+            self._times[tenant] += len(text) / job.message.weight
+            job.num_taken += 1
+            if job.num_taken == len(job.message.texts):
+                self._lines[tenant].popleft()
+                if not self._lines[tenant]:
+                    del self._lines[tenant]
+        for job, vector in zip(taken, self._vectors(texts), strict=True):
+            if isinstance(vector, TwinphaseError):
+                self._drop(job, vector)
+            else:
+                job.vectors.append(vector)
+            if len(job.vectors) == len(job.message.texts):
+                self._send(Embedded(job.message.number, job.vectors))
+
+    def _vectors(self, texts: list[list[int]]) -> list[bytes | TwinphaseError]:
+        """The vector of each text, or its error, which must not affect the others."""
         try:
-            vector = self.loaded.embed(message.token_ids)
+            return [vector.astype("<f4").tobytes() for vector in self.loaded.embed(texts)]
         except EngineDeadError:  # A new process has to be started.
             raise
-        except TwinphaseError as error:
-            return refusal(message.number, error)
-        except Exception as error:  # An error in one text must not affect the others.
-            cause = f"The text could not be embedded: {one_line(error)}."
-            return refusal(message.number, TwinphaseError(cause))
-        return Embedded(message.number, vector.astype("<f4").tobytes())
+        except Exception as error:
+            if len(texts) > 1:
+                return [vector for text in texts for vector in self._vectors([text])]
+            if isinstance(error, TwinphaseError):
+                return [error]
+            return [TwinphaseError(f"The text could not be embedded: {one_line(error)}.")]
+
+    def _drop(self, job: _Job, error: TwinphaseError) -> None:
+        """Refuse a message once, and compute no more of its texts."""
+        line = self._lines.get(job.message.tenant, deque())
+        if job in line:
+            line.remove(job)
+            if not line:
+                del self._lines[job.message.tenant]
+        self._send(refusal(job.message.number, error))
 
 
 def make_loop(

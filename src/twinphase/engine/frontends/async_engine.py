@@ -12,7 +12,7 @@ import functools
 import struct
 import uuid
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -21,7 +21,12 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from twinphase import errors
-from twinphase.engine.embedding.embedder import EmbeddingOutput, EmbeddingRequestOutput, load
+from twinphase.engine.embedding.embedder import (
+    MAX_PASS_TEXTS,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    load,
+)
 from twinphase.engine.frontends.checks import (
     Prompt,
     check_id,
@@ -225,6 +230,31 @@ class AsyncEngine:
         Raises:
             EngineUnavailableError: the engine is loading, or has ended.
         """
+        encoded = prompt if isinstance(prompt, EncodedPrompt) else await self.encode(prompt)
+        (found,) = await self.embed_all([encoded])
+        return found
+
+    async def embed_all(
+        self, prompts: Sequence[EncodedPrompt], *, tenant: str = "", weight: float = 1.0
+    ) -> list[EmbeddingRequestOutput]:
+        """The vectors of several texts, in their order; `tenant` and `weight` as for `submit`.
+
+        They are sent in parts, so that the engine has little left to do when its caller leaves.
+
+        Raises:
+            EngineUnavailableError: the engine is loading, or has ended.
+        """
+        results: list[EmbeddingRequestOutput] = []
+        for start in range(0, len(prompts), MAX_PASS_TEXTS):
+            texts = [prompt.token_ids for prompt in prompts[start : start + MAX_PASS_TEXTS]]
+            vectors = await self._embed(texts, tenant, weight)
+            results += [
+                EmbeddingRequestOutput(str(next(self._numbers)), EmbeddingOutput(vector), token_ids)
+                for vector, token_ids in zip(vectors, texts, strict=True)
+            ]
+        return results
+
+    async def _embed(self, texts: list[list[int]], tenant: str, weight: float) -> list[list[float]]:
         if not self.is_running:
             raise self.unavailable()
         if not self.host.embeds:
@@ -232,15 +262,13 @@ class AsyncEngine:
                 f"{self.text.checkpoint.path.name} was loaded to generate text.",
                 'Load it with task="embed".',
             )
-        encoded = prompt if isinstance(prompt, EncodedPrompt) else await self.encode(prompt)
         number = next(self._numbers)
         self._num_embedding += 1
         try:
-            found: Embedded = await self._ask(number, Embed(number, encoded.token_ids))
+            found: Embedded = await self._ask(number, Embed(number, texts, tenant, weight))
         finally:
             self._num_embedding -= 1
-        vector = list(struct.unpack(f"<{len(found.vector) // 4}f", found.vector))
-        return EmbeddingRequestOutput(str(number), EmbeddingOutput(vector), encoded.token_ids)
+        return [list(struct.unpack(f"<{len(vector) // 4}f", vector)) for vector in found.vectors]
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with `finish_reason` "abort".

@@ -227,18 +227,20 @@ class LLM:
             KeyboardInterrupt: Ctrl-C was pressed.
         """
         model = self._model
-        results = []
         if not isinstance(model, LoadedEmbedder):
             name = self.checkpoint.path.name
             raise InvalidRequestError(
                 f"{name} was loaded to generate text.", 'Load it with task="embed".'
             )
         encoded = [model.encode(prompt) for prompt in prompt_list(prompts)]
-        for token_ids in encoded:
-            with self._turn():
-                vector = EmbeddingOutput(model.embed(token_ids).tolist())
-                results.append(EmbeddingRequestOutput(str(next(self._ids)), vector, token_ids))
-        return results
+        with self._turn():
+            vectors = model.embed(encoded)
+        return [
+            EmbeddingRequestOutput(
+                str(next(self._ids)), EmbeddingOutput(vector.tolist()), token_ids
+            )
+            for token_ids, vector in zip(encoded, vectors, strict=True)
+        ]
 
     def explain(self, output: RequestOutput) -> Explanation:
         """Why a request of this `LLM` took as long as it did, and which flag would change that."""

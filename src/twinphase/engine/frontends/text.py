@@ -7,6 +7,7 @@ own process. Not for generated text (`outputs.py`).
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -156,7 +157,15 @@ class ModelText:
         """The model's chat template; raw prompts never pay for importing jinja2."""
         from twinphase.tokenizer.chat_template import ChatTemplate
 
-        return ChatTemplate.from_checkpoint(self.checkpoint, self.tokenizer)
+        template = ChatTemplate.from_checkpoint(self.checkpoint, self.tokenizer)
+        if template.is_fallback:
+            used = f"{template.fallback}'s format" if template.fallback else "their contents alone"
+            logging.getLogger("twinphase").warning(
+                "%s has no chat template: conversations are written in %s.",
+                self.checkpoint.path.name,
+                used,
+            )
+        return template
 
     @cached_property
     def grammar_compiler(self) -> GrammarCompiler:

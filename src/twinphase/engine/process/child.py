@@ -167,7 +167,7 @@ def load(wanted: Load, send: Callable[[FromEngine], None]) -> LoadedEngine | Loa
     )
     if isinstance(loaded, LoadedEmbedder):
         send(Loading("warming up"))
-        loaded.embed([1] * min(WARM_UP_TOKENS, loaded.config.max_model_len or 1))
+        loaded.embed([[1] * min(WARM_UP_TOKENS, loaded.config.max_model_len or 1)])
         return loaded
     send(Loading("warming up"))
     loaded.warm_up(WARM_UP_PROMPT, WARM_UP_TOKENS)

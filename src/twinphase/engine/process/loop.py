@@ -95,6 +95,7 @@ class EngineLoop:
         self.block_counts: Mapping[str, int] = {}
         self.idle: AbstractContextManager[object] = nullcontext()
         self.pace: Pace | None = None
+        self._chunk_tokens: int | None = None
         self._send = send
         self._inbox: queue.SimpleQueue[ToEngine | _Compiled | _Call] = queue.SimpleQueue()
         self._compilers: ThreadPoolExecutor | None = None
@@ -161,7 +162,10 @@ class EngineLoop:
         updates = self._requests.updates(result)
         for update in updates:
             self._finalize(update.ended)
-        self._send(StepUpdates(updates, _stats(engine, result, self.block_counts), view))
+        if self._chunk_tokens is None or engine.ledger.num_steps % PACE_INTERVAL_STEPS == 0:
+            self._chunk_tokens = engine.scheduler.chunk_tokens
+        stats = _stats(engine, result, self.block_counts, self._chunk_tokens)
+        self._send(StepUpdates(updates, stats, view))
         engine.ledger.end_text(engine.clock(), len(result.batch.scheduled) == 1)
         if self.pace is None:
             self.pace = self.loaded.settle_pace()
@@ -207,6 +211,7 @@ class EngineLoop:
             self.pushes.hand_over(message.to)
         elif isinstance(message, LimitPrefill):
             engine.limit_prefill(message.num_tokens)
+            self._chunk_tokens = None
         elif isinstance(message, Stop):
             self._stopped = True
 
@@ -299,6 +304,7 @@ def engine_facts(loaded: LoadedEngine, pace: Pace | None) -> EngineFacts:
         ttft,
         tpot,
         pace=pace,
+        chunk_tokens=loaded.engine.scheduler.chunk_tokens,
         prices=loaded.engine.cost_model.prices,
         model=loaded.checkpoint.fingerprint,
         kv_fingerprint=loaded.backend.kv_fingerprint,
@@ -308,7 +314,9 @@ def engine_facts(loaded: LoadedEngine, pace: Pace | None) -> EngineFacts:
     )
 
 
-def _stats(engine: Engine, result: StepResult, block_counts: Mapping[str, int]) -> StepStats:
+def _stats(
+    engine: Engine, result: StepResult, block_counts: Mapping[str, int], chunk_tokens: int
+) -> StepStats:
     record = result.record
     scheduler = engine.scheduler
     kv_cache = engine.scheduler.kv_cache
@@ -342,7 +350,8 @@ def _stats(engine: Engine, result: StepResult, block_counts: Mapping[str, int]) 
         num_draft_failures=engine.drafter.num_failures if engine.drafter else 0,
         blocks_received=dict(block_counts),
         times=record.times,
-        itl_slo_seconds=scheduler.pace.slo_seconds or 0.0,
+        itl_slo_seconds=scheduler.pace.slo_seconds,
+        chunk_tokens=chunk_tokens,
         state_usage=states.usage if states else 0.0,
         num_snapshots=states.num_snapshots if states else 0,
     )

@@ -95,10 +95,17 @@ class Inspect(msgspec.Struct, tag=True, frozen=True):
 
 
 class Embed(msgspec.Struct, tag=True, frozen=True):
-    """Turn a text into a vector; answered by `Embedded` or `Refused` with the same number."""
+    """Turn texts into vectors; answered by `Embedded` or `Refused` with the same number.
+
+    Attributes:
+        texts: token ids of each.
+        tenant, weight: tenants share the engine's time by their weights.
+    """
 
     number: int
-    token_ids: list[int]
+    texts: list[list[int]]
+    tenant: str = ""
+    weight: float = 1.0
 
 
 class WatchBlocks(msgspec.Struct, tag=True, frozen=True):
@@ -176,6 +183,7 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
         embedding_size: of the vectors of a model that embeds; 0 for one that generates.
         pace: the gap that running streams keep, and its cost; None where the engine was not warmed
             up.
+        chunk_tokens: prompt tokens that a step beside one decode has room for.
         prices: of the cost model.
         model: fingerprint of the model's files.
         kv_addresses: where other engines can send KV blocks (`PushTo`), the nearest first.
@@ -196,6 +204,7 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
     tpot: float | None
     embedding_size: int = 0
     pace: Pace | None = None
+    chunk_tokens: int | None = None
     prices: tuple[float, ...] = ()
     model: str = ""
     kv_fingerprint: str = ""
@@ -283,10 +292,10 @@ class Pushed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Embedded(msgspec.Struct, tag=True, frozen=True):
-    """The answer to `Embed`: float32, little endian."""
+    """The answer to `Embed`: a vector for each text, float32, little endian."""
 
     number: int
-    vector: bytes
+    vectors: list[bytes]
 
 
 class RequestUpdate(msgspec.Struct, array_like=True, frozen=True):
@@ -326,7 +335,8 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
         blocks_received: KV blocks that other engines sent since the engine started, by what became
             of them.
         times: what was measured within the step.
-        itl_slo_seconds: the gap between tokens that the scheduler keeps; 0 where it keeps none.
+        itl_slo_seconds: the gap between tokens that the scheduler keeps; None where it keeps none.
+        chunk_tokens: prompt tokens that a step beside one decode has room for now.
         state_usage: fraction of the slots for recurrent states that requests hold.
         num_snapshots: recurrent states that prefixes can be continued from.
     """
@@ -354,7 +364,8 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     num_draft_failures: int = 0
     blocks_received: dict[str, int] = {}
     times: StepTimes = msgspec.field(default_factory=StepTimes)
-    itl_slo_seconds: float = 0.0
+    itl_slo_seconds: float | None = None
+    chunk_tokens: int | None = None
     state_usage: float = 0.0
     num_snapshots: int = 0
 

@@ -1,14 +1,20 @@
-"""The status of an engine behind a router, for operators; the router fills it in."""
+"""The status of an engine, for operators: of a lone one, or of one behind a router."""
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any
+
 import msgspec
 
-from twinphase.engine.process.messages import RankFacts
+from twinphase.engine.loading.ceilings import measured_ceilings
+from twinphase.engine.process.messages import EngineFacts, RankFacts, StepStats
+
+SHARE_WINDOW_SECONDS = 10.0
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """One engine behind a router; totals are since the server started.
+    """One engine; totals are since the server started, and None is unknown.
 
     Attributes:
         id, role: its name, and what it is there for: both, prefill or decode.
@@ -16,7 +22,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
         state: "ready", or what it is doing instead.
         running, waiting: requests.
         kv_cache_usage: fraction of its blocks that requests hold.
-        cached_blocks: blocks in its prefix cache, as far as the router knows.
+        cached_blocks: blocks in its prefix cache, as far as a router knows.
         prefill_share, decode_share: of the last seconds, the fraction that it computed in each
             phase.
         prefill_seconds, decode_seconds: the same since the server started, in seconds.
@@ -27,6 +33,10 @@ class WorkerStatus(msgspec.Struct, frozen=True):
         blocks_received: from others, by what became of each (docs/cluster.md).
         role_reason: to which pool it went over last (`--elastic-roles`), and why; "" if it never
             did.
+        itl_slo_seconds: the gap between tokens that it keeps for running answers.
+        chunk_tokens: prompt tokens that a step beside one decode has room for.
+        ceilings: what its machine was measured to do at best: `read_bandwidth` (bytes per second,
+            of this model's weights), `int8_ops`, `float32_flops`, `bfloat16_flops` (per second).
         ranks: its processes, where it is several (`--tensor-parallel-size`).
         first_token_mismatches: answers that it began, and whose first token another worker computed
             otherwise.
@@ -40,7 +50,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     running: int = 0
     waiting: int = 0
     kv_cache_usage: float = 0.0
-    cached_blocks: int = 0
+    cached_blocks: int | None = None
     prefill_share: float = 0.0
     decode_share: float = 0.0
     prefill_seconds: float = 0.0
@@ -52,8 +62,60 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     bytes_sent: int = 0
     blocks_received: dict[str, int] = {}
     role_reason: str = ""
+    itl_slo_seconds: float | None = None
+    chunk_tokens: int | None = None
+    ceilings: dict[str, float | None] | None = None
     ranks: list[RankFacts] = []
 
     @property
     def is_ready(self) -> bool:
         return self.state == "ready"
+
+
+class PhaseTimes:
+    """How long an engine computed in each phase: in all, and as shares of the last seconds."""
+
+    def __init__(self) -> None:
+        self._seconds = [0.0, 0.0]  # prefill, decode
+        self._recent: deque[tuple[float, float, float]] = deque()
+
+    def add(self, stats: StepStats) -> None:
+        self._recent.append((stats.end, stats.prefill_seconds, stats.decode_seconds))
+        while self._recent[0][0] < stats.end - SHARE_WINDOW_SECONDS:
+            self._recent.popleft()
+        self._seconds[0] += stats.prefill_seconds
+        self._seconds[1] += stats.decode_seconds
+
+    def fields(self, now: float) -> dict[str, Any]:
+        """As fields of `WorkerStatus`."""
+        recent = [step for step in self._recent if step[0] >= now - SHARE_WINDOW_SECONDS]
+        prefill, decode = (
+            sum(step[part] for step in recent) / SHARE_WINDOW_SECONDS for part in (1, 2)
+        )
+        return {
+            "prefill_share": round(min(1.0, prefill), 4),
+            "decode_share": round(min(1.0, decode), 4),
+            "prefill_seconds": self._seconds[0],
+            "decode_seconds": self._seconds[1],
+        }
+
+
+def limits_of(facts: EngineFacts | None, stats: StepStats | None, where: str) -> dict[str, Any]:
+    """What holds now, as fields of `WorkerStatus`: by the last step, else as the engine started."""
+    if facts is None or facts.shape is None:
+        return {}
+    here = measured_ceilings(facts.config) if where == "localhost" else None
+    ceilings = here or facts.ceilings
+    started = facts.pace.slo_seconds if facts.pace is not None else None
+    return {
+        "itl_slo_seconds": stats.itl_slo_seconds if stats is not None else started,
+        "chunk_tokens": stats.chunk_tokens if stats is not None else facts.chunk_tokens,
+        "ceilings": None
+        if ceilings is None
+        else {
+            "read_bandwidth": ceilings.read_bandwidth(facts.shape.weight_bytes),
+            "int8_ops": ceilings.int8_ops,
+            "float32_flops": ceilings.float32_flops,
+            "bfloat16_flops": ceilings.bfloat16_flops,
+        },
+    }

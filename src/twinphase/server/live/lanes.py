@@ -364,7 +364,7 @@ class Lanes:
         self.drafts["accepted_tokens"] += sum(stats.accepted)
         if stats.itl_slo_seconds != self._slo:
             if self._slo is not None:
-                self.changes.pace = (stats.start, stats.itl_slo_seconds)
+                self.changes.pace = (stats.start, stats.itl_slo_seconds or 0.0)
             self._slo = stats.itl_slo_seconds
 
     def _ended(self, lane: Lane, update: RequestUpdate, record: RequestRecord) -> None:

@@ -10,7 +10,7 @@ from twinphase.backends.cpu.emit import F32, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import Kernel, row_kernel, tile_kernel
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.elementwise import part_of_row, store_group
-from twinphase.backends.cpu.tiling import GATE_TILES_PER_ROW
+from twinphase.backends.cpu.tiling import GATE_TILES_PER_ROW, PLAN_INTS
 
 GROUP = vector(F32, 32)
 
@@ -36,8 +36,10 @@ def _row(e: Emit, index: Value, here: Value, stride: Value, before: Value, row_b
     )
 
 
-def causal_conv(isa: Isa, taps: str, kind: str) -> Kernel:
-    """out = gate * sum over j of weight[j] * x[t - taps + 1 + j], a part of a row per tile.
+def causal_conv(isa: Isa, taps: str, form: str, kind: str) -> Kernel:
+    """out = sum over j of weight[j] * x[t - taps + 1 + j], a part of a row per tile.
+
+    It is multiplied by a gate ("gated"), or goes through SiLU ("silu").
 
     Arguments: x, its stride, groups, each row's place (int64 pairs: its number in its sequence, and
     the offset of the end of its history), the layer's memory, weight [taps, channels], gate, its
@@ -62,8 +64,11 @@ def causal_conv(isa: Isa, taps: str, kind: str) -> Kernel:
                 factor = e.load(GROUP, weight, e.mul(row_bytes, tap), at)
                 value = e.load(GROUP, row, at)
                 total = e.b.fmul(value, factor) if total is None else e.fma(value, factor, total)
-            values = e.b.fmul(total, e.load(GROUP, gate, e.mul(m, pitch), at))
-            store_group(e, kind, values, e.add(e.mul(m, groups), g), *out)
+            if form == "gated":
+                total = e.b.fmul(total, e.load(GROUP, gate, e.mul(m, pitch), at))
+            else:
+                total = e.silu(total)
+            store_group(e, kind, total, e.add(e.mul(m, groups), g), *out)
 
     return tile_kernel(isa, write, starred=4)
 
@@ -78,7 +83,7 @@ def keep_history(isa: Isa, taps: str) -> Kernel:
 
     def write(e: Emit, tile, x, stride, groups, plans, memory):
         state, begin, end = part_of_row(e, tile, GATE_TILES_PER_ROW, groups)
-        plan = e.mul(state, 40)
+        plan = e.mul(state, 8 * PLAN_INTS)
         first, final, drafts, before, target = (
             e.load(e.i64(0).type, plans, plan, 8 * i) for i in range(5)
         )

@@ -253,13 +253,16 @@ def rope_kv_write(
     interleaved: str,
     dtype: str,
     qk_norm: str,
-    scales: str = "",
+    *more: str,
 ) -> Kernel:
     """One row a tile: RMSNorm of each head of queries and keys (or "none"), rotation, writing.
 
+    More words are "gated", where each head's queries are followed by as many columns of its gate,
+    and "scales".
+
     Arguments: q, k, v of row 0, their stride, cos, sin, positions (int32), slots (int64), heads, KV
     heads, keys, scales and values of the layer, int8 queries, their scales, their sums, softmax
-    scale bits (with `scales` the address of a float32 for each position), cells of a chunk, weights
+    scale bits (with "scales" the address of a float32 for each position), cells of a chunk, weights
     of the norms of q and k, eps bits.
     """
     dim = int(head_dim)
@@ -270,8 +273,9 @@ def rope_kv_write(
     cell_bytes = key_bytes(dim)
     scale_size = scale_bytes(dtype)
     value_size = value_bytes(dim, dtype)
+    query_stride = 4 * dim * (2 if "gated" in more else 1)
     table_stride = 4 * (form.rotary // 2)
-    by_position = bool(scales)
+    by_position = "scales" in more
     arguments = fields(21)
 
     def kernel(args, tile, scratch):
@@ -307,7 +311,7 @@ def rope_kv_write(
         for head in range(heads):
             at = tile * heads + head
             query(
-                q + tile * stride + head * dim * 4,
+                q + tile * stride + head * query_stride,
                 cos,
                 sin,
                 data + at * dim,

@@ -1,0 +1,71 @@
+"""Qwen3.5, 3.6 and 3.8: a gated delta rule in three of four layers, a gate on attention's result.
+
+Only a quarter of a head rotates. The layers for further tokens (MTP) are not computed.
+"""
+
+from dataclasses import replace
+
+from twinphase.blueprint import Blueprint, DeltaNet
+from twinphase.errors import CheckpointError, UnsupportedModelError
+from twinphase.models.config import FIX, Config
+from twinphase.models.family import llama_like
+
+HF = {"qwen3_5": "qwen35", "qwen3_5_text": "qwen35"}
+ATTENTION = "full_attention"
+RECURRENT = ("linear_attention", "conv")
+
+
+def describe(config: Config) -> Blueprint:
+    # A folder names its further layers apart, a GGUF file counts them with the others.
+    drafting = config.integer("nextn_predict_layers", 0, least=0) if config.is_gguf else 0
+    layers = config.integer("num_hidden_layers") - drafting
+    if layers < 1:
+        raise CheckpointError(f"{config.name} has no layers beside those for further tokens.", FIX)
+    interval = config.integer("full_attention_interval", 4)
+    types = config.sequence("layer_types", layers) or [
+        RECURRENT[0] if (layer + 1) % interval else ATTENTION for layer in range(layers)
+    ]
+    for kind in types:
+        if kind not in (ATTENTION, *RECURRENT):
+            raise UnsupportedModelError(
+                f"{config.name} has layers of type {str(kind)[:80]}.",
+                f"Known are: {ATTENTION}, {RECURRENT[0]}.",
+            )
+    if config.flag("attention_bias", False):
+        raise UnsupportedModelError(f"{config.name} has biases in attention.", FIX)
+    plain = {"num_hidden_layers": layers, "layer_types": [ATTENTION] * layers}
+    return llama_like(
+        replace(config, fields={**config.fields, **plain}),
+        head_dim=256,
+        rope={"theta": 1e7, "partial_rotary_factor": 0.25},
+        norm_eps=config.real("rms_norm_eps", 1e-6),
+        norm_offset=0.0 if config.is_gguf else 1.0,
+        ffn_norm="post_attention_norm",
+        qk_norm="head",
+        attention_gate=True,
+        recurrence=_delta_net(config),
+        recurrent_layers=tuple(i for i, kind in enumerate(types) if kind != ATTENTION),
+        draft_layers=drafting,
+    )
+
+
+def _delta_net(config: Config) -> DeltaNet:
+    """GGUF's converter reorders value heads, and works out the decays."""
+    key_heads = config.integer("linear_num_key_heads", 16)
+    value_heads = config.integer("linear_num_value_heads", 32)
+    value_dim = config.integer("linear_value_head_dim", 128)
+    if config.is_gguf:
+        value_dim = config.integer("linear_num_values") // value_heads
+    if value_heads % key_heads:
+        raise CheckpointError(
+            f"{config.name}: {value_heads} value heads do not divide by {key_heads} key heads.", FIX
+        )
+    return DeltaNet(
+        taps=config.integer("linear_conv_kernel_dim", 4),
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=config.integer("linear_key_head_dim", 128),
+        value_dim=value_dim,
+        tiled=config.is_gguf,
+        log_decay=not config.is_gguf,
+    )
