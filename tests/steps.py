@@ -148,6 +148,8 @@ class SequenceStates:
 class Steps:
     """A model on a backend, with a KV cache."""
 
+    _states: SequenceStates | None = None  # where layers are recurrent
+
     def __init__(
         self, path: Path, backend: Backend, *, num_blocks: int = 64, block_size: int = 16
     ) -> None:
@@ -157,7 +159,6 @@ class Steps:
         config = self.model.blueprint
         self.vocab_size = config.vocab_size
         spec = KVCacheSpec.of(config, num_blocks, block_size)
-        self._states: SequenceStates | None = None
         if config.recurrent_layers:
             self._states = SequenceStates()
             spec = replace(spec, num_state_slots=SequenceStates.SLOTS)

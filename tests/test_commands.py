@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -104,3 +105,27 @@ def test_completion_offers_commands_and_options(twinphase):
         "qwen2.5-coder:0.5b",
         "qwen2.5-coder:1.5b",
     ]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("line", "cut", "offered"),
+    [
+        ("twinphase pull qwen2.5-coder:0", True, "0.5b"),
+        ("twinphase pull qwen2.5-coder:0", False, "qwen2.5-coder:0.5b"),
+        ("twinphase ro", True, "roofline"),
+    ],
+)
+def test_bash_completes_names_with_a_colon(twinphase, tmp_path, line, cut, offered):
+    """Bash replaces the part of the word after the last colon, unless a colon breaks no words."""
+    command = tmp_path / "twinphase"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m twinphase_bench.cli "$@"\n')
+    command.chmod(0o755)
+    breaks = " :" if cut else " "
+    script = (
+        f"{twinphase('completion', 'bash').text()}\nCOMP_WORDBREAKS='{breaks}'\n"
+        f"COMP_LINE='{line}'\nCOMP_POINT={len(line)}\n_twinphase_completion '{command}'\n"
+        'printf "%s" "${COMPREPLY[*]}"'
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == (offered, "")

@@ -5,6 +5,7 @@ import pytest
 from twinphase.cluster.config import ClusterConfig
 from twinphase.config import EngineConfig, module_command
 from twinphase.errors import InvalidRequestError
+from twinphase.request import SamplingParams
 from twinphase.server.config import ServerConfig
 from twinphase.settings import settings_of
 
@@ -57,6 +58,21 @@ def test_every_integer_has_both_bounds(config):
     assert not [
         name for name, one in integers.items() if one.minimum is None or one.maximum is None
     ]
+
+
+def test_every_number_of_sampling_has_both_bounds():
+    numbers = {
+        name: declared
+        for name, (kind, _, declared) in settings_of(SamplingParams).items()
+        if kind.removesuffix(" | None") in ("int", "float")
+    }
+    assert {"temperature", "top_p", "top_k", "repetition_penalty", "seed"} <= numbers.keys()
+    for name, one in numbers.items():
+        low = one.above if one.minimum is None else one.minimum
+        assert low is not None and one.maximum is not None, name
+        for value in (low if one.minimum is None else low - 1, one.maximum + 1):
+            with pytest.raises(InvalidRequestError, match=name):
+                SamplingParams(**{name: value})
 
 
 def test_the_cache_takes_a_quarter_of_the_free_memory_at_most(monkeypatch):

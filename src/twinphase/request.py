@@ -20,7 +20,8 @@ from twinphase.outcome import FinishReason, PrefixMiss, RequestStatus
 from twinphase.settings import ConfigField, check_settings, check_value, setting
 
 MAX_LOGPROBS = 20
-TOKEN_ID = ConfigField("A token id.", minimum=0)
+MAX_TOKENS = 2**31 - 1
+TOKEN_ID = ConfigField("A token id.", minimum=0, maximum=MAX_TOKENS)
 BIAS = ConfigField("Added to a token's logit.", minimum=-100, maximum=100)
 WEIGHT = ConfigField("Share of the engine beside other tenants.", minimum=1e-3, maximum=1e3)
 PRIORITY = ConfigField("Lower goes first.", minimum=-(2**31), maximum=2**31 - 1)
@@ -82,7 +83,10 @@ class SamplingParams:
         maximum=100,
     )
     top_k: int = setting(
-        0, "Sample from this many of the most likely tokens; 0 or -1: from all.", minimum=-1
+        0,
+        "Sample from this many of the most likely tokens; 0 or -1: from all.",
+        minimum=-1,
+        maximum=MAX_TOKENS,
     )
     top_p: float = setting(
         1.0,
@@ -116,7 +120,11 @@ class SamplingParams:
         None, "Restrict the output to these token ids; repeatable."
     )
     seed: int | None = setting(
-        None, "Seed of the random draws.", minimum=0, default_text="drawn by the engine"
+        None,
+        "Seed of the random draws.",
+        minimum=0,
+        maximum=2**64 - 1,
+        default_text="drawn by the engine",
     )
     stop: str | Sequence[str] | None = setting(None, "End the output before this text; repeatable.")
     stop_token_ids: Sequence[int] | None = setting(
@@ -126,9 +134,15 @@ class SamplingParams:
         False, "Keep the text or token that ends the output."
     )
     max_tokens: int | None = setting(
-        16, "Maximum output tokens.", minimum=1, default_text="the rest of the context"
+        16,
+        "Maximum output tokens.",
+        minimum=1,
+        maximum=MAX_TOKENS,
+        default_text="the rest of the context",
     )
-    min_tokens: int = setting(0, "Output tokens before the output may end.", minimum=0)
+    min_tokens: int = setting(
+        0, "Output tokens before the output may end.", minimum=0, maximum=MAX_TOKENS
+    )
     ignore_eos: bool = setting(False, "Continue after the token that ends the output.")
     logprobs: int | None = setting(
         None,
@@ -144,7 +158,7 @@ class SamplingParams:
         minimum=0,
         maximum=MAX_LOGPROBS,
     )
-    n: int = setting(1, "Answers per prompt.", minimum=1)
+    n: int = setting(1, "Answers per prompt.", minimum=1, maximum=1 << 20)
     structured_outputs: StructuredOutputsParams | None = setting(
         None,
         'Form of the output, as JSON with one of json, regex, choice, grammar: \'{"choice": '
@@ -154,6 +168,7 @@ class SamplingParams:
         None,
         "Tokens of thinking after which its end is forced.",
         minimum=0,
+        maximum=MAX_TOKENS,
         default_text="no limit",
     )
 

@@ -48,6 +48,6 @@ def test_what_the_engine_says_comes_back_equal():
 
 def test_what_no_message_can_carry_is_refused():
     with pytest.raises(InvalidRequestError, match="not supported"):
-        encode(make_add("a", [1], SamplingParams(seed=2**70)))
+        encode(make_add("a", [2**70], SamplingParams()))
     with pytest.raises(InvalidRequestError):
         encode(make_add("a", [1], SamplingParams(stop="\ud800")))

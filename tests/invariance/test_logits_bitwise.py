@@ -48,6 +48,12 @@ class Case:
     experts: tuple[int, int] | None = None
 
     @property
+    def layers(self) -> tuple[object, ...]:
+        """All that tells it from cases with weights in another format."""
+        heads = self.hidden // self.heads, self.heads, self.kv_heads
+        return *heads, self.kv_cache_dtype, self.window, self.experts
+
+    @property
     def id(self) -> str:
         heads = f"d{self.hidden // self.heads}-g{self.heads // self.kv_heads}x{self.kv_heads}"
         more = f"-window{self.window}" if self.window else ""
@@ -163,8 +169,13 @@ def per_case(cases: Sequence[Case], quick: int) -> pytest.MarkDecorator:
     )
 
 
+# Formats differ in their linear layers, whose rows test_linear.py computes among any number of
+# others; elsewhere the first case of each kind of layer and cache stands for all formats.
+KINDS: dict[tuple[object, ...], Case] = {}
+for one in CASES:
+    KINDS.setdefault(one.layers, one)
 per_format = per_case(CASES, len(CASES))
-per_cache = per_case(CASES, 8)  # quick: every form of the cache and kind of layer
+per_cache = per_case(list(KINDS.values()), 8)  # quick: every form of the cache and kind of layer
 
 
 @per_isa

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from mix_engines import GUESSERS, VOCAB, engines, load
-from mixes import COMPARED, run_mixes
+from mixes import run_mixes
 
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
@@ -66,22 +66,21 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    ("num_mixes", "model", "kv_cache_dtype", "least"),
+    ("num_mixes", "model", "least"),
     (
-        (40, "dense", "auto", QUICK),
-        (30, "convolutions", "auto", HYBRID),
-        (30, "deltas", "auto", HYBRID),
-        pytest.param(100, "convolutions", "auto", LONG, marks=pytest.mark.slow),
-        pytest.param(100, "deltas", "auto", LONG, marks=pytest.mark.slow),
-        pytest.param(100, "dense", "auto", LONG, marks=pytest.mark.slow),
-        pytest.param(40, "dense", "int8", COMPARED, marks=pytest.mark.slow),
-        pytest.param(100, "windowed", "auto", LONG, marks=pytest.mark.slow),
-        pytest.param(100, "mixture", "auto", LONG, marks=pytest.mark.slow),
+        (40, "dense", QUICK),
+        (30, "convolutions", HYBRID),
+        (30, "deltas", HYBRID),
+        pytest.param(100, "convolutions", LONG, marks=pytest.mark.slow),
+        pytest.param(100, "deltas", LONG, marks=pytest.mark.slow),
+        pytest.param(100, "dense", LONG, marks=pytest.mark.slow),
+        pytest.param(100, "windowed", LONG, marks=pytest.mark.slow),
+        pytest.param(100, "mixture", LONG, marks=pytest.mark.slow),
     ),
 )
-def test_mixes(folder, num_mixes, model, kv_cache_dtype, least):
+def test_mixes(folder, num_mixes, model, least):
     path = write_tiny_gguf(folder / f"{model}.gguf", vocab=VOCAB, **MODELS[model])
-    tally = run_mixes(num_mixes, *engines(path, kv_cache_dtype=kv_cache_dtype))
+    tally = run_mixes(num_mixes, *engines(path))
     tally.assert_reaches(least)
     unattributed = median(tally.unattributed)
     print(f"unattributed: median {unattributed:.3%} of {len(tally.unattributed)}")

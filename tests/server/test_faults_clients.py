@@ -265,7 +265,7 @@ def test_a_request_or_half_of_one_and_gone(strict, end, leave):
 def chunked(size):
     piece = b"x" * 4096
     head = request(PATH, b"", Content_Length="", Transfer_Encoding="chunked")
-    return head + (b"1000\r\n" + piece + b"\r\n") * (size // 4096) + b"0\r\n\r\n"
+    return head + (b"1000\r\n" + piece + b"\r\n") * (size // 4096)
 
 
 @pytest.mark.parametrize(
@@ -275,9 +275,10 @@ def chunked(size):
         request(PATH, b"x" * 700_000, Connection="close"),
         request(PATH, b"", Content_Length="9000000000000"),
         request(PATH, b"", Content_Length="100001", Expect="100-continue"),
-        chunked(200_000),
+        chunked(200_000),  # and no end of it
+        chunked(200_000) + b"0\r\n\r\n",
     ],
-    ids=["length", "close", "huge", "expect", "chunked"],
+    ids=["length", "close", "huge", "expect", "chunked", "chunked whole"],
 )
 def test_a_body_that_is_too_large_is_refused(strict, data):
     with surviving(strict):
@@ -286,6 +287,23 @@ def test_a_body_that_is_too_large_is_refused(strict, data):
                 client.sendall(data.replace(PATH.encode(), path.encode(), 1))
                 status, _, body = read_reply(client)
                 assert status == 413 and "100000 bytes" in message(dialect, body)
+                is_cut(client)
+
+
+@pytest.mark.parametrize("dialect, stream", [(None, True), (None, False), (OLLAMA, False)])
+def test_a_client_that_closes_its_sending_half_gets_its_answer(server, dialect, stream):
+    body = {**(ask(dialect, server.model) if dialect else PROBE), "stream": stream}
+    path = PATHS.get(dialect, PATH)
+    with surviving(server), send(server, path, body) as client:
+        client.shutdown(socket.SHUT_WR)
+        if stream:
+            *_, last = events(client)
+            assert last == "[DONE]"
+        else:
+            status, headers, reply = read_reply(client)
+            assert (status, headers["connection"]) == (200, "close")
+            assert dialect or tokens(reply) == tokens(server.post(PATH, PROBE)[1])
+        assert is_cut(client) == 0
 
 
 def test_a_body_without_end_is_cut(strict):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import threading
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -140,6 +141,23 @@ def test_what_is_out_of_range_is_refused_by_name(server, path):
                     value,
                     error,
                 )
+
+
+def test_query_parameters_that_are_not_honoured_are_refused_or_named(server):
+    def replied(path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(server.url + path, data) as reply:
+            return reply.headers["x-ignored-fields"]
+
+    ask = PROMPT[COMPLETION]
+    for path, body in (("/v1/models", None), (COMPLETION, ask), ("/v1/messages", ask)):
+        send = server.get if body is None else lambda path, body=body: server.post(path, body)
+        status, reply = send(f"{path}?limit=1")
+        assert status == 400 and "query parameter 'limit'" in reply["error"]["message"]
+    assert replied(f"{COMPLETION}?api-version=2024-10-21", ask) == "api-version"
+    assert replied(f"{COMPLETION}?beta=true&beta=false", {**ask, "store": True}) == "store, beta"
+    assert replied("/health?a%0Ab=1") == "a%0Ab"
+    assert replied("/health") is None
 
 
 def test_limits_of_a_request_are_the_servers(limited):

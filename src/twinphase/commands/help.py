@@ -36,6 +36,22 @@ HINTS = {
     "logs": "A server writes its log to the terminal where it was started.",
 }
 SHELLS = ("bash", "zsh", "fish")
+# Typer's own script would fail at names with a colon, where bash by itself ends a word.
+BASH_COMPLETION = r"""
+_twinphase_completion() {
+    local line="${COMP_LINE:0:COMP_POINT}" word prefix=""
+    local -a words
+    read -ra words <<<"$line"
+    [[ $line == *[[:space:]] ]] && words+=("")
+    word="${words[-1]}"
+    [[ $COMP_WORDBREAKS == *:* ]] && prefix="${word%"${word##*:}"}"
+    mapfile -t COMPREPLY < <(COMP_WORDS="$line" COMP_CWORD=$((${#words[@]} - 1)) \
+        _TWINPHASE_COMPLETE=complete_bash "$1")
+    COMPREPLY=("${COMPREPLY[@]#"$prefix"}")
+}
+
+complete -o default -F _twinphase_completion twinphase
+"""
 
 
 class Command(TyperCommand):
@@ -132,6 +148,9 @@ def completion(
         raise InvalidRequestError(
             f"There is no completion for {shell!r}.", f"Use one of: {', '.join(SHELLS)}."
         )
+    if shell == "bash":
+        print(BASH_COMPLETION.strip())
+        return
     from typer import completion as scripts
 
     names = {"prog_name": "twinphase", "complete_var": "_TWINPHASE_COMPLETE", "shell": shell}

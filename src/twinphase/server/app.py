@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -52,9 +53,8 @@ POLLED_PATHS = re.compile(r"/|/health(/live|/ready)?|/metrics|/(docs|page)/.*|/v
 MAX_LOGGED_CHARACTERS = 256
 # All bodies that are being received may together have this many times the limit of one.
 TOTAL_BODY_LIMITS = 32
-# A body of up to this many times the limit is read and thrown away, so that its client gets to see
-# the error.
-DISCARDED_BODY_LIMITS = 8
+# Azure's clients and Anthropic's send them with every request.
+IGNORED_PARAMETERS = {"api-version", "beta"}
 NOSNIFF = (b"x-content-type-options", b"nosniff")
 METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
 FORM = b"application/x-www-form-urlencoded"
@@ -93,6 +93,7 @@ def make_app(service: Service, *, when_ready: bool = False) -> Gate:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        dependencies=[Depends(_check_query)],
         redirect_slashes=False,  # which would go to the host that the request names
         generate_unique_id_function=lambda route: route.name,
     )
@@ -285,7 +286,7 @@ class Gate:
             started = True
             status = message.get("status", status)
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), NOSNIFF]
+                message["headers"] = [*_with_ignored(message.get("headers", ()), state), NOSNIFF]
             await send(message)
 
         headers = dict(scope["headers"])
@@ -341,9 +342,7 @@ class Gate:
             f"The body is longer than {limit} bytes.", "Send less in one request."
         )
         length = headers.get(b"content-length", b"")
-        # A client that asks first has sent none yet.
-        longest = limit if b"expect" in headers else DISCARDED_BODY_LIMITS * limit
-        if length.isdigit() and int(length[:20]) > longest:
+        if length.isdigit() and int(length[:20]) > limit:
             raise error
         body = bytearray()
 
@@ -359,12 +358,11 @@ class Gate:
                     raise self._service.admission.overloaded(
                         None, "too many requests are being sent at once"
                     )
-                if size <= limit:
-                    body.extend(piece)
-                    self._num_bytes += len(piece)
-                if size > longest or not message.get("more_body", False):
-                    if size > limit:
-                        raise error
+                if size > limit:
+                    raise error
+                body.extend(piece)
+                self._num_bytes += len(piece)
+                if not message.get("more_body", False):
                     return bytes(body)
 
         try:
@@ -375,6 +373,38 @@ class Gate:
             ) from None
         finally:
             self._num_bytes -= len(body)
+
+
+async def _check_query(request: Request) -> None:
+    """Refuse what a route has no use for, except what clients always send.
+
+    Not where programs only look: there a parameter can change nothing.
+    """
+    dependant = request.scope["route"].dependant
+    known = {field.alias for field in dependant.query_params}
+    unknown = [name for name in request.query_params if name not in known]
+    is_open = OPEN_PATHS.fullmatch(request.url.path) is not None
+    request.state.ignored = [name for name in unknown if is_open or name in IGNORED_PARAMETERS]
+    for name in unknown:
+        if name not in request.state.ignored:
+            raise InvalidRequestError(
+                f"The query parameter {ascii(name[:MAX_LOGGED_CHARACTERS])} is not supported here.",
+                "Leave it out, or send it in the body if it is a field of the request.",
+            )
+
+
+def _with_ignored(
+    headers: Iterable[tuple[bytes, bytes]], state: dict[str, Any]
+) -> Iterator[tuple[bytes, bytes]]:
+    """The headers; one names the query parameters that were ignored."""
+    names = [quote(name[:MAX_LOGGED_CHARACTERS]).encode() for name in state.get("ignored", ())]
+    for name, value in headers:
+        if name == b"x-ignored-fields" and names:
+            value = b", ".join([value, *names])
+            names = []
+        yield name, value
+    if names:
+        yield b"x-ignored-fields", b", ".join(names)
 
 
 def _log_request(scope: Scope, status: int, seconds: float) -> None:

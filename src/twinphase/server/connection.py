@@ -2,19 +2,27 @@
 
 Data that a client sends before its answer is over (a second request, garbage) is ignored: uvicorn
 would no longer notice that the client leaves, and would write the error into the answer. The
-connection is closed after the answer.
+connection is closed after the answer. A client that only closes its sending half gets its answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_TIMEOUT_SECONDS = 30.0
 MAX_HEAD_BYTES = 64 << 10
-# A client that is still sending its head reads no answer; so much more of it is thrown away.
-MAX_DISCARDED_BYTES = 1 << 20
+# A client that is still sending its request may read no answer yet: bytes that are thrown away.
+MAX_DISCARDED_BYTES = 32 << 20
+# Of a client that has closed its sending half, and maybe all of its connection.
+LEFT_CHECK_SECONDS = 0.05
+# State of such a TCP connection, in Linux's include/net/tcp_states.h.
+CLOSE_WAIT = 8
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain; charset=utf-8\r\n"
     b"connection: close\r\n\r\nThe request's headers are longer than 64 KiB. Send less in them.\n"
@@ -69,6 +77,35 @@ class Connection(HttpToolsProtocol):
         if codings and not plain:  # A proxy could see the body's end elsewhere (RFC 9112, 6.1).
             raise ValueError("a transfer coding that is not known")
         super().on_headers_complete()
+        self.cycle.transport = _Closing(self)  # type: ignore[assignment]
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep a connection whose answer is not over, as long as its client may still read."""
+        is_watched = sys.platform == "linux" and self.transport.can_write_eof()  # not with TLS
+        if not is_watched or not self._is_answering() or self.scope["http_version"] == "1.0":
+            return False
+        self.cycle.keep_alive = False
+        if not self.cycle.response_started:
+            # Any client has to ignore it, and a connection that is closed is reset by it.
+            self.transport.write(CONTINUE)
+        self._check_left()
+        return True
+
+    def _check_left(self) -> None:
+        if self.transport.is_closing():
+            return
+        link = self.transport.get_extra_info("socket")
+        if link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != CLOSE_WAIT:
+            self.transport.abort()
+        elif self._is_answering():
+            self.loop.call_later(LEFT_CHECK_SECONDS, self._check_left)
+
+    def close_after_body(self) -> None:
+        """Close the connection once the client has had time to send its request and read."""
+        if self._reads_body():
+            self._discard()
+        else:
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         if self._is_answering():
@@ -80,6 +117,8 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._cut_if_unread()
+        elif self._reads_body() and self._num_discarded_bytes is None:
+            self._discard()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -100,8 +139,12 @@ class Connection(HttpToolsProtocol):
 
     def _refuse_head(self) -> None:
         self._end_head()
-        self._num_discarded_bytes = 0
         self.transport.write(TOO_LARGE)
+        self._discard()
+
+    def _discard(self) -> None:
+        # Closed at once, the system would answer the rest by a reset, which overtakes the answer.
+        self._num_discarded_bytes = 0
         if self.transport.can_write_eof():
             self.transport.write_eof()
         else:  # TLS says so by itself, and reads on.
@@ -120,3 +163,14 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class _Closing:
+    """A connection's transport as its answer sees it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.close = connection.close_after_body
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection.transport, name)

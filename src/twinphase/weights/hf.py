@@ -18,6 +18,7 @@ from twinphase.errors import (
     TwinphaseError,
     UnsupportedModelError,
 )
+from twinphase.weights.progress import status
 from twinphase.weights.safetensors import CONFIG, INDEX, SINGLE, read_index
 from twinphase.weights.split import is_later_part, part_names
 from twinphase.weights.storage import storage_error
@@ -66,7 +67,7 @@ def fetch_from_hub(repo: str, file: str | None, target: Path) -> Path:
     import huggingface_hub
 
     try:
-        with _quiet():
+        with _quiet(), status(f"Asking the hub for the files of {repo} ..."):
             files = huggingface_hub.HfApi().list_repo_files(repo)
         models = [f for f in files if f.lower().endswith(".gguf")]
 

@@ -14,6 +14,18 @@ Progress = Callable[[str, int, "int | None"], None]
 
 
 @contextmanager
+def status(text: str) -> Iterator[None]:
+    """A line on stderr while the block runs; nothing if it is not a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
+
+
+@contextmanager
 def progress_bar(title: str = "") -> Iterator[Progress]:
     """A bar on stderr, one line per task, below the title; nothing if it is not a terminal."""
     if not sys.stderr.isatty():
