@@ -34,7 +34,7 @@ class Recording:
 
     Attributes:
         hello: the first one.
-        lanes: all fields of each lane by boot and number, in the order in which they came.
+        lanes: all fields of each lane by boot and number, in order of arrival.
         num_steps: steps of all workers.
     """
 
