@@ -59,7 +59,7 @@ BUDGET: dict[str, int] = {
     "twinphase/phases": 11_500,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
-    "twinphase/server": 64_000,
+    "twinphase/server": 65_000,
     "twinphase/speculation": 12_500,
     "twinphase/tokenizer": 17_200,
     "twinphase/weights": 23_000,
