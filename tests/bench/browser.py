@@ -121,21 +121,37 @@ class Browser:
         text, _, self._buffer = self._buffer.partition(b"\0")
         return dict(json.loads(text))
 
-    def look(self, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """The size of the window, and which colours the reader prefers."""
+    def look(
+        self, *, width: int = 1280, height: int = 900, dark: bool = False, **media: str
+    ) -> None:
+        """The size of the window, which colours the reader prefers, and more such media features.
+
+        A feature's name has `_` for `-`: `prefers_reduced_motion="reduce"`.
+        """
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        wanted = {"prefers_color_scheme": "dark" if dark else "light", **media}
+        features = [
+            {"name": name.replace("_", "-"), "value": value} for name, value in wanted.items()
+        ]
+        self.call("Emulation.setEmulatedMedia", features=features)
 
-    def open(self, path: Path, ready: str = "document.readyState == 'complete'") -> None:
-        """Load a file, and wait until the expression `ready` is true."""
+    def press(self, key: str, text: str = "") -> None:
+        """Press a key as the keyboard does; `text` is what it types."""
+        event = {"key": key, "text": text} if text else {"key": key}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **event)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+    def open(self, page: Path | str, ready: str = "document.readyState == 'complete'") -> None:
+        """Load a file or an address, and wait until the expression `ready` is true."""
+        address = page if isinstance(page, str) else page.resolve().as_uri()
         self.call("Page.navigate", url="about:blank")
         self.wait("location.href == 'about:blank'")  # or the page before might pass for this one
         self.events.clear()
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=address)
         self.wait(
-            f"location.href.startsWith('file:') && document.documentElement !== null && {ready}"
+            "location.href != 'about:blank' && document.documentElement !== null && "
+            f"document.readyState == 'complete' && {ready}"
         )
 
     def wait(self, expression: str) -> None:

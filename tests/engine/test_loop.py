@@ -52,3 +52,25 @@ def test_a_panic_of_the_compiler_fails_its_request():
     loop.put(add("a"))
     assert "Panic: boom" in str(loop._inbox.get(timeout=60).error)
     loop._compilers.shutdown()
+
+
+def test_a_tenants_grammar_does_not_wait_for_all_those_of_another():
+    go_on = threading.Event()
+    compiled = queue.SimpleQueue()
+
+    def constraint(params, prompt_token_ids):
+        compiled.put(prompt_token_ids[0])
+        assert go_on.wait(60)
+
+    loop = make_loop(constraint)
+    for number in range(GRAMMAR_THREADS + 20):
+        message = make_add(str(number), [number], PARAMS)
+        message.record.tenant = "a"
+        loop.put(message)
+    message = make_add("b", [99], PARAMS)
+    message.record.tenant = "b"
+    loop.put(message)
+    go_on.set()
+    loop._compilers.shutdown()
+    order = [compiled.get() for _ in range(GRAMMAR_THREADS + 21)]
+    assert order.index(99) <= 2 * GRAMMAR_THREADS

@@ -1,7 +1,9 @@
 from pathlib import Path
 
 import pytest
+from tests.bench.browser import opened_browser
 
+from live_page import FLAGS, KEYS, Page, words_bias
 from running import RunningServer
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
@@ -128,3 +130,27 @@ def smol(start):
     """The real model; tests that use it carry the marker `model`."""
     with start(model=MODEL) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def served(start):
+    """One with a live page that two keys look at; no test changes it for the next one."""
+    with start(*(f"--api-key={key}" for key in KEYS), *FLAGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def page_browser():
+    opened = opened_browser()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def page(page_browser, served):
+    """The live page of the first key, wide and light."""
+    page_browser.look(width=1400)
+    found = Page(page_browser, served.url, KEYS[0])
+    found.fields["logit_bias"] = words_bias(served)
+    found.open()
+    return found

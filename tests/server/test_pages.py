@@ -1,5 +1,6 @@
 """The pages for people, which need no network and no key, and the log that they read."""
 
+import gzip
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ import pytest
 import twinphase
 from dialects import bearer
 from raw_client import until
+from twinphase.phases.colours import PAGE_COLOURS
 from twinphase.server.logs import JsonFormatter
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -36,7 +38,6 @@ def test_the_root_says_what_is_there(limited):
         assert httpx.get(limited.url + path, headers=bearer("one")).status_code == 404
 
 
-@pytest.mark.skipif(not PAGE.is_dir(), reason="the page's files are not here yet")
 def test_browsers_get_the_page_and_all_others_a_line(server, shared):
     for url in (server.url, shared.url):  # with keys too: the page asks for one
         page = httpx.get(url, headers=BROWSER)
@@ -58,7 +59,17 @@ def test_browsers_get_the_page_and_all_others_a_line(server, shared):
         line = httpx.get(url)
         assert line.text.startswith("twinphase is running\n") and line.headers["vary"] == "Accept"
     assert httpx.get(server.url + "/page/index.html").status_code == 404
+    assert f"page       {server.url}/ " in server.log.read_text()
     assert httpx.get(server.url + "/page/..%2Fpages.py").status_code == 404
+
+
+def test_the_live_page_is_small_and_has_the_phases_colours():
+    text = {path.name: path.read_text() for path in PAGE.iterdir()}
+    assert len(gzip.compress("".join(text.values()).encode())) < 64_000
+    for phase, (light, dark) in PAGE_COLOURS.items():
+        assert f"--{phase}: light-dark({light}, {dark});" in text["page.css"]
+    named = {found for one in text.values() for found in re.findall(r"https?://[\w.]+", one)}
+    assert named == {"http://www.w3.org", "https://html.spec.whatwg.org"}  # a namespace, a comment
 
 
 def test_the_docs_need_no_network(limited):

@@ -1,6 +1,7 @@
 """`twinphase serve --replicas`: two engines do what one does, and report themselves."""
 
 import os
+import re
 import signal
 from contextlib import ExitStack
 from pathlib import Path
@@ -183,3 +184,57 @@ def test_status_of_nobody_is_one_line(capsys):
     assert run_app(["status", "http://127.0.0.1:9"]) != 0
     assert "No server answers" in capsys.readouterr().err
     assert run_app(["status", "--url", "nowhere"]) == 2
+
+
+@pytest.mark.slow
+def test_kills_and_changes_of_roles_leave_no_descriptor_and_no_memory(start):
+    """Ten of each: both processes hold what they held before."""
+    flags = ("--prefill-workers", "2", "--decode-workers", "2", "--elastic-roles")
+    flags += ("--threads-per-worker", "1", "--num-kv-blocks", "256", "--kept-timelines", "8")
+    with start(*flags) as running:
+
+        def workers():
+            return {one["id"]: one for one in running.get("/v1/cluster")[1]["workers"]}
+
+        def ask():
+            until(lambda: all(one["state"] == "ready" for one in workers().values()))
+            for number in range(8):
+                prompt = [10 + (number * 7 + at) % 250 for at in range(300)]
+                assert running.post(PATH, {**PROBE, "prompt": prompt})[0] == 200
+
+        def held():
+            pids = running.process.pid, workers()["decode-0"]["pid"]
+            return [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
+
+        def resident():
+            status = Path(f"/proc/{running.process.pid}/status").read_text()
+            return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024  # MiB
+
+        def kill(*names):
+            found = workers()
+            for name in names:
+                os.kill(found[name]["pid"], signal.SIGKILL)
+            restarts = [found[name]["restarts"] for name in names]
+            until(
+                lambda: all(
+                    workers()[n]["restarts"] > r for n, r in zip(names, restarts, strict=True)
+                )
+            )
+            ask()
+
+        ask()
+        kill("prefill-0")
+        before = held()
+        memory = resident()
+        roles = set()
+        for number in range(10):
+            others = [one for one in workers().values() if one["id"] != "decode-0"]
+            readers = [one["id"] for one in others if one["role"] == "prefill"]
+            # Without prefill workers, a decode worker takes their place.
+            kill(*(readers if number % 2 else [others[number % 3]["id"]]))
+            roles |= {(name, one["role"]) for name, one in workers().items()}
+        assert len(roles) > 4
+        until(
+            lambda: all(now <= then for now, then in zip(held(), before, strict=True))
+        )  # Unused connections are closed in half a minute.
+        assert resident() < memory + 16

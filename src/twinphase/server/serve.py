@@ -112,6 +112,7 @@ def facts_lines(facts: EngineFacts, service: Service, url: str) -> list[str]:
         f"{terminal.describe_bytes(capacity * facts.shape.kv_token_bytes)}",
         *state_lines(facts),
         *measured,
+        *([f"page       {url}/ shows both phases of every request"] if service.config.page else []),
         address,
     ]
 

@@ -100,6 +100,8 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[ToEngine | _Compiled | _Call] = queue.SimpleQueue()
         self._compilers: ThreadPoolExecutor | None = None
         self._compiling: set[str] = set()  # without the requests that ended meanwhile
+        # By tenant; the first one's turn is next.
+        self._to_compile: dict[str, deque[Add]] = {}
         self._lock = threading.Lock()
         self._requests = EngineRequests(loaded.engine)
         # One inspection runs between two steps, so that inspecting does not slow the requests.
@@ -116,10 +118,11 @@ class EngineLoop:
         if isinstance(message, Add) and message.sampling_params.constrained:
             with self._lock:
                 self._compiling.add(message.request_id)
+                self._to_compile.setdefault(message.record.tenant, deque()).append(message)
                 self._compilers = self._compilers or ThreadPoolExecutor(
                     GRAMMAR_THREADS, "twinphase-grammar"
                 )
-            self._compilers.submit(self._compile, message)
+            self._compilers.submit(self._compile_next)
             return
         if isinstance(message, End):
             with self._lock:
@@ -214,6 +217,16 @@ class EngineLoop:
             self._chunk_tokens = None
         elif isinstance(message, Stop):
             self._stopped = True
+
+    def _compile_next(self) -> None:
+        """Compile a grammar of the tenant that has waited longest since its last one."""
+        with self._lock:
+            tenant = next(iter(self._to_compile))
+            line = self._to_compile.pop(tenant)
+            add = line.popleft()
+            if line:
+                self._to_compile[tenant] = line
+        self._compile(add)
 
     def _compile(self, add: Add) -> None:
         with self._lock:
