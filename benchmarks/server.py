@@ -1,7 +1,8 @@
-"""What the server survives: one subcommand per question.
+"""What the server survives, and what it costs: one subcommand per question.
 
 python benchmarks/server.py soak     # mixed load, clients that leave: leaks, and every token right
 python benchmarks/server.py pools    # workers of pools are killed: every answer right, no leak
+python benchmarks/server.py overhead # what ten open pages cost
 python benchmarks/server.py tenants  # a short request of one tenant beside floods of another
 python benchmarks/server.py endurance    # an hour of both, replicas and embeddings
 
@@ -19,7 +20,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "server")]  # the server that tests start
-from serving import endurance, pools, soak, tenants  # noqa: E402
+from serving import endurance, overhead, pools, soak, tenants  # noqa: E402
 
 from twinphase.weights.hub import resolve_model  # noqa: E402
 from twinphase_bench.conditions import Bystanders, conditions  # noqa: E402
@@ -27,7 +28,13 @@ from twinphase_bench.report.markdown import markdown  # noqa: E402
 from twinphase_bench.report.report import Report  # noqa: E402
 from twinphase_bench.report.result import result_json  # noqa: E402
 
-SUBJECTS = {"soak": soak, "pools": pools, "endurance": endurance, "tenants": tenants}
+SUBJECTS = {
+    "soak": soak,
+    "pools": pools,
+    "endurance": endurance,
+    "tenants": tenants,
+    "overhead": overhead,
+}
 RESULTS = Path(__file__).resolve().parent / "results"
 
 

@@ -44,29 +44,29 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 26_500,
-    "tests": 355_500,
+    "benchmarks": 27_500,
+    "tests": 358_500,
     "twinphase": 16_800,
     "twinphase/backends": 93_000,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
     "twinphase/commands": 18_000,
-    "twinphase/engine": 36_900,
+    "twinphase/engine": 37_000,
     "twinphase/estimate": 4_600,
     "twinphase/explain": 11_000,
-    "twinphase/models": 13_400,
+    "twinphase/models": 13_800,
     "twinphase/phases": 11_500,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
-    "twinphase/server": 62_500,
+    "twinphase/server": 65_000,
     "twinphase/speculation": 12_500,
     "twinphase/tokenizer": 17_200,
     "twinphase/weights": 23_000,
     "twinphase/workload": 2_000,
     "twinphase_bench": 63_000,
 }
-MAX_TOKENS = {"src": 434_000, "tests": 355_500, "benchmarks": 26_500}
+MAX_TOKENS = {"src": 440_000, "tests": 358_500, "benchmarks": 27_500}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -381,11 +381,20 @@ def rm(
 
 
 @command(texts.MEASURE, "Repeat the logged decisions of a scheduler.")
-def replay(trace_file: Path = typer.Argument(..., help="What `--trace-file` wrote.")) -> None:
+def replay(
+    trace_file: Path = typer.Argument(..., help="What `--trace-file` wrote."),
+    out: Path = typer.Option(None, help="Write its steps as a recording for the live page."),
+) -> None:
     """Repeat every scheduling decision of a log and compare the results byte for byte."""
     from twinphase.engine.trace import replay as replay_trace
 
-    found = replay_trace(trace_file)
+    if out is None:
+        found = replay_trace(trace_file)
+    else:
+        from twinphase.server.live.replayed import recording_of
+
+        found, lines = recording_of(trace_file)
+        out.write_bytes(b"\n".join([*lines, b""]))
     if found.difference is None:
         print(f"{found.num_steps} steps, all decided the same.")
         return

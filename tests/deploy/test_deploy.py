@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import httpx
@@ -38,6 +39,12 @@ def instruction(name):
     """The JSON array of an instruction in the Containerfile's last stage."""
     text = (DEPLOY / "Containerfile").read_text().replace("\\\n", " ")
     return json.loads(re.findall(rf"^{name}\b.*?(\[.*\])$", text, re.MULTILINE)[-1])
+
+
+def instructions_to_run():
+    """The commands of the Containerfile, of all its stages."""
+    text = (DEPLOY / "Containerfile").read_text().replace("\\\n", " ")
+    return re.findall(r"^RUN (.*)$", text, re.MULTILINE)
 
 
 def called(*command, **options):
@@ -213,6 +220,39 @@ def test_the_image_starts_is_healthy_and_drains(tmp_path, model_path):
         process.wait()
     logged = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
     assert logged[-1]["message"] == "Stopped"
+
+
+@pytest.mark.slow
+def test_the_images_steps_install_a_program_that_runs(tmp_path):
+    """Where no container engine is: in an environment that has the dependencies already."""
+    packages = Path(sysconfig.get_path("purelib"))
+    called(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    [own] = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (own / "dependencies.pth").write_text(f"{packages}\n")
+    # A user is made in images only.
+    (tmp_path / "bin").mkdir()
+    for name in ("useradd", "chown"):
+        (tmp_path / "bin" / name).symlink_to("/bin/true")
+    pip = tmp_path / "bin" / "pip"
+    pip.write_text('#!/bin/sh\nexec python -m pip "$@"\n')
+    pip.chmod(0o755)
+    path = f"{tmp_path}/venv/bin:{tmp_path}/bin:{os.environ['PATH']}"
+    # pip's variable means the opposite of what it says.
+    environment = {"PATH": path, "HOME": str(tmp_path), "PIP_NO_BUILD_ISOLATION": "0"}
+    steps = instructions_to_run()
+    assert len(steps) == 2
+    for step in steps:
+        script = re.sub(r"(?<=\s)/(wheels|cache)", rf"{tmp_path}/\1", step)
+        called("sh", "-ec", script, cwd=ROOT, env=environment)
+    assert (tmp_path / "cache").is_dir() and not (tmp_path / "wheels").exists()
+    words = [tmp_path / "venv/bin" / instruction("ENTRYPOINT")[0], "version"]
+    kept = {"PATH": path, "HOME": "/nonexistent", "TWINPHASE_CACHE": str(tmp_path / "cache")}
+    called(*words, cwd="/", env=kept)
+    where = "import twinphase; print(twinphase.__file__)"
+    found = subprocess.run(
+        [tmp_path / "venv/bin/python", "-c", where], env=kept, capture_output=True, text=True
+    )
+    assert found.stdout.startswith(str(own))
 
 
 @pytest.fixture(scope="module")

@@ -175,3 +175,16 @@ def test_granite_4_without_rotation_and_with_layers_that_are_not_computed():
             blueprint_of("granitemoehybrid", **hybrid | fields)
     fields = FIELDS | {"rope_scaling": {"finetuned": False}}
     assert describe(Config(fields, "granite", "m", is_gguf=True)).ropes == (None,) * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "named"), [("gemma3n_text", "AltUp"), ("mistral4", "MLA"), ("nothing", "supported.")]
+)
+def test_what_is_not_computed_is_refused_by_name(name, named):
+    for refused in (
+        lambda: gguf_architecture(name, "m"),
+        lambda: describe(Config(FIELDS, name, "m", is_gguf=True)),
+    ):
+        with pytest.raises(UnsupportedModelError) as caught:
+            refused()
+        assert name in caught.value.cause and named in caught.value.cause

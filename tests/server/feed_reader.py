@@ -23,10 +23,16 @@ class Reader:
         events: read so far, each with its `event_id`.
     """
 
-    def __init__(self, response: httpx.Response) -> None:
-        self.response = response
+    def __init__(self, lines: Iterator[str]) -> None:
         self.events: list[Event] = []
-        self._lines = response.iter_lines()
+        self._lines = lines
+
+    @classmethod
+    def of_lines(cls, lines: list[str]) -> Reader:
+        """A recording that has been read."""
+        reader = cls(iter(()))
+        reader.events = [json.loads(line) for line in lines]
+        return reader
 
     def __iter__(self) -> Iterator[Event]:
         fields: dict[str, str] = {}
@@ -74,6 +80,12 @@ class Reader:
         number = next(one["lane"] for one in self.of("lane") if one.get("id") == request_id)
         return self.lane(number)
 
+    def steps_of(self, request_id: str) -> list[Event]:
+        """The steps that a request was in."""
+        number = self.lane_of(request_id)["lane"]
+        rows = self.steps().values()
+        return [one for one in rows if number in [e[0] for e in (*one["pre"], *one["dec"])]]
+
     def steps(self, worker: int = 0) -> dict[int, Event]:
         """Each step by its index, with `end` added."""
         found = {}
@@ -98,4 +110,4 @@ def reading(server: RunningServer, **headers: str) -> Iterator[Reader]:
     ):
         assert response.status_code == 200, response.read()
         assert response.headers["content-type"].startswith("text/event-stream")
-        yield Reader(response)
+        yield Reader(response.iter_lines())

@@ -1,6 +1,5 @@
 """The feed of a running server: what it reports is what the answers report (docs/feed.md)."""
 
-import json
 import os
 import signal
 from collections import Counter
@@ -11,9 +10,10 @@ import httpx
 import pytest
 
 from dialects import bearer
-from feed_reader import PATH, reading
+from feed_reader import PATH, Reader, reading
 from running import PATIENCE
-from twinphase.engine.trace import replay
+from twinphase.cli import run_app
+from twinphase.server.live.recording import read_recording
 
 CHAT = {"messages": [{"role": "user", "content": "one two three four five six"}]}
 FIXED = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -127,26 +127,26 @@ def test_blocks_add_up_and_belong_to_the_lanes_that_list_them(chunked):
     assert reader.lane(reader.of("lane")[-1]["lane"])["cached"] > 0
 
 
-def test_the_step_log_has_the_same_chunks_and_tokens(chunked, step_log):
+def test_the_step_log_replayed_is_a_recording_of_the_same_steps(chunked, step_log, tmp_path):
     with reading(chunked) as reader:
         reader.until("hello")
         answer = chunked.post("/v1/completions", {**FIXED, "prompt": "over and over " * 50})[1]
         reader.until_ended()
-    assert replay(step_log).difference is None
-    name = answer["id"]
-    number = reader.lane_of(name)["lane"]
-    logged = [json.loads(line) for line in step_log.read_text().splitlines()]
-    logged = [one for one in logged if one["event"] == "step"]
-    shown = list(reader.steps().values())
-    chunks = [p[2] for one in logged for p in one["prefills"] if p[0] == name]
-    assert chunks == [p[1] for step in shown for p in step["pre"] if p[0] == number]
-    ticks = [
-        [len(one["token_ids"][name]), d[2]]
-        for one in logged
-        for d in one["decodes"]
-        if d[0] == name
-    ]
-    assert ticks == [[*d[1:], 0][:2] for step in shown for d in step["dec"] if d[0] == number]
+    path = tmp_path / "replayed.jsonl"
+    assert run_app(["replay", str(step_log), "--out", str(path)]) == 0
+    recorded = Reader.of_lines(path.read_text().splitlines())
+    assert read_recording(path).num_steps == len(recorded.steps())
+    live, logged = (one.steps_of(answer["id"]) for one in (reader, recorded))
+    assert len(live) == len(logged) > 10
+    for one, other in zip(live, logged, strict=True):
+        assert [c[1:] for c in one["pre"]] == [pytest.approx(c[1:], abs=2e-3) for c in other["pre"]]
+        assert [d[1:] for d in one["dec"]] == [d[1:] for d in other["dec"]]
+        for name in ("duration_ms", "predicted_ms", "decode_ms"):
+            assert one[name] == pytest.approx(other[name], abs=2e-3)
+        passed = one["start"] - live[0]["start"]
+        assert passed == pytest.approx(other["start"] - logged[0]["start"], abs=3e-3)
+    assert recorded.lane_of(answer["id"])["finish"] == "length"
+    assert b"over" not in path.read_bytes()
 
 
 def test_an_answer_that_its_client_leaves_ends_with_its_ledger_so_far(chunked):

@@ -14,8 +14,8 @@ def explain(
     context: typer.Context,
     what: str = typer.Argument(
         None,
-        help="Id of a server's request, or a JSON file: a saved ledger, an answer, or a load's "
-        "result.json.",
+        help="Id of a server's request, or a file: a saved ledger, an answer, a load's "
+        "result.json, or a recording of the live page.",
     ),
     url: str = URL,
     api_key: str = API_KEY,

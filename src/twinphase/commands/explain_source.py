@@ -29,6 +29,7 @@ from twinphase.explain.explanation import Explanation, explain_evidence
 from twinphase.explain.levers import Lever, rank
 from twinphase.explain.load_diagnosis import ClientExplanation, explain_client
 from twinphase.explain.loads import read_loads
+from twinphase.server.live.recording import is_recording, read_recording
 
 MAX_FILE_BYTES = 1 << 30
 MAX_REPLY_BYTES = 64 << 20
@@ -60,7 +61,10 @@ def from_file(path: Path) -> dict[str, Any]:
         SavedLedgerError: it cannot be read, is not JSON, or is none of the accepted forms.
         ResultError: it is a result, but not that of a load.
         WaterfallError: its ledger does not add up.
+        RecordingError: it is a recording, and damaged.
     """
+    if is_recording(path):
+        return _from_recording(path)
     found = _read_json(path)
     is_object = isinstance(found, dict)
     if is_object and found.get("format") == "twinphase-result":
@@ -77,6 +81,19 @@ def from_file(path: Path) -> dict[str, Any]:
     if found.get("explanation") is not None:
         _add_engines_own(explanation, _checked(found["explanation"], str(path)))
     return {"id": str(path), "kind": "ledger", **explanation}
+
+
+def _from_recording(path: Path) -> dict[str, Any]:
+    """The explanation of the last request in a recording that has its ledger."""
+    lanes = read_recording(path).lanes.values()
+    finished = [lane for lane in lanes if isinstance(lane.get("timings"), dict)]
+    if not finished:
+        raise SavedLedgerError(
+            f"No request of the recording {path} ended in it.", "Record until an answer ends."
+        )
+    lane = finished[-1]
+    explanation = explain_evidence(read_ledger(lane["timings"])).as_dict()
+    return {"id": str(lane.get("id", path)), "kind": "ledger", **explanation}
 
 
 def _read_json(path: Path) -> Any:

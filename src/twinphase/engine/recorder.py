@@ -112,4 +112,4 @@ class StepRecorder:
     def _learn(self, batch: Batch, seconds: float, gap: float) -> None:
         self.cost_model.observe(batch.work, seconds, gap)
         if self.trace:
-            self.trace.observe(seconds, gap)
+            self.trace.observe(seconds, gap, start=self._start, drafting=self._drafting)

@@ -10,7 +10,7 @@ differs shows that the code has changed its mind.
     accept    KV blocks that came from another engine, and what became of them
     finish    an abort, or a stop string that the front end found
     step      the drafts there were, the decision (`decision`) and the tokens that came of it
-    observe   what the step took, from which the cost model learns
+    observe   what the step took, from which the cost model learns; when it began, and its drafting
     pace      the SLO and the room for prefill from here on, where the engine chose them itself
     bound     the prompt tokens of a step at most from here on
 
@@ -22,17 +22,18 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from twinphase.batch import Batch, StepOutput, StepWork
+from twinphase.batch import Batch, StepOutput
 from twinphase.cache.prefix_cache import Acceptance, CachedBlock
 from twinphase.config import EngineConfig
 from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.outcome import FinishReason
 from twinphase.phases.cost import CostModel
+from twinphase.phases.ledger import predicted_parts
 from twinphase.request import Request, SamplingParams
 from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.scheduler import Scheduler
@@ -137,9 +138,13 @@ class TraceWriter:
     def read_at_most(self, num_tokens: int | None) -> None:
         self._write("bound", {"num_tokens": num_tokens})
 
-    def observe(self, seconds: float, gap: float) -> None:
-        """Log seconds of a step and of the gap before it; Python's floats read back the same."""
-        self._write("observe", {"seconds": seconds, "gap": gap})
+    def observe(self, seconds: float, gap: float, *, start: float, drafting: float) -> None:
+        """Log a step's seconds without drafting, the gap before it, its start and its drafting.
+
+        Python's floats read back the same.
+        """
+        times = {"seconds": seconds, "gap": gap, "start": start, "drafting": drafting}
+        self._write("observe", times)
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
         if self.error is not None:
@@ -169,20 +174,26 @@ class Replay:
     difference: tuple[int, str, str] | None
 
 
-def replay(path: Path) -> Replay:
+def replay(
+    path: Path, watch: Callable[[dict[str, Any], Replaying], None] = lambda event, state: None
+) -> Replay:
     """Replay a log through a fresh scheduler and compare the decisions byte for byte.
+
+    `watch` is called after each event, with the event and the state after it.
 
     Raises:
         InvalidRequestError: the file is not such a log, or not a whole one; the message names the
             line.
     """
-    replaying: _Replaying | None = None
+    replaying: Replaying | None = None
     for number, line, event in _events(path):
         try:
             if replaying is None:
-                replaying = _Replaying(event)
+                replaying = Replaying(dict(event))
+                watch(event, replaying)
                 continue
-            new = replaying.take(event)
+            new = replaying.take(dict(event))
+            watch(event, replaying)
         except (
             ArithmeticError,
             AttributeError,
@@ -205,28 +216,38 @@ def replay(path: Path) -> Replay:
     return Replay(replaying.num_steps, None)
 
 
-class _Replaying:
-    """A fresh scheduler and cost model that live through a log's events."""
+class Replaying:
+    """A fresh scheduler and cost model that live through a log's events.
+
+    Attributes:
+        batch, output, finished: of the last step.
+        predicted, parts: seconds of the last step as predicted before it, and of its decodes and
+            each of its chunks alone.
+    """
 
     def __init__(self, header: dict[str, Any]) -> None:
         if header.get("event") != "header" or header.get("version") != VERSION:
             raise InvalidRequestError(f"This is not the header of a step log of version {VERSION}.")
         self.num_steps = 0
         self._cost_model = CostModel(header["prices"], header["windowed_share"], header["window"])
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             EngineConfig(**header["config"]),
             self._cost_model,
             eos_token_ids=header["eos_token_ids"],
             fingerprint=header["fingerprint"],
         )
-        self._scheduler.pace = Pace(header["slo_seconds"], header["prefill_room"])
-        self._scheduler.usual_output = header["usual_output"]
-        self._work = StepWork()
+        self.scheduler.pace = Pace(header["slo_seconds"], header["prefill_room"])
+        self.scheduler.usual_output = header["usual_output"]
+        self.batch = Batch([], [])
+        self.output = StepOutput()
+        self.finished: list[Request] = []
+        self.predicted = 0.0
+        self.parts: tuple[float, tuple[float, ...]] = (0.0, ())
 
     def take(self, event: dict[str, Any]) -> str | None:
         """Do what the event says; for a step, the line that would be logged now."""
         kind = event.pop("event", None)
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         if kind == "add":
             params = SamplingParams(**_int_keys(event.pop("sampling_params")))
             scheduler.add(Request(sampling_params=params, arrival_time=0.0, **event))
@@ -237,7 +258,7 @@ class _Replaying:
         elif kind == "bound":
             scheduler.max_prefill_tokens = event["num_tokens"]
         elif kind == "observe":
-            self._cost_model.observe(self._work, event["seconds"], event["gap"])
+            self._cost_model.observe(self.batch.work, event["seconds"], event["gap"])
         elif kind == "step":
             drafts = event["drafts"]
             output = StepOutput(token_ids=event["token_ids"], errors=event["errors"])
@@ -245,8 +266,11 @@ class _Replaying:
             line = _line(
                 {"event": "step", **_step(drafts, batch, output)}
             )  # the commit changes the batch's lists
-            self._work = batch.work
-            scheduler.commit(batch, output)
+            self.batch = batch
+            self.output = output
+            self.predicted = self._cost_model.seconds(batch.work)
+            self.parts = predicted_parts(self._cost_model, batch)
+            self.finished = scheduler.commit(batch, output)
             self.num_steps += 1
             return line
         elif kind == "accept":

@@ -105,6 +105,8 @@ class Config:
             fields = dict(checkpoint.config)
             # A folder without a head of its own is tied, despite the default of its class.
             fields.setdefault("tie_word_embeddings", "output.weight" not in shapes)
+            if fields.get("tied_without_head") and "output.weight" not in shapes:
+                fields["tie_word_embeddings"] = True
             return cls(fields, arch, name, max_positions=max_positions)
         fields = _gguf_fields(checkpoint)
         fields |= {"vocab_size": embedding[0], "tie_word_embeddings": "output.weight" not in shapes}

@@ -238,7 +238,9 @@ class Ledger:
         else:
             prefill += weights
         predicted = self._cost_model.seconds(work)
-        parts = self._parts(batch, predicted, end - start, times.drafting)
+        parts = step_parts(
+            predicted_parts(self._cost_model, batch), predicted, end - start, times.drafting
+        )
         return StepRecord(
             self.num_steps,
             start,
@@ -255,26 +257,34 @@ class Ledger:
             chunk_seconds=parts[1],
         )
 
-    def _parts(
-        self, batch: Batch, predicted: float, seconds: float, drafting: float
-    ) -> tuple[float, tuple[float, ...]]:
-        """What a step of `seconds` would have taken for its decodes, and for each chunk, alone."""
-        if not batch.prefills:
-            return seconds, ()
-        predict = self._cost_model.seconds
-        scale = (seconds - drafting) / predicted if predicted > 0 else 0.0
-        decodes = 0.0
-        if batch.decodes:
-            decodes = min(seconds, drafting + predict(batch.decode_work) * scale)
-        elif len(batch.prefills) == 1:
-            return 0.0, (seconds,)
-        chunks = (
-            StepWork.of_chunk(
-                share.num_computed_tokens,
-                len(share.token_ids),
-                share.num_logits,
-                self.shape.window,
-            )
-            for share in batch.prefills
+
+Parts = tuple[float, tuple[float, ...]]
+
+
+def predicted_parts(cost_model: CostModel, batch: Batch) -> Parts:
+    """Predicted seconds of a step's decodes alone, and of each of its chunks alone.
+
+    The first is 0 without decodes; without chunks nothing has to be divided.
+    """
+    if not batch.prefills:
+        return 0.0, ()
+    chunks = (
+        StepWork.of_chunk(
+            share.num_computed_tokens, len(share.token_ids), share.num_logits, batch.window
         )
-        return decodes, tuple(min(seconds, predict(work) * scale) for work in chunks)
+        for share in batch.prefills
+    )
+    decodes = cost_model.seconds(batch.decode_work) if batch.decodes else 0.0
+    return decodes, tuple(map(cost_model.seconds, chunks))
+
+
+def step_parts(parts: Parts, predicted: float, seconds: float, drafting: float) -> Parts:
+    """What a step of `seconds` would have taken for its decodes, and for each chunk, alone."""
+    decodes, chunks = parts
+    if not chunks:
+        return seconds, ()
+    if not decodes and len(chunks) == 1:
+        return 0.0, (seconds,)
+    scale = (seconds - drafting) / predicted if predicted > 0 else 0.0
+    alone = min(seconds, drafting + decodes * scale) if decodes else 0.0
+    return alone, tuple(min(seconds, chunk * scale) for chunk in chunks)

@@ -26,6 +26,7 @@ from twinphase.server.jobs import Job, Reader
 from twinphase.server.plain_calls import PlainCallParser
 from twinphase.server.reasoning import ReasoningSplitter
 from twinphase.server.tool_calls import ToolCall, ToolCallDelta, ToolCallParser, join_deltas
+from twinphase.server.xml_calls import XmlCallParser
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,13 @@ class AnswerDivider:
     def __init__(self, reader: Reader) -> None:
         self.labels: list[str] = []
         self._splitter = ReasoningSplitter(reader.tags, reader.thinking) if reader.tags else None
-        self._tools: ToolCallParser | PlainCallParser | None = None
+        self._tools: ToolCallParser | XmlCallParser | PlainCallParser | None = None
         if reader.tool_format:
-            self._tools = ToolCallParser(reader.tool_format)
+            self._tools = (
+                XmlCallParser(reader.tools)
+                if reader.tool_format.xml
+                else ToolCallParser(reader.tool_format)
+            )
             if reader.plain_tools:
                 self._tools = PlainCallParser(self._tools, reader.plain_tools)
         self._ends: deque[int] = deque()  # of tokens whose text is not complete

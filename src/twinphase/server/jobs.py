@@ -28,7 +28,8 @@ from twinphase.server.openai_types import (
 )
 from twinphase.server.strict import unread_fields
 from twinphase.server.tool_prompt import with_argument_objects, with_tool_prompt
-from twinphase.server.tools import Tool, ToolFormat, check_tools, tool_format, tool_grammar
+from twinphase.server.tools import Tool, ToolFormat, check_tools, tool_format
+from twinphase.server.xml_calls import call_grammar
 from twinphase.tokenizer.infill import infill_ends, infill_prompt
 from twinphase.tokenizer.prompt_parts import ChatPrompt
 from twinphase.tokenizer.think_tags import ThinkTags, opens_thinking
@@ -56,6 +57,7 @@ class Reader:
     Attributes:
         tags: tags around thinking, if the model thinks.
         thinking: whether the prompt ends inside the thinking part.
+        tools: what calls may name.
         plain_tools: what an answer without the marks of `tool_format` may call.
         markers: control tokens around thinking and calls; the parsers need them in the text.
     """
@@ -63,6 +65,7 @@ class Reader:
     tags: ThinkTags | None = None
     thinking: bool = False
     tool_format: ToolFormat | None = None
+    tools: Sequence[Tool] = ()
     plain_tools: Sequence[Tool] = ()
     keep_reasoning: bool = True
     markers: frozenset[int] = frozenset()
@@ -165,8 +168,8 @@ def chat_job(
     is_free = choice in (None, "auto") and not body.continue_final_message
     if tools and choice != "none":
         format = tool_format(source)
-        special_token = _control_tokens(tokenizer)
-        grammar = tool_grammar(tools, choice, body.parallel_tool_calls, format, special_token)
+        several = body.parallel_tool_calls
+        grammar = call_grammar(tools, choice, several, format, _control_tokens(tokenizer))
     effort = {*_effort_variables(source, body)}
     if "enable_thinking" in effort:
         effort.add("reasoning_effort")
@@ -192,6 +195,7 @@ def chat_job(
             tags,
             thinking=bool(tags and opens_thinking(ending, tags)),
             tool_format=format,
+            tools=tools or (),
             plain_tools=tools if is_free and plain_tool_calls else (),
             keep_reasoning=body.include_reasoning,
             markers=_markers(tokenizer, tags, format),

@@ -50,7 +50,7 @@ def add_pages(app: FastAPI, service: Service) -> None:
             lines = [f"{path:<14} {what}" for path, what in LINKS.items()]
             text = "\n".join(["twinphase is running", *lines, ""])
             return PlainTextResponse(text, headers={"Vary": "Accept"})
-        if page is not None and INDEX in page:
+        if page is not None:
             return page.reply(INDEX, request.headers, vary="Accept, Accept-Encoding")
         links = [
             f'<li><a href="{path[1:]}">{path}</a>: {escape(what)}' for path, what in LINKS.items()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from twinphase.server.tool_calls import Brackets, ToolCallDelta, ToolCallParser
 from twinphase.server.tools import Tool, arguments_schema
+from twinphase.server.xml_calls import XmlCallParser
 
 _FENCE = re.compile(r"```[\w-]{0,20}\s*")
 # The beginning of an object that is not a call.
@@ -30,7 +31,7 @@ class PlainCallParser:
     parameters. Nothing may stand beside it.
     """
 
-    def __init__(self, parser: ToolCallParser, tools: Sequence[Tool]) -> None:
+    def __init__(self, parser: ToolCallParser | XmlCallParser, tools: Sequence[Tool]) -> None:
         self._parser = parser
         self._functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         self._held: str | None = ""  # None once the answer is known to be something else

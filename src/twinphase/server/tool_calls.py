@@ -82,7 +82,7 @@ class ToolCallParser:
         self._end = format.close.strip()
         # Mistral's templates take ids of nine letters and digits only.
         self.new_id = new_id or (
-            lambda: secrets.token_hex(5)[:9] if format == MISTRAL else _random_id()
+            lambda: secrets.token_hex(5)[:9] if format == MISTRAL else random_id()
         )
         self._text = ""  # not taken in yet
         # Takes in what it can of the text; says whether there is more to do.
@@ -282,5 +282,5 @@ def _read_call(text: str) -> tuple[str, str] | None:
     return name, json.dumps(arguments)
 
 
-def _random_id() -> str:
+def random_id() -> str:
     return f"call_{secrets.token_hex(12)}"

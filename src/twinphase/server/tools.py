@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from twinphase.constraint import StructuredOutputsParams, plain_json
@@ -26,7 +26,7 @@ SpecialToken = Callable[[str], int | None]
 TOOL_NAME_PATTERN = "[a-zA-Z0-9_.-]{1,64}"
 _POSSIBLE_CONTROL_TOKEN = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")
 # As models write JSON. Free whitespace would let a small model write nothing else.
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+CALL_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _CALL_HEAD = '{"name": "'
 _ANY = "(?s:.*)"
 # Separators of calls in any format, and the brace that small models write twice.
@@ -41,6 +41,7 @@ class ToolFormat:
 
     Attributes:
         bare: an answer that begins with a call needs no `begin`.
+        xml: a call is written in tags instead (xml_calls.py).
     """
 
     begin: str
@@ -49,9 +50,11 @@ class ToolFormat:
     close: str
     bare: bool = False
     arguments: str = "arguments"
+    xml: bool = False
 
 
 HERMES = ToolFormat("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
+XML = replace(HERMES, xml=True)
 LLAMA3_JSON = ToolFormat("<|python_tag|>", "", "; ", "", bare=True, arguments="parameters")
 MISTRAL = ToolFormat("[TOOL_CALLS]", " [", ", ", "]")
 
@@ -59,7 +62,7 @@ MISTRAL = ToolFormat("[TOOL_CALLS]", " [", ", ", "]")
 def tool_format(template_source: str) -> ToolFormat:
     """The format a model was trained on, judged by its chat template; Hermes' if unknown."""
     if HERMES.begin in template_source:
-        return HERMES
+        return XML if "<function=" in template_source else HERMES
     if MISTRAL.begin in template_source:
         return MISTRAL
     return LLAMA3_JSON if '"parameters"' in template_source else HERMES
@@ -95,6 +98,7 @@ def tool_grammar(
     parallel_tool_calls: bool | None,
     format: ToolFormat,
     special_token: SpecialToken,
+    call_rules: Callable[[int, Mapping[str, Any]], list[str]] | None = None,
 ) -> StructuredOutputsParams | None:
     """The grammar by which every call names a tool of the request and obeys its parameters.
 
@@ -106,6 +110,7 @@ def tool_grammar(
         parallel_tool_calls: whether an answer may have several calls; None for yes. A named tool is
             called once.
         format: of the model.
+        call_rules: Lark rules of the call of a function with that number; None for calls in JSON.
         special_token: which texts are control tokens of the model, for a grammar does not see those
             as text.
 
@@ -122,10 +127,14 @@ def tool_grammar(
     def lark(text: str) -> str:
         return _lark(text, special_token)
 
+    call_rules = call_rules or (lambda i, function: [f"call_{i}: {_call(function, format)}"])
     forced = tool_choice not in (None, "auto")
     several = parallel_tool_calls is not False and not isinstance(tool_choice, Mapping)
     special_begin = special_token(format.begin) is not None
-    rules = [f"call_{i}: {_call(tool['function'], format)}" for i, tool in enumerate(tools)]
+    rules = []
+    for i, tool in enumerate(tools):
+        rules += call_rules(i, tool["function"])
+    rules = list(dict.fromkeys(rules))  # Tools share some.
     rules += ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     rules += [
         f"calls: {lark(format.open)} call {f'({lark(format.between)} call)*' if several else ''} "
@@ -150,7 +159,7 @@ def tool_grammar(
 def _call(function: Mapping[str, Any], format: ToolFormat) -> str:
     # The parameters are a schema of their own, not part of one for the call: their "$ref"s count
     # from their root.
-    schema = {**arguments_schema(function), "x-guidance": _JSON_STYLE}
+    schema = {**arguments_schema(function), "x-guidance": CALL_JSON_STYLE}
     head = f'{_CALL_HEAD}{function["name"]}", "{format.arguments}": '
     return f'{json.dumps(head)} %json {json.dumps(schema)} "}}"'
 

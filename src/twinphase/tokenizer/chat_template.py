@@ -196,7 +196,9 @@ def _text_entry(entry: Any, at: str) -> tuple[str, str | None]:
     kind = entry.get("type") if isinstance(entry, Mapping) else type(entry).__name__
     if not isinstance(entry, Mapping) or kind != "text":
         raise InvalidRequestError(
-            f"{at} is of type {str(kind)[:40]!r}.", "Only entries of type 'text' can be read."
+            f"{at} is of type {str(kind)[:40]!r}.",
+            "Only entries of type 'text' can be read: of models that see or hear, twinphase "
+            "computes the text model alone.",
         )
     text = entry.get("text")
     part = entry.get("part")

@@ -75,7 +75,10 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
         )
     config = _read_json(folder / CONFIG)
     text = config.pop("text_config", None)
-    return config | text if isinstance(text, dict) else config
+    if not isinstance(text, dict):
+        return config
+    # The whole model's word counts where it stores no head.
+    return config | text | {"tied_without_head": config.get("tie_word_embeddings")}
 
 
 def open_safetensors(

@@ -54,11 +54,11 @@ class StepWatch:
             running=len(scheduler.running),
             waiting=len(scheduler.fair),
             prefills=[
-                (share.request_id, len(share.token_ids), own, _num_new_tokens(share))
+                (share.request_id, len(share.token_ids), own, num_new_tokens(share))
                 for share, own in zip(batch.prefills, record.chunk_seconds, strict=True)
             ],
             decodes=[
-                (share.request_id, _num_new_tokens(share), share.num_drafts)
+                (share.request_id, num_new_tokens(share), share.num_drafts)
                 for share in batch.decodes
             ],
             preempted=list(batch.preempted),
@@ -130,7 +130,7 @@ class StepWatch:
         return last.reason if last is not None else ""
 
 
-def _num_new_tokens(share: ScheduledRequest) -> int:
+def num_new_tokens(share: ScheduledRequest) -> int:
     """Output tokens that a step gave a request; its lists have grown by them in the commit."""
     if not share.samples:
         return 0

@@ -18,6 +18,27 @@ _GGUF_NAMES: dict[str, str] = {
     model_type: name for family in _FAMILIES for model_type, name in family.HF.items()
 }
 _BY_GGUF_NAME = {name: family for family in _FAMILIES for name in family.HF.values()}
+# Models that people ask for, by the beginning of both formats' names, and what they would need.
+_KNOWN_MISSING = {
+    "gemma3n": "AltUp's four streams of hidden states",
+    "mistral4": "latent attention (MLA)",
+    "deepseek": "latent attention (MLA)",
+    "glm4_moe_lite": "latent attention (MLA)",
+    "kimi": "latent attention (MLA)",
+    "nemotron_h": "layers of Mamba-2",
+    "falcon_h1": "layers of Mamba-2",
+    "falcon-h1": "layers of Mamba-2",
+    "mamba": "layers of Mamba",
+}
+
+
+def _unsupported(architecture: str, field: str, name: str, known: list[str]) -> Exception:
+    missing = next((m for a, m in _KNOWN_MISSING.items() if architecture.startswith(a)), None)
+    why = f": it has {missing}" if missing else ""
+    return UnsupportedModelError(
+        f"The architecture {architecture[:80]!r}{field} of {name} is not supported{why}.",
+        f"Use a model of one of: {', '.join(known)}.",
+    )
 
 
 def gguf_architecture(model_type: object, name: str) -> str:
@@ -27,10 +48,7 @@ def gguf_architecture(model_type: object, name: str) -> str:
         UnsupportedModelError: not the type of a supported architecture.
     """
     if not isinstance(model_type, str) or model_type not in _GGUF_NAMES:
-        raise UnsupportedModelError(
-            f"The architecture {str(model_type)[:80]!r} (model_type) of {name} is not supported.",
-            f"Use a model of one of: {', '.join(sorted(_GGUF_NAMES))}.",
-        )
+        raise _unsupported(str(model_type), " (model_type)", name, sorted(_GGUF_NAMES))
     return _GGUF_NAMES[model_type]
 
 
@@ -42,9 +60,6 @@ def describe(config: Config) -> Blueprint:
         CheckpointError: a field that is missing or absurd.
     """
     if config.architecture not in _BY_GGUF_NAME:
-        raise UnsupportedModelError(
-            f"The architecture {config.architecture!r} of {config.name} is not supported.",
-            f"Use a model of one of: {', '.join(sorted(_BY_GGUF_NAME))}.",
-        )
+        raise _unsupported(config.architecture, "", config.name, sorted(_BY_GGUF_NAME))
     blueprint: Blueprint = _BY_GGUF_NAME[config.architecture].describe(config)
     return blueprint

@@ -45,7 +45,7 @@ class PageFiles:
     def __init__(self) -> None:
         folder = files("twinphase.server") / "page"
         self._files: dict[str, _File] = {}
-        for entry in folder.iterdir() if folder.is_dir() else ():
+        for entry in folder.iterdir():
             media_type = TYPES.get(entry.name[entry.name.rfind(".") :])
             if media_type is not None:
                 data = entry.read_bytes()
