@@ -177,6 +177,7 @@ def test_text_behind_a_call_comes_behind_its_end_in_every_stream():
         params=params,
         prompts=[SimpleNamespace(token_ids=[1])],
         reader=reader,
+        body=SimpleNamespace(return_progress=False),
     )
     tokenizer = SimpleNamespace(strips_leading_space=False)
     stream = SimpleNamespace(transcript=SimpleNamespace(tokenizer=tokenizer))
