@@ -164,7 +164,7 @@ def test_vectors_are_those_of_one_rank(folder):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("ranks", "options", "num_mixes"),
-    [(2, {}, 3), pytest.param(3, {"kv_cache_dtype": "int8"}, 25, marks=pytest.mark.slow)],
+    [(2, {}, 5), pytest.param(3, {"kv_cache_dtype": "int8"}, 25, marks=pytest.mark.slow)],
 )
 def test_mixes(folder, ranks, options, num_mixes):
     """Random mixes, with the prefix cache and drafts, beside one rank."""
