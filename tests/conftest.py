@@ -57,7 +57,10 @@ LONGEST_FILES = (
     "server/test_faults_engine.py",
     "server/test_faults_clients.py",
     "cluster/test_pools.py",
+    "server/test_live_page.py",
     "cluster/test_deploy.py",
+    "cluster/test_router.py",
+    "cluster/test_worker.py",
     "bench/load/test_run.py",
     "bench/lab/test_rules.py",
 )

@@ -16,6 +16,7 @@ import twinphase
 from dialects import bearer
 from raw_client import until
 from twinphase.phases.colours import PAGE_COLOURS
+from twinphase.server.live.files import PageFiles
 from twinphase.server.logs import JsonFormatter
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -65,7 +66,10 @@ def test_browsers_get_the_page_and_all_others_a_line(server, shared):
 
 def test_the_live_page_is_small_and_has_the_phases_colours():
     text = {path.name: path.read_text() for path in PAGE.iterdir()}
-    assert len(gzip.compress("".join(text.values()).encode())) < 64_000
+    sent = {name: PageFiles().reply(name, {"accept-encoding": "gzip"}).body for name in text}
+    assert sum(map(len, sent.values())) < 64_000
+    code = gzip.decompress(sent["draw.js"]).decode()
+    assert code.count("export function") == text["draw.js"].count("export function") > 3
     for phase, (light, dark) in PAGE_COLOURS.items():
         assert f"--{phase}: light-dark({light}, {dark});" in text["page.css"]
     named = {found for one in text.values() for found in re.findall(r"https?://[\w.]+", one)}
