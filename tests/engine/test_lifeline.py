@@ -92,8 +92,9 @@ def test_a_child_that_has_ended_leaves_no_descriptor():
         assert lifeline.start(["true"]).wait() == 0
 
     run()
+    gc.collect()  # Earlier tests of this process may have left descriptors to collect.
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         run()
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before

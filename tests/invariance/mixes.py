@@ -18,7 +18,13 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from mix_engines import (
     GUESSERS,
     MOST_BLOCKS,
@@ -252,12 +258,12 @@ class Mixes(RuleBasedStateMachine):
         self.tally["evicted blocks"] += pool.num_cached
         pool.release(pool.allocate(pool.num_available))
 
+    @precondition(lambda self: self.scheduler.kv_cache.states is not None)
     @rule(which=st.integers(0, 999))
     def lose_a_snapshot(self, which: int) -> None:
         """Its block stays."""
         states = self.scheduler.kv_cache.states
-        names = [] if states is None else sorted(states._slot_of)
-        if names:
+        if names := sorted(states._slot_of):
             states.drop(names[which % len(names)])
             self.tally["snapshots lost alone"] += 1
 

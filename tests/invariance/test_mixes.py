@@ -55,6 +55,15 @@ HYBRID = {
     "rejected drafts": 50,
     "states held back": 1,
 }
+# A prefix is cut back to its last snapshot, so that fewer requests begin with a hit; and requests
+# that wait for slots are not preempted.
+LONG_HYBRID = LONG | {
+    "compared after a hit": 25,
+    "compared after preemption": 15,
+    "natural preemptions": 10,
+    "states held back": 100,
+    "snapshots lost alone": 10,
+}
 FEW_DRAFTS = {"compared": 8, "accepted drafts": 100, "rejected drafts": 100}
 
 
@@ -71,8 +80,8 @@ def folder(tmp_path_factory) -> Iterator[Path]:
         (40, "dense", QUICK),
         (30, "convolutions", HYBRID),
         (30, "deltas", HYBRID),
-        pytest.param(100, "convolutions", LONG, marks=pytest.mark.slow),
-        pytest.param(100, "deltas", LONG, marks=pytest.mark.slow),
+        pytest.param(100, "convolutions", LONG_HYBRID, marks=pytest.mark.slow),
+        pytest.param(100, "deltas", LONG_HYBRID, marks=pytest.mark.slow),
         pytest.param(100, "dense", LONG, marks=pytest.mark.slow),
         pytest.param(100, "windowed", LONG, marks=pytest.mark.slow),
         pytest.param(100, "mixture", LONG, marks=pytest.mark.slow),
@@ -84,7 +93,7 @@ def test_mixes(folder, num_mixes, model, least):
     tally.assert_reaches(least)
     unattributed = median(tally.unattributed)
     print(f"unattributed: median {unattributed:.3%} of {len(tally.unattributed)}")
-    assert least is not LONG or unattributed < 0.01
+    assert num_mixes < 100 or unattributed < 0.01
 
 
 @pytest.mark.parametrize(("fault", "kind"), [("blind", "adversary"), ("forgetful", "oracle")])
