@@ -267,6 +267,7 @@ def rows_of_a_step(capability: int) -> list[Compiled]:
         "*fp32",
         None,
         None,
+        None,
         "*i64",
         "*i64",
         "*bf16",
@@ -281,6 +282,7 @@ def rows_of_a_step(capability: int) -> list[Compiled]:
         "HALF": DIM // 2,
         "INTERLEAVED": False,
         "HAS_NORM": False,
+        "HAS_SCALE": False,
     }
     gate = {"ACTIVATION": "silu", "BLOCK": elementwise.GATE_BLOCK}
     each = (
