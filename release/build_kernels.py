@@ -43,7 +43,9 @@ ALWAYS = (
     "add_norm",
     "combine",
     "copy_columns",
+    "keep_history",
     "meet",
+    "multiply",
     "norm_columns",
     "quantize",
     "round_rows",
@@ -53,6 +55,17 @@ ALWAYS = (
     *(f"{name}:{kind}" for name in ("rms_norm", "pick_rows") for kind in ("q8", "f32")),
     *(f"gate_mul:{name}:{kind}" for name in ("silu", "gelu") for kind in ("q8", "f32")),
     "gate_mul:swiglu_oai:f32",
+    *(f"causal_conv:3:gated:{kind}" for kind in ("q8", "f32")),  # LFM2
+    *(f"causal_conv:4:silu:{kind}" for kind in ("q8", "f32")),  # Qwen3.5
+    "gate_heads:256",
+    "gated_norm:128",
+    # Qwen3.5's key heads, value heads and their widths; whether value heads are in GGUF's order.
+    *(
+        f"delta_{what}:16:{value_heads}:128:128:{tiled}"
+        for what in ("gates", "scan")
+        for value_heads in (16, 32)
+        for tiled in (0, 1)
+    ),
     "cap_logits:0",
     "cap_logits:1",
 )

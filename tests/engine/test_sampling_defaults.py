@@ -77,7 +77,7 @@ def test_smollm2_has_those_of_its_makers(checkpoint):
     for name in names:
         found = defaults(replace(checkpoint, path=Path(name)))
         assert str(found).startswith("temperature 0.2, top_p 0.9 (")
-    assert str(defaults(checkpoint)) == "temperature 1, top_p 1 (the API's defaults)"
+    assert str(defaults(checkpoint)) == "temperature 1, top_p 1 (from the API's defaults)"
 
 
 def test_a_conversation_without_a_system_message_has_that_of_the_catalogue(path, tmp_path):

@@ -38,7 +38,7 @@ def greedy(start, long_answers):
 def test_the_start_line_names_them_and_one_option_restores_those_of_the_api(greedy, start):
     assert "sampling   temperature 0, top_p 1 (" in greedy.log.read_text()
     with start("--generation-config", "vllm") as plain:
-        line = "sampling   temperature 1, top_p 1 (the API's defaults), where a request gives none"
+        line = "sampling   temperature 1, top_p 1 (from the API's defaults), where a request"
         assert line in plain.log.read_text()
 
 

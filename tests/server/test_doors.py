@@ -171,7 +171,7 @@ def test_only_pages_that_are_allowed_read_answers(browser, site, start, server):
 
 def test_the_servers_own_pages_obey_their_policy_and_try_routes(browser, server):
     visit(browser, f"{server.url}/")
-    assert browser.evaluate("getComputedStyle(document.body).maxWidth") != "none"
+    assert browser.evaluate("document.styleSheets[0].cssRules.length") > 10
     assert browser.complaints() == []
     visit(browser, f"{server.url}/docs")
     browser.wait("document.querySelectorAll('.opblock').length > 10")
