@@ -43,7 +43,6 @@ ALWAYS = (
     "add_norm",
     "combine",
     "copy_columns",
-    "keep_history",
     "meet",
     "multiply",
     "norm_columns",
@@ -55,10 +54,19 @@ ALWAYS = (
     *(f"{name}:{kind}" for name in ("rms_norm", "pick_rows") for kind in ("q8", "f32")),
     *(f"gate_mul:{name}:{kind}" for name in ("silu", "gelu") for kind in ("q8", "f32")),
     "gate_mul:swiglu_oai:f32",
-    *(f"causal_conv:3:gated:{kind}" for kind in ("q8", "f32")),  # LFM2
-    *(f"causal_conv:4:silu:{kind}" for kind in ("q8", "f32")),  # Qwen3.5
-    "gate_heads:256",
-    "gated_norm:128",
+    # LFM2's convolutions have three taps, those of Qwen3.5 four.
+    "keep_history:3",
+    "keep_history:4",
+    *(
+        f"{name}:{kind}"
+        for name in (
+            "causal_conv:3:gated",
+            "causal_conv:4:silu",
+            "gate_heads:256",
+            "gated_norm:128",
+        )
+        for kind in ("q8", "f32")
+    ),
     # Qwen3.5's key heads, value heads and their widths; whether value heads are in GGUF's order.
     *(
         f"delta_{what}:16:{value_heads}:128:128:{tiled}"

@@ -266,7 +266,11 @@ def test_models_that_are_none(twinphase, tmp_path):
         (["hi", "--temperature", "nan"], b"", "temperature is nan. Use a number from 0 up to 100."),
         (["hi", "--temperature", "-1"], b"", "temperature"),
         (["hi", "--top-p", "0"], b"", "top_p is 0.0. Use a number above 0 up to 1."),
-        (["hi", "--max-tokens", "0"], b"", "max_tokens is 0. Use an integer from 1 up to 2147483647."),
+        (
+            ["hi", "--max-tokens", "0"],
+            b"",
+            "max_tokens is 0. Use an integer from 1 up to 2147483647.",
+        ),
         (["hi", "--max-tokens", "many"], b"", "--max-tokens"),
         (["hi", "--seed", "-1"], b"", "seed"),
         (["hi", "--logit-bias", "x=1"], b"", "--logit-bias"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 
@@ -100,6 +102,12 @@ def test_a_bundle_has_every_kernel_and_the_attention_of_known_models():
     specs = set(builder.shipped_specs())
     assert len(specs) == len(builder.shipped_specs())
     assert {spec.partition(":")[0] for spec in specs} == set(compiler.KERNELS)
+    for spec in specs:
+        kernel, *parameters = spec.split(":")
+        module = importlib.import_module(
+            f"twinphase.backends.cpu.kernels.{compiler.KERNELS[kernel]}"
+        )
+        inspect.signature(getattr(module, kernel)).bind(ISA, *parameters)
     for name in KNOWN_MODELS:
         b = read_shape(name).blueprint
         shape = f"{b.head_dim}:{b.group}:auto:{b.attention_softcap or 0:g}:{int(b.sinks)}"
