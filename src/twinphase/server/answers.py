@@ -25,7 +25,13 @@ from twinphase.phases.record import RequestRecord
 from twinphase.server.jobs import Job, Reader
 from twinphase.server.plain_calls import PlainCallParser
 from twinphase.server.reasoning import ReasoningSplitter
-from twinphase.server.tool_calls import ToolCall, ToolCallDelta, ToolCallParser, join_deltas
+from twinphase.server.tool_calls import (
+    CallParser,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallParser,
+    join_deltas,
+)
 from twinphase.server.xml_calls import XmlCallParser
 
 
@@ -76,15 +82,15 @@ class AnswerDivider:
     def __init__(self, reader: Reader) -> None:
         self.labels: list[str] = []
         self._splitter = ReasoningSplitter(reader.tags, reader.thinking) if reader.tags else None
-        self._tools: ToolCallParser | XmlCallParser | PlainCallParser | None = None
+        self._tools: CallParser | PlainCallParser | None = None
         if reader.tool_format:
-            self._tools = (
+            parser: CallParser = (
                 XmlCallParser(reader.tools)
                 if reader.tool_format.xml
                 else ToolCallParser(reader.tool_format)
             )
-            if reader.plain_tools:
-                self._tools = PlainCallParser(self._tools, reader.plain_tools)
+            plain = reader.plain_tools
+            self._tools = PlainCallParser(parser, plain) if plain else parser
         self._ends: deque[int] = deque()  # of tokens whose text is not complete
         self._position = 0  # characters taken so far
         self._num_held = 0  # tokens whose text is complete, but may become content or a call

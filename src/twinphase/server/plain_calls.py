@@ -10,9 +10,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from twinphase.server.tool_calls import Brackets, ToolCallDelta, ToolCallParser
+from twinphase.server.tool_calls import Brackets, CallParser, ToolCallDelta
 from twinphase.server.tools import Tool, arguments_schema
-from twinphase.server.xml_calls import XmlCallParser
 
 _FENCE = re.compile(r"```[\w-]{0,20}\s*")
 # The beginning of an object that is not a call.
@@ -25,13 +24,13 @@ _NAME = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)("?)')
 
 
 class PlainCallParser:
-    """A `ToolCallParser` whose content is held back for as long as it may be one call.
+    """A `CallParser` whose content is held back for as long as it may be one call.
 
     The call is a JSON object, bare or in a fence of Markdown, that names a tool and obeys its
     parameters. Nothing may stand beside it.
     """
 
-    def __init__(self, parser: ToolCallParser | XmlCallParser, tools: Sequence[Tool]) -> None:
+    def __init__(self, parser: CallParser, tools: Sequence[Tool]) -> None:
         self._parser = parser
         self._functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         self._held: str | None = ""  # None once the answer is known to be something else
@@ -42,16 +41,16 @@ class PlainCallParser:
 
     @property
     def is_beside_call(self) -> bool:
-        """As in `ToolCallParser`."""
+        """As in `CallParser`."""
         return self._called or self._parser.is_beside_call
 
     def feed(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-        """As in `ToolCallParser`."""
+        """As in `CallParser`."""
         content, calls = self._parser.feed(text)
         return self._sift(content, bool(calls)), calls
 
     def flush(self) -> tuple[str, list[ToolCallDelta]]:
-        """As in `ToolCallParser`."""
+        """As in `CallParser`."""
         content, calls = self._parser.flush()
         content = self._sift(content, bool(calls))
         if self._held and (call := self._call()):

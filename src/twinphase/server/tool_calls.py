@@ -69,39 +69,28 @@ def join_deltas(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
     return calls
 
 
-class ToolCallParser:
-    """Divides the text of one answer into content and calls.
+class CallParser:
+    """Divides the text of one answer into content and calls; its subclasses know how they look.
 
     What comes out, joined, does not depend on how the text was cut into pieces. Whitespace beside
     calls is dropped.
+
+    Attributes:
+        new_id: makes the ids of calls.
+        is_beside_call: whether a call has come, and no content since.
     """
 
-    def __init__(self, format: ToolFormat, new_id: Callable[[], str] | None = None) -> None:
-        """`new_id` makes the ids of calls; random ones if None."""
-        self._format = format
-        self._end = format.close.strip()
-        # Mistral's templates take ids of nine letters and digits only.
-        self.new_id = new_id or (
-            lambda: secrets.token_hex(5)[:9] if format == MISTRAL else random_id()
-        )
+    # Takes in what it can of the text; says whether there is more to do.
+    _next: Callable[[], bool]
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self.new_id = new_id
+        self.is_beside_call = False
         self._text = ""  # not taken in yet
-        # Takes in what it can of the text; says whether there is more to do.
-        self._next: Callable[[], bool] = self._expect_call if format.bare else self._take_content
-        self._before_call: str | None = (
-            ""  # taken in since content ended; None once a call has come
-        )
-        self._brackets = Brackets()
-        self._scanned = 0
         self._num_calls = 0
         self._space = ""  # content if more content comes
-        self._beside_call = False
         self._content = ""
         self._deltas: list[ToolCallDelta] = []
-
-    @property
-    def is_beside_call(self) -> bool:
-        """Whether a call has come, and no content since."""
-        return self._beside_call
 
     def feed(self, text: str) -> tuple[str, list[ToolCallDelta]]:
         """Take the next piece of the answer; return new content, and a delta per call."""
@@ -111,6 +100,53 @@ class ToolCallParser:
         return self._take_new()
 
     def flush(self) -> tuple[str, list[ToolCallDelta]]:
+        """End the answer; return what was held back."""
+        raise NotImplementedError
+
+    def _take_new(self) -> tuple[str, list[ToolCallDelta]]:
+        new = self._content, self._deltas
+        self._content = ""
+        self._deltas = []
+        return new
+
+    def _begin_call(self, name: str, arguments: str = "") -> None:
+        self._space = ""
+        self.is_beside_call = True
+        self._deltas.append(ToolCallDelta(self._num_calls, self.new_id(), name, arguments))
+        self._num_calls += 1
+
+    def _add_content(self, text: str) -> None:
+        if self.is_beside_call:
+            text = text.lstrip()
+            self.is_beside_call = not text
+        text = self._space + text
+        content = text.rstrip()
+        self._content += content
+        self._space = text[len(content) :]
+
+
+class ToolCallParser(CallParser):
+    """Divides the text of one answer into content and calls.
+
+    What comes out, joined, does not depend on how the text was cut into pieces. Whitespace beside
+    calls is dropped.
+    """
+
+    def __init__(self, format: ToolFormat, new_id: Callable[[], str] | None = None) -> None:
+        """`new_id` makes the ids of calls; random ones if None."""
+        # Mistral's templates take ids of nine letters and digits only.
+        random = (lambda: secrets.token_hex(5)[:9]) if format == MISTRAL else random_id
+        super().__init__(new_id or random)
+        self._format = format
+        self._end = format.close.strip()
+        self._next: Callable[[], bool] = self._expect_call if format.bare else self._take_content
+        self._before_call: str | None = (
+            ""  # taken in since content ended; None once a call has come
+        )
+        self._brackets = Brackets()
+        self._scanned = 0
+
+    def flush(self) -> tuple[str, list[ToolCallDelta]]:
         """End the answer; return the held text: an unfinished call without arguments is content.
 
         After a whole call it is dropped: the answer was cut off where the next one began.
@@ -118,7 +154,7 @@ class ToolCallParser:
         if self._num_calls and self._next != self._take_content:
             self._text = ""
             self._before_call = None
-        if self._beside_call and self._format.begin.startswith(self._text.strip()):
+        if self.is_beside_call and self._format.begin.startswith(self._text.strip()):
             self._text = ""
         if self._next in (self._expect_call, self._take_call):
             self._stop_expecting()
@@ -126,12 +162,6 @@ class ToolCallParser:
             self._add_content(self._text)
             self._content += self._space
         return self._take_new()
-
-    def _take_new(self) -> tuple[str, list[ToolCallDelta]]:
-        new = self._content, self._deltas
-        self._content = ""
-        self._deltas = []
-        return new
 
     def _take_content(self) -> bool:
         begin = self._format.begin
@@ -211,12 +241,9 @@ class ToolCallParser:
             self._next = self._expect_call
         return bool(self._text)
 
-    def _begin_call(self, name: str) -> None:
-        self._space = ""
-        self._beside_call = True
+    def _begin_call(self, name: str, arguments: str = "") -> None:
+        super()._begin_call(name, arguments)
         self._before_call = None
-        self._deltas.append(ToolCallDelta(self._num_calls, self.new_id(), name, ""))
-        self._num_calls += 1
 
     def _add_arguments(self, text: str) -> None:
         index = self._num_calls - 1
@@ -226,15 +253,6 @@ class ToolCallParser:
             )
         elif text:
             self._deltas.append(ToolCallDelta(index, None, None, text))
-
-    def _add_content(self, text: str) -> None:
-        if self._beside_call:
-            text = text.lstrip()
-            self._beside_call = not text
-        text = self._space + text
-        content = text.rstrip()
-        self._content += content
-        self._space = text[len(content) :]
 
 
 class Brackets:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from twinphase.constraint import StructuredOutputsParams
-from twinphase.server.tool_calls import ToolCallDelta, random_id
+from twinphase.server.tool_calls import CallParser, ToolCallDelta, random_id
 from twinphase.server.tools import (
     CALL_JSON_STYLE,
     TOOL_NAME_PATTERN,
@@ -79,12 +79,8 @@ def call_grammar(
     return tool_grammar(tools, tool_choice, parallel_tool_calls, format, special_token, rules)
 
 
-class XmlCallParser:
-    """Divides the text of one answer into content and whole calls.
-
-    What comes out, joined, does not depend on how the text was cut into pieces. Whitespace beside
-    calls is dropped.
-    """
+class XmlCallParser(CallParser):
+    """Finds whole calls in tags."""
 
     def __init__(self, tools: Sequence[Tool], new_id: Callable[[], str] | None = None) -> None:
         """`tools` say which values are text; `new_id` makes the ids of calls."""
@@ -92,21 +88,8 @@ class XmlCallParser:
             tool["function"]["name"]: arguments_schema(tool["function"]).get("properties") or {}
             for tool in tools
         }
-        self.new_id = new_id or random_id
-        self._text = ""  # not taken in yet
+        super().__init__(new_id or random_id)
         self._next: Callable[[], bool] = self._take_content
-        self._space = ""  # content if more content comes
-        self._num_calls = 0
-        self.is_beside_call = False  # whether a call has come, and no content since
-        self._content = ""
-        self._deltas: list[ToolCallDelta] = []
-
-    def feed(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-        """Take the next piece of the answer; return new content, and a delta per call."""
-        self._text += text
-        while self._next():
-            pass
-        return self._take_new()
 
     def flush(self) -> tuple[str, list[ToolCallDelta]]:
         """End the answer; return the held text: an unfinished call is content.
@@ -124,12 +107,6 @@ class XmlCallParser:
             self._content += self._space
             self._space = ""
         return self._take_new()
-
-    def _take_new(self) -> tuple[str, list[ToolCallDelta]]:
-        new = self._content, self._deltas
-        self._content = ""
-        self._deltas = []
-        return new
 
     def _take_content(self) -> bool:
         at = self._text.find(_BEGIN)
@@ -157,10 +134,7 @@ class XmlCallParser:
             self._add_content(_BEGIN)
             self._next = self._take_content
             return True
-        self._space = ""
-        self._deltas.append(ToolCallDelta(self._num_calls, self.new_id(), *call))
-        self._num_calls += 1
-        self.is_beside_call = True
+        self._begin_call(*call)
         self._text = self._text[end + len(_FUNCTION_END) :]
         self._next = self._end_call
         return True
@@ -186,15 +160,6 @@ class XmlCallParser:
         wanted = self._properties.get(head[1], {})
         given = {name: _value(value, wanted.get(name)) for name, value in _PARAMETER.findall(text)}
         return head[1], json.dumps(given, ensure_ascii=False)
-
-    def _add_content(self, text: str) -> None:
-        if self.is_beside_call:
-            text = text.lstrip()
-            self.is_beside_call = not text
-        text = self._space + text
-        content = text.rstrip()
-        self._content += content
-        self._space = text[len(content) :]
 
 
 def _may_be_text(schema: Any) -> bool:

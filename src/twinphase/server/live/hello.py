@@ -12,7 +12,7 @@ from twinphase.engine.process.messages import EngineFacts
 from twinphase.engine.process.status import WorkerStatus
 from twinphase.phases.hardware import Ceilings, processor_name
 from twinphase.phases.work import ModelShape, kv_bytes_per_token
-from twinphase.server.live.events import FORMAT, VERSION
+from twinphase.server.live.events import FORMAT, VERSION, duration_ms
 from twinphase.server.live.lanes import Fields, Lanes
 
 
@@ -37,7 +37,7 @@ def hello(facts: EngineFacts, *, model: str, quantization: str, boot: str, origi
         "context": config.max_model_len,
         "seats": config.max_num_seqs,
         "block_size": config.block_size,
-        "itl_slo_ms": round(1e3 * slo, 3) if slo else None,
+        "itl_slo_ms": duration_ms(slo) if slo else None,
         "slo_chosen": pace is not None and pace.chosen,
         "ceilings": _ceilings(ceilings) if ceilings else None,
         "shape": _shape(facts.shape) if facts.shape else None,
