@@ -49,6 +49,10 @@ class Page:
     def text(self, selector: str) -> str:
         return self.value(f"document.querySelector({selector!r}).innerText")
 
+    def reads(self, selector: str, words: str) -> None:
+        """Wait until an element has these words."""
+        self.see(f"document.querySelector({selector!r})?.innerText.includes({words!r})")
+
     def click(self, selector: str) -> None:
         self.value(f"document.querySelector({selector!r}).click()")
 

@@ -106,11 +106,12 @@ def test_a_conversation_is_stopped_retried_edited_kept_and_forgotten(page_browse
     # What was written stays, with the ledger up to there.
     stopped = page.value("JSON.stringify(twinphase.chat.conversation.turns[0])")
     assert json.loads(stopped)["finish"] == "stopped"
-    assert "Where" in page.text(".why") and page.text(".answer")
+    page.reads(".why", "Where")
+    assert page.text(".answer")
     page.set(Maximum_tokens=5)
     page.click(".asked button:nth-child(2)")
     page.ends()
-    assert page.value("twinphase.chat.views.length") == 1
+    page.see("twinphase.chat.views.length == 1")
     page.click(".asked button")
     page_browser.call("Input.insertText", text=" world")
     page_browser.press("Enter", "\r")
@@ -131,7 +132,8 @@ def test_a_conversation_is_stopped_retried_edited_kept_and_forgotten(page_browse
     page.click(".past button")
     page.see("twinphase.chat.views.length == 2")
     assert page.value("document.querySelector('.answer').textContent") == written
-    assert "first token" in page.text(".side") and page.value("!!document.querySelector('.fall')")
+    page.reads(".side", "first token")
+    page.see("!!document.querySelector('.fall')")
     page.click("#history")
     page.see("[...document.querySelectorAll('#panel > button')].length == 1")
     page.click("#panel > button")
@@ -173,7 +175,7 @@ def test_the_time_line_is_driven_by_keys_and_says_what_it_shows(page_browser, pa
     page_browser.press("ArrowDown")
     lane = "twinphase.engineView.lane === twinphase.engine.recording.lanes"
     page.see(f"{lane}[0] && !document.getElementById('detail').hidden")
-    assert "first token after" in page.text("#say")
+    page.reads("#say", "first token after")
     page_browser.press("ArrowDown")
     page.see(f"{lane}[1]")
     page_browser.press("ArrowUp")
@@ -202,7 +204,7 @@ def test_the_time_line_is_driven_by_keys_and_says_what_it_shows(page_browser, pa
     assert page.value("twinphase.engineView.t === twinphase.engine.recording.end")
     # Below: the cache and the blocks at that moment, as the server counts them.
     assert " of 4,096 " not in page.text("#kv-says") and "free, of" in page.text("#kv-says")
-    assert "prompt tokens were cached" in page.text("#hits")
+    page.reads("#hits", "prompt tokens were cached")
     assert page_browser.complaints() == []
 
 
@@ -231,12 +233,12 @@ def test_each_state_of_the_server_is_seen(page_browser, start):
         # that it is not ready before the browser looks.
         with server.paused():
             page.open(ready="!document.getElementById('notice').hidden")
-            assert "The model is not ready" in page.text("#notice")
+            page.reads("#notice", "The model is not ready")
             page.set(Maximum_tokens=3)
             page.ask("hello")
         page.ends()
         assert page.value("twinphase.chat.views[0].turn.timings.predicted_n") == 3
-        assert page.value("document.getElementById('notice').hidden")
+        page.see("document.getElementById('notice').hidden")
         server.wait_until_ready()
 
         # Idle.
@@ -255,7 +257,7 @@ def test_each_state_of_the_server_is_seen(page_browser, start):
             page.see("twinphase.engine.recording.countsAt(twinphase.engine.now()).queued == 1")
             page.ask("hello")
             page.see("!twinphase.chat.views.at(-1).problem.hidden")
-            assert page.value("twinphase.chat.views.at(-1).turn.error.retryAfter") > 0
+            page.see("twinphase.chat.views.at(-1).turn.error?.retryAfter > 0")
             assert page.text(".problem:not([hidden]) button").startswith("Ask again")
             for one in running:
                 one.close()
@@ -273,12 +275,12 @@ def test_each_state_of_the_server_is_seen(page_browser, start):
         os.kill(server.engine_pid(), 9)
         page.see("twinphase.engine.recording.marks.at(-1).text == 'restarted'")
         page.ends()
-        assert page.value("twinphase.chat.views.at(-1).turn.error !== undefined")
-        assert page.value("twinphase.engine.recording.lanes.every((one) => one.end < Infinity)")
+        page.see("twinphase.chat.views.at(-1).turn.error !== undefined")
+        page.see("twinphase.engine.recording.lanes.every((one) => one.end < Infinity)")
         page.set(Maximum_tokens=3)
         page.ask("hello")
         page.see("twinphase.chat.views.at(-1).turn.timings?.predicted_n == 3")
-        assert page.value(
+        page.see(
             "twinphase.engine.recording.lanes.at(-1).at > twinphase.engine.recording"
             ".marks.at(-1).at"
         )
@@ -329,5 +331,5 @@ def test_five_lessons_run_on_the_servers_own_model(page_browser, page, served):
     other.start()
     page.see("twinphase.engine.recording.lanes.some((one) => one.end === Infinity)")
     page.click("#lessons button")
-    assert "1 request of others is being served" in page.text(".found")
+    page.reads(".found", "1 request of others is being served")
     other.join()
