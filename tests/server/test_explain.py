@@ -63,7 +63,7 @@ def test_the_timeline_and_the_explanation_have_everything(server):
             near["bound"] == found["bounds"][phase] != "unknown"
             and near["mfu"] > 0
             and near["mbu"] > 0
-        )
+        ), (phase, found["efficiency"], found["bounds"])
     assert (
         found["alone"]["seconds"] > 0 and found["error"]["steps"] > 0 and found["formulas"]["MFU"]
     )
