@@ -1,4 +1,4 @@
-"""Certificates of an authority that nobody else has, as files in PEM form."""
+"""Certificates of an authority made for one test, as PEM files."""
 
 from __future__ import annotations
 

@@ -308,8 +308,8 @@ async def endure(servers: list[Watched], args: argparse.Namespace) -> Counter[st
             killer.cancel()
         whole["rounds idle"] += await rest(servers, begin)
         whole["rounds"] += 1
-        told = {one.name: dict(one.outcomes) for one in servers}
-        print(f"round {number + 1} of {rounds}: {told}", file=sys.stderr, flush=True)
+        outcomes = {one.name: dict(one.outcomes) for one in servers}
+        print(f"round {number + 1} of {rounds}: {outcomes}", file=sys.stderr, flush=True)
     watcher.cancel()
     return whole
 

@@ -211,30 +211,30 @@ class Counting:
 
 
 def run(model, *messages):
-    told = []
-    loop = EmbeddingLoop(model, told.append)
+    sent = []
+    loop = EmbeddingLoop(model, sent.append)
     for message in messages:
         loop._take(message)
     while loop._lines:
         loop._pass()
-    return told
+    return sent
 
 
 def test_tenants_take_turns_in_a_pass_and_by_weight():
     """One text of a tenant does not wait for a thousand of another."""
     model = Counting()
     flood = [Embed(number, [[1]] * 64, "a") for number in range(16)]
-    told = run(model, *flood, Embed(99, [[2]], "b"), Embed(100, [[3]] * 8, "c", weight=2.0))
-    assert told[0] == Embedded(99, [np.float32(2).tobytes()])
-    assert [one.number for one in told[1:]] == [100, *range(16)]
+    sent = run(model, *flood, Embed(99, [[2]], "b"), Embed(100, [[3]] * 8, "c", weight=2.0))
+    assert sent[0] == Embedded(99, [np.float32(2).tobytes()])
+    assert [one.number for one in sent[1:]] == [100, *range(16)]
     assert (2,) in model.passes[0] and max(map(len, model.passes)) == 4
     shared = [text for texts in model.passes[:4] for text in texts]
     assert shared.count((3,)) == 8
 
 
 def test_a_text_that_fails_costs_its_own_message_only():
-    told = run(Counting(), Embed(1, [[5]], "a"), Embed(2, [[13], [6]], "b"), Embed(3, [[7]], "c"))
-    kinds = {(type(one).__name__, getattr(one, "number", None)) for one in told}
+    sent = run(Counting(), Embed(1, [[5]], "a"), Embed(2, [[13], [6]], "b"), Embed(3, [[7]], "c"))
+    kinds = {(type(one).__name__, getattr(one, "number", None)) for one in sent}
     assert kinds == {("Embedded", 1), ("Embedded", 3), ("Refused", None)}
 
 
@@ -248,9 +248,9 @@ def test_a_loop_that_can_embed_no_more_ends_so_that_another_is_started():
         def embed(self, texts):
             raise EngineDeadError("Rank 1 of 2 was killed by signal 9.", "Load the model again.")
 
-    told = []
-    loop = EmbeddingLoop(Dead(), told.append)
+    sent = []
+    loop = EmbeddingLoop(Dead(), sent.append)
     loop.put(Embed(1, [[5]]))
     with pytest.raises(EngineDeadError, match="Rank 1 of 2"):
         loop.run()
-    assert not told
+    assert not sent
