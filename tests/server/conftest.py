@@ -31,10 +31,16 @@ def tiny_path(tmp_path_factory):
 def start(tmp_path_factory, tiny_path):
     """Starts a server of the tiny model, or another, with flags; used in a `with` block."""
 
-    def run(*flags, model=tiny_path, **options):
-        return RunningServer(model, tmp_path_factory.mktemp("server") / "log", *flags, **options)
+    cache = tmp_path_factory.mktemp("cache")
 
-    with own_cache(tmp_path_factory.mktemp("cache")):
+    def run(*flags, model=tiny_path, **options):
+        # Tests of other folders, run in between by the same process, may have set another cache.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TWINPHASE_CACHE", str(cache))
+            log = tmp_path_factory.mktemp("server") / "log"
+            return RunningServer(model, log, *flags, **options)
+
+    with own_cache(cache):
         # With known ceilings no idle server measures during a test, and answers have MFU and MBU.
         device = device_of(EngineConfig())
         rates = ((1 << 20, 1e11), (1 << 30, 3e10)), 1e12, 2e11, 5e11

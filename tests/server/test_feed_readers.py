@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +17,13 @@ from twinphase.engine.process.messages import (
     StepView,
 )
 from twinphase.errors import EngineUnavailableError, OverloadedError
-from twinphase.outcome import MissReason, PrefixMiss
-from twinphase.phases.record import RequestRecord
+from twinphase.outcome import FinishReason, MissReason, PrefixMiss
+from twinphase.phases.record import RequestRecord, RequestState
 from twinphase.server.config import ServerConfig
 from twinphase.server.live import feed as feed_module
+from twinphase.server.live.events import Clock
 from twinphase.server.live.feed import Feed
+from twinphase.server.live.lanes import Lanes
 from twinphase.server.live.view import MAX_WAITING_BYTES, OTHERS
 
 
@@ -277,3 +280,26 @@ def test_other_tenants_are_load_without_names(others):
         assert len(mine) == 2 and "secret-alice" not in mine
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("leaves", ["before the engine's last report", "after it"])
+def test_an_answer_that_its_client_leaves_has_timings_in_either_order(leaves):
+    engine = Engine()
+    record = engine.records["a"] = RequestRecord.arrived("a", 0.0)
+    record.tokenized(5, 0.0)
+    taken = []
+    choice = SimpleNamespace(
+        record=record, stream=SimpleNamespace(transcript=SimpleNamespace(take=taken.append))
+    )
+    lanes = Lanes(Clock(0.0), engine, lambda *_: {}, lambda choice: {"reports": len(taken)})
+    lanes.begin([], 0.0)
+    ended = replace(record, state=RequestState.ENDED, finish_reason=FinishReason.ABORT)
+    report = StepUpdates([RequestUpdate("a", [], 5, 0, ended=ended)], None, None)
+    if leaves == "after it":
+        lanes.take(report, 1.0, None)
+        lanes.finish(choice)
+    else:
+        lanes.finish(choice)
+        lanes.take(report, 1.0, None)
+    end, timings = [fields for _, fields in lanes.changes.after]
+    assert end["finish"] == "abort" and timings == {"timings": {"reports": 1}}

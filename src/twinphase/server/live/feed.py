@@ -29,7 +29,7 @@ from twinphase.server.config import ServerConfig
 from twinphase.server.live import hello as greeting
 from twinphase.server.live.eta import first_tokens
 from twinphase.server.live.events import Clock, duration_ms
-from twinphase.server.live.lanes import Changes, Fields, Finished, Lanes, private_miss
+from twinphase.server.live.lanes import Changes, Fields, Lanes, private_miss
 from twinphase.server.live.view import RING_SECONDS, Event, View
 from twinphase.server.observe import Timelines, timings
 
@@ -79,7 +79,7 @@ class Feed:
         self._unix_ms = 1e3 * time.time()
         self._boot = secrets.token_hex(4)
         self._inbox: deque[
-            tuple[float, FromEngine | EngineDeadError | Finished, RequestRecord | None]
+            tuple[float, FromEngine | EngineDeadError | Choice, RequestRecord | None]
         ] = deque()
         self._lanes: Lanes | None = None
         self._woken = asyncio.Event()
@@ -129,8 +129,7 @@ class Feed:
     def finished(self, choice: Choice) -> None:
         """An answer was handed over, or its client has left."""
         if self._lanes is not None:
-            found = self.timings_of(choice) if choice.record.has_ended else None
-            self._inbox.append((perf_counter(), Finished(choice, found), None))
+            self._inbox.append((perf_counter(), choice, None))
             self._wake()
 
     def timings_of(self, choice: Choice) -> Fields:
@@ -183,7 +182,7 @@ class Feed:
             return
         while self._inbox:
             moment, message, record = self._inbox.popleft()
-            if isinstance(message, Finished):
+            if isinstance(message, Choice):
                 lanes.finish(message)
             elif isinstance(message, EngineDeadError):
                 self._is_dead = True

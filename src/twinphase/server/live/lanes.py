@@ -41,14 +41,6 @@ class Requests(Protocol):
 
 
 @dataclass
-class Finished:
-    """An answer was handed over with these `timings`; without any, its client has left."""
-
-    choice: Choice
-    timings: Fields | None
-
-
-@dataclass
 class Lane:
     """A request.
 
@@ -57,7 +49,7 @@ class Lane:
         state: as in docs/feed.md.
         done: prompt tokens in the KV cache; `output` new tokens.
         started: when it was let in, seconds; None while it waits.
-        choice: its answer, once its client has left.
+        choice: its answer, once it was handed over or its client has left.
         is_missed: a check did not find it among the unfinished ones.
         numbers: its number by tenant of the readers.
     """
@@ -204,8 +196,8 @@ class Lanes:
         self._requests = requests
         self._part_of = part_of
         self._timings = timings
-        # Those that wait for their answer's `timings`.
-        self._ended_lanes: OrderedDict[str, Lane] = OrderedDict()
+        # Those that wait for their answer's `timings`, with the last report of each.
+        self._ended_lanes: OrderedDict[str, tuple[Lane, RequestUpdate]] = OrderedDict()
         self._slo: float | None = None
 
     def begin(self, names: list[str], moment: float) -> None:
@@ -247,13 +239,13 @@ class Lanes:
         elif isinstance(message, Refused) and message.about in self.lanes:
             self._end(self.lanes[str(message.about)], moment, "error")
 
-    def finish(self, finished: Finished) -> None:
-        request_id = finished.choice.record.request_id
-        lane = self._ended_lanes.pop(request_id, None)
-        if lane is not None and finished.timings is not None:
-            self.change(lane, {"timings": finished.timings}, after=True)
+    def finish(self, choice: Choice) -> None:
+        """An answer was handed over, or its client has left."""
+        request_id = choice.record.request_id
+        if (ended := self._ended_lanes.pop(request_id, None)) is not None:
+            self._time(*ended, choice)
         elif request_id in self.lanes:
-            self.lanes[request_id].choice = finished.choice
+            self.lanes[request_id].choice = choice
 
     def lose_all(self, moment: float) -> None:
         """The engine has died, with all its requests."""
@@ -372,13 +364,18 @@ class Lanes:
             self.misses[miss.reason.value] += 1
         reason = record.finish_reason
         self._end(lane, record.timeline.end, reason.value if reason is not None else None)
-        if lane.choice is None:
-            self._ended_lanes[lane.request_id] = lane
-            if len(self._ended_lanes) > MAX_ENDED_LANES:
-                self._ended_lanes.popitem(last=False)
-        else:
-            lane.choice.stream.transcript.take(update)
-            self.change(lane, {"timings": self._timings(lane.choice)}, after=True)
+        if lane.choice is not None:
+            self._time(lane, update, lane.choice)
+            return
+        self._ended_lanes[lane.request_id] = lane, update
+        if len(self._ended_lanes) > MAX_ENDED_LANES:
+            self._ended_lanes.popitem(last=False)
+
+    def _time(self, lane: Lane, update: RequestUpdate, choice: Choice) -> None:
+        """Report the timings of an ended lane."""
+        if not choice.record.has_ended:  # Its client had left: nobody took the last report.
+            choice.stream.transcript.take(update)
+        self.change(lane, {"timings": self._timings(choice)}, after=True)
 
     def _end(self, lane: Lane, moment: float, finish: str | None) -> None:
         lane.state = "ended"
