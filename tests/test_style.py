@@ -59,12 +59,12 @@ BUDGET: dict[str, int] = {
     "twinphase/phases": 11_500,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
-    "twinphase/server": 65_900,
+    "twinphase/server": 66_900,
     "twinphase/speculation": 12_500,
     "twinphase/tokenizer": 17_400,
     "twinphase/weights": 23_100,
     "twinphase/workload": 2_000,
-    "twinphase_bench": 63_000,
+    "twinphase_bench": 61_000,
 }
 MAX_TOKENS = {"src": 441_500, "tests": 361_000, "benchmarks": 27_500}
 
