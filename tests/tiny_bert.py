@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,33 @@ FLAGS = {
 }
 
 
+SIZES = {
+    "vocab_size": 200,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 80,
+    "max_position_embeddings": 64,
+}
+
+
 def make_bert(**config: Any) -> Any:
     """A BertModel whose norms and biases are random too, so that nothing is neutral."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 200, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-    sizes |= {"intermediate_size": 80, "max_position_embeddings": 64}
-    model = transformers.BertModel(
-        transformers.BertConfig(**(sizes | config)), add_pooling_layer=False
-    ).eval()
+    return _random(
+        transformers.BertModel(transformers.BertConfig(**(SIZES | config)), add_pooling_layer=False)
+    )
+
+
+def make_reranker(num_labels: int = 1, **config: Any) -> Any:
+    """A cross-encoder: BERT with a pooler and a head."""
+    torch.manual_seed(0)
+    settings = transformers.BertConfig(**(SIZES | config), num_labels=num_labels)
+    return _random(transformers.BertForSequenceClassification(settings))
+
+
+def _random(model: Any) -> Any:
+    model = model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -51,7 +71,9 @@ def save_bert(model: Any, folder: Path, pooling: str | None = None) -> Path:
     return folder
 
 
-def write_bert_gguf(folder: Path, path: Path, pooling: int = 1) -> Path:
+def write_bert_gguf(
+    folder: Path, path: Path, pooling: int = 1, without: Collection[str] = ()
+) -> Path:
     """The same weights as convert_hf_to_gguf.py writes them: linear layers F16, the rest F32."""
     checkpoint = open_model(folder)
     config = checkpoint.config
@@ -67,6 +89,8 @@ def write_bert_gguf(folder: Path, path: Path, pooling: int = 1) -> Path:
     writer.add_pooling_type(gguf.PoolingType(pooling))
     _add_vocabulary(writer, folder)
     for name, info in checkpoint.tensors.items():
+        if name in without:
+            continue
         values = checkpoint.raw(name).view(np.float32).reshape(info.shape)
         dtype = np.float16 if name.startswith("blk.") and len(info.shape) == 2 else np.float32
         writer.add_tensor(name, np.ascontiguousarray(values.astype(dtype)))

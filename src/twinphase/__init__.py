@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from twinphase.progress import Progress, live
     from twinphase.request import SamplingParams
     from twinphase.server.event_stream import read_events
+    from twinphase.server.live.recorder import Recorder
     from twinphase.terminal import Bar, answers, note
     from twinphase.workload.distributions import (
         Arrivals,
@@ -65,6 +66,7 @@ __all__ = [
     "Options",
     "Paced",
     "Progress",
+    "Recorder",
     "RequestOutput",
     "ResultError",
     "SamplingParams",
@@ -121,6 +123,7 @@ _HOME = {
     "Options": "twinphase.arguments",
     "Paced": "twinphase.workload.distributions",
     "Progress": "twinphase.progress",
+    "Recorder": "twinphase.server.live.recorder",
     "RequestOutput": "twinphase.engine.frontends.outputs",
     "ResultError": "twinphase.errors",
     "SamplingParams": "twinphase.request",

@@ -125,11 +125,13 @@ def gguf_facts(metadata: Mapping[str, Any], backend: tokenizers.Tokenizer) -> To
     if set(_HARMONY) <= set(ends):
         ends.remove("<|end|>")
     end_ids = [*(ids[kind] for kind in ("eos", "eot", "eom")), *map(backend.token_to_id, ends)]
+    middle = None
     named = {"bos": bos, "eos": eos, "unk": ids["unknown"], "pad": ids["padding"]}
     if spelling is Spelling.WORDPIECE:
         begin = bos if bos is not None else ids["cls"]
         prefix = begin if begin is not None else backend.token_to_id("[CLS]")
         suffix = ids["seperator"] if ids["seperator"] is not None else backend.token_to_id("[SEP]")
+        middle = suffix
     else:
         adds_bos = spelling is Spelling.SENTENCEPIECE or _pre_tokenizer(metadata).add_bos
         prefix = bos if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None
@@ -150,6 +152,7 @@ def gguf_facts(metadata: Mapping[str, Any], backend: tokenizers.Tokenizer) -> To
         end_token_ids=frozenset(i for i in end_ids if i is not None),
         prefix=() if prefix is None else (prefix,),
         suffix=() if suffix is None else (suffix,),
+        middle=() if middle is None else (middle,),
         strips_leading_space=bool(space_prefix) or spelling is Spelling.WORDPIECE,
     )
 

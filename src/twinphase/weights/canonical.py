@@ -19,7 +19,11 @@ _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.": "",
     "bert.": "",
+    "roberta.": "",
 }
+# The two halves of BERT's cross-encoder head, by the names that RoBERTa has for them. The first is
+# the pooler, which a model without such a head does not use.
+_HEAD = {"pooler.dense": "classifier.dense", "classifier": "classifier.out_proj"}
 # Depthwise convolutions, whose second dimension is 1 in a folder; GGUF has none.
 _CONVOLUTIONS = ("shortconv.conv.weight", "ssm_conv1d.weight")
 _OTHER_MODALITIES = re.compile(
@@ -80,6 +84,9 @@ def canonical_tensors(
     found: dict[str, Source] = {}
     for name, source in sources.items():
         plain = _without_prefix(name)
+        if "classifier.weight" in sources:
+            layer, dot, kind = plain.rpartition(".")
+            plain = _HEAD.get(layer, layer) + dot + kind
         if (
             _OTHER_MODALITIES.match(name)
             or _NOT_WEIGHTS.fullmatch(plain)
