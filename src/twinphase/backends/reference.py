@@ -445,7 +445,7 @@ def _route(logits: F32, experts: Experts, choice_bias: F32 | None) -> tuple[NDAr
     p: F32
     order: NDArray[np.int64]
     if experts.scores == "sigmoid":
-        p = np.float32(1) / (1 + np.exp(-logits))
+        p = (1 / (1 + np.exp(-logits))).astype(np.float32)
         rank = p if choice_bias is None else p + choice_bias
     else:
         p = np.exp(logits - logits.max(axis=1, keepdims=True))
