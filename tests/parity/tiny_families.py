@@ -244,6 +244,12 @@ def make_model(name: str) -> Any:
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, f"{class_name}ForCausalLM")(config).float().eval()
+    randomize(model)
+    return model
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Every parameter, norms, biases and sinks included."""
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.ndim == 1:
@@ -255,7 +261,6 @@ def make_model(name: str) -> Any:
         for key, buffer in model.named_buffers():
             if key.endswith("expert_bias"):
                 buffer += 0.2 * torch.randn_like(buffer)
-    return model
 
 
 def logits_of(model: Any, tokens: list[int]) -> Any:

@@ -73,6 +73,7 @@ def model_facts(name: str, ranks: int = 1) -> dict[str, Any]:
             "window": next((window for window in b.windows if window), None),
             "windowed_layers": sum(window is not None for window in b.windows),
             "recurrent_layers": len(b.recurrent_layers),
+            "draft_layers": b.draft_layers,
         },
         "state_bytes": b.state_bytes(),
         "kv_cache": _kv_cache(b),

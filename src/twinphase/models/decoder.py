@@ -70,7 +70,8 @@ class Decoder:
 
     Attributes:
         kept: layers whose inputs the backend keeps (`Backend.kept`), ascending; `num_layers` stands
-            for the input of the head. Set before the first step.
+            for the input of the head, and `num_layers` + 1 for what it would be in all rows. Set
+            before the first step.
     """
 
     kept: tuple[int, ...] = ()
@@ -103,7 +104,7 @@ class Decoder:
         self.layers: list[Layer] = []
         for i in range(blueprint.num_layers):
             progress(i, blueprint.num_layers)
-            self.layers.append(_load_layer(checkpoint, blueprint, backend, i))
+            self.layers.append(load_layer(checkpoint, blueprint, backend, i))
         # A layer's place among those that cache KV, or among those that keep a state.
         recurrent = [i in blueprint.recurrent_layers for i in range(blueprint.num_layers)]
         self.places = [recurrent[:i].count(kind) for i, kind in enumerate(recurrent)]
@@ -126,13 +127,14 @@ class Decoder:
     def hidden(self, backend: Operations) -> Array:
         """The last hidden state after the final norm, [num_logits, hidden_size]."""
         blueprint = self.blueprint
-        x = backend.embed(self.embedding, blueprint.embedding_scale)  # [num_tokens, hidden_size]
+        all_rows = blueprint.num_layers + 1 in self.kept
+        x = self.first_rows(backend)
         for index, layer in enumerate(self.layers):
             if index in self.kept:
                 backend.keep(x)
             h = self._mix(backend, x, index, layer)
             h = backend.gather(h, blueprint.span("heads"))
-            if index == blueprint.num_layers - 1:
+            if index == blueprint.num_layers - 1 and not all_rows:
                 # After the last layer's attention or recurrence rows are independent: compute only
                 # those whose logits are wanted.
                 h = backend.logit_rows(h)
@@ -140,9 +142,16 @@ class Decoder:
             x = self._add(backend, x, h, layer.output, layer.output_bias, layer.attn_post_norm)
             x = self._feed_forward(backend, x, index, layer)
         x = backend.rms_norm(x, self.norm, blueprint.norm_eps)
-        if blueprint.num_layers in self.kept:
+        if all_rows:
+            backend.keep(x)
+            x = backend.logit_rows(x)
+        elif blueprint.num_layers in self.kept:
             backend.keep(x)
         return x
+
+    def first_rows(self, backend: Operations) -> Array:
+        """The input of the first layer, [num_tokens, hidden_size]."""
+        return backend.embed(self.embedding, self.blueprint.embedding_scale)
 
     def _mix(self, backend: Operations, x: Array, index: int, layer: Layer) -> Array:
         """What attention, or the recurrence in its place, makes of the rows of each sequence."""
@@ -213,9 +222,10 @@ class Decoder:
         return x if weight is None else backend.rms_norm(x, weight, self.blueprint.norm_eps)
 
 
-def _load_layer(
+def load_layer(
     checkpoint: Checkpoint, blueprint: Blueprint, backend: WeightLoader, index: int
 ) -> Layer:
+    """The weights of layer `index`."""
     prefix = f"blk.{index}."
     expected = layer_tensors(blueprint, index)
     recurrent = index in blueprint.recurrent_layers
