@@ -45,7 +45,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 27_500,
-    "tests": 361_000,
+    "tests": 362_500,
     "twinphase": 16_800,
     "twinphase/backends": 93_000,
     "twinphase/cache": 5_900,
@@ -61,12 +61,12 @@ BUDGET: dict[str, int] = {
     "twinphase/scheduler": 6_000,
     "twinphase/server": 66_900,
     "twinphase/speculation": 12_500,
-    "twinphase/tokenizer": 17_400,
+    "twinphase/tokenizer": 17_700,
     "twinphase/weights": 23_100,
     "twinphase/workload": 2_000,
     "twinphase_bench": 61_000,
 }
-MAX_TOKENS = {"src": 441_500, "tests": 361_000, "benchmarks": 27_500}
+MAX_TOKENS = {"src": 442_500, "tests": 362_500, "benchmarks": 27_500}
 
 SKIPPED = {
     tokenize.COMMENT,

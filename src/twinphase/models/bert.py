@@ -19,8 +19,8 @@ from twinphase.models.tensors import check_tensors
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.safetensors_header import strict_json
 
-# The model type of config.json, and GGUF's name.
-HF = {"bert": "bert"}
+# The model types of config.json, and GGUF's name.
+HF = {"bert": "bert", "roberta": "bert", "xlm-roberta": "bert"}
 GELU = ("gelu", "gelu_python")
 # llama.cpp's enum llama_pooling_type, and sentence-transformers' flags in 1_Pooling/config.json.
 # 0 means that the model leaves the choice to its user; 4, rank, shows by the head.
@@ -38,7 +38,9 @@ class BertShape:
     """What differs between BERT models.
 
     Attributes:
-        max_positions: rows of the position table, which is the longest text in tokens.
+        max_positions: tokens of the longest text.
+        first_position: rows of the position table before that of a text's first token: RoBERTa's
+            padding, which a GGUF file leaves out.
         token_types: rows of the table; the second text of a pair is of type 1, if there is one,
             all else of type 0.
         pooling: "mean", "cls" or "last", as the model was trained; "rank" of a cross-encoder.
@@ -50,6 +52,7 @@ class BertShape:
     ffn_size: int
     vocab_size: int
     max_positions: int
+    first_position: int
     token_types: int
     norm_eps: float
     pooling: str
@@ -107,13 +110,17 @@ def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
             f"{config.name} is a BERT that was made a decoder.", "Use an encoder."
         )
     types = checkpoint.tensors.get("token_types.weight")
+    padded = fields.get("model_type") in ("roberta", "xlm-roberta")
+    first_position = config.integer("pad_token_id", 1, least=0) + 1 if padded else 0
     shape = BertShape(
         hidden_size=config.integer("hidden_size"),
         num_layers=config.integer("num_hidden_layers"),
         num_heads=config.integer("num_attention_heads"),
         ffn_size=config.integer("intermediate_size"),
         vocab_size=config.integer("vocab_size"),
-        max_positions=config.integer("max_position_embeddings"),
+        max_positions=config.integer("max_position_embeddings", least=first_position + 1)
+        - first_position,
+        first_position=first_position,
         token_types=types.shape[0] if types is not None and len(types.shape) == 2 else 2,
         norm_eps=config.real("layer_norm_eps", 1e-12),
         pooling=_pooling(checkpoint, config),
@@ -177,7 +184,7 @@ def _tensors(shape: BertShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden = shape.hidden_size
     ffn = shape.ffn_size
     yield "token_embd.weight", (shape.vocab_size, hidden)
-    yield "position_embd.weight", (shape.max_positions, hidden)
+    yield "position_embd.weight", (shape.first_position + shape.max_positions, hidden)
     yield "token_types.weight", (shape.token_types, hidden)
     norms = ["token_embd_norm"]
     for i in range(shape.num_layers):
@@ -229,7 +236,8 @@ class Bert:
                 for at in range(length)
             ] + padding
         token_ids = [token_id for text in texts for token_id in text] + padding
-        positions = [at for length in lengths for at in range(length)] + padding
+        first = self.shape.first_position
+        positions = [first + at for length in lengths for at in range(length)] + padding
         x = backend.rows(weights["token_embd.weight"], token_ids)  # [rows, hidden_size]
         x = backend.add(x, backend.rows(weights["token_types.weight"], types))
         x = backend.add(x, backend.rows(weights["position_embd.weight"], positions))
