@@ -47,7 +47,7 @@ BUDGET: dict[str, int] = {
     "benchmarks": 27_500,
     "tests": 362_500,
     "twinphase": 16_800,
-    "twinphase/backends": 93_000,
+    "twinphase/backends": 94_000,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -55,7 +55,7 @@ BUDGET: dict[str, int] = {
     "twinphase/engine": 38_700,
     "twinphase/estimate": 4_600,
     "twinphase/explain": 11_000,
-    "twinphase/models": 14_000,
+    "twinphase/models": 14_600,
     "twinphase/phases": 11_500,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
@@ -66,7 +66,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 61_000,
 }
-MAX_TOKENS = {"src": 442_500, "tests": 362_500, "benchmarks": 27_500}
+MAX_TOKENS = {"src": 445_000, "tests": 362_500, "benchmarks": 27_500}
 
 SKIPPED = {
     tokenize.COMMENT,

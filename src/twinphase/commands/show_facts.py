@@ -65,7 +65,11 @@ def model_facts(name: str, ranks: int = 1) -> dict[str, Any]:
             },
             "experts": None
             if b.experts is None
-            else {"count": b.experts.count, "used": b.experts.used},
+            else {
+                **{field: getattr(b.experts, field) for field in ("count", "used", "ffn_size")},
+                "shared": int(b.experts.shared_size > 0),
+                "dense_layers": b.dense_layers,
+            },
             "window": next((window for window in b.windows if window), None),
             "windowed_layers": sum(window is not None for window in b.windows),
             "recurrent_layers": len(b.recurrent_layers),

@@ -49,10 +49,13 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{layers['num_layers']}, {layers['hidden_size']:,} wide; feed-forward "
         f"{layers['ffn_size']:,}",
     )
-    if layers["experts"]:
+    if experts := layers["experts"]:
+        first = f" but the first {experts['dense_layers']}" if experts["dense_layers"] else ""
+        shared = ", and one that every token uses" if experts["shared"] else ""
         yield (
             "experts",
-            f"{layers['experts']['count']} in each layer, {layers['experts']['used']} per token",
+            f"{experts['count']} of {experts['ffn_size']:,} in each layer{first}, "
+            f"{experts['used']} per token{shared}",
         )
     yield (
         "heads",
