@@ -18,12 +18,14 @@ from twinphase.sampling import sampler
 
 pytestmark = pytest.mark.timeout(900)
 
+DELTAS = {"layers": 4, "deltas": (0, 1, 3), "heads": 2, "kv_heads": 1}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "windowed": {"window": 40},
     "mixture": {"experts": (6, 2)},
     "convolutions": {"layers": 4, "convolutions": (0, 1, 3)},
-    "deltas": {"layers": 4, "deltas": (0, 1, 3), "heads": 2, "kv_heads": 1},
+    "deltas": DELTAS,
+    "deltas-and-experts": {**DELTAS, "experts": (6, 2)},
 }
 QUICK = {
     "compared": 50,
@@ -80,6 +82,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
         (40, "dense", QUICK),
         (30, "convolutions", HYBRID),
         (30, "deltas", HYBRID),
+        (20, "deltas-and-experts", HYBRID),
         pytest.param(100, "convolutions", LONG_HYBRID, marks=pytest.mark.slow),
         pytest.param(100, "deltas", LONG_HYBRID, marks=pytest.mark.slow),
         pytest.param(100, "dense", LONG, marks=pytest.mark.slow),

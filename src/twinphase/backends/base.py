@@ -311,13 +311,16 @@ class Operations(RecurrentOperations, Protocol):
         experts: Experts,
         *,
         router_bias: Array | None = None,
+        choice_bias: Array | None = None,
         gate_up_bias: Array | None = None,
         down_bias: Array | None = None,
     ) -> Array:
         """The weighted sum of each row's chosen experts, in the order of their rank; shaped as x.
 
         The `experts.used` largest of the router's logits are chosen, the smaller number of two
-        equal ones.
+        equal ones; with `experts.scores` "sigmoid" the largest of their sigmoids, each plus its
+        `choice_bias` [experts] where there is one. Sums that weights are divided by are then 1e-6
+        larger, as in LFM2.
         """
 
     def logit_rows(self, x: Array) -> Array:
@@ -460,6 +463,9 @@ class EncoderBackend(Protocol):
 
     def gelu(self, x: Array) -> Array:
         """x * (1 + erf(x / sqrt(2))) / 2 (Hendrycks and Gimpel, 2016); may overwrite x."""
+
+    def tanh(self, x: Array) -> Array:
+        """Elementwise; may overwrite x."""
 
     def attention(
         self, q: Array, k: Array, v: Array, num_heads: int, lengths: Sequence[int]

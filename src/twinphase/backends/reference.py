@@ -6,13 +6,13 @@ order stands between it and a textbook implementation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.base import Forward, KVCacheSpec, MeasuredRates, StepInputs, Units
+from twinphase.backends.base import Forward, KVCacheSpec, StepInputs
 from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import query_scales, rope_tables
@@ -406,16 +406,13 @@ class ReferenceBackend:
         experts: Experts,
         *,
         router_bias: F32 | None = None,
+        choice_bias: F32 | None = None,
         gate_up_bias: F32 | None = None,
         down_bias: F32 | None = None,
     ) -> F32:
         """Each row through its chosen experts; results are added in the order of their rank."""
         logits = self.linear(x, router, bias=router_bias)
-        order = np.argsort(-logits, axis=1, kind="stable")[:, : experts.used]
-        p = np.exp(logits - logits.max(axis=1, keepdims=True))
-        p = np.take_along_axis(p / p.sum(axis=1, keepdims=True), order, axis=1)
-        if experts.renormalize:
-            p = p / p.sum(axis=1, keepdims=True)
+        order, p = _route(logits, experts, choice_bias)
         results = np.empty((*order.shape, down.shape[1]), np.float32)
         for expert in np.unique(order).tolist():
             rows, rank = np.nonzero(order == expert)
@@ -428,6 +425,11 @@ class ReferenceBackend:
             out += p[:, k, None] * results[:, k]
         return out
 
+    def add_gated(self, x: F32, h: F32, y: F32, weight: F32) -> F32:
+        """x + sigmoid(y . weight) * h."""
+        out: F32 = x + h / (1 + np.exp(-(y @ weight.reshape(-1, 1))))
+        return out
+
     def logit_rows(self, x: F32) -> F32:
         """The wanted rows."""
         return x[self.inputs.logit_rows]
@@ -436,6 +438,24 @@ class ReferenceBackend:
         """Scaled, then capped."""
         logits = logits * np.float32(scale)
         return logits if softcap is None else _softcap(logits, softcap)
+
+
+def _route(logits: F32, experts: Experts, choice_bias: F32 | None) -> tuple[NDArray[np.int64], F32]:
+    """The numbers of each row's chosen experts, the best first, and their weights."""
+    p: F32
+    order: NDArray[np.int64]
+    if experts.scores == "sigmoid":
+        p = (1 / (1 + np.exp(-logits))).astype(np.float32)
+        rank = p if choice_bias is None else p + choice_bias
+    else:
+        p = np.exp(logits - logits.max(axis=1, keepdims=True))
+        p = p / p.sum(axis=1, keepdims=True)
+        rank = logits
+    order = np.argsort(-rank, axis=1, kind="stable")[:, : experts.used]
+    p = np.take_along_axis(p, order, axis=1)
+    if experts.renormalize:
+        p = p / (p.sum(axis=1, keepdims=True) + np.float32(1e-6 * (experts.scores == "sigmoid")))
+    return order, p * np.float32(experts.scale)
 
 
 def _unit(x: F32) -> F32:
@@ -462,28 +482,3 @@ def _product_in_blocks(x: F32, weight: F32) -> F32:
 def _softcap(x: F32, cap: float) -> F32:
     out: F32 = np.float32(cap) * np.tanh(x / np.float32(cap))
     return out
-
-
-class ReferenceDevice:
-    """See `Device`: all in float32, on however many threads NumPy takes, and without ceilings."""
-
-    name = "reference"
-    isa = ""
-    threads = 1
-    ceilings = ""
-    best_isa: str | None = None
-
-    def units(self, weights: Set[tuple[str, int]]) -> Units:
-        """Float32 for all weights."""
-        return Units("float32", "float32", "float32")
-
-    def kv_head_bytes(self, head_dim: int, dtype: str) -> float:
-        """2 d b, with b = 4."""
-        return 8 * head_dim
-
-    def free_memory(self) -> None:
-        """It has none of its own."""
-
-    def measure(self) -> MeasuredRates:
-        """Never: `ceilings` says so."""
-        raise NotImplementedError("the reference backend has no ceilings")
