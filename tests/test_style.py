@@ -44,10 +44,10 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 27_500,
-    "tests": 362_500,
+    "benchmarks": 29_000,
+    "tests": 363_500,
     "twinphase": 16_800,
-    "twinphase/backends": 94_000,
+    "twinphase/backends": 95_500,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -66,7 +66,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 61_000,
 }
-MAX_TOKENS = {"src": 445_000, "tests": 362_500, "benchmarks": 27_500}
+MAX_TOKENS = {"src": 446_000, "tests": 363_500, "benchmarks": 29_000}
 
 SKIPPED = {
     tokenize.COMMENT,
