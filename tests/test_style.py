@@ -45,17 +45,17 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 29_000,
-    "tests": 363_500,
+    "tests": 366_000,
     "twinphase": 16_850,
     "twinphase/backends": 95_500,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
     "twinphase/commands": 18_000,
-    "twinphase/engine": 38_700,
+    "twinphase/engine": 39_500,
     "twinphase/estimate": 4_600,
     "twinphase/explain": 11_000,
-    "twinphase/models": 14_600,
+    "twinphase/models": 15_200,
     "twinphase/phases": 11_500,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
@@ -66,7 +66,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 61_000,
 }
-MAX_TOKENS = {"src": 446_000, "tests": 363_500, "benchmarks": 29_000}
+MAX_TOKENS = {"src": 447_500, "tests": 366_000, "benchmarks": 29_000}
 
 SKIPPED = {
     tokenize.COMMENT,
