@@ -139,7 +139,7 @@ def edited(path, **fields):
             CheckpointError,
             "max_position_embeddings",
         ),
-        ("config.json", {"model_type": "roberta"}, UnsupportedModelError, "'roberta'"),
+        ("config.json", {"model_type": "distilbert"}, UnsupportedModelError, "'distilbert'"),
         (
             "1_Pooling/config.json",
             {"pooling_mode_mean_tokens": False, "pooling_mode_max_tokens": True},

@@ -7,7 +7,14 @@ import json
 import numpy as np
 import pytest
 import torch
-from tests.tiny_bert import make_bert, make_reranker, save_bert, vector_of, write_bert_gguf
+from tests.tiny_bert import (
+    make_bert,
+    make_reranker,
+    make_roberta,
+    save_bert,
+    vector_of,
+    write_bert_gguf,
+)
 
 from tiny_gguf import write_tiny_gguf
 from twinphase import LLM
@@ -62,6 +69,23 @@ def test_a_cross_encoder_is_that_of_transformers(reranker):
     )
     sigmoids = torch.tensor(expected).sigmoid().tolist()
     assert [output.outputs.score for output in outputs] == pytest.approx(sigmoids, abs=1e-6)
+
+
+def test_a_reranker_of_robertas_kind_from_a_folder_and_a_file(tmp_path):
+    """Such as bge-reranker-v2-m3: its own head, two separators, one token type."""
+    from transformers import PreTrainedTokenizerFast
+
+    model = make_roberta("XLMRobertaForSequenceClassification")
+    folder = save_bert(model, tmp_path / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    pairs = [(QUERY, document) for document in DOCUMENTS]
+    expected, ids = logits_of(model, tokenizer, pairs)
+    assert np.ptp(expected) > 0.1
+    file = write_bert_gguf(folder, tmp_path / "model.gguf", 4)
+    for path, most in ((folder, 1e-5), (file, 5e-3)):  # the file has float16 matrices
+        outputs = LLM(path).score(QUERY, DOCUMENTS, use_activation=False)
+        assert [output.prompt_token_ids for output in outputs] == ids
+        assert [output.outputs.score for output in outputs] == pytest.approx(expected, abs=most)
 
 
 def test_a_score_has_the_same_bits_alone_and_with_others(reranker):

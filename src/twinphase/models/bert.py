@@ -15,22 +15,13 @@ from itertools import accumulate
 from twinphase.backends.base import Array, EncoderBackend
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX, Config
+from twinphase.models.tasks import HEAD, is_raw_score, own_pooling
 from twinphase.models.tensors import check_tensors
 from twinphase.weights.checkpoint import Checkpoint
-from twinphase.weights.safetensors_header import strict_json
 
-# The model type of config.json, and GGUF's name.
-HF = {"bert": "bert"}
+# The model types of config.json, and GGUF's name.
+HF = {"bert": "bert", "roberta": "bert", "xlm-roberta": "bert"}
 GELU = ("gelu", "gelu_python")
-# llama.cpp's enum llama_pooling_type, and sentence-transformers' flags in 1_Pooling/config.json.
-# 0 means that the model leaves the choice to its user; 4, rank, shows by the head.
-GGUF_POOLING = {0: "mean", 1: "mean", 2: "cls", 3: "last"}
-HEAD = "cls.output.weight"
-FLAGS = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "last",
-}
 
 
 @dataclass(frozen=True)
@@ -38,7 +29,9 @@ class BertShape:
     """What differs between BERT models.
 
     Attributes:
-        max_positions: rows of the position table, which is the longest text in tokens.
+        max_positions: tokens of the longest text.
+        first_position: rows of the position table before that of a text's first token: RoBERTa's
+            padding, which a GGUF file leaves out.
         token_types: rows of the table; the second text of a pair is of type 1, if there is one,
             all else of type 0.
         pooling: "mean", "cls" or "last", as the model was trained; "rank" of a cross-encoder.
@@ -50,40 +43,10 @@ class BertShape:
     ffn_size: int
     vocab_size: int
     max_positions: int
+    first_position: int
     token_types: int
     norm_eps: float
     pooling: str
-
-
-def is_encoder(checkpoint: Checkpoint) -> bool:
-    """Whether the model is one of this file."""
-    return checkpoint.architecture in HF.values()
-
-
-def encoder_task(checkpoint: Checkpoint) -> str:
-    """What an encoder is made for: to "embed" texts, or to "score" pairs of them."""
-    return "score" if HEAD in checkpoint.tensors else "embed"
-
-
-def is_raw_score(checkpoint: Checkpoint) -> bool:
-    """Whether a cross-encoder's score is what its head gives, and not the sigmoid of that.
-
-    It is the sigmoid unless the config names another function, as sentence-transformers has it.
-
-    Raises:
-        UnsupportedModelError: another function.
-    """
-    config = checkpoint.config or {}
-    settings = config.get("sentence_transformers")
-    named = settings.get("activation_fn") if isinstance(settings, dict) else None
-    name = named or config.get("sbert_ce_default_activation_function") or "Sigmoid"
-    function = str(name).rpartition(".")[2]
-    if function not in ("Sigmoid", "Identity"):
-        raise UnsupportedModelError(
-            f"{checkpoint.path.name} has the activation {str(name)[:80]!r} of its scores.",
-            "Use a model with Sigmoid or Identity.",
-        )
-    return function == "Identity"
 
 
 def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
@@ -106,17 +69,24 @@ def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
         raise UnsupportedModelError(
             f"{config.name} is a BERT that was made a decoder.", "Use an encoder."
         )
+    pooling = own_pooling(checkpoint) or "mean"
+    if pooling == "rank":
+        _check_head(checkpoint, config)
     types = checkpoint.tensors.get("token_types.weight")
+    padded = fields.get("model_type") in ("roberta", "xlm-roberta")
+    first_position = config.integer("pad_token_id", 1, least=0) + 1 if padded else 0
     shape = BertShape(
         hidden_size=config.integer("hidden_size"),
         num_layers=config.integer("num_hidden_layers"),
         num_heads=config.integer("num_attention_heads"),
         ffn_size=config.integer("intermediate_size"),
         vocab_size=config.integer("vocab_size"),
-        max_positions=config.integer("max_position_embeddings"),
+        max_positions=config.integer("max_position_embeddings", least=first_position + 1)
+        - first_position,
+        first_position=first_position,
         token_types=types.shape[0] if types is not None and len(types.shape) == 2 else 2,
         norm_eps=config.real("layer_norm_eps", 1e-12),
-        pooling=_pooling(checkpoint, config),
+        pooling=pooling,
     )
     if shape.hidden_size % shape.num_heads:
         raise CheckpointError(
@@ -126,38 +96,13 @@ def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
     return shape
 
 
-def _pooling(checkpoint: Checkpoint, config: Config) -> str:
-    """As the file or sentence-transformers' folder says; mean, where nothing does."""
-    if encoder_task(checkpoint) == "score":
-        _check_head(checkpoint, config)
-        return "rank"
-    if checkpoint.config is None:
-        number = config.fields.get("pooling_type", 1)
-        if number not in GGUF_POOLING:
-            raise UnsupportedModelError(
-                f"{config.name} has pooling_type {number!r}.", "Use mean, cls or last pooling."
-            )
-        return GGUF_POOLING[number]
-    path = checkpoint.path / "1_Pooling" / "config.json"
-    if not path.is_file():
-        return "mean"
-    settings = strict_json(path.read_bytes(), str(path), FIX)
-    flags = [
-        name
-        for name, value in settings.items()
-        if name.startswith("pooling_mode_") and value is True
-    ]
-    if len(flags) != 1 or flags[0] not in FLAGS:
-        raise UnsupportedModelError(
-            f"{config.name} pools by {', '.join(flags)[:200] or 'nothing'}.",
-            "Use a model with mean, cls or last pooling.",
-        )
-    return FLAGS[flags[0]]
-
-
 def _check_head(checkpoint: Checkpoint, config: Config) -> None:
     """Refuse a head that gives something else than one score."""
     is_raw_score(checkpoint)
+    if HEAD not in checkpoint.tensors:
+        raise UnsupportedModelError(
+            f"{config.name} has pooling_type 4 (rank), but no head ({HEAD}).", FIX
+        )
     labels = checkpoint.tensors[HEAD].shape[0]
     if labels != 1:
         raise UnsupportedModelError(
@@ -177,7 +122,7 @@ def _tensors(shape: BertShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden = shape.hidden_size
     ffn = shape.ffn_size
     yield "token_embd.weight", (shape.vocab_size, hidden)
-    yield "position_embd.weight", (shape.max_positions, hidden)
+    yield "position_embd.weight", (shape.first_position + shape.max_positions, hidden)
     yield "token_types.weight", (shape.token_types, hidden)
     norms = ["token_embd_norm"]
     for i in range(shape.num_layers):
@@ -229,7 +174,8 @@ class Bert:
                 for at in range(length)
             ] + padding
         token_ids = [token_id for text in texts for token_id in text] + padding
-        positions = [at for length in lengths for at in range(length)] + padding
+        first = self.shape.first_position
+        positions = [first + at for length in lengths for at in range(length)] + padding
         x = backend.rows(weights["token_embd.weight"], token_ids)  # [rows, hidden_size]
         x = backend.add(x, backend.rows(weights["token_types.weight"], types))
         x = backend.add(x, backend.rows(weights["position_embd.weight"], positions))
