@@ -45,7 +45,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 29_000,
-    "tests": 366_000,
+    "tests": 366_900,
     "twinphase": 16_850,
     "twinphase/backends": 95_500,
     "twinphase/cache": 5_900,
@@ -55,18 +55,18 @@ BUDGET: dict[str, int] = {
     "twinphase/engine": 39_500,
     "twinphase/estimate": 4_600,
     "twinphase/explain": 11_000,
-    "twinphase/models": 15_200,
+    "twinphase/models": 15_700,
     "twinphase/phases": 11_500,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
     "twinphase/server": 66_900,
-    "twinphase/speculation": 12_550,
+    "twinphase/speculation": 14_300,
     "twinphase/tokenizer": 17_700,
-    "twinphase/weights": 23_100,
+    "twinphase/weights": 23_200,
     "twinphase/workload": 2_000,
     "twinphase_bench": 61_000,
 }
-MAX_TOKENS = {"src": 447_500, "tests": 366_000, "benchmarks": 29_000}
+MAX_TOKENS = {"src": 448_700, "tests": 366_900, "benchmarks": 29_000}
 
 SKIPPED = {
     tokenize.COMMENT,

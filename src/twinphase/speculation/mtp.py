@@ -9,19 +9,38 @@ target's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.base import Backend, StepInputs
 from twinphase.batch import Batch, StepOutput
-from twinphase.models.mtp import MtpHead
 from twinphase.speculation.hidden_states import HiddenStateProposer, right_rows
 
 F32 = NDArray[np.float32]
-Part = tuple["_Sequence", int, Sequence[int], F32]
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """Rows of one sequence that the layer is to compute.
+
+    Attributes:
+        blocks: ids of the sequence's blocks.
+        start: place of the first row.
+        token_ids: the token that follows each row's position.
+        hidden: float32 [rows, hidden_size], of the target or of the layer itself.
+    """
+
+    blocks: Sequence[int]
+    start: int
+    token_ids: Sequence[int]
+    hidden: F32
+
+
+# The most likely token after the last row of each, and that row of the layer's output
+# [sequences, hidden_size].
+Compute = Callable[[Sequence[LayerRows]], tuple[list[int], F32]]
 
 
 @dataclass
@@ -50,8 +69,7 @@ class Mtp(HiddenStateProposer):
 
     def __init__(
         self,
-        head: MtpHead,
-        backend: Backend,
+        compute: Compute,
         *,
         num_layers: int,
         num_tokens: int,
@@ -62,22 +80,18 @@ class Mtp(HiddenStateProposer):
     ) -> None:
         """Draft `num_tokens` tokens for a target of `num_layers` layers.
 
-        `backend` has the head, and a KV cache of `num_blocks` blocks; its steps have up to
-        `max_num_batched_tokens` rows of `max_num_seqs` sequences.
+        `compute` has `num_blocks` blocks of keys and values, and takes up to
+        `max_num_batched_tokens` rows of up to `max_num_seqs` sequences.
         """
         super().__init__()
         self.layers = (num_layers + 1,)
         self.num_tokens = num_tokens
-        self._head = head
-        self._backend = backend
+        self._compute = compute
         self._block_size = block_size
         self._max_rows = max_num_batched_tokens
         self._max_seqs = max_num_seqs
         self._free = list(range(num_blocks))
         self._sequences: dict[str, _Sequence] = {}
-        # No request pays for what happens once; its keys and values are overwritten.
-        nothing = np.zeros((1, head.blueprint.hidden_size), np.float32)
-        self._step([(_Sequence(0, blocks=[0]), 0, [0], nothing)])
 
     def update(self, batch: Batch, output: StepOutput, hidden: Sequence[F32]) -> None:
         """Keep all rows but those of rejected drafts; compute those that fill a step."""
@@ -117,12 +131,9 @@ class Mtp(HiddenStateProposer):
             going = [name for name in last if self._has_room(name, ahead + 1)]
             for start in range(0, len(going), self._max_seqs):
                 some = going[start : start + self._max_seqs]
-                each = [self._sequences[name] for name in some]
-                parts = [
-                    (sequence, sequence.count + ahead, drafts[name][-1:], last[name][None])
-                    for name, sequence in zip(some, each, strict=True)
-                ]
-                token_ids, hidden = self._step(parts)
+                token_ids, hidden = self._compute(
+                    [self._rows(name, ahead, drafts[name][-1:], last[name][None]) for name in some]
+                )
                 for name, token_id, row in zip(some, token_ids, hidden, strict=True):
                     drafts[name].append(token_id)
                     last[name] = row
@@ -147,60 +158,33 @@ class Mtp(HiddenStateProposer):
             sequence.blocks.append(self._free.pop())
         return True
 
+    def _rows(self, name: str, ahead: int, token_ids: Sequence[int], hidden: F32) -> LayerRows:
+        sequence = self._sequences[name]
+        return LayerRows(sequence.blocks, sequence.count + ahead, token_ids, hidden)
+
     def _advance(self, sizes: Sequence[tuple[str, int]]) -> dict[str, tuple[int, F32]]:
-        """Compute rows that wait, so many of each request; the last one's token and output.
+        """Compute some rows that wait of each request; the token and the output of its last one.
 
         A request without room for its rows is dropped: it begins again with its next step.
         """
-        parts: list[Part] = []
-        names: list[str] = []
+        parts: dict[str, LayerRows] = {}
         for name, size in sizes:
-            if not self._has_room(name, size):
+            if self._has_room(name, size):
+                sequence = self._sequences[name]
+                waiting = sequence.token_ids[:size], sequence.hidden[:size]
+                parts[name] = self._rows(name, 0, *waiting)
+            else:
                 self.discard(name)
-                continue
-            sequence = self._sequences[name]
-            names.append(name)
-            parts.append(
-                (sequence, sequence.count, sequence.token_ids[:size], sequence.hidden[:size])
-            )
         if not parts:
             return {}
-        token_ids, hidden = self._step(parts)
-        for sequence, _, done, _ in parts:
-            sequence.count += len(done)
-            sequence.token_ids = sequence.token_ids[len(done) :]
-            sequence.hidden = sequence.hidden[len(done) :]
-        return dict(zip(names, zip(token_ids, hidden, strict=True), strict=True))
-
-    def _step(self, parts: Sequence[Part]) -> tuple[list[int], F32]:
-        """The most likely token after each part's last row, and that row of the layer's output.
-
-        A part is a sequence, the place of its first row, the tokens, and the hidden states.
-        """
-        counts = [len(token_ids) for _, _, token_ids, _ in parts]
-        ends = np.cumsum(counts)
-        tables = np.zeros((len(parts), max(len(part[0].blocks) for part in parts)), np.int32)
-        positions = []
-        slots = []
-        for table, (sequence, start, token_ids, _) in zip(tables, parts, strict=True):
-            table[: len(sequence.blocks)] = sequence.blocks
-            at = np.arange(start, start + len(token_ids), dtype=np.int32)
-            positions.append(at)
-            block_ids = table[at // self._block_size].astype(np.int64)
-            slots.append(block_ids * self._block_size + at % self._block_size)
-        inputs = StepInputs(
-            token_ids=np.concatenate([token_ids for _, _, token_ids, _ in parts]).astype(np.int32),
-            positions=np.concatenate(positions),
-            slot_mapping=np.concatenate(slots),
-            query_start=np.concatenate([[0], ends]).astype(np.int32),
-            block_tables=tables,
-            num_decodes=len(parts) if max(counts) == 1 else 0,
-            logit_rows=(ends - 1).astype(np.int32),
-            hidden=np.concatenate([hidden for _, _, _, hidden in parts]),
-        )
-        logits = self._backend.execute(self._head.forward, inputs)
-        best: list[int] = logits.argmax(axis=1).tolist()
-        return best, self._backend.kept()[0].copy()
+        token_ids, hidden = self._compute(list(parts.values()))
+        for name, rows in parts.items():
+            sequence = self._sequences[name]
+            done = len(rows.token_ids)
+            sequence.count += done
+            sequence.token_ids = sequence.token_ids[done:]
+            sequence.hidden = sequence.hidden[done:]
+        return dict(zip(parts, zip(token_ids, hidden, strict=True), strict=True))
 
 
 def _length(sequence: _Sequence) -> int:

@@ -8,6 +8,7 @@ from twinphase.backends.base import Backend, KVCacheSpec
 from twinphase.blueprint import Blueprint
 from twinphase.config import EngineConfig
 from twinphase.engine.engine import Engine
+from twinphase.engine.mtp_runner import MtpRunner
 from twinphase.engine.runner import Runner
 from twinphase.errors import InvalidRequestError
 from twinphase.models.decoder import Decoder
@@ -54,8 +55,7 @@ def load_mtp(
     backend.allocate_kv_cache(KVCacheSpec.of(head.blueprint, blocks, config.block_size))
     tokens = speculation.num_speculative_tokens
     return Mtp(
-        head,
-        backend,
+        MtpRunner(head, backend, config.block_size),
         num_layers=target.blueprint.num_layers,
         num_tokens=tokens if speculation.method == "mtp" else USUAL_BY_MTP,
         num_blocks=blocks,
