@@ -1,4 +1,4 @@
-"""Computes a model's layer for further tokens (MTP) on its own backend, for `speculation/mtp.py`."""
+"""Computes a layer for further tokens (MTP) on its own backend, for `speculation/mtp.py`."""
 
 from __future__ import annotations
 
