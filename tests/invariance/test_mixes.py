@@ -23,6 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "windowed": {"window": 40},
     "mixture": {"experts": (6, 2)},
     "convolutions": {"layers": 4, "convolutions": (0, 1, 3)},
+    "shared": {"layers": 5, "shared_kv": 2, "window": 40},
     "deltas": {"layers": 4, "deltas": (0, 1, 3), "heads": 2, "kv_heads": 1},
 }
 QUICK = {
@@ -36,6 +37,7 @@ QUICK = {
     "accepted drafts": 500,
     "rejected drafts": 100,
 }
+SHARED = QUICK | {"accepted drafts": 300}
 # Most natural preemptions are of the four requests that each mix of 12 blocks begins with.
 LONG = {
     "compared": 500,
@@ -80,6 +82,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
         (40, "dense", QUICK),
         (30, "convolutions", HYBRID),
         (30, "deltas", HYBRID),
+        (30, "shared", SHARED),
         pytest.param(100, "convolutions", LONG_HYBRID, marks=pytest.mark.slow),
         pytest.param(100, "deltas", LONG_HYBRID, marks=pytest.mark.slow),
         pytest.param(100, "dense", LONG, marks=pytest.mark.slow),

@@ -14,6 +14,7 @@ from twinphase.backends.base import Backend, KVCacheSpec
 from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.cpu.weights import Vector
 from twinphase.backends.reference import ReferenceBackend
+from twinphase.blueprint import KVShape
 from twinphase.errors import (
     CheckpointError,
     OutOfMemoryError,
@@ -40,9 +41,7 @@ def checkpoint(tmp_path_factory) -> Checkpoint:
 def logits(checkpoint: Checkpoint, backend: Backend) -> np.ndarray:
     model = load_model(checkpoint, backend)
     config = model.blueprint
-    backend.allocate_kv_cache(
-        KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 8)
-    )
+    backend.allocate_kv_cache(KVCacheSpec.of(config, 8))
     tokens = np.arange(3, 53, dtype=np.int32)
     piece = Piece(tokens, 0, np.array([5, 0, 2, 7], np.int32))
     return backend.execute(model.forward, step_inputs([piece])).copy()
@@ -83,7 +82,7 @@ def test_norms_and_logits_have_the_width_of_what_they_are_given(tmp_path):
 
     def logits_of(backend: Backend, norm: object) -> np.ndarray:
         model = load_model(checkpoint, backend)
-        backend.allocate_kv_cache(KVCacheSpec(2, 2, 16, 4))
+        backend.allocate_kv_cache(KVCacheSpec((KVShape(2, 16),) * 2, 4))
 
         def forward(backend: Backend) -> object:
             x = backend.logit_rows(backend.embed(model.embedding))
@@ -142,4 +141,4 @@ def test_a_kv_cache_beyond_all_memory(checkpoint):
     backend = CpuBackend(threads=1)
     load_model(checkpoint, backend)
     with pytest.raises(OutOfMemoryError, match="KV cache"):
-        backend.allocate_kv_cache(KVCacheSpec(2, 2, 16, 1 << 40))
+        backend.allocate_kv_cache(KVCacheSpec((KVShape(2, 16),) * 2, 1 << 40))
