@@ -22,7 +22,7 @@ def open_device(
         InvalidRequestError: this processor cannot run `isa`, or there is no such `device`.
     """
     if backend == "reference":
-        from twinphase.backends.reference import ReferenceDevice
+        from twinphase.backends.reference_device import ReferenceDevice
 
         return ReferenceDevice()
     if backend == "torch":

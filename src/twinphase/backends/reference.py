@@ -6,13 +6,13 @@ order stands between it and a textbook implementation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.base import Forward, KVCacheSpec, MeasuredRates, StepInputs, Units
+from twinphase.backends.base import Forward, KVCacheSpec, StepInputs
 from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import query_scales, rope_tables
@@ -487,28 +487,3 @@ def _product_in_blocks(x: F32, weight: F32) -> F32:
 def _softcap(x: F32, cap: float) -> F32:
     out: F32 = np.float32(cap) * np.tanh(x / np.float32(cap))
     return out
-
-
-class ReferenceDevice:
-    """See `Device`: all in float32, on however many threads NumPy takes, and without ceilings."""
-
-    name = "reference"
-    isa = ""
-    threads = 1
-    ceilings = ""
-    best_isa: str | None = None
-
-    def units(self, weights: Set[tuple[str, int]]) -> Units:
-        """Float32 for all weights."""
-        return Units("float32", "float32", "float32")
-
-    def kv_head_bytes(self, head_dim: int, dtype: str) -> float:
-        """2 d b, with b = 4."""
-        return 8 * head_dim
-
-    def free_memory(self) -> None:
-        """It has none of its own."""
-
-    def measure(self) -> MeasuredRates:
-        """Never: `ceilings` says so."""
-        raise NotImplementedError("the reference backend has no ceilings")

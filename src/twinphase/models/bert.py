@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from twinphase.backends.base import Array, EncoderBackend
+from twinphase.backends.encoder_protocol import Array, EncoderBackend
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX, Config
 from twinphase.models.tensors import check_tensors

@@ -34,7 +34,8 @@ BUSY = 0.93
 # Partial results of this many tokens have room where the longest sequences are cut.
 PARTIAL_TOKENS = 4
 Ints = NDArray[np.int32]
-PHASES = ("decode", "prefill")  # kernels of few rows, and of many
+# Kernels of few rows, and of many.
+PHASES = ("decode", "prefill")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from twinphase.blueprint import Blueprint, KVShape
 
 
 class StepMemory:
-    """Fixed arrays for the inputs of a step; a sequence has blocks for so many positions at most.
+    """Fixed arrays for the inputs of a step, as large as the largest step needs.
 
     Attributes:
         works: attention's queries and units, by the rows that attend and the shape of KV.

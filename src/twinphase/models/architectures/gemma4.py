@@ -128,7 +128,7 @@ def _ffn_widths(config: Config, layers: int, shared: int) -> tuple[int, ...]:
 
 
 def _full_rope(config: Config, head_dim: int) -> Rope:
-    """Proportional rotation: pairs (i, i + head_dim / 2), of which the later ones stand still."""
+    """Proportional rotation: pairs (i, i + head_dim / 2), the later ones not at all."""
     parameters = config.table("rope_parameters").get(FULL)
     parameters = parameters if isinstance(parameters, dict) else {}
     given = replace(config, fields={**config.fields, **parameters})
@@ -142,7 +142,7 @@ def _full_rope(config: Config, head_dim: int) -> Rope:
     pairs = head_dim // 2
     rotated = int(given.real("partial_rotary_factor", ROTATED) * head_dim // 2)
     divisors = config.tensors.get("rope_freqs.weight")
-    if divisors is not None:  # those of pairs that stand still are 1e30
+    if divisors is not None:  # those of pairs that do not rotate are 1e30
         if len(divisors) != pairs or not all(divisor > 0 for divisor in divisors):
             raise CheckpointError(
                 f"{config.name} needs {pairs} positive RoPE factors (rope_freqs.weight).", FIX

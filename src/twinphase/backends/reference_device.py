@@ -1,0 +1,32 @@
+"""What the reference backend says of its device, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from twinphase.backends.base import MeasuredRates, Units
+
+
+class ReferenceDevice:
+    """See `Device`: all in float32, on however many threads NumPy takes, and without ceilings."""
+
+    name = "reference"
+    isa = ""
+    threads = 1
+    ceilings = ""
+    best_isa: str | None = None
+
+    def units(self, weights: Set[tuple[str, int]]) -> Units:
+        """Float32 for all weights."""
+        return Units("float32", "float32", "float32")
+
+    def kv_head_bytes(self, head_dim: int, dtype: str) -> float:
+        """2 d b, with b = 4."""
+        return 8 * head_dim
+
+    def free_memory(self) -> None:
+        """It has none of its own."""
+
+    def measure(self) -> MeasuredRates:
+        """Never: `ceilings` says so."""
+        raise NotImplementedError("the reference backend has no ceilings")
