@@ -59,12 +59,12 @@ BUDGET: dict[str, int] = {
     "twinphase/phases": 11_500,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
-    "twinphase/server": 65_000,
+    "twinphase/server": 66_000,
     "twinphase/speculation": 12_500,
     "twinphase/tokenizer": 17_200,
     "twinphase/weights": 23_000,
     "twinphase/workload": 2_000,
-    "twinphase_bench": 63_000,
+    "twinphase_bench": 61_000,
 }
 MAX_TOKENS = {"src": 440_000, "tests": 358_500, "benchmarks": 27_500}
 

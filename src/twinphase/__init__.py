@@ -31,14 +31,13 @@ if TYPE_CHECKING:
         TwinphaseError,
         UnsupportedModelError,
     )
-    from twinphase.explain.alone import alone_sentences
-    from twinphase.explain.levers import duration
     from twinphase.installed import install_command
     from twinphase.models.loader import model_blueprint
     from twinphase.progress import Progress, live
     from twinphase.request import SamplingParams
     from twinphase.server.event_stream import read_events
-    from twinphase.terminal import Bar, answers, note, percentages
+    from twinphase.server.live.recorder import Recorder
+    from twinphase.terminal import Bar, answers, note
     from twinphase.workload.distributions import (
         Arrivals,
         Closed,
@@ -67,6 +66,7 @@ __all__ = [
     "Options",
     "Paced",
     "Progress",
+    "Recorder",
     "RequestOutput",
     "ResultError",
     "SamplingParams",
@@ -81,13 +81,11 @@ __all__ = [
     "UnsupportedModelError",
     "Workshop",
     "__version__",
-    "alone_sentences",
     "answers",
     "app",
     "available_cores",
     "command",
     "device_of",
-    "duration",
     "free_memory",
     "install_command",
     "is_model_name",
@@ -99,7 +97,6 @@ __all__ = [
     "measured_ceilings",
     "model_blueprint",
     "note",
-    "percentages",
     "read_events",
     "read_trace",
     "with_options",
@@ -126,6 +123,7 @@ _HOME = {
     "Options": "twinphase.arguments",
     "Paced": "twinphase.workload.distributions",
     "Progress": "twinphase.progress",
+    "Recorder": "twinphase.server.live.recorder",
     "RequestOutput": "twinphase.engine.frontends.outputs",
     "ResultError": "twinphase.errors",
     "SamplingParams": "twinphase.request",
@@ -139,13 +137,11 @@ _HOME = {
     "TwinphaseError": "twinphase.errors",
     "UnsupportedModelError": "twinphase.errors",
     "Workshop": "twinphase.engine.stepped",
-    "alone_sentences": "twinphase.explain.alone",
     "answers": "twinphase.terminal",
     "app": "twinphase.cli",
     "command": "twinphase.cli",
     "available_cores": "twinphase.config",
     "device_of": "twinphase.engine.loading.ceilings",
-    "duration": "twinphase.explain.levers",
     "free_memory": "twinphase.config",
     "install_command": "twinphase.installed",
     "is_model_name": "twinphase.arguments",
@@ -157,7 +153,6 @@ _HOME = {
     "measured_ceilings": "twinphase.engine.loading.ceilings",
     "model_blueprint": "twinphase.models.loader",
     "note": "twinphase.terminal",
-    "percentages": "twinphase.terminal",
     "read_events": "twinphase.server.event_stream",
     "read_trace": "twinphase.workload.traces",
     "with_options": "twinphase.arguments",

@@ -16,7 +16,6 @@ from twinphase_bench.client.health import ClientHealth
 from twinphase_bench.load.plots import timeline_plot
 from twinphase_bench.load.run import LoadResult
 from twinphase_bench.report import plots
-from twinphase_bench.report.explanation import waterfall_plot
 from twinphase_bench.report.report import Plot, Report, Section, Status, Verdict
 from twinphase_bench.roofline.plots import DrawnPart, roofline_plot
 from twinphase_bench.sweep.plan import SweepOptions, make_plan
@@ -96,16 +95,6 @@ def roofline_marks() -> list[DrawnPart]:
     ]
 
 
-def falls(parts: list[tuple[str, float]]) -> dict:
-    """A waterfall as an explanation has it, of (part, seconds)."""
-    wall = sum(spent for _, spent in parts)
-    bars = [
-        {"name": name, "seconds": spent, "share": spent / wall, "before_first_token": 0.0}
-        for name, spent in parts
-    ]
-    return {"wall_seconds": wall, "first_token": None, "bars": bars}
-
-
 def load_result(number: int) -> LoadResult:
     """Requests of which every seventh failed, and every second tells of its queue."""
     seen = []
@@ -133,16 +122,8 @@ def machine_section() -> Section:
     roofs = (Roof("int8", 3.1e11), Roof("float32", 1.2e11))
     slopes = (Slope("L3, 16 MiB", 6e10), Slope("DRAM", 2.1e10))
     line = Roofline("a processor, 2 threads", roofs, slopes)
-    parts = [
-        ("queue", 0.02),
-        ("prefill", 0.21),
-        ("prefill_wait", 0.05),
-        ("decode", 0.4),
-        ("stall", 0.12),
-    ]
     charts = (
         roofline_plot(line, roofline_marks(), ""),
-        waterfall_plot(falls(parts), ""),
         timeline_plot(load_result(12)),
     )
     return Section("Where the time goes", plots=charts)

@@ -11,7 +11,6 @@ from twinphase.errors import InvalidRequestError
 
 
 def explain(
-    context: typer.Context,
     what: str = typer.Argument(
         None,
         help="Id of a server's request, or a file: a saved ledger, an answer, a load's "
@@ -23,17 +22,18 @@ def explain(
         False, "--last", help="Explain the last request that the server finished."
     ),
     json: bool = JSON,
-    out: Path = typer.Option(None, help="Write a report with plots into this folder."),
+    out: Path = typer.Option(None, help="Write a page for browsers into this file, FILE.html."),
 ) -> None:
     """Explain one request: a waterfall of its time, bounds of each phase, causes and changes."""
-    if out is not None and context.obj is None:
+    if out is not None and out.suffix != ".html":
         raise InvalidRequestError(
-            "--out needs the `twinphase` script, which writes reports.", "Leave --out out."
+            f"--out {out} is not the name of a page.", "Give a file that ends with .html."
         )
     if (what is None) is not last:
         raise InvalidRequestError(
             "explain needs one thing to explain.", "Give a request's id, a JSON file, or --last."
         )
+    from twinphase.commands import explain_page
     from twinphase.commands import explain_source as source
     from twinphase.commands import explain_view as view
     from twinphase.terminal import note, print_json
@@ -45,4 +45,6 @@ def explain(
     else:
         print("\n".join(view.lines(found)))
     if out is not None:
-        note(str(context.obj(found, out)))
+        timeline = source.timeline_of(file, url, api_key, found["id"])
+        explain_page.write_page(found, timeline, out)
+        note(str(out))

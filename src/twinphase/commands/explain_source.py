@@ -68,9 +68,6 @@ def from_file(path: Path) -> dict[str, Any]:
     found = _read_json(path)
     is_object = isinstance(found, dict)
     if is_object and found.get("format") == "twinphase-result":
-        # The format of `explain --out`.
-        if found.get("kind") == "explain" and isinstance(found.get("data"), dict):
-            return _checked(found["data"], str(path))
         explained = explain_client(read_loads(found.get("data"), _result_name(found)))
         return {"id": str(path), "kind": "client", **asdict(explained)}
     if is_object and "waterfall" in found and "diagnoses" in found:
@@ -189,6 +186,41 @@ def from_server(url: str | None, api_key: str | None, request_id: str | None) ->
             f"Nothing has happened to request {request_id!r} yet.", "Ask again later."
         )
     return _checked(found, request_id)
+
+
+def timeline_of(
+    file: Path | None, url: str | None, api_key: str | None, request_id: str
+) -> dict[str, Any] | None:
+    """The intervals and token times of what is explained, checked; None where only sums are known.
+
+    They are those of GET /v1/requests/{id}/timeline; times are in ms from the request's arrival.
+
+    Raises:
+        TwinphaseError: as `from_file` and `from_server`.
+    """
+    if file is None:
+        name = urllib.parse.quote(request_id, safe="")
+        found = get_json(f"{server_base(url)}/v1/requests/{name}/timeline", api_key)
+    elif is_recording(file):
+        return None
+    else:
+        found = _read_json(file)
+    if "intervals" not in found:
+        return None
+    request = read_ledger(found).request
+    return {
+        "id": request_id,
+        "request": {
+            "num_prompt_tokens": request.num_prompt_tokens,
+            "num_cached_tokens": request.num_cached_tokens,
+        },
+        "intervals": [
+            {name: interval[name] for name in ("kind", "start_ms", "end_ms")}
+            for interval in found["intervals"]
+        ],
+        "token_times_ms": found.get("token_times_ms", []),
+        "e2e_ms": found["e2e_ms"],
+    }
 
 
 def server_base(url: str | None) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from twinphase.backends.base import Backend, Forward, StepInputs
 from twinphase.engine.engine import Engine, StepResult
@@ -21,6 +21,8 @@ from twinphase.engine.frontends.checks import engine_config
 from twinphase.engine.loading.ceilings import device_of
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.host import ThreadHost
+from twinphase.engine.process.loop import engine_facts
+from twinphase.engine.process.messages import EngineFacts
 from twinphase.engine.recorder import StepRecorder
 from twinphase.engine.runner import Runner
 from twinphase.errors import TwinphaseError
@@ -81,11 +83,25 @@ class TimedRequest:
         return self.request.output_token_ids
 
 
+class Observer(Protocol):
+    """Sees what a stepped engine does."""
+
+    def submitted(self, engine: Engine, timed: TimedRequest) -> None:
+        """A request was queued."""
+
+    def stepped(self, engine: Engine, result: StepResult) -> None:
+        """A step is complete."""
+
+    def aborted(self, request_id: str) -> None:
+        """A request was ended by its user."""
+
+
 class Stepped:
     """An engine that its user steps.
 
     Attributes:
         engine: the engine.
+        observer: sees every request and step; may be replaced between two steps.
         records: of the steps since `clear`, oldest first.
         walls: duration of each `step()` call in seconds, including the bookkeeping after its record
             ends; `walls[i]` belongs to `records[i]`.
@@ -93,6 +109,7 @@ class Stepped:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.observer: Observer | None = None
         self.records: list[StepRecord] = []
         self.walls: list[float] = []
         self._requests: dict[str, TimedRequest] = {}
@@ -109,6 +126,8 @@ class Stepped:
         request = Request(f"stepped-{next(_NUMBERS)}", prompt, params, arrival_time=start)
         timed = TimedRequest(request, self.engine.add_request(request), start)
         self._requests[request.request_id] = timed
+        if self.observer is not None:
+            self.observer.submitted(self.engine, timed)
         return timed
 
     def step(self) -> StepResult:
@@ -128,6 +147,8 @@ class Stepped:
             timed.steps.extend([result.record.index] * len(tokens))
             logprobs = result.output.logprobs.get(request_id, ())
             timed.logprobs.extend(entry.logprob for entry in logprobs)
+        if self.observer is not None:
+            self.observer.stepped(self.engine, result)
         for request in result.finished:
             del self._requests[request.request_id]
             if request.finish_reason is FinishReason.ERROR:
@@ -149,6 +170,8 @@ class Stepped:
         """Abort every unfinished request and drop the records."""
         for request_id in list(self._requests):
             self.engine.abort(request_id)
+            if self.observer is not None:
+                self.observer.aborted(request_id)
         self._requests.clear()
         self.records.clear()
         self.walls.clear()
@@ -229,6 +252,11 @@ class Workshop:
     def capacity(self) -> int:
         """Tokens that the KV cache holds."""
         return (self.config.num_kv_blocks or 0) * self.config.block_size
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the loaded engine is, as a server reports it."""
+        return engine_facts(self._loaded, None)
 
     def engine(
         self,

@@ -30,12 +30,51 @@ MAX_LISTED_FINISHED = 100
 def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
     """Where the time of one answer went so far; `shape` is the model's.
 
-    `ledger_ms` adds up to `e2e_ms`. From `cache_n` on, fields are llama.cpp's; our formulas:
-    `ttft_ms` first token handed over - arrival; `ttfo_ms` the same for the first token after the
-    thinking part; `tpot_ms` (last token - first token) / (output tokens - 1).
+    Beside the fields of `request_timings`, `ttfo_ms` is the time from the arrival to the first
+    token after the thinking part.
     """
     timeline = choice.record.timeline
     request = choice.record.counts
+    found = request_timings(timeline, request)
+    if choice.job.reader.tags is not None:
+        answer = timeline.token_times[choice.num_reasoning_tokens :]
+        found["ttfo_ms"] = _ms(answer[0] - timeline.arrival) if answer else None
+    runs = choice.prompt.runs
+    miss = request.prefix_miss
+    if miss is not None:
+        part = part_at(runs, miss.token_index)
+        found["prefix_miss"] = {"reason": miss.reason.value, "token_index": miss.token_index}
+        found["prefix_miss"] |= {"part": part.name} if part else {}
+        found["prefix_miss"] |= {"num_known": miss.num_known} if miss.num_known else {}
+    prices = choice.record.prices
+    if runs and prices and shape is not None:
+        costs = CostModel(prices, shape.windowed_share)
+        totals = timeline.totals()
+        prefill = sum(totals[kind] for kind in PREFILL_KINDS)
+        reports = divide(runs, request.num_cached_tokens, prefill, costs, shape)
+        found["prompt_parts"] = [
+            {
+                "kind": report.part.kind,
+                "name": report.part.name,
+                "tokens": report.tokens,
+                "cached_tokens": report.cached_tokens,
+                "computed_tokens": report.computed_tokens,
+                "prefill_share": round(report.prefill_share, 6),
+                "prefill_ms": _ms(report.prefill_seconds),
+                "kv_bytes": report.kv_bytes,
+            }
+            for report in reports
+        ]
+    return found
+
+
+def request_timings(timeline: RequestTimeline, request: RequestCounts) -> dict[str, Any]:
+    """Where a request's time went so far.
+
+    `ledger_ms` adds up to `e2e_ms`. From `cache_n` on, fields are llama.cpp's; our formulas:
+    `ttft_ms` first token handed over - arrival; `tpot_ms` (last token - first token) / (output
+    tokens - 1).
+    """
     num_prompt = request.num_prompt_tokens
     num_output = request.num_output_tokens
     totals = timeline.totals()
@@ -43,7 +82,7 @@ def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
         sum(totals[kind] for kind in kinds) for kinds in (PREFILL_KINDS, DECODE_KINDS)
     )
     computed = num_prompt - request.num_cached_tokens
-    found: dict[str, Any] = {
+    return {
         "cache_n": request.num_cached_tokens,
         "prompt_n": computed,
         "prompt_ms": _ms(prefill),
@@ -68,34 +107,6 @@ def timings(choice: Choice, shape: ModelShape | None) -> dict[str, Any]:
         "num_preemptions": request.num_preemptions,
         "num_recomputed_tokens": request.num_recomputed_tokens,
     }
-    if choice.job.reader.tags is not None:
-        answer = timeline.token_times[choice.num_reasoning_tokens :]
-        found["ttfo_ms"] = _ms(answer[0] - timeline.arrival) if answer else None
-    runs = choice.prompt.runs
-    miss = request.prefix_miss
-    if miss is not None:
-        part = part_at(runs, miss.token_index)
-        found["prefix_miss"] = {"reason": miss.reason.value, "token_index": miss.token_index}
-        found["prefix_miss"] |= {"part": part.name} if part else {}
-        found["prefix_miss"] |= {"num_known": miss.num_known} if miss.num_known else {}
-    prices = choice.record.prices
-    if runs and prices and shape is not None:
-        costs = CostModel(prices, shape.windowed_share)
-        reports = divide(runs, request.num_cached_tokens, prefill, costs, shape)
-        found["prompt_parts"] = [
-            {
-                "kind": report.part.kind,
-                "name": report.part.name,
-                "tokens": report.tokens,
-                "cached_tokens": report.cached_tokens,
-                "computed_tokens": report.computed_tokens,
-                "prefill_share": round(report.prefill_share, 6),
-                "prefill_ms": _ms(report.prefill_seconds),
-                "kv_bytes": report.kv_bytes,
-            }
-            for report in reports
-        ]
-    return found
 
 
 def spec_decode_metrics(request: RequestCounts, level: str) -> dict[str, Any]:

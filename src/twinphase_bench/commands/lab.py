@@ -29,6 +29,9 @@ def lab(
     out: Path = typer.Option(
         None, help="Folder for the report. [default: twinphase-lab-DATE-TIME]"
     ),
+    recordings: Path = typer.Option(
+        None, help="Folder: record each variant there, to open on a server's live page."
+    ),
     json: bool = typer.Option(
         False, "--json", help="Print the report as JSON; write files only with --out."
     ),
@@ -53,7 +56,12 @@ def lab(
     }
     with live("twinphase lab", percent=True) as progress:
         setting, conclusions, bystanders = run_lab(
-            model, experiments=experiments, seconds=seconds, progress=progress, **config
+            model,
+            experiments=experiments,
+            seconds=seconds,
+            recordings=recordings,
+            progress=progress,
+            **config,
         )
     report = make_report(setting, conclusions, bystanders)
     show_report(report, json, tables="none")

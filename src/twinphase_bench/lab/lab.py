@@ -12,11 +12,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from twinphase import (
     InvalidRequestError,
     Progress,
+    StorageError,
     TwinphaseError,
     Workshop,
     measure_ceilings,
@@ -112,6 +114,7 @@ class LabSetting:
     model: str
     workshop: Workshop
     ceilings: Ceilings | None
+    recordings: Path | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -148,6 +151,7 @@ def run_lab(
     *,
     experiments: Sequence[Experiment] = EXPERIMENTS,
     seconds: float | None = None,
+    recordings: Path | None = None,
     progress: Progress = lambda what, done, total: None,
     **config: Any,
 ) -> tuple[LabSetting, list[Conclusion], Bystanders]:
@@ -159,6 +163,8 @@ def run_lab(
         seconds: of measuring, for all of them together; default: as planned. What does not
             fit is measured smaller; where even that is too slow, the verdict is undecided, and the
             report says so.
+        recordings: folder; one more repetition of each variant is recorded into it, for the live
+            page, where the variant steps an engine of this process.
         progress: called before every measurement.
         config: fields of `EngineConfig`, such as `threads`.
 
@@ -168,12 +174,20 @@ def run_lab(
     Raises:
         TwinphaseError: the model cannot be found, read or run.
         InvalidRequestError: `seconds` is no time, or a field of the configuration is out of range.
+        StorageError: the folder for recordings cannot be made.
     """
     seconds = planned_seconds(experiments) if seconds is None else seconds
     if not math.isfinite(seconds) or seconds <= 0:
         raise InvalidRequestError(f"The time is {seconds!r} seconds.", "Use a number above 0.")
+    if recordings is not None:
+        try:
+            recordings.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            cause = f"The folder {recordings} cannot be made: {error.strerror}."
+            raise StorageError(cause, "Give another folder.") from None
     with Bystanders() as bystanders:
         setting = _prepare(model, config, progress)
+        setting.recordings = recordings
         conclusions = []
         end = time.perf_counter() + seconds
         for number, experiment in enumerate(experiments):
@@ -246,6 +260,7 @@ def _try(
         ),
         progress,
         experiment.name,
+        recordings=setting.recordings,
     )
     with Bystanders() as others:
         try:
@@ -308,6 +323,8 @@ def _affordable(experiment: Experiment, bench: Workbench, sizes: Sequence[int]) 
 
 def _rehearse(experiment: Experiment, bench: Workbench, size: int) -> tuple[float, float]:
     """Seconds before the first round, and of one round, at a size."""
-    rehearsal = replace(bench, size=size, max_rounds=1, progress=lambda what, done, total: None)
+    rehearsal = replace(
+        bench, size=size, max_rounds=1, progress=lambda what, done, total: None, recordings=None
+    )
     experiment.measure(rehearsal)
     return bench.clock() - rehearsal.started - rehearsal.round_seconds, rehearsal.round_seconds

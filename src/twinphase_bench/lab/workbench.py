@@ -7,16 +7,18 @@ time is used.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
 
 import numpy as np
 
-from twinphase import Progress, Stepped, Workshop
+from twinphase import Progress, Recorder, Stepped, Workshop
 from twinphase.phases.hardware import Ceilings
 from twinphase.phases.roofline import ideal_seconds_of_chunk
 from twinphase_bench.load.workload import PromptMaker, Sizing
@@ -54,6 +56,7 @@ class Workbench:
         size: at which to measure: tokens or requests.
         max_rounds: repetitions at most.
         rounds: repetitions that there were, and `round_seconds` that each of them took.
+        recordings: folder for recordings; None makes none.
     """
 
     workshop: Workshop
@@ -66,8 +69,10 @@ class Workbench:
     max_rounds: int = MAX_ROUNDS
     rounds: int = 0
     round_seconds: float = 0.0
+    recordings: Path | None = None
     clock: Callable[[], float] = time.perf_counter
     started: float = field(init=False)
+    _engines: list[Stepped] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.started = self.clock()
@@ -101,11 +106,28 @@ class Workbench:
                     found[key].setdefault(quantity, []).append(value)
             self.rounds += 1
             self.round_seconds = (self.clock() - begin) / self.rounds
+        if self.recordings is not None:
+            for key in keys:
+                words = re.sub(r"[^a-z0-9]+", "-", f"{self.title} {key}".lower())
+                self._record(variants[key], self.recordings / f"{words}.jsonl.gz")
         return found
+
+    def _record(self, measure: Callable[[], object], path: Path) -> None:
+        """Run a variant once more, so that recording does not slow what is measured."""
+        recorder = Recorder(self.workshop)
+        for engine in self._engines:
+            engine.observer = recorder
+        measure()
+        for engine in self._engines:
+            engine.observer = None
+        if recorder.num_steps:
+            recorder.write(path)
 
     def engine(self, **settings: int | bool) -> Stepped:
         """A new engine on the loaded model; see `Workshop.engine`."""
-        return self.workshop.engine(**settings)  # type: ignore[arg-type]
+        engine = self.workshop.engine(**settings)  # type: ignore[arg-type]
+        self._engines.append(engine)
+        return engine
 
     def ideal_milliseconds(self, start: int, num_tokens: int) -> tuple[float, float]:
         """Of the FLOP alone and of the bytes alone, for `num_tokens` of a request after `start`.

@@ -129,18 +129,14 @@ def spans(
     part: str,
     roles: Mapping[str, str],
     height: int,
-    text: str | None = None,
     caption: str = "",
 ) -> Plot:
     """Bars in lanes, each from its row's "from" to its "to" in `unit`: what a time was spent on.
 
     `lane` is (key of the row, title of the axis); lanes are in the order of the rows and together
-    `height` pixels high. `roles` are the colours (`theme.py`) of what the key `part` says a bar is;
-    without a legend where the lane says that as well. `text` is the key of what is written after
-    each bar.
+    `height` pixels high. `roles` are the colours (`theme.py`) of what the key `part` says a bar is.
     """
     lanes = list(dict.fromkeys(row[lane[0]] for row in rows))
-    series = None if part == lane[0] else part
     base = alt.Chart().encode(
         y=alt.Y(field=lane[0], type="nominal", title=lane[1] or None, sort=lanes).axis(
             labels=len(lanes) <= 30
@@ -149,20 +145,11 @@ def spans(
     bar = base.mark_bar(cornerRadius=1).encode(
         x=_axis(alt.X, "from", unit, zero=True).axis(grid=True),
         x2="to",
-        color=_colour(
-            part, roles={one: roles[one] for one in _names(rows, part)}, legend=bool(series)
-        ),
-        opacity=_faded(series),
+        color=_colour(part, roles={one: roles[one] for one in _names(rows, part)}),
+        opacity=_faded(part),
         tooltip=_tooltips(rows),
     )
-    layers = [bar]
-    if text:
-        layers.append(
-            base.mark_text(align="left", dx=5).encode(
-                x="to:Q", text=alt.Text(field=text, type="nominal")
-            )
-        )
-    return _plot(name, title, layers, rows, caption, _highlight(series), height=height)
+    return _plot(name, title, [bar], rows, caption, _highlight(part), height=height)
 
 
 @_if_installed

@@ -1,6 +1,6 @@
 """A measurement as data: verdicts first, then noise, numbers, plots and conditions.
 
-Every command that measures or explains ends in a `Report`. Charts are made in `plots.py`, files in
+Every command that measures ends in a `Report`. Charts are made in `plots.py`, files in
 `render.py`.
 """
 
@@ -111,7 +111,7 @@ class Report:
     """Everything a reader needs to judge a measurement, and to repeat it.
 
     Attributes:
-        kind: the command: "bench", "lab", "roofline", "explain", "compare".
+        kind: the command: "bench", "lab", "roofline", "compare".
         title: one line.
         verdicts: the findings, most important first.
         conditions: machine, model and its hash, versions, flags, date (`conditions.py`).

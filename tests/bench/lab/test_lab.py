@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import math
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -18,6 +20,7 @@ from twinphase.engine.stepped import Workshop
 from twinphase.errors import OutOfMemoryError
 from twinphase.phases.hardware import Ceilings
 from twinphase.progress import live
+from twinphase.server.live.recording import read_recording
 from twinphase_bench.lab.lab import EXPERIMENTS, choose, planned_seconds, run_lab
 from twinphase_bench.lab.report import _title, make_report
 from twinphase_bench.report.render import write_report
@@ -65,6 +68,55 @@ def test_every_claim_gets_a_verdict_with_numbers(made):
         assert conclusion.experiment.claim in verdict.text
         assert bool(verdict.reason) is (verdict.status is not Status.HOLDS)
         assert (conclusion.trial.why in verdict.reason) is (verdict.status is Status.FAILS)
+
+
+def recorded(path):
+    """The lanes of a recording by number, and the chunks and decodes of each."""
+    events = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    chunks = defaultdict(list)
+    decodes = defaultdict(list)
+    stalls = defaultdict(float)
+    for event in (event for event in events if event["event"] == "steps"):
+        for column, found in (("pre", chunks), ("dec", decodes)):
+            for step in event[column]:
+                for lane, *numbers in step:
+                    found[lane].append(numbers)
+        times = (event[name] for name in ("duration_ms", "decode_ms", "bookkeeping_ms"))
+        for pre, dec, whole, own, after in zip(event["pre"], event["dec"], *times, strict=True):
+            for lane, *_ in dec if pre else ():
+                stalls[lane] += whole - own + after
+    return {
+        number: (lane, chunks[number], decodes[number], stalls[number])
+        for (_, number), lane in read_recording(path).lanes.items()
+    }
+
+
+def test_recordings_have_every_token_of_each_variant(tiny, tmp_path):
+    chosen = choose(["chunked-prefill", "speculation"])
+    run_lab(tiny, experiments=chosen, seconds=0.1, recordings=tmp_path)
+    found = {path.name.removesuffix(".jsonl.gz"): recorded(path) for path in tmp_path.iterdir()}
+    assert {name.partition("-")[0] for name in found} == {"chunked", "speculation"}
+    for lanes in found.values():
+        for lane, chunks, decodes, stall in lanes.values():
+            timings = lane["timings"]
+            assert lane["cached"] + sum(tokens for tokens, *_ in chunks) == lane["prompt"]
+            assert 1 + sum(tokens for tokens, *_ in decodes) == timings["predicted_n"]
+            ledger = timings["ledger_ms"]
+            assert sum(ledger.values()) == pytest.approx(timings["e2e_ms"], abs=0.01)
+            assert stall == pytest.approx(ledger["stall"], abs=0.05 + 0.001 * len(decodes))
+
+    def chunks_of_the_longest(name):
+        return len(max(found[name].values(), key=lambda lane: lane[0]["prompt"])[1])
+
+    small, *_, whole = sorted(
+        (name for name in found if name.startswith("chunked")), key=lambda name: "whole" in name
+    )
+    assert chunks_of_the_longest(whole) == 1 < chunks_of_the_longest(small)
+    (plain,), (right,) = (
+        found[name].values() for name in ("speculation-no-drafts", "speculation-7-right-drafts")
+    )
+    assert len(right[2]) < len(plain[2]) == right[0]["timings"]["predicted_n"] - 1
+    assert all(tokens == drafted + 1 for tokens, drafted in (one for one in right[2] if one[1:]))
 
 
 def test_what_no_noise_can_change_is_the_same_everywhere(made):

@@ -6,13 +6,12 @@ import json
 import re
 
 import pytest
-from tests.bench.sample_report import all_plots, falls, load_result, sample_report
+from tests.bench.sample_report import all_plots, load_result, sample_report
 
 from twinphase.phases.colours import PAGE_COLOURS
 from twinphase_bench.extras import require
 from twinphase_bench.load.plots import timeline_plot
 from twinphase_bench.report import plots
-from twinphase_bench.report.explanation import waterfall_plot
 from twinphase_bench.report.report import Plot
 from twinphase_bench.report.theme import COLOURS, THEMES, colour, colours_of, config
 
@@ -202,23 +201,6 @@ def test_a_distribution_has_the_share_at_or_below_each_value():
     )
     assert all(row["share"] == (row["value"] + 1) / 100_000 for row in rows)
     assert len(marks(many, "rule")) == 1
-
-
-def test_a_waterfall_adds_up():
-    plot = waterfall_plot(falls([("queue", 1.0), ("prefill", 1.0), ("decode", 1.0)]), "")
-    rows = plot.spec["data"]["values"]
-    assert [row["from"] for row in rows] == [0.0, 1000.0, 2000.0, 0.0] and rows[-1]["to"] == 3000.0
-    assert round(sum(float(row["share"].split()[0]) for row in rows[:-1]), 1) == 100.0
-    assert [item["text"] for item in marks(plot, "text")] == [
-        "33.4 %",
-        "33.3 %",
-        "33.3 %",
-        "100.0 %",
-    ]
-    drawn = sorted(marks(plot, "rect"), key=lambda item: item["y"])
-    assert [item["fill"] for item in drawn] == [
-        LIGHT[role] for role in ("series1", "prefill", "decode", "neutral")
-    ]
 
 
 def test_a_timeline_has_one_lane_per_request_and_each_part_its_colour():

@@ -167,7 +167,7 @@ class EngineLoop:
             self._finalize(update.ended)
         if self._chunk_tokens is None or engine.ledger.num_steps % PACE_INTERVAL_STEPS == 0:
             self._chunk_tokens = engine.scheduler.chunk_tokens
-        stats = _stats(engine, result, self.block_counts, self._chunk_tokens)
+        stats = step_stats(engine, result, self.block_counts, self._chunk_tokens)
         self._send(StepUpdates(updates, stats, view))
         engine.ledger.end_text(engine.clock(), len(result.batch.scheduled) == 1)
         if self.pace is None:
@@ -327,9 +327,10 @@ def engine_facts(loaded: LoadedEngine, pace: Pace | None) -> EngineFacts:
     )
 
 
-def _stats(
+def step_stats(
     engine: Engine, result: StepResult, block_counts: Mapping[str, int], chunk_tokens: int
 ) -> StepStats:
+    """What the engine reports of each step, whether it is watched or not."""
     record = result.record
     scheduler = engine.scheduler
     kv_cache = engine.scheduler.kv_cache

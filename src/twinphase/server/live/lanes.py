@@ -373,7 +373,8 @@ class Lanes:
 
     def _time(self, lane: Lane, update: RequestUpdate, choice: Choice) -> None:
         """Report the timings of an ended lane."""
-        if not choice.record.has_ended:  # Its client had left: nobody took the last report.
+        # The client had left, and its answer did not take the last report.
+        if not choice.record.has_ended:
             choice.stream.transcript.take(update)
         self.change(lane, {"timings": self._timings(choice)}, after=True)
 

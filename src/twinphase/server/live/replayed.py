@@ -8,10 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from twinphase import __version__
-from twinphase.engine.frontends.outputs import Transcript
 from twinphase.engine.process.messages import (
     Accepted,
     RequestUpdate,
@@ -24,12 +21,9 @@ from twinphase.engine.trace import Replay, Replaying, replay
 from twinphase.outcome import FinishReason
 from twinphase.phases.ledger import step_parts
 from twinphase.phases.record import RequestRecord
-from twinphase.server.live.events import FORMAT, VERSION, Clock
-from twinphase.server.live.lanes import Fields, Lanes
-from twinphase.server.live.view import View
-
-FRAME_SECONDS = 0.05
-BOOT = "0"
+from twinphase.server.live.events import FORMAT, VERSION
+from twinphase.server.live.lanes import Fields
+from twinphase.server.live.recorder import BOOT, Lines
 
 
 def recording_of(path: Path) -> tuple[Replay, list[bytes]]:
@@ -40,57 +34,39 @@ def recording_of(path: Path) -> tuple[Replay, list[bytes]]:
     """
     maker = _Maker()
     found = replay(path, maker.take)
-    maker.flush()
-    return found, maker.lines
+    return found, maker.finish()
 
 
 class _Maker:
-    """Turns a replay's events into those of the feed.
-
-    Attributes:
-        lines: so far.
-    """
+    """Turns a replay's events into those of the feed."""
 
     def __init__(self) -> None:
-        self.lines: list[bytes] = []
-        self._lanes = Lanes(Clock(0.0), self, lambda name, miss: {}, lambda choice: {})
-        self._view = View("", BOOT, self._lanes, None)
+        self._lines = Lines()
         self._records: dict[str, RequestRecord] = {}
         self._running: set[str] = set()
         self._now = 0.0
         self._origin: float | None = None
-        self._framed = 0.0
         self._index = 0
-
-    @property
-    def unfinished(self) -> list[str]:
-        return list(self._records)
-
-    def transcript(self, request_id: str) -> Transcript | None:
-        """The log has no front end's part of a request."""
 
     def take(self, event: dict[str, Any], state: Replaying) -> None:
         kind = event["event"]
         if kind == "header":
-            self.lines.append(msgspec.json.encode(_hello(event)))
+            self._lines.begin(_hello(event), num_blocks=event["config"]["num_kv_blocks"])
         elif kind == "add":
             record = RequestRecord.arrived(event["request_id"], self._now)
             record.tokenized(len(event["prompt_token_ids"]), self._now)
             self._records[record.request_id] = record
-            self._lanes.take(Accepted(record.request_id), self._now, record)
+            self._lines.take(Accepted(record.request_id), self._now, record)
         elif kind == "finish":
             update = self._ended(event["request_id"], FinishReason(event["reason"]))
-            self._lanes.take(StepUpdates(update), self._now, None)
+            self._lines.take(StepUpdates(update), self._now)
         elif kind == "observe":
             self._step(event, state)
 
-    def flush(self) -> None:
-        """Write the frame of what has come since the last one."""
-        before = self._view.last
-        self._view.add(self._lanes.take_changes(), self._now)
-        data = self._view.after(before, self._now)
-        self.lines += [one.partition(b"data: ")[2] for one in data.split(b"\n\n") if one]
-        self._framed = self._now
+    def finish(self) -> list[bytes]:
+        """All lines."""
+        self._lines.flush(self._now)
+        return self._lines.lines
 
     def _step(self, event: dict[str, Any], state: Replaying) -> None:
         drafting = event.get("drafting", 0.0)
@@ -138,9 +114,7 @@ class _Maker:
         for request in state.finished:
             assert request.finish_reason is not None, "it has finished"
             updates += self._ended(request.request_id, request.finish_reason)
-        self._lanes.take(StepUpdates(updates, stats, view), self._now, None)
-        if self._now - self._framed >= FRAME_SECONDS:
-            self.flush()
+        self._lines.take(StepUpdates(updates, stats, view), self._now)
 
     def _ended(self, request_id: str, reason: FinishReason) -> list[RequestUpdate]:
         record = self._records.pop(request_id, None)
@@ -168,10 +142,7 @@ def _load(state: Replaying) -> dict[str, Any]:
 def _hello(header: dict[str, Any]) -> Fields:
     config = header["config"]
     slo = header["slo_seconds"]
-    worker = {"id": "engine", "role": "both", "host": "localhost", "state": "ready"}
     return {
-        "event": "hello",
-        "t": 0.0,
         "format": FORMAT,
         "version": VERSION,
         "boot": BOOT,
@@ -182,8 +153,4 @@ def _hello(header: dict[str, Any]) -> Fields:
         "seats": config["max_num_seqs"],
         "block_size": config["block_size"],
         "itl_slo_ms": round(1e3 * slo, 3) if slo else None,
-        "workers": [{**worker, "num_blocks": config["num_kv_blocks"]}],
-        "tenant": "",
-        "others": None,
-        "lanes": [],
     }

@@ -20,6 +20,14 @@ const KINDS = {
   send: ["handing text over", "neutral"],
   unattributed: ["unattributed", "neutral"],
 };
+const BOUNDS = {
+  compute: "bound by compute",
+  memory: "bound by memory bandwidth",
+  contention: "held up by other programs",
+  ranks: "held up by other ranks",
+  overhead: "bound by work outside kernels",
+  kernels: "below its kernels' peak",
+};
 const SMALL_SHARE = 0.004;
 
 /**
@@ -113,6 +121,13 @@ export function gauge(name, value, phase, words) {
   svg.append(text);
   const said = value === null || value === undefined ? "unknown" : percent(value);
   return element("figure", { role: "img", "aria-label": `${name} ${words}: ${said}` }, svg, element("figcaption", {}, element("b", {}, name), ` ${words}`));
+}
+
+/** What bound each phase, as a sentence that another one can follow. */
+export function boundSentence(bounds) {
+  const held = Object.entries(bounds ?? {}).filter(([, bound]) => BOUNDS[bound]);
+  const words = held.map(([phase, bound]) => `${phase} is ${BOUNDS[bound]}`).join(", ");
+  return words ? `${words[0].toUpperCase()}${words.slice(1)}. ` : "What bounds it is unknown. ";
 }
 
 function shape(tag, attributes) {

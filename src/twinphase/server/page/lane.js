@@ -238,8 +238,7 @@ export function laneFromTimeline(timeline) {
   const moments = [...new Set(times.slice(1))];
   lane.ticks = moments.map((end, i) => {
     const start = moments[i - 1] ?? lane.first;
-    const inside = stalls.filter((one) => one.start_ms >= start && one.end_ms <= end);
-    const stall = inside.reduce((sum, one) => sum + one.end_ms - one.start_ms, 0);
+    const stall = stalls.reduce((sum, one) => sum + Math.max(0, Math.min(end, one.end_ms) - Math.max(start, one.start_ms)), 0);
     return { start, end, tokens: times.filter((time) => time === end).length, drafted: 0, stall, step };
   });
   lane.end = timeline.e2e_ms;

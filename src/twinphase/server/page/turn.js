@@ -6,17 +6,9 @@
 import { AnswerView } from "./answer.js";
 import { element, listed, measured, ms, number, plural, put, say, sheet } from "./dom.js";
 import { drawGaps, drawPrompt } from "./draw.js";
-import { fall, gauge, levers, promptParts } from "./figures.js";
+import { boundSentence, fall, gauge, levers, promptParts } from "./figures.js";
 import { PHASE } from "./lane.js";
 
-const BOUNDS = {
-  compute: "bound by compute",
-  memory: "bound by memory bandwidth",
-  contention: "held up by other programs",
-  ranks: "held up by other ranks",
-  overhead: "bound by work outside kernels",
-  kernels: "below its kernels' peak",
-};
 const COLOURS = [
   ["by-draft", "Colour: accepted drafts"],
   ["by-gap", "Colour: gaps"],
@@ -255,10 +247,7 @@ export class TurnView {
       gauge("MFU", efficiency?.prefill.mfu, "prefill", "of the arithmetic, in prefill"),
       gauge("MBU", efficiency?.decode.mbu, "decode", "of the bandwidth, in decode"),
     );
-    const held = Object.entries(bounds ?? {}).filter(([, bound]) => BOUNDS[bound]);
-    const words = held.map(([phase, bound]) => `${phase} is ${BOUNDS[bound]}`).join(", ");
-    const sentence = words ? `${words[0].toUpperCase()}${words.slice(1)}. ` : "What bounds it is unknown. ";
-    this.side.append(gauges, element("p", { className: "muted limits" }, sentence, aloneSentence(alone)));
+    this.side.append(gauges, element("p", { className: "muted limits" }, boundSentence(bounds), aloneSentence(alone)));
   }
 
   startReplay(speed) {

@@ -1,0 +1,164 @@
+"""A recording of engines that their user steps, made by the code that makes the feed."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import msgspec
+
+from twinphase.engine.engine import Engine, StepResult
+from twinphase.engine.frontends.outputs import Transcript
+from twinphase.engine.process.loop import step_stats
+from twinphase.engine.process.messages import Accepted, FromEngine, RequestUpdate, StepUpdates
+from twinphase.engine.process.watch import StepWatch
+from twinphase.engine.stepped import TimedRequest, Workshop
+from twinphase.errors import StorageError
+from twinphase.outcome import FinishReason
+from twinphase.phases.record import RequestRecord
+from twinphase.server.live.events import Clock
+from twinphase.server.live.hello import hello
+from twinphase.server.live.lanes import Fields, Lanes
+from twinphase.server.live.view import View
+from twinphase.server.observe import request_timings
+
+FRAME_SECONDS = 0.05
+BOOT = "0"
+
+
+class Lines:
+    """The lines of a recording that begins with no request, from what one engine sends.
+
+    Attributes:
+        lines: so far, without line ends.
+        lanes: the unfinished requests.
+    """
+
+    def __init__(self, origin: float = 0.0) -> None:
+        """`origin`: the zero of the recording's clock, on the engine's clock, seconds."""
+        self.lines: list[bytes] = []
+        self.lanes = Lanes(Clock(origin), self, lambda name, miss: {}, lambda choice: {})
+        self._view = View("", BOOT, self.lanes, None)
+        self._framed = origin
+
+    @property
+    def unfinished(self) -> list[str]:
+        return list(self.lanes.lanes)
+
+    def transcript(self, request_id: str) -> Transcript | None:
+        """There is no front end's part of a request."""
+
+    def begin(self, fields: Fields, *, num_blocks: int) -> None:
+        """Write the first line, for one engine."""
+        worker = {"id": "engine", "role": "both", "host": "localhost", "state": "ready"}
+        rest = {
+            "workers": [{**worker, "num_blocks": num_blocks}],
+            "tenant": "",
+            "others": None,
+            "lanes": [],
+        }
+        self.lines.append(msgspec.json.encode({"event": "hello", "t": 0.0, **fields, **rest}))
+
+    def take(self, message: FromEngine, moment: float, record: RequestRecord | None = None) -> None:
+        """As `Lanes.take`; the events of a while are written together."""
+        self.lanes.take(message, moment, record)
+        if moment - self._framed >= FRAME_SECONDS:
+            self.flush(moment)
+
+    def flush(self, moment: float) -> None:
+        """Write what has come since the last frame."""
+        before = self._view.last
+        self._view.add(self.lanes.take_changes(), moment)
+        data = self._view.after(before, moment)
+        self.lines += [one.partition(b"data: ")[2] for one in data.split(b"\n\n") if one]
+        self._framed = moment
+
+
+class Recorder:
+    """Records engines of a workshop, without any token: the live page opens the file.
+
+    Set it as the `observer` of each `Stepped` to record, while the workshop is idle.
+
+    Attributes:
+        num_steps: recorded so far.
+    """
+
+    def __init__(self, workshop: Workshop) -> None:
+        """Begin now."""
+        self.num_steps = 0
+        self._clock = workshop.stepped.engine.clock
+        self._watches: dict[Engine, StepWatch] = {}
+        self._records: dict[str, tuple[RequestRecord, TimedRequest]] = {}
+        facts = workshop.facts
+        model = {"model": workshop.path.stem, "quantization": workshop.quantization}
+        about = hello(facts, **model, boot=BOOT, origin=0.0)
+        self._lines = Lines(self._clock())
+        self._lines.begin(about, num_blocks=facts.config.num_kv_blocks or 0)
+
+    def submitted(self, engine: Engine, timed: TimedRequest) -> None:
+        if engine not in self._watches:
+            watch = self._watches[engine] = StepWatch(engine)
+            self._lines.take(watch.all_blocks(), timed.submitted)
+        request = timed.request
+        record = RequestRecord(request.counts, timed.timeline)
+        self._records[request.request_id] = record, timed
+        self._lines.take(Accepted(request.request_id), timed.submitted, record)
+
+    def stepped(self, engine: Engine, result: StepResult) -> None:
+        self.num_steps += 1
+        watch = self._watches[engine]
+        view = watch.step(result)
+        ended = {
+            request.request_id: self._ended(request.request_id, request.finish_reason)
+            for request in result.finished
+        }
+        updates = [
+            RequestUpdate(
+                share.request_id,
+                result.output.token_ids.get(share.request_id, []),
+                share.num_prefilled,
+                share.num_cached_tokens,
+                ended=ended.get(share.request_id),
+            )
+            for share in result.batch.scheduled
+        ]
+        self._end(updates, StepUpdates(updates, step_stats(engine, result, {}, 0), view))
+        if (held := watch.blocks()) is not None:
+            self._lines.take(held, self._clock())
+
+    def aborted(self, request_id: str) -> None:
+        record = self._ended(request_id, FinishReason.ABORT)
+        updates = [RequestUpdate(request_id, [], 0, 0, ended=record)]
+        self._end(updates, StepUpdates(updates))
+
+    def write(self, path: Path) -> None:
+        """End the recording and write it, gzipped; the engines have to be idle.
+
+        Raises:
+            StorageError: no space or no right to write.
+        """
+        for watch in self._watches.values():
+            watch.close()
+        self._lines.flush(self._clock())
+        try:
+            path.write_bytes(gzip.compress(b"\n".join([*self._lines.lines, b""]), mtime=0))
+        except OSError as error:
+            cause = f"The recording cannot be written to {path}: {error.strerror}."
+            raise StorageError(cause, "Give another folder.") from None
+
+    def _ended(self, request_id: str, reason: FinishReason | None) -> RequestRecord:
+        """A copy of the record of a request that has ended, with its tokens' times."""
+        record, timed = self._records.pop(request_id)
+        record = record.copy()
+        record.timeline.token_times = list(timed.times)
+        record.end(reason or FinishReason.ERROR)
+        return record
+
+    def _end(self, updates: list[RequestUpdate], message: StepUpdates) -> None:
+        """Take a message, and report the timings of the requests that it ends."""
+        lanes = self._lines.lanes
+        ends = [(lanes.lanes[one.request_id], one.ended) for one in updates if one.ended]
+        self._lines.take(message, self._clock())
+        for lane, record in ends:
+            found = request_timings(record.timeline, record.counts)
+            lanes.change(lane, {"timings": found}, after=True)
