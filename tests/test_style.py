@@ -45,9 +45,9 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 27_500,
-    "tests": 358_500,
-    "twinphase": 16_800,
-    "twinphase/backends": 93_000,
+    "tests": 360_500,
+    "twinphase": 17_200,
+    "twinphase/backends": 94_500,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -55,7 +55,7 @@ BUDGET: dict[str, int] = {
     "twinphase/engine": 37_000,
     "twinphase/estimate": 4_600,
     "twinphase/explain": 11_000,
-    "twinphase/models": 13_800,
+    "twinphase/models": 15_700,
     "twinphase/phases": 11_500,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
@@ -66,7 +66,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 61_000,
 }
-MAX_TOKENS = {"src": 440_000, "tests": 358_500, "benchmarks": 27_500}
+MAX_TOKENS = {"src": 444_000, "tests": 360_500, "benchmarks": 27_500}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -14,13 +14,16 @@ from twinphase.backends.base import Backend, KVCacheSpec
 from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.cpu.weights import Vector
 from twinphase.backends.reference import ReferenceBackend
+from twinphase.backends.states import refuse_unlike_layers
 from twinphase.blueprint import KVShape
 from twinphase.errors import (
     CheckpointError,
     OutOfMemoryError,
+    TwinphaseError,
     UnsupportedModelError,
 )
 from twinphase.models.loader import load_model, read_blueprint
+from twinphase.models.share import share_of
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import open_gguf
 
@@ -142,3 +145,16 @@ def test_a_kv_cache_beyond_all_memory(checkpoint):
     load_model(checkpoint, backend)
     with pytest.raises(OutOfMemoryError, match="KV cache"):
         backend.allocate_kv_cache(KVCacheSpec((KVShape(2, 16),) * 2, 1 << 40))
+
+
+def test_layers_with_different_heads_are_refused_where_they_are_not_computed(tmp_path):
+    checkpoint = open_gguf(
+        write_tiny_gguf(tmp_path / "shared.gguf", layers=5, shared_kv=2, window=40)
+    )
+    blueprint = read_blueprint(checkpoint)
+    for refuse in (
+        lambda: share_of(checkpoint, blueprint, 0, 2),
+        lambda: refuse_unlike_layers(checkpoint, blueprint, "torch"),
+    ):
+        with pytest.raises(TwinphaseError, match="shared.gguf has layers with different heads"):
+            refuse()
