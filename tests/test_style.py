@@ -61,7 +61,7 @@ BUDGET: dict[str, int] = {
     "twinphase/scheduler": 6_000,
     "twinphase/server": 66_000,
     "twinphase/speculation": 12_500,
-    "twinphase/tokenizer": 17_200,
+    "twinphase/tokenizer": 17_500,
     "twinphase/weights": 23_000,
     "twinphase/workload": 2_000,
     "twinphase_bench": 61_000,

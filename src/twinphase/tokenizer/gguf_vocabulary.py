@@ -1,8 +1,8 @@
 """Builds a `tokenizers` tokenizer from the vocabulary of a GGUF file.
 
-Three families: byte-level BPE ("gpt2"), SentencePiece BPE with byte fallback ("llama"), WordPiece
-("bert"). Done once per file; the result is cached (tokenizer.py). The rules are llama.cpp's, which
-wrote the format. Not for encoding or decoding.
+Four families: byte-level BPE ("gpt2"), SentencePiece BPE with byte fallback ("llama"), the same
+with merges ("gemma4"), WordPiece ("bert"). Done once per file; the result is cached (tokenizer.py).
+The rules are llama.cpp's, which wrote the format. Not for encoding or decoding.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from twinphase.tokenizer.sentencepiece import CONTROL, NORMAL, UNKNOWN, add_toke
 _SPELLINGS = {
     "gpt2": Spelling.BYTE_LEVEL,
     "llama": Spelling.SENTENCEPIECE,
+    "gemma4": Spelling.SENTENCEPIECE,
     "bert": Spelling.WORDPIECE,
 }
 _FIX = "The file is damaged or was converted wrongly: fetch it again."
@@ -35,6 +36,7 @@ _END_TOKENS = (
     "<|return|>",
     "<|call|>",
     "<end_of_turn>",
+    "<turn|>",
     "<end_of_utterance>",
     "<EOT>",
     "[EOT]",
@@ -42,6 +44,8 @@ _END_TOKENS = (
     "</s>",
     "<｜end▁of▁sentence｜>",
 )
+# Where Gemma 4 waits for the result of a call.
+_GEMMA4_WAITS = "<|tool_response>"
 # In GPT-OSS's format "<|end|>" ends a message, and more messages may follow.
 _HARMONY = ("<|return|>", "<|call|>", "<|end|>")
 # Special tokens after which Phi-3 keeps a space; it drops spaces and newlines after all others.
@@ -64,6 +68,10 @@ def build_tokenizer(
     # reaches.
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(_strings(vocabulary, "tokens"))]
     types = _numbers(vocabulary, "token_type", len(tokens), default=NORMAL)
+    if _is_gemma4(metadata):
+        # Some strings are there twice; the last one is their token, as in llama.cpp.
+        last = {token: i for i, token in enumerate(tokens)}
+        tokens = [t if last[t] == i else f"[TWICE_{i}]" for i, t in enumerate(tokens)]
     if spelling is Spelling.WORDPIECE:
         tokens = [_as_bert_writes(token, kind) for token, kind in zip(tokens, types, strict=True)]
     ids = {token: i for i, token in enumerate(tokens)}
@@ -74,6 +82,8 @@ def build_tokenizer(
             tokenizer = _byte_level_bpe(
                 ids, _strings(vocabulary, "merges"), _pre_tokenizer(metadata)
             )
+        elif _is_gemma4(metadata):
+            tokenizer = _gemma4_bpe(ids, tokens, _strings(vocabulary, "merges"), metadata)
         elif spelling is Spelling.SENTENCEPIECE:
             scores = _numbers(vocabulary, "scores", len(tokens))
             tokenizer = _sentencepiece_bpe(ids, types, scores, metadata)
@@ -124,6 +134,8 @@ def gguf_facts(metadata: Mapping[str, Any], backend: tokenizers.Tokenizer) -> To
     ends = [token for token in _END_TOKENS if token in special]
     if set(_HARMONY) <= set(ends):
         ends.remove("<|end|>")
+    if _is_gemma4(metadata):
+        ends.append(_GEMMA4_WAITS)
     end_ids = [*(ids[kind] for kind in ("eos", "eot", "eom")), *map(backend.token_to_id, ends)]
     named = {"bos": bos, "eos": eos, "unk": ids["unknown"], "pad": ids["padding"]}
     if spelling is Spelling.WORDPIECE:
@@ -135,7 +147,7 @@ def gguf_facts(metadata: Mapping[str, Any], backend: tokenizers.Tokenizer) -> To
         prefix = bos if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None
         suffix = eos if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     space_prefix = spelling is Spelling.SENTENCEPIECE and metadata.get(
-        "tokenizer.ggml.add_space_prefix", True
+        "tokenizer.ggml.add_space_prefix", not _is_gemma4(metadata)
     )
     return TokenizerFacts(
         vocab_size=size,
@@ -152,6 +164,10 @@ def gguf_facts(metadata: Mapping[str, Any], backend: tokenizers.Tokenizer) -> To
         suffix=() if suffix is None else (suffix,),
         strips_leading_space=bool(space_prefix) or spelling is Spelling.WORDPIECE,
     )
+
+
+def _is_gemma4(metadata: Mapping[str, Any]) -> bool:
+    return metadata.get("tokenizer.ggml.model") == "gemma4"
 
 
 def _spelling(metadata: Mapping[str, Any]) -> Spelling:
@@ -176,6 +192,18 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
 def _byte_level_bpe(
     ids: dict[str, int], merges: Sequence[str], pre: PreTokenizer
 ) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocab=ids, merges=_pairs(merges), ignore_merges=pre.ignore_merges)
+    )
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in pre.patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+    if pre.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _pairs(merges: Sequence[str]) -> list[tuple[str, str]]:
     pairs = []
     for merge in merges:
         # The left part may itself begin with a space.
@@ -183,14 +211,24 @@ def _byte_level_bpe(
         if middle < 0:
             raise CheckpointError(f"The merge {merge[:40]!r} does not name two tokens.", _FIX)
         pairs.append((merge[:middle], merge[middle + 1 :]))
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocab=ids, merges=pairs, ignore_merges=pre.ignore_merges)
+    return pairs
+
+
+def _gemma4_bpe(
+    ids: dict[str, int], tokens: Sequence[str], merges: Sequence[str], metadata: Mapping[str, Any]
+) -> tokenizers.Tokenizer:
+    """Merges over characters, bytes for those that have no token; only newlines are set apart."""
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 3)
+    model = models.BPE(
+        vocab=ids,
+        merges=_pairs(merges),
+        unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else None,
+        fuse_unk=True,
+        byte_fallback=True,
     )
-    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in pre.patterns]
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
-    if pre.nfc:
-        tokenizer.normalizer = normalizers.NFC()
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
     return tokenizer
 
 
