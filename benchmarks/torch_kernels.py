@@ -160,6 +160,8 @@ def product_of(capability: int, phase: str, rows: int, kind: str, moe: Mixture |
         None,
         "*bf16",
         *(["*i32"] * 2 if moe else [None] * 2),
+        "*fp32",
+        None,
         *["i32"] * 4,
     ]
     constants = {
@@ -173,6 +175,9 @@ def product_of(capability: int, phase: str, rows: int, kind: str, moe: Mixture |
         "USED": moe.used if moe else 0,
         "ROWS": tiles.rows_of_program(own, tile),
         "OUTPUTS": tile.outputs,
+        "CHUNKS": 2,
+        "CHUNK_SIZE": linear.CHUNK,
+        "DIVIDED": False,
         "PRECISION": "tf32",
     }
     name = f"{'experts' if moe else 'linear'} {kind}"

@@ -40,6 +40,7 @@ DENSE = ("F32", "F16", "BF16")
 ALWAYS = (
     "run_program",
     "add",
+    "add_gated",
     "add_norm",
     "combine",
     "copy_columns",
@@ -49,6 +50,7 @@ ALWAYS = (
     "quantize",
     "round_rows",
     "route",
+    "route_sigmoid",
     "sort_rows",
     "stamp",
     *(f"{name}:{kind}" for name in ("rms_norm", "pick_rows") for kind in ("q8", "f32")),
@@ -105,7 +107,8 @@ def _rope_specs(head_dim: int, family: dict[str, object]) -> Iterator[str]:
     orders = {"both": (0, 1), "always": (1,)}.get(str(family.get("interleaved")), (0,))
     for dtype, interleaved in itertools.product(KV_CACHE_DTYPES, orders):
         norm = family.get("norm", "none")
-        yield f"rope_kv_write:{head_dim}:{rotated}:{interleaved}:{dtype}:{norm}"
+        gated = ":gated" if family.get("gated") else ""
+        yield f"rope_kv_write:{head_dim}:{rotated}:{interleaved}:{dtype}:{norm}{gated}"
 
 
 def build(isa: Isa, specs: list[str], progress: Progress) -> Path:

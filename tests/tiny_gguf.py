@@ -91,11 +91,13 @@ def write_tiny_gguf(
         infill: ids of the tokens before a prefix, a suffix and a middle.
         convolutions: layers that are LFM2's short convolutions; the architecture is then lfm2.
         deltas: layers that are Qwen3.5's delta rules, with 2 key heads of 16 and 4 value heads of
-            32; the architecture is then qwen35. A head must be a multiple of 32 wide.
+            32; the architecture is then qwen35, or with experts qwen35moe, whose every token goes
+            through one more expert. A head must be a multiple of 32 wide.
         shared_kv: how many of the last layers read KV of others; the architecture is then gemma4,
             every other layer has the window, and the others' heads are twice as wide.
     """
-    architecture = "lfm2" if convolutions else "qwen35" if deltas else architecture
+    qwen35 = "qwen35moe" if experts else "qwen35"
+    architecture = "lfm2" if convolutions else qwen35 if deltas else architecture
     architecture = "gemma4" if shared_kv else architecture
     recurrent = {*convolutions, *deltas}
     rng = np.random.default_rng(seed)
@@ -136,6 +138,9 @@ def write_tiny_gguf(
     if experts:
         writer.add_expert_count(experts[0])
         writer.add_expert_used_count(experts[1])
+    if experts and deltas:
+        writer.add_expert_feed_forward_length(ffn)
+        writer.add_expert_shared_feed_forward_length(ffn)
     _add_tokenizer(writer, vocab, pre, chat_template)
     for name, token_id in zip(("pre", "suf", "mid"), infill or (), strict=False):
         writer.add_uint32(f"tokenizer.ggml.fim_{name}_token_id", token_id)
@@ -173,6 +178,10 @@ def write_tiny_gguf(
         matrices |= {
             f"ffn_{name}_exps": (experts[0], *shape) for name, shape in feed_forward.items()
         }
+        if deltas:
+            matrices |= {f"ffn_{name}_shexp": shape for name, shape in feed_forward.items()}
+            matrices |= {"ffn_gate_inp_shexp": (1, hidden)}
+            types.setdefault("ffn_gate_inp_shexp", "F32")
     else:
         matrices |= {f"ffn_{name}": shape for name, shape in feed_forward.items()}
     _add_matrix(writer, rng, "token_embd.weight", (vocab, hidden), embedding_type or tensor_type)

@@ -14,6 +14,7 @@ from typing import Literal
 
 QkNorm = Literal["none", "head", "width"]
 Activation = Literal["silu", "gelu", "swiglu_oai"]
+Scores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,15 @@ class Experts:
         used: experts that a token goes through.
         ffn_size: width of one expert.
         renormalize: whether the weights of the chosen are divided by their sum; if not, they are
-            the softmax over all.
+            the scores.
         bias: whether router and experts have biases.
+        scores: of the router's logits: their softmax over all experts, or the sigmoid of each.
+        choice_bias: whether a bias is added to each expert's score for the choice alone, not to
+            its weight (DeepSeek-AI, 2024, arXiv:2412.19437); only with sigmoids.
+        scale: multiplies the weights; only with sigmoids.
+        shared_size: width of an expert that every token goes through, whose result is multiplied by
+            the sigmoid of a gate; 0 is none.
+        fused_gate_up: whether the checkpoint stores the gate and up matrices of experts as one.
     """
 
     count: int
@@ -67,6 +75,11 @@ class Experts:
     ffn_size: int
     renormalize: bool
     bias: bool = False
+    scores: Scores = "softmax"
+    choice_bias: bool = False
+    scale: float = 1.0
+    shared_size: int = 0
+    fused_gate_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,7 +211,7 @@ class Blueprint:
 
     Attributes:
         architecture: by GGUF's name.
-        ffn_size: width of the feed-forward layer; of one expert, where there are experts.
+        ffn_size: width of the feed-forward layer; of one expert, where all layers have experts.
         context_length: tokens of the longest sequence that the model was made for.
         norm_eps: epsilon of every RMSNorm.
         ropes: of each layer; None where it rotates nothing.
@@ -224,6 +237,7 @@ class Blueprint:
         sinks: whether each head has a learned logit that takes part in the softmax and has no
             value.
         experts: None for a dense model.
+        dense_layers: how many of the first layers have a feed-forward layer in place of experts.
         recurrence: what some layers have in place of attention; None where all have attention.
         recurrent_layers: their numbers, ascending; they keep a state per sequence and no KV.
         attention_gate: whether attention's result is multiplied by the sigmoid of a gate, which the
@@ -272,6 +286,7 @@ class Blueprint:
     logit_softcap: float | None = None
     sinks: bool = False
     experts: Experts | None = None
+    dense_layers: int = 0
     recurrence: ShortConv | DeltaNet | None = None
     recurrent_layers: tuple[int, ...] = ()
     attention_gate: bool = False
@@ -307,6 +322,10 @@ class Blueprint:
         """The columns that this rank computes of a part; None where it computes all of them."""
         span: Span | None = getattr(self.share, part, None)
         return span
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """The mixture in place of a layer's feed-forward layer; None where it has none."""
+        return self.experts if layer >= self.dense_layers else None
 
     @property
     def num_attention_layers(self) -> int:

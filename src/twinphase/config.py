@@ -25,7 +25,7 @@ KV_CACHE_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("none", "q8_0", "q4_0", "q4_k")
 MAX_THREADS = 1024
 POLICIES = ("fcfs", "priority")
-TASKS = ("generate", "embed")
+TASKS = ("generate", "embed", "score")
 POOLINGS = ("mean", "cls", "last")
 # The zeros, two of a request, and a snapshot.
 MIN_STATE_SLOTS = 4
@@ -213,7 +213,8 @@ class EngineConfig(GenerationDefaults):
     )
     task: str | None = setting(
         None,
-        "Task of the model: generate (text) or embed (vectors); an encoder only embeds.",
+        "Task of the model: generate (text), embed (vectors) or score (pairs of texts); an encoder "
+        "has only one.",
         choices=TASKS,
         default_text="what the model is made for",
     )

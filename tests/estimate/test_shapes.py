@@ -84,6 +84,12 @@ def test_active_parameters():
     assert read_shape("qwen3-30b-a3b").active_parameters == pytest.approx(
         3.3e9, rel=0.02
     )  # its model card
+    lfm2 = read_shape("lfm2-8b-a1b")  # 8.3 and 1.5 billion, says its model card
+    assert lfm2.total_parameters == pytest.approx(8.3e9, rel=0.01)
+    assert lfm2.active_parameters == pytest.approx(1.5e9, rel=0.05)
+    qwen = read_shape("qwen3.5-35b-a3b")
+    assert qwen.total_parameters == pytest.approx(35e9, rel=0.02)
+    assert qwen.active_parameters == pytest.approx(3e9, rel=0.2)
     dense = read_shape("llama-3-8b")
     assert dense.active_parameters == dense.total_parameters
 

@@ -18,13 +18,15 @@ from twinphase.sampling import sampler
 
 pytestmark = pytest.mark.timeout(900)
 
+DELTAS = {"layers": 4, "deltas": (0, 1, 3), "heads": 2, "kv_heads": 1}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "windowed": {"window": 40},
     "mixture": {"experts": (6, 2)},
     "convolutions": {"layers": 4, "convolutions": (0, 1, 3)},
     "shared": {"layers": 5, "shared_kv": 2, "window": 40},
-    "deltas": {"layers": 4, "deltas": (0, 1, 3), "heads": 2, "kv_heads": 1},
+    "deltas": DELTAS,
+    "deltas-and-experts": {**DELTAS, "experts": (6, 2)},
 }
 QUICK = {
     "compared": 50,
@@ -83,6 +85,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
         (30, "convolutions", HYBRID),
         (30, "deltas", HYBRID),
         (30, "shared", SHARED),
+        (20, "deltas-and-experts", HYBRID),
         pytest.param(100, "convolutions", LONG_HYBRID, marks=pytest.mark.slow),
         pytest.param(100, "deltas", LONG_HYBRID, marks=pytest.mark.slow),
         pytest.param(100, "dense", LONG, marks=pytest.mark.slow),

@@ -1,4 +1,4 @@
-"""The mixes of `mixes.py` on the torch backend, on a processor, in float64.
+"""The mixes of `mixes.py` on the torch backend: on a processor, in float64, and on a GPU.
 
 torch's products add in an order that depends on their shapes, so bits do depend on the batch. In
 float64 what differs is 1e-15 of a value: once logits are rounded to 1e-6, which no user gets,
@@ -61,3 +61,16 @@ def test_mixes_in_float64(tmp_path, monkeypatch, ranks):
     assert tally["compared"] >= 2 * num_mixes and tally["mixed steps"] >= num_mixes, tally
     if num_mixes >= 50:
         tally.assert_reaches(COMPARED)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("experts", [None, (5, 2)], ids=["dense", "experts"])
+def test_mixes_on_a_gpu(tmp_path, experts):
+    """In bfloat16, with our kernels and captured steps: the same bits. Needs TRITON_INTERPRET=0."""
+    path = write_tiny_gguf(tmp_path / "dense.gguf", vocab=VOCAB, window=40, experts=experts)
+    num_mixes = int(os.environ.get("MIXES", 10))
+    with own_cache(tmp_path / "cache"):
+        tally = run_mixes(
+            num_mixes, load(path, backend="torch"), Alone(load(path, backend="torch"))
+        )
+    assert tally["compared"] >= 2 * num_mixes and tally["mixed steps"] >= num_mixes, tally

@@ -6,7 +6,7 @@ import pytest
 
 from tiny_gguf import write_tiny_gguf
 from twinphase.blueprint import Experts
-from twinphase.errors import UnsupportedModelError
+from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.architectures import describe, gguf_architecture
 from twinphase.models.config import Config
 from twinphase.models.loader import open_model, read_blueprint
@@ -108,7 +108,15 @@ MODEL_TYPES = [
     "exaone4",
     "glm4",
     "gpt_oss",
+    "lfm2_moe",
+    "qwen3_5_moe_text",
 ]
+HYBRID_MOE = MOE | {
+    "num_dense_layers": 1,
+    "shared_expert_intermediate_size": 48,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 
 
 @pytest.mark.slow
@@ -120,13 +128,16 @@ def test_as_many_parameters_as_transformers_has(model_type):
     extra = MOE if model_type in ("mixtral", "qwen3_moe", "olmoe", "gpt_oss") else {}
     if model_type == "granitemoehybrid":
         extra = DENSE_HYBRID
+    if model_type in ("lfm2_moe", "qwen3_5_moe_text"):
+        kind = "conv" if model_type == "lfm2_moe" else "linear_attention"
+        extra = HYBRID_MOE | {"layer_types": [kind, kind, "full_attention"]}
     config = transformers.AutoConfig.for_model(model_type, **FIELDS, **extra, pad_token_id=0)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     found = count_parameters(blueprint_of(**config.to_dict()))
-    assert found.total == sum(
-        p.numel() for p in model.parameters()
-    )  # parameters() has tied ones once
+    biases = [b for name, b in model.named_buffers() if name.endswith("expert_bias")]
+    # parameters() has tied ones once
+    assert found.total == sum(p.numel() for p in [*model.parameters(), *biases])
 
 
 def test_bytes_and_the_cost_formulas_numbers_of_a_file(tmp_path):
@@ -175,6 +186,15 @@ def test_granite_4_without_rotation_and_with_layers_that_are_not_computed():
             blueprint_of("granitemoehybrid", **hybrid | fields)
     fields = FIELDS | {"rope_scaling": {"finetuned": False}}
     assert describe(Config(fields, "granite", "m", is_gguf=True)).ropes == (None,) * 3
+
+
+def test_experts_that_are_not_as_the_family_has_them_are_refused():
+    softmax = Config(FIELDS | MOE | {"expert_gating_func": 2}, "qwen3moe", "m", is_gguf=True)
+    with pytest.raises(UnsupportedModelError, match="expert_gating_func"):
+        describe(softmax)
+    hybrid = {"layer_types": ["conv", "conv", "full_attention"], "num_dense_layers": 3}
+    with pytest.raises(CheckpointError, match="num_dense_layers"):
+        blueprint_of("lfm2_moe", **MOE, **hybrid)
 
 
 @pytest.mark.parametrize(

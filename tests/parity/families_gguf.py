@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from twinphase.weights.checkpoint import Checkpoint
 
-RECURRENT = ("lfm2", "qwen35")
+RECURRENT = ("lfm2", "lfm2moe", "qwen35", "qwen35moe")
 PERMUTED = ("llama", "granite", "smollm3", "mistral3")
 
 
@@ -50,14 +50,16 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
         writer.add_value_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")  # llama.cpp loads such files too
-    writer.add_layer_norm_rms_eps(config.norm_eps if arch == "lfm2" else config.rms_norm_eps)
-    if arch == "qwen35":
+    writer.add_layer_norm_rms_eps(
+        config.norm_eps if arch.startswith("lfm2") else config.rms_norm_eps
+    )
+    if arch.startswith("qwen35"):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_group_count(config.linear_num_key_heads)
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
-    if arch == "lfm2":
+    if arch.startswith("lfm2"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
     _add_feed_forward(writer, config, arch)
     _add_rope(writer, config, arch, head_dim)
@@ -69,11 +71,15 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
             writer.add_sliding_window_pattern(
                 [kind == "sliding_attention" for kind in config.layer_types]
             )
+    fused = {}
     for name, info in checkpoint.tensors.items():
         values = checkpoint.raw(name).view(np.float32).reshape(info.shape)
+        if arch == "qwen35moe" and name.endswith(("ffn_gate_exps.weight", "ffn_up_exps.weight")):
+            fused[name] = values  # As the converter's --fuse-gate-up-exps has them.
+            continue
         if arch in PERMUTED and name.endswith(("attn_q.weight", "attn_k.weight")):
             values = _permuted(values, head_dim)
-        if arch == "qwen35":
+        if arch.startswith("qwen35"):
             values = _tiled_heads(name, values, config)
             if name.endswith(".ssm_a"):
                 values = -np.exp(values)
@@ -82,10 +88,16 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
         if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             values = values + 1
         parts = {name: values}
+        if name.endswith("ffn_gate_inp_shexp.weight"):  # Some converters have dropped the 1.
+            parts = {name: values[0]}
         if by_layer and name.endswith("ffn_up.weight"):
             parts = dict(zip((name.replace("up", "gate"), name), np.split(values, 2), strict=True))
         for part, own in parts.items():
             writer.add_tensor(part, np.ascontiguousarray(own))
+    for name in fused:
+        if name.endswith("ffn_gate_exps.weight"):
+            both = [fused[name], fused[name.replace("gate", "up")]]
+            writer.add_tensor(name.replace("gate", "gate_up"), np.concatenate(both, axis=1))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -152,20 +164,26 @@ def _permuted(values: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]
 
 
 def _add_feed_forward(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
-    size = getattr(config, "shared_intermediate_size", config.intermediate_size)
+    size = getattr(config, "shared_intermediate_size", getattr(config, "intermediate_size", None))
     if arch == "lfm2":  # convert_hf_to_gguf.py: the width that the model makes of it
         multiple = config.block_multiple_of
         size = -(-int(2 * size / 3) // multiple) * multiple
     if getattr(config, "use_double_wide_mlp", False):
         own = config.num_hidden_layers - config.num_kv_shared_layers
         writer.add_feed_forward_length([size] * own + [2 * size] * config.num_kv_shared_layers)
-    else:
+    elif size is not None:
         writer.add_feed_forward_length(size)
     count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if count:
         writer.add_expert_count(count)
         writer.add_expert_used_count(config.num_experts_per_tok)
-    if arch in ("qwen3moe", "gpt-oss"):
+    if arch == "lfm2moe":
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if arch == "qwen35moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if arch in ("qwen3moe", "gpt-oss", "lfm2moe", "qwen35moe"):
         writer.add_expert_feed_forward_length(
             getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         )

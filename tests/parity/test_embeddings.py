@@ -6,7 +6,15 @@ import math
 
 import numpy as np
 import pytest
-from tests.tiny_bert import make_bert, save_bert, vector_of, write_bert_gguf
+from tests.tiny_bert import (
+    make_bert,
+    make_roberta,
+    roberta_tokenizer,
+    save_bert,
+    vector_of,
+    write_bert_gguf,
+)
+from tests.tokenizer.tiny_folder import TEXTS as WORDS
 from tiny_families import make_model
 
 from tiny_gguf import write_tiny_gguf
@@ -60,6 +68,25 @@ def test_a_tiny_bert_is_that_of_transformers(tmp_path, pooling):
         assert llm.config.pooling == pooling
         for ids, output in zip(IDS, llm.embed(IDS), strict=True):
             assert cosine(output.outputs.embedding, vector_of(model, ids, pooling)) >= least
+
+
+@pytest.mark.parametrize("name", ["XLMRobertaModel", "RobertaModel"])
+def test_positions_after_padding_and_unigram_as_in_bge_m3(tmp_path, name):
+    """From a folder and a GGUF file, of the longest text too: ids and vectors."""
+    model = make_roberta(name)
+    folder = save_bert(model, tmp_path / "folder", "cls")
+    tokenizer = roberta_tokenizer()
+    longest = [0, *[5] * 254, 2]
+    texts = [text for text in WORDS if text]
+    ids = [*(tokenizer.encode(text).ids for text in texts), longest]
+    file = write_bert_gguf(folder, tmp_path / "model.gguf", 2)
+    for path, least in ((folder, 1 - 1e-6), (file, 1 - 1e-5)):
+        llm = LLM(path)
+        assert (llm.config.pooling, llm.config.max_model_len) == ("cls", 256)
+        for expected, output in zip(ids, llm.embed([*texts, longest]), strict=True):
+            assert output.prompt_token_ids == expected
+            found = cosine(output.outputs.embedding, vector_of(model, expected, "cls"))
+            assert found >= least
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

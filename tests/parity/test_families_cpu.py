@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 from tiny_families import FAMILIES, make_model
 
-from steps import Piece, Steps, compile_together, isas_that_differ, own_cache, step_inputs
+from steps import Piece, Steps, compile_together, isas_that_differ, own_cache
 from twinphase.backends.base import Array, Backend
 from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.cpu.isa import choose_isa
@@ -33,7 +33,7 @@ TOKENS = np.random.default_rng(0).integers(3, 320, LENGTH, dtype=np.int32)
 # Relative root mean square of the logits' error: queries and keys are int8 with a scale for each
 # token and head.
 TOLERANCE = 0.03
-MIXTURES = ("qwen3-moe", "mixtral", "olmoe", "gpt-oss")
+MIXTURES = ("qwen3-moe", "mixtral", "olmoe", "gpt-oss", "lfm2-moe", "qwen35-moe")
 
 
 @pytest.fixture(scope="module")
@@ -124,19 +124,19 @@ def test_experts_alone_are_those_of_the_reference(folder, family):
     for steps in (on_cpu(folder / family), Steps(folder / family, ReferenceBackend())):
 
         def forward(backend: Backend, model: Decoder = steps.model) -> Array:
-            layer = model.layers[0]
+            layer = model.layers[-1]  # The first ones may have no experts.
             experts = model.blueprint.experts
             assert experts is not None
             h = backend.rms_norm(backend.embed(model.embedding), layer.ffn_norm, 1e-5)
-            biases = {
-                name: getattr(layer, name) for name in ("router_bias", "gate_up_bias", "down_bias")
-            }
-            h = backend.moe(h, layer.router, layer.gate_up, layer.down, experts, **biases)
-            return backend.linear(h, model.head)
+            names = ("router_bias", "choice_bias", "gate_up_bias", "down_bias")
+            biases = {name: getattr(layer, name) for name in names}
+            mixed = backend.moe(h, layer.router, layer.gate_up, layer.down, experts, **biases)
+            if layer.shared is not None:
+                mixed = backend.add_gated(mixed, h, h, layer.shared.gate)
+            return backend.linear(mixed, model.head)
 
-        results.append(
-            steps.backend.execute(forward, step_inputs([Piece(TOKENS, 0, steps.blocks)])).copy()
-        )
+        steps.model.forward = forward
+        results.append(steps.run([Piece(TOKENS, 0, steps.blocks)]))
     found, expected = results
     errors = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert errors.max() <= 1e-5

@@ -210,6 +210,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "block_multiple_of": 32,
         },
     ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            **MOE,
+            "num_hidden_layers": 5,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"],
+            "num_dense_layers": 2,
+            "tie_word_embeddings": True,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "qwen35": (
         "Qwen3_5",
         {
@@ -229,6 +241,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen35-moe": (
+        "Qwen3_5Moe",
+        {
+            **QWEN35,
+            **MOE,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
     "gpt-oss": (
         "GptOss",
         {
@@ -246,7 +270,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def make_model(name: str) -> Any:
     """The model in float32 with every parameter random, norms, biases and sinks included."""
     class_name, more = FAMILIES[name]
-    text = "Text" if class_name in ("Gemma3", "Gemma4", "Qwen3_5") else ""
+    text = "Text" if class_name in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else ""
     config = getattr(transformers, f"{class_name}{text}Config")(**COMMON | more)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
@@ -263,8 +287,11 @@ def make_model(name: str) -> Any:
                     parameter *= len(parameter) ** -0.5
             elif "embed" not in key:
                 # A trained router is sure of its choice: near ties, rounding would choose for it.
-                sure = 8 if key.endswith(("gate.weight", "router.weight")) else 1
+                sure = 8 if key.endswith((".gate.weight", "router.weight")) else 1
                 parameter.copy_(sure * torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+        for key, buffer in model.named_buffers():
+            if key.endswith("expert_bias"):
+                buffer += 0.2 * torch.randn_like(buffer)
     return model
 
 

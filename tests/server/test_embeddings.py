@@ -13,7 +13,7 @@ from dialects import ANTHROPIC, OLLAMA, OPENAI, PATHS, dialect_of, message, user
 from twinphase import LLM
 
 PATH = "/v1/embeddings"
-WRITES_NONE = "embed texts; it writes none. Use /v1/embeddings."
+WRITES_NONE = "embed texts; it writes none. Use /v1/embeddings, or /v1/score."
 TEXTS = ["hello world", "the quick brown fox", "Über die Brücke 😀"]
 
 
@@ -126,6 +126,14 @@ def test_a_bad_request_says_what_is_wrong(embedder, path, fields, part):
         code = "context_length_exceeded" if "the model takes" in text else None
         error = body["error"]
         assert (error["type"], error["code"]) == ("invalid_request_error", code)
+
+
+def test_an_embedding_server_scores_by_the_cosine(embedder, expected):
+    body = {"query": TEXTS[0], "documents": TEXTS[1:]}
+    results = embedder.post("/v1/rerank", body)[1]["results"]
+    found = {result["index"]: result["relevance_score"] for result in results}
+    for index, vector in enumerate(expected[1:]):
+        assert found[index] == pytest.approx(float(expected[0] @ vector), abs=1e-6)
 
 
 def test_an_embedding_server_serves_nothing_else(embedder):

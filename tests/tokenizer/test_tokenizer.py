@@ -247,7 +247,7 @@ TOKENS, TYPES, MERGES = tiny_vocabulary(320)
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"model": "t5"}, UnsupportedModelError, "'t5'"),
+        ({"model": "rwkv"}, UnsupportedModelError, "'rwkv'"),
         ({"pre": "kimi-k2"}, UnsupportedModelError, "'kimi-k2'"),
         ({"merges": None}, CheckpointError, "tokenizer.ggml.merges"),
         ({"merges": ["zz yy"]}, CheckpointError, "inconsistent"),

@@ -61,7 +61,7 @@ def trained(kind: str) -> tokenizers.Tokenizer:
         )
         ids = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", special_tokens=ids
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ids
         )
         tokenizer.decoder = decoders.WordPiece()
         # all-MiniLM's file has both, which do not belong to encoding a text.

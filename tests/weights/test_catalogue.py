@@ -27,7 +27,7 @@ def test_every_entry_is_whole_and_only_what_was_tried_has_a_hash():
         assert re.fullmatch(r"[a-z0-9.-]+:[a-z0-9.-]+", entry.name)
         assert re.fullmatch(r"[\w.-]+/[\w.-]+", entry.repo)
         assert entry.size > 0 and entry.context > 0 and entry.licence
-        assert re.fullmatch(r"pypi:[\w.-]+|hf:[\w.-]+/[\w.-]+:\w+", entry.source)
+        assert re.fullmatch(r"pypi:[\w.-]+|hf:[\w.-]+/[\w.-]+(:\w+)?", entry.source)
         SamplingParams(**entry.sampling)
         assert entry.shape is None or entry.shape in KNOWN_MODELS
         pinned = entry.sha256 or entry.wheel_sha256

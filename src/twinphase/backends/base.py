@@ -350,13 +350,16 @@ class Operations(RecurrentOperations, Protocol):
         experts: Experts,
         *,
         router_bias: Array | None = None,
+        choice_bias: Array | None = None,
         gate_up_bias: Array | None = None,
         down_bias: Array | None = None,
     ) -> Array:
         """The weighted sum of each row's chosen experts, in the order of their rank; shaped as x.
 
         The `experts.used` largest of the router's logits are chosen, the smaller number of two
-        equal ones.
+        equal ones; with `experts.scores` "sigmoid" the largest of their sigmoids, each plus its
+        `choice_bias` [experts] where there is one. Sums that weights are divided by are then 1e-6
+        larger, as in LFM2.
         """
 
     def logit_rows(self, x: Array) -> Array:

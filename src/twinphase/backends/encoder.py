@@ -139,6 +139,10 @@ class NumpyEncoder:
             rows *= gate
         return x
 
+    def tanh(self, x: F32) -> F32:
+        """In place."""
+        return np.tanh(x, out=x)
+
     def attention(self, q: F32, k: F32, v: F32, num_heads: int, lengths: Sequence[int]) -> F32:
         """Texts of one length that follow one another are computed at once, with all heads."""
         out = np.zeros_like(q)

@@ -42,6 +42,9 @@ class EncoderBackend(Protocol):
     def gelu(self, x: Array) -> Array:
         """x * (1 + erf(x / sqrt(2))) / 2 (Hendrycks and Gimpel, 2016); may overwrite x."""
 
+    def tanh(self, x: Array) -> Array:
+        """Elementwise; may overwrite x."""
+
     def attention(
         self, q: Array, k: Array, v: Array, num_heads: int, lengths: Sequence[int]
     ) -> Array:

@@ -431,16 +431,13 @@ class ReferenceBackend:
         experts: Experts,
         *,
         router_bias: F32 | None = None,
+        choice_bias: F32 | None = None,
         gate_up_bias: F32 | None = None,
         down_bias: F32 | None = None,
     ) -> F32:
         """Each row through its chosen experts; results are added in the order of their rank."""
         logits = self.linear(x, router, bias=router_bias)
-        order = np.argsort(-logits, axis=1, kind="stable")[:, : experts.used]
-        p = np.exp(logits - logits.max(axis=1, keepdims=True))
-        p = np.take_along_axis(p / p.sum(axis=1, keepdims=True), order, axis=1)
-        if experts.renormalize:
-            p = p / p.sum(axis=1, keepdims=True)
+        order, p = _route(logits, experts, choice_bias)
         results = np.empty((*order.shape, down.shape[1]), np.float32)
         for expert in np.unique(order).tolist():
             rows, rank = np.nonzero(order == expert)
@@ -453,6 +450,11 @@ class ReferenceBackend:
             out += p[:, k, None] * results[:, k]
         return out
 
+    def add_gated(self, x: F32, h: F32, y: F32, weight: F32) -> F32:
+        """x + sigmoid(y . weight) * h."""
+        out: F32 = x + h / (1 + np.exp(-(y @ weight.reshape(-1, 1))))
+        return out
+
     def logit_rows(self, x: F32) -> F32:
         """The wanted rows."""
         return x[self.inputs.logit_rows]
@@ -461,6 +463,24 @@ class ReferenceBackend:
         """Scaled, then capped."""
         logits = logits * np.float32(scale)
         return logits if softcap is None else _softcap(logits, softcap)
+
+
+def _route(logits: F32, experts: Experts, choice_bias: F32 | None) -> tuple[NDArray[np.int64], F32]:
+    """The numbers of each row's chosen experts, the best first, and their weights."""
+    p: F32
+    order: NDArray[np.int64]
+    if experts.scores == "sigmoid":
+        p = (1 / (1 + np.exp(-logits))).astype(np.float32)
+        rank = p if choice_bias is None else p + choice_bias
+    else:
+        p = np.exp(logits - logits.max(axis=1, keepdims=True))
+        p = p / p.sum(axis=1, keepdims=True)
+        rank = logits
+    order = np.argsort(-rank, axis=1, kind="stable")[:, : experts.used]
+    p = np.take_along_axis(p, order, axis=1)
+    if experts.renormalize:
+        p = p / (p.sum(axis=1, keepdims=True) + np.float32(1e-6 * (experts.scores == "sigmoid")))
+    return order, p * np.float32(experts.scale)
 
 
 def _unit(x: F32) -> F32:

@@ -1,4 +1,4 @@
-"""What the reference backend says of its device, without a model."""
+"""The device of the reference backend, which has neither memory of its own nor ceilings."""
 
 from __future__ import annotations
 

@@ -54,6 +54,12 @@ class RecurrentOperations(Protocol):
     def gate_heads(self, h: Any, qkv: Any) -> Any:
         """Attention's result h times the sigmoid of each head's gate, which follows its queries."""
 
+    def add_gated(self, x: Any, h: Any, y: Any, weight: Any) -> Any:
+        """x + sigmoid(y . weight) * h of each row, all [rows, width], `weight` [width].
+
+        It adds the expert that every row goes through (Qwen1.5-MoE, 2024).
+        """
+
 
 class NoRecurrence:
     """The operations of a backend that refuses models with recurrent layers."""
@@ -68,6 +74,9 @@ class NoRecurrence:
         raise NotImplementedError
 
     def gate_heads(self, h: Any, qkv: Any) -> Any:
+        raise NotImplementedError
+
+    def add_gated(self, x: Any, h: Any, y: Any, weight: Any) -> Any:
         raise NotImplementedError
 
 

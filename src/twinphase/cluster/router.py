@@ -100,7 +100,7 @@ class Router:
             self._new_view(name, host, (roles or {}).get(name, "both"))
         first = next(iter(hosts.values())) if hosts or door is None else door.make("", "")
         self.text: ModelText = first.text
-        self.embeds: bool = first.embeds
+        self.task: str = first.task
         self.last_death: EngineDeadError | None = None
         self.num_continued = 0
         self.fleet = Fleet(routing or Routing())

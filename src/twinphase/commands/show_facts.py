@@ -15,7 +15,7 @@ from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseE
 from twinphase.estimate.estimate import estimate, warnings
 from twinphase.estimate.options import EstimateOptions
 from twinphase.estimate.shapes import DecoderShape, from_checkpoint
-from twinphase.models.bert import is_encoder, read_bert_shape
+from twinphase.models.bert import is_encoder, is_raw_score, read_bert_shape
 from twinphase.models.loader import open_model
 from twinphase.models.share import rank_sizes
 from twinphase.tokenizer.chat_template import ChatTemplate
@@ -29,7 +29,7 @@ PROMPT_TOKENS = 512
 
 
 def model_facts(name: str, ranks: int = 1) -> dict[str, Any]:
-    """Everything `show` prints, as plain values; an encoder has "embeds" and no phases.
+    """Everything `show` prints, as plain values; an encoder "embeds" or "scores" and has no phases.
 
     Raises:
         ModelNotFoundError: there is no such model here.
@@ -66,7 +66,11 @@ def model_facts(name: str, ranks: int = 1) -> dict[str, Any]:
             },
             "experts": None
             if b.experts is None
-            else {"count": b.experts.count, "used": b.experts.used},
+            else {
+                **{field: getattr(b.experts, field) for field in ("count", "used", "ffn_size")},
+                "shared": int(b.experts.shared_size > 0),
+                "dense_layers": b.dense_layers,
+            },
             "window": next((window for window in b.windows if window), None),
             "windowed_layers": sum(window is not None for window in b.windows),
             "recurrent_layers": len(b.recurrent_layers),
@@ -95,7 +99,11 @@ def _encoder(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         "formats": _formats(checkpoint),
         "context_length": shape.max_positions,
         "layers": {size: getattr(shape, size) for size in sizes},
-        "embeds": {"dimensions": shape.hidden_size, "pooling": shape.pooling},
+        **(
+            {"scores": {"raw": is_raw_score(checkpoint)}}
+            if shape.pooling == "rank"
+            else {"embeds": {"dimensions": shape.hidden_size, "pooling": shape.pooling}}
+        ),
         **_tokenizer(checkpoint)[1],
     }
 

@@ -23,9 +23,10 @@ def show_facts(facts: dict[str, Any]) -> None:
         Text(f"{facts['name']}: {facts['architecture']}, {facts['quantization']}", "bold")
     )
     console.print(Text(f"  {facts['path']}", "dim"), soft_wrap=True)
-    console.print(grid(_encoder_lines(facts) if "embeds" in facts else _lines(facts)))
+    encodes = "embeds" in facts or "scores" in facts
+    console.print(grid(_encoder_lines(facts) if encodes else _lines(facts)))
     console.print(_formats(facts))
-    if "embeds" in facts:
+    if encodes:
         return
     console.print(_kv_cache(facts))
     if "ranks" in facts:
@@ -48,10 +49,13 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{layers['num_layers']}, {layers['hidden_size']:,} wide; feed-forward "
         f"{layers['ffn_size']:,}",
     )
-    if layers["experts"]:
+    if experts := layers["experts"]:
+        first = f" but the first {experts['dense_layers']}" if experts["dense_layers"] else ""
+        shared = ", and one that every token uses" if experts["shared"] else ""
         yield (
             "experts",
-            f"{layers['experts']['count']} in each layer, {layers['experts']['used']} per token",
+            f"{experts['count']} of {experts['ffn_size']:,} in each layer{first}, "
+            f"{experts['used']} per token{shared}",
         )
     shape = layers["full_kv"]
     full = f"; in full layers {shape['num_heads']} of {shape['head_dim']}" if shape else ""
@@ -103,7 +107,6 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _encoder_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     layers = facts["layers"]
-    embeds = facts["embeds"]
     yield "parameters", f"{facts['parameters']['total']:,}; {scaled(facts['bytes'], 'B')}"
     yield "texts", f"up to {facts['context_length']:,} tokens"
     yield (
@@ -112,10 +115,13 @@ def _encoder_lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{layers['ffn_size']:,}",
     )
     yield "heads", f"{layers['num_heads']}, and every token attends to every other"
-    yield (
-        "embeds",
-        f"to {embeds['dimensions']:,} dimensions, {embeds['pooling']} pooling; it writes no text",
-    )
+    if "scores" in facts:
+        kind = "any number" if facts["scores"]["raw"] else "0 to 1"
+        yield "scores", f"pairs of texts, {kind}; it writes no text"
+    else:
+        embeds = facts["embeds"]
+        to = f"to {embeds['dimensions']:,} dimensions, {embeds['pooling']} pooling"
+        yield "embeds", f"{to}; it writes no text"
     yield from _tokenizer(facts)
 
 

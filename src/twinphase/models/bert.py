@@ -1,14 +1,16 @@
 """BERT, the encoder of most small embedding models: every token sees every other.
 
 Learned positions and token types are added to the words; each half of a layer is followed by
-LayerNorm (Devlin et al., 2018). The last layer's rows are pooled to one vector of length 1. Not for
-decoders, whose embeddings are their last hidden state (`decoder.py`).
+LayerNorm (Devlin et al., 2018). The last layer's rows are pooled to one vector of length 1; or, in
+a cross-encoder, a head turns the first row of a pair of texts into a score (Nogueira and Cho,
+2019). Not for decoders, whose embeddings are their last hidden state (`decoder.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from twinphase.backends.encoder_protocol import Array, EncoderBackend
 from twinphase.errors import CheckpointError, UnsupportedModelError
@@ -17,12 +19,13 @@ from twinphase.models.tensors import check_tensors
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.safetensors_header import strict_json
 
-# The model type of config.json, and GGUF's name.
-HF = {"bert": "bert"}
+# The model types of config.json, and GGUF's name.
+HF = {"bert": "bert", "roberta": "bert", "xlm-roberta": "bert"}
 GELU = ("gelu", "gelu_python")
 # llama.cpp's enum llama_pooling_type, and sentence-transformers' flags in 1_Pooling/config.json.
-# 0 means that the model leaves the choice to its user.
+# 0 means that the model leaves the choice to its user; 4, rank, shows by the head.
 GGUF_POOLING = {0: "mean", 1: "mean", 2: "cls", 3: "last"}
+HEAD = "cls.output.weight"
 FLAGS = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
@@ -35,9 +38,12 @@ class BertShape:
     """What differs between BERT models.
 
     Attributes:
-        max_positions: rows of the position table, which is the longest text in tokens.
-        token_types: rows of the table; all tokens of a text are of type 0.
-        pooling: "mean", "cls" or "last", as the model was trained.
+        max_positions: tokens of the longest text.
+        first_position: rows of the position table before that of a text's first token: RoBERTa's
+            padding, which a GGUF file leaves out.
+        token_types: rows of the table; the second text of a pair is of type 1, if there is one,
+            all else of type 0.
+        pooling: "mean", "cls" or "last", as the model was trained; "rank" of a cross-encoder.
     """
 
     hidden_size: int
@@ -46,6 +52,7 @@ class BertShape:
     ffn_size: int
     vocab_size: int
     max_positions: int
+    first_position: int
     token_types: int
     norm_eps: float
     pooling: str
@@ -54,6 +61,32 @@ class BertShape:
 def is_encoder(checkpoint: Checkpoint) -> bool:
     """Whether the model is one of this file."""
     return checkpoint.architecture in HF.values()
+
+
+def encoder_task(checkpoint: Checkpoint) -> str:
+    """What an encoder is made for: to "embed" texts, or to "score" pairs of them."""
+    return "score" if HEAD in checkpoint.tensors else "embed"
+
+
+def is_raw_score(checkpoint: Checkpoint) -> bool:
+    """Whether a cross-encoder's score is what its head gives, and not the sigmoid of that.
+
+    It is the sigmoid unless the config names another function, as sentence-transformers has it.
+
+    Raises:
+        UnsupportedModelError: another function.
+    """
+    config = checkpoint.config or {}
+    settings = config.get("sentence_transformers")
+    named = settings.get("activation_fn") if isinstance(settings, dict) else None
+    name = named or config.get("sbert_ce_default_activation_function") or "Sigmoid"
+    function = str(name).rpartition(".")[2]
+    if function not in ("Sigmoid", "Identity"):
+        raise UnsupportedModelError(
+            f"{checkpoint.path.name} has the activation {str(name)[:80]!r} of its scores.",
+            "Use a model with Sigmoid or Identity.",
+        )
+    return function == "Identity"
 
 
 def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
@@ -77,13 +110,17 @@ def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
             f"{config.name} is a BERT that was made a decoder.", "Use an encoder."
         )
     types = checkpoint.tensors.get("token_types.weight")
+    padded = fields.get("model_type") in ("roberta", "xlm-roberta")
+    first_position = config.integer("pad_token_id", 1, least=0) + 1 if padded else 0
     shape = BertShape(
         hidden_size=config.integer("hidden_size"),
         num_layers=config.integer("num_hidden_layers"),
         num_heads=config.integer("num_attention_heads"),
         ffn_size=config.integer("intermediate_size"),
         vocab_size=config.integer("vocab_size"),
-        max_positions=config.integer("max_position_embeddings"),
+        max_positions=config.integer("max_position_embeddings", least=first_position + 1)
+        - first_position,
+        first_position=first_position,
         token_types=types.shape[0] if types is not None and len(types.shape) == 2 else 2,
         norm_eps=config.real("layer_norm_eps", 1e-12),
         pooling=_pooling(checkpoint, config),
@@ -98,6 +135,9 @@ def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
 
 def _pooling(checkpoint: Checkpoint, config: Config) -> str:
     """As the file or sentence-transformers' folder says; mean, where nothing does."""
+    if encoder_task(checkpoint) == "score":
+        _check_head(checkpoint, config)
+        return "rank"
     if checkpoint.config is None:
         number = config.fields.get("pooling_type", 1)
         if number not in GGUF_POOLING:
@@ -122,12 +162,29 @@ def _pooling(checkpoint: Checkpoint, config: Config) -> str:
     return FLAGS[flags[0]]
 
 
+def _check_head(checkpoint: Checkpoint, config: Config) -> None:
+    """Refuse a head that gives something else than one score."""
+    is_raw_score(checkpoint)
+    labels = checkpoint.tensors[HEAD].shape[0]
+    if labels != 1:
+        raise UnsupportedModelError(
+            f"{config.name} has a head of {labels} labels: it classifies texts.",
+            "Use a reranker, whose head has one label.",
+        )
+    if "cls.weight" not in checkpoint.tensors:
+        raise UnsupportedModelError(
+            f"{config.name} lacks the first half of its head (cls.weight), which llama.cpp's "
+            "converter leaves out for BERT.",
+            "Use the model's Hugging Face folder.",
+        )
+
+
 def _tensors(shape: BertShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(GGUF's name, row-major shape) of every tensor."""
     hidden = shape.hidden_size
     ffn = shape.ffn_size
     yield "token_embd.weight", (shape.vocab_size, hidden)
-    yield "position_embd.weight", (shape.max_positions, hidden)
+    yield "position_embd.weight", (shape.first_position + shape.max_positions, hidden)
     yield "token_types.weight", (shape.token_types, hidden)
     norms = ["token_embd_norm"]
     for i in range(shape.num_layers):
@@ -139,6 +196,10 @@ def _tensors(shape: BertShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name in norms:
         yield f"{name}.weight", (hidden,)
         yield f"{name}.bias", (hidden,)
+    if shape.pooling == "rank":
+        for name, width in {"cls": hidden, "cls.output": 1}.items():
+            yield f"{name}.weight", (width, hidden)
+            yield f"{name}.bias", (width,)
 
 
 class Bert:
@@ -155,24 +216,47 @@ class Bert:
             for name, size in _tensors(shape)
         }
 
-    def embed(self, texts: Sequence[Sequence[int]], pooling: str) -> list[Array]:
-        """The vector of each text, float32 [hidden_size], of length 1.
+    def embed(
+        self, texts: Sequence[Sequence[int]], pooling: str, starts: Sequence[int] = ()
+    ) -> list[Array]:
+        """The vector of each text, float32 [hidden_size], of length 1; by "rank" that of a pair.
 
-        Each has at least one token, and at most `max_positions`.
+        A pair's is its score, float32 [1], before any activation; `starts` says where its second
+        text begins. Each text has at least one token, and at most `max_positions`.
         """
         backend = self._backend
         weights = self._weights
         lengths = [len(text) for text in texts]
-        padding = [0] * (-sum(lengths) % backend.row_multiple)
+        padding = self._padding(sum(lengths))
+        types = [0]  # of all rows
+        if starts and self.shape.token_types > 1:
+            types = [
+                int(at >= start)
+                for start, length in zip(starts, lengths, strict=True)
+                for at in range(length)
+            ] + padding
         token_ids = [token_id for text in texts for token_id in text] + padding
-        positions = [at for length in lengths for at in range(length)] + padding
+        first = self.shape.first_position
+        positions = [first + at for length in lengths for at in range(length)] + padding
         x = backend.rows(weights["token_embd.weight"], token_ids)  # [rows, hidden_size]
-        x = backend.add(x, backend.rows(weights["token_types.weight"], [0]))
+        x = backend.add(x, backend.rows(weights["token_types.weight"], types))
         x = backend.add(x, backend.rows(weights["position_embd.weight"], positions))
         x = self._norm(x, "token_embd_norm")
         for i in range(self.shape.num_layers):
             x = self._layer(x, f"blk.{i}.", lengths)
-        return backend.pool(x, pooling, lengths)
+        return self._scores(x, lengths) if pooling == "rank" else backend.pool(x, pooling, lengths)
+
+    def _scores(self, x: Array, lengths: Sequence[int]) -> list[Array]:
+        """The head of each text's first row: a linear layer, tanh, and a linear layer."""
+        backend = self._backend
+        firsts = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
+        x = backend.rows(x, firsts + self._padding(len(firsts)))
+        x = self._linear(backend.tanh(self._linear(x, "cls")), "cls.output")
+        return [x[number] for number in range(len(lengths))]
+
+    def _padding(self, num_rows: int) -> list[int]:
+        """Further rows or indices, so that the backend can compute the whole."""
+        return [0] * (-num_rows % self._backend.row_multiple)
 
     def _layer(self, x: Array, prefix: str, lengths: Sequence[int]) -> Array:
         backend = self._backend

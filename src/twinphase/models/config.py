@@ -31,6 +31,11 @@ GGUF_FIELDS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "expert_gating_func": "expert_gating_func",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "num_dense_layers",
     "context_length": "max_position_embeddings",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "layer_norm_eps",
@@ -113,7 +118,10 @@ class Config:
             return cls(fields, arch, name, max_positions=max_positions)
         fields = _gguf_fields(checkpoint)
         fields |= {"vocab_size": embedding[0], "tie_word_embeddings": "output.weight" not in shapes}
-        fields["qkv_bias"] = "blk.0.attn_q.bias" in shapes  # GGUF says it by the tensors alone
+        # GGUF says these by the tensors alone.
+        fields["qkv_bias"] = "blk.0.attn_q.bias" in shapes
+        fields["use_expert_bias"] = any(name.endswith(".exp_probs_b.bias") for name in shapes)
+        fields["fused_experts"] = "blk.0.ffn_gate_up_exps.weight" in shapes
         # Keys are values, too, where a layer has no projection of them.
         keys = [name for name in shapes if name.endswith(".attn_k.weight")]
         fields["attention_k_eq_v"] = any(k.replace("attn_k", "attn_v") not in shapes for k in keys)

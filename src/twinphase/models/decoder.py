@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from twinphase.backends.base import Array, Operations, WeightLoader
 from twinphase.blueprint import Blueprint, DeltaNet, Rope
 from twinphase.models.tensors import (
+    EXPERTS_GATE_UP,
     GATE_UP,
     LAYER_EMBEDDING,
     LAYER_PROJECTION,
@@ -50,6 +51,15 @@ class LayerEmbedding:
 
 
 @dataclass(frozen=True)
+class SharedExpert:
+    """The expert of a mixture that every row goes through, and the weights of its gate."""
+
+    gate_up: Array
+    down: Array
+    gate: Array
+
+
+@dataclass(frozen=True)
 class Layer:
     """Weights of one layer; None for what the blueprint does not have.
 
@@ -70,6 +80,8 @@ class Layer:
     ffn_norm: Array | None
     router: Array | None
     router_bias: Array | None
+    choice_bias: Array | None
+    shared: SharedExpert | None
     gate_up: Array
     gate_up_bias: Array | None
     down: Array
@@ -166,7 +178,7 @@ class Decoder:
                 x = backend.logit_rows(x)
                 parts = None if parts is None else backend.logit_rows(parts)
             x = self._add(backend, x, h, layer.output, layer.output_bias, layer.attn_post_norm)
-            x = self._feed_forward(backend, x, layer)
+            x = self._feed_forward(backend, x, index, layer)
             if layer.embedding is not None:
                 x = self._add_embedding(backend, x, parts, index)
         x = backend.rms_norm(x, self.norm, blueprint.norm_eps)
@@ -217,11 +229,12 @@ class Decoder:
         eps = self.blueprint.norm_eps
         return backend.add_norm(x, h, layer.embedding.norm, eps, factor=layer.scale)
 
-    def _feed_forward(self, backend: Operations, x: Array, layer: Layer) -> Array:
+    def _feed_forward(self, backend: Operations, x: Array, index: int, layer: Layer) -> Array:
         """x plus the second half of a layer."""
         blueprint = self.blueprint
+        experts = blueprint.experts_of(index)
         h = self._norm(backend, x, layer.ffn_norm)
-        if blueprint.experts is None:
+        if experts is None:
             h = backend.gate_mul(backend.linear(h, layer.gate_up, bias=layer.gate_up_bias))
             h = backend.gather(h, blueprint.span("ffn"))
             # A layer ends here, or with its embedding.
@@ -229,18 +242,23 @@ class Decoder:
             return self._add(
                 backend, x, h, layer.down, layer.down_bias, layer.ffn_post_norm, factor=factor
             )
-        h = backend.moe(
+        mixed = backend.moe(
             h,
             layer.router,
             layer.gate_up,
             layer.down,
-            blueprint.experts,
+            experts,
             router_bias=layer.router_bias,
+            choice_bias=layer.choice_bias,
             gate_up_bias=layer.gate_up_bias,
             down_bias=layer.down_bias,
         )
-        h = backend.gather(h, blueprint.span("hidden"))
-        return backend.add(x, h, blueprint.residual_scale)
+        mixed = backend.gather(mixed, blueprint.span("hidden"))
+        if layer.shared is not None:
+            own = backend.gate_mul(backend.linear(h, layer.shared.gate_up))
+            own = backend.linear(own, layer.shared.down)
+            mixed = backend.add_gated(mixed, own, h, layer.shared.gate)
+        return backend.add(x, mixed, blueprint.residual_scale)
 
     def _add(
         self,
@@ -288,8 +306,18 @@ def _load_layer(
         load = backend.experts if names[0].endswith("_exps") else backend.matrix
         return load(checkpoint, [f"{prefix}{name}.weight" for name in names])
 
-    experts = "_exps" if blueprint.experts else ""
-    gate_up = [name + experts for name in GATE_UP[blueprint.fused_gate_up]]
+    experts = blueprint.experts_of(index)
+    down = "ffn_down_exps" if experts else "ffn_down"
+    gate_up = GATE_UP[blueprint.fused_gate_up]
+    shared = None
+    if experts:
+        gate_up = EXPERTS_GATE_UP[experts.fused_gate_up]
+    if experts and experts.shared_size:
+        shared = SharedExpert(
+            gate_up=matrix("ffn_gate_shexp", "ffn_up_shexp"),
+            down=matrix("ffn_down_shexp"),
+            gate=vector("ffn_gate_inp_shexp.weight"),
+        )
     output = "attn_output"
     delta = None
     embedding = None
@@ -328,12 +356,14 @@ def _load_layer(
         output_bias=vector("attn_output.bias"),
         attn_post_norm=norm("post_attention_norm") if blueprint.norm_after else None,
         ffn_norm=norm(blueprint.ffn_norm),
-        router=matrix("ffn_gate_inp") if blueprint.experts else None,
+        router=matrix("ffn_gate_inp") if experts else None,
         router_bias=vector("ffn_gate_inp.bias"),
+        choice_bias=vector("exp_probs_b.bias"),
+        shared=shared,
         gate_up=matrix(*gate_up),
         gate_up_bias=vector(*(f"{name}.bias" for name in gate_up)),
-        down=matrix("ffn_down" + experts),
-        down_bias=vector(f"ffn_down{experts}.bias"),
+        down=matrix(down),
+        down_bias=vector(f"{down}.bias"),
         ffn_post_norm=norm("post_ffw_norm"),
         embedding=embedding,
         scale=vector("layer_output_scale.weight"),

@@ -11,6 +11,8 @@ from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX, Config
 from twinphase.models.rope import make_rope
 
+# GGUF's number for the sigmoid of a router's logits (gguf.ExpertGatingFuncType).
+SIGMOID = 2
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Model types whose configuration class takes num_key_value_heads for num_attention_heads where it
 # is missing.
@@ -74,7 +76,9 @@ def llama_like(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=size,
-        ffn_size=mixture.ffn_size if mixture else config.integer("intermediate_size"),
+        ffn_size=mixture.ffn_size
+        if mixture and not differences.get("dense_layers")
+        else config.integer("intermediate_size"),
         vocab_size=config.integer("vocab_size"),
         context_length=config.integer("max_position_embeddings"),
         tied=config.flag("tie_word_embeddings", tied),
@@ -123,12 +127,22 @@ def _windows(
     return tuple(window if has else None for has in has_window)
 
 
-def experts(config: Config, size: str, *, renormalize: bool, bias: bool = False) -> Experts:
+def experts(config: Config, size: str, *, renormalize: bool, **differences: Any) -> Experts:
     """The mixture that a configuration names; `size` is the field of the family's class.
 
+    `differences` are further fields of `Experts`.
+
     Raises:
-        UnsupportedModelError: experts in only some layers.
+        UnsupportedModelError: experts in only some layers, or scores of another kind.
     """
+    # A GGUF file may name the kind; 0 is none.
+    scored = config.fields.get("expert_gating_func") or None
+    if scored is not None and (scored == SIGMOID) != (differences.get("scores") == "sigmoid"):
+        raise UnsupportedModelError(
+            f"{config.name} scores its experts in another way than {config.architecture} "
+            f"({config.called('expert_gating_func')} is {scored!r}).",
+            FIX,
+        )
     if config.integer("decoder_sparse_step", 1) != 1 or config.fields.get("mlp_only_layers"):
         raise UnsupportedModelError(
             f"{config.name} has experts in only some layers (decoder_sparse_step, "
@@ -145,7 +159,7 @@ def experts(config: Config, size: str, *, renormalize: bool, bias: bool = False)
             size, config.integer("intermediate_size") if config.is_gguf else None
         ),
         renormalize=renormalize,
-        bias=bias,
+        **differences,
     )
     if mixture.used > mixture.count:
         raise CheckpointError(

@@ -16,6 +16,7 @@ LAYER_PROJECTION = "per_layer_model_proj.weight"
 # By whether the checkpoint stores them as one matrix.
 QKV = {False: ("attn_q", "attn_k", "attn_v"), True: ("attn_qkv",)}
 GATE_UP = {False: ("ffn_gate", "ffn_up"), True: ("ffn_up",)}
+EXPERTS_GATE_UP = {False: ("ffn_gate_exps", "ffn_up_exps"), True: ("ffn_gate_up_exps",)}
 # Tensors from which RoPE's frequencies were computed when the blueprint was made.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -35,7 +36,7 @@ def layer_tensors(blueprint: Blueprint, layer: int) -> dict[str, Shape]:
         shapes["post_norm.weight"] = (b.hidden_size,)
     if b.layer_scales:
         shapes["layer_output_scale.weight"] = (1,)
-    return shapes | (_expert_tensors(b) if b.experts else _dense_tensors(b, layer))
+    return shapes | (_expert_tensors(b) if b.experts_of(layer) else _dense_tensors(b, layer))
 
 
 def _recurrent_tensors(b: Blueprint) -> dict[str, Shape]:
@@ -107,17 +108,26 @@ def _dense_tensors(b: Blueprint, layer: int) -> dict[str, Shape]:
 
 
 def _expert_tensors(b: Blueprint) -> dict[str, Shape]:
-    assert b.experts is not None
-    up = (b.experts.count, b.experts.ffn_size, b.hidden_size)
+    e = b.experts
+    assert e is not None
+    up = (e.count, e.ffn_size * (1 + e.fused_gate_up), b.hidden_size)
     shapes: dict[str, Shape] = {
-        "ffn_gate_inp": (b.experts.count, b.hidden_size),
-        "ffn_down_exps": (b.experts.count, b.hidden_size, b.experts.ffn_size),
-        "ffn_gate_exps": up,
-        "ffn_up_exps": up,
+        "ffn_gate_inp": (e.count, b.hidden_size),
+        "ffn_down_exps": (e.count, b.hidden_size, e.ffn_size),
+        **dict.fromkeys(EXPERTS_GATE_UP[e.fused_gate_up], up),
     }
     tensors: dict[str, Shape] = {f"{name}.weight": shape for name, shape in shapes.items()}
-    if b.experts.bias:
+    if e.bias:
         tensors |= {f"{name}.bias": shape[:-1] for name, shape in shapes.items()}
+    if e.choice_bias:
+        tensors["exp_probs_b.bias"] = (e.count,)
+    if e.shared_size:
+        tensors |= {
+            "ffn_gate_inp_shexp.weight": (1, b.hidden_size),
+            "ffn_gate_shexp.weight": (e.shared_size, b.hidden_size),
+            "ffn_up_shexp.weight": (e.shared_size, b.hidden_size),
+            "ffn_down_shexp.weight": (b.hidden_size, e.shared_size),
+        }
     return tensors
 
 
@@ -164,5 +174,6 @@ def check_tensors(
         info = checkpoint.tensors.get(name)
         if info is None:
             raise CheckpointError(f"{checkpoint.path.name} has no tensor {name}.", FIX)
-        if info.shape != shape:
+        # GGUF's converter has dropped a first dimension of 1 at times.
+        if info.shape not in (shape, shape[1:] if shape[:1] == (1,) else shape):
             raise CheckpointError(f"Tensor {name} has shape {info.shape}, expected {shape}.", FIX)

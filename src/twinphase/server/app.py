@@ -42,6 +42,7 @@ from twinphase.server.openai_types import (
 from twinphase.server.pages import add_pages
 from twinphase.server.problems import FAILED, Problem, SlowBodyError, TooLargeError
 from twinphase.server.replies import ChatReplies, CompletionReplies
+from twinphase.server.scores import add_scores
 from twinphase.server.service import Service
 from twinphase.server.text_routes import ANSWER, ERRORS, OBJECT, Documented, add_text
 
@@ -105,6 +106,7 @@ def make_app(service: Service, *, when_ready: bool = False) -> Gate:
     add_messages(api, service)
     add_ollama(api, service)
     _add_embeddings(api, service)
+    add_scores(api, service)
     add_text(api, service)
     _add_requests(api, service)
     if service.config.page:

@@ -113,8 +113,8 @@ COUNTERS = {
     "stall_seconds": "Added to decode steps by others' prefill chunks.",
     "batching_seconds": "Added to decode steps by others' decodes.",
     "unattributed_seconds": "Time of requests without a known cause.",
-    "embedding_texts": "Texts of answered embedding requests.",
-    "embedding_tokens": "Tokens of answered embedding requests.",
+    "embedding_texts": "Texts of answered embedding requests, pairs of scoring requests.",
+    "embedding_tokens": "Tokens of answered embedding and scoring requests.",
 }
 # Counters' texts and labels.
 LABELLED_COUNTERS: dict[str, tuple[str, ...]] = {
@@ -175,7 +175,7 @@ HISTOGRAMS = {
         REQUEST_BUCKETS,
     ),
     "embedding_request_seconds": (
-        "Last byte handed over - arrival, of answered embedding requests.",
+        "Last byte handed over - arrival, of answered embedding and scoring requests.",
         REQUEST_BUCKETS,
     ),
 }

@@ -373,6 +373,37 @@ class EmbeddingRequest(Strict):
     user: Annotated[str | None, UNREAD] = None
 
 
+class _Scoring(Strict):
+    """Fields of requests for scores."""
+
+    model: ModelName | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    use_activation: bool = True
+    user: Annotated[str | None, UNREAD] = None
+
+
+class ScoreRequest(_Scoring):
+    """POST /v1/score: one text to compare with each of the others, or one for each."""
+
+    text_1: str | UpTo65536[str]
+    text_2: str | UpTo65536[str]
+
+
+class DocumentText(Strict):
+    """A document to rank, as some clients send it."""
+
+    text: str
+
+
+class RerankRequest(_Scoring):
+    """POST /v1/rerank; without `top_n`, or with 0, all documents are returned."""
+
+    query: str
+    documents: UpTo65536[str | DocumentText]
+    top_n: Natural = 0
+    return_documents: bool = True
+
+
 class TokenizeRequest(_Templated):
     """POST /tokenize, of a text or of a conversation."""
 

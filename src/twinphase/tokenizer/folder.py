@@ -64,8 +64,10 @@ def open_folder(
     if own_names:
         prefix = _only(bos if settings.get("add_bos_token", True) else None)
         suffix = _only(eos if settings.get("add_eos_token", False) else None)
+        middle: tuple[int, ...] = ()
     else:
         prefix, suffix = _added_around(backend)
+        middle = _added_between(backend)
         # What it adds is known now, and it would shift the starts of tokens.
         backend.post_processor = None
     size = _num_ids(backend)
@@ -80,6 +82,7 @@ def open_folder(
         end_token_ids=frozenset([*ends, *_only(eos)]),
         prefix=prefix,
         suffix=suffix,
+        middle=middle,
         strips_leading_space=strips_leading_space,
     )
     return backend, facts
@@ -213,6 +216,15 @@ def _added_around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple
     if 0 not in added:
         return tuple(ids), ()
     return tuple(ids[: added.index(0)]), tuple(ids[len(ids) - added[::-1].index(0) :])
+
+
+def _added_between(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """The ids that the post-processor puts between two texts."""
+    encoding = backend.encode("a", "a", add_special_tokens=True)
+    texts = encoding.sequence_ids
+    if 0 not in texts:
+        return ()
+    return tuple(encoding.ids[len(texts) - texts[::-1].index(0) : texts.index(1)])
 
 
 def _end_ids(folder: Path, config: Mapping[str, Any]) -> list[int]:

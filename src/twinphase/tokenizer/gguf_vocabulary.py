@@ -1,8 +1,8 @@
 """Builds a `tokenizers` tokenizer from the vocabulary of a GGUF file.
 
-Four families: byte-level BPE ("gpt2"), SentencePiece BPE with byte fallback ("llama"), the same
-with merges ("gemma4"), WordPiece ("bert"). Done once per file; the result is cached (tokenizer.py).
-The rules are llama.cpp's, which wrote the format. Not for encoding or decoding.
+Five families: byte-level BPE ("gpt2"), SentencePiece BPE with byte fallback ("llama"), the same
+with merges ("gemma4"), Unigram ("t5"), WordPiece ("bert"). Done once per file; the result is cached
+(tokenizer.py). The rules are llama.cpp's, which wrote the format. Not for encoding or decoding.
 """
 
 from __future__ import annotations
@@ -16,12 +16,21 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.tokenizer.facts import SPACE, Spelling, TokenizerFacts
 from twinphase.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer
-from twinphase.tokenizer.sentencepiece import CONTROL, NORMAL, UNKNOWN, add_tokens, bpe_model
+from twinphase.tokenizer.sentencepiece import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    Pieces,
+    add_tokens,
+    bpe_model,
+    make_normalizer,
+)
 
 _SPELLINGS = {
     "gpt2": Spelling.BYTE_LEVEL,
     "llama": Spelling.SENTENCEPIECE,
     "gemma4": Spelling.SENTENCEPIECE,
+    "t5": Spelling.SENTENCEPIECE,
     "bert": Spelling.WORDPIECE,
 }
 _FIX = "The file is damaged or was converted wrongly: fetch it again."
@@ -86,7 +95,11 @@ def build_tokenizer(
             tokenizer = _gemma4_bpe(ids, tokens, _strings(vocabulary, "merges"), metadata)
         elif spelling is Spelling.SENTENCEPIECE:
             scores = _numbers(vocabulary, "scores", len(tokens))
-            tokenizer = _sentencepiece_bpe(ids, types, scores, metadata)
+            if metadata.get("tokenizer.ggml.model") == "t5":
+                charsmap = vocabulary.get("tokenizer.ggml.precompiled_charsmap", ())
+                tokenizer = _unigram(list(zip(tokens, scores, strict=True)), metadata, charsmap)
+            else:
+                tokenizer = _sentencepiece_bpe(ids, types, scores, metadata)
         else:
             tokenizer = _wordpiece(ids, tokens, metadata)
     except (UnsupportedModelError, CheckpointError):
@@ -142,10 +155,14 @@ def gguf_facts(metadata: Mapping[str, Any], backend: tokenizers.Tokenizer) -> To
         begin = bos if bos is not None else ids["cls"]
         prefix = begin if begin is not None else backend.token_to_id("[CLS]")
         suffix = ids["seperator"] if ids["seperator"] is not None else backend.token_to_id("[SEP]")
+        between = [suffix]
     else:
+        unigram = metadata.get("tokenizer.ggml.model") == "t5"
         adds_bos = spelling is Spelling.SENTENCEPIECE or _pre_tokenizer(metadata).add_bos
         prefix = bos if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None
-        suffix = eos if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+        suffix = eos if metadata.get("tokenizer.ggml.add_eos_token", unigram) else None
+        separator = ids["seperator"] if ids["seperator"] is not None else eos
+        between = [eos, separator]
     space_prefix = spelling is Spelling.SENTENCEPIECE and metadata.get(
         "tokenizer.ggml.add_space_prefix", not _is_gemma4(metadata)
     )
@@ -162,6 +179,7 @@ def gguf_facts(metadata: Mapping[str, Any], backend: tokenizers.Tokenizer) -> To
         end_token_ids=frozenset(i for i in end_ids if i is not None),
         prefix=() if prefix is None else (prefix,),
         suffix=() if suffix is None else (suffix,),
+        middle=tuple(i for i in between if i is not None),
         strips_leading_space=bool(space_prefix) or spelling is Spelling.WORDPIECE,
     )
 
@@ -241,6 +259,21 @@ def _sentencepiece_bpe(
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
         steps.insert(0, normalizers.Prepend(SPACE))
     tokenizer.normalizer = normalizers.Sequence(steps)
+    return tokenizer
+
+
+def _unigram(
+    pieces: list[tuple[str, float]], metadata: Mapping[str, Any], charsmap: Sequence[int]
+) -> tokenizers.Tokenizer:
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 3)
+    tokenizer = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=unknown))
+    tokenizer.normalizer = make_normalizer(
+        Pieces(
+            charsmap=bytes(charsmap),
+            space_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
+            one_space=bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", True)),
+        )
+    )
     return tokenizer
 
 

@@ -91,7 +91,7 @@ def open_pieces(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
             scored = list(zip(pieces.tokens, pieces.scores, strict=True))
             model = models.Unigram(scored, unk_id=unknown, byte_fallback=BYTE in pieces.types)
         tokenizer = tokenizers.Tokenizer(model)
-        tokenizer.normalizer = _normalizer(pieces)
+        tokenizer.normalizer = make_normalizer(pieces)
         # The library would put the space in front of a user-defined piece, too.
         add_tokens(tokenizer, pieces.tokens, pieces.types, normalized=not pieces.space_prefix)
     except Exception as error:  # the library raises bare Exception
@@ -164,7 +164,7 @@ def _merges_by_score(
     return [(left, right) for *_, left, right in ranked]
 
 
-def _normalizer(pieces: Pieces) -> Any:
+def make_normalizer(pieces: Pieces) -> Any:
     """SentencePiece's steps, in its order."""
     steps: list[Any] = []
     if pieces.charsmap:

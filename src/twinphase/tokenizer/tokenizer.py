@@ -60,6 +60,7 @@ class Tokenizer:
         self._special = frozenset(i for i, token in self._added.items() if token.special)
         self._prefix = facts.prefix
         self._suffix = facts.suffix
+        self._middle = facts.middle
         self._bytes: dict[int, bytes] = {}
         self._longest_token = 0
         self.vocab_size = facts.vocab_size
@@ -126,6 +127,7 @@ class Tokenizer:
         add_special_tokens: bool = True,
         parse_special: bool = True,
         max_tokens: int | None = None,
+        truncate_to: int | None = None,
     ) -> list[int]:
         """Token ids of a text.
 
@@ -137,6 +139,7 @@ class Tokenizer:
                 they are written in.
             max_tokens: the model's context. A text that cannot fit is refused before it is encoded,
                 because it has more characters than that many of the longest tokens.
+            truncate_to: tokens, those that are added included, beyond which the end is left out.
 
         Raises:
             InvalidRequestError: text that is not valid Unicode.
@@ -146,7 +149,48 @@ class Tokenizer:
         if max_tokens is not None and len(text) > max_tokens:
             self._check_length(text, max_tokens)
         ids: list[int] = self._run(text, parse_special).ids
+        if truncate_to is not None:
+            ids = ids[: max(0, truncate_to - len(self._prefix) - len(self._suffix))]
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+
+    def encode_pair(
+        self,
+        first: str,
+        second: str,
+        *,
+        max_tokens: int | None = None,
+        truncate_to: int | None = None,
+    ) -> tuple[list[int], int]:
+        """Token ids of two texts that an encoder reads together, and where the second begins.
+
+        Args:
+            first: a text as for `encode`.
+            second: another.
+            max_tokens: as for `encode`.
+            truncate_to: tokens of the longest pair; a longer one loses the end of its longer text,
+                then of both, as transformers' `longest_first` does. None truncates nothing.
+
+        Raises:
+            InvalidRequestError: as for `encode`.
+            ContextLengthError: as for `encode`.
+        """
+        if max_tokens is not None and max(len(first), len(second)) > max_tokens:
+            self._check_length(max(first, second, key=len), max_tokens)
+        first_ids = self._run(first, True).ids
+        second_ids = self._run(second, True).ids
+        if truncate_to is not None:
+            num_added = len(self._prefix) + len(self._middle) + len(self._suffix)
+            excess = len(first_ids) + len(second_ids) + num_added - truncate_to
+            room = max(0, truncate_to - num_added)
+            shorter = min(len(first_ids), len(second_ids), room // 2)
+            if excess > 0 and len(first_ids) <= len(second_ids):
+                first_ids = first_ids[:shorter]
+                second_ids = second_ids[: room - shorter]
+            elif excess > 0:
+                first_ids = first_ids[: room - shorter]
+                second_ids = second_ids[:shorter]
+        ids = [*self._prefix, *first_ids, *self._middle]
+        return [*ids, *second_ids, *self._suffix], len(ids)
 
     def encode_with_starts(
         self,

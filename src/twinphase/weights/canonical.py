@@ -19,13 +19,19 @@ _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.": "",
     "bert.": "",
+    "roberta.": "",
 }
+# The two halves of BERT's cross-encoder head, by the names that RoBERTa has for them. The first is
+# the pooler, which a model without such a head does not use.
+_HEAD = {"pooler.dense": "classifier.dense", "classifier": "classifier.out_proj"}
 # Depthwise convolutions, whose second dimension is 1 in a folder; GGUF has none.
 _CONVOLUTIONS = ("shortconv.conv.weight", "ssm_conv1d.weight")
 _OTHER_MODALITIES = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector"
     r"|embed_vision|embed_audio)\."
 )
+# What GGUF has after the names of tensors that have no ending in a folder, if not ".weight".
+_ENDINGS = {"ssm_a": "", "exp_probs_b": ".bias"}
 # Names that GGUF's table lacks, and others for the same in a dense model.
 _RENAMED = {
     ".dt_bias": ".dt_proj.bias",
@@ -67,10 +73,10 @@ def canonical_tensors(
     def translated(name: str) -> str:
         for other, usual in _RENAMED.items():
             name = name.replace(other, usual)
-        for candidate in (name, f"model.{name}"):
+        for candidate in (name, f"model.{name}", name.removeprefix("model.")):
             if candidate in table.mapping:  # no suffix of its own: attention sinks
                 final = table.mapping[candidate][1]
-                return final if final.endswith(".ssm_a") else f"{final}.weight"
+                return final + _ENDINGS.get(final.rpartition(".")[2], ".weight")
             if known := table.get_name(candidate, try_suffixes=(".weight", ".bias")):
                 return str(known)
         return name
@@ -78,6 +84,9 @@ def canonical_tensors(
     found: dict[str, Source] = {}
     for name, source in sources.items():
         plain = _without_prefix(name)
+        if "classifier.weight" in sources:
+            layer, dot, kind = plain.rpartition(".")
+            plain = _HEAD.get(layer, layer) + dot + kind
         if (
             _OTHER_MODALITIES.match(name)
             or _NOT_WEIGHTS.fullmatch(plain)

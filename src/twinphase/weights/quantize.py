@@ -30,6 +30,7 @@ _EMBEDDINGS = ("token_embd.weight", "output.weight")
 # Small, and a wrong choice of an expert, or a wrong decay, costs more than its bytes.
 _KEPT = (
     "ffn_gate_inp.weight",
+    "ffn_gate_inp_shexp.weight",
     "position_embd.weight",
     "token_types.weight",
     "ssm_alpha.weight",

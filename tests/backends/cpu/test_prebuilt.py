@@ -114,4 +114,5 @@ def test_a_bundle_has_every_kernel_and_the_attention_of_known_models():
         assert {f"attention_prefill:{shape}", f"attention_decode:{shape}"} <= specs, name
         for rope in filter(None, b.ropes):
             norm = "none" if b.qk_norm == "width" else b.qk_norm
-            assert f"rope_kv_write:{b.head_dim}:{rope.dim}:0:auto:{norm}" in specs, name
+            gated = ":gated" if b.attention_gate else ""
+            assert f"rope_kv_write:{b.head_dim}:{rope.dim}:0:auto:{norm}{gated}" in specs, name

@@ -20,6 +20,7 @@ USUAL_SECONDS = {
     "rope_kv_write": 0.4,
     "run_program": 1.9,
     "route": 0.2,
+    "route_sigmoid": 0.2,
     "sort_rows": 0.2,
 }
 OTHER_SECONDS = 0.07

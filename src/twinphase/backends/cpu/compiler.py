@@ -39,7 +39,15 @@ KERNELS = {
     for module, kernels in {
         "attention": ("attention_prefill", "attention_decode", "attention_merge"),
         "delta": ("delta_gates", "delta_scan", "gated_norm", "gate_heads"),
-        "elementwise": ("rms_norm", "gate_mul", "add", "add_norm", "cap_logits", "pick_rows"),
+        "elementwise": (
+            "rms_norm",
+            "gate_mul",
+            "add",
+            "add_norm",
+            "add_gated",
+            "cap_logits",
+            "pick_rows",
+        ),
         "embedding": ("embed",),
         "linear": ("quantized_linear", "dense_linear", "quantized_experts", "dense_experts"),
         "packing": ("pack",),
@@ -48,7 +56,7 @@ KERNELS = {
         "ranks": ("copy_columns", "meet", "stamp"),
         "recurrence": ("multiply", "causal_conv", "keep_history"),
         "rope": ("rope_kv_write", "norm_columns"),
-        "routing": ("route", "sort_rows", "combine"),
+        "routing": ("route", "route_sigmoid", "sort_rows", "combine"),
     }.items()
     for kernel in kernels
 }

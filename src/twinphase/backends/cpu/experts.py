@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.backends.cpu.formats import FORMATS
+from twinphase.backends.cpu.formats import FORMATS, STRIP_OUTPUTS
 from twinphase.backends.cpu.operations import (
     FEW_ROWS,
     MAX_LINEAR_TILES,
     TILES_PER_THREAD,
     Operations,
+    float_bits,
     layer_spec,
 )
 from twinphase.backends.cpu.program import Buffer, Memory, rows_in
@@ -57,13 +58,14 @@ class ExpertOperations(Operations):
         experts: Experts,
         *,
         router_bias: Vector | None = None,
+        choice_bias: Vector | None = None,
         gate_up_bias: Vector | None = None,
         down_bias: Vector | None = None,
     ) -> Buffer:
         """The weighted sum of each row's chosen experts."""
         program = self.program
         used = experts.used
-        routing = self._route(self.linear(x, router, bias=router_bias), experts)
+        routing = self._route(self.linear(x, router, bias=router_bias), experts, choice_bias)
         pairs = f"{x.rows}*{used}"
 
         def gathered(quantized: bool) -> Memory:
@@ -83,7 +85,15 @@ class ExpertOperations(Operations):
         program.add_rows("combine", args, reads, out.floats)
         return out
 
-    def _route(self, logits: Buffer, experts: Experts) -> Routing:
+    def add_gated(self, x: Buffer, h: Buffer, y: Buffer, weight: Vector) -> Buffer:
+        """x + sigmoid(y . weight) * h."""
+        sources = [x.floats.data, h.floats.data, y.floats.data]
+        out = Buffer(self.program, x.rows, x.width)
+        args = [*sources, weight.values.ctypes.data, x.floats.groups, out.floats.data]
+        self.program.add_rows("add_gated", args, sources, out.floats)
+        return out
+
+    def _route(self, logits: Buffer, experts: Experts, choice_bias: Vector | None) -> Routing:
         program = self.program
         source = logits.floats
         key = (logits.rows, experts.count, experts.used)
@@ -99,9 +109,16 @@ class ExpertOperations(Operations):
         routing = self._routings[key]
         numbers = routing.numbers.ctypes.data
         rows = routing.rows.ctypes.data
-        args = [source.data, source.stride, experts.count, experts.used, int(experts.renormalize)]
+        args = [source.data, source.stride, experts.count, experts.used]
+        spec = "route"
+        if experts.scores == "sigmoid":
+            spec = "route_sigmoid"
+            zeros = self.zeros(-(-experts.count // STRIP_OUTPUTS))
+            args += [zeros if choice_bias is None else choice_bias.values.ctypes.data]
+        args += [int(experts.renormalize)]
+        args += [float_bits(experts.scale)] if experts.scores == "sigmoid" else []
         args += [numbers, routing.weights.ctypes.data]
-        program.add("route", program.count(logits.rows), args, [source.data], [(numbers, 0)])
+        program.add(spec, program.count(logits.rows), args, [source.data], [(numbers, 0)])
         args = [program.count(logits.rows), experts.count, experts.used, numbers, rows]
         args += [routing.places.ctypes.data, routing.slots.ctypes.data]
         program.add("sort_rows", program.cells.constant(1), args, [numbers], [(rows, 0)])

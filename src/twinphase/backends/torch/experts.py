@@ -23,6 +23,7 @@ def mixture(
     experts: Experts,
     *,
     router_bias: Tensor | None = None,
+    choice_bias: Tensor | None = None,  # Of models with recurrent layers, which are refused.
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:

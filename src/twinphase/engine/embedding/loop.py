@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from twinphase.engine.embedding.embedder import MAX_PASS_TEXTS, LoadedEmbedder
+from twinphase.engine.frontends.checks import DO, USE
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.loop import EngineLoop, engine_facts, refusal
 from twinphase.engine.process.messages import (
@@ -72,7 +73,7 @@ class EmbeddingLoop:
         elif isinstance(message, (Add, Inspect)):
             about = message.request_id if isinstance(message, Add) else message.number
             problem = InvalidRequestError(
-                "The model was loaded to embed texts.", "Ask for embeddings."
+                f"The model was loaded to {DO[self.loaded.task]}.", USE[self.loaded.task]
             )
             self._send(refusal(about, problem))
 
@@ -89,6 +90,7 @@ class EmbeddingLoop:
         """Compute the next texts of the tenants whose turn it is, and reply to what is complete."""
         taken: list[_Job] = []
         texts: list[list[int]] = []
+        starts: list[int] = []
         room = self.loaded.pass_tokens
         while self._lines and len(texts) < MAX_PASS_TEXTS:
             tenant = min(self._lines, key=self._times.__getitem__)
@@ -98,6 +100,7 @@ class EmbeddingLoop:
                 break
             room -= len(text)
             texts.append(text)
+            starts += job.message.starts[job.num_taken : job.num_taken + 1]
             taken.append(job)
             self._times[tenant] += len(text) / job.message.weight
             job.num_taken += 1
@@ -105,7 +108,7 @@ class EmbeddingLoop:
                 self._lines[tenant].popleft()
                 if not self._lines[tenant]:
                     del self._lines[tenant]
-        for job, vector in zip(taken, self._vectors(texts), strict=True):
+        for job, vector in zip(taken, self._vectors(texts, starts), strict=True):
             if isinstance(vector, TwinphaseError):
                 self._drop(job, vector)
             else:
@@ -113,18 +116,22 @@ class EmbeddingLoop:
             if len(job.vectors) == len(job.message.texts):
                 self._send(Embedded(job.message.number, job.vectors))
 
-    def _vectors(self, texts: list[list[int]]) -> list[bytes | TwinphaseError]:
+    def _vectors(self, texts: list[list[int]], starts: list[int]) -> list[bytes | TwinphaseError]:
         """The vector of each text, or its error, which must not affect the others."""
         try:
-            return [vector.astype("<f4").tobytes() for vector in self.loaded.embed(texts)]
+            return [vector.astype("<f4").tobytes() for vector in self.loaded.embed(texts, starts)]
         except EngineDeadError:  # A new process has to be started.
             raise
         except Exception as error:
             if len(texts) > 1:
-                return [vector for text in texts for vector in self._vectors([text])]
+                return [
+                    vector
+                    for number, text in enumerate(texts)
+                    for vector in self._vectors([text], starts[number : number + 1])
+                ]
             if isinstance(error, TwinphaseError):
                 return [error]
-            return [TwinphaseError(f"The text could not be embedded: {one_line(error)}.")]
+            return [TwinphaseError(f"The text could not be computed: {one_line(error)}.")]
 
     def _drop(self, job: _Job, error: TwinphaseError) -> None:
         """Refuse a message once, and compute no more of its texts."""

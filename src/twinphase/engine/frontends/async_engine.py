@@ -31,11 +31,13 @@ from twinphase.engine.frontends.checks import (
     Prompt,
     check_id,
     check_params,
+    check_task,
     engine_config,
     is_plain,
     unknown_request,
 )
 from twinphase.engine.frontends.outputs import Transcript
+from twinphase.engine.frontends.pairs import Pairs, ScoringRequestOutput, encode_pairs
 from twinphase.engine.frontends.stream import RequestStream, take_all
 from twinphase.engine.frontends.text import EncodedPrompt, ModelText
 from twinphase.engine.process.host import Host, ProcessHost, ThreadHost, running_loop
@@ -244,31 +246,66 @@ class AsyncEngine:
         Raises:
             EngineUnavailableError: the engine is loading, or has ended.
         """
-        results: list[EmbeddingRequestOutput] = []
-        for start in range(0, len(prompts), MAX_PASS_TEXTS):
-            texts = [prompt.token_ids for prompt in prompts[start : start + MAX_PASS_TEXTS]]
-            vectors = await self._embed(texts, tenant, weight)
-            results += [
-                EmbeddingRequestOutput(str(next(self._numbers)), EmbeddingOutput(vector), token_ids)
-                for vector, token_ids in zip(vectors, texts, strict=True)
-            ]
-        return results
+        check_task(self.text.checkpoint, self.host.task, "embed")
+        texts = [prompt.token_ids for prompt in prompts]
+        vectors = await self._embed(texts, [], tenant, weight)
+        return [
+            EmbeddingRequestOutput(str(next(self._numbers)), EmbeddingOutput(vector), token_ids)
+            for vector, token_ids in zip(vectors, texts, strict=True)
+        ]
 
-    async def _embed(self, texts: list[list[int]], tenant: str, weight: float) -> list[list[float]]:
+    async def encode_pairs(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        truncate_prompt_tokens: int | None = None,
+    ) -> Pairs:
+        """Pairs of texts as the model reads them; arguments and errors are those of `LLM.score`."""
+        task = check_task(self.text.checkpoint, self.host.task, "score")
+        limit = self.max_model_len
+        if limit is None:
+            raise self.unavailable()
+        texts = (text_1, text_2)
+        return await asyncio.to_thread(
+            encode_pairs, self.text, task, *texts, limit, truncate_prompt_tokens
+        )
+
+    async def score(
+        self,
+        pairs: Pairs,
+        *,
+        use_activation: bool = True,
+        tenant: str = "",
+        weight: float = 1.0,
+    ) -> list[ScoringRequestOutput]:
+        """The scores of pairs, in their order, as `LLM.score`; `tenant` and `weight` as `submit`.
+
+        Raises:
+            EngineUnavailableError: the engine is loading, or has ended.
+        """
+        replies = await self._embed(pairs.texts, pairs.starts, tenant, weight)
+        return pairs.outputs(replies, use_activation, self._numbers)
+
+    async def _embed(
+        self, texts: list[list[int]], starts: list[int], tenant: str, weight: float
+    ) -> list[list[float]]:
+        """The engine's numbers for each text, asked for in parts."""
         if not self.is_running:
             raise self.unavailable()
-        if not self.host.embeds:
-            raise errors.InvalidRequestError(
-                f"{self.text.checkpoint.path.name} was loaded to generate text.",
-                'Load it with task="embed".',
-            )
-        number = next(self._numbers)
+        replies: list[list[float]] = []
         self._num_embedding += 1
         try:
-            found: Embedded = await self._ask(number, Embed(number, texts, tenant, weight))
+            for start in range(0, len(texts), MAX_PASS_TEXTS):
+                part = slice(start, start + MAX_PASS_TEXTS)
+                number = next(self._numbers)
+                message = Embed(number, texts[part], tenant, weight, starts[part])
+                found: Embedded = await self._ask(number, message)
+                replies += [
+                    list(struct.unpack(f"<{len(vector) // 4}f", vector)) for vector in found.vectors
+                ]
         finally:
             self._num_embedding -= 1
-        return [list(struct.unpack(f"<{len(vector) // 4}f", vector)) for vector in found.vectors]
+        return replies
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with `finish_reason` "abort".

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from twinphase.config import EngineConfig
 from twinphase.errors import InvalidRequestError, RequestNotFoundError
-from twinphase.models.bert import is_encoder
+from twinphase.models.bert import encoder_task, is_encoder
 from twinphase.request import SamplingParams
 from twinphase.weights.checkpoint import Checkpoint
 
@@ -17,6 +17,16 @@ from twinphase.weights.checkpoint import Checkpoint
 Message = Mapping[str, Any]
 # A mapping is vLLM's TextPrompt or TokensPrompt.
 Prompt = str | list[int] | Sequence[Message] | Mapping[str, Any]
+DO = {"generate": "generate text", "embed": "embed texts", "score": "score pairs of texts"}
+USE = {
+    "generate": "Use LLM.generate, or `twinphase serve` and /v1/completions.",
+    "embed": "Use LLM.embed, or `twinphase serve` and /v1/embeddings.",
+    "score": "Use LLM.score, or `twinphase serve` and /v1/rerank.",
+}
+RERANKERS = (
+    "Load a reranker (a cross-encoder such as ms-marco-minilm), or an embedding model, which "
+    "compares texts by their vectors."
+)
 MESSAGE = '{"role": "user", "content": "..."}'
 
 
@@ -35,25 +45,51 @@ def engine_config(values: Mapping[str, Any], base: EngineConfig = EngineConfig()
     return replace(base, **values)
 
 
-def embeds(checkpoint: Checkpoint, config: EngineConfig) -> bool:
-    """Whether the model makes vectors: an encoder always does, a decoder by `config.task`.
+def task_of(checkpoint: Checkpoint, config: EngineConfig) -> str:
+    """What the model is loaded for: an encoder for its own task, a decoder for `config.task`.
+
+    Returns:
+        "generate", "embed" (texts to vectors), or "score" (pairs of texts to numbers).
 
     Raises:
-        InvalidRequestError: `task` asks an encoder for text, or `pooling` is set for generation.
+        InvalidRequestError: `task` asks for something else than the model does, or `pooling` is set
+            for another task than embed.
     """
     name = checkpoint.path.name
-    encoder = is_encoder(checkpoint)
-    if encoder and config.task == "generate":
+    own = encoder_task(checkpoint) if is_encoder(checkpoint) else None
+    task = own or config.task or "generate"
+    if config.task is not None and config.task != task:
         raise InvalidRequestError(
-            f"{name} is an encoder: it embeds texts and generates none.",
-            "Use LLM.embed, or `twinphase serve` and /v1/embeddings.",
+            f"{name} is an encoder, made to {DO[task]}; it cannot {DO[config.task]}.", USE[task]
         )
-    if config.pooling is not None and not encoder and config.task != "embed":
+    if task == "score" and own is None:
+        raise InvalidRequestError(f"{name} is a decoder, which has no scores.", RERANKERS)
+    if config.pooling is not None and task != "embed":
         raise InvalidRequestError(
-            f"pooling is {config.pooling!r}, but {name} is loaded to generate text.",
-            "Add the task embed.",
+            f"pooling is {config.pooling!r}, but {name} is loaded to {DO[task]}.",
+            "Leave it out, or add the task embed where the model has it.",
         )
-    return encoder or config.task == "embed"
+    return task
+
+
+def check_task(checkpoint: Checkpoint, task: str, wanted: str) -> str:
+    """The task of a loaded model, if it can do what is wanted: scoring is also for one that embeds.
+
+    Raises:
+        InvalidRequestError: it cannot.
+    """
+    if task == wanted or (task, wanted) == ("embed", "score"):
+        return task
+    raise wrong_task(checkpoint, task, wanted)
+
+
+def wrong_task(checkpoint: Checkpoint, task: str, wanted: str) -> InvalidRequestError:
+    """The error for a model that was loaded for another task than is wanted."""
+    more = "; it writes none" if wanted == "generate" else ""
+    fix = USE[task]
+    if task == "generate":
+        fix = 'Load it with task="embed".' if wanted == "embed" else RERANKERS
+    return InvalidRequestError(f"{checkpoint.path.name} was loaded to {DO[task]}{more}.", fix)
 
 
 def check_params(params: object) -> SamplingParams:

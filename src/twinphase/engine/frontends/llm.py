@@ -28,20 +28,22 @@ from twinphase.engine.frontends.checks import (
     Message,
     Prompt,
     check_params,
+    check_task,
     conversations,
     engine_config,
     is_plain,
     one_for_each,
     plain_prompt,
     prompt_list,
+    wrong_task,
 )
 from twinphase.engine.frontends.exclusive_use import Turns
 from twinphase.engine.frontends.outputs import RequestOutput, StreamUpdate, Transcript
+from twinphase.engine.frontends.pairs import ScoringRequestOutput, encode_pairs
 from twinphase.engine.frontends.text import SamplingDefaults
 from twinphase.engine.loading.loading import LoadedEngine
 from twinphase.engine.process.messages import Add
 from twinphase.engine.process.requests import EngineRequests
-from twinphase.errors import InvalidRequestError
 from twinphase.outcome import FinishReason
 from twinphase.phases.record import RequestRecord
 from twinphase.phases.timeline import IntervalKind
@@ -98,16 +100,9 @@ class LLM:
 
     @property
     def _loaded(self) -> LoadedEngine:
-        """The model, if it generates text.
-
-        Raises:
-            InvalidRequestError: it was loaded to embed.
-        """
+        """The model, if it generates text; else an `InvalidRequestError`."""
         if isinstance(self._model, LoadedEmbedder):
-            name = self.checkpoint.path.name
-            raise InvalidRequestError(
-                f"{name} was loaded to embed texts; it writes none.", "Use LLM.embed."
-            )
+            raise wrong_task(self.checkpoint, self._model.task, "generate")
         return self._model
 
     @cached_property
@@ -226,12 +221,7 @@ class LLM:
                 generates.
             KeyboardInterrupt: Ctrl-C was pressed.
         """
-        model = self._model
-        if not isinstance(model, LoadedEmbedder):
-            name = self.checkpoint.path.name
-            raise InvalidRequestError(
-                f"{name} was loaded to generate text.", 'Load it with task="embed".'
-            )
+        model = self._embedder("embed")
         encoded = [model.encode(prompt) for prompt in prompt_list(prompts)]
         with self._turn():
             vectors = model.embed(encoded)
@@ -241,6 +231,44 @@ class LLM:
             )
             for token_ids, vector in zip(encoded, vectors, strict=True)
         ]
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_activation: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How well pairs of texts match; needs a reranker, or a model that embeds.
+
+        Args:
+            text_1: one text (a query) for all of `text_2`, or one for each.
+            text_2: a text or several (documents).
+            truncate_prompt_tokens: tokens that a pair keeps, its longer text losing its end first;
+                -1 is what the model takes. If None, a longer pair is an error.
+            use_activation: False gives what a reranker's head gives, before the sigmoid.
+
+        Returns:
+            Results in the order of the pairs; a score does not depend on the other pairs.
+
+        Raises:
+            InvalidRequestError: texts that cannot be scored; then none is. Or the model generates.
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
+        model = self._embedder("score")
+        texts = (text_1, text_2, self.config.max_model_len or 0)
+        pairs = encode_pairs(model.text, model.task, *texts, truncate_prompt_tokens)
+        with self._turn():
+            vectors = model.embed(pairs.texts, pairs.starts)
+        return pairs.outputs([vector.tolist() for vector in vectors], use_activation, self._ids)
+
+    def _embedder(self, wanted: str) -> LoadedEmbedder:
+        """The model, if it can "embed" or "score" as wanted."""
+        model = self._model
+        check_task(self.checkpoint, model.task, wanted)
+        assert isinstance(model, LoadedEmbedder), "the task was checked"
+        return model
 
     def explain(self, output: RequestOutput) -> Explanation:
         """Why a request of this `LLM` took as long as it did, and which flag would change that."""

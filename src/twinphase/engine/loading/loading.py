@@ -15,7 +15,7 @@ from twinphase.backends.device import require_torch
 from twinphase.blueprint import Blueprint
 from twinphase.config import EngineConfig, cores_of_each_engine
 from twinphase.engine.engine import Engine
-from twinphase.engine.frontends.checks import Prompt, embeds
+from twinphase.engine.frontends.checks import USE, Prompt, task_of
 from twinphase.engine.frontends.text import ModelText
 from twinphase.engine.loading.ceilings import compute_units, device_of, measured_ceilings
 from twinphase.engine.ranks.backend import load_on_ranks
@@ -60,6 +60,7 @@ class LoadedEngine:
     """
 
     warm_timeline: RequestTimeline | None = None
+    task = "generate"
 
     def __init__(
         self,
@@ -79,11 +80,12 @@ class LoadedEngine:
             if isinstance(model, Checkpoint)
             else open_model(resolve_model(str(model)), quantization=config.quantization)
         )
-        if embeds(self.checkpoint, config):
+        task = task_of(self.checkpoint, config)
+        if task != "generate":
             raise InvalidRequestError(
-                f"{self.checkpoint.path.name} would be loaded to embed, which is not what this "
+                f"{self.checkpoint.path.name} would be loaded to {task}, which is not what this "
                 "does.",
-                "Use LLM.embed, or `twinphase serve` and /v1/embeddings.",
+                USE[task],
             )
         b = self.blueprint = read_blueprint(self.checkpoint, config.max_model_len)
         device = device_of(config)

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from twinphase.config import EngineConfig
-from twinphase.engine.embedding.embedder import LoadedEmbedder
 from twinphase.engine.embedding.loop import make_loop
-from twinphase.engine.frontends.checks import embeds
+from twinphase.engine.frontends.checks import task_of
 from twinphase.engine.frontends.exclusive_use import OwnProcess
 from twinphase.engine.frontends.text import ModelText
 from twinphase.engine.process.messages import (
@@ -53,7 +52,7 @@ class Host(Protocol):
     """Carries messages to an engine and back.
 
     Attributes:
-        embeds: the model makes vectors and generates no text.
+        task: what the model does: "generate" text, "embed" texts, or "score" pairs of them.
         is_running: the engine takes messages.
         num_restarts: number of restarts so far.
         last_death: why the last restart was needed.
@@ -62,7 +61,7 @@ class Host(Protocol):
     """
 
     text: ModelText
-    embeds: bool
+    task: str
 
     @property
     def is_running(self) -> bool: ...
@@ -111,7 +110,7 @@ class ThreadHost:
         """The `LoadedEngine` or `LoadedEmbedder` belongs to the thread from now on."""
         self.loaded = loaded
         self.text: ModelText = loaded.text
-        self.embeds = isinstance(loaded, LoadedEmbedder)
+        self.task: str = loaded.task
         self.is_running = False
         self.error: BaseException | None = None
         self._process = OwnProcess()
@@ -194,7 +193,7 @@ class LinkHost:
             TwinphaseError: the model cannot be found or read, or cannot do what `config` asks for.
         """
         self.text = ModelText.of_model(model)
-        self.embeds = embeds(self.text.checkpoint, config)
+        self.task = task_of(self.text.checkpoint, config)
         self.is_running = False
         self.num_restarts = 0
         self.last_death: EngineDeadError | None = None

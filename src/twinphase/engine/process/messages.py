@@ -98,14 +98,16 @@ class Embed(msgspec.Struct, tag=True, frozen=True):
     """Turn texts into vectors; answered by `Embedded` or `Refused` with the same number.
 
     Attributes:
-        texts: token ids of each.
+        texts: token ids of each; of a pair, where the model scores pairs.
         tenant, weight: tenants share the engine's time by their weights.
+        starts: of each pair, where its second text begins.
     """
 
     number: int
     texts: list[list[int]]
     tenant: str = ""
     weight: float = 1.0
+    starts: list[int] = []
 
 
 class WatchBlocks(msgspec.Struct, tag=True, frozen=True):
@@ -180,7 +182,8 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
         warm_up_tokens: of the prompt that the engine computed alone before it was ready; 0 if there
             was none.
         ttft, tpot: measured with that prompt, seconds.
-        embedding_size: of the vectors of a model that embeds; 0 for one that generates.
+        embedding_size: of the vectors of a model that embeds; 1 for one that scores pairs, 0 for
+            one that generates.
         pace: the gap that running streams keep, and its cost; None where the engine was not warmed
             up.
         chunk_tokens: prompt tokens that a step beside one decode has room for.
@@ -292,7 +295,10 @@ class Pushed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Embedded(msgspec.Struct, tag=True, frozen=True):
-    """The answer to `Embed`: a vector for each text, float32, little endian."""
+    """The answer to `Embed`: a vector for each text, float32, little endian.
+
+    Of a pair it is the score alone, before any activation.
+    """
 
     number: int
     vectors: list[bytes]

@@ -1,16 +1,19 @@
 """LFM2 (Liquid AI, 2025): most layers are gated short convolutions, the others attend.
 
-The norm before the head is called an embedding's norm in both formats.
+The norm before the head is called an embedding's norm in both formats. LFM2-MoE has experts in all
+but its first layers, chosen by sigmoids and a bias.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from twinphase.blueprint import Blueprint, ShortConv
-from twinphase.errors import UnsupportedModelError
+from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX, Config
-from twinphase.models.family import llama_like
+from twinphase.models.family import experts, llama_like
 
-HF = {"lfm2": "lfm2"}
+MIXTURE = "lfm2moe"
+HF = {"lfm2": "lfm2", "lfm2_moe": MIXTURE}
 
 
 def describe(config: Config) -> Blueprint:
@@ -25,7 +28,9 @@ def describe(config: Config) -> Blueprint:
     recurrent = [layer for layer, kind in enumerate(types or ()) if kind == "conv"]
     # Those that are left have to be types of attention.
     fields["layer_types"] = types and ["full_attention" if t == "conv" else t for t in types]
-    fields["intermediate_size"] = _ffn_size(config)
+    mixture = config.architecture == MIXTURE
+    if not mixture:
+        fields["intermediate_size"] = _ffn_size(config)
     plain = replace(config, fields=fields)
     return llama_like(
         plain,
@@ -36,7 +41,27 @@ def describe(config: Config) -> Blueprint:
         recurrence=ShortConv(config.integer("conv_L_cache", 3), config.integer("hidden_size")),
         recurrent_layers=tuple(recurrent),
         output_norm="token_embd_norm",
+        **(_mixture(config, layers) if mixture else {}),
     )
+
+
+def _mixture(config: Config, layers: int) -> dict[str, Any]:
+    dense = config.integer("num_dense_layers", 2, least=0)
+    if dense >= layers:
+        raise CheckpointError(
+            f"{config.name} has {layers} layers, and {dense} of them without experts "
+            f"({config.called('num_dense_layers')}).",
+            FIX,
+        )
+    mixture = experts(
+        config,
+        "moe_intermediate_size",
+        renormalize=config.flag("norm_topk_prob", True),
+        scores="sigmoid",
+        choice_bias=config.flag("use_expert_bias", True),
+        scale=config.real("routed_scaling_factor", 1.0),
+    )
+    return {"experts": mixture, "dense_layers": dense}
 
 
 def _ffn_size(config: Config) -> int:

@@ -1,16 +1,23 @@
 """Qwen3.5, 3.6 and 3.8: a gated delta rule in three of four layers, a gate on attention's result.
 
-Only a quarter of a head rotates. The layers for further tokens (MTP) are not computed.
+Only a quarter of a head rotates. The MoE models have experts, and one more that every token
+goes through. The layers for further tokens (MTP) are not computed.
 """
 
 from dataclasses import replace
 
-from twinphase.blueprint import Blueprint, DeltaNet
+from twinphase.blueprint import Blueprint, DeltaNet, Experts
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX, Config
-from twinphase.models.family import llama_like
+from twinphase.models.family import experts, llama_like
 
-HF = {"qwen3_5": "qwen35", "qwen3_5_text": "qwen35"}
+MIXTURE = "qwen35moe"
+HF = {
+    "qwen3_5": "qwen35",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe": MIXTURE,
+    "qwen3_5_moe_text": MIXTURE,
+}
 ATTENTION = "full_attention"
 RECURRENT = ("linear_attention", "conv")
 
@@ -46,6 +53,19 @@ def describe(config: Config) -> Blueprint:
         recurrence=_delta_net(config),
         recurrent_layers=tuple(i for i, kind in enumerate(types) if kind != ATTENTION),
         draft_layers=drafting,
+        experts=_mixture(config) if config.architecture == MIXTURE else None,
+    )
+
+
+def _mixture(config: Config) -> Experts:
+    return experts(
+        config,
+        "moe_intermediate_size",
+        renormalize=True,
+        shared_size=config.integer(
+            "shared_expert_intermediate_size", None if config.is_gguf else 512
+        ),
+        fused_gate_up=config.flag("fused_experts", False),
     )
 
 

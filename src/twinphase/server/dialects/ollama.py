@@ -308,9 +308,9 @@ def _shown(service: Service) -> dict[str, Any]:
     if facts is not None:
         # The served context, not the model's.
         info[f"{checkpoint.architecture}.context_length"] = facts.config.max_model_len
-    capabilities = ["embedding"]
+    capabilities = ["embedding" if service.host.task == "embed" else "rerank"]
     source = ""
-    if not service.host.embeds:
+    if service.host.task == "generate":
         template = text.chat_template
         capabilities = ["completion"]
         source = template.source

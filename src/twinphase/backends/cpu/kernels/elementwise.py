@@ -132,6 +132,28 @@ def add_norm(isa: Isa) -> Kernel:
     return row_kernel(isa, write)
 
 
+def add_gated(isa: Isa) -> Kernel:
+    """out = x + sigmoid(y . weight) * h.
+
+    Arguments: address of the row count, x, h, y, weight, groups of all, out.
+    """
+
+    def write(e: Emit, m, x, h, y, weight, groups, out):
+        row = e.mul(e.mul(m, groups), 128)
+        sums = e.variable(e.splat(GROUP_OF_FLOATS, 0.0))
+        with e.loop(0, groups) as g:
+            at = e.mul(g, 128)
+            values = (e.load(GROUP_OF_FLOATS, y, row, at), e.load(GROUP_OF_FLOATS, weight, at))
+            sums.set(e.fma(*values, sums.get()))
+        gate = e.sigmoid(e.broadcast(e.reduce_add(sums.get()), 32))
+        with e.loop(0, groups) as g:
+            at = e.add(row, e.mul(g, 128))
+            values = e.load(GROUP_OF_FLOATS, h, at)
+            e.store(e.fma(values, gate, e.load(GROUP_OF_FLOATS, x, at)), out, at)
+
+    return row_kernel(isa, write)
+
+
 def cap_logits(isa: Isa, capped: str) -> Kernel:
     """out = x * scale, then cap * tanh(out / cap) where `capped` is "1".
 

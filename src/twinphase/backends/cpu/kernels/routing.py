@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from numba import njit
 
 from twinphase.backends.cpu.emit import F32, I32, I64, LOG2_E, Emit, Value, vector
 from twinphase.backends.cpu.intrinsics import (
@@ -47,6 +48,20 @@ def _powers(isa: Isa) -> Any:
     return emitted(isa, write)
 
 
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _choose(scores, experts, used, numbers):
+    """Store the numbers of the `used` largest scores, which are lost."""
+    for k in range(used):
+        best = 0
+        largest = np.float32(-np.inf)
+        for i in range(experts):
+            if load_f32(scores + 4 * i) > largest:  # of equal ones the smaller number
+                best = i
+                largest = load_f32(scores + 4 * i)
+        store_i32(numbers + 4 * k, best)
+        store_f32(scores + 4 * best, np.float32(-np.inf))
+
+
 def route(isa: Isa) -> Kernel:
     """One row a tile: the numbers and weights of the `used` experts with the largest logits.
 
@@ -63,16 +78,9 @@ def route(isa: Isa) -> Kernel:
         weights += 4 * used * tile
         for i in range(experts):
             store_f32(scratch + 4 * i, load_f32(logits + 4 * i))
+        _choose(scratch, experts, used, numbers)
         for k in range(used):
-            best = 0
-            largest = np.float32(-np.inf)
-            for i in range(experts):
-                if load_f32(scratch + 4 * i) > largest:  # of equal ones the smaller number
-                    best = i
-                    largest = load_f32(scratch + 4 * i)
-            store_i32(numbers + 4 * k, best)
-            store_f32(weights + 4 * k, load_f32(logits + 4 * best))
-            store_f32(scratch + 4 * best, np.float32(-np.inf))
+            store_f32(weights + 4 * k, load_f32(logits + 4 * load_u32(numbers + 4 * k)))
         first = logits + 4 * load_u32(numbers)
         total = 0
         if not renormalize:
@@ -83,6 +91,47 @@ def route(isa: Isa) -> Kernel:
         store_i32(scratch, total)
         for k in range(used):
             store_f32(weights + 4 * k, load_f32(weights + 4 * k) / load_f32(scratch))
+
+    return KERNEL_SIGNATURE, kernel
+
+
+def route_sigmoid(isa: Isa) -> Kernel:
+    """As `route`, of the experts with the largest sigmoid of their logit, plus their bias.
+
+    Arguments: logits, their stride, experts, used, bias (float32, for the choice alone), whether
+    weights, which are sigmoids, are divided by their sum + 1e-6, bits of what they are multiplied
+    by, numbers out (int32), weights out.
+    """
+
+    def write(e: Emit, logits, count, out):
+        four = vector(F32, 4)  # the narrowest vector of all paths
+        with e.loop(0, count) as i:
+            at = e.mul(i, 4)
+            value = e.sigmoid(e.broadcast(e.load(F32, logits, at), four.count))
+            e.store(e.b.extract_element(value, ir.Constant(I32, 0)), out, at)
+
+    sigmoids = emitted(isa, write)
+    arguments = fields(9)
+
+    def kernel(args, tile, scratch):
+        logits, stride, experts, used, bias, renormalize, scale, numbers, weights = arguments(args)
+        numbers += 4 * used * tile
+        weights += 4 * used * tile
+        gates = scratch + 4 * experts
+        sigmoids(logits + tile * stride, experts, gates)
+        for i in range(experts):
+            store_f32(scratch + 4 * i, load_f32(gates + 4 * i) + load_f32(bias + 4 * i))
+        _choose(scratch, experts, used, numbers)
+        total = np.float32(1e-6 if renormalize else 1.0)
+        for k in range(used):
+            weight = load_f32(gates + 4 * load_u32(numbers + 4 * k))
+            store_f32(weights + 4 * k, weight)
+            if renormalize:
+                total += weight
+        store_i32(scratch, scale)
+        for k in range(used):
+            weight = load_f32(weights + 4 * k) / total * load_f32(scratch)
+            store_f32(weights + 4 * k, weight)
 
     return KERNEL_SIGNATURE, kernel
 

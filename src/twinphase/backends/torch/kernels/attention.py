@@ -24,7 +24,9 @@ SPAN = 512
 # Limits on query rows times heads of a group in one program; of sums in all by compute capability.
 PREFILL_ROWS = 128
 PREFILL_SUMS = {0: 64 * 128, 90: 128 * 128, 120: 64 * 128}
-DECODE_ROWS = 16
+# On 9.0, 64 rows are the least that the unit of prefill (`wgmma`) multiplies: a smaller tile would
+# use another unit, whose sums round differently.
+DECODE_ROWS = {0: 16, 90: 64, 120: 16}
 # By whether it is decode. With fewer warps the two sums of prefill spill.
 WARPS = {True: 4, False: 8}
 STAGES = 2
@@ -62,8 +64,9 @@ def columns_of(head_dim: int) -> int:
 
 def rows_of_tile(group: int, head_dim: int, decode: bool, capability: int = 0) -> int:
     """Rows times heads of a group in a program, a power of two."""
-    wanted = DECODE_ROWS
-    if not decode:
+    if decode:
+        wanted = tile_of(DECODE_ROWS, capability)
+    else:
         wanted = min(PREFILL_ROWS, tile_of(PREFILL_SUMS, capability) // columns_of(head_dim))
     return max(wanted, triton.next_power_of_2(group))
 

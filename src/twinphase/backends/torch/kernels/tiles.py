@@ -1,7 +1,7 @@
 """Tiles of the linear kernel's programs: a table that ships, and results of `twinphase tune`.
 
 No sum depends on it: a row's products are added 32 inputs after 32, however many rows and outputs a
-program has.
+program has, as long as the same unit multiplies them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ TILES: dict[bool, dict[int, Tile]] = {
     few: {int(capability): Tile(*values) for capability, values in _SHIPPED[name].items()}
     for few, name in ((True, "few"), (False, "many"))
 }
+# Where even tiles of this size keep every multiprocessor busy; None where none is faster.
+LARGEST: dict[int, Tile | None] = {
+    int(capability): values and Tile(*values) for capability, values in _SHIPPED["most"].items()
+}
+MULTIPROCESSORS = 132
 # Tiles of this process's device by `key_of`; a backend sets them before its first step.
 tuned: Mapping[str, Tile] = {}
 
@@ -54,6 +59,16 @@ def tile_for(few: bool, bits: int, outputs: int, inputs: int, capability: int) -
     """The tuned tile of a shape, else the shipped one of the capability."""
     found: Tile = tuned.get(key_of(few, bits, outputs, inputs)) or tile_of(TILES[few], capability)
     return found
+
+
+def tile_for_rows(rows: int, bits: int, outputs: int, inputs: int, capability: int) -> Tile:
+    """The tile of a product with this many rows."""
+    largest: Tile | None = tile_of(LARGEST, capability)
+    if largest is not None:
+        programs = -(-rows // largest.rows) * -(-outputs // largest.outputs)
+        if rows > FEW and programs >= MULTIPROCESSORS:
+            return largest
+    return tile_for(rows <= FEW, bits, outputs, inputs, capability)
 
 
 def rows_of_program(rows: int, tile: Tile) -> int:

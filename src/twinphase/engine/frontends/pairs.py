@@ -1,0 +1,182 @@
+"""Pairs of texts to compare: a reranker scores each pair, an embedding model its two vectors.
+
+Either way the engine computes texts, which the callers of this file send to it: a pair is one text
+of a reranker, and two of an embedding model. Not for running them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from operator import mul
+from typing import Any, TypeVar
+
+from twinphase.engine.frontends.text import ModelText
+from twinphase.errors import ContextLengthError, InvalidRequestError
+from twinphase.models.bert import is_raw_score
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """How well the two texts of a pair match; higher is better."""
+
+    score: float
+
+
+@dataclass(frozen=True)
+class ScoringRequestOutput:
+    """A pair of texts and its score, in vLLM's shape."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What the engine has to compute for pairs of texts, and what its reply means.
+
+    Attributes:
+        texts: token ids of each pair; where the model embeds, of each first text and then of each
+            second one.
+        starts: where the second text of each pair begins; empty where the model embeds.
+        num_firsts: number of first texts; a single one is compared with every second text.
+        is_raw: a reranker's score is what its head gives, and not the sigmoid of that.
+    """
+
+    texts: list[list[int]]
+    starts: list[int]
+    num_firsts: int
+    is_raw: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the engine computes."""
+        return sum(map(len, self.texts))
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """The tokens of each pair."""
+        if self.starts:
+            return self.texts
+        return [[*first, *second] for first, second in self._both(self.texts)]
+
+    def outputs(
+        self, replies: Sequence[Sequence[float]], use_activation: bool, ids: Iterator[int]
+    ) -> list[ScoringRequestOutput]:
+        """The score of each pair, from the engine's numbers for each text.
+
+        A reranker's is a probability, or any number where the model or `use_activation` says so; an
+        embedding model's is the cosine, from -1 to 1.
+        """
+        return [
+            ScoringRequestOutput(str(next(ids)), ScoringOutput(score), token_ids)
+            for score, token_ids in zip(
+                self._scores(replies, use_activation), self.token_ids, strict=True
+            )
+        ]
+
+    def _scores(self, replies: Sequence[Sequence[float]], use_activation: bool) -> list[float]:
+        if self.starts:
+            plain = self.is_raw or not use_activation
+            return [value if plain else _sigmoid(value) for (value,) in replies]
+        return [math.fsum(map(mul, first, second)) for first, second in self._both(replies)]
+
+    def _both(self, items: Sequence[T]) -> Iterator[tuple[T, T]]:
+        firsts = items[: self.num_firsts]
+        seconds = items[self.num_firsts :]
+        several = repeat(firsts[0], len(seconds)) if self.num_firsts == 1 else firsts
+        return zip(several, seconds, strict=True)
+
+
+def encode_pairs(
+    text: ModelText,
+    task: str,
+    text_1: Any,
+    text_2: Any,
+    limit: int,
+    truncate_prompt_tokens: int | None = None,
+) -> Pairs:
+    """Pairs of texts, 1 to 1, 1 to N or N to N, as the model reads them.
+
+    Args:
+        text: of the model.
+        task: "score" or "embed".
+        text_1: a text, which is compared with all of `text_2`, or one for each of them.
+        text_2: a text or several.
+        limit: tokens of the longest pair, or of the longest text where the model embeds.
+        truncate_prompt_tokens: tokens that a pair or text keeps, the longer text of a pair losing
+            its end first; -1 is `limit`. None truncates nothing.
+
+    Raises:
+        InvalidRequestError: an empty text or one that is not valid Unicode, or numbers of texts
+            that do not match.
+        ContextLengthError: too many tokens; the message names the pair or text.
+    """
+    first = text_list(text_1, "text_1")
+    second = text_list(text_2, "text_2")
+    if not second or len(first) not in (1, len(second)):
+        raise InvalidRequestError(
+            f"There are {len(first)} first and {len(second)} second texts.",
+            "Give one first text for all, or one for each second text.",
+        )
+    cut = limit if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+    if cut is not None and not 0 < cut <= limit:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens is {cut}.", f"Use 1 to {limit}, or -1 for {limit}."
+        )
+    longest = limit if cut is None else None
+    if task == "embed":
+        texts = [
+            text.tokenizer.encode(each, max_tokens=longest, truncate_to=cut)
+            for each in (*first, *second)
+        ]
+        _check_lengths(texts, limit, "Text")
+        return Pairs(texts, [], len(first))
+    firsts = repeat(first[0], len(second)) if len(first) == 1 else first
+    encoded = [
+        text.tokenizer.encode_pair(a, b, max_tokens=longest, truncate_to=cut)
+        for a, b in zip(firsts, second, strict=True)
+    ]
+    texts = [token_ids for token_ids, _ in encoded]
+    _check_lengths(texts, limit, "Pair")
+    starts = [start for _, start in encoded]
+    return Pairs(texts, starts, len(first), is_raw_score(text.checkpoint))
+
+
+def text_list(texts: Any, name: str) -> list[str]:
+    """One text or several, none of them empty; `name` is the argument, for messages.
+
+    Raises:
+        InvalidRequestError: anything else.
+    """
+    found = [texts] if isinstance(texts, str) else texts
+    if not isinstance(found, (list, tuple)) or not all(isinstance(text, str) for text in found):
+        raise InvalidRequestError(
+            f"{name} is of type {type(texts).__name__}.", "Give a text, or a list of texts."
+        )
+    if not all(found):
+        raise InvalidRequestError(f"Text {found.index('')} of {name} is empty.", "Leave it out.")
+    return list(found)
+
+
+def _check_lengths(texts: Sequence[Sequence[int]], limit: int, kind: str) -> None:
+    for number, token_ids in enumerate(texts):
+        if len(token_ids) > limit:
+            raise ContextLengthError(
+                f"{kind} {number} has {len(token_ids)} tokens; the model takes {limit}.",
+                f"Shorten it by {len(token_ids) - limit} tokens, or set truncate_prompt_tokens "
+                "to -1.",
+            )
+
+
+def _sigmoid(x: float) -> float:
+    """1 / (1 + exp(-x)), of any x."""
+    if x >= 0:
+        return 1 / (1 + math.exp(-x))
+    return math.exp(x) / (1 + math.exp(x))
