@@ -214,7 +214,7 @@ class EngineConfig(GenerationDefaults):
     task: str | None = setting(
         None,
         "Task of the model: generate (text), embed (vectors) or score (pairs of texts); an encoder "
-        "has only one.",
+        "has only one, and Qwen3-Reranker needs score.",
         choices=TASKS,
         default_text="what the model is made for",
     )

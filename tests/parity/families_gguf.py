@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,18 @@ RECURRENT = ("lfm2", "lfm2moe", "qwen35", "qwen35moe")
 PERMUTED = ("llama", "granite", "smollm3", "mistral3")
 
 
-def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
-    """`checkpoint` is the folder of transformers' `model`; its tensors have GGUF's names."""
+def write_gguf(
+    checkpoint: Checkpoint,
+    model: Any,
+    path: Path,
+    add_more: Callable[[gguf.GGUFWriter], None] = lambda writer: writer.add_tokenizer_model(
+        "no_vocab"  # llama.cpp loads such files too
+    ),
+) -> Path:
+    """`checkpoint` is the folder of transformers' `model`; its tensors have GGUF's names.
+
+    `add_more` writes the vocabulary, and what only this model has.
+    """
     config = model.config
     config.allow_global_per_layer_attribute_access = True  # those of layers with a window
     arch = checkpoint.architecture
@@ -49,7 +60,7 @@ def write_gguf(checkpoint: Checkpoint, model: Any, path: Path) -> Path:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")  # llama.cpp loads such files too
+    add_more(writer)
     writer.add_layer_norm_rms_eps(
         config.norm_eps if arch.startswith("lfm2") else config.rms_norm_eps
     )

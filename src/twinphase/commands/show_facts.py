@@ -15,9 +15,10 @@ from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseE
 from twinphase.estimate.estimate import estimate, warnings
 from twinphase.estimate.options import EstimateOptions
 from twinphase.estimate.shapes import DecoderShape, from_checkpoint
-from twinphase.models.bert import is_encoder, is_raw_score, read_bert_shape
+from twinphase.models.bert import read_bert_shape
 from twinphase.models.loader import open_model
 from twinphase.models.share import rank_sizes
+from twinphase.models.tasks import is_encoder, is_raw_score
 from twinphase.tokenizer.chat_template import ChatTemplate
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.checkpoint import Checkpoint

@@ -15,22 +15,13 @@ from itertools import accumulate
 from twinphase.backends.encoder_protocol import Array, EncoderBackend
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX, Config
+from twinphase.models.tasks import HEAD, is_raw_score, own_pooling
 from twinphase.models.tensors import check_tensors
 from twinphase.weights.checkpoint import Checkpoint
-from twinphase.weights.safetensors_header import strict_json
 
 # The model types of config.json, and GGUF's name.
 HF = {"bert": "bert", "roberta": "bert", "xlm-roberta": "bert"}
 GELU = ("gelu", "gelu_python")
-# llama.cpp's enum llama_pooling_type, and sentence-transformers' flags in 1_Pooling/config.json.
-# 0 means that the model leaves the choice to its user; 4, rank, shows by the head.
-GGUF_POOLING = {0: "mean", 1: "mean", 2: "cls", 3: "last"}
-HEAD = "cls.output.weight"
-FLAGS = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "last",
-}
 
 
 @dataclass(frozen=True)
@@ -58,37 +49,6 @@ class BertShape:
     pooling: str
 
 
-def is_encoder(checkpoint: Checkpoint) -> bool:
-    """Whether the model is one of this file."""
-    return checkpoint.architecture in HF.values()
-
-
-def encoder_task(checkpoint: Checkpoint) -> str:
-    """What an encoder is made for: to "embed" texts, or to "score" pairs of them."""
-    return "score" if HEAD in checkpoint.tensors else "embed"
-
-
-def is_raw_score(checkpoint: Checkpoint) -> bool:
-    """Whether a cross-encoder's score is what its head gives, and not the sigmoid of that.
-
-    It is the sigmoid unless the config names another function, as sentence-transformers has it.
-
-    Raises:
-        UnsupportedModelError: another function.
-    """
-    config = checkpoint.config or {}
-    settings = config.get("sentence_transformers")
-    named = settings.get("activation_fn") if isinstance(settings, dict) else None
-    name = named or config.get("sbert_ce_default_activation_function") or "Sigmoid"
-    function = str(name).rpartition(".")[2]
-    if function not in ("Sigmoid", "Identity"):
-        raise UnsupportedModelError(
-            f"{checkpoint.path.name} has the activation {str(name)[:80]!r} of its scores.",
-            "Use a model with Sigmoid or Identity.",
-        )
-    return function == "Identity"
-
-
 def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
     """What the model is made of, once its tensors are known to be right.
 
@@ -109,6 +69,9 @@ def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
         raise UnsupportedModelError(
             f"{config.name} is a BERT that was made a decoder.", "Use an encoder."
         )
+    pooling = own_pooling(checkpoint) or "mean"
+    if pooling == "rank":
+        _check_head(checkpoint, config)
     types = checkpoint.tensors.get("token_types.weight")
     padded = fields.get("model_type") in ("roberta", "xlm-roberta")
     first_position = config.integer("pad_token_id", 1, least=0) + 1 if padded else 0
@@ -123,7 +86,7 @@ def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
         first_position=first_position,
         token_types=types.shape[0] if types is not None and len(types.shape) == 2 else 2,
         norm_eps=config.real("layer_norm_eps", 1e-12),
-        pooling=_pooling(checkpoint, config),
+        pooling=pooling,
     )
     if shape.hidden_size % shape.num_heads:
         raise CheckpointError(
@@ -133,38 +96,13 @@ def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
     return shape
 
 
-def _pooling(checkpoint: Checkpoint, config: Config) -> str:
-    """As the file or sentence-transformers' folder says; mean, where nothing does."""
-    if encoder_task(checkpoint) == "score":
-        _check_head(checkpoint, config)
-        return "rank"
-    if checkpoint.config is None:
-        number = config.fields.get("pooling_type", 1)
-        if number not in GGUF_POOLING:
-            raise UnsupportedModelError(
-                f"{config.name} has pooling_type {number!r}.", "Use mean, cls or last pooling."
-            )
-        return GGUF_POOLING[number]
-    path = checkpoint.path / "1_Pooling" / "config.json"
-    if not path.is_file():
-        return "mean"
-    settings = strict_json(path.read_bytes(), str(path), FIX)
-    flags = [
-        name
-        for name, value in settings.items()
-        if name.startswith("pooling_mode_") and value is True
-    ]
-    if len(flags) != 1 or flags[0] not in FLAGS:
-        raise UnsupportedModelError(
-            f"{config.name} pools by {', '.join(flags)[:200] or 'nothing'}.",
-            "Use a model with mean, cls or last pooling.",
-        )
-    return FLAGS[flags[0]]
-
-
 def _check_head(checkpoint: Checkpoint, config: Config) -> None:
     """Refuse a head that gives something else than one score."""
     is_raw_score(checkpoint)
+    if HEAD not in checkpoint.tensors:
+        raise UnsupportedModelError(
+            f"{config.name} has pooling_type 4 (rank), but no head ({HEAD}).", FIX
+        )
     labels = checkpoint.tensors[HEAD].shape[0]
     if labels != 1:
         raise UnsupportedModelError(

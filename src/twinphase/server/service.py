@@ -45,7 +45,8 @@ FIXES = {
     "embed": "Use /v1/embeddings, or /v1/score.",
     "score": "Use /v1/rerank or /v1/score.",
     "to embed": "Start a server with --task embed, or of an encoder, such as all-minilm.",
-    "to score": "Start a server of a reranker, such as ms-marco-minilm, or of a model that embeds.",
+    "to score": "Start a server of a reranker, such as ms-marco-minilm or qwen3-reranker, or "
+    "of a model that embeds.",
 }
 
 

@@ -7,8 +7,10 @@ independent of the others. Not for generating (`loading.py`), nor for HTTP.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 from pathlib import Path
 from typing import Protocol
 
@@ -18,16 +20,19 @@ from numpy.typing import NDArray
 from twinphase.backends.base import StepInputs
 from twinphase.backends.encoder import NumpyEncoder, pooled
 from twinphase.blueprint import Blueprint
-from twinphase.config import EngineConfig
+from twinphase.config import POOLINGS, EngineConfig
 from twinphase.engine.frontends.checks import Prompt, check_token_ids, task_of
 from twinphase.engine.frontends.text import ModelText
 from twinphase.engine.loading.loading import LoadedEngine, allocate_kv_cache, make_backend
 from twinphase.engine.ranks.backend import load_on_ranks
-from twinphase.errors import ContextLengthError, InvalidRequestError
-from twinphase.models.bert import Bert, is_encoder, read_bert_shape
+from twinphase.errors import CheckpointError, ContextLengthError, InvalidRequestError
+from twinphase.models.bert import Bert, read_bert_shape
 from twinphase.models.loader import open_model, read_blueprint
+from twinphase.models.tasks import HEAD, RerankPrompt, is_encoder, own_pooling, rerank_prompt
+from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.hub import resolve_model
+from twinphase.weights.quant import dequantize
 
 F32 = NDArray[np.float32]
 
@@ -104,14 +109,18 @@ class LoadedEmbedder:
         else:
             blueprint = read_blueprint(checkpoint, config.max_model_len)
             config = config.resolve(blueprint.context_length)
-            self._model = _HiddenStates(
-                checkpoint, blueprint, config, compile_progress, load_progress
-            )
+            hidden = _HiddenStates(checkpoint, blueprint, config, compile_progress, load_progress)
+            self._model = hidden
             # The bits of NumPy's products depend on their number of rows: each text is alone there.
             together = config.backend != "reference"
             self.pass_tokens = config.max_num_batched_tokens if together else 1
-            own = "last"
-            self.size = blueprint.hidden_size
+            made_for = own_pooling(checkpoint)
+            own = made_for if made_for in POOLINGS else "last"
+            prompt = rerank_prompt(checkpoint)
+            if self.task == "score" and prompt is not None:
+                own = "rank"
+                hidden.head = _yes_minus_no(checkpoint, self.text.tokenizer, prompt)
+            self.size = blueprint.hidden_size if self.task == "embed" else 1
             self.vocab_size = blueprint.vocab_size
         self._pooling = config.pooling or own
         pooling = self._pooling if self.task == "embed" else None
@@ -177,7 +186,13 @@ def passes(order: Sequence[int], lengths: Sequence[int], num_tokens: int) -> Ite
 
 
 class _HiddenStates:
-    """A decoder without its head: the head's input rows are the tokens' embeddings."""
+    """A decoder without its head: the head's input rows are the tokens' embeddings.
+
+    Attributes:
+        head: by what the last token's row is multiplied for the score of a pair.
+    """
+
+    head: Sequence[float] = ()
 
     def __init__(
         self,
@@ -210,7 +225,12 @@ class _HiddenStates:
         """As `LoadedEmbedder.embed`, for one pass; a long text is prefilled in chunks."""
         longest = max(map(len, texts))
         chunks = [self._rows(texts, start, pooling) for start in range(0, longest, self._chunk)]
-        return [pooled(np.concatenate(rows), pooling) for rows in zip(*chunks, strict=True)]
+        found = [np.concatenate(rows) for rows in zip(*chunks, strict=True)]
+        if pooling != "rank":
+            return [pooled(rows, pooling) for rows in found]
+        # An exact sum, which depends on nothing else.
+        sums = [math.fsum(map(mul, rows[-1].tolist(), self.head)) for rows in found]
+        return [np.array([score], np.float32) for score in sums]
 
     def _rows(self, texts: Sequence[Sequence[int]], start: int, pooling: str) -> list[F32]:
         """Hidden states that `pooling` needs of each text's chunk, float32 [rows, hidden_size]."""
@@ -224,8 +244,7 @@ class _HiddenStates:
             {
                 "mean": range(size),
                 "cls": range(start == 0),
-                "last": range(len(text) - 1 - start, size),
-            }[pooling]
+            }.get(pooling, range(len(text) - 1 - start, size))
             for text, size in zip(texts, sizes, strict=True)
         ]
         inputs = StepInputs(
@@ -253,6 +272,33 @@ class _HiddenStates:
         )
         states = self._backend.execute(self._model.hidden, inputs).copy()
         return np.split(states, np.cumsum([len(rows) for rows in wanted[:-1]]))
+
+
+def _yes_minus_no(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, prompt: RerankPrompt
+) -> Sequence[float]:
+    """The row of the output head for "yes" minus that for "no".
+
+    A GGUF file may have the two rows alone.
+
+    Raises:
+        CheckpointError: the rows are not there.
+    """
+    ids = (tokenizer.token_id(prompt.yes), tokenizer.token_id(prompt.no))
+    name = "output.weight" if "output.weight" in checkpoint.tensors else "token_embd.weight"
+    if HEAD in checkpoint.tensors:
+        name = HEAD
+        ids = (0, 1)
+    info = checkpoint.tensors[name]
+    if any(row is None or row >= info.shape[0] for row in ids):
+        raise CheckpointError(
+            f"{checkpoint.path.name} has no rows for yes and no in {name}.",
+            "Use Qwen3-Reranker, or fetch the model again.",
+        )
+    stored = checkpoint.raw(name).reshape(info.shape[0], -1)
+    shape = (1, info.shape[1])
+    yes, no = (dequantize(stored[row], shape, info.type)[0].tolist() for row in ids)
+    return [a - b for a, b in zip(yes, no, strict=True)]
 
 
 def load(

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from twinphase.config import EngineConfig
 from twinphase.errors import InvalidRequestError, RequestNotFoundError
-from twinphase.models.bert import encoder_task, is_encoder
+from twinphase.models.tasks import is_encoder, own_task, rerank_prompt
 from twinphase.request import SamplingParams
 from twinphase.weights.checkpoint import Checkpoint
 
@@ -24,8 +24,8 @@ USE = {
     "score": "Use LLM.score, or `twinphase serve` and /v1/rerank.",
 }
 RERANKERS = (
-    "Load a reranker (a cross-encoder such as ms-marco-minilm), or an embedding model, which "
-    "compares texts by their vectors."
+    "Load a reranker (a cross-encoder such as ms-marco-minilm, or Qwen3-Reranker with "
+    'task="score"), or an embedding model, which compares texts by their vectors.'
 )
 MESSAGE = '{"role": "user", "content": "..."}'
 
@@ -46,7 +46,7 @@ def engine_config(values: Mapping[str, Any], base: EngineConfig = EngineConfig()
 
 
 def task_of(checkpoint: Checkpoint, config: EngineConfig) -> str:
-    """What the model is loaded for: an encoder for its own task, a decoder for `config.task`.
+    """What the model is loaded for: `config.task`, or what it is made for.
 
     Returns:
         "generate", "embed" (texts to vectors), or "score" (pairs of texts to numbers).
@@ -56,14 +56,16 @@ def task_of(checkpoint: Checkpoint, config: EngineConfig) -> str:
             for another task than embed.
     """
     name = checkpoint.path.name
-    own = encoder_task(checkpoint) if is_encoder(checkpoint) else None
-    task = own or config.task or "generate"
-    if config.task is not None and config.task != task:
+    own = own_task(checkpoint)
+    task = config.task or own
+    encoder = is_encoder(checkpoint)
+    if task != own and (encoder or (own, task) == ("score", "generate")):
+        kind = "an encoder, " if encoder else ""
         raise InvalidRequestError(
-            f"{name} is an encoder, made to {DO[task]}; it cannot {DO[config.task]}.", USE[task]
+            f"{name} is {kind}made to {DO[own]}; it cannot {DO[task]}.", USE[own]
         )
-    if task == "score" and own is None:
-        raise InvalidRequestError(f"{name} is a decoder, which has no scores.", RERANKERS)
+    if task == "score" and not encoder and rerank_prompt(checkpoint) is None:
+        raise InvalidRequestError(f"{name} is a decoder that scores no pairs.", RERANKERS)
     if config.pooling is not None and task != "embed":
         raise InvalidRequestError(
             f"pooling is {config.pooling!r}, but {name} is loaded to {DO[task]}.",

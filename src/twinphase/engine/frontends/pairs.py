@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from twinphase.engine.frontends.text import ModelText
 from twinphase.errors import ContextLengthError, InvalidRequestError
-from twinphase.models.bert import is_raw_score
+from twinphase.models.tasks import RerankPrompt, is_encoder, is_raw_score, rerank_prompt
+from twinphase.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -44,7 +45,8 @@ class Pairs:
     Attributes:
         texts: token ids of each pair; where the model embeds, of each first text and then of each
             second one.
-        starts: where the second text of each pair begins; empty where the model embeds.
+        starts: where the second text of each pair begins, or 0 where the model does not mark it;
+            empty where the model embeds.
         num_firsts: number of first texts; a single one is compared with every second text.
         is_raw: a reranker's score is what its head gives, and not the sigmoid of that.
     """
@@ -111,7 +113,8 @@ def encode_pairs(
         text_2: a text or several.
         limit: tokens of the longest pair, or of the longest text where the model embeds.
         truncate_prompt_tokens: tokens that a pair or text keeps, the longer text of a pair losing
-            its end first; -1 is `limit`. None truncates nothing.
+            its end first (in a decoder's prompt, the document); -1 is `limit`. None truncates
+            nothing.
 
     Raises:
         InvalidRequestError: an empty text or one that is not valid Unicode, or numbers of texts
@@ -139,14 +142,40 @@ def encode_pairs(
         _check_lengths(texts, limit, "Text")
         return Pairs(texts, [], len(first))
     firsts = repeat(first[0], len(second)) if len(first) == 1 else first
+    prompt = None if is_encoder(text.checkpoint) else rerank_prompt(text.checkpoint)
     encoded = [
-        text.tokenizer.encode_pair(a, b, max_tokens=longest, truncate_to=cut)
+        (_prompted(text.tokenizer, prompt, (a, b), longest, cut), 0)
+        if prompt
+        else text.tokenizer.encode_pair(a, b, max_tokens=longest, truncate_to=cut)
         for a, b in zip(firsts, second, strict=True)
     ]
     texts = [token_ids for token_ids, _ in encoded]
     _check_lengths(texts, limit, "Pair")
     starts = [start for _, start in encoded]
     return Pairs(texts, starts, len(first), is_raw_score(text.checkpoint))
+
+
+def _prompted(
+    tokenizer: Tokenizer,
+    prompt: RerankPrompt,
+    pair: tuple[str, str],
+    max_tokens: int | None,
+    cut: int | None,
+) -> list[int]:
+    """A pair as a decoder is asked about it; control tokens in the texts are plain characters."""
+    before, after = (
+        tokenizer.encode(part, add_special_tokens=False) for part in (prompt.before, prompt.after)
+    )
+    query, document = pair
+    ids = tokenizer.encode(
+        prompt.pair.format(query=query, document=document),
+        add_special_tokens=False,
+        parse_special=False,
+        max_tokens=max_tokens,
+    )
+    if cut is not None:
+        ids = ids[: max(0, cut - len(before) - len(after))]
+    return [*before, *ids, *after]
 
 
 def text_list(texts: Any, name: str) -> list[str]:
