@@ -15,6 +15,12 @@ from numpy.typing import NDArray
 from twinphase.backends.base import Forward, KVCacheSpec, StepInputs
 from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
+from twinphase.backends.reference_math import (
+    changed_state,
+    product_in_blocks,
+    softcap_of,
+    unit_rows,
+)
 from twinphase.backends.rope_tables import query_scales, rope_tables
 from twinphase.backends.states import slot_layout
 from twinphase.blueprint import Blueprint, DeltaNet, Experts, Rope, Span
@@ -167,7 +173,7 @@ class ReferenceBackend:
         bias: F32 | None = None,
     ) -> F32:
         """x @ weight.T + residual + bias."""
-        out: F32 = _product_in_blocks(x, weight) if self.in_blocks or self.group else x @ weight.T
+        out: F32 = product_in_blocks(x, weight) if self.in_blocks or self.group else x @ weight.T
         if residual is not None:
             out = out + residual[:, first : first + len(weight)]
         return out if bias is None else out + bias
@@ -290,7 +296,7 @@ class ReferenceBackend:
             for head in range(b.num_heads):
                 scores = q[rows, head] @ k[:, head // group].T * np.float32(b.scale)
                 if b.attention_softcap is not None:
-                    scores = _softcap(scores, b.attention_softcap)
+                    scores = softcap_of(scores, b.attention_softcap)
                 scores[hidden] = -np.inf
                 sink = np.full(
                     (len(scores), 1), -np.inf if sinks is None else sinks[head], np.float32
@@ -321,7 +327,7 @@ class ReferenceBackend:
         x = x / (1 + np.exp(-x))
         keys = delta.key_heads * delta.key_dim
         q, k, v = np.split(x, [keys, 2 * keys], axis=1)
-        q, k = (_unit(part.reshape(len(x), -1, delta.key_dim)) for part in (q, k))
+        q, k = (unit_rows(part.reshape(len(x), -1, delta.key_dim)) for part in (q, k))
         heads = np.arange(delta.value_heads)
         heads = (
             heads % delta.key_heads
@@ -349,12 +355,12 @@ class ReferenceBackend:
         for i, (source, target, pending, final) in enumerate(inputs.states.tolist()):
             state = self.matrices[layer, source].copy()
             for draft in self.drafts[layer, source, :pending]:
-                state = _changed(state, draft[:, :size], draft[:, size:-1], draft[:, -1])
+                state = changed_state(state, draft[:, :size], draft[:, size:-1], draft[:, -1])
             first = int(inputs.query_start[i])
             for row in range(first, int(inputs.query_start[i + 1])):
                 seen = np.einsum("hij,hi->hj", state, k[row]) * kept[row][:, None]
                 change = beta[row][:, None] * (v[row] - seen)
-                state = _changed(state, k[row], change, kept[row])
+                state = changed_state(state, k[row], change, kept[row])
                 out[row] = np.einsum("hij,hi->hj", state, q[row])
                 if row in snapshots:
                     self.matrices[layer, snapshots[row]] = state
@@ -462,7 +468,7 @@ class ReferenceBackend:
     def cap_logits(self, logits: F32, scale: float, softcap: float | None) -> F32:
         """Scaled, then capped."""
         logits = logits * np.float32(scale)
-        return logits if softcap is None else _softcap(logits, softcap)
+        return logits if softcap is None else softcap_of(logits, softcap)
 
 
 def _route(logits: F32, experts: Experts, choice_bias: F32 | None) -> tuple[NDArray[np.int64], F32]:
@@ -481,29 +487,3 @@ def _route(logits: F32, experts: Experts, choice_bias: F32 | None) -> tuple[NDAr
     if experts.renormalize:
         p = p / (p.sum(axis=1, keepdims=True) + np.float32(1e-6 * (experts.scores == "sigmoid")))
     return order, p * np.float32(experts.scale)
-
-
-def _unit(x: F32) -> F32:
-    """Rows of length 1."""
-    out: F32 = x / np.sqrt(np.sum(np.square(x), axis=-1, keepdims=True) + np.float32(1e-6))
-    return out
-
-
-def _changed(state: F32, key: F32, change: F32, kept: F32) -> F32:
-    """States [heads, key_dim, value_dim] after a row."""
-    out: F32 = kept[:, None, None] * state + key[:, :, None] * change[:, None, :]
-    return out
-
-
-def _product_in_blocks(x: F32, weight: F32) -> F32:
-    """x @ weight.T, 32 outputs at a time: BLAS orders sums by the shape, which ranks change."""
-    missing = -len(weight) % 32
-    if missing:
-        weight = np.concatenate([weight, np.zeros((missing, weight.shape[1]), np.float32)])
-    blocks: F32 = x @ weight.reshape(-1, 32, weight.shape[1]).transpose(0, 2, 1)
-    return np.moveaxis(blocks, 0, 1).reshape(len(x), len(weight))[:, : len(weight) - missing]
-
-
-def _softcap(x: F32, cap: float) -> F32:
-    out: F32 = np.float32(cap) * np.tanh(x / np.float32(cap))
-    return out

@@ -325,9 +325,8 @@ def _load_layer(
         embedding = LayerEmbedding(
             gate=matrix("inp_gate"), projection=matrix("proj"), norm=vector("post_norm.weight")
         )
-    qkv: tuple[str, ...]
+    qkv = projections(blueprint, index)
     if recurrent and isinstance(blueprint.recurrence, DeltaNet):
-        qkv = ("attn_qkv",)
         output = "ssm_out"
         delta = DeltaWeights(
             gate=matrix("attn_gate"),
@@ -339,10 +338,7 @@ def _load_layer(
             norm=vector("ssm_norm.weight"),
         )
     elif recurrent:
-        qkv = ("shortconv.in_proj",)
         output = "shortconv.out_proj"
-    else:
-        qkv = projections(blueprint, index)
     return Layer(
         attn_norm=norm("attn_norm"),
         qkv=matrix(*qkv),

@@ -63,7 +63,9 @@ def _recurrent_tensors(b: Blueprint) -> dict[str, Shape]:
 
 
 def projections(b: Blueprint, layer: int) -> tuple[str, ...]:
-    """The matrices that make the queries, keys and values of a layer that attends."""
+    """The matrices into a layer's attention or recurrence: of queries, keys and values."""
+    if layer in b.recurrent_layers:
+        return ("attn_qkv",) if isinstance(b.recurrence, DeltaNet) else ("shortconv.in_proj",)
     if b.kv_source(layer) != layer:
         return QKV[False][:1]
     return QKV[b.fused_qkv] if b.has_values(layer) else QKV[False][:2]
