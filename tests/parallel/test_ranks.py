@@ -61,9 +61,7 @@ class Ranked(Steps):
         self.block_size = 16
         self.blocks = np.arange(BLOCKS, dtype=np.int32)
         own = self.model.blueprint
-        self.backend.allocate_kv_cache(
-            KVCacheSpec(own.num_layers, own.num_kv_heads, own.head_dim, BLOCKS, 16)
-        )
+        self.backend.allocate_kv_cache(KVCacheSpec.of(own, BLOCKS, 16))
 
     def answers(self) -> tuple[F32, list[bytes]]:
         """Logits of chunks, decodes and drafts, and what the first blocks hold."""
