@@ -73,6 +73,7 @@ class MtpHead(Decoder):
         rope = blueprint.ropes[0]
         self.ropes = [rope and backend.rope(rope, max_positions + more_positions)]
         self.embedding = target.embedding
+        self.layer_embedding = None
         self.head = target.head
         self.layers = [load_layer(view, blueprint, backend, 0)]
         self.places = [0]

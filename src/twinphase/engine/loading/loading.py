@@ -98,11 +98,11 @@ class LoadedEngine:
         device = device_of(config)
         speculation = speculative_config(config.speculative_config)
         has_mtp = drafts_by_mtp(speculation, self.checkpoint, b)
-        kv_bytes = (
-            (b.num_kv_layers + has_mtp)
-            * b.num_kv_heads
-            * device.kv_head_bytes(b.head_dim, config.kv_cache_dtype)
-        )
+
+        def head_bytes(dim: int) -> float:
+            return device.kv_head_bytes(dim, config.kv_cache_dtype)
+
+        kv_bytes = b.kv_bytes(head_bytes) + has_mtp * b.num_kv_heads * head_bytes(b.head_dim)
         state_bytes = b.state_bytes(config.state_drafts)
         memory = device.free_memory()
         self.config = config.resolve(b.context_length, kv_bytes, memory, state_bytes)
