@@ -73,6 +73,8 @@ def write_gguf(
     _add_scales(writer, config, arch)
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
+        if arch == "gemma-embedding":  # The class halves what config.json says.
+            window = 2 * (window - 1)
         writer.add_sliding_window(window)
         if arch in ("exaone4", "olmo2"):
             writer.add_sliding_window_pattern(
@@ -182,7 +184,7 @@ def _add_rope(writer: gguf.GGUFWriter, config: Any, arch: str, head_dim: int) ->
     if arch == "mistral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
-    if arch == "gemma3":
+    if arch in ("gemma3", "gemma-embedding"):
         writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["full_attention"]["factor"])
