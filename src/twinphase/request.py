@@ -18,6 +18,7 @@ from twinphase.constraint import (
 from twinphase.errors import InvalidRequestError
 from twinphase.outcome import FinishReason, PrefixMiss, RequestStatus
 from twinphase.settings import ConfigField, check_settings, check_value, setting
+from twinphase.speculative import MOST_DRAFTED
 
 MAX_LOGPROBS = 20
 MAX_TOKENS = 2**31 - 1
@@ -170,6 +171,13 @@ class SamplingParams:
         minimum=0,
         maximum=MAX_TOKENS,
         default_text="no limit",
+    )
+    num_speculative_tokens: int | None = setting(
+        None,
+        "Draft tokens per step for this request at most; 0: none. The output stays the same.",
+        minimum=0,
+        maximum=MOST_DRAFTED,
+        default_text="as --speculative-config allows",
     )
 
     def __post_init__(self) -> None:

@@ -50,6 +50,27 @@ def test_a_prediction_changes_nothing_but_the_speed(client, drafting, model, wor
     assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
 
 
+def test_a_request_limits_its_drafts_and_gets_the_same_answer(drafting, words):
+    asked = {"messages": USER, "max_tokens": 40, "seed": 5, "logit_bias": words, "logprobs": True}
+    first = drafting.post("/v1/chat/completions", asked)[1]["choices"][0]
+    text = first["message"]["content"]
+    asked["prediction"] = {"type": "content", "content": text}
+    lengths = {}
+    for limit in (None, 2, 0):
+        body = {**asked, "num_speculative_tokens": limit}
+        answer = drafting.post("/v1/chat/completions", body)[1]
+        choice = answer["choices"][0]
+        assert (choice["message"], choice["logprobs"]) == (first["message"], first["logprobs"])
+        lengths[limit] = answer["metrics"]["speculative_decoding"]["per_step_drafted"]
+    assert max(lengths[None]) > 2 == max(lengths[2]) and lengths[0] == []
+    talk = {"input": "hello", "max_output_tokens": 2, "num_speculative_tokens": 0}
+    assert drafting.post("/v1/responses", talk)[0] == 200
+    for wrong in (65, -1):
+        body = {**asked, "num_speculative_tokens": wrong}
+        status, answer = drafting.post("/v1/chat/completions", body)
+        assert status == 400 and "num_speculative_tokens" in answer["error"]["message"]
+
+
 def test_an_answer_tells_of_its_drafted_tokens_where_the_server_is_told_to(drafting, client, model):
     asked = dict(
         model=model,

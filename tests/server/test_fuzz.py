@@ -35,6 +35,7 @@ RANGES = {
     "max_completion_tokens": (1, 40),
     "min_tokens": (0, 1),
     "thinking_token_budget": (0, 9),
+    "num_speculative_tokens": (0, 64),
 }
 
 

@@ -326,6 +326,9 @@ def test_five_lessons_run_on_the_servers_own_model(page_browser, page, served):
     estimated = "computed whole" in found[3]
     assert [row[3] for row in lanes[3]] == [False, False, *([True] if estimated else [])]
     assert "The words are the same, bit for bit." in found[4]
+    off = "twinphase.learn.lessons[4].rows[0]"
+    assert page.value(f"{off}.text") == "drafts off"
+    assert page.value(f"{off}.lane().draftsAt(Infinity)") == {"drafted": 0, "accepted": 0}
     # While others are served it refuses.
     other = threading.Thread(target=complete, args=(served, KEYS[1], "hello", 1500))
     other.start()

@@ -222,6 +222,7 @@ class AnyGeneration(Sampling):
     model: ModelName | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool = False
+    num_speculative_tokens: Natural | None = None
     stream: bool | None = False
     return_progress: bool = False
     priority: Int32 = 0

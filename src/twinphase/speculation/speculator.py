@@ -115,7 +115,12 @@ class Speculator:
             self._num_requests = len(requests)
         drafts: dict[str, Draft] = {}
         self._drafts = {}
-        asked = self._to_ask(requests)
+        limits = {
+            request.request_id: request.sampling_params.num_speculative_tokens
+            for request in requests
+        }
+        allowed = [request for request in requests if limits[request.request_id] != 0]
+        asked = self._to_ask(allowed)
         start = time.perf_counter()
         for request in asked:
             name = request.request_id
@@ -128,13 +133,16 @@ class Speculator:
             seconds = (time.perf_counter() - start) / len(asked)
             self._draft_seconds += DRAFT_SECONDS_WEIGHT * (seconds - self._draft_seconds)
         if self.draft_model is not None:
-            others = [request for request in requests if request.request_id not in drafts]
+            others = [request for request in allowed if request.request_id not in drafts]
             from_model = self.draft_model.drafts(others, self.acceptance, self._always)
             drafts |= from_model
             self._drafts |= from_model
         lengths = self._lengths(requests, drafts) if drafts else {}
         self._update_intervals(asked, drafts, lengths)
-        return {name: drafts[name].token_ids[:length] for name, length in lengths.items()}
+        return {
+            name: drafts[name].token_ids[:length][: limits[name]]
+            for name, length in lengths.items()
+        }
 
     def observe(self, batch: Batch, output: StepOutput) -> None:
         """Compare the step's tokens with all drafts, those that were not verified included."""

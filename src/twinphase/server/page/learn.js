@@ -79,18 +79,19 @@ const LESSONS = [
       const gap = lane.stallsAt(Infinity).longest;
       const prefill = (lesson.shared.long ?? other.timings).prompt_ms;
       const estimated = heldUp(lane, other.lane, prefill);
-      const whole = other.lane.chunks.length < 2 ? " This server computes prompts whole." : "";
+      // How long chunks are belongs to the engine, which all requests share: no request can change it.
+      const whole = other.lane.chunks.length < 2 ? " The prompt was computed whole. With a shorter --itl-slo-ms, such as 50, the server cuts it into chunks." : "";
       if (!estimated) return `The longest gap was ${ms(gap)}, and all stalls together ${ms(timings.ledger_ms.stall)}.${whole}`;
       lesson.rows.push({ text: "first user, if the second one's prompt were computed whole: an estimate", lane: () => estimated, faint: true });
-      return `The longest gap was ${ms(gap)}; computed whole, the prompt would have made one of about ${ms(prefill)}. The price: the second user waited ${ms(other.timings.ttft_ms)} for the first token${lesson.shared.long ? ` instead of ${ms(lesson.shared.long.ttft_ms)}` : ""}.`;
+      return `The longest gap was ${ms(gap)}; computed whole, the prompt would have made one of about ${ms(prefill)}. The price: the second user waited ${ms(other.timings.ttft_ms)} for the first token${lesson.shared.long ? ` instead of ${ms(lesson.shared.long.ttft_ms)}` : ""}. To see it computed whole, restart the server with --itl-slo-ms off.`;
     },
   },
   {
-    title: "Tokens that can be guessed",
-    look: "The same answer twice; the second time its text was given as a prediction. A dot is a token that came free with the step.",
+    title: "Drafts off and on",
+    look: "The same answer twice: without drafts, then with its own text as the prediction. A dot is a token that came free with the step.",
     async run(lesson) {
-      const plain = await lesson.ask(STORY, { label: "no prediction", tokens: TOKENS.drafted, salt: "guess" });
-      const guided = await lesson.ask(STORY, { label: "predicted", tokens: TOKENS.drafted, salt: "guess", prediction: plain.text });
+      const plain = await lesson.ask(STORY, { label: "drafts off", tokens: TOKENS.drafted, salt: "guess", drafts: false });
+      const guided = await lesson.ask(STORY, { label: "drafts on, and predicted", tokens: TOKENS.drafted, salt: "guess", prediction: plain.text });
       const same = plain.text === guided.text ? "The words are the same, bit for bit." : "The words differ, which they never should: please report it.";
       const { draft_n: drafted = 0, draft_n_accepted: accepted = 0 } = guided.timings;
       if (!drafted) return `This engine judged that guesses would not pay: ${ms(guided.timings.tpot_ms)} per token. ${same}`;
@@ -249,7 +250,7 @@ class Lesson {
    *
    * @returns {Promise<{lane, timings, text}>} when it has ended
    */
-  async ask(prompt, { tokens, salt, label: text = "", prediction, onToken = () => {}, hidden = false }) {
+  async ask(prompt, { tokens, salt, label: text = "", prediction, drafts = true, onToken = () => {}, hidden = false }) {
     const { engine, ids } = this.learn;
     const clock = () => performance.now() - this.began;
     const stream = laneOfStream(clock());
@@ -265,6 +266,7 @@ class Lesson {
       temperature: 0,
       ignore_eos: true,
       cache_salt: `learn-${this.learn.salt}-${salt}`,
+      ...(drafts ? {} : { num_speculative_tokens: 0 }),
       ...(prediction ? { prediction: { type: "content", content: prediction } } : {}),
     };
     await streamChat(body, (part) => {
