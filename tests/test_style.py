@@ -55,7 +55,7 @@ BUDGET: dict[str, int] = {
     "twinphase/engine": 39_500,
     "twinphase/estimate": 4_600,
     "twinphase/explain": 11_000,
-    "twinphase/models": 15_200,
+    "twinphase/models": 16_400,
     "twinphase/phases": 11_500,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
@@ -66,7 +66,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 61_000,
 }
-MAX_TOKENS = {"src": 447_500, "tests": 366_000, "benchmarks": 29_000}
+MAX_TOKENS = {"src": 449_000, "tests": 366_000, "benchmarks": 29_000}
 
 SKIPPED = {
     tokenize.COMMENT,
