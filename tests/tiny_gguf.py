@@ -62,6 +62,7 @@ def write_tiny_gguf(
     infill: tuple[int, int, int] | None = None,
     convolutions: Collection[int] = (),
     deltas: Collection[int] = (),
+    shared_kv: int = 0,
 ) -> Path:
     """Writes a small random Llama-family model and returns its path.
 
@@ -92,9 +93,12 @@ def write_tiny_gguf(
         deltas: layers that are Qwen3.5's delta rules, with 2 key heads of 16 and 4 value heads of
             32; the architecture is then qwen35, or with experts qwen35moe, whose every token goes
             through one more expert. A head must be a multiple of 32 wide.
+        shared_kv: how many of the last layers read KV of others; the architecture is then gemma4,
+            every other layer has the window, and the others' heads are twice as wide.
     """
     qwen35 = "qwen35moe" if experts else "qwen35"
     architecture = "lfm2" if convolutions else qwen35 if deltas else architecture
+    architecture = "gemma4" if shared_kv else architecture
     recurrent = {*convolutions, *deltas}
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(str(path), architecture)
@@ -121,6 +125,12 @@ def write_tiny_gguf(
     writer.add_layer_norm_rms_eps(rms_norm_eps)
     writer.add_rope_freq_base(rope_theta)
     writer.add_rope_dimension_count(hidden // heads // (4 if deltas else 1))
+    if shared_kv:
+        writer.add_shared_kv_layers(shared_kv)
+        writer.add_key_length(2 * hidden // heads)
+        writer.add_key_length_swa(hidden // heads)
+        writer.add_embedding_length_per_layer_input(32)
+        writer.add_sliding_window_pattern([layer % 2 == 0 for layer in range(layers)])
     writer.add_vocab_size(vocab)
     writer.add_file_type(_file_type(tensor_type))
     if window:
@@ -187,10 +197,19 @@ def write_tiny_gguf(
             for norm in ("attn_q_norm", "attn_k_norm"):
                 _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", hidden // heads)
         mixer = convolution if layer in convolutions else delta if layer in deltas else attention
+        if shared_kv:
+            norms, mixer = _gemma4_layer(mixer, layer, heads, layers - shared_kv)
+            for norm, width in norms.items():
+                _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", width)
         for name, shape in (mixer | matrices).items():
             _add_matrix(
                 writer, rng, f"blk.{layer}.{name}.weight", shape, types.get(name, tensor_type)
             )
+    if shared_kv:
+        _add_norm(writer, rng, "per_layer_proj_norm.weight", 32)
+        own = {"token_embd": (vocab, 32 * layers), "model_proj": (32 * layers, hidden)}
+        for name, shape in own.items():
+            _add_matrix(writer, rng, f"per_layer_{name}.weight", shape, tensor_type)
     last_norm = "token_embd_norm.weight" if convolutions else "output_norm.weight"
     _add_norm(writer, rng, last_norm, hidden)
     if not tied:
@@ -200,6 +219,24 @@ def write_tiny_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return Path(path)
+
+
+def _gemma4_layer(
+    attention: Mapping[str, tuple[int, ...]], layer: int, heads: int, owners: int
+) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+    """Widths of the norms and shapes of the matrices that a layer has beside a Llama's."""
+    times = 1 + layer % 2
+    queries, hidden = attention["attn_q"]
+    dim = times * queries // heads
+    kv = (times * attention["attn_k"][0], hidden)
+    norms = dict.fromkeys(("post_attention_norm", "post_ffw_norm", "post_norm"), hidden)
+    norms |= {"attn_q_norm": dim, "layer_output_scale": 1}
+    matrices = {"attn_q": (times * queries, hidden), "attn_output": (hidden, times * queries)}
+    matrices |= {"inp_gate": (32, hidden), "proj": (hidden, 32)}
+    if layer < owners:
+        norms["attn_k_norm"] = dim
+        matrices |= {"attn_k": kv, "attn_v": kv}
+    return norms, matrices
 
 
 def _file_type(tensor_type: str) -> int:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from twinphase.backends.group import Group
 from twinphase.backends.states import RecurrentOperations
-from twinphase.blueprint import Blueprint, Experts, Rope, Span
+from twinphase.blueprint import Blueprint, Experts, KVShape, Rope, Span
 from twinphase.weights.checkpoint import Checkpoint
 
 Array = Any  # opaque to models
@@ -96,18 +96,18 @@ class Device(Protocol):
 class KVCacheSpec:
     """Shape of the paged KV cache, and of the states of recurrent layers.
 
-    A block holds `block_size` tokens of every layer that attends, keys and values.
+    A block holds `block_size` tokens of every layer that caches keys and values.
+
+    Layers of one shape lie together, in groups; all groups have the same blocks.
 
     Attributes:
-        num_layers: layers that attend.
+        layers: keys and values of each layer that caches them.
         num_state_slots: each holds a sequence's state in every recurrent layer (`states.py`); 0 for
             a model without such layers.
         num_drafts: rows of a step, after a sequence's first, that may be drafts.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[KVShape, ...]
     num_blocks: int
     block_size: int = 16
     num_state_slots: int = 0
@@ -116,8 +116,28 @@ class KVCacheSpec:
     @classmethod
     def of(cls, blueprint: Blueprint, num_blocks: int, block_size: int = 16) -> KVCacheSpec:
         """The KV cache of a model, without states."""
-        b = blueprint
-        return cls(b.num_kv_layers, b.num_kv_heads, b.head_dim, num_blocks, block_size)
+        return cls(blueprint.kv_shapes, num_blocks, block_size)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that cache keys and values."""
+        return len(self.layers)
+
+    @property
+    def groups(self) -> dict[KVShape, int]:
+        """How many layers there are of each shape."""
+        return dict(Counter(self.layers))
+
+    @property
+    def shape(self) -> KVShape:
+        """The one shape, for backends that compute no other models."""
+        (shape,) = self.groups
+        return shape
+
+    def place(self, layer: int) -> tuple[KVShape, int]:
+        """A layer's shape, and its number among those of this shape."""
+        shape = self.layers[layer]
+        return shape, self.layers[:layer].count(shape)
 
 
 @dataclass(frozen=True)
@@ -271,8 +291,21 @@ class Operations(RecurrentOperations, Protocol):
     def add(self, x: Array, h: Array, scale: float = 1.0) -> Array:
         """x + scale * h; may overwrite x."""
 
-    def add_norm(self, x: Array, h: Array, weight: Array, eps: float, scale: float = 1.0) -> Array:
-        """x + scale * rms_norm(h, weight), the norm after a half of a layer; may overwrite x."""
+    def add_norm(
+        self,
+        x: Array,
+        h: Array,
+        weight: Array,
+        eps: float,
+        *,
+        scale: float = 1.0,
+        factor: Array | None = None,
+    ) -> Array:
+        """(x + scale * rms_norm(h, weight)) * factor, where a half of a layer ends.
+
+        May overwrite x. A weight narrower than the rows normalizes each part of a row as wide as
+        itself. `factor` is a vector of one number.
+        """
 
     def rope_kv_write(
         self,
@@ -285,8 +318,11 @@ class Operations(RecurrentOperations, Protocol):
         """Normalize and rotate queries and keys, write the cache; returns the queries.
 
         `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], however its matrices were
-        stored; with a gate on attention's result, each head's queries are followed by its gate. The
-        norms' weights are as the blueprint's `qk_norm` says; without a `rope` nothing is rotated.
+        stored; with a gate on attention's result, each head's queries are followed by its gate.
+        Where the columns of values are missing, keys are values before they are normalized; where
+        those of keys are missing too, nothing is written. The norms' weights are as the blueprint's
+        `qk_norm` says; without a `rope` nothing is rotated. `layer` counts the layers that cache
+        keys and values.
         """
 
     def attention(
@@ -299,8 +335,11 @@ class Operations(RecurrentOperations, Protocol):
         blueprint's.
         """
 
-    def gate_mul(self, gate_up: Array) -> Array:
-        """activation(gate) * up of [rows, 2 * ffn] = (gate, up); [rows, ffn]."""
+    def gate_mul(self, gate_up: Array, up: Array | None = None, first: int = 0) -> Array:
+        """activation(gate) * up of [rows, 2 * ffn] = (gate, up); [rows, ffn].
+
+        With `up` the first array is the gate alone, and up are columns of `up` from `first` on.
+        """
 
     def moe(
         self,
@@ -324,7 +363,10 @@ class Operations(RecurrentOperations, Protocol):
         """
 
     def logit_rows(self, x: Array) -> Array:
-        """The rows of x [num_tokens, width] that need logits, [num_logits, width]."""
+        """The rows of x [num_tokens, width] that need logits, [num_logits, width].
+
+        Queries that come from these rows attend as the rows themselves would.
+        """
 
     def cap_logits(self, logits: Array, scale: float, softcap: float | None) -> Array:
         """The logits times `scale`, then softcap * tanh(logits / softcap) when there is one."""

@@ -125,11 +125,11 @@ def slot_layout(blueprint: Blueprint, num_drafts: int) -> SlotLayout:
     )
 
 
-def refuse_recurrent_layers(checkpoint: Checkpoint, blueprint: Blueprint, backend: str) -> None:
-    """Raise `UnsupportedModelError` for a model with recurrent layers."""
-    if blueprint.recurrent_layers:
+def refuse_unlike_layers(checkpoint: Checkpoint, blueprint: Blueprint, backend: str) -> None:
+    """Raise `UnsupportedModelError` for a model with recurrent layers, or with different heads."""
+    if blueprint.recurrent_layers or blueprint.unlike_layers:
+        what = "recurrent layers" if blueprint.recurrent_layers else "layers with different heads"
         raise UnsupportedModelError(
-            f"{checkpoint.path.name} has recurrent layers, which the {backend} backend does not "
-            "compute.",
+            f"{checkpoint.path.name} has {what}, which the {backend} backend does not compute.",
             "Use --backend cpu.",
         )

@@ -268,7 +268,7 @@ def estimate(
     """
     weights = weight_bytes(shape, scenario.dtype)
     b = shape.blueprint
-    kv_token = round(b.num_kv_layers * b.num_kv_heads * scenario.kv_head_bytes)
+    kv_token = round(b.kv_bytes(lambda dim: scenario.kv_head_bytes))
     parameters, nbytes = (
         replace(size, tail=0, tail_experts=0) for size in (shape.parameters, weights)
     )

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from twinphase.backends.base import Array
-from twinphase.backends.encoder_base import EncoderBackend
+from twinphase.backends.encoder_protocol import Array, EncoderBackend
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX, Config
 from twinphase.models.tasks import HEAD, is_raw_score, own_pooling

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from twinphase.backends.base import Array
-from twinphase.backends.encoder_base import EncoderBackend
+from twinphase.backends.encoder_protocol import Array, EncoderBackend
 from twinphase.blueprint import Blueprint
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.architectures import gemma3

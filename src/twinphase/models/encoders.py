@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twinphase.backends.encoder_base import EncoderBackend
+from twinphase.backends.encoder_protocol import EncoderBackend
 from twinphase.blueprint import Blueprint
 from twinphase.models.bert import Bert, BertShape, read_bert_shape
 from twinphase.models.bidirectional import BidirectionalDecoder, read_bidirectional

@@ -13,7 +13,7 @@ from twinphase.models.bert import HF as ENCODERS
 from twinphase.models.config import Config
 from twinphase.models.decoder import Decoder
 from twinphase.models.tasks import HEAD, is_encoder
-from twinphase.models.tensors import ROPE_TENSORS, check_tensors, model_tensors
+from twinphase.models.tensors import check_tensors, model_tensors, unused_tensors
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import open_gguf
 from twinphase.weights.hub import resolve_model
@@ -84,7 +84,8 @@ def read_blueprint(checkpoint: Checkpoint, max_positions: int | None = None) -> 
     blueprint = describe(Config.of(checkpoint, max_positions))
     drafting = tuple(f"blk.{blueprint.num_layers + i}." for i in range(blueprint.draft_layers))
     ignored = [name for name in checkpoint.tensors if name.startswith(drafting)] if drafting else []
-    check_tensors(checkpoint, dict(model_tensors(blueprint)), [*ROPE_TENSORS, HEAD, *ignored])
+    ignored += [*unused_tensors(blueprint), HEAD]
+    check_tensors(checkpoint, dict(model_tensors(blueprint)), ignored)
     return blueprint
 
 

@@ -89,11 +89,7 @@ class LoadedEngine:
             )
         b = self.blueprint = read_blueprint(self.checkpoint, config.max_model_len)
         device = device_of(config)
-        kv_bytes = (
-            b.num_kv_layers
-            * b.num_kv_heads
-            * device.kv_head_bytes(b.head_dim, config.kv_cache_dtype)
-        )
+        kv_bytes = b.kv_bytes(lambda dim: device.kv_head_bytes(dim, config.kv_cache_dtype))
         state_bytes = b.state_bytes(config.state_drafts)
         memory = device.free_memory()
         self.config = config.resolve(b.context_length, kv_bytes, memory, state_bytes)

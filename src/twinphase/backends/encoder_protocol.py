@@ -1,16 +1,14 @@
-"""The `EncoderBackend` protocol: the operations that encoders are written in.
-
-`encoder.py` computes them.
-"""
+"""The `EncoderBackend` protocol: the operations that models which only embed are written in."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from twinphase.backends.base import Array
 from twinphase.blueprint import Rope
 from twinphase.weights.checkpoint import Checkpoint
+
+Array = Any  # opaque to models
 
 
 class EncoderBackend(Protocol):
