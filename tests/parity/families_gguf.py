@@ -98,7 +98,9 @@ def write_gguf(
                 values = -np.exp(values)
             if name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
                 values = values + 1
-        if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
+        if arch in ("gemma", "gemma2", "gemma3", "gemma-embedding") and name.endswith(
+            "norm.weight"
+        ):
             values = values + 1
         parts = {name: values}
         if name.endswith("ffn_gate_inp_shexp.weight"):  # Some converters have dropped the 1.
