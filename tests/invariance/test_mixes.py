@@ -81,9 +81,9 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("num_mixes", "model", "least"),
     (
-        (40, "dense", QUICK),
-        (30, "convolutions", HYBRID),
-        (30, "deltas", HYBRID),
+        pytest.param(40, "dense", QUICK, marks=pytest.mark.quick),
+        pytest.param(30, "convolutions", HYBRID, marks=pytest.mark.quick),
+        pytest.param(30, "deltas", HYBRID, marks=pytest.mark.quick),
         (30, "shared", SHARED),
         (20, "deltas-and-experts", HYBRID),
         pytest.param(100, "convolutions", LONG_HYBRID, marks=pytest.mark.slow),
@@ -142,7 +142,11 @@ def test_every_guesser(folder, kind):
 
 
 @pytest.mark.parametrize(
-    ("num_mixes", "least"), [(32, FEW_DRAFTS), pytest.param(160, LONG, marks=pytest.mark.slow)]
+    ("num_mixes", "least"),
+    [
+        pytest.param(32, FEW_DRAFTS, marks=pytest.mark.quick),
+        pytest.param(160, LONG, marks=pytest.mark.slow),
+    ],
 )
 def test_a_draft_model(folder, num_mixes, least):
     """It has the same weights in 32 bits, so that it is often right, and not always."""
