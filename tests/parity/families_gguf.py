@@ -79,6 +79,8 @@ def write_gguf(
     _add_scales(writer, config, arch)
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
+        if arch == "gemma-embedding":  # The class halves what config.json says.
+            window = 2 * (window - 1)
         writer.add_sliding_window(window)
         if arch in ("exaone4", "olmo2", "gemma4"):
             writer.add_sliding_window_pattern(
@@ -98,7 +100,9 @@ def write_gguf(
                 values = -np.exp(values)
             if name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
                 values = values + 1
-        if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
+        if arch in ("gemma", "gemma2", "gemma3", "gemma-embedding") and name.endswith(
+            "norm.weight"
+        ):
             values = values + 1
         parts = {name: values}
         if name.endswith("ffn_gate_inp_shexp.weight"):  # Some converters have dropped the 1.
@@ -215,7 +219,7 @@ def _add_rope(writer: gguf.GGUFWriter, config: Any, arch: str, head_dim: int) ->
         writer.add_rope_dimension_count(config.per_layer_config["full_attention"].head_dim)
         writer.add_rope_dimension_count_swa(head_dim)
         return
-    if arch == "gemma3":
+    if arch in ("gemma3", "gemma-embedding"):
         writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["full_attention"]["factor"])

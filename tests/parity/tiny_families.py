@@ -267,11 +267,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(name: str) -> Any:
+def make_model(name: str, **further: Any) -> Any:
     """The model in float32 with every parameter random, norms, biases and sinks included."""
     class_name, more = FAMILIES[name]
     text = "Text" if class_name in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else ""
-    config = getattr(transformers, f"{class_name}{text}Config")(**COMMON | more)
+    config = getattr(transformers, f"{class_name}{text}Config")(**COMMON | more | further)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, f"{class_name}ForCausalLM")(config).float().eval()

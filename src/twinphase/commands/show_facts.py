@@ -15,10 +15,10 @@ from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseE
 from twinphase.estimate.estimate import estimate, warnings
 from twinphase.estimate.options import EstimateOptions
 from twinphase.estimate.shapes import DecoderShape, from_checkpoint
-from twinphase.models.bert import read_bert_shape
+from twinphase.models.encoders import read_encoder
 from twinphase.models.loader import open_model
 from twinphase.models.share import rank_sizes
-from twinphase.models.tasks import is_encoder, is_raw_score
+from twinphase.models.tasks import is_encoder, is_raw_score, own_pooling
 from twinphase.tokenizer.chat_template import ChatTemplate
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.checkpoint import Checkpoint
@@ -89,7 +89,7 @@ def model_facts(name: str, ranks: int = 1) -> dict[str, Any]:
 
 
 def _encoder(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    shape = read_bert_shape(checkpoint)
+    shape = read_encoder(checkpoint)
     sizes = ("num_layers", "num_heads", "hidden_size", "ffn_size", "vocab_size")
     return {
         "name": name,
@@ -99,12 +99,12 @@ def _encoder(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         "bytes": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
         "quantization": quantization_name(checkpoint),
         "formats": _formats(checkpoint),
-        "context_length": shape.max_positions,
+        "context_length": shape.context_length,
         "layers": {size: getattr(shape, size) for size in sizes},
         **(
             {"scores": {"raw": is_raw_score(checkpoint)}}
-            if shape.pooling == "rank"
-            else {"embeds": {"dimensions": shape.hidden_size, "pooling": shape.pooling}}
+            if own_pooling(checkpoint) == "rank"
+            else {"embeds": {"dimensions": shape.hidden_size, "pooling": own_pooling(checkpoint)}}
         ),
         **_tokenizer(checkpoint)[1],
     }
