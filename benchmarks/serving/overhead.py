@@ -3,7 +3,7 @@
 Both run at the same time and take turns, so that other programs slow both alike. Half way the pages
 move from one server to the other: each value is the geometric mean of a pair before and one after,
 from which any difference between the two servers is gone. Intervals are those of the median, by
-ranks (95 %).
+ranks (95 %, or as much as the pairs allow).
 
 Tokens per second are noisy on a shared machine, so it also takes the processor time of both
 processes of a server. The server's own part computes no model, which shows its added time within
@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> tuple[Section, dict[str, Any]]:
     title = f"What {args.pages} open pages cost"
     note = (
         f"{args.repetitions} pairs each way; {args.alone:,} new tokens of one request, "
-        f"{args.together:,} of 64 together; {os.cpu_count()} cores. Medians (95 % interval)."
+        f"{args.together:,} of 64 together; {os.cpu_count()} cores. Medians (interval)."
     )
     values = {"before": halves[0], "after": halves[1]}
     return Section(title, (), (note,), (Table(title, columns, tuple(rows)),)), values
