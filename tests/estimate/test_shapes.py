@@ -90,6 +90,10 @@ def test_active_parameters():
     qwen = read_shape("qwen3.5-35b-a3b")
     assert qwen.total_parameters == pytest.approx(35e9, rel=0.02)
     assert qwen.active_parameters == pytest.approx(3e9, rel=0.2)
+    # "Effective" parameters of its model card: those that do not stay in the mapped file.
+    gemma = read_shape("gemma-4-e2b").parameters
+    assert gemma.total - gemma.embedding == pytest.approx(2.3e9, rel=0.02)
+    assert gemma.layers - gemma.tail == pytest.approx(0.54e9, rel=0.01)
     dense = read_shape("llama-3-8b")
     assert dense.active_parameters == dense.total_parameters
 

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from mix_engines import GUESSERS, VOCAB, engines, load
+from mix_engines import GUESSERS, VOCAB, Alone, engines, load
 from mixes import run_mixes
 
 from steps import own_cache
@@ -24,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "windowed": {"window": 40},
     "mixture": {"experts": (6, 2)},
     "convolutions": {"layers": 4, "convolutions": (0, 1, 3)},
+    "shared": {"layers": 5, "shared_kv": 2, "window": 40},
     "deltas": DELTAS,
     "deltas-and-experts": {**DELTAS, "experts": (6, 2)},
 }
@@ -38,6 +39,7 @@ QUICK = {
     "accepted drafts": 500,
     "rejected drafts": 100,
 }
+SHARED = QUICK | {"accepted drafts": 300}
 # Most natural preemptions are of the four requests that each mix of 12 blocks begins with.
 LONG = {
     "compared": 500,
@@ -66,6 +68,7 @@ LONG_HYBRID = LONG | {
     "states held back": 100,
     "snapshots lost alone": 10,
 }
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
 FEW_DRAFTS = {"compared": 8, "accepted drafts": 100, "rejected drafts": 100}
 
 
@@ -79,9 +82,10 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("num_mixes", "model", "least"),
     (
-        (40, "dense", QUICK),
-        (30, "convolutions", HYBRID),
-        (30, "deltas", HYBRID),
+        pytest.param(40, "dense", QUICK, marks=pytest.mark.quick),
+        pytest.param(30, "convolutions", HYBRID, marks=pytest.mark.quick),
+        pytest.param(30, "deltas", HYBRID, marks=pytest.mark.quick),
+        (30, "shared", SHARED),
         (20, "deltas-and-experts", HYBRID),
         pytest.param(100, "convolutions", LONG_HYBRID, marks=pytest.mark.slow),
         pytest.param(100, "deltas", LONG_HYBRID, marks=pytest.mark.slow),
@@ -138,8 +142,20 @@ def test_every_guesser(folder, kind):
     assert kind == "adversary" or tally["accepted drafts"] > 50
 
 
+def test_a_layer_for_further_tokens(folder):
+    """It is right where the likeliest token is taken, and mostly wrong elsewhere."""
+    path = folder / "next-token.gguf"
+    write_tiny_gguf(path, vocab=VOCAB, tied=False, next_token=True, passes_on=True, **DELTAS)
+    mixed = load(path, threads=2, speculative_config=MTP)
+    run_mixes(12, mixed, Alone(load(path, threads=1)), "mtp").assert_reaches(FEW_DRAFTS)
+
+
 @pytest.mark.parametrize(
-    ("num_mixes", "least"), [(32, FEW_DRAFTS), pytest.param(160, LONG, marks=pytest.mark.slow)]
+    ("num_mixes", "least"),
+    [
+        pytest.param(32, FEW_DRAFTS, marks=pytest.mark.quick),
+        pytest.param(160, LONG, marks=pytest.mark.slow),
+    ],
 )
 def test_a_draft_model(folder, num_mixes, least):
     """It has the same weights in 32 bits, so that it is often right, and not always."""

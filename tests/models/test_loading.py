@@ -14,12 +14,16 @@ from twinphase.backends.base import Backend, KVCacheSpec
 from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.cpu.weights import Vector
 from twinphase.backends.reference import ReferenceBackend
+from twinphase.backends.states import refuse_unlike_layers
+from twinphase.blueprint import KVShape
 from twinphase.errors import (
     CheckpointError,
     OutOfMemoryError,
+    TwinphaseError,
     UnsupportedModelError,
 )
 from twinphase.models.loader import load_model, read_blueprint
+from twinphase.models.share import share_of
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import open_gguf
 
@@ -40,9 +44,7 @@ def checkpoint(tmp_path_factory) -> Checkpoint:
 def logits(checkpoint: Checkpoint, backend: Backend) -> np.ndarray:
     model = load_model(checkpoint, backend)
     config = model.blueprint
-    backend.allocate_kv_cache(
-        KVCacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 8)
-    )
+    backend.allocate_kv_cache(KVCacheSpec.of(config, 8))
     tokens = np.arange(3, 53, dtype=np.int32)
     piece = Piece(tokens, 0, np.array([5, 0, 2, 7], np.int32))
     return backend.execute(model.forward, step_inputs([piece])).copy()
@@ -83,7 +85,7 @@ def test_norms_and_logits_have_the_width_of_what_they_are_given(tmp_path):
 
     def logits_of(backend: Backend, norm: object) -> np.ndarray:
         model = load_model(checkpoint, backend)
-        backend.allocate_kv_cache(KVCacheSpec(2, 2, 16, 4))
+        backend.allocate_kv_cache(KVCacheSpec((KVShape(2, 16),) * 2, 4))
 
         def forward(backend: Backend) -> object:
             x = backend.logit_rows(backend.embed(model.embedding))
@@ -142,4 +144,17 @@ def test_a_kv_cache_beyond_all_memory(checkpoint):
     backend = CpuBackend(threads=1)
     load_model(checkpoint, backend)
     with pytest.raises(OutOfMemoryError, match="KV cache"):
-        backend.allocate_kv_cache(KVCacheSpec(2, 2, 16, 1 << 40))
+        backend.allocate_kv_cache(KVCacheSpec((KVShape(2, 16),) * 2, 1 << 40))
+
+
+def test_layers_with_different_heads_are_refused_where_they_are_not_computed(tmp_path):
+    checkpoint = open_gguf(
+        write_tiny_gguf(tmp_path / "shared.gguf", layers=5, shared_kv=2, window=40)
+    )
+    blueprint = read_blueprint(checkpoint)
+    for refuse in (
+        lambda: share_of(checkpoint, blueprint, 0, 2),
+        lambda: refuse_unlike_layers(checkpoint, blueprint, "torch"),
+    ):
+        with pytest.raises(TwinphaseError, match="shared.gguf has layers with different heads"):
+            refuse()

@@ -29,6 +29,7 @@ def write_gguf(
     `add_more` writes the vocabulary, and what only this model has.
     """
     config = model.config
+    config.allow_global_per_layer_attribute_access = True  # those of layers with a window
     arch = checkpoint.architecture
     if arch == "granitehybrid":  # The converter calls it so where all layers have attention.
         arch = "granite"
@@ -46,15 +47,20 @@ def write_gguf(
         writer.add_head_count_kv(heads)
         writer.add_full_attention_interval(4)
         writer.add_nextn_predict_layers(drafting)
-        values = np.zeros((config.hidden_size, 2 * config.hidden_size), np.float32)
-        writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight", values)
+        name = f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight"
+        if name not in checkpoint.tensors:
+            values = np.zeros((config.hidden_size, 2 * config.hidden_size), np.float32)
+            writer.add_tensor(name, values)
     elif arch in RECURRENT or by_layer:
         writer.add_head_count_kv([0 if without else heads for without in recurrent])
-    else:
+    elif arch != "gemma4":
         writer.add_head_count_kv(heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if arch == "gemma4":
+        _add_gemma4(writer, config)
+    else:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
     add_more(writer)
     writer.add_layer_norm_rms_eps(
@@ -73,8 +79,10 @@ def write_gguf(
     _add_scales(writer, config, arch)
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
+        if arch == "gemma-embedding":  # The class halves what config.json says.
+            window = 2 * (window - 1)
         writer.add_sliding_window(window)
-        if arch in ("exaone4", "olmo2"):
+        if arch in ("exaone4", "olmo2", "gemma4"):
             writer.add_sliding_window_pattern(
                 [kind == "sliding_attention" for kind in config.layer_types]
             )
@@ -92,7 +100,9 @@ def write_gguf(
                 values = -np.exp(values)
             if name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
                 values = values + 1
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
+        if arch in ("gemma", "gemma2", "gemma3", "gemma-embedding") and name.endswith(
+            "norm.weight"
+        ):
             values = values + 1
         parts = {name: values}
         if name.endswith("ffn_gate_inp_shexp.weight"):  # Some converters have dropped the 1.
@@ -112,11 +122,29 @@ def write_gguf(
     return path
 
 
+def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
+    """conversion/gemma.py: lists by layer, and full layers' RoPE by divisors."""
+    layers = range(config.num_hidden_layers)
+    own = [config.per_layer_config[i] for i in layers]
+    full = own[-1].head_dim
+    writer.add_head_count_kv([one.num_key_value_heads for one in own])
+    writer.add_key_length(full)
+    writer.add_value_length(full)
+    writer.add_key_length_swa(config.head_dim)
+    writer.add_value_length_swa(config.head_dim)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    turned = full // 8
+    divisors = [1.0] * turned + [1e30] * (full // 2 - turned)
+    writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
+
+
 def _drafting_layers(checkpoint: Checkpoint) -> int:
     """One with the usual pattern of layers, none with another: files of both kinds are read."""
     config = checkpoint.config or {}
     usual = (config.get("layer_types") or [])[:4] == 3 * ["linear_attention"] + ["full_attention"]
-    return int(checkpoint.architecture == "qwen35" and usual)
+    return int(checkpoint.architecture.startswith("qwen35") and usual)
 
 
 def _tiled_heads(name: str, values: NDArray[np.float32], config: Any) -> NDArray[np.float32]:
@@ -157,7 +185,10 @@ def _add_feed_forward(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     if arch == "lfm2":  # convert_hf_to_gguf.py: the width that the model makes of it
         multiple = config.block_multiple_of
         size = -(-int(2 * size / 3) // multiple) * multiple
-    if size is not None:
+    if getattr(config, "use_double_wide_mlp", False):
+        own = config.num_hidden_layers - config.num_kv_shared_layers
+        writer.add_feed_forward_length([size] * own + [2 * size] * config.num_kv_shared_layers)
+    elif size is not None:
         writer.add_feed_forward_length(size)
     count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if count:
@@ -182,7 +213,13 @@ def _add_rope(writer: gguf.GGUFWriter, config: Any, arch: str, head_dim: int) ->
     if arch == "mistral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
-    if arch == "gemma3":
+    if arch == "gemma4":
+        writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        writer.add_rope_dimension_count(config.per_layer_config["full_attention"].head_dim)
+        writer.add_rope_dimension_count_swa(head_dim)
+        return
+    if arch in ("gemma3", "gemma-embedding"):
         writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["full_attention"]["factor"])

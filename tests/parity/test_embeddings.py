@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
+import gguf
 import numpy as np
 import pytest
+from families_gguf import write_gguf
+from safetensors.numpy import save_file
 from tests.tiny_bert import (
     make_bert,
     make_roberta,
@@ -20,6 +23,8 @@ from tiny_families import make_model
 from tiny_gguf import write_tiny_gguf
 from twinphase import LLM
 from twinphase.backends.encoder import ROWS, erf, product_sizes
+from twinphase.errors import InvalidRequestError, UnsupportedModelError
+from twinphase.models.loader import open_model
 from twinphase.weights.hub import resolve_model
 
 RANDOM = np.random.default_rng(0)
@@ -140,6 +145,48 @@ def test_a_decoder_embeds_by_its_last_hidden_state(tmp_path, name):
             assert (
                 cosine(output.outputs.embedding, vector_of(model.model, ids, pooling)) >= 1 - 1e-6
             )
+
+
+def test_gemma_that_sees_both_ways_and_its_dense_layers(tmp_path):
+    """EmbeddingGemma: windows to either side, the mean, two matrices; texts longer than windows."""
+    model = make_model("gemma3", use_bidirectional_attention=True)
+    assert model.config.sliding_window == 13  # of 24
+    folder = tmp_path / "folder"
+    model.model.save_pretrained(folder)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    dense = {}
+    for number, shape in ((2, (96, 64)), (3, (48, 96))):
+        dense[number] = RANDOM.standard_normal(shape, dtype=np.float32)
+        (folder / f"{number}_Dense").mkdir()
+        (folder / f"{number}_Dense" / "config.json").write_text('{"bias": false}')
+        weights = folder / f"{number}_Dense" / "model.safetensors"
+        save_file({"linear.weight": dense[number]}, weights)
+
+    def add(writer):
+        writer.add_tokenizer_model("no_vocab")
+        writer.add_pooling_type(gguf.PoolingType.MEAN)
+        for number, weight in dense.items():
+            writer.add_tensor(f"dense_{number}.weight", weight)
+
+    file = write_gguf(open_model(folder), model, tmp_path / "model.gguf", add)
+    texts = [LONG, LONG[:3], LONG[:14], LONG[5:6]]
+    for path in (folder, file):
+        llm = LLM(path)
+        assert (llm.config.task, llm.config.pooling) == ("embed", "mean")
+        found = [output.outputs.embedding for output in llm.embed(texts)]
+        for ids, vector in zip(texts, found, strict=True):
+            expected = dense[3] @ (dense[2] @ vector_of(model.model, ids, "mean"))
+            assert cosine(vector, expected / np.linalg.norm(expected)) >= 1 - 1e-6
+        assert [llm.embed([ids])[0].outputs.embedding for ids in texts] == found
+        assert [output.outputs.embedding for output in llm.embed(texts[::-1] * 9)] == found[
+            ::-1
+        ] * 9
+    with pytest.raises(InvalidRequestError, match="an encoder, made to embed texts"):
+        LLM(folder, task="generate")
+    (folder / "3_Dense" / "config.json").write_text('{"bias": true}')
+    with pytest.raises(UnsupportedModelError, match="3_Dense has a bias"):
+        LLM(folder)
 
 
 def test_a_decoder_on_the_cpu_backend(tmp_path):

@@ -62,6 +62,15 @@ MINISTRAL3_ROPE = {
 }
 
 
+GEMMA4 = {
+    "tie_word_embeddings": True,
+    "sliding_window": 24,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "vocab_size_per_layer_input": 448,
+    "final_logit_softcapping": 30.0,
+}
+GEMMA4_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 QWEN35 = {
     "head_dim": 32,
     "linear_key_head_dim": 16,
@@ -109,6 +118,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 32,
             "num_hidden_layers": 7,
             "rope_parameters": GEMMA3_ROPES,
+        },
+    ),
+    "gemma4": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 32,
+            "num_kv_shared_layers": 3,
+            "num_hidden_layers": 7,
+            "layer_types": [*GEMMA4_TYPES, *GEMMA4_TYPES, "full_attention"],
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4-12b": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "num_hidden_layers": 4,
+            "layer_types": [*GEMMA4_TYPES, "full_attention"],
         },
     ),
     "phi3": ("Phi3", _phi()),
@@ -236,18 +267,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(name: str) -> Any:
+def make_model(name: str, **further: Any) -> Any:
     """The model in float32 with every parameter random, norms, biases and sinks included."""
     class_name, more = FAMILIES[name]
-    text = "Text" if class_name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else ""
-    config = getattr(transformers, f"{class_name}{text}Config")(**COMMON | more)
+    text = "Text" if class_name in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else ""
+    config = getattr(transformers, f"{class_name}{text}Config")(**COMMON | more | further)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, f"{class_name}ForCausalLM")(config).float().eval()
+    randomize(model)
+    return model
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Every parameter, norms, biases and sinks included."""
     with torch.no_grad():
+        for key, buffer in model.named_buffers():
+            if key.endswith("layer_scalar"):
+                buffer.fill_(0.5 + torch.rand(()))
         for key, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter += 0.2 * torch.randn_like(parameter)
+                if "Gemma4" in type(model).__name__ and key.endswith("q_norm.weight"):
+                    # Trained weights hold the scale of scores, which is 1.
+                    parameter *= len(parameter) ** -0.5
             elif "embed" not in key:
                 # A trained router is sure of its choice: near ties, rounding would choose for it.
                 sure = 8 if key.endswith((".gate.weight", "router.weight")) else 1
@@ -255,7 +298,6 @@ def make_model(name: str) -> Any:
         for key, buffer in model.named_buffers():
             if key.endswith("expert_bias"):
                 buffer += 0.2 * torch.randn_like(buffer)
-    return model
 
 
 def logits_of(model: Any, tokens: list[int]) -> Any:

@@ -25,6 +25,11 @@ EXPECTED = {
         "<s><start_of_turn>user\nS\n\nA<end_of_turn>\n<start_of_turn>model\nB<end_of_turn>\n"
         "<start_of_turn>user\nC<end_of_turn>\n<start_of_turn>model\n",
     ),
+    "Gemma 4": (
+        ["<|turn>", "<turn|>"],
+        "<s><|turn>system\nS<turn|>\n<|turn>user\nA<turn|>\n<|turn>model\nB<turn|>\n"
+        "<|turn>user\nC<turn|>\n<|turn>model\n<|channel>thought\n<channel|>",
+    ),
     "Llama 3": (
         ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
         "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"

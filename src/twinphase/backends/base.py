@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from twinphase.backends.group import Group
 from twinphase.backends.states import RecurrentOperations
-from twinphase.blueprint import Blueprint, Experts, Rope, Span
+from twinphase.blueprint import Blueprint, Experts, KVShape, Rope, Span
 from twinphase.weights.checkpoint import Checkpoint
 
 Array = Any  # opaque to models
@@ -96,18 +96,18 @@ class Device(Protocol):
 class KVCacheSpec:
     """Shape of the paged KV cache, and of the states of recurrent layers.
 
-    A block holds `block_size` tokens of every layer that attends, keys and values.
+    A block holds `block_size` tokens of every layer that caches keys and values.
+
+    Layers of one shape lie together, in groups; all groups have the same blocks.
 
     Attributes:
-        num_layers: layers that attend.
+        layers: keys and values of each layer that caches them.
         num_state_slots: each holds a sequence's state in every recurrent layer (`states.py`); 0 for
             a model without such layers.
         num_drafts: rows of a step, after a sequence's first, that may be drafts.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[KVShape, ...]
     num_blocks: int
     block_size: int = 16
     num_state_slots: int = 0
@@ -116,8 +116,28 @@ class KVCacheSpec:
     @classmethod
     def of(cls, blueprint: Blueprint, num_blocks: int, block_size: int = 16) -> KVCacheSpec:
         """The KV cache of a model, without states."""
-        b = blueprint
-        return cls(b.num_kv_layers, b.num_kv_heads, b.head_dim, num_blocks, block_size)
+        return cls(blueprint.kv_shapes, num_blocks, block_size)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that cache keys and values."""
+        return len(self.layers)
+
+    @property
+    def groups(self) -> dict[KVShape, int]:
+        """How many layers there are of each shape."""
+        return dict(Counter(self.layers))
+
+    @property
+    def shape(self) -> KVShape:
+        """The one shape, for backends that compute no other models."""
+        (shape,) = self.groups
+        return shape
+
+    def place(self, layer: int) -> tuple[KVShape, int]:
+        """A layer's shape, and its number among those of this shape."""
+        shape = self.layers[layer]
+        return shape, self.layers[:layer].count(shape)
 
 
 @dataclass(frozen=True)
@@ -141,6 +161,7 @@ class StepInputs:
             one sequence and the source or target of another.
         snapshots: int32 [num_snapshots, 2], rows and slots: the state after a row, which is no
             draft, goes into a slot too.
+        hidden: float32 [num_tokens, hidden_size], what `given_rows` gives; None if nothing asks.
     """
 
     token_ids: NDArray[np.int32]
@@ -152,6 +173,7 @@ class StepInputs:
     logit_rows: NDArray[np.int32]
     states: NDArray[np.int32] | None = None
     snapshots: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 2), np.int32))
+    hidden: NDArray[np.float32] | None = None
     context_lens: NDArray[np.int32] = field(init=False)  # [num_seqs], tokens in KV after this step
 
     def __post_init__(self) -> None:
@@ -271,8 +293,21 @@ class Operations(RecurrentOperations, Protocol):
     def add(self, x: Array, h: Array, scale: float = 1.0) -> Array:
         """x + scale * h; may overwrite x."""
 
-    def add_norm(self, x: Array, h: Array, weight: Array, eps: float, scale: float = 1.0) -> Array:
-        """x + scale * rms_norm(h, weight), the norm after a half of a layer; may overwrite x."""
+    def add_norm(
+        self,
+        x: Array,
+        h: Array,
+        weight: Array,
+        eps: float,
+        *,
+        scale: float = 1.0,
+        factor: Array | None = None,
+    ) -> Array:
+        """(x + scale * rms_norm(h, weight)) * factor, where a half of a layer ends.
+
+        May overwrite x. A weight narrower than the rows normalizes each part of a row as wide as
+        itself. `factor` is a vector of one number.
+        """
 
     def rope_kv_write(
         self,
@@ -285,8 +320,11 @@ class Operations(RecurrentOperations, Protocol):
         """Normalize and rotate queries and keys, write the cache; returns the queries.
 
         `qkv` is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], however its matrices were
-        stored; with a gate on attention's result, each head's queries are followed by its gate. The
-        norms' weights are as the blueprint's `qk_norm` says; without a `rope` nothing is rotated.
+        stored; with a gate on attention's result, each head's queries are followed by its gate.
+        Where the columns of values are missing, keys are values before they are normalized; where
+        those of keys are missing too, nothing is written. The norms' weights are as the blueprint's
+        `qk_norm` says; without a `rope` nothing is rotated. `layer` counts the layers that cache
+        keys and values.
         """
 
     def attention(
@@ -299,8 +337,11 @@ class Operations(RecurrentOperations, Protocol):
         blueprint's.
         """
 
-    def gate_mul(self, gate_up: Array) -> Array:
-        """activation(gate) * up of [rows, 2 * ffn] = (gate, up); [rows, ffn]."""
+    def gate_mul(self, gate_up: Array, up: Array | None = None, first: int = 0) -> Array:
+        """activation(gate) * up of [rows, 2 * ffn] = (gate, up); [rows, ffn].
+
+        With `up` the first array is the gate alone, and up are columns of `up` from `first` on.
+        """
 
     def moe(
         self,
@@ -324,7 +365,10 @@ class Operations(RecurrentOperations, Protocol):
         """
 
     def logit_rows(self, x: Array) -> Array:
-        """The rows of x [num_tokens, width] that need logits, [num_logits, width]."""
+        """The rows of x [num_tokens, width] that need logits, [num_logits, width].
+
+        Queries that come from these rows attend as the rows themselves would.
+        """
 
     def cap_logits(self, logits: Array, scale: float, softcap: float | None) -> Array:
         """The logits times `scale`, then softcap * tanh(logits / softcap) when there is one."""
@@ -430,50 +474,3 @@ class Backend(WeightLoader, Protocol):
 
     def kept(self) -> list[NDArray[np.float32]]:
         """Rows kept in the last step, float32 [rows, width]; valid until the next one."""
-
-
-class EncoderBackend(Protocol):
-    """The operations of an encoder, on the rows of several texts: no KV cache, no steps.
-
-    A row's bits depend on its text alone. Rows beyond those of the texts are padding.
-
-    Attributes:
-        row_multiple: the number of rows has to be a multiple of it.
-    """
-
-    row_multiple: int
-
-    def matrix(self, checkpoint: Checkpoint, name: str) -> Array:
-        """Weights of a linear layer or of an embedding, [outputs, inputs]."""
-
-    def vector(self, checkpoint: Checkpoint, name: str) -> Array:
-        """Float32 values of a norm's weight or of a bias, [width]."""
-
-    def rows(self, table: Array, indices: Sequence[int]) -> Array:
-        """Rows of an embedding, [len(indices), width]."""
-
-    def add(self, x: Array, y: Array) -> Array:
-        """x + y; may overwrite x. A single row is added to all."""
-
-    def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float) -> Array:
-        """(x - mean) / sqrt(variance + eps) * weight + bias of each row (Ba et al., 2016)."""
-
-    def linear(self, x: Array, weight: Array, bias: Array) -> Array:
-        """x @ weight.T + bias, [rows, outputs]."""
-
-    def gelu(self, x: Array) -> Array:
-        """x * (1 + erf(x / sqrt(2))) / 2 (Hendrycks and Gimpel, 2016); may overwrite x."""
-
-    def tanh(self, x: Array) -> Array:
-        """Elementwise; may overwrite x."""
-
-    def attention(
-        self, q: Array, k: Array, v: Array, num_heads: int, lengths: Sequence[int]
-    ) -> Array:
-        """softmax(q k^T / sqrt(head_dim)) v of each head within each text, [rows, width].
-
-        `lengths`: rows of each text, in their order; best sorted.
-        """
-
-    def pool(self, x: Array, pooling: str, lengths: Sequence[int]) -> list[Array]:
-        """For each text a vector of length 1: its "mean", first ("cls") or "last" row."""

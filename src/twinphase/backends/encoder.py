@@ -11,10 +11,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from twinphase.blueprint import Rope
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
@@ -78,6 +80,15 @@ def pooled(x: F32, pooling: str) -> F32:
     return vector
 
 
+@dataclass(frozen=True)
+class Table:
+    """An embedding: the stored bytes of each row, [rows, bytes], its width, and its type."""
+
+    stored: NDArray[np.uint8]
+    width: int
+    type: str
+
+
 class NumpyEncoder:
     """The `EncoderBackend` protocol; weights of any type are dequantized to float32."""
 
@@ -93,14 +104,34 @@ class NumpyEncoder:
             return checkpoint.raw(name).view(np.float32).reshape(info.shape)
         return dequantize(checkpoint.raw(name), info.shape, info.type)
 
-    def vector(self, checkpoint: Checkpoint, name: str) -> F32:
-        """Float32 of the tensor's shape."""
-        return self.matrix(checkpoint, name)
+    def table(self, checkpoint: Checkpoint, name: str) -> Table:
+        """As it is stored: few of its rows are read."""
+        info = checkpoint.tensors[name]
+        stored = checkpoint.raw(name).reshape(info.shape[0], -1)
+        return Table(stored, info.shape[1], info.type)
 
-    def rows(self, table: F32, indices: Sequence[int]) -> F32:
+    def vector(self, checkpoint: Checkpoint, name: str, plus: float = 0.0) -> F32:
+        """Float32 of the tensor's shape."""
+        return self.matrix(checkpoint, name) + np.float32(plus)
+
+    def rows(self, table: F32 | Table, indices: Sequence[int]) -> F32:
         """A copy of the rows."""
+        if isinstance(table, Table):
+            stored = table.stored[np.asarray(indices)]
+            return dequantize(stored.reshape(-1), (len(indices), table.width), table.type).copy()
         found: F32 = table[np.asarray(indices)]
         return found
+
+    def stack(self, rows: Sequence[F32]) -> F32:
+        """Padded with zeros."""
+        x = np.zeros((len(rows) + -len(rows) % ROWS, len(rows[0])), np.float32)
+        x[: len(rows)] = rows
+        return x
+
+    def scale(self, x: F32, factor: float) -> F32:
+        """In place."""
+        x *= np.float32(factor)
+        return x
 
     def add(self, x: F32, y: F32) -> F32:
         """In place."""
@@ -115,7 +146,37 @@ class NumpyEncoder:
         x += bias
         return x
 
-    def linear(self, x: F32, weight: F32, bias: F32) -> F32:
+    def rms_norm(self, x: F32, weight: F32, eps: float) -> F32:
+        """x / sqrt(mean(x^2) + eps) * weight."""
+        parts = x.reshape(-1, len(weight))
+        scale = np.sqrt(np.square(parts).mean(axis=1, keepdims=True) + np.float32(eps))
+        out: F32 = parts / scale * weight
+        return out.reshape(x.shape)
+
+    def rotate(self, x: F32, rope: Rope, positions: Sequence[int]) -> F32:
+        """Angles are computed in float64."""
+        angles = np.multiply.outer(np.array(positions, np.float64), np.array(rope.frequencies))
+        cos, sin = (part[:, None].astype(np.float32) for part in (np.cos(angles), np.sin(angles)))
+        heads = x.reshape(len(x), -1, rope.dim)
+        first, second = np.split(heads, 2, axis=2)
+        rotated = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=2)
+        return rotated.reshape(x.shape)
+
+    def gelu_mul(self, gate: F32, up: F32) -> F32:
+        """In place of the gate."""
+        inner = gate * gate
+        inner *= np.float32(0.044715)
+        inner += 1
+        inner *= gate
+        inner *= np.float32(math.sqrt(2 / math.pi))
+        np.tanh(inner, out=inner)
+        inner += 1
+        gate *= 0.5
+        gate *= inner
+        gate *= up
+        return gate
+
+    def linear(self, x: F32, weight: F32, bias: F32 | None) -> F32:
         """x @ weight.T + bias."""
         sizes = self._sizes.get(weight.shape)
         if sizes is None:
@@ -126,7 +187,8 @@ class NumpyEncoder:
             end = start + next(size for size in sizes if size <= len(x) - start)
             np.matmul(x[start:end], weight.T, out=out[start:end])
             start = end
-        out += bias
+        if bias is not None:
+            out += bias
         return out
 
     def gelu(self, x: F32) -> F32:
@@ -143,13 +205,27 @@ class NumpyEncoder:
         """In place."""
         return np.tanh(x, out=x)
 
-    def attention(self, q: F32, k: F32, v: F32, num_heads: int, lengths: Sequence[int]) -> F32:
+    def attention(
+        self,
+        q: F32,
+        k: F32,
+        v: F32,
+        num_heads: int,
+        lengths: Sequence[int],
+        *,
+        scale: float | None = None,
+        reach: int | None = None,
+    ) -> F32:
         """Texts of one length that follow one another are computed at once, with all heads."""
         out = np.zeros_like(q)
         start = 0
         for length, texts in itertools.groupby(lengths):
             end = start + length * len(list(texts))
-            out[start:end] = _attention(q[start:end], k[start:end], v[start:end], num_heads, length)
+            rows = slice(start, end)
+            found = _attention(
+                q[rows], k[rows], v[rows], num_heads, length, scale=scale, reach=reach
+            )
+            out[rows] = found
             start = end
         return out
 
@@ -189,16 +265,33 @@ def product_sizes(weight: F32) -> tuple[int, ...]:
     return (*filter(same, LARGER_ROWS), ROWS) if same(ROWS) else (1,)
 
 
-def _attention(q: F32, k: F32, v: F32, num_heads: int, length: int) -> F32:
-    """Of texts of one length: scores are [texts, num_heads, length, length]."""
+def _attention(
+    q: F32,
+    k: F32,
+    v: F32,
+    num_heads: int,
+    length: int,
+    *,
+    scale: float | None,
+    reach: int | None,
+) -> F32:
+    """Of texts of one length; scores are [texts, KV heads, heads of each, length, length]."""
     rows, width = q.shape
-    q, k, v = (
-        part.reshape(-1, length, num_heads, width // num_heads).swapaxes(1, 2) for part in (q, k, v)
-    )
-    scores: F32 = q @ k.swapaxes(2, 3)
-    scores *= np.float32(1 / math.sqrt(width // num_heads))
-    scores -= scores.max(axis=3, keepdims=True)
+    head_dim = width // num_heads
+    heads = k.shape[1] // head_dim
+
+    def by_head(part: F32) -> F32:
+        """[texts, KV heads, heads of each, length, head_dim]."""
+        shape = (-1, length, heads, part.shape[1] // head_dim // heads, head_dim)
+        return part.reshape(shape).transpose(0, 2, 3, 1, 4)
+
+    scores: F32 = by_head(q) @ by_head(k).swapaxes(3, 4)
+    scores *= np.float32(1 / math.sqrt(head_dim) if scale is None else scale)
+    if reach is not None and length > reach:
+        at = np.arange(length)
+        scores[..., np.abs(at[:, None] - at) > reach] = -np.inf
+    scores -= scores.max(axis=4, keepdims=True)
     np.exp(scores, out=scores)
-    scores /= scores.sum(axis=3, keepdims=True)
-    out: F32 = scores @ v
-    return out.swapaxes(1, 2).reshape(rows, width)
+    scores /= scores.sum(axis=4, keepdims=True)
+    out: F32 = scores @ by_head(v)
+    return out.transpose(0, 3, 1, 2, 4).reshape(rows, width)

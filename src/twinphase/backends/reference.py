@@ -15,6 +15,12 @@ from numpy.typing import NDArray
 from twinphase.backends.base import Forward, KVCacheSpec, StepInputs
 from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
+from twinphase.backends.reference_math import (
+    changed_state,
+    product_in_blocks,
+    softcap_of,
+    unit_rows,
+)
 from twinphase.backends.rope_tables import query_scales, rope_tables
 from twinphase.backends.states import slot_layout
 from twinphase.blueprint import Blueprint, DeltaNet, Experts, Rope, Span
@@ -75,31 +81,27 @@ class ReferenceBackend:
         return *tables, rope.interleaved, query_scales(rope, max_positions)
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
-        """Float32 [layers, slots, kv_heads, head_dim], keys and values apart."""
-        shape = (
-            spec.num_layers,
-            spec.num_blocks * spec.block_size,
-            spec.num_kv_heads,
-            spec.head_dim,
-        )
+        """Float32 [slots, kv_heads, head_dim] of each layer, keys and values apart."""
+        slots = spec.num_blocks * spec.block_size
         self.kv_spec = spec
-        self.keys = np.zeros(shape, np.float32)
-        self.values = np.zeros(shape, np.float32)
-        self.kv_memory = [self.keys, self.values]
+        self.keys, self.values = (
+            [np.zeros((slots, s.num_heads, s.head_dim), np.float32) for s in spec.layers]
+            for _ in range(2)
+        )
         if spec.num_state_slots:
             layout = slot_layout(self.blueprint, spec.num_drafts)
-            slots = layout.num_layers, spec.num_state_slots
-            self.histories = np.zeros((*slots, layout.history_rows, layout.channels), np.float32)
+            states = layout.num_layers, spec.num_state_slots
+            self.histories = np.zeros((*states, layout.history_rows, layout.channels), np.float32)
             if isinstance(delta := self.blueprint.recurrence, DeltaNet):
                 heads = (delta.value_heads, delta.key_dim, delta.value_dim)
-                self.matrices = np.zeros((*slots, *heads), np.float32)
+                self.matrices = np.zeros((*states, *heads), np.float32)
                 # Of each draft and head: key, change and decay.
                 row = (delta.value_heads, delta.key_dim + delta.value_dim + 1)
-                self.drafts = np.zeros((*slots, spec.num_drafts, *row), np.float32)
+                self.drafts = np.zeros((*states, spec.num_drafts, *row), np.float32)
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
-        """2 L H_kv d b, with b = 4."""
-        return 2 * self.kv_spec.num_layers * self.kv_spec.num_kv_heads * self.kv_spec.head_dim * 4
+        """The sum of 2 H_kv d b over layers, with b = 4."""
+        return sum(2 * s.num_heads * s.head_dim * 4 for s in self.kv_spec.layers)
 
     @cached_property
     def kv_fingerprint(self) -> str:
@@ -108,34 +110,33 @@ class ReferenceBackend:
         return kv_fingerprint(self._checkpoint, self.blueprint, self.kv_spec, **facts)
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
-        """Keys and values, float32 [2, layers, block_size, kv_heads, head_dim] each."""
-        both = np.stack([self._blocks(array)[:, list(block_ids)] for array in self.kv_memory])
-        return pack_frames(
-            self.kv_fingerprint, np.moveaxis(both, 2, 0).reshape(len(block_ids), -1).view(np.uint8)
-        )
+        """Keys of each layer, then values, float32 [block_size, kv_heads, head_dim] each."""
+        parts = [view[list(block_ids)].reshape(len(block_ids), -1) for view in self._blocks()]
+        return pack_frames(self.kv_fingerprint, np.concatenate(parts, axis=1).view(np.uint8))
 
     def write_blocks(self, block_ids: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
         """See `Backend`."""
         nbytes = self.kv_bytes_per_token() * self.kv_spec.block_size
         blocks = unpack_frames(self.kv_fingerprint, frames, nbytes).view(np.float32)
-        for array, part in zip(self.kv_memory, np.split(blocks, 2, axis=1), strict=True):
-            view = self._blocks(array)
-            view[:, list(block_ids)] = np.moveaxis(
-                part.reshape(-1, len(view), *view.shape[2:]), 0, 1
-            )
+        start = 0
+        for view in self._blocks():
+            end = start + view[0].size
+            view[list(block_ids)] = blocks[:, start:end].reshape(-1, *view.shape[1:])
+            start = end
 
     def frame_parts(self) -> list[tuple[int, int]]:
         """See `Backend`."""
         spec = self.kv_spec
-        return [(2 * spec.num_layers * spec.block_size, 4 * spec.head_dim)]
+        return [(2 * spec.num_layers * spec.block_size, 4 * spec.shape.head_dim)]
 
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
         """See `Backend`."""
         return is_finite(frame, "float32")
 
-    def _blocks(self, array: F32) -> F32:
-        """The view [layers, blocks, block_size, kv_heads, head_dim] of keys or values."""
-        return array.reshape(len(array), -1, self.kv_spec.block_size, *array.shape[2:])
+    def _blocks(self) -> list[F32]:
+        """Views [blocks, block_size, kv_heads, head_dim] of each layer's keys, then values."""
+        size = self.kv_spec.block_size
+        return [a.reshape(-1, size, *a.shape[1:]) for a in (*self.keys, *self.values)]
 
     def execute(self, forward: Forward, inputs: StepInputs) -> F32:
         """Run the forward pass operation by operation."""
@@ -172,7 +173,7 @@ class ReferenceBackend:
         bias: F32 | None = None,
     ) -> F32:
         """x @ weight.T + residual + bias."""
-        out: F32 = _product_in_blocks(x, weight) if self.in_blocks or self.group else x @ weight.T
+        out: F32 = product_in_blocks(x, weight) if self.in_blocks or self.group else x @ weight.T
         if residual is not None:
             out = out + residual[:, first : first + len(weight)]
         return out if bias is None else out + bias
@@ -195,9 +196,20 @@ class ReferenceBackend:
         """x + scale * h."""
         return x + np.float32(scale) * h
 
-    def add_norm(self, x: F32, h: F32, weight: F32, eps: float, scale: float = 1.0) -> F32:
-        """x + scale * rms_norm(h)."""
-        return self.add(x, self.rms_norm(h, weight, eps), scale)
+    def add_norm(
+        self,
+        x: F32,
+        h: F32,
+        weight: F32,
+        eps: float,
+        *,
+        scale: float = 1.0,
+        factor: F32 | None = None,
+    ) -> F32:
+        """(x + scale * rms_norm(h)) * factor, the norm by parts of a row as wide as the weight."""
+        normed = self.rms_norm(h.reshape(len(h), -1, len(weight)), weight, eps).reshape(h.shape)
+        out = self.add(x, normed, scale)
+        return out if factor is None else out * factor
 
     def rope_kv_write(
         self,
@@ -210,20 +222,26 @@ class ReferenceBackend:
         """Normalize, rotate, write the cache, return queries [num_tokens, num_heads, head_dim]."""
         b = self.blueprint
         inputs = self.inputs
-        rows = len(qkv)
-        queries = b.num_heads * b.head_dim * (1 + b.attention_gate)
-        ends = [queries, queries + b.num_kv_heads * b.head_dim]
-        q, k, v = (part.reshape(rows, -1, b.head_dim) for part in np.split(qkv, ends, axis=1))
+        shape = self.kv_spec.layers[layer]
+        queries = b.num_heads * (1 + b.attention_gate)
+        heads = qkv.reshape(len(qkv), -1, shape.head_dim)
+        q, k, v = np.split(heads, [queries, queries + shape.num_heads], axis=1)
+        v = v if v.size else k  # keys are values, too
         q = q[:, :: 1 + b.attention_gate]
-        if q_norm is not None and k_norm is not None:
-            q, k = map(self._normalize, (q, k), (q_norm, k_norm), b.norm_spans)
+        if q_norm is not None:
+            q = self._normalize(q, q_norm, b.norm_spans[0])
+        if k_norm is not None:
+            k = self._normalize(k, k_norm, b.norm_spans[1])
+        if b.value_norm:
+            v = self.rms_norm(v, np.ones(shape.head_dim, np.float32), b.norm_eps)
         if rope is not None:
             q = self._rotate(q, rope)
             k = self._rotate(k, rope)
             if rope[3] is not None:
                 q = q * rope[3][inputs.positions][:, None, None]
-        self.keys[layer, inputs.slot_mapping] = k
-        self.values[layer, inputs.slot_mapping] = v
+        if k.size:
+            self.keys[layer][inputs.slot_mapping] = k
+            self.values[layer][inputs.slot_mapping] = v
         return q
 
     def _normalize(self, x: F32, weight: F32, span: Span | None) -> F32:
@@ -241,7 +259,8 @@ class ReferenceBackend:
     def _rotate(self, x: F32, rope: RopeTables) -> F32:
         cos_table, sin_table, interleaved, _ = rope
         half = cos_table.shape[1]
-        cos, sin = (table[self.inputs.positions][:, None, :] for table in (cos_table, sin_table))
+        positions = self.inputs.positions[self._rows_of(x)]
+        cos, sin = (table[positions][:, None, :] for table in (cos_table, sin_table))
         first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
         second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
         out = x.copy()
@@ -257,24 +276,27 @@ class ReferenceBackend:
         inputs = self.inputs
         b = self.blueprint
         out = np.empty_like(q)
+        group = b.num_heads // spec.layers[layer].num_heads
+        numbers = self._rows_of(q)
         for i, context_len in enumerate(inputs.context_lens):
-            rows = slice(inputs.query_start[i], inputs.query_start[i + 1])
+            first, end = inputs.query_start[i : i + 2]
+            rows = np.flatnonzero((first <= numbers) & (numbers < end))
             at = np.arange(context_len)
             slots = (
                 inputs.block_tables[i][at // spec.block_size] * spec.block_size
                 + at % spec.block_size
             )
             # [context, kv_heads, head_dim]
-            k = self.keys[layer, slots]
-            v = self.values[layer, slots]
-            position = inputs.positions[rows][:, None]
+            k = self.keys[layer][slots]
+            v = self.values[layer][slots]
+            position = inputs.positions[numbers[rows]][:, None]
             hidden = at[None, :] > position  # the causal mask
             if window is not None:
                 hidden |= at[None, :] <= position - window
             for head in range(b.num_heads):
-                scores = q[rows, head] @ k[:, head // b.group].T * np.float32(b.scale)
+                scores = q[rows, head] @ k[:, head // group].T * np.float32(b.scale)
                 if b.attention_softcap is not None:
-                    scores = _softcap(scores, b.attention_softcap)
+                    scores = softcap_of(scores, b.attention_softcap)
                 scores[hidden] = -np.inf
                 sink = np.full(
                     (len(scores), 1), -np.inf if sinks is None else sinks[head], np.float32
@@ -282,9 +304,14 @@ class ReferenceBackend:
                 top = np.maximum(scores.max(axis=1, keepdims=True), sink)
                 p = np.exp(scores - top)
                 out[rows, head] = (p / (p.sum(axis=1, keepdims=True) + np.exp(sink - top))) @ v[
-                    :, head // b.group
+                    :, head // group
                 ]
         return out.reshape(len(out), -1)
+
+    def _rows_of(self, x: F32) -> NDArray[np.int32]:
+        """The numbers of these rows in the step: those with logits, unless there are more."""
+        wanted = self.inputs.logit_rows
+        return wanted if len(x) == len(wanted) else np.arange(len(x), dtype=np.int32)
 
     def short_conv(self, bcx: F32, weight: F32, layer: int) -> F32:
         """C * conv(B * x)."""
@@ -300,7 +327,7 @@ class ReferenceBackend:
         x = x / (1 + np.exp(-x))
         keys = delta.key_heads * delta.key_dim
         q, k, v = np.split(x, [keys, 2 * keys], axis=1)
-        q, k = (_unit(part.reshape(len(x), -1, delta.key_dim)) for part in (q, k))
+        q, k = (unit_rows(part.reshape(len(x), -1, delta.key_dim)) for part in (q, k))
         heads = np.arange(delta.value_heads)
         heads = (
             heads % delta.key_heads
@@ -328,12 +355,12 @@ class ReferenceBackend:
         for i, (source, target, pending, final) in enumerate(inputs.states.tolist()):
             state = self.matrices[layer, source].copy()
             for draft in self.drafts[layer, source, :pending]:
-                state = _changed(state, draft[:, :size], draft[:, size:-1], draft[:, -1])
+                state = changed_state(state, draft[:, :size], draft[:, size:-1], draft[:, -1])
             first = int(inputs.query_start[i])
             for row in range(first, int(inputs.query_start[i + 1])):
                 seen = np.einsum("hij,hi->hj", state, k[row]) * kept[row][:, None]
                 change = beta[row][:, None] * (v[row] - seen)
-                state = _changed(state, k[row], change, kept[row])
+                state = changed_state(state, k[row], change, kept[row])
                 out[row] = np.einsum("hij,hi->hj", state, q[row])
                 if row in snapshots:
                     self.matrices[layer, snapshots[row]] = state
@@ -377,10 +404,14 @@ class ReferenceBackend:
                     histories[slot, : taps - 1] = known[kept : kept + taps - 1]
         return out
 
-    def gate_mul(self, gate_up: F32) -> F32:
+    def gate_mul(self, gate_up: F32, up: F32 | None = None, first: int = 0) -> F32:
         """activation(gate) * up."""
         out: F32
-        gate, up = np.split(gate_up, 2, axis=1)
+        if up is None:
+            gate, up = np.split(gate_up, 2, axis=1)
+        else:
+            gate = gate_up
+            up = up[:, first : first + gate.shape[1]]
         if (
             self.blueprint.activation == "gelu"
         ):  # by tanh (Hendrycks and Gimpel, 2016, arXiv:1606.08415)
@@ -430,6 +461,15 @@ class ReferenceBackend:
         out: F32 = x + h / (1 + np.exp(-(y @ weight.reshape(-1, 1))))
         return out
 
+    def given_rows(self) -> F32:
+        """The step's own rows."""
+        assert self.inputs.hidden is not None
+        return self.inputs.hidden
+
+    def join(self, left: F32, right: F32) -> F32:
+        """Both side by side."""
+        return np.concatenate([left, right], axis=1)
+
     def logit_rows(self, x: F32) -> F32:
         """The wanted rows."""
         return x[self.inputs.logit_rows]
@@ -437,7 +477,7 @@ class ReferenceBackend:
     def cap_logits(self, logits: F32, scale: float, softcap: float | None) -> F32:
         """Scaled, then capped."""
         logits = logits * np.float32(scale)
-        return logits if softcap is None else _softcap(logits, softcap)
+        return logits if softcap is None else softcap_of(logits, softcap)
 
 
 def _route(logits: F32, experts: Experts, choice_bias: F32 | None) -> tuple[NDArray[np.int64], F32]:
@@ -456,29 +496,3 @@ def _route(logits: F32, experts: Experts, choice_bias: F32 | None) -> tuple[NDAr
     if experts.renormalize:
         p = p / (p.sum(axis=1, keepdims=True) + np.float32(1e-6 * (experts.scores == "sigmoid")))
     return order, p * np.float32(experts.scale)
-
-
-def _unit(x: F32) -> F32:
-    """Rows of length 1."""
-    out: F32 = x / np.sqrt(np.sum(np.square(x), axis=-1, keepdims=True) + np.float32(1e-6))
-    return out
-
-
-def _changed(state: F32, key: F32, change: F32, kept: F32) -> F32:
-    """States [heads, key_dim, value_dim] after a row."""
-    out: F32 = kept[:, None, None] * state + key[:, :, None] * change[:, None, :]
-    return out
-
-
-def _product_in_blocks(x: F32, weight: F32) -> F32:
-    """x @ weight.T, 32 outputs at a time: BLAS orders sums by the shape, which ranks change."""
-    missing = -len(weight) % 32
-    if missing:
-        weight = np.concatenate([weight, np.zeros((missing, weight.shape[1]), np.float32)])
-    blocks: F32 = x @ weight.reshape(-1, 32, weight.shape[1]).transpose(0, 2, 1)
-    return np.moveaxis(blocks, 0, 1).reshape(len(x), len(weight))[:, : len(weight) - missing]
-
-
-def _softcap(x: F32, cap: float) -> F32:
-    out: F32 = np.float32(cap) * np.tanh(x / np.float32(cap))
-    return out

@@ -37,7 +37,7 @@ def drafting_of(options: EstimateOptions, hardware: Hardware) -> Drafting | None
         )
     if acceptance is None:
         return None
-    seconds: float | None = None if config.method in HEADS else 0.0
+    seconds: float | None = None if config.method in (*HEADS, "mtp") else 0.0
     if config.method == "draft_model":
         shape = read_shape(config.model)
         step = estimate(shape, hardware, scenario_of(shape, options)).decode.seconds
@@ -134,14 +134,14 @@ def scenario_of(shape: DecoderShape, options: EstimateOptions) -> Scenario:
     dtype = options.dtype or ""
     if dtype:
         bytes_per_weight(dtype)  # refuses an unknown name before anything is computed
+    b = shape.blueprint
     if here and kv_dtype in ("auto", "int8"):
-        kv_head_bytes = open_device(options.backend).kv_head_bytes(
-            shape.blueprint.head_dim, kv_dtype
-        )
+        device = open_device(options.backend)
+        kv_bytes = b.kv_bytes(lambda dim: device.kv_head_bytes(dim, kv_dtype))
     else:
-        kv_head_bytes = (
-            2 * shape.blueprint.head_dim * (2 if kv_dtype == "auto" else DTYPES[kv_dtype])
-        )
+        each = 2 if kv_dtype == "auto" else DTYPES[kv_dtype]
+        kv_bytes = b.kv_bytes(lambda dim: 2 * dim * each)
+    kv_head_bytes = kv_bytes / b.kv_bytes(lambda dim: 1)
     return Scenario(
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,

@@ -88,10 +88,13 @@ def _model_line(result: Estimate) -> str:
     shape = result.shape
     b = result.shape.blueprint
     active = f", {shape.active_parameters / 1e9:.3g} B active" if b.experts else ""
+    kv_heads = f"{b.num_kv_heads} KV heads of {b.head_dim}"
+    if b.full_kv:
+        kv_heads += f" ({b.full_kv.num_heads} of {b.full_kv.head_dim} in full layers)"
     return (
         f"{shape.name}: {shape.total_parameters / 1e9:.4g} B parameters{active}, {b.num_layers} "
         "layers, "
-        f"{b.num_heads} heads, {b.num_kv_heads} KV heads of {b.head_dim}; "
+        f"{b.num_heads} heads, {kv_heads}; "
         f"{result.scenario.dtype or shape.dtype}, {scaled(result.weights.total, 'B')}"
     )
 
@@ -267,10 +270,12 @@ def _formulas(result: Estimate) -> Iterator[tuple[str, str]]:
         f"{p:,} weights of the layers that one token uses; V h = {head:,} weights of the output "
         "head",
     )
-    yield (
-        "linear FLOP",
-        f"prefill 2 P n + 2 V h = 2 x {p:,} x {n:,} + 2 x {head:,} = {prefill.linear.flops:,}",
-    )
+    formula = f"2 P n + 2 V h = 2 x {p:,} x {n:,} + 2 x {head:,}"
+    if b.shared_kv_layers:
+        tail = result.shape.parameters.tail
+        yield "", f"T = {tail:,} of P are after the last layer that writes KV"
+        formula = "2 (P - T) n + 2 (T + V h)"
+    yield "linear FLOP", f"prefill {formula} = {prefill.linear.flops:,}"
     yield "", f"decode  2 (P + V h) B = 2 x {p + head:,} x {batch:,} = {decode.linear.flops:,}"
     attention = (
         f"4 H d L n (n + 1) / 2 = 4 x {b.num_heads} x {b.head_dim} x {layers} x {n:,} x "
@@ -285,8 +290,9 @@ def _formulas(result: Estimate) -> Iterator[tuple[str, str]]:
         "linear bytes",
         f"layers{experts} + head, once per step = {decode.linear.bytes:,.0f} (decode)",
     )
-    each = layers * b.num_kv_heads * scenario.kv_head_bytes
-    heads = f"{layers} x {b.num_kv_heads}"
+    count = b.kv_bytes(lambda dim: 1)
+    each = count * scenario.kv_head_bytes
+    heads = f"{count}" if b.full_kv else f"{layers} x {b.num_kv_heads}"
     key_value = f"{heads} x {scenario.kv_head_bytes:g} = {each:,.0f}"
     yield "KV bytes", f"per token L H_kv x bytes of one head's key and value = {key_value}"
     yield "", f"decode reads those of every token attended to = {decode.attention.bytes:,.0f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from twinphase.errors import InvalidRequestError, ModelNotFoundError, TwinphaseE
 from twinphase.estimate.estimate import estimate, warnings
 from twinphase.estimate.options import EstimateOptions
 from twinphase.estimate.shapes import DecoderShape, from_checkpoint
-from twinphase.models.bert import read_bert_shape
+from twinphase.models.encoders import read_encoder
 from twinphase.models.loader import open_model
 from twinphase.models.share import rank_sizes
-from twinphase.models.tasks import is_encoder, is_raw_score
+from twinphase.models.tasks import is_encoder, is_raw_score, own_pooling
 from twinphase.tokenizer.chat_template import ChatTemplate
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.checkpoint import Checkpoint
@@ -74,6 +75,10 @@ def model_facts(name: str, ranks: int = 1) -> dict[str, Any]:
             "window": next((window for window in b.windows if window), None),
             "windowed_layers": sum(window is not None for window in b.windows),
             "recurrent_layers": len(b.recurrent_layers),
+            "draft_layers": b.draft_layers,
+            "full_kv": vars(b.full_kv) if b.full_kv else None,
+            "shared_kv_layers": b.shared_kv_layers,
+            "layer_embedding_size": b.layer_embedding_size,
         },
         "state_bytes": b.state_bytes(),
         "kv_cache": _kv_cache(b),
@@ -84,7 +89,7 @@ def model_facts(name: str, ranks: int = 1) -> dict[str, Any]:
 
 
 def _encoder(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    shape = read_bert_shape(checkpoint)
+    shape = read_encoder(checkpoint)
     sizes = ("num_layers", "num_heads", "hidden_size", "ffn_size", "vocab_size")
     return {
         "name": name,
@@ -94,12 +99,12 @@ def _encoder(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         "bytes": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
         "quantization": quantization_name(checkpoint),
         "formats": _formats(checkpoint),
-        "context_length": shape.max_positions,
+        "context_length": shape.context_length,
         "layers": {size: getattr(shape, size) for size in sizes},
         **(
             {"scores": {"raw": is_raw_score(checkpoint)}}
-            if shape.pooling == "rank"
-            else {"embeds": {"dimensions": shape.hidden_size, "pooling": shape.pooling}}
+            if own_pooling(checkpoint) == "rank"
+            else {"embeds": {"dimensions": shape.hidden_size, "pooling": own_pooling(checkpoint)}}
         ),
         **_tokenizer(checkpoint)[1],
     }
@@ -128,20 +133,19 @@ def _kv_cache(b: Blueprint) -> dict[str, dict[str, int]]:
     """KV bytes by `kv_cache_dtype`: per token, at the full context, and read by a step there."""
     device = open_device("cpu")
     full = b.context_length
-    attended = sum(
-        min(full, window or full)
+    attended = [
+        (min(full, window or full), b.kv_shape(layer))
         for layer, window in enumerate(b.windows)
         if layer not in b.recurrent_layers
-    )
+    ]
     found = {}
     for dtype in KV_CACHE_DTYPES:
-        each = b.num_kv_heads * device.kv_head_bytes(b.head_dim, dtype)  # of a token in one layer
-        held = b.num_kv_layers * full * each
-        found[dtype] = {
-            "token": round(b.num_kv_layers * each),
-            "held": round(held),
-            "read": round(attended * each),
-        }
+        head_bytes = partial(device.kv_head_bytes, dtype=dtype)
+        token = b.kv_bytes(head_bytes)
+        read = sum(
+            tokens * shape.num_heads * head_bytes(shape.head_dim) for tokens, shape in attended
+        )
+        found[dtype] = {"token": round(token), "held": round(full * token), "read": round(read)}
     return found
 
 

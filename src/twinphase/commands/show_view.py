@@ -57,17 +57,33 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"{experts['count']} of {experts['ffn_size']:,} in each layer{first}, "
             f"{experts['used']} per token{shared}",
         )
+    shape = layers["full_kv"]
+    full = f"; in full layers {shape['num_heads']} of {shape['head_dim']}" if shape else ""
     yield (
         "heads",
         f"{layers['num_heads']} for queries, {layers['num_kv_heads']} for keys and values, of "
-        f"{layers['head_dim']}",
+        f"{layers['head_dim']}{full}",
     )
+    if layers["shared_kv_layers"]:
+        yield (
+            "shared KV",
+            f"the last {layers['shared_kv_layers']} of {layers['num_layers']} layers read the keys "
+            "and values of earlier ones",
+        )
+    if layers["layer_embedding_size"]:
+        yield (
+            "embeddings",
+            f"{layers['layer_embedding_size']} numbers per layer and token, read from the file as "
+            "tokens come",
+        )
     if layers["recurrent_layers"]:
         yield (
             "recurrence",
             f"{layers['recurrent_layers']} of {layers['num_layers']} layers keep a state, not KV: "
             f"{scaled(facts['state_bytes'], 'B')} per sequence",
         )
+    if layers["draft_layers"]:
+        yield "drafting", "a layer of its own predicts further tokens (MTP)"
     near = layers["windowed_layers"]
     which = (
         "every layer attends"

@@ -76,7 +76,8 @@ class Scenario:
         batch_size: sequences that decode together, all at the same position.
         units: precision of the linear layers and of attention's two products.
         dtype: storage type of the weights; "" as in the model's file.
-        kv_head_bytes: key and value of one token in one KV head of one layer, 2 d b in the formula.
+        kv_head_bytes: key and value of one token in one KV head of one layer, 2 d b in the formula;
+            the mean over heads, where layers differ.
         mfu, mbu: assumed fractions of the peak and of the bandwidth.
         price_per_hour: price of all devices together.
     """

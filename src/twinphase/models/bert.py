@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from twinphase.backends.base import Array, EncoderBackend
+from twinphase.backends.encoder_protocol import Array, EncoderBackend
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX, Config
 from twinphase.models.tasks import HEAD, is_raw_score, own_pooling
@@ -29,7 +29,7 @@ class BertShape:
     """What differs between BERT models.
 
     Attributes:
-        max_positions: tokens of the longest text.
+        context_length: tokens of the longest text.
         first_position: rows of the position table before that of a text's first token: RoBERTa's
             padding, which a GGUF file leaves out.
         token_types: rows of the table; the second text of a pair is of type 1, if there is one,
@@ -42,7 +42,7 @@ class BertShape:
     num_heads: int
     ffn_size: int
     vocab_size: int
-    max_positions: int
+    context_length: int
     first_position: int
     token_types: int
     norm_eps: float
@@ -81,7 +81,7 @@ def read_bert_shape(checkpoint: Checkpoint) -> BertShape:
         num_heads=config.integer("num_attention_heads"),
         ffn_size=config.integer("intermediate_size"),
         vocab_size=config.integer("vocab_size"),
-        max_positions=config.integer("max_position_embeddings", least=first_position + 1)
+        context_length=config.integer("max_position_embeddings", least=first_position + 1)
         - first_position,
         first_position=first_position,
         token_types=types.shape[0] if types is not None and len(types.shape) == 2 else 2,
@@ -122,7 +122,7 @@ def _tensors(shape: BertShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden = shape.hidden_size
     ffn = shape.ffn_size
     yield "token_embd.weight", (shape.vocab_size, hidden)
-    yield "position_embd.weight", (shape.first_position + shape.max_positions, hidden)
+    yield "position_embd.weight", (shape.first_position + shape.context_length, hidden)
     yield "token_types.weight", (shape.token_types, hidden)
     norms = ["token_embd_norm"]
     for i in range(shape.num_layers):
@@ -141,16 +141,23 @@ def _tensors(shape: BertShape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 class Bert:
-    """Weights on a backend, and the forward pass of several texts."""
+    """Weights on a backend, and the forward pass of several texts.
+
+    Attributes:
+        size: of a vector; 1 of a score.
+    """
 
     def __init__(self, checkpoint: Checkpoint, shape: BertShape, backend: EncoderBackend) -> None:
         """Load every tensor; `shape` is that of `read_bert_shape`."""
         self.shape = shape
+        self.size = 1 if shape.pooling == "rank" else shape.hidden_size
         self._backend = backend
         self._weights: dict[str, Array] = {
-            name: backend.matrix(checkpoint, name)
-            if len(size) == 2
-            else backend.vector(checkpoint, name)
+            name: backend.vector(checkpoint, name)
+            if len(size) == 1
+            else backend.matrix(checkpoint, name)
+            if name.startswith(("blk.", "cls"))
+            else backend.table(checkpoint, name)
             for name, size in _tensors(shape)
         }
 
@@ -160,7 +167,7 @@ class Bert:
         """The vector of each text, float32 [hidden_size], of length 1; by "rank" that of a pair.
 
         A pair's is its score, float32 [1], before any activation; `starts` says where its second
-        text begins. Each text has at least one token, and at most `max_positions`.
+        text begins. Each text has at least one token, and at most `context_length`.
         """
         backend = self._backend
         weights = self._weights

@@ -17,6 +17,7 @@ from twinphase.weights.quant import dequantize
 MAX_INTEGER = 1 << 24
 MAX_LAYERS = 10_000
 FIX = "Convert or fetch the model again."
+NEXT_TOKEN = ".nextn.eh_proj.weight"
 # GGUF's keys after the architecture's prefix (gguf.constants), and the field each stands for.
 GGUF_FIELDS = {
     "embedding_length": "hidden_size",
@@ -24,6 +25,9 @@ GGUF_FIELDS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
+    "attention.key_length_swa": "window_head_dim",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "feed_forward_length": "intermediate_size",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_count": "num_experts",
@@ -112,6 +116,8 @@ class Config:
             fields.setdefault("tie_word_embeddings", "output.weight" not in shapes)
             if fields.get("tied_without_head") and "output.weight" not in shapes:
                 fields["tie_word_embeddings"] = True
+            # A folder may name layers for further tokens and have none.
+            fields["nextn_predict_layers"] = sum(name.endswith(NEXT_TOKEN) for name in shapes)
             return cls(fields, arch, name, max_positions=max_positions)
         fields = _gguf_fields(checkpoint)
         fields |= {"vocab_size": embedding[0], "tie_word_embeddings": "output.weight" not in shapes}
@@ -119,6 +125,9 @@ class Config:
         fields["qkv_bias"] = "blk.0.attn_q.bias" in shapes
         fields["use_expert_bias"] = any(name.endswith(".exp_probs_b.bias") for name in shapes)
         fields["fused_experts"] = "blk.0.ffn_gate_up_exps.weight" in shapes
+        # Keys are values, too, where a layer has no projection of them.
+        keys = [name for name in shapes if name.endswith(".attn_k.weight")]
+        fields["attention_k_eq_v"] = any(k.replace("attn_k", "attn_v") not in shapes for k in keys)
         tensors = {
             key: _values(checkpoint, key) for key in checkpoint.tensors if key.startswith("rope_")
         }
@@ -201,6 +210,7 @@ def _gguf_fields(checkpoint: Checkpoint) -> dict[str, Any]:
     if isinstance(heads, list) and heads and all(type(count) is int for count in heads):
         # Layers without KV heads are recurrent.
         fields["num_key_value_heads"] = max(heads)
+        fields["kv_heads_by_layer"] = heads
         if 0 in heads:
             fields["layer_types"] = ["full_attention" if count else "conv" for count in heads]
     return fields | {"rope_scaling": _gguf_rope_scaling(given)}

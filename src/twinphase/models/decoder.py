@@ -6,12 +6,20 @@ first: a norm before each half, nothing else that a blueprint may ask for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from twinphase.backends.base import Array, Operations, WeightLoader
 from twinphase.blueprint import Blueprint, DeltaNet, Rope
-from twinphase.models.tensors import EXPERTS_GATE_UP, GATE_UP, QKV, layer_tensors
+from twinphase.models.tensors import (
+    EXPERTS_GATE_UP,
+    GATE_UP,
+    LAYER_EMBEDDING,
+    LAYER_PROJECTION,
+    layer_tensors,
+    projections,
+)
 from twinphase.weights.checkpoint import Checkpoint
 
 
@@ -24,6 +32,22 @@ class DeltaWeights:
     decay: Array
     step_bias: Array
     norm: Array
+
+
+@dataclass(frozen=True)
+class LayerEmbedding:
+    """The embedding whose parts the layers add, or what one layer has of it.
+
+    Attributes:
+        table: rows of all layers' parts.
+        projection: of the hidden state, to all layers' parts; or of a layer's part, back.
+        gate: of one layer.
+    """
+
+    projection: Array
+    norm: Array
+    table: Array | None = None
+    gate: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +87,8 @@ class Layer:
     down: Array
     down_bias: Array | None
     ffn_post_norm: Array | None
+    embedding: LayerEmbedding | None
+    scale: Array | None
 
 
 class Decoder:
@@ -70,7 +96,8 @@ class Decoder:
 
     Attributes:
         kept: layers whose inputs the backend keeps (`Backend.kept`), ascending; `num_layers` stands
-            for the input of the head. Set before the first step.
+            for the input of the head, and `num_layers` + 1 for what it would be in all rows. Set
+            before the first step.
     """
 
     kept: tuple[int, ...] = ()
@@ -103,10 +130,20 @@ class Decoder:
         self.layers: list[Layer] = []
         for i in range(blueprint.num_layers):
             progress(i, blueprint.num_layers)
-            self.layers.append(_load_layer(checkpoint, blueprint, backend, i))
-        # A layer's place among those that cache KV, or among those that keep a state.
+            self.layers.append(load_layer(checkpoint, blueprint, backend, i))
+        self.layer_embedding: LayerEmbedding | None = None
+        if blueprint.layer_embedding_size:
+            self.layer_embedding = LayerEmbedding(
+                table=backend.embedding(checkpoint, LAYER_EMBEDDING),
+                projection=backend.matrix(checkpoint, [LAYER_PROJECTION]),
+                norm=backend.vector(checkpoint, ["per_layer_proj_norm.weight"]),
+            )
+        # The place of a layer, or of the one whose KV it attends to, among those that cache KV; or
+        # its place among those that keep a state.
         recurrent = [i in blueprint.recurrent_layers for i in range(blueprint.num_layers)]
-        self.places = [recurrent[:i].count(kind) for i, kind in enumerate(recurrent)]
+        self.places = [
+            recurrent[: blueprint.kv_source(i)].count(kind) for i, kind in enumerate(recurrent)
+        ]
         self.norm = backend.vector(
             checkpoint, [f"{blueprint.output_norm}.weight"], blueprint.norm_offset
         )
@@ -126,23 +163,37 @@ class Decoder:
     def hidden(self, backend: Operations) -> Array:
         """The last hidden state after the final norm, [num_logits, hidden_size]."""
         blueprint = self.blueprint
-        x = backend.embed(self.embedding, blueprint.embedding_scale)  # [num_tokens, hidden_size]
+        x = self.first_rows(backend)
+        parts = self._layer_embeddings(backend, x)
+        # After the last layer that writes KV or a state, rows are independent: compute only those
+        # whose logits are wanted, once no layer has to keep the others.
+        whole = [layer for layer in self.kept if layer < blueprint.num_layers]
+        last = max(blueprint.last_writer, *whole) if whole else blueprint.last_writer
+        all_rows = blueprint.num_layers + 1 in self.kept
         for index, layer in enumerate(self.layers):
             if index in self.kept:
                 backend.keep(x)
             h = self._mix(backend, x, index, layer)
             h = backend.gather(h, blueprint.span("heads"))
-            if index == blueprint.num_layers - 1:
-                # After the last layer's attention or recurrence rows are independent: compute only
-                # those whose logits are wanted.
+            if index == last and not all_rows:
                 h = backend.logit_rows(h)
                 x = backend.logit_rows(x)
+                parts = None if parts is None else backend.logit_rows(parts)
             x = self._add(backend, x, h, layer.output, layer.output_bias, layer.attn_post_norm)
             x = self._feed_forward(backend, x, index, layer)
+            if layer.embedding is not None:
+                x = self._add_embedding(backend, x, parts, index)
         x = backend.rms_norm(x, self.norm, blueprint.norm_eps)
-        if blueprint.num_layers in self.kept:
+        if all_rows:
+            backend.keep(x)
+            x = backend.logit_rows(x)
+        elif blueprint.num_layers in self.kept:
             backend.keep(x)
         return x
+
+    def first_rows(self, backend: Operations) -> Array:
+        """The input of the first layer, [num_tokens, hidden_size]."""
+        return backend.embed(self.embedding, self.blueprint.embedding_scale)
 
     def _mix(self, backend: Operations, x: Array, index: int, layer: Layer) -> Array:
         """What attention, or the recurrence in its place, makes of the rows of each sequence."""
@@ -162,6 +213,31 @@ class Decoder:
         h = backend.attention(q, place, self.blueprint.windows[index], layer.sinks)
         return backend.gate_heads(h, qkv) if self.blueprint.attention_gate else h
 
+    def _layer_embeddings(self, backend: Operations, x: Array) -> Array | None:
+        """(e + rms_norm(projection of x / sqrt(hidden_size))) / sqrt(2), of all layers' parts.
+
+        e are rows of the table, times the square root of a part's width. A norm of rows that were
+        scaled before is one with another epsilon.
+        """
+        if self.layer_embedding is None:
+            return None
+        b = self.blueprint
+        size = b.layer_embedding_size
+        rows = backend.embed(self.layer_embedding.table, math.sqrt(size / 2))
+        h = backend.linear(x, self.layer_embedding.projection)
+        eps = b.norm_eps * b.hidden_size
+        return backend.add_norm(rows, h, self.layer_embedding.norm, eps, scale=math.sqrt(0.5))
+
+    def _add_embedding(self, backend: Operations, x: Array, parts: Array, index: int) -> Array:
+        """x plus what a layer makes of its part of the embedding."""
+        layer = self.layers[index]
+        assert layer.embedding is not None
+        first = index * self.blueprint.layer_embedding_size
+        h = backend.gate_mul(backend.linear(x, layer.embedding.gate), parts, first)
+        h = backend.linear(h, layer.embedding.projection)
+        eps = self.blueprint.norm_eps
+        return backend.add_norm(x, h, layer.embedding.norm, eps, factor=layer.scale)
+
     def _feed_forward(self, backend: Operations, x: Array, index: int, layer: Layer) -> Array:
         """x plus the second half of a layer."""
         blueprint = self.blueprint
@@ -170,7 +246,11 @@ class Decoder:
         if experts is None:
             h = backend.gate_mul(backend.linear(h, layer.gate_up, bias=layer.gate_up_bias))
             h = backend.gather(h, blueprint.span("ffn"))
-            return self._add(backend, x, h, layer.down, layer.down_bias, layer.ffn_post_norm)
+            # A layer ends here, or with its embedding.
+            factor = layer.scale if layer.embedding is None else None
+            return self._add(
+                backend, x, h, layer.down, layer.down_bias, layer.ffn_post_norm, factor=factor
+            )
         mixed = backend.moe(
             h,
             layer.router,
@@ -197,6 +277,8 @@ class Decoder:
         weight: Array,
         bias: Array | None,
         post_norm: Array | None,
+        *,
+        factor: Array | None = None,
     ) -> Array:
         """x plus the last linear layer of a half; one operation if nothing is between them."""
         scale = self.blueprint.residual_scale
@@ -206,16 +288,18 @@ class Decoder:
             return backend.gather(backend.linear(h, weight, residual=x, first=first), span)
         h = backend.gather(backend.linear(h, weight, bias=bias), span)
         if post_norm is not None:
-            return backend.add_norm(x, h, post_norm, self.blueprint.norm_eps, scale)
+            eps = self.blueprint.norm_eps
+            return backend.add_norm(x, h, post_norm, eps, scale=scale, factor=factor)
         return backend.add(x, h, scale)
 
     def _norm(self, backend: Operations, x: Array, weight: Array | None) -> Array:
         return x if weight is None else backend.rms_norm(x, weight, self.blueprint.norm_eps)
 
 
-def _load_layer(
+def load_layer(
     checkpoint: Checkpoint, blueprint: Blueprint, backend: WeightLoader, index: int
 ) -> Layer:
+    """The weights of layer `index`."""
     prefix = f"blk.{index}."
     expected = layer_tensors(blueprint, index)
     recurrent = index in blueprint.recurrent_layers
@@ -244,11 +328,15 @@ def _load_layer(
             down=matrix("ffn_down_shexp"),
             gate=vector("ffn_gate_inp_shexp.weight"),
         )
-    qkv = QKV[blueprint.fused_qkv]
     output = "attn_output"
     delta = None
+    embedding = None
+    if blueprint.layer_embedding_size:
+        embedding = LayerEmbedding(
+            gate=matrix("inp_gate"), projection=matrix("proj"), norm=vector("post_norm.weight")
+        )
+    qkv = projections(blueprint, index)
     if recurrent and isinstance(blueprint.recurrence, DeltaNet):
-        qkv = ("attn_qkv",)
         output = "ssm_out"
         delta = DeltaWeights(
             gate=matrix("attn_gate"),
@@ -260,7 +348,6 @@ def _load_layer(
             norm=vector("ssm_norm.weight"),
         )
     elif recurrent:
-        qkv = ("shortconv.in_proj",)
         output = "shortconv.out_proj"
     return Layer(
         attn_norm=norm("attn_norm"),
@@ -284,4 +371,6 @@ def _load_layer(
         down=matrix(down),
         down_bias=vector(f"{down}.bias"),
         ffn_post_norm=norm("post_ffw_norm"),
+        embedding=embedding,
+        scale=vector("layer_output_scale.weight"),
     )

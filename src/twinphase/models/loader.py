@@ -8,12 +8,12 @@ from pathlib import Path
 from twinphase.backends.base import Backend
 from twinphase.blueprint import Blueprint
 from twinphase.errors import InvalidRequestError, UnsupportedModelError
-from twinphase.models.architectures import describe, gguf_architecture
+from twinphase.models.architectures import describe, gemma3, gguf_architecture
 from twinphase.models.bert import HF as ENCODERS
 from twinphase.models.config import Config
 from twinphase.models.decoder import Decoder
 from twinphase.models.tasks import HEAD, is_encoder
-from twinphase.models.tensors import ROPE_TENSORS, check_tensors, model_tensors
+from twinphase.models.tensors import check_tensors, model_tensors, unused_tensors
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.gguf import open_gguf
 from twinphase.weights.hub import resolve_model
@@ -34,8 +34,11 @@ def open_model(path: Path, *, quantization: str = "none", header_only: bool = Fa
         TwinphaseError: as `open_gguf` and `open_safetensors`, or an architecture that is not known.
     """
     if path.is_dir():
-        model_type = read_folder_config(path).get("model_type")
+        fields = read_folder_config(path)
+        model_type = fields.get("model_type")
         encoder = ENCODERS.get(str(model_type))
+        if fields.get("use_bidirectional_attention") and str(model_type) in gemma3.HF:
+            encoder = "gemma-embedding"
         if encoder is not None and quantization != "none":
             raise InvalidRequestError(
                 f"{path.name} is an encoder, which is computed in float32.",
@@ -81,7 +84,8 @@ def read_blueprint(checkpoint: Checkpoint, max_positions: int | None = None) -> 
     blueprint = describe(Config.of(checkpoint, max_positions))
     drafting = tuple(f"blk.{blueprint.num_layers + i}." for i in range(blueprint.draft_layers))
     ignored = [name for name in checkpoint.tensors if name.startswith(drafting)] if drafting else []
-    check_tensors(checkpoint, dict(model_tensors(blueprint)), [*ROPE_TENSORS, HEAD, *ignored])
+    ignored += [*unused_tensors(blueprint), HEAD]
+    check_tensors(checkpoint, dict(model_tensors(blueprint)), ignored)
     return blueprint
 
 

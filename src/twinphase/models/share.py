@@ -54,16 +54,17 @@ def share_of(
 
     Raises:
         InvalidRequestError: more ranks than heads, or than other things to divide; or a model with
-            recurrent layers.
+            recurrent layers, or with layers with different heads.
     """
     if ranks == 1:
         return checkpoint, blueprint
     b = blueprint
     name = checkpoint.path.name
-    if b.recurrent_layers:
+    if b.recurrent_layers or b.unlike_layers:
+        what = "recurrent layers" if b.recurrent_layers else "layers with different heads"
         raise InvalidRequestError(
-            f"tensor_parallel_size is {ranks}, but {name} has recurrent layers, which ranks do not "
-            "share yet.",
+            f"tensor_parallel_size is {ranks}, but {name} has {what}, which ranks do not share "
+            "yet.",
             "Leave tensor_parallel_size out.",
         )
     most = min(b.num_heads, b.ffn_size)

@@ -11,8 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from twinphase.blueprint import Blueprint, Experts
-from twinphase.models.tensors import model_tensors
+from twinphase.models.tensors import LAYER_EMBEDDING, LAYER_PROJECTION, model_tensors
 from twinphase.weights.checkpoint import Checkpoint
+
+AFTER_ATTENTION = ("attn_output", "shortconv.out_proj", "ssm_out", "ffn_", "inp_gate.", "proj.")
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,11 @@ class Size:
         layers: matrices that every row goes through, of all layers; routers are among them.
         experts: matrices of all experts of all layers.
         head: the output head; the embedding where they are tied.
-        embedding: a row reads one line of it; 0 if it is the head.
+        embedding: a row reads one line of it; 0 if it is the head. The layers' own is part of it.
         other: norms, biases, sinks, and RoPE's factors where a file has them.
-        tail, tail_experts: those of `layers` and `experts` after the last layer's attention or
-            recurrence: only rows whose logits are wanted go through them.
+        tail, tail_experts: those of `layers` and `experts` after the attention or recurrence of
+            the last layer that writes KV or a state: only rows whose logits are wanted go through
+            them.
         expert_biases: those of `other` that belong to experts.
     """
 
@@ -67,15 +70,17 @@ def count_parameters(blueprint: Blueprint) -> Size:
 
 def stored_bytes(checkpoint: Checkpoint, blueprint: Blueprint) -> Size:
     """Bytes of an open model's tensors, in the precision that they have there."""
-    tensors = checkpoint.tensors.values()
+    drafting = tuple(f"blk.{blueprint.num_layers + i}." for i in range(blueprint.draft_layers))
+    tensors = [one for one in checkpoint.tensors.values() if not one.name.startswith(drafting)]
     return _add_up(blueprint, ((tensor.name, tensor.shape, tensor.nbytes) for tensor in tensors))
 
 
 def _add_up(blueprint: Blueprint, tensors: Iterable[tuple[str, tuple[int, ...], int]]) -> Size:
     """The `Size` of (name, shape, amount) of each tensor."""
-    after_attention = tuple(
-        f"blk.{blueprint.num_layers - 1}.{part}"
-        for part in ("attn_output", "shortconv.out_proj", "ssm_out", "ffn_")
+    last = blueprint.last_writer
+    after_attention = (
+        *(f"blk.{last}.{part}" for part in AFTER_ATTENTION),
+        *(f"blk.{layer}." for layer in range(last + 1, blueprint.num_layers)),
     )
     sums: Counter[str] = Counter()
     for name, shape, amount in tensors:
@@ -91,6 +96,10 @@ def _add_up(blueprint: Blueprint, tensors: Iterable[tuple[str, tuple[int, ...], 
 def _use(name: str, shape: tuple[int, ...], tied: bool) -> str:
     if name == "token_embd.weight":
         return "head" if tied else "embedding"
+    if name == LAYER_EMBEDDING:
+        return "embedding"
+    if name == LAYER_PROJECTION:
+        return "layers"
     if name == "output.weight":
         return "head"
     if not name.startswith("blk.") or len(shape) < 2 or name.endswith(".bias"):

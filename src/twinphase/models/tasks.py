@@ -13,7 +13,7 @@ from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.safetensors_header import strict_json
 
 # GGUF's names of architectures that write no text.
-ENCODERS = ("bert",)
+ENCODERS = ("bert", "gemma-embedding")
 # GGUF's name of the matrix that gives a reranker's score.
 HEAD = "cls.output.weight"
 # llama.cpp's enum llama_pooling_type, and sentence-transformers' flags in 1_Pooling/config.json.

@@ -10,6 +10,9 @@ from twinphase.models.config import FIX
 from twinphase.weights.checkpoint import Checkpoint
 
 Shape = tuple[int, ...]
+# A row for each token, with as many numbers for each layer: a step reads its tokens' rows alone.
+LAYER_EMBEDDING = "per_layer_token_embd.weight"
+LAYER_PROJECTION = "per_layer_model_proj.weight"
 # By whether the checkpoint stores them as one matrix.
 QKV = {False: ("attn_q", "attn_k", "attn_v"), True: ("attn_qkv",)}
 GATE_UP = {False: ("ffn_gate", "ffn_up"), True: ("ffn_up",)}
@@ -21,12 +24,19 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 def layer_tensors(blueprint: Blueprint, layer: int) -> dict[str, Shape]:
     """Row-major shape of each tensor of a layer, by its name after `blk.N.`."""
     b = blueprint
-    shapes = _recurrent_tensors(b) if layer in b.recurrent_layers else _attention_tensors(b)
+    recurrent = layer in b.recurrent_layers
+    shapes = _recurrent_tensors(b) if recurrent else _attention_tensors(b, layer)
     if b.norm_before:
         shapes["attn_norm.weight"] = shapes[f"{b.ffn_norm}.weight"] = (b.hidden_size,)
     if b.norm_after:
         shapes["post_attention_norm.weight"] = shapes["post_ffw_norm.weight"] = (b.hidden_size,)
-    return shapes | (_expert_tensors(b) if b.experts_of(layer) else _dense_tensors(b))
+    if b.layer_embedding_size:
+        shapes["inp_gate.weight"] = (b.layer_embedding_size, b.hidden_size)
+        shapes["proj.weight"] = (b.hidden_size, b.layer_embedding_size)
+        shapes["post_norm.weight"] = (b.hidden_size,)
+    if b.layer_scales:
+        shapes["layer_output_scale.weight"] = (1,)
+    return shapes | (_expert_tensors(b) if b.experts_of(layer) else _dense_tensors(b, layer))
 
 
 def _recurrent_tensors(b: Blueprint) -> dict[str, Shape]:
@@ -52,10 +62,21 @@ def _recurrent_tensors(b: Blueprint) -> dict[str, Shape]:
     }
 
 
-def _attention_tensors(b: Blueprint) -> dict[str, Shape]:
+def projections(b: Blueprint, layer: int) -> tuple[str, ...]:
+    """The matrices into a layer's attention or recurrence: of queries, keys and values."""
+    if layer in b.recurrent_layers:
+        return ("attn_qkv",) if isinstance(b.recurrence, DeltaNet) else ("shortconv.in_proj",)
+    if b.kv_source(layer) != layer:
+        return QKV[False][:1]
+    return QKV[b.fused_qkv] if b.has_values(layer) else QKV[False][:2]
+
+
+def _attention_tensors(b: Blueprint, layer: int) -> dict[str, Shape]:
     hidden = b.hidden_size
-    queries = b.num_heads * b.head_dim
-    keys = b.num_kv_heads * b.head_dim
+    kv = b.kv_shape(layer)
+    dim = kv.head_dim
+    queries = b.num_heads * dim
+    keys = kv.num_heads * dim
     widths = {
         "attn_q": queries * (1 + b.attention_gate),
         "attn_k": keys,
@@ -63,15 +84,16 @@ def _attention_tensors(b: Blueprint) -> dict[str, Shape]:
         "attn_qkv": queries + 2 * keys,
     }
     shapes: dict[str, Shape] = {}
-    for name in QKV[b.fused_qkv]:
+    for name in projections(b, layer):
         shapes[f"{name}.weight"] = (widths[name], hidden)
         if b.qkv_bias:
             shapes[f"{name}.bias"] = (widths[name],)
     if b.qk_norm != "none":
         by_head = b.qk_norm == "head"
         whole = b.whole  # Each rank has all weights of a norm.
-        shapes["attn_q_norm.weight"] = (b.head_dim if by_head else whole.num_heads * b.head_dim,)
-        shapes["attn_k_norm.weight"] = (b.head_dim if by_head else whole.num_kv_heads * b.head_dim,)
+        shapes["attn_q_norm.weight"] = (dim if by_head else whole.num_heads * dim,)
+        if b.kv_source(layer) == layer:
+            shapes["attn_k_norm.weight"] = (dim if by_head else whole.num_kv_heads * dim,)
     if b.sinks:
         shapes["attn_sinks.weight"] = (b.num_heads,)
     shapes["attn_output.weight"] = (hidden, queries)
@@ -80,10 +102,11 @@ def _attention_tensors(b: Blueprint) -> dict[str, Shape]:
     return shapes
 
 
-def _dense_tensors(b: Blueprint) -> dict[str, Shape]:
-    up = (2 * b.ffn_size if b.fused_gate_up else b.ffn_size, b.hidden_size)
+def _dense_tensors(b: Blueprint, layer: int) -> dict[str, Shape]:
+    width = b.ffn_width(layer)
+    up = (2 * width if b.fused_gate_up else width, b.hidden_size)
     shapes: dict[str, Shape] = {f"{name}.weight": up for name in GATE_UP[b.fused_gate_up]}
-    return shapes | {"ffn_down.weight": (b.hidden_size, b.ffn_size)}
+    return shapes | {"ffn_down.weight": (b.hidden_size, width)}
 
 
 def _expert_tensors(b: Blueprint) -> dict[str, Shape]:
@@ -113,12 +136,24 @@ def _expert_tensors(b: Blueprint) -> dict[str, Shape]:
 def model_tensors(blueprint: Blueprint) -> Iterator[tuple[str, Shape]]:
     """(name, row-major shape) of every tensor that the model must have."""
     yield "token_embd.weight", (blueprint.vocab_size, blueprint.hidden_size)
+    if blueprint.layer_embedding_size:
+        width = blueprint.num_layers * blueprint.layer_embedding_size
+        yield LAYER_EMBEDDING, (blueprint.vocab_size, width)
+        yield LAYER_PROJECTION, (width, blueprint.hidden_size)
+        yield "per_layer_proj_norm.weight", (blueprint.layer_embedding_size,)
     for i in range(blueprint.num_layers):
         for name, shape in layer_tensors(blueprint, i).items():
             yield f"blk.{i}.{name}", shape
     yield f"{blueprint.output_norm}.weight", (blueprint.hidden_size,)
     if not blueprint.tied:
         yield "output.weight", (blueprint.vocab_size, blueprint.hidden_size)
+
+
+def unused_tensors(blueprint: Blueprint) -> Iterator[str]:
+    """Tensors that files have and the model does not use."""
+    yield from ROPE_TENSORS
+    for i in range(blueprint.num_layers - blueprint.shared_kv_layers, blueprint.num_layers):
+        yield from (f"blk.{i}.{name}.weight" for name in ("attn_k", "attn_v", "attn_k_norm"))
 
 
 def check_tensors(

@@ -25,12 +25,14 @@ class ModelShape:
             last layer's matrices after its attention.
         linear_bytes, head_bytes: both as stored, experts left out.
         num_layers, num_heads, num_kv_heads, head_dim: L (of layers that attend), H (query heads),
-            H_kv and d.
+            H_kv and d (the mean, where layers differ).
         kv_token_bytes: of one token in the KV cache as the backend stores it; 0 for the formula
             with float16.
         state_bytes: of a sequence's state in recurrent layers.
         window: tokens that a row attends to at most in `windowed_layers` of the layers; None where
             none has a window.
+        shared_kv_layers: layers at the end that attend to the KV of others; only rows with logits
+            go through them.
         num_experts, experts_per_row: E and k of every layer; 0 in a dense model.
         expert_bytes, head_expert_bytes: of all experts; the latter are those of the last layer.
     """
@@ -47,6 +49,7 @@ class ModelShape:
     state_bytes: int = 0
     window: int | None = None
     windowed_layers: int = 0
+    shared_kv_layers: int = 0
     num_experts: int = 0
     experts_per_row: int = 0
     expert_bytes: int = 0
@@ -80,6 +83,7 @@ def make_shape(
     """The numbers of the cost formulas for a model given by its parameter and byte counts."""
     b = blueprint
     experts = blueprint.experts
+    attending = [layer for layer in range(b.num_layers) if layer not in b.recurrent_layers]
     windowed = [window for window in b.windows if window is not None]
     tail = parameters.tail + of_one_row(parameters.tail_experts, experts)
     return ModelShape(
@@ -87,13 +91,14 @@ def make_shape(
         head_parameters=parameters.head + tail,
         linear_bytes=nbytes.layers - nbytes.tail,
         head_bytes=nbytes.head + nbytes.tail,
-        num_layers=b.num_kv_layers,
+        num_layers=len(attending),
         num_heads=b.num_heads,
         num_kv_heads=b.num_kv_heads,
-        head_dim=b.head_dim,
-        kv_token_bytes=kv_token_bytes,
+        head_dim=sum(b.kv_shape(layer).head_dim for layer in attending) // len(attending),
+        kv_token_bytes=kv_token_bytes or round(b.kv_bytes(lambda dim: 4 * dim)),
         window=max(windowed, default=None),  # a model has one size
         windowed_layers=len(windowed),
+        shared_kv_layers=b.shared_kv_layers,
         num_experts=experts.count if experts else 0,
         experts_per_row=experts.used if experts else 0,
         expert_bytes=nbytes.experts - nbytes.tail_experts,
@@ -158,11 +163,13 @@ def step_cost(shape: ModelShape, work: StepWork) -> Cost:
     linear = 2 * shape.linear_parameters * work.rows + 2 * shape.head_parameters * work.logits
     near = shape.windowed_layers
     whole = shape.num_layers - shape.windowed_layers
-    contexts = whole * (work.prefill_contexts + work.decode_contexts)
-    contexts += near * (work.windowed_prefill_contexts + work.windowed_decode_contexts)
+    contexts = whole * work.decode_contexts + near * work.windowed_decode_contexts
+    prefill = whole * work.prefill_contexts + near * work.windowed_prefill_contexts
+    writing = shape.num_layers - shape.shared_kv_layers
+    contexts += prefill * writing // shape.num_layers
     kv_tokens = whole * work.kv_tokens + near * work.windowed_kv_tokens  # of one layer each
     attention = 4 * shape.num_heads * shape.head_dim * contexts
-    return Cost(linear, attention, kv_tokens * kv_bytes_per_token(shape) // shape.num_layers)
+    return Cost(linear, attention, kv_tokens * kv_bytes_per_token(shape) // writing)
 
 
 def rows_cost(shape: ModelShape, start: int, num_rows: int, num_logits: int) -> Cost:

@@ -24,6 +24,7 @@ from twinphase.outcome import FinishReason
 from twinphase.phases.record import RequestRecord
 from twinphase.server.jobs import Job, Reader
 from twinphase.server.plain_calls import PlainCallParser
+from twinphase.server.quoted_calls import QuotedCallParser
 from twinphase.server.reasoning import ReasoningSplitter
 from twinphase.server.tool_calls import (
     CallParser,
@@ -84,11 +85,12 @@ class AnswerDivider:
         self._splitter = ReasoningSplitter(reader.tags, reader.thinking) if reader.tags else None
         self._tools: CallParser | PlainCallParser | None = None
         if reader.tool_format:
-            parser: CallParser = (
-                XmlCallParser(reader.tools)
-                if reader.tool_format.xml
-                else ToolCallParser(reader.tool_format)
-            )
+            format = reader.tool_format
+            parser: CallParser
+            if format.quote:
+                parser = QuotedCallParser()
+            else:
+                parser = XmlCallParser(reader.tools) if format.xml else ToolCallParser(format)
             plain = reader.plain_tools
             self._tools = PlainCallParser(parser, plain) if plain else parser
         self._ends: deque[int] = deque()  # of tokens whose text is not complete

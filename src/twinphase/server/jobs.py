@@ -383,7 +383,7 @@ def _markers(
 ) -> frozenset[int]:
     """The control tokens around thinking and calls, which stay in the text until it is divided."""
     texts = [tags.start, tags.end, tags.without] if tags else []
-    texts += [format.begin.strip(), format.close.strip()] if format else []
+    texts += [format.begin.strip(), format.close.strip(), format.quote] if format else []
     found = {(i, text) for text in texts for i in tokenizer.encode(text, add_special_tokens=False)}
     return frozenset(
         i

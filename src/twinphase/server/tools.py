@@ -42,6 +42,7 @@ class ToolFormat:
     Attributes:
         bare: an answer that begins with a call needs no `begin`.
         xml: a call is written in tags instead (xml_calls.py).
+        quote: what stands around texts; calls are then written as Gemma 4 does (quoted_calls.py).
     """
 
     begin: str
@@ -51,11 +52,13 @@ class ToolFormat:
     bare: bool = False
     arguments: str = "arguments"
     xml: bool = False
+    quote: str = ""
 
 
 HERMES = ToolFormat("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
 XML = replace(HERMES, xml=True)
 LLAMA3_JSON = ToolFormat("<|python_tag|>", "", "; ", "", bare=True, arguments="parameters")
+GEMMA = ToolFormat("<|tool_call>", "", "<tool_call|><|tool_call>", "<tool_call|>", quote='<|"|>')
 MISTRAL = ToolFormat("[TOOL_CALLS]", " [", ", ", "]")
 
 
@@ -63,6 +66,8 @@ def tool_format(template_source: str) -> ToolFormat:
     """The format a model was trained on, judged by its chat template; Hermes' if unknown."""
     if HERMES.begin in template_source:
         return XML if "<function=" in template_source else HERMES
+    if GEMMA.begin in template_source:
+        return GEMMA
     if MISTRAL.begin in template_source:
         return MISTRAL
     return LLAMA3_JSON if '"parameters"' in template_source else HERMES
@@ -125,7 +130,7 @@ def tool_grammar(
         ]
 
     def lark(text: str) -> str:
-        return _lark(text, special_token)
+        return lark_symbols(text, special_token)
 
     call_rules = call_rules or (lambda i, function: [f"call_{i}: {_call(function, format)}"])
     forced = tool_choice not in (None, "auto")
@@ -198,7 +203,7 @@ def _other_than(beginning: str) -> str:
     return f"[{around}]*" + pattern.replace("([^", f"([^{around}", 1)
 
 
-def _lark(text: str, special_token: SpecialToken) -> str:
+def lark_symbols(text: str, special_token: SpecialToken) -> str:
     """A text as symbols of a Lark rule: control tokens by their ids, the rest as strings."""
     symbols = []
     for piece in filter(None, _POSSIBLE_CONTROL_TOKEN.split(text)):

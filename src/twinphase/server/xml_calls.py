@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from twinphase.constraint import StructuredOutputsParams
+from twinphase.server.quoted_calls import quoted_call_rules
 from twinphase.server.tool_calls import CallParser, ToolCallDelta, random_id
 from twinphase.server.tools import (
     CALL_JSON_STYLE,
@@ -75,7 +76,8 @@ def call_grammar(
     special_token: SpecialToken,
 ) -> StructuredOutputsParams | None:
     """As `tool_grammar`, for calls in any format."""
-    rules = xml_call_rules if format.xml else None
+    rules = quoted_call_rules(special_token) if format.quote else None
+    rules = xml_call_rules if format.xml else rules
     return tool_grammar(tools, tool_choice, parallel_tool_calls, format, special_token, rules)
 
 

@@ -40,6 +40,12 @@ _GEMMA = (
     "{% set ns.system = '' %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
 )
+# An answer without thinking follows an empty thought.
+_GEMMA4 = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|turn>' + ('model' if message['role'] == "
+    "'assistant' else message['role']) + '\\n' + message['content'] + '<turn|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|turn>model\\n<|channel>thought\\n<channel|>' }}{% endif %}"
+)
 _MISTRAL = (
     "{{ bos_token }}{% set ns = namespace(system='') %}{% for message in messages %}"
     "{% if message['role'] == 'system' %}{% set ns.system = message['content'] + '\\n\\n' %}"
@@ -51,6 +57,7 @@ _MISTRAL = (
 _FAMILIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("ChatML", ("<|im_start|>", "<|im_end|>"), CHATML),
     ("Gemma", ("<start_of_turn>", "<end_of_turn>"), _GEMMA),
+    ("Gemma 4", ("<|turn>", "<turn|>"), _GEMMA4),
     (
         "Llama 3",
         ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),

@@ -1,8 +1,8 @@
 """Builds a `tokenizers` tokenizer from the vocabulary of a GGUF file.
 
-Four families: byte-level BPE ("gpt2"), SentencePiece BPE with byte fallback ("llama") and Unigram
-("t5"), WordPiece ("bert"). Done once per file; the result is cached (tokenizer.py). The rules are
-llama.cpp's, which wrote the format. Not for encoding or decoding.
+Five families: byte-level BPE ("gpt2"), SentencePiece BPE with byte fallback ("llama"), the same
+with merges ("gemma4"), Unigram ("t5"), WordPiece ("bert"). Done once per file; the result is cached
+(tokenizer.py). The rules are llama.cpp's, which wrote the format. Not for encoding or decoding.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from twinphase.tokenizer.sentencepiece import (
 _SPELLINGS = {
     "gpt2": Spelling.BYTE_LEVEL,
     "llama": Spelling.SENTENCEPIECE,
+    "gemma4": Spelling.SENTENCEPIECE,
     "t5": Spelling.SENTENCEPIECE,
     "bert": Spelling.WORDPIECE,
 }
@@ -44,6 +45,7 @@ _END_TOKENS = (
     "<|return|>",
     "<|call|>",
     "<end_of_turn>",
+    "<turn|>",
     "<end_of_utterance>",
     "<EOT>",
     "[EOT]",
@@ -51,6 +53,8 @@ _END_TOKENS = (
     "</s>",
     "<｜end▁of▁sentence｜>",
 )
+# Where Gemma 4 waits for the result of a call.
+_GEMMA4_WAITS = "<|tool_response>"
 # In GPT-OSS's format "<|end|>" ends a message, and more messages may follow.
 _HARMONY = ("<|return|>", "<|call|>", "<|end|>")
 # Special tokens after which Phi-3 keeps a space; it drops spaces and newlines after all others.
@@ -73,6 +77,10 @@ def build_tokenizer(
     # reaches.
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(_strings(vocabulary, "tokens"))]
     types = _numbers(vocabulary, "token_type", len(tokens), default=NORMAL)
+    if _is_gemma4(metadata):
+        # Some strings are there twice; the last one is their token, as in llama.cpp.
+        last = {token: i for i, token in enumerate(tokens)}
+        tokens = [t if last[t] == i else f"[TWICE_{i}]" for i, t in enumerate(tokens)]
     if spelling is Spelling.WORDPIECE:
         tokens = [_as_bert_writes(token, kind) for token, kind in zip(tokens, types, strict=True)]
     ids = {token: i for i, token in enumerate(tokens)}
@@ -83,6 +91,8 @@ def build_tokenizer(
             tokenizer = _byte_level_bpe(
                 ids, _strings(vocabulary, "merges"), _pre_tokenizer(metadata)
             )
+        elif _is_gemma4(metadata):
+            tokenizer = _gemma4_bpe(ids, tokens, _strings(vocabulary, "merges"), metadata)
         elif spelling is Spelling.SENTENCEPIECE:
             scores = _numbers(vocabulary, "scores", len(tokens))
             if metadata.get("tokenizer.ggml.model") == "t5":
@@ -137,6 +147,8 @@ def gguf_facts(metadata: Mapping[str, Any], backend: tokenizers.Tokenizer) -> To
     ends = [token for token in _END_TOKENS if token in special]
     if set(_HARMONY) <= set(ends):
         ends.remove("<|end|>")
+    if _is_gemma4(metadata):
+        ends.append(_GEMMA4_WAITS)
     end_ids = [*(ids[kind] for kind in ("eos", "eot", "eom")), *map(backend.token_to_id, ends)]
     named = {"bos": bos, "eos": eos, "unk": ids["unknown"], "pad": ids["padding"]}
     if spelling is Spelling.WORDPIECE:
@@ -152,7 +164,7 @@ def gguf_facts(metadata: Mapping[str, Any], backend: tokenizers.Tokenizer) -> To
         separator = ids["seperator"] if ids["seperator"] is not None else eos
         between = [eos, separator]
     space_prefix = spelling is Spelling.SENTENCEPIECE and metadata.get(
-        "tokenizer.ggml.add_space_prefix", True
+        "tokenizer.ggml.add_space_prefix", not _is_gemma4(metadata)
     )
     return TokenizerFacts(
         vocab_size=size,
@@ -170,6 +182,10 @@ def gguf_facts(metadata: Mapping[str, Any], backend: tokenizers.Tokenizer) -> To
         middle=tuple(i for i in between if i is not None),
         strips_leading_space=bool(space_prefix) or spelling is Spelling.WORDPIECE,
     )
+
+
+def _is_gemma4(metadata: Mapping[str, Any]) -> bool:
+    return metadata.get("tokenizer.ggml.model") == "gemma4"
 
 
 def _spelling(metadata: Mapping[str, Any]) -> Spelling:
@@ -194,6 +210,18 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
 def _byte_level_bpe(
     ids: dict[str, int], merges: Sequence[str], pre: PreTokenizer
 ) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocab=ids, merges=_pairs(merges), ignore_merges=pre.ignore_merges)
+    )
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in pre.patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+    if pre.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _pairs(merges: Sequence[str]) -> list[tuple[str, str]]:
     pairs = []
     for merge in merges:
         # The left part may itself begin with a space.
@@ -201,14 +229,24 @@ def _byte_level_bpe(
         if middle < 0:
             raise CheckpointError(f"The merge {merge[:40]!r} does not name two tokens.", _FIX)
         pairs.append((merge[:middle], merge[middle + 1 :]))
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocab=ids, merges=pairs, ignore_merges=pre.ignore_merges)
+    return pairs
+
+
+def _gemma4_bpe(
+    ids: dict[str, int], tokens: Sequence[str], merges: Sequence[str], metadata: Mapping[str, Any]
+) -> tokenizers.Tokenizer:
+    """Merges over characters, bytes for those that have no token; only newlines are set apart."""
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 3)
+    model = models.BPE(
+        vocab=ids,
+        merges=_pairs(merges),
+        unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else None,
+        fuse_unk=True,
+        byte_fallback=True,
     )
-    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in pre.patterns]
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
-    if pre.nfc:
-        tokenizer.normalizer = normalizers.NFC()
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated")
     return tokenizer
 
 

@@ -23,6 +23,7 @@ _KNOWN_TAGS = (
     ThinkTags("<think>", "</think>"),
     ThinkTags("<thinking>", "</thinking>"),
     ThinkTags("[THINK]", "[/THINK]"),
+    ThinkTags("<|channel>thought", "<channel|>"),  # Gemma 4
     # GPT-OSS writes messages in channels.
     ThinkTags(
         "<|channel|>analysis<|message|>",

@@ -39,6 +39,7 @@ _FOLDER_FILES = (
     "chat_template.json",
     "modules.json",
     "1_Pooling/config.json",
+    *(f"{n}_Dense/{file}" for n in (2, 3) for file in ("config.json", "model.safetensors")),
 )
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 

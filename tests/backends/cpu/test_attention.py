@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from steps import Piece, Steps, compile_together, own_cache, per_isa, step_inputs
+from steps import Piece, Steps, compile_together, isas_that_differ, own_cache, per_isa, step_inputs
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.base import Array, Backend, StepInputs
 from twinphase.backends.cpu.backend import CpuBackend
@@ -78,8 +79,29 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 
 
 SHAPES = (Heads(3, 1, 32), Heads(4, 4, 64), Heads(14, 2, 64), Heads(4, 1, 16), Heads(4, 2, 128))
-per_shape = pytest.mark.parametrize(
-    "heads", SHAPES, ids=lambda h: f"d{h.head_dim}-g{h.heads // h.kv_heads}"
+# Other paths than the one that users get, and their caches: what their code depends on.
+FEW_SHAPES = [(SHAPES[0], "auto"), (SHAPES[2], "auto"), (SHAPES[2], "int8"), (SHAPES[4], "auto")]
+
+
+def shapes_on(isa: str) -> list[tuple[Heads, str]]:
+    """Heads and type of the KV cache that are tried on a path."""
+    return list(product(SHAPES, KV_CACHE_DTYPES)) if isa == ISAS_HERE[0] else FEW_SHAPES
+
+
+ISAS_HERE = isas_that_differ("bf16_dot")
+per_isa_and_shape = pytest.mark.parametrize(
+    ("heads", "isa", "dtype"),
+    [
+        pytest.param(
+            heads,
+            isa,
+            dtype,
+            id=f"d{heads.head_dim}-g{heads.heads // heads.kv_heads}-{isa}-{dtype}",
+            marks=() if isa == ISAS_HERE[0] else pytest.mark.slow,
+        )
+        for isa in ISAS_HERE
+        for heads, dtype in shapes_on(isa)
+    ],
 )
 
 
@@ -99,10 +121,8 @@ def cpu_attention(folder: Path, heads: Heads, isa: str, dtype: str) -> Attention
 @cache
 def compiled(folder: Path, isa: str) -> None:
     """The kernels of all shapes and caches are there."""
-    every = [(heads, dtype) for heads in SHAPES for dtype in KV_CACHE_DTYPES]
-    compile_together(
-        isa, [partial(cpu_attention, folder, heads, isa, dtype) for heads, dtype in every]
-    )
+    every = [partial(cpu_attention, folder, heads, isa, dtype) for heads, dtype in shapes_on(isa)]
+    compile_together(isa, every)
 
 
 def sequences(seed: int) -> list[Piece]:
@@ -126,9 +146,7 @@ def assert_close(actual: F32, expected: F32) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
-@per_isa
-@per_shape
+@per_isa_and_shape
 def test_prefill_and_decode(folder, heads, isa, dtype):
     cpu, reference = pair(folder, heads, isa, dtype)
     pieces = sequences(0)
@@ -162,9 +180,7 @@ def test_both_phases_in_a_step(folder, isa):
     assert_close(cpu(inputs), reference(inputs))
 
 
-@pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
-@per_isa
-@per_shape
+@per_isa_and_shape
 def test_few_rows_of_a_sequence(folder, heads, isa, dtype):
     """As verifying drafts has them: beside the reference, which says the same of each row alone."""
     cpu, reference = pair(folder, heads, isa, dtype)

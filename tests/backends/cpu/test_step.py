@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from twinphase.backends.base import KVCacheSpec, StepInputs
+from twinphase.backends.cpu.attention_work import AttentionWork, Limits, runs_of
 from twinphase.backends.cpu.kv_layout import TILE_TOKENS
 from twinphase.backends.cpu.step import StepMemory
-from twinphase.blueprint import Blueprint
+from twinphase.blueprint import KVShape
 
 
-def step_memory(
+def attention_work(
     seqs: int, positions: int, kv_heads: int = 3, threads: int = 2, dtype: str = "auto"
-) -> StepMemory:
+) -> AttentionWork:
     """For a model of 3 query heads on each KV head."""
-    blueprint = Blueprint(
-        "llama",
-        64,
-        30,
-        3 * kv_heads,
-        kv_heads,
-        64,
-        64,
-        320,
-        positions,
-        1e-5,
-        (None,) * 30,
-        (None,) * 30,
-        tied=True,
-    )
-    spec = KVCacheSpec(30, kv_heads, 64, num_blocks=seqs * positions // 16)
-    return StepMemory(1024, seqs, positions, spec, blueprint, threads, dtype)
+    limits = Limits(1024, min(seqs, 1024), positions, threads, dtype)
+    return AttentionWork("tokens", KVShape(kv_heads, 64), 3 * kv_heads, limits)
 
 
 def step_of(contexts: list[int], rows: list[int]) -> StepInputs:
@@ -50,7 +37,7 @@ def step_of(contexts: list[int], rows: list[int]) -> StepInputs:
 
 
 def test_memory_does_not_grow_with_the_cache():
-    memory = step_memory(256, 8192)
+    memory = attention_work(256, 8192)
     arrays = [value for value in vars(memory).values() if isinstance(value, np.ndarray)]
     assert sum(array.nbytes for array in arrays) < 8e6
 
@@ -60,7 +47,7 @@ def test_memory_does_not_grow_with_the_cache():
 @pytest.mark.parametrize("kv_heads", (1, 3))
 def test_every_tile_is_in_one_unit(threads, kv_heads, dtype):
     rng = np.random.default_rng(0)
-    memory = step_memory(64, 8192, kv_heads, threads, dtype)
+    memory = attention_work(64, 8192, kv_heads, threads, dtype)
     plans = [
         [1],
         [8192],
@@ -74,14 +61,17 @@ def test_every_tile_is_in_one_unit(threads, kv_heads, dtype):
         for most in (1, 4, 21, 150):  # rows of a sequence; three heads on each KV head
             rows = np.minimum(rng.integers(1, most + 1, len(contexts)), contexts).tolist()
             if sum(rows) <= 150:
-                cut += check_plan(
-                    memory, memory.fill(step_of(contexts, rows)), contexts, rows, kv_heads
-                )
+                counts = memory.fill(runs_of(step_of(contexts, rows), "tokens"))
+                cut += check_plan(memory, counts, contexts, rows, kv_heads)
     assert cut
 
 
 def check_plan(
-    memory: StepMemory, counts: dict[str, int], contexts: list[int], rows: list[int], kv_heads: int
+    memory: AttentionWork,
+    counts: dict[str, int],
+    contexts: list[int],
+    rows: list[int],
+    kv_heads: int,
 ) -> int:
     """Each row's tiles are in one unit each, and merges find each piece's results."""
     starts = np.cumsum([0, *rows]).tolist()
@@ -90,9 +80,9 @@ def check_plan(
     cut_rows: set[int] = set()
     height = {"decode": 3, "prefill": 6}
     for phase, units in memory.units.items():
-        assert counts[f"{phase}_units"] < len(units)
+        assert counts[phase] < len(units)
         for sequence, head, row, tokens, position, first, end, base in units[
-            : counts[f"{phase}_units"]
+            : counts[phase]
         ].tolist():
             assert starts[sequence] <= row and row + tokens <= starts[sequence + 1]
             assert position == contexts[sequence] - rows[sequence] + row - starts[sequence]
@@ -132,24 +122,25 @@ def check_plan(
 @pytest.mark.parametrize("tokens", (32, 48, 64, 80, 96, 144))
 @pytest.mark.parametrize(("threads", "kv_heads"), ((1, 1), (2, 1), (2, 3), (3, 2), (4, 3)))
 def test_a_chunk_is_cut_so_that_threads_end_together(threads, kv_heads, tokens):
-    memory = step_memory(1, 8192, kv_heads, threads)
-    counts = memory.fill(step_of([4096], [tokens]))
+    memory = attention_work(1, 8192, kv_heads, threads)
+    counts = memory.fill(runs_of(step_of([4096], [tokens]), "tokens"))
     check_plan(memory, counts, [4096], [tokens], kv_heads)
-    units = memory.units["prefill"][: counts["prefill_units"], 3]
+    units = memory.units["prefill"][: counts["prefill"], 3]
     ranges = np.arange(threads + 1) * len(units) // threads  # as the program shares tiles out
     loads = [int(units[first:end].sum()) for first, end in pairwise(ranges)]
     assert max(loads) <= 1.15 * kv_heads * tokens / threads
 
 
 def test_tiles_stay_together_where_partial_results_have_no_room():
-    memory = step_memory(64, 8192)
-    counts = memory.fill(step_of([8192] * 5, [21] * 5))
+    memory = attention_work(64, 8192)
+    counts = memory.fill(runs_of(step_of([8192] * 5, [21] * 5), "tokens"))
     assert 21 <= counts["merges"] < 5 * 21
     check_plan(memory, counts, [8192] * 5, [21] * 5, 3)
 
 
 def test_a_sequence_without_room_is_refused():
-    memory = step_memory(4, 64)
+    spec = KVCacheSpec((KVShape(1, 16),), num_blocks=16)
+    memory = StepMemory(spec, Mock(num_heads=1, shared_kv_layers=0), Limits(1024, 4, 64, 2))
     memory.fill(step_of([64, 3], [1, 1]))
     with pytest.raises(ValueError, match="a sequence has 65 tokens; there is room for 64"):
         memory.fill(step_of([3, 65], [1, 2]))

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.base import Forward, KVCacheSpec, StepInputs, WeightLoader
 from twinphase.backends.cpu import kv_layout
+from twinphase.backends.cpu.attention_work import Limits
 from twinphase.backends.cpu.compiler import compile_kernels, kernel_digest, load_kernels
 from twinphase.backends.cpu.dry_run import DryLoader, RecordedKernels, private_group
 from twinphase.backends.cpu.formats import STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import choose_isa
-from twinphase.backends.cpu.operations import CacheAddresses, RopeTables, softmax_scale
+from twinphase.backends.cpu.operations import (
+    CacheAddresses,
+    LayerCache,
+    RopeTables,
+    softmax_scale,
+)
 from twinphase.backends.cpu.program import Buffer, Program
 from twinphase.backends.cpu.program_layout import TILE_BITS
 from twinphase.backends.cpu.recurrent import RecurrentOperations, StateMemory
 from twinphase.backends.cpu.stamps import StampedProgram
-from twinphase.backends.cpu.step import COUNTS, StepMemory
+from twinphase.backends.cpu.step import StepMemory
 from twinphase.backends.cpu.threads import Command, ThreadPool
-from twinphase.backends.cpu.tiling import GATE_TILES_PER_ROW, LOGIT_TILES_PER_ROW
+from twinphase.backends.cpu.tiling import (
+    ELEMENTWISE_TILE_ROWS,
+    GATE_TILES_PER_ROW,
+    LOGIT_TILES_PER_ROW,
+)
 from twinphase.backends.cpu.weights import (
     Arena,
     Embedding,
@@ -36,7 +47,7 @@ from twinphase.backends.group import Group, shared_bytes
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import query_scales, rope_tables
 from twinphase.backends.states import slot_layout
-from twinphase.blueprint import Blueprint, DeltaNet, Rope
+from twinphase.blueprint import Blueprint, DeltaNet, KVShape, Rope
 from twinphase.config import available_cores
 from twinphase.errors import InvalidRequestError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint
@@ -44,6 +55,7 @@ from twinphase.weights.storage import cache_root
 
 PACK_BATCH_BYTES = 64 << 20
 MAX_ROWS = 1 << 16
+MAX_HEAD_DIM = 512
 F32 = NDArray[np.float32]
 
 
@@ -137,8 +149,9 @@ class CpuBackend:
         forward = forward_on(loader)
         rows = {"tokens": 1, "logits": 1}
         spec = KVCacheSpec.of(b, 1)
-        step = StepMemory(1, 1, 1, spec, b, 1)
-        cache = CacheAddresses(self.kv_cache_dtype, [[0, 0, 0]] * spec.num_layers, 1, 1)
+        step = StepMemory(spec, b, Limits(rows=1, runs=1, positions=1, threads=1))
+        layers = [LayerCache(shape, [0, 0, 0], 1) for shape in spec.layers]
+        cache = CacheAddresses(self.kv_cache_dtype, layers, 1)
         kernels = RecordedKernels(["run_program", *loader.packs])
         with private_group(self.group, shared_bytes(b.whole, 1)) as group:
             program = Program(kernels, rows, group)
@@ -170,7 +183,7 @@ class CpuBackend:
         commands = [command for fill in self._fills for command in fill.commands(self._pack)]
         if commands:
             pool = ThreadPool(self._kernels["run_program"], self.threads, 64)
-            self._program.cells.update(dict.fromkeys(COUNTS, 0))
+            self._program.cells.update({})
             pool.load(commands)
             pool.run()
             pool.close()
@@ -199,7 +212,7 @@ class CpuBackend:
         """Cosines and sines."""
         scales = query_scales(rope, max_positions)
         if scales is not None:
-            scales *= np.float32(softmax_scale(self.blueprint))
+            scales *= np.float32(softmax_scale(self.blueprint, self.blueprint.head_dim))
             self._keep.append(scales)
         tables = RopeTables(rope, *rope_tables(rope, max_positions), scales)
         self._keep += [tables.cos, tables.sin]
@@ -213,32 +226,30 @@ class CpuBackend:
                 f"block_size is {spec.block_size} with the cpu backend.", "Use a multiple of 16."
             )
         self.kv_spec = spec
-        per_chunk = kv_layout.chunk_cells(spec.num_layers, spec.num_kv_heads)
         per_block = spec.block_size // kv_layout.CELL_TOKENS
-        cells = -(-spec.num_blocks * per_block // kv_layout.CHUNK_CELLS) * per_chunk
-        sizes = self._cell_sizes()
-        arena = Arena(cells * sum(sizes) + 128, "KV cache")
-        memory = [arena.take(cells * size) for size in sizes]
-        self.kv_memory = memory  # keys, scales, values
-        layer_cells = spec.num_kv_heads * kv_layout.CHUNK_CELLS
-        layers = [
-            [
-                array.ctypes.data + layer * layer_cells * size
-                for array, size in zip(memory, sizes, strict=True)
-            ]
-            for layer in range(spec.num_layers)
-        ]
-        self._cache = CacheAddresses(self.kv_cache_dtype, layers, per_chunk, per_block)
-        self._step = StepMemory(
-            max_tokens=self.max_rows["tokens"],
-            max_seqs=self.max_num_seqs,
-            max_positions=self._max_positions,
-            spec=spec,
-            blueprint=self.blueprint,
+        chunks = -(-spec.num_blocks * per_block // kv_layout.CHUNK_CELLS)
+        cells = {
+            shape: chunks * kv_layout.chunk_cells(count, shape.num_heads)
+            for shape, count in spec.groups.items()
+        }
+        nbytes = sum(count * sum(self._cell_sizes(shape)) for shape, count in cells.items())
+        arena = Arena(nbytes + 128 * len(cells), "KV cache")
+        # Of each shape: keys, scales, values.
+        self.kv_memory = {
+            shape: [arena.take(count * size) for size in self._cell_sizes(shape)]
+            for shape, count in cells.items()
+        }
+        layers = [self._layer_cache(*spec.place(layer)) for layer in range(spec.num_layers)]
+        self._cache = CacheAddresses(self.kv_cache_dtype, layers, per_block)
+        limits = Limits(
+            rows=self.max_rows["tokens"],
+            runs=self.max_num_seqs,
+            positions=self._max_positions,
             threads=self.threads,
             dtype=self.kv_cache_dtype,
             prefill_rows=self.isa.attention_rows,
         )
+        self._step = StepMemory(spec, self.blueprint, limits)
         self._states = self._make_states(spec) if spec.num_state_slots else None
         self._fill_now()
 
@@ -248,24 +259,25 @@ class CpuBackend:
         slots = Arena(nbytes + 64, "states of recurrent layers").take(nbytes)
         return StateMemory(layout, slots, self.max_rows["tokens"], self.max_num_seqs)
 
+    def _layer_cache(self, shape: KVShape, number: int) -> LayerCache:
+        first = number * shape.num_heads * kv_layout.CHUNK_CELLS  # cell
+        arrays = zip(self.kv_memory[shape], self._cell_sizes(shape), strict=True)
+        addresses = [array.ctypes.data + first * size for array, size in arrays]
+        per_chunk = kv_layout.chunk_cells(self.kv_spec.groups[shape], shape.num_heads)
+        return LayerCache(shape, addresses, per_chunk)
+
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """Keys in int8 with a scale, values in 16 bits or likewise."""
-        spec = self.kv_spec
-        return (
-            spec.num_layers
-            * spec.num_kv_heads
-            * sum(self._cell_sizes(dtype))
-            // kv_layout.CELL_TOKENS
-        )
+        cells = (s.num_heads * sum(self._cell_sizes(s, dtype)) for s in self.kv_spec.layers)
+        return sum(cells) // kv_layout.CELL_TOKENS
 
-    def _cell_sizes(self, dtype: str | None = None) -> tuple[int, int, int]:
+    def _cell_sizes(self, shape: KVShape, dtype: str | None = None) -> tuple[int, int, int]:
         """Bytes of one head's keys, scales and values in a cell."""
-        dim = self.kv_spec.head_dim
         dtype = dtype or self.kv_cache_dtype
         return (
-            kv_layout.key_bytes(dim),
+            kv_layout.key_bytes(shape.head_dim),
             kv_layout.scale_bytes(dtype),
-            kv_layout.value_bytes(dim, dtype),
+            kv_layout.value_bytes(shape.head_dim, dtype),
         )
 
     @cached_property
@@ -281,7 +293,10 @@ class CpuBackend:
         )
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
-        """Keys, scales and values, uint8 [cells of a block, layers, KV heads, bytes] each."""
+        """Keys, scales and values, uint8 [cells of a block, layers, KV heads, bytes] each.
+
+        Those of layers of one shape after those of another.
+        """
         at = self._cells(block_ids)
         parts = [
             view[at[0], :, :, at[1]].reshape(len(block_ids), -1) for view in self._cell_views()
@@ -301,18 +316,27 @@ class CpuBackend:
             start = end
 
     def frame_parts(self) -> list[tuple[int, int]]:
-        """See `Backend`: keys, scales and values."""
-        rows = self.kv_spec.block_size // kv_layout.CELL_TOKENS * self.kv_spec.num_layers
-        return [(rows, size) for size in self._cell_sizes()]
+        """See `Backend`: keys, scales and values, of layers of one shape after another."""
+        per_block = self.kv_spec.block_size // kv_layout.CELL_TOKENS
+        groups = self.kv_spec.groups.items()
+        return [
+            (per_block * count, size) for shape, count in groups for size in self._cell_sizes(shape)
+        ]
 
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
         """See `Backend`; of int8, only the scales can be something else."""
-        heads = self.blueprint.whole.num_kv_heads
-        keys, scales, _ = (rows * heads * size for rows, size in self.frame_parts())
+        whole = KVCacheSpec.of(self.blueprint.whole, 1)
         wide = "bfloat16" if self.isa.bf16_dot else "float16"
-        return is_finite(frame, "float32", keys, scales) and (
-            self.kv_cache_dtype == "int8" or is_finite(frame, wide, keys + scales)
-        )
+        types = (None, "float32", None if self.kv_cache_dtype == "int8" else wide)
+        start = 0
+        for (rows, size), (shape, dtype) in zip(
+            self.frame_parts(), product(whole.groups, types), strict=True
+        ):
+            nbytes = rows * shape.num_heads * size
+            if dtype and not is_finite(frame, dtype, start, nbytes):
+                return False
+            start += nbytes
+        return True
 
     def _cells(self, block_ids: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Chunk, and place in it, of each cell, [blocks, cells of a block] each."""
@@ -323,10 +347,10 @@ class CpuBackend:
 
     def _cell_views(self) -> list[NDArray[np.uint8]]:
         """Keys, scales and values as [chunks, layers, KV heads, CHUNK_CELLS, bytes of a cell]."""
-        shape = -1, self.kv_spec.num_layers, self.kv_spec.num_kv_heads, kv_layout.CHUNK_CELLS
         return [
-            array.reshape(*shape, size)
-            for array, size in zip(self.kv_memory, self._cell_sizes(), strict=True)
+            array.reshape(-1, count, shape.num_heads, kv_layout.CHUNK_CELLS, size)
+            for shape, count in self.kv_spec.groups.items()
+            for array, size in zip(self.kv_memory[shape], self._cell_sizes(shape), strict=True)
         ]
 
     # One step
@@ -357,6 +381,9 @@ class CpuBackend:
         counts |= self._states.fill(inputs) if self._states else {"sequences": 0, "states": 0}
         self._counts = counts
         self._program.cells.update(counts)
+        given = self._operations.given
+        if given is not None and inputs.hidden is not None:
+            given.array[: inputs.num_tokens, : inputs.hidden.shape[1]] = inputs.hidden
 
     def kept(self) -> list[F32]:
         """See `Backend`."""
@@ -365,10 +392,12 @@ class CpuBackend:
 
     def _scratch_bytes(self) -> int:
         b = self.blueprint
-        attention = kv_layout.attention_scratch_bytes(b.head_dim, b.group)
-        return max(
-            attention, 8 * b.experts.count if b.experts else 0, self._operations.scratch_bytes
-        )
+        attention = [
+            kv_layout.attention_scratch_bytes(work.shape.head_dim, work.group)
+            for work in self._step.works.values()
+        ]
+        routing = 8 * b.experts.count if b.experts else 0
+        return max(*attention, routing, self._operations.scratch_bytes)
 
     def _capture(self, forward: Forward) -> None:
         self._operations = RecurrentOperations(
@@ -385,12 +414,18 @@ class CpuBackend:
 
 def _check_heads(blueprint: Blueprint) -> None:
     """Raises UnsupportedModelError for head sizes that the attention kernels do not cover."""
-    head_dim = blueprint.head_dim
     heads = blueprint.whole.num_heads
-    if head_dim % 16 or head_dim > 256 or heads * head_dim % 32:
+    for head_dim in {blueprint.head_dim, *(shape.head_dim for shape in blueprint.kv_shapes)}:
+        if head_dim % 16 or head_dim > MAX_HEAD_DIM or heads * head_dim % 32:
+            raise UnsupportedModelError(
+                f"Head size {head_dim} is not supported by the cpu backend.",
+                f"It must be a multiple of 16 up to {MAX_HEAD_DIM}, and all heads together of 32.",
+            )
+    if blueprint.layer_embedding_size % STRIP_OUTPUTS:
         raise UnsupportedModelError(
-            f"Head size {head_dim} is not supported by the cpu backend.",
-            "It must be a multiple of 16 up to 256, and all heads together of 32.",
+            f"Embeddings of {blueprint.layer_embedding_size} numbers per layer are not supported "
+            "by the cpu backend.",
+            f"There must be a multiple of {STRIP_OUTPUTS} of them.",
         )
     recurrence = blueprint.recurrence
     if recurrence and recurrence.channels % STRIP_OUTPUTS:
@@ -404,9 +439,9 @@ def _check_heads(blueprint: Blueprint) -> None:
             "supported by the cpu backend.",
             "Key heads must be a multiple of 16 wide, value heads of 32.",
         )
-    if blueprint.attention_gate and head_dim % 32:
+    if blueprint.attention_gate and blueprint.head_dim % 32:
         raise UnsupportedModelError(
-            f"Head size {head_dim} with a gate is not supported by the cpu backend.",
+            f"Head size {blueprint.head_dim} with a gate is not supported by the cpu backend.",
             "It must be a multiple of 32.",
         )
 
@@ -414,6 +449,8 @@ def _check_heads(blueprint: Blueprint) -> None:
 def _most_rows(blueprint: Blueprint) -> int:
     """Rows that a step may have, so that no kernel has more tiles than a claim word can count."""
     times = GATE_TILES_PER_ROW * (blueprint.experts.used if blueprint.experts else 1)
+    if blueprint.layer_embedding_size:
+        times = max(times, -(-blueprint.num_layers // ELEMENTWISE_TILE_ROWS))
     if blueprint.logit_scale != 1 or blueprint.logit_softcap:
         times = max(times, LOGIT_TILES_PER_ROW)
     return ((1 << TILE_BITS) - 1) // times

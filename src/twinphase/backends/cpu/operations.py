@@ -9,14 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.cpu import kv_layout, tiling
+from twinphase.backends.cpu.attention_work import AttentionWork
 from twinphase.backends.cpu.formats import FORMATS, GROUP_INPUTS, STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.program import Buffer, Memory, Program, gather_columns
 from twinphase.backends.cpu.step import StepMemory
 from twinphase.backends.cpu.threads import aligned
-from twinphase.backends.cpu.tiling import GATE_TILES_PER_ROW, LOGIT_TILES_PER_ROW
+from twinphase.backends.cpu.tiling import (
+    ELEMENTWISE_TILE_ROWS,
+    GATE_TILES_PER_ROW,
+    LOGIT_TILES_PER_ROW,
+)
 from twinphase.backends.cpu.weights import Embedding, Matrix, Part, Vector, padded
-from twinphase.blueprint import Blueprint, Rope, Span
+from twinphase.blueprint import Blueprint, KVShape, Rope, Span
 
 FEW_ROWS = 16
 TILES_PER_THREAD = 8
@@ -30,10 +35,10 @@ def float_bits(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
-def softmax_scale(blueprint: Blueprint) -> float:
+def softmax_scale(blueprint: Blueprint, head_dim: int) -> float:
     """What the queries' int8 scales carry, so that attention can exponentiate in base 2."""
     # The Hadamard transform of both sides multiplies their products by its size.
-    return blueprint.scale * LOG2_E / kv_layout.spread_size(blueprint.head_dim)
+    return blueprint.scale * LOG2_E / kv_layout.spread_size(head_dim)
 
 
 def layer_spec(kind: str, type_name: str) -> str:
@@ -55,18 +60,25 @@ class RopeTables:
 
 
 @dataclass(frozen=True)
-class CacheAddresses:
-    """Where the KV cache is.
+class LayerCache:
+    """Where a layer's keys and values are.
 
     Attributes:
-        dtype: one of `kv_layout.KV_CACHE_DTYPES`.
-        layers: addresses of each layer's keys, scales and values.
-        cells_per_chunk: over all layers and heads.
+        addresses: of its keys, scales and values.
+        cells_per_chunk: over all heads and layers of its shape.
     """
 
-    dtype: str
-    layers: list[list[int]]
+    shape: KVShape
+    addresses: list[int]
     cells_per_chunk: int
+
+
+@dataclass(frozen=True)
+class CacheAddresses:
+    """Where the KV cache is; `dtype` is one of `kv_layout.KV_CACHE_DTYPES`."""
+
+    dtype: str
+    layers: list[LayerCache]
     cells_per_block: int
 
 
@@ -248,17 +260,36 @@ class Operations:
         return self._sum("add", x, h, [float_bits(scale)])
 
     def add_norm(
-        self, x: Buffer, h: Buffer, weight: Vector, eps: float, scale: float = 1.0
+        self,
+        x: Buffer,
+        h: Buffer,
+        weight: Vector,
+        eps: float,
+        *,
+        scale: float = 1.0,
+        factor: Vector | None = None,
     ) -> Buffer:
-        """x + scale * rms_norm(h)."""
+        """(x + scale * rms_norm(h)) * factor; parts of a row are rows of the kernel."""
         norm = [weight.values.ctypes.data, weight.width, float_bits(eps)]
-        return self._sum("add_norm", x, h, [*norm, float_bits(scale)])
+        times = 1.0 if factor is None else float(factor.values[0])
+        numbers = [*norm, float_bits(scale), float_bits(times)]
+        return self._sum("add_norm", x, h, numbers, x.width // len(weight.values))
 
-    def _sum(self, spec: str, x: Buffer, h: Buffer, parameters: list[int]) -> Buffer:
-        out = Buffer(self.program, x.rows, x.width)
+    def _sum(
+        self, spec: str, x: Buffer, h: Buffer, parameters: list[int], parts: int = 1
+    ) -> Buffer:
+        program = self.program
+        out = Buffer(program, x.rows, x.width)
         sources = [x.floats.data, h.floats.data]
-        args = [*sources, *parameters, x.floats.groups, out.floats.data]
-        self.program.add_rows(spec, args, sources, out.floats)
+        rows = f"{x.rows}*{parts}"
+        args = [program.count(rows), *sources, *parameters, x.floats.groups // parts]
+        program.add(
+            spec,
+            program.tiles(rows, ELEMENTWISE_TILE_ROWS),
+            [*args, out.floats.data],
+            sources,
+            [(out.floats.data, 0)],
+        )
         return out
 
     def rope_kv_write(
@@ -268,38 +299,50 @@ class Operations:
         layer: int,
         q_norm: Vector | None = None,
         k_norm: Vector | None = None,
-    ) -> StepMemory:
-        """Normalize, rotate, write the cache; the queries stay in the step's memory, as int8."""
+    ) -> AttentionWork:
+        """Normalize, rotate, write the cache; the queries stay in memory, as int8."""
         program = self.program
         step = self._step
         source = qkv.floats
         b = self.blueprint
+        cache = self._cache.layers[layer]
+        dim = cache.shape.head_dim
+        work = step.works[qkv.rows, cache.shape]
+        kv_heads = cache.shape.num_heads
         columns = qkv.columns
-        if len(columns) == 1:  # one stored matrix
-            columns = (0, b.num_heads * b.head_dim, (b.num_heads + b.num_kv_heads) * b.head_dim)
+        if len(columns) == 1 and qkv.outputs == b.num_heads * dim:  # queries alone
+            kv_heads = 0
+            columns = (0, 0)
+        elif len(columns) == 1:  # one stored matrix
+            columns = (0, b.num_heads * dim, (b.num_heads + kv_heads) * dim)
         if b.qk_norm == "width" and q_norm is not None and k_norm is not None:
             self._norm_columns(qkv, columns, (q_norm, k_norm))
-        args = [source.data + 4 * column for column in columns] + [source.stride]
+        # Keys are values where those have no columns.
+        args = [source.data + 4 * column for column in (*columns, columns[-1])[:3]]
+        args += [source.stride]
         args += [0, 0] if rope is None else [rope.cos.ctypes.data, rope.sin.ctypes.data]
-        args += [step.positions.ctypes.data, step.slots.ctypes.data]
-        args += [b.num_heads, b.num_kv_heads, *self._cache.layers[layer], *step.query_addresses]
+        positions = step.positions if qkv.rows == "tokens" else step.logit_positions
+        args += [positions.ctypes.data, step.slots.ctypes.data]
+        args += [b.num_heads, kv_heads, *cache.addresses, *work.query_addresses]
         scales = None if rope is None else rope.softmax_scales
-        args += [float_bits(softmax_scale(b)) if scales is None else scales.ctypes.data]
-        args += [self._cache.cells_per_chunk]
+        factor = float_bits(softmax_scale(b, dim)) if scales is None else scales.ctypes.data
+        args += [factor, cache.cells_per_chunk]
         args += [0 if norm is None else norm.values.ctypes.data for norm in (q_norm, k_norm)] + [
             float_bits(b.norm_eps)
         ]
-        writes = [(step.query_addresses[0], 0), (self._cache.layers[layer][0], 0)]
+        writes = [(work.query_addresses[0], 0)]
+        writes += [(cache.addresses[0], 0)] if kv_heads else []
         turned, interleaved = (
             (0, 0) if rope is None else (rope.rope.dim, int(rope.rope.interleaved))
         )
         # Over their whole width, queries and keys were normalized above.
         norm = "none" if b.qk_norm == "width" else b.qk_norm
-        spec = f"rope_kv_write:{b.head_dim}:{turned}:{interleaved}:{self._cache.dtype}:{norm}"
+        spec = f"rope_kv_write:{dim}:{turned}:{interleaved}:{self._cache.dtype}:{norm}"
         spec += ":gated" if b.attention_gate else ""
+        spec += ":values" if b.value_norm else ""
         spec += "" if scales is None else ":scales"
-        program.add(spec, program.count("tokens"), args, [source.data], writes)
-        return step
+        program.add(spec, program.count(qkv.rows), args, [source.data], writes)
+        return work
 
     def _norm_columns(
         self, qkv: Buffer, columns: tuple[int, ...], weights: tuple[Vector, Vector]
@@ -329,70 +372,69 @@ class Operations:
             )
 
     def attention(
-        self, q: StepMemory, layer: int, window: int | None = None, sinks: Vector | None = None
+        self, q: AttentionWork, layer: int, window: int | None = None, sinks: Vector | None = None
     ) -> Buffer:
         """Units of few rows, units of many, and the merge of units that were cut into pieces."""
         program = self.program
         cache = self._cache.layers[layer]
         b = self.blueprint
-        out = Buffer(program, "tokens", b.num_heads * b.head_dim)
-        common = [*q.query_addresses, *cache, b.num_kv_heads, q.block_tables.ctypes.data]
-        common += [
-            q.block_tables.strides[0],
-            self._cache.cells_per_block,
-            self._cache.cells_per_chunk,
-        ]
-        reads = [q.query_addresses[0], cache[0]]
+        dim = q.shape.head_dim
+        kv_heads = q.shape.num_heads
+        out = Buffer(program, q.rows, b.num_heads * dim)
+        tables = self._step.block_tables
+        common = [*q.query_addresses, *cache.addresses, kv_heads, tables.ctypes.data]
+        common += [tables.strides[0], self._cache.cells_per_block, cache.cells_per_chunk]
+        reads = [q.query_addresses[0], cache.addresses[0]]
         partials = q.partials.ctypes.data
         limits = [window or 0, 0 if sinks is None else sinks.values.ctypes.data]
         target = out.floats.data
         cap = b.attention_softcap or 0
         for part, (phase, units) in enumerate(q.units.items()):
             args = [units.ctypes.data, *common, target, partials, *limits]
-            shape = f"{b.head_dim}:{b.group}:{self._cache.dtype}:{cap:g}:{int(b.sinks)}"
-            spec = f"attention_{phase}:{shape}"
+            shape = f"{dim}:{q.group}:{self._cache.dtype}:{cap:g}:{int(b.sinks)}"
             program.add(
-                spec,
-                program.count(f"{phase}_units"),
+                f"attention_{phase}:{shape}",
+                program.count(q.count(phase)),
                 args,
                 reads,
                 [(partials, part), (target, part)],
             )
-        args = [q.merges.ctypes.data, partials, b.num_kv_heads, target, *limits]
+        args = [q.merges.ctypes.data, partials, kv_heads, target, *limits]
         program.add(
-            f"attention_merge:{b.head_dim}:{b.group}:{int(b.sinks)}",
-            program.count(f"merges*{b.num_heads}"),
+            f"attention_merge:{dim}:{q.group}:{int(b.sinks)}",
+            program.count(f"{q.count('merges')}*{b.num_heads}"),
             args,
             [partials],
             [(target, len(q.units))],
         )
         return out
 
-    def gate_mul(self, gate_up: Buffer) -> Buffer:
+    def gate_mul(self, gate_up: Buffer, up: Buffer | None = None, first: int = 0) -> Buffer:
         """activation(gate) * up; what its reader wants is written in the same pass."""
         program = self.program
-        source = gate_up.floats
         b = self.blueprint
-        width = (
-            gate_up.outputs if len(gate_up.columns) == 2 else gate_up.outputs // 2
-        )  # one stored matrix
-        gate, up = gate_up.columns if len(gate_up.columns) == 2 else (0, width)
+        stacked = len(gate_up.columns) == 2 or up is not None
+        width = gate_up.outputs if stacked else gate_up.outputs // 2  # one stored matrix
+        source = gate_up.floats
+        other = source if up is None else up.floats
+        if up is None:
+            first = gate_up.columns[1] if stacked else width
+        rows = gate_up.rows
 
         def make(quantized: bool) -> Memory:
-            out = Memory(program, gate_up.rows, padded(width), quantized)
-            args = [source.data + 4 * gate, source.data + 4 * up, source.stride]
-            args += [out.groups, *out.addresses]
+            out = Memory(program, rows, padded(width), quantized)
+            args = [source.data, other.data + 4 * first, source.stride, other.stride]
             spec = f"gate_mul:{b.activation}:{'q8' if quantized else 'f32'}"
             program.add(
                 spec,
-                program.tiles(gate_up.rows, 1, GATE_TILES_PER_ROW),
-                args,
-                [source.data],
+                program.tiles(rows, 1, GATE_TILES_PER_ROW),
+                [*args, out.groups, *out.addresses],
+                [source.data, other.data],
                 [(out.data, 0)],
             )
             return out
 
-        return Buffer(program, gate_up.rows, padded(width), make=make)
+        return Buffer(program, rows, padded(width), make=make)
 
     def gather(self, x: Buffer, span: Span | None) -> Buffer:
         """Every rank copies its columns to shared memory, as its reader wants them, and waits."""

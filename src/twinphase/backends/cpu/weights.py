@@ -153,12 +153,9 @@ def _strips(info: TensorInfo) -> int:
 def arena_bytes(checkpoint: Checkpoint, tied: bool) -> int:
     """Memory for all matrices, the embedding included when it is also the output head."""
     total = 0
+    mapped = ("per_layer_token_embd.weight", "" if tied else "token_embd.weight")
     for info in checkpoint.tensors.values():
-        if (
-            info.name.endswith(".weight")
-            and len(info.shape) >= 2
-            and (tied or info.name != "token_embd.weight")
-        ):
+        if info.name.endswith(".weight") and len(info.shape) >= 2 and info.name not in mapped:
             # An exact layer (`place`) takes float32.
             exact = replace(info, type="F32") if info.name.endswith(EXACT) else info
             total += (

@@ -30,7 +30,7 @@ from twinphase.backends.base import (
 from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import query_scales, rope_tables
-from twinphase.backends.states import NoRecurrence, refuse_recurrent_layers
+from twinphase.backends.states import NoRecurrence, refuse_unlike_layers
 from twinphase.backends.torch.collective import Collective
 from twinphase.backends.torch.device import (
     bind,
@@ -95,8 +95,8 @@ class TorchBackend(NoRecurrence):
     def prepare(
         self, checkpoint: Checkpoint, blueprint: Blueprint, forward_on: Callable[..., Forward]
     ) -> None:
-        """Remember what the model is made of, unless it has recurrent layers."""
-        refuse_recurrent_layers(checkpoint, blueprint, self.name)
+        """Remember what the model is made of, unless its layers are of several kinds."""
+        refuse_unlike_layers(checkpoint, blueprint, self.name)
         self.blueprint = blueprint
         self._checkpoint = checkpoint
         self._embedding: tuple[str, Any] | None = None
@@ -186,8 +186,8 @@ class TorchBackend(NoRecurrence):
             2,
             spec.num_blocks + 1,
             spec.block_size,
-            spec.num_kv_heads,
-            spec.head_dim,
+            spec.shape.num_heads,
+            spec.shape.head_dim,
         )
         self.kv_spec = spec
         nbytes = self.kv_bytes_per_token() * spec.num_blocks * spec.block_size
@@ -195,12 +195,13 @@ class TorchBackend(NoRecurrence):
             "KV cache", nbytes, "Lower --num-kv-blocks, --max-model-len or --max-num-seqs."
         ):
             self.kv = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self.slots = self.kv.view(spec.num_layers, 2, -1, spec.num_kv_heads, spec.head_dim)
+        self.slots = self.kv.view(spec.num_layers, 2, -1, *shape[4:])
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """2 L H_kv d b, with b the bytes of the element type."""
-        spec = self.kv_spec
-        return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * self.dtype.itemsize
+        shape = self.kv_spec.shape
+        per_layer = 2 * shape.num_heads * shape.head_dim * self.dtype.itemsize
+        return self.kv_spec.num_layers * per_layer
 
     @cached_property
     def kv_fingerprint(self) -> str:
@@ -246,7 +247,7 @@ class TorchBackend(NoRecurrence):
 
     def frame_parts(self) -> list[tuple[int, int]]:
         spec = self.kv_spec
-        return [(2 * spec.num_layers * spec.block_size, spec.head_dim * self.dtype.itemsize)]
+        return [(2 * spec.num_layers * spec.block_size, spec.shape.head_dim * self.dtype.itemsize)]
 
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
         return is_finite(frame, str(self.dtype).removeprefix("torch."))
@@ -408,7 +409,7 @@ class TorchBackend(NoRecurrence):
         return x + scale * h.to(self.wide)
 
     def add_norm(
-        self, x: Tensor, h: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+        self, x: Tensor, h: Tensor, weight: Tensor, eps: float, *, scale: float = 1.0, **more: None
     ) -> Tensor:
         """x + scale * rms_norm(h), float32."""
         return self.add(x, self._norm(h, weight, eps), scale)
@@ -481,7 +482,7 @@ class TorchBackend(NoRecurrence):
             out[rows] = attention(q[None, rows], positions[None, rows], own, length, *cache)[0]
         return out.flatten(1)
 
-    def gate_mul(self, gate_up: Tensor) -> Tensor:
+    def gate_mul(self, gate_up: Tensor, up: None = None, first: int = 0) -> Tensor:
         """activation(gate) * up in float32, given in the element type."""
         return gated(gate_up.to(self.wide), self.blueprint.activation).to(self.dtype)
 

@@ -135,7 +135,7 @@ class KernelBackend(TorchBackend):
         return elementwise.rms_norm(x, weight, eps, self.dtype)
 
     def add_norm(
-        self, x: Tensor, h: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+        self, x: Tensor, h: Tensor, weight: Tensor, eps: float, *, scale: float = 1.0, **more: None
     ) -> Tensor:
         return elementwise.rms_norm(h, weight, eps, self.dtype, x, scale)
 
@@ -226,7 +226,7 @@ class KernelBackend(TorchBackend):
             )
         return out.flatten(1)
 
-    def gate_mul(self, gate_up: Tensor) -> Tensor:
+    def gate_mul(self, gate_up: Tensor, up: None = None, first: int = 0) -> Tensor:
         return elementwise.gate_mul(gate_up, self.blueprint.activation, self.dtype)
 
     def moe(

@@ -26,7 +26,7 @@ from twinphase.engine.frontends.text import ModelText
 from twinphase.engine.loading.loading import LoadedEngine, allocate_kv_cache, make_backend
 from twinphase.engine.ranks.backend import load_on_ranks
 from twinphase.errors import CheckpointError, ContextLengthError, InvalidRequestError
-from twinphase.models.bert import Bert, read_bert_shape
+from twinphase.models.encoders import load_encoder, read_encoder
 from twinphase.models.loader import open_model, read_blueprint
 from twinphase.models.tasks import HEAD, RerankPrompt, is_encoder, own_pooling, rerank_prompt
 from twinphase.tokenizer.tokenizer import Tokenizer
@@ -98,13 +98,13 @@ class LoadedEmbedder:
         _check_settings(config, checkpoint)
         self._model: _Model
         if is_encoder(checkpoint):
-            shape = read_bert_shape(checkpoint)
-            config = config.resolve(shape.max_positions)
-
-            self._model = Bert(checkpoint, shape, NumpyEncoder())
+            shape = read_encoder(checkpoint)
+            config = config.resolve(shape.context_length)
+            encoder = load_encoder(checkpoint, shape, NumpyEncoder())
+            self._model = encoder
             self.pass_tokens = ENCODER_PASS_TOKENS
-            own = shape.pooling
-            self.size = shape.hidden_size if self.task == "embed" else 1
+            own = own_pooling(checkpoint) or "mean"
+            self.size = encoder.size
             self.vocab_size = shape.vocab_size
         else:
             blueprint = read_blueprint(checkpoint, config.max_model_len)

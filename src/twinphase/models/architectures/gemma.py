@@ -13,11 +13,11 @@ HF = {"gemma": "gemma"}
 
 
 def describe(config: Config, **differences: Any) -> Blueprint:
+    differences.setdefault("norm_offset", 0.0 if config.is_gguf else 1.0)
     return llama_like(
         config,
         head_dim=256,
         tied=True,
-        norm_offset=0.0 if config.is_gguf else 1.0,
         activation="gelu",
         embedding_scale=config.integer("hidden_size") ** 0.5,
         **differences,

@@ -77,7 +77,7 @@ def part_of_row(e: Emit, tile: Value, parts: int, groups: Value) -> tuple[Value,
 def gate_mul(isa: Isa, activation: str, kind: str) -> Kernel:
     """out = activation(gate) * up (Shazeer, 2020, arXiv:2002.05202); "swiglu_oai" as in gpt-oss.
 
-    Arguments: gate, up, their stride, groups, out, scale, fsum, isum.
+    Arguments: gate, up, their strides, groups, out, scale, fsum, isum.
     """
 
     def gated(e: Emit, gate: Value, up: Value) -> Value:
@@ -89,12 +89,11 @@ def gate_mul(isa: Isa, activation: str, kind: str) -> Kernel:
         up = e.maximum(e.minimum(up, limit), minus)
         return e.b.fmul(e.silu(gate, 1.702), e.b.fadd(up, e.splat(up.type, 1.0)))
 
-    def write(e: Emit, tile, gate, up, stride, groups, out, scale, fsum, isum):
+    def write(e: Emit, tile, gate, up, stride, up_stride, groups, out, scale, fsum, isum):
         m, first, end = part_of_row(e, tile, GATE_TILES_PER_ROW, groups)
-        row = e.mul(m, stride)
+        rows = e.add(gate, e.mul(m, stride)), e.add(up, e.mul(m, up_stride))
         with e.loop(first, end) as g:
-            at = e.add(row, e.mul(g, 128))
-            values = gated(e, e.load(GROUP_OF_FLOATS, gate, at), e.load(GROUP_OF_FLOATS, up, at))
+            values = gated(e, *(e.load(GROUP_OF_FLOATS, row, e.mul(g, 128)) for row in rows))
             store_group(e, kind, values, e.add(e.mul(m, groups), g), out, scale, fsum, isum)
 
     return tile_kernel(isa, write)
@@ -115,18 +114,20 @@ def add(isa: Isa) -> Kernel:
 
 
 def add_norm(isa: Isa) -> Kernel:
-    """out = x + scale * rms_norm(h).
+    """out = (x + scale * rms_norm(h)) * factor.
 
-    Arguments: address of the row count, x, h, weight, width, eps bits, scale bits, groups, out.
+    Arguments: address of the row count, x, h, weight, width, bits of eps, of scale and of factor,
+    groups, out.
     """
 
-    def write(e: Emit, m, x, h, weight, width, eps, scale, groups, out):
+    def write(e: Emit, m, x, h, weight, width, eps, scale, factor, groups, out):
         row = e.mul(e.mul(m, groups), 128)
         normalized = _normalized(e, e.add(h, row), weight, width, eps, groups)
-        factor = e.broadcast(e.float_of(scale), 32)
+        inner, outer = (e.broadcast(e.float_of(bits), 32) for bits in (scale, factor))
         with e.loop(0, groups) as g:
             at = e.add(row, e.mul(g, 128))
-            e.store(e.fma(normalized(g), factor, e.load(GROUP_OF_FLOATS, x, at)), out, at)
+            total = e.fma(normalized(g), inner, e.load(GROUP_OF_FLOATS, x, at))
+            e.store(e.b.fmul(total, outer), out, at)
 
     return row_kernel(isa, write)
 

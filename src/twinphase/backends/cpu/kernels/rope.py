@@ -193,18 +193,25 @@ def _key(isa: Isa, form: Form) -> Any:
     return emitted(isa, write)
 
 
-def _value(isa: Isa, dim: int, dtype: str) -> Any:
-    """Numba-callable (x, cell's values, cell's scales, token in the cell): one value head."""
+def _value(isa: Isa, dim: int, dtype: str, normalized: bool) -> Any:
+    """Numba-callable: one value head to the cache, normalized without weights or as it is.
+
+    Arguments: x, cell's values, cell's scales, token in the cell, eps bits.
+    """
     words = vector(I16, 16)
     size = 1 if dtype == "int8" else 2
 
-    def write(e: Emit, x, values, scales, token):
+    def write(e: Emit, x, values, scales, token, eps):
+        width = e.i64(dim)
+        factor = e.broadcast(inverse_rms(e, x, width, width, eps, 16), 16) if normalized else None
         pair = e.b.ashr(token, e.i64(1))
         side = e.b.and_(token, e.i64(1))
         to = e.add(values, e.mul(pair, 2 * size * dim), e.mul(side, size))
         pieces = []
         for i in range(0, dim, 16):
             piece = e.load(vector(F32, 16), x, 4 * i)
+            if factor is not None:
+                piece = e.b.fmul(piece, factor)
             # A value that is not finite must not outlive its request: times a weight of 0 it would
             # poison another's.
             finite = e.b.fcmp_ordered("<", e.unary("fabs", piece), e.splat(piece.type, MAX_FLOAT16))
@@ -258,7 +265,7 @@ def rope_kv_write(
     """One row a tile: RMSNorm of each head of queries and keys (or "none"), rotation, writing.
 
     More words are "gated", where each head's queries are followed by as many columns of its gate,
-    and "scales".
+    "values", where these are normalized too, and "scales". Without KV heads only queries are made.
 
     Arguments: q, k, v of row 0, their stride, cos, sin, positions (int32), slots (int64), heads, KV
     heads, keys, scales and values of the layer, int8 queries, their scales, their sums, softmax
@@ -269,7 +276,7 @@ def rope_kv_write(
     form = Form(dim, int(rotary), interleaved == "1", qk_norm == "head")
     query = _query(isa, form)
     key = _key(isa, form)
-    value = _value(isa, dim, dtype)
+    value = _value(isa, dim, dtype, "values" in more)
     cell_bytes = key_bytes(dim)
     scale_size = scale_bytes(dtype)
     value_size = value_bytes(dim, dtype)
@@ -338,6 +345,12 @@ def rope_kv_write(
                 k_norm,
                 eps,
             )
-            value(v + here, values + at * value_size, scales + at * scale_size, slot % CELL_TOKENS)
+            value(
+                v + here,
+                values + at * value_size,
+                scales + at * scale_size,
+                slot % CELL_TOKENS,
+                eps,
+            )
 
     return KERNEL_SIGNATURE, kernel
