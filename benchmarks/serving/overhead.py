@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import os
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -132,11 +131,11 @@ def run(args: argparse.Namespace) -> tuple[Section, dict[str, Any]]:
     rows = []
     for count in halves[0]:
         pairs = list(zip(*(half[count] for half in halves), strict=True))
-        rates = [plain["rate"] for both in pairs for plain, _ in both]
+        rate = median(plain["rate"] for both in pairs for plain, _ in both)
         rows.append(
             (
                 f"{count}",
-                f"{median(rates):,.1f}",
+                f"{rate:,.1f}",
                 *(shown(ratios(pairs, name), "{:.4f}".format) for name in ("rate", "both")),
                 *(shown(added(pairs, name), "{:+.1f}".format) for name in ("server", "engine")),
             )
@@ -152,10 +151,11 @@ def run(args: argparse.Namespace) -> tuple[Section, dict[str, Any]]:
     title = f"What {args.pages} open pages cost"
     note = (
         f"{args.repetitions} pairs each way; {args.alone:,} new tokens of one request, "
-        f"{args.together:,} of 64 together; {os.cpu_count()} cores. Medians (interval)."
+        f"{args.together:,} of 64 together. Medians (interval)."
     )
-    values = {"before": halves[0], "after": halves[1]}
-    return Section(title, (), (note,), (Table(title, columns, tuple(rows)),)), values
+    before, after = halves
+    section = Section(title, (), (note,), (Table(title, columns, rows),))
+    return section, {"before": before, "after": after}
 
 
 def ratios(pairs: Sequence[tuple[Pair, Pair]], name: str) -> list[float]:
