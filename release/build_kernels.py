@@ -107,8 +107,8 @@ def _rope_specs(head_dim: int, family: dict[str, object]) -> Iterator[str]:
     orders = {"both": (0, 1), "always": (1,)}.get(str(family.get("interleaved")), (0,))
     for dtype, interleaved in itertools.product(KV_CACHE_DTYPES, orders):
         norm = family.get("norm", "none")
-        gated = ":gated" if family.get("gated") else ""
-        yield f"rope_kv_write:{head_dim}:{rotated}:{interleaved}:{dtype}:{norm}{gated}"
+        more = "".join(f":{word}" for word in ("gated", "values") if family.get(word))
+        yield f"rope_kv_write:{head_dim}:{rotated}:{interleaved}:{dtype}:{norm}{more}"
 
 
 def build(isa: Isa, specs: list[str], progress: Progress) -> Path:

@@ -44,7 +44,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 29_000,
+    "benchmarks": 29_050,
     "tests": 371_000,
     "twinphase": 17_300,
     "twinphase/backends": 97_600,
@@ -52,21 +52,21 @@ BUDGET: dict[str, int] = {
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
     "twinphase/commands": 18_000,
-    "twinphase/engine": 39_500,
+    "twinphase/engine": 40_100,
     "twinphase/estimate": 4_600,
     "twinphase/explain": 11_000,
-    "twinphase/models": 18_700,
+    "twinphase/models": 19_200,
     "twinphase/phases": 11_500,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
     "twinphase/server": 68_600,
-    "twinphase/speculation": 12_550,
+    "twinphase/speculation": 13_900,
     "twinphase/tokenizer": 18_000,
-    "twinphase/weights": 23_100,
+    "twinphase/weights": 23_300,
     "twinphase/workload": 2_000,
     "twinphase_bench": 61_000,
 }
-MAX_TOKENS = {"src": 455_500, "tests": 371_000, "benchmarks": 29_000}
+MAX_TOKENS = {"src": 457_500, "tests": 371_000, "benchmarks": 29_050}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -23,6 +23,8 @@ CHAT_TEMPLATE = (
 )
 # Merges build each of these words, so that texts get tokens of several characters.
 _WORDS = ("the", "hello", " the", " world", " and", "ing", "tion", " of", " to", " in")
+# Matrices whose results are added to the hidden state.
+_ADDED = ("attn_output", "ssm_out", "ffn_down")
 # Types that the gguf package cannot quantize to: values in a block, its bytes, where its float16
 # scale and minimum are, and what random integers multiply the scale by, so that weights of
 # 1/sqrt(K) come out.
@@ -62,6 +64,8 @@ def write_tiny_gguf(
     infill: tuple[int, int, int] | None = None,
     convolutions: Collection[int] = (),
     deltas: Collection[int] = (),
+    next_token: bool = False,
+    passes_on: bool = False,
     shared_kv: int = 0,
 ) -> Path:
     """Writes a small random Llama-family model and returns its path.
@@ -93,6 +97,9 @@ def write_tiny_gguf(
         deltas: layers that are Qwen3.5's delta rules, with 2 key heads of 16 and 4 value heads of
             32; the architecture is then qwen35, or with experts qwen35moe, whose every token goes
             through one more expert. A head must be a multiple of 32 wide.
+        next_token: whether such a model has a layer for a further token.
+        passes_on: whether all layers add nothing, and that one passes the embedding on: it is
+            always right where the likeliest token is taken.
         shared_kv: how many of the last layers read KV of others; the architecture is then gemma4,
             every other layer has the window, and the others' heads are twice as wide.
     """
@@ -105,14 +112,16 @@ def write_tiny_gguf(
     writer.add_name("tiny")
     writer.add_context_length(context)
     writer.add_embedding_length(hidden)
-    writer.add_block_count(layers)
+    writer.add_block_count(layers + next_token)
     writer.add_feed_forward_length(ffn)
     writer.add_head_count(heads)
     writer.add_head_count_kv(
-        [0 if layer in recurrent else kv_heads for layer in range(layers)]
+        [0 if layer in recurrent else kv_heads for layer in range(layers + next_token)]
         if recurrent
         else kv_heads
     )
+    if next_token:
+        writer.add_nextn_predict_layers(1)
     if convolutions:
         writer.add_shortconv_l_cache(3)
     if deltas:
@@ -185,7 +194,7 @@ def write_tiny_gguf(
     else:
         matrices |= {f"ffn_{name}": shape for name, shape in feed_forward.items()}
     _add_matrix(writer, rng, "token_embd.weight", (vocab, hidden), embedding_type or tensor_type)
-    for layer in range(layers):
+    for layer in range(layers + next_token):
         for norm in ("attn_norm", "post_attention_norm" if deltas else "ffn_norm"):
             _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", hidden)
         if layer in deltas:
@@ -202,9 +211,13 @@ def write_tiny_gguf(
             for norm, width in norms.items():
                 _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", width)
         for name, shape in (mixer | matrices).items():
-            _add_matrix(
-                writer, rng, f"blk.{layer}.{name}.weight", shape, types.get(name, tensor_type)
-            )
+            full = f"blk.{layer}.{name}.weight"
+            if passes_on and name in _ADDED:
+                writer.add_tensor(full, np.zeros(shape, np.float32))
+            else:
+                _add_matrix(writer, rng, full, shape, types.get(name, tensor_type))
+    if next_token:
+        _add_next_token(writer, rng, f"blk.{layers}.nextn", hidden, passes_on)
     if shared_kv:
         _add_norm(writer, rng, "per_layer_proj_norm.weight", 32)
         own = {"token_embd": (vocab, 32 * layers), "model_proj": (32 * layers, hidden)}
@@ -219,6 +232,17 @@ def write_tiny_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return Path(path)
+
+
+def _add_next_token(
+    writer: gguf.GGUFWriter, rng: np.random.Generator, prefix: str, hidden: int, passes_on: bool
+) -> None:
+    join = rng.standard_normal((hidden, 2 * hidden), np.float32) / np.float32(hidden**0.5)
+    if passes_on:
+        join = np.eye(*join.shape, dtype=np.float32)
+    writer.add_tensor(f"{prefix}.eh_proj.weight", join)
+    for norm in ("enorm", "hnorm"):
+        writer.add_tensor(f"{prefix}.{norm}.weight", np.ones(hidden, np.float32))
 
 
 def _gemma4_layer(

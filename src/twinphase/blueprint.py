@@ -242,7 +242,7 @@ class Blueprint:
         recurrent_layers: their numbers, ascending; they keep a state per sequence and no KV.
         attention_gate: whether attention's result is multiplied by the sigmoid of a gate, which the
             query matrix has after each head's queries.
-        draft_layers: layers after the last one that predict further tokens; they are not computed.
+        draft_layers: layers after the last one that predict further tokens (`models/mtp.py`).
         output_norm: GGUF's name of the norm before the head.
         full_kv: KV heads of layers without a window, where they differ from those of the others.
         keys_as_values: whether layers without a window have the key projection as values, too.

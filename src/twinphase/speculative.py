@@ -17,6 +17,8 @@ from twinphase.settings import ConfigField, check_value
 MOST_DRAFTED = 64
 USUAL_DRAFTED = 16
 USUAL_BY_HEADS = 3
+# Of a model's own layer for further tokens, which reads its own output from the second one on.
+USUAL_BY_MTP = 2
 DRAFTED = ConfigField("Tokens.", minimum=1, maximum=MOST_DRAFTED)
 NUMBERS = {
     "suffix_decoding_max_cached_requests": ("int", ConfigField("Answers.", minimum=0)),
@@ -28,8 +30,8 @@ NUMBERS = {
 # As in vLLM, if neither bound is given.
 USUAL_NGRAM = 5
 HEADS = ("medusa", "eagle3")
-METHODS = ("auto", "ngram", "suffix", "draft_model", *HEADS, "none")
-ELSEWHERE = ("self", "heads", "eagle", "mtp", "mlp_speculator", "dflash", "dspark", "custom_class")
+METHODS = ("auto", "ngram", "suffix", "draft_model", *HEADS, "mtp", "none")
+ELSEWHERE = ("self", "heads", "eagle", "mlp_speculator", "dflash", "dspark", "custom_class")
 OFF = ("none", "off")
 KEYS = {
     "auto": ("num_speculative_tokens",),
@@ -41,6 +43,7 @@ KEYS = {
     ),
     "draft_model": ("num_speculative_tokens", "model"),
     **dict.fromkeys(HEADS, ("num_speculative_tokens", "model")),
+    "mtp": ("num_speculative_tokens",),
     "none": (),
 }
 
@@ -50,7 +53,8 @@ class SpeculativeConfig:
     """Where drafts come from.
 
     Attributes:
-        method: "auto" (prediction, forced tokens, suffixes) or another of `METHODS`.
+        method: "auto" (prediction, forced tokens, suffixes, and the model's own layer for further
+            tokens where it has one) or another of `METHODS`.
         num_speculative_tokens: tokens to draft for a request in one step, at most; fewer where
             fewer pay.
         prompt_lookup_min, prompt_lookup_max: of `ngram`, tokens that have to agree, and that count.
@@ -98,6 +102,8 @@ def speculative_config(given: str | Mapping[str, Any] | None) -> SpeculativeConf
             _refuse(
                 f"has {key!r}, which the method {method!r} does not take.", f"It takes {allowed}."
             )
+    if method == "mtp":
+        values.setdefault("num_speculative_tokens", USUAL_BY_MTP)
     if method in HEADS:
         values.setdefault("num_speculative_tokens", USUAL_BY_HEADS)
         if not isinstance(values.get("model"), str) or not values["model"]:

@@ -90,6 +90,10 @@ def test_active_parameters():
     qwen = read_shape("qwen3.5-35b-a3b")
     assert qwen.total_parameters == pytest.approx(35e9, rel=0.02)
     assert qwen.active_parameters == pytest.approx(3e9, rel=0.2)
+    # "Effective" parameters of its model card: those that do not stay in the mapped file.
+    gemma = read_shape("gemma-4-e2b").parameters
+    assert gemma.total - gemma.embedding == pytest.approx(2.3e9, rel=0.02)
+    assert gemma.layers - gemma.tail == pytest.approx(0.54e9, rel=0.01)
     dense = read_shape("llama-3-8b")
     assert dense.active_parameters == dense.total_parameters
 
@@ -106,6 +110,24 @@ def test_known_models_are_found_by_repository_too(name):
 def test_a_missing_or_absurd_field_is_named(field, value):
     with pytest.raises(TwinphaseError, match=field):
         shape_of(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"enable_moe_block": True}, "experts beside a dense feed-forward layer"),
+        ({"layer_types": [{}] * 3}, "layers of type {}"),
+        ({"num_kv_shared_layers": 2}, "none to share with"),
+        ({"per_layer_config": {"2": {"head_dim": 32}, "0": {}}}, "different heads"),
+        ({"per_layer_config": {"2": [32]}}, "per_layer_config|as 2"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "RoPE of type 'yarn'"),
+        ({"rope_parameters": {"full_attention": {"partial_rotary_factor": 2}}}, "more than a head"),
+    ],
+)
+def test_what_gemma_4_has_not_is_refused_by_name(fields, message):
+    types = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+    with pytest.raises(TwinphaseError, match=message):
+        shape_of(model_type="gemma4_text", **types | fields)
 
 
 def test_defaults_are_those_of_the_family_s_class_and_of_no_other():

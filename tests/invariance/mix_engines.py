@@ -35,7 +35,7 @@ VOCAB = 320
 MOST_BLOCKS = 40
 MOST_SEQS = 8
 # Names of files of models with recurrent layers, and how their engines run.
-HYBRIDS = ("convolutions", "deltas", "deltas-and-experts")
+HYBRIDS = ("convolutions", "deltas", "deltas-and-experts", "next-token")
 MOST_SLOTS = 16
 STATES = {"state_interval": 16, "speculative_config": "auto"}
 TAGS = ThinkingTags((50,), (51, 52, 53))
@@ -137,13 +137,19 @@ def make_writer(loaded: LoadedEngine, num_blocks: int) -> Checked:
 def make_drafter(
     kind: str, engine: Engine, right: Callable[[Request], Sequence[int]]
 ) -> Drafter | None:
-    """A proposer by name; "ngram" and "suffix" verify every draft, "auto" those that pay."""
+    """A proposer by name; "auto" verifies the drafts that pay, the others every one.
+
+    "mtp" is the layer of the model that the engine's executor has.
+    """
     shares = {"adversary": 0.0, "oracle": 1.0, "mixed": 0.5}
     if kind in shares:
         return Guesser(right, shares[kind])
     if kind == "none":
         return None
-    text = NgramProposer() if kind == "ngram" else SuffixProposer()
+    if kind == "mtp":
+        text = engine.executor.executor.reader
+    else:
+        text = NgramProposer() if kind == "ngram" else SuffixProposer()
     proposers = [ForcedProposer(), PredictionProposer(), text]
     always = kind != "auto"
     slo_seconds = lambda: engine.scheduler.pace.slo_seconds  # noqa: E731

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from mix_engines import GUESSERS, VOCAB, engines, load
+from mix_engines import GUESSERS, VOCAB, Alone, engines, load
 from mixes import run_mixes
 
 from steps import own_cache
@@ -68,6 +68,7 @@ LONG_HYBRID = LONG | {
     "states held back": 100,
     "snapshots lost alone": 10,
 }
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
 FEW_DRAFTS = {"compared": 8, "accepted drafts": 100, "rejected drafts": 100}
 
 
@@ -139,6 +140,14 @@ def test_every_guesser(folder, kind):
     assert tally["compared"] > 50
     assert kind == "oracle" or tally["rejected drafts"] > 50
     assert kind == "adversary" or tally["accepted drafts"] > 50
+
+
+def test_a_layer_for_further_tokens(folder):
+    """It is right where the likeliest token is taken, and mostly wrong elsewhere."""
+    path = folder / "next-token.gguf"
+    write_tiny_gguf(path, vocab=VOCAB, tied=False, next_token=True, passes_on=True, **DELTAS)
+    mixed = load(path, threads=2, speculative_config=MTP)
+    run_mixes(12, mixed, Alone(load(path, threads=1)), "mtp").assert_reaches(FEW_DRAFTS)
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,10 @@ def write_gguf(
         writer.add_head_count_kv(heads)
         writer.add_full_attention_interval(4)
         writer.add_nextn_predict_layers(drafting)
-        values = np.zeros((config.hidden_size, 2 * config.hidden_size), np.float32)
-        writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight", values)
+        name = f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight"
+        if name not in checkpoint.tensors:
+            values = np.zeros((config.hidden_size, 2 * config.hidden_size), np.float32)
+            writer.add_tensor(name, values)
     elif arch in RECURRENT or by_layer:
         writer.add_head_count_kv([0 if without else heads for without in recurrent])
     elif arch != "gemma4":
@@ -142,7 +144,7 @@ def _drafting_layers(checkpoint: Checkpoint) -> int:
     """One with the usual pattern of layers, none with another: files of both kinds are read."""
     config = checkpoint.config or {}
     usual = (config.get("layer_types") or [])[:4] == 3 * ["linear_attention"] + ["full_attention"]
-    return int(checkpoint.architecture == "qwen35" and usual)
+    return int(checkpoint.architecture.startswith("qwen35") and usual)
 
 
 def _tiled_heads(name: str, values: NDArray[np.float32], config: Any) -> NDArray[np.float32]:

@@ -275,6 +275,12 @@ def make_model(name: str, **further: Any) -> Any:
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, f"{class_name}ForCausalLM")(config).float().eval()
+    randomize(model)
+    return model
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Every parameter, norms, biases and sinks included."""
     with torch.no_grad():
         for key, buffer in model.named_buffers():
             if key.endswith("layer_scalar"):
@@ -282,7 +288,7 @@ def make_model(name: str, **further: Any) -> Any:
         for key, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter += 0.2 * torch.randn_like(parameter)
-                if class_name == "Gemma4" and key.endswith("q_norm.weight"):
+                if "Gemma4" in type(model).__name__ and key.endswith("q_norm.weight"):
                     # Trained weights hold the scale of scores, which is 1.
                     parameter *= len(parameter) ** -0.5
             elif "embed" not in key:
@@ -292,7 +298,6 @@ def make_model(name: str, **further: Any) -> Any:
         for key, buffer in model.named_buffers():
             if key.endswith("expert_bias"):
                 buffer += 0.2 * torch.randn_like(buffer)
-    return model
 
 
 def logits_of(model: Any, tokens: list[int]) -> Any:

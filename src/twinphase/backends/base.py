@@ -161,6 +161,7 @@ class StepInputs:
             one sequence and the source or target of another.
         snapshots: int32 [num_snapshots, 2], rows and slots: the state after a row, which is no
             draft, goes into a slot too.
+        hidden: float32 [num_tokens, hidden_size], what `given_rows` gives; None if nothing asks.
     """
 
     token_ids: NDArray[np.int32]
@@ -172,6 +173,7 @@ class StepInputs:
     logit_rows: NDArray[np.int32]
     states: NDArray[np.int32] | None = None
     snapshots: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 2), np.int32))
+    hidden: NDArray[np.float32] | None = None
     context_lens: NDArray[np.int32] = field(init=False)  # [num_seqs], tokens in KV after this step
 
     def __post_init__(self) -> None:

@@ -461,6 +461,15 @@ class ReferenceBackend:
         out: F32 = x + h / (1 + np.exp(-(y @ weight.reshape(-1, 1))))
         return out
 
+    def given_rows(self) -> F32:
+        """The step's own rows."""
+        assert self.inputs.hidden is not None
+        return self.inputs.hidden
+
+    def join(self, left: F32, right: F32) -> F32:
+        """Both side by side."""
+        return np.concatenate([left, right], axis=1)
+
     def logit_rows(self, x: F32) -> F32:
         """The wanted rows."""
         return x[self.inputs.logit_rows]

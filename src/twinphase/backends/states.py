@@ -60,6 +60,12 @@ class RecurrentOperations(Protocol):
         It adds the expert that every row goes through (Qwen1.5-MoE, 2024).
         """
 
+    def given_rows(self) -> Any:
+        """The rows that the step brings along (`StepInputs.hidden`), [num_tokens, hidden_size]."""
+
+    def join(self, left: Any, right: Any) -> Any:
+        """Both side by side, [rows, widths together]."""
+
 
 class NoRecurrence:
     """The operations of a backend that refuses models with recurrent layers."""
@@ -77,6 +83,12 @@ class NoRecurrence:
         raise NotImplementedError
 
     def add_gated(self, x: Any, h: Any, y: Any, weight: Any) -> Any:
+        raise NotImplementedError
+
+    def given_rows(self) -> Any:
+        raise NotImplementedError
+
+    def join(self, left: Any, right: Any) -> Any:
         raise NotImplementedError
 
 

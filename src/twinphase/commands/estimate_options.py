@@ -37,7 +37,7 @@ def drafting_of(options: EstimateOptions, hardware: Hardware) -> Drafting | None
         )
     if acceptance is None:
         return None
-    seconds: float | None = None if config.method in HEADS else 0.0
+    seconds: float | None = None if config.method in (*HEADS, "mtp") else 0.0
     if config.method == "draft_model":
         shape = read_shape(config.model)
         step = estimate(shape, hardware, scenario_of(shape, options)).decode.seconds

@@ -270,10 +270,12 @@ def _formulas(result: Estimate) -> Iterator[tuple[str, str]]:
         f"{p:,} weights of the layers that one token uses; V h = {head:,} weights of the output "
         "head",
     )
-    yield (
-        "linear FLOP",
-        f"prefill 2 P n + 2 V h = 2 x {p:,} x {n:,} + 2 x {head:,} = {prefill.linear.flops:,}",
-    )
+    formula = f"2 P n + 2 V h = 2 x {p:,} x {n:,} + 2 x {head:,}"
+    if b.shared_kv_layers:
+        tail = result.shape.parameters.tail
+        yield "", f"T = {tail:,} of P are after the last layer that writes KV"
+        formula = "2 (P - T) n + 2 (T + V h)"
+    yield "linear FLOP", f"prefill {formula} = {prefill.linear.flops:,}"
     yield "", f"decode  2 (P + V h) B = 2 x {p + head:,} x {batch:,} = {decode.linear.flops:,}"
     attention = (
         f"4 H d L n (n + 1) / 2 = 4 x {b.num_heads} x {b.head_dim} x {layers} x {n:,} x "

@@ -75,6 +75,7 @@ def model_facts(name: str, ranks: int = 1) -> dict[str, Any]:
             "window": next((window for window in b.windows if window), None),
             "windowed_layers": sum(window is not None for window in b.windows),
             "recurrent_layers": len(b.recurrent_layers),
+            "draft_layers": b.draft_layers,
             "full_kv": vars(b.full_kv) if b.full_kv else None,
             "shared_kv_layers": b.shared_kv_layers,
             "layer_embedding_size": b.layer_embedding_size,

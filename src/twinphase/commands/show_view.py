@@ -82,6 +82,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"{layers['recurrent_layers']} of {layers['num_layers']} layers keep a state, not KV: "
             f"{scaled(facts['state_bytes'], 'B')} per sequence",
         )
+    if layers["draft_layers"]:
+        yield "drafting", "a layer of its own predicts further tokens (MTP)"
     near = layers["windowed_layers"]
     which = (
         "every layer attends"

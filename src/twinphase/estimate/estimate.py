@@ -269,9 +269,10 @@ def estimate(
     weights = weight_bytes(shape, scenario.dtype)
     b = shape.blueprint
     kv_token = round(b.kv_bytes(lambda dim: scenario.kv_head_bytes))
-    parameters, nbytes = (
-        replace(size, tail=0, tail_experts=0) for size in (shape.parameters, weights)
-    )
+    parameters = shape.parameters
+    nbytes = weights
+    if not b.shared_kv_layers:  # Of one layer's half, the formulas do without.
+        parameters, nbytes = (replace(s, tail=0, tail_experts=0) for s in (parameters, nbytes))
     model = _Model(make_shape(b, parameters, nbytes, kv_token), hardware, scenario)
     n = scenario.prompt_tokens
     steps = scenario.output_tokens - 1

@@ -17,6 +17,7 @@ from twinphase.weights.quant import dequantize
 MAX_INTEGER = 1 << 24
 MAX_LAYERS = 10_000
 FIX = "Convert or fetch the model again."
+NEXT_TOKEN = ".nextn.eh_proj.weight"
 # GGUF's keys after the architecture's prefix (gguf.constants), and the field each stands for.
 GGUF_FIELDS = {
     "embedding_length": "hidden_size",
@@ -115,6 +116,8 @@ class Config:
             fields.setdefault("tie_word_embeddings", "output.weight" not in shapes)
             if fields.get("tied_without_head") and "output.weight" not in shapes:
                 fields["tie_word_embeddings"] = True
+            # A folder may name layers for further tokens and have none.
+            fields["nextn_predict_layers"] = sum(name.endswith(NEXT_TOKEN) for name in shapes)
             return cls(fields, arch, name, max_positions=max_positions)
         fields = _gguf_fields(checkpoint)
         fields |= {"vocab_size": embedding[0], "tie_word_embeddings": "output.weight" not in shapes}

@@ -96,7 +96,8 @@ class Decoder:
 
     Attributes:
         kept: layers whose inputs the backend keeps (`Backend.kept`), ascending; `num_layers` stands
-            for the input of the head. Set before the first step.
+            for the input of the head, and `num_layers` + 1 for what it would be in all rows. Set
+            before the first step.
     """
 
     kept: tuple[int, ...] = ()
@@ -129,7 +130,7 @@ class Decoder:
         self.layers: list[Layer] = []
         for i in range(blueprint.num_layers):
             progress(i, blueprint.num_layers)
-            self.layers.append(_load_layer(checkpoint, blueprint, backend, i))
+            self.layers.append(load_layer(checkpoint, blueprint, backend, i))
         self.layer_embedding: LayerEmbedding | None = None
         if blueprint.layer_embedding_size:
             self.layer_embedding = LayerEmbedding(
@@ -162,18 +163,19 @@ class Decoder:
     def hidden(self, backend: Operations) -> Array:
         """The last hidden state after the final norm, [num_logits, hidden_size]."""
         blueprint = self.blueprint
-        x = backend.embed(self.embedding, blueprint.embedding_scale)  # [num_tokens, hidden_size]
+        x = self.first_rows(backend)
         parts = self._layer_embeddings(backend, x)
         # After the last layer that writes KV or a state, rows are independent: compute only those
         # whose logits are wanted, once no layer has to keep the others.
         whole = [layer for layer in self.kept if layer < blueprint.num_layers]
         last = max(blueprint.last_writer, *whole) if whole else blueprint.last_writer
+        all_rows = blueprint.num_layers + 1 in self.kept
         for index, layer in enumerate(self.layers):
             if index in self.kept:
                 backend.keep(x)
             h = self._mix(backend, x, index, layer)
             h = backend.gather(h, blueprint.span("heads"))
-            if index == last:
+            if index == last and not all_rows:
                 h = backend.logit_rows(h)
                 x = backend.logit_rows(x)
                 parts = None if parts is None else backend.logit_rows(parts)
@@ -182,9 +184,16 @@ class Decoder:
             if layer.embedding is not None:
                 x = self._add_embedding(backend, x, parts, index)
         x = backend.rms_norm(x, self.norm, blueprint.norm_eps)
-        if blueprint.num_layers in self.kept:
+        if all_rows:
+            backend.keep(x)
+            x = backend.logit_rows(x)
+        elif blueprint.num_layers in self.kept:
             backend.keep(x)
         return x
+
+    def first_rows(self, backend: Operations) -> Array:
+        """The input of the first layer, [num_tokens, hidden_size]."""
+        return backend.embed(self.embedding, self.blueprint.embedding_scale)
 
     def _mix(self, backend: Operations, x: Array, index: int, layer: Layer) -> Array:
         """What attention, or the recurrence in its place, makes of the rows of each sequence."""
@@ -287,9 +296,10 @@ class Decoder:
         return x if weight is None else backend.rms_norm(x, weight, self.blueprint.norm_eps)
 
 
-def _load_layer(
+def load_layer(
     checkpoint: Checkpoint, blueprint: Blueprint, backend: WeightLoader, index: int
 ) -> Layer:
+    """The weights of layer `index`."""
     prefix = f"blk.{index}."
     expected = layer_tensors(blueprint, index)
     recurrent = index in blueprint.recurrent_layers

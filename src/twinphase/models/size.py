@@ -70,7 +70,8 @@ def count_parameters(blueprint: Blueprint) -> Size:
 
 def stored_bytes(checkpoint: Checkpoint, blueprint: Blueprint) -> Size:
     """Bytes of an open model's tensors, in the precision that they have there."""
-    tensors = checkpoint.tensors.values()
+    drafting = tuple(f"blk.{blueprint.num_layers + i}." for i in range(blueprint.draft_layers))
+    tensors = [one for one in checkpoint.tensors.values() if not one.name.startswith(drafting)]
     return _add_up(blueprint, ((tensor.name, tensor.shape, tensor.nbytes) for tensor in tensors))
 
 

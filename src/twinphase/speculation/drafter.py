@@ -37,7 +37,8 @@ class HiddenReader(Protocol):
 
     Attributes:
         layers: the layers whose inputs are needed, ascending; the number of layers stands for the
-            input of the language model head.
+            input of the language model head, and that number + 1 for what its input would be in
+            all rows.
     """
 
     layers: tuple[int, ...]

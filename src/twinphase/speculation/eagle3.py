@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.batch import Batch, ScheduledRequest, StepOutput
-from twinphase.speculation.hidden_states import HiddenStateProposer, silu
+from twinphase.speculation.hidden_states import HiddenStateProposer, right_rows, silu
 
 F32 = NDArray[np.float32]
 INITIAL_KV_TOKENS = 256
@@ -95,20 +95,15 @@ class Eagle3(HiddenStateProposer):
 
     def update(self, batch: Batch, output: StepOutput, hidden: Sequence[F32]) -> None:
         """Compute keys and values of all rows but those of rejected drafts."""
-        row = 0
-        for share in batch.scheduled:
-            new = output.token_ids.get(share.request_id, [])
-            count = len(share.token_ids) - (share.num_drafts + 1 - len(new) if share.samples else 0)
-            if new or not share.samples:
-                rows = np.concatenate([layer[row : row + count] for layer in hidden], axis=1)
-                self._extend(share, new, rows @ self._weights.fc.T)
-            row += len(share.token_ids)
+        for share, first, token_ids in right_rows(batch, output):
+            end = first + len(token_ids)
+            rows = np.concatenate([layer[first:end] for layer in hidden], axis=1)
+            self._extend(share, token_ids, rows @ self._weights.fc.T)
 
-    def _extend(self, share: ScheduledRequest, new: Sequence[int], fused: F32) -> None:
+    def _extend(self, share: ScheduledRequest, token_ids: Sequence[int], fused: F32) -> None:
+        """The layer pairs the hidden state at p with the token at p + 1."""
         count = len(fused)
         start = share.num_computed_tokens
-        # The layer pairs the hidden state at p with the token at p + 1.
-        token_ids = [*share.token_ids[1:count], _token_at(share, new, start + count)]
         positions = np.arange(start, start + count)
         _, keys, values = self._qkv(self._pairs(token_ids, fused)[0], positions)
         sequence = self._sequences.get(share.request_id)
@@ -220,13 +215,3 @@ class Eagle3(HiddenStateProposer):
         sequence.keys[start:end] = keys
         sequence.values[start:end] = values
         sequence.positions[start:end] = positions
-
-
-def _token_at(share: ScheduledRequest, new: Sequence[int], position: int) -> int:
-    """The token at `position`, which follows the accepted rows of `share`."""
-    if new:
-        return new[-1]
-    num_prompt = len(share.prompt_token_ids)
-    if position < num_prompt:
-        return share.prompt_token_ids[position]
-    return share.output_token_ids[position - num_prompt]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from twinphase.batch import Batch, StepOutput
+from twinphase.batch import Batch, ScheduledRequest, StepOutput
 from twinphase.request import Request
 from twinphase.speculation.proposer import Draft
 
@@ -25,6 +25,33 @@ def silu(x: F32) -> F32:
     """x / (1 + exp(-x)), in a form that does not overflow."""
     out: F32 = x * (np.float32(0.5) + np.float32(0.5) * np.tanh(np.float32(0.5) * x))
     return out
+
+
+def right_rows(
+    batch: Batch, output: StepOutput
+) -> Iterator[tuple[ScheduledRequest, int, list[int]]]:
+    """(share, first row, token ids) of each request of a step; rejected drafts are left out.
+
+    The token ids are those that follow each of the share's rows.
+    """
+    first = 0
+    for share in batch.scheduled:
+        new = output.token_ids.get(share.request_id, [])
+        count = len(share.token_ids) - (share.num_drafts + 1 - len(new) if share.samples else 0)
+        if new or not share.samples:
+            after = _token_at(share, new, share.num_computed_tokens + count)
+            yield share, first, [*share.token_ids[1:count], after]
+        first += len(share.token_ids)
+
+
+def _token_at(share: ScheduledRequest, new: Sequence[int], position: int) -> int:
+    """The token at `position`, which follows the accepted rows of `share`."""
+    if new:
+        return new[-1]
+    num_prompt = len(share.prompt_token_ids)
+    if position < num_prompt:
+        return share.prompt_token_ids[position]
+    return share.output_token_ids[position - num_prompt]
 
 
 class HiddenStateProposer(ABC):

@@ -20,6 +20,7 @@ from twinphase.speculation.draft_lengths import (
 )
 from twinphase.speculation.draft_model_policy import DraftModelPolicy
 from twinphase.speculation.forced import ForcedProposer
+from twinphase.speculation.hidden_states import HiddenStateProposer
 from twinphase.speculation.lookup import NgramProposer, PredictionProposer, SuffixProposer
 from twinphase.speculation.proposer import Draft, Proposer
 from twinphase.speculative import SpeculativeConfig
@@ -269,9 +270,15 @@ class Speculator:
         name = request.request_id
         drafts: list[Draft] = []
         proposers = self._state(name).proposers
+        expected = self.acceptance.expected
         for proposer in proposers[:]:
+            # Heads compute their drafts: a draft that was found and is as good costs nothing.
+            found = drafts and isinstance(proposer, HiddenStateProposer)
+            limit = self._most
+            if found and max(expected(name, one, len(one.token_ids)) for one in drafts) >= 1:
+                limit = 0
             try:
-                drafts += proposer.propose(request, self._most)
+                drafts += proposer.propose(request, limit)
             except Exception:  # The request continues without this proposer.
                 proposers.remove(proposer)
                 self._num_failures += 1
@@ -282,7 +289,6 @@ class Speculator:
             return None
         best = drafts[0]
         if len(drafts) > 1:
-            expected = self.acceptance.expected
             best = max(drafts, key=lambda draft: expected(name, draft, len(draft.token_ids)))
         token_ids = _admitted(request, best)
         return replace(best, token_ids=token_ids) if token_ids else None
@@ -305,7 +311,7 @@ def make_speculator(
     slo_seconds: Callable[[], float | None],
     heads: Proposer | None = None,
 ) -> Speculator | None:
-    """The drafter of a configuration; None for no speculation. `heads` are the ones it names.
+    """The drafter of a configuration; None for no speculation. `heads` are those it names or finds.
 
     Every method drafts predictions and forced tokens; a draft model is added when it is loaded.
     """
@@ -315,15 +321,15 @@ def make_speculator(
     retry = FIRST_RETRY_INTERVAL_STEPS
     if config.method == "ngram":
         proposers.append(NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max))
-    elif heads is not None:
-        proposers.append(heads)
-        retry = MAX_RETRY_INTERVAL_STEPS  # A draft of heads takes as long as several rows.
-    elif config.method != "draft_model":
+    elif config.method in ("auto", "suffix"):
         proposers.append(
             SuffixProposer(
                 config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_spec_factor
             )
         )
+    if heads is not None:
+        proposers.append(heads)
+        retry = MAX_RETRY_INTERVAL_STEPS  # A draft of heads takes as long as several rows.
     return Speculator(
         proposers,
         times,

@@ -27,7 +27,7 @@ _HEAD = {"pooler.dense": "classifier.dense", "classifier": "classifier.out_proj"
 # Depthwise convolutions, whose second dimension is 1 in a folder; GGUF has none.
 _CONVOLUTIONS = ("shortconv.conv.weight", "ssm_conv1d.weight")
 _OTHER_MODALITIES = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector"
+    r"(model\.)?(vision_tower|vision_model|vision_embedder|visual|audio_tower|multi_modal_projector"
     r"|embed_vision|embed_audio)\."
 )
 # What GGUF has after the names of tensors that have no ending in a folder, if not ".weight".
@@ -38,8 +38,17 @@ _RENAMED = {
     "shared_mlp.input_linear.": "mlp.gate_up_proj.",
     "shared_mlp.output_linear.": "mlp.down_proj.",
 }
+# A layer that predicts a further token: its own tensors by GGUF's names; the others are those of a
+# layer after the model's.
+_NEXT_TOKEN = {
+    "mtp.fc": "eh_proj",
+    "mtp.pre_fc_norm_embedding": "enorm",
+    "mtp.pre_fc_norm_hidden": "hnorm",
+    "mtp.norm": "shared_head_norm",
+}
+_WITH_NEXT_TOKEN = ("qwen35", "qwen35moe")
 # Computed from the config, or part of no answer: rotary tables, BERT's position numbers, its pooler
-# and training heads; layers that predict further tokens (mtp).
+# and training heads; such layers (mtp) of other architectures, and more than one of them.
 _NOT_WEIGHTS = re.compile(
     r".*\brotary_emb\.\w+|.*\binv_freq|(.*\.)?position_ids|pooler\..*|cls\..*|mtp\..*"
 )
@@ -68,7 +77,7 @@ def canonical_tensors(
         raise UnsupportedModelError(
             f"Architecture {architecture!r} is not supported.", "Use another model."
         )
-    table = get_tensor_name_map(arch, layers)
+    table = get_tensor_name_map(arch, layers + 1)
 
     def translated(name: str) -> str:
         for other, usual in _RENAMED.items():
@@ -87,6 +96,8 @@ def canonical_tensors(
         if "classifier.weight" in sources:
             layer, dot, kind = plain.rpartition(".")
             plain = _HEAD.get(layer, layer) + dot + kind
+        if architecture in _WITH_NEXT_TOKEN:
+            plain = _next_token_name(plain, layers)
         if (
             _OTHER_MODALITIES.match(name)
             or _NOT_WEIGHTS.fullmatch(plain)
@@ -103,6 +114,15 @@ def canonical_tensors(
             source = replace(source, shape=(source.shape[0], source.shape[2]))
         found[final] = source
     return found
+
+
+def _next_token_name(name: str, layers: int) -> str:
+    """A tensor of the layer for a further token, as of layer number `layers`."""
+    name = name.removeprefix("model.") if name.startswith("model.mtp.") else name
+    part, _, kind = name.rpartition(".")
+    if part in _NEXT_TOKEN:
+        return f"blk.{layers}.nextn.{_NEXT_TOKEN[part]}.{kind}"
+    return name.replace("mtp.layers.0.", f"model.layers.{layers}.", 1)
 
 
 def _without_prefix(name: str) -> str:

@@ -110,9 +110,13 @@ def test_a_bundle_has_every_kernel_and_the_attention_of_known_models():
         inspect.signature(getattr(module, kernel)).bind(ISA, *parameters)
     for name in KNOWN_MODELS:
         b = read_shape(name).blueprint
-        shape = f"{b.head_dim}:{b.group}:auto:{b.attention_softcap or 0:g}:{int(b.sinks)}"
-        assert {f"attention_prefill:{shape}", f"attention_decode:{shape}"} <= specs, name
-        for rope in filter(None, b.ropes):
-            norm = "none" if b.qk_norm == "width" else b.qk_norm
-            gated = ":gated" if b.attention_gate else ""
-            assert f"rope_kv_write:{b.head_dim}:{rope.dim}:0:auto:{norm}{gated}" in specs, name
+        norm = "none" if b.qk_norm == "width" else b.qk_norm
+        norm += ":gated" if b.attention_gate else ""
+        norm += ":values" if b.value_norm else ""
+        for layer, rope in enumerate(b.ropes):
+            kv = b.kv_shape(layer)
+            group = b.num_heads // kv.num_heads
+            shape = f"{kv.head_dim}:{group}:auto:{b.attention_softcap or 0:g}:{int(b.sinks)}"
+            assert {f"attention_prefill:{shape}", f"attention_decode:{shape}"} <= specs, name
+            if rope:
+                assert f"rope_kv_write:{kv.head_dim}:{rope.dim}:0:auto:{norm}" in specs, name

@@ -381,6 +381,9 @@ class CpuBackend:
         counts |= self._states.fill(inputs) if self._states else {"sequences": 0, "states": 0}
         self._counts = counts
         self._program.cells.update(counts)
+        given = self._operations.given
+        if given is not None and inputs.hidden is not None:
+            given.array[: inputs.num_tokens, : inputs.hidden.shape[1]] = inputs.hidden
 
     def kept(self) -> list[F32]:
         """See `Backend`."""

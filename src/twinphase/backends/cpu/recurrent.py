@@ -102,6 +102,7 @@ class RecurrentOperations(ExpertOperations):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.given: Buffer | None = None  # filled before a step
         self._kept: list[NDArray[np.float32]] = []  # kernels know them by address
 
     def short_conv(self, bcx: Buffer, weight: Vector, layer: int) -> Buffer:
@@ -240,6 +241,21 @@ class RecurrentOperations(ExpertOperations):
             return out
 
         return Buffer(program, h.rows, h.width, make=make)
+
+    def given_rows(self) -> Buffer:
+        """Memory of their own, since they are there before the first command."""
+        self.given = Buffer(self.program, "tokens", padded(self.blueprint.hidden_size))
+        return self.given
+
+    def join(self, left: Buffer, right: Buffer) -> Buffer:
+        """Both side by side; only the last columns may be padding."""
+        out = Buffer(self.program, left.rows, left.width + right.width)
+        target = out.floats
+        args: list[int] = []
+        for part, first in ((left.floats, 0), (right.floats, left.width)):
+            args += [part.data, part.stride, target.data + 4 * first, target.stride, 4 * part.width]
+        self.program.add_rows("copy_columns", args, [left.floats.data, right.floats.data], target)
+        return out
 
     def _add_parts(self, name: str, args: list[int], reads: list[int], out: Memory) -> None:
         """A command of a part of a row per tile."""

@@ -1,21 +1,68 @@
-"""Loads the draft model of the proposer `draft_model` beside its target."""
+"""Loads what drafts with a model of its own: a draft model, or the target's layer for it (MTP)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from twinphase.backends.base import Backend, KVCacheSpec
+from twinphase.blueprint import Blueprint
 from twinphase.config import EngineConfig
 from twinphase.engine.engine import Engine
+from twinphase.engine.mtp_runner import MtpRunner
 from twinphase.engine.runner import Runner
 from twinphase.errors import InvalidRequestError
+from twinphase.models.decoder import Decoder
 from twinphase.models.loader import open_model, read_blueprint
+from twinphase.models.mtp import MtpHead, mtp_problem
 from twinphase.speculation.draft_model import DraftModel
 from twinphase.speculation.draft_model_policy import DraftModelPolicy
+from twinphase.speculation.mtp import Mtp
 from twinphase.speculation.speculator import Speculator
+from twinphase.speculative import MOST_DRAFTED, USUAL_BY_MTP, SpeculativeConfig
 from twinphase.tokenizer.agreement import first_difference
 from twinphase.tokenizer.tokenizer import Tokenizer
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.hub import resolve_model
+
+
+def drafts_by_mtp(config: SpeculativeConfig, checkpoint: Checkpoint, target: Blueprint) -> bool:
+    """Whether the model's own layer for further tokens drafts.
+
+    Raises:
+        InvalidRequestError: the configuration asks for it, and the model has none.
+    """
+    if config.method not in ("auto", "mtp"):
+        return False
+    problem = mtp_problem(checkpoint, target)
+    if problem is not None and config.method == "mtp":
+        raise InvalidRequestError(
+            f"speculative_config has the method 'mtp', but: {problem}", "Use auto, or ngram."
+        )
+    return problem is None
+
+
+def load_mtp(
+    target: Decoder,
+    checkpoint: Checkpoint,
+    backend: Backend,
+    config: EngineConfig,
+    speculation: SpeculativeConfig,
+) -> Mtp:
+    """The target's layer for further tokens on a new `backend`; `config` is resolved."""
+    limit = config.max_model_len or target.blueprint.context_length
+    head = MtpHead(target, checkpoint, backend, limit, MOST_DRAFTED)
+    blocks = config.num_kv_blocks or 1
+    backend.allocate_kv_cache(KVCacheSpec.of(head.blueprint, blocks, config.block_size))
+    tokens = speculation.num_speculative_tokens
+    return Mtp(
+        MtpRunner(head, backend, config.block_size),
+        num_layers=target.blueprint.num_layers,
+        num_tokens=tokens if speculation.method == "mtp" else USUAL_BY_MTP,
+        num_blocks=blocks,
+        block_size=config.block_size,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+    )
 
 
 def open_draft_model(model: str, target: Checkpoint, quantization: str) -> Checkpoint:

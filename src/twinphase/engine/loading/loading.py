@@ -18,6 +18,13 @@ from twinphase.engine.engine import Engine
 from twinphase.engine.frontends.checks import USE, Prompt, task_of
 from twinphase.engine.frontends.text import ModelText
 from twinphase.engine.loading.ceilings import compute_units, device_of, measured_ceilings
+from twinphase.engine.loading.drafting import (
+    add_draft_model,
+    draft_config,
+    drafts_by_mtp,
+    load_mtp,
+    open_draft_model,
+)
 from twinphase.engine.ranks.backend import load_on_ranks
 from twinphase.engine.ranks.ranks import rank_facts
 from twinphase.engine.recorder import StepRecorder
@@ -89,29 +96,31 @@ class LoadedEngine:
             )
         b = self.blueprint = read_blueprint(self.checkpoint, config.max_model_len)
         device = device_of(config)
-        kv_bytes = b.kv_bytes(lambda dim: device.kv_head_bytes(dim, config.kv_cache_dtype))
+        speculation = speculative_config(config.speculative_config)
+        has_mtp = drafts_by_mtp(speculation, self.checkpoint, b)
+
+        def head_bytes(dim: int) -> float:
+            return device.kv_head_bytes(dim, config.kv_cache_dtype)
+
+        kv_bytes = b.kv_bytes(head_bytes) + has_mtp * b.num_kv_heads * head_bytes(b.head_dim)
         state_bytes = b.state_bytes(config.state_drafts)
         memory = device.free_memory()
         self.config = config.resolve(b.context_length, kv_bytes, memory, state_bytes)
         self.text = ModelText(self.checkpoint)
         backend = make_backend(self.config, compile_progress)
-        speculation = speculative_config(self.config.speculative_config)
-        heads = None
+        heads: HiddenStateProposer | None = None
         if speculation.method in HEADS:
             folder = Path(speculation.model)
             most = speculation.num_speculative_tokens
             heads = load_heads(folder, speculation.method, self.checkpoint, b.num_layers, most)
         drafts = None
         if speculation.method == "draft_model":
-            from twinphase.engine.loading.drafting import (
-                add_draft_model,
-                draft_config,
-                open_draft_model,
-            )
-
             drafts = open_draft_model(speculation.model, self.checkpoint, self.config.quantization)
         loaded, backend = load_on_ranks(self.checkpoint, b, self.config, backend, load_progress)
         self.backend = backend
+        if has_mtp:
+            other = make_backend(self.config, compile_progress)
+            heads = load_mtp(loaded, self.checkpoint, other, self.config, speculation)
         costs = model_shape(self.checkpoint, b)
         eos = self.text.tokenizer.eos_token_ids
         self.engine = make_engine(self.config, loaded, backend, costs, eos, heads)

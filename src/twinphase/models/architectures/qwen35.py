@@ -1,7 +1,7 @@
 """Qwen3.5, 3.6 and 3.8: a gated delta rule in three of four layers, a gate on attention's result.
 
 Only a quarter of a head rotates. The MoE models have experts, and one more that every token
-goes through. The layers for further tokens (MTP) are not computed.
+goes through. `models/mtp.py` has the layer for further tokens (MTP).
 """
 
 from dataclasses import replace
@@ -24,8 +24,8 @@ RECURRENT = ("linear_attention", "conv")
 
 def describe(config: Config) -> Blueprint:
     # A folder names its further layers apart, a GGUF file counts them with the others.
-    drafting = config.integer("nextn_predict_layers", 0, least=0) if config.is_gguf else 0
-    layers = config.integer("num_hidden_layers") - drafting
+    drafting = config.integer("nextn_predict_layers", 0, least=0)
+    layers = config.integer("num_hidden_layers") - (drafting if config.is_gguf else 0)
     if layers < 1:
         raise CheckpointError(f"{config.name} has no layers beside those for further tokens.", FIX)
     interval = config.integer("full_attention_interval", 4)
