@@ -156,8 +156,11 @@ def test_both_phases_by_measured_ceilings(run, run_json, twinphase, tmp_path):
 
 
 def test_an_encoder(run, run_json, tmp_path):
-    from tiny_bert import make_bert, save_bert
+    from tiny_bert import make_bert, make_reranker, save_bert
 
+    reranker = save_bert(make_reranker(), tmp_path / "reranker")
+    assert run_json(reranker)["scores"] == {"raw": False}
+    assert "pairs of texts, 0 to 1; it writes no text" in run(reranker)
     model = make_bert()
     path = save_bert(model, tmp_path / "bert", "cls")
     found = run_json(path)

@@ -112,6 +112,24 @@ def test_a_missing_or_absurd_field_is_named(field, value):
         shape_of(**{field: value})
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"enable_moe_block": True}, "experts beside a dense feed-forward layer"),
+        ({"layer_types": [{}] * 3}, "layers of type {}"),
+        ({"num_kv_shared_layers": 2}, "none to share with"),
+        ({"per_layer_config": {"2": {"head_dim": 32}, "0": {}}}, "different heads"),
+        ({"per_layer_config": {"2": [32]}}, "per_layer_config|as 2"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "RoPE of type 'yarn'"),
+        ({"rope_parameters": {"full_attention": {"partial_rotary_factor": 2}}}, "more than a head"),
+    ],
+)
+def test_what_gemma_4_has_not_is_refused_by_name(fields, message):
+    types = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+    with pytest.raises(TwinphaseError, match=message):
+        shape_of(model_type="gemma4_text", **types | fields)
+
+
 def test_defaults_are_those_of_the_family_s_class_and_of_no_other():
     assert blueprint_of(num_key_value_heads="-").num_kv_heads == 4
     with pytest.raises(CheckpointError, match="num_key_value_heads"):

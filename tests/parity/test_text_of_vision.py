@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_families import COMMON, MINISTRAL3_ROPE
+from tiny_families import COMMON, GEMMA4, MINISTRAL3_ROPE
 
 from steps import Steps
 from twinphase.backends.reference import ReferenceBackend
@@ -20,6 +20,8 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+
+VISION4 = {"patch_size": 4, "mm_embed_dim": 32, "output_proj_dims": 32, "mm_posemb_size": 8}
 
 
 def mistral3():
@@ -41,7 +43,19 @@ def gemma3():
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize("make", (mistral3, gemma3))
+def gemma4():
+    text = transformers.Gemma4UnifiedTextConfig(
+        **COMMON | GEMMA4,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    )
+    return transformers.Gemma4UnifiedForConditionalGeneration(
+        transformers.Gemma4UnifiedConfig(text_config=text, vision_config=VISION4)
+    )
+
+
+@pytest.mark.parametrize("make", (mistral3, gemma3, gemma4))
 def test_text_is_answered(tmp_path, make):
     torch.manual_seed(0)
     model = make().float().eval()

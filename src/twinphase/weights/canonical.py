@@ -27,7 +27,7 @@ _HEAD = {"pooler.dense": "classifier.dense", "classifier": "classifier.out_proj"
 # Depthwise convolutions, whose second dimension is 1 in a folder; GGUF has none.
 _CONVOLUTIONS = ("shortconv.conv.weight", "ssm_conv1d.weight")
 _OTHER_MODALITIES = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector"
+    r"(model\.)?(vision_tower|vision_model|vision_embedder|visual|audio_tower|multi_modal_projector"
     r"|embed_vision|embed_audio)\."
 )
 # What GGUF has after the names of tensors that have no ending in a folder, if not ".weight".

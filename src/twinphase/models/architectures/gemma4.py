@@ -27,6 +27,12 @@ def describe(config: Config) -> Blueprint:
     types = config.sequence("layer_types", layers) or [
         FULL if (layer + 1) % 6 == 0 else WINDOWED for layer in range(layers)
     ]
+    for kind in types:
+        if kind not in (WINDOWED, FULL):
+            raise UnsupportedModelError(
+                f"{config.name} has layers of type {str(kind)[:80]} (layer_types).",
+                f"Known are: {WINDOWED}, {FULL}.",
+            )
     if not config.is_gguf:
         types[-1] = FULL  # as the family's class does
     if not set(types[layers - shared :]) <= set(types[: layers - shared]):
@@ -91,7 +97,7 @@ def _heads(config: Config, types: list[str]) -> tuple[KVShape, bool]:
     if not own:
         heads = config.integer("num_global_key_value_heads", usual) if equal else usual
         return KVShape(heads, config.integer("global_head_dim", 512)), equal
-    full = own.get(str(types.index(FULL)), {})
+    full = replace(config, fields=own).table(str(types.index(FULL)))
     if own != {str(i): full for i, kind in enumerate(types) if kind == FULL}:
         raise UnsupportedModelError(
             f"{config.name} has layers of one kind with different heads (per_layer_config).", FIX
@@ -141,6 +147,10 @@ def _full_rope(config: Config, head_dim: int) -> Rope:
     theta = given.real("rope_theta", 1e6)
     pairs = head_dim // 2
     rotated = int(given.real("partial_rotary_factor", ROTATED) * head_dim // 2)
+    if rotated > pairs:
+        raise CheckpointError(
+            f"{config.name} rotates more than a head (partial_rotary_factor).", FIX
+        )
     divisors = config.tensors.get("rope_freqs.weight")
     if divisors is not None:  # those of pairs that do not rotate are 1e30
         if len(divisors) != pairs or not all(divisor > 0 for divisor in divisors):

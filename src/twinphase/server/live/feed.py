@@ -34,6 +34,8 @@ from twinphase.server.live.view import RING_SECONDS, Event, View
 from twinphase.server.observe import Timelines, timings
 
 FRAME_SECONDS = 0.05
+# Each page's write costs time: many pages get fewer and larger frames.
+FRAME_SECONDS_PER_PAGE = 0.01
 TOTALS_SECONDS = 1.0
 ETA_SECONDS = 0.5
 COMMENT_SECONDS = 15.0
@@ -236,7 +238,7 @@ class Feed:
                 await asyncio.wait_for(self._woken.wait(), TOTALS_SECONDS)
             self._woken.clear()
             self._is_awake = False
-            await asyncio.sleep(FRAME_SECONDS)
+            await asyncio.sleep(max(FRAME_SECONDS, FRAME_SECONDS_PER_PAGE * len(self.pages)))
             now = perf_counter()
             try:
                 self.tick(now)

@@ -150,7 +150,9 @@ class View:
     async def wait(self, seconds: float) -> bool:
         """Until there is a new frame; False after `seconds` without one."""
         try:
-            await asyncio.wait_for(self._grown.wait(), seconds)
+            # Unlike `wait_for`, this makes no task, once per page and frame.
+            async with asyncio.timeout(seconds):
+                await self._grown.wait()
         except TimeoutError:
             return False
         return True
