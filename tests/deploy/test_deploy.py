@@ -21,8 +21,8 @@ from typer.main import get_command
 from raw_client import until
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
+from twinphase import app
 from twinphase.cluster.deploy import ServingArgs
-from twinphase_bench.cli import app
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

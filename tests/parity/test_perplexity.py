@@ -46,12 +46,12 @@ def oracle_loss(oracle: Oracle, ids: list[int]) -> float:
 
 @pytest.fixture(scope="module")
 def texts(token_ids) -> list[list[int]]:
-    """Up to 250 tokens of each text, and of the longest all, up to 2,000.
+    """The beginning of each text, and the longest whole, up to 2,000 tokens.
 
     Most of the time goes to transformers' float32 logits, so only one text is whole.
     """
     longest = max(token_ids.values(), key=len)
-    return [ids if ids is longest else ids[:250] for ids in token_ids.values()]
+    return [ids if ids is longest else ids[:BEGINNING] for ids in token_ids.values()]
 
 
 @pytest.fixture(scope="module")

@@ -28,24 +28,34 @@ def tiny_path(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory, tiny_path):
-    """Starts a server of the tiny model, or another, with flags; used in a `with` block."""
-
-    cache = tmp_path_factory.mktemp("cache")
-
-    def run(*flags, model=tiny_path, **options):
-        # Tests of other folders, run in between by the same process, may have set another cache.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TWINPHASE_CACHE", str(cache))
-            log = tmp_path_factory.mktemp("server") / "log"
-            return RunningServer(model, log, *flags, **options)
-
-    with own_cache(cache):
+def servers_cache(tmp_path_factory):
+    """The cache folder of all servers here, with their ceilings."""
+    folder = tmp_path_factory.mktemp("cache")
+    with own_cache(folder):
         # With known ceilings no idle server measures during a test, and answers have MFU and MBU.
         device = device_of(EngineConfig())
         rates = ((1 << 20, 1e11), (1 << 30, 3e10)), 1e12, 2e11, 5e11
         save_ceilings(Ceilings(processor_name(), device.threads, device.ceilings, *rates))
-        yield run
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def servers_are_found(servers_cache, monkeypatch):
+    """Commands that a test runs in its own process look for servers in that folder."""
+    monkeypatch.setenv("TWINPHASE_CACHE", str(servers_cache))
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory, tiny_path, servers_cache):
+    """Starts a server of the tiny model, or another, with flags; used in a `with` block."""
+
+    def run(*flags, model=tiny_path, cache=servers_cache, **options):
+        # Tests of other folders, run in between by the same process, may have set another cache.
+        with own_cache(cache):
+            log = tmp_path_factory.mktemp("server") / "log"
+            return RunningServer(model, log, *flags, **options)
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -69,9 +79,10 @@ def model(server):
 
 
 @pytest.fixture(scope="session")
-def llm(tiny_path):
+def llm(tiny_path, servers_cache):
     """The engine without a server: every answer of `server` has to be its answer."""
-    return LLM(tiny_path)
+    with own_cache(servers_cache):
+        return LLM(tiny_path)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 def test_ps_finds_the_only_server_and_stop_ends_it(start, twinphase, cache):
-    with start("--served-model-name", "tiny") as running:
+    with start("--served-model-name", "tiny", cache=cache) as running:
         assert [one.url for one in started_servers()] == [running.url]
         head, row = twinphase("ps").text().splitlines()
         assert head.split() == ["model", "size", "context", "waiting", "prefill", "decode", "url"]
@@ -32,8 +32,8 @@ def test_ps_finds_the_only_server_and_stop_ends_it(start, twinphase, cache):
 
 
 @pytest.mark.parametrize(("flags", "num_tokens"), [([], 400), (["--now"], 4000)])
-def test_stop_lets_answers_finish_and_now_cuts_them(start, twinphase, flags, num_tokens):
-    with start() as running, ThreadPoolExecutor() as pool:
+def test_stop_lets_answers_finish_and_now_cuts_them(start, twinphase, cache, flags, num_tokens):
+    with start(cache=cache) as running, ThreadPoolExecutor() as pool:
         body = {"prompt": "hello", "max_tokens": num_tokens, "ignore_eos": True}
         asked = pool.submit(running.post, "/v1/completions", body)
         phases = {}

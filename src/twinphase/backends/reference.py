@@ -207,7 +207,8 @@ class ReferenceBackend:
         factor: F32 | None = None,
     ) -> F32:
         """(x + scale * rms_norm(h)) * factor, the norm by parts of a row as wide as the weight."""
-        normed = self.rms_norm(h.reshape(len(h), -1, len(weight)), weight, eps).reshape(h.shape)
+        parts = h.reshape(len(h), h.shape[1] // len(weight), len(weight))
+        normed = self.rms_norm(parts, weight, eps).reshape(h.shape)
         out = self.add(x, normed, scale)
         return out if factor is None else out * factor
 

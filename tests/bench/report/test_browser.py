@@ -73,7 +73,9 @@ def test_every_chart_is_drawn_without_a_complaint(browser, page, width, theme):
         browser.evaluate("document.documentElement.scrollWidth") <= width
     )  # nothing hangs over the edge
     colours = {role: pair[THEMES.index(theme)] for role, pair in COLOURS.items()}
-    fill = browser.evaluate("document.querySelector('[data-plot=prefill-decode] svg').outerHTML")
+    fill = browser.evaluate(
+        "[...document.querySelectorAll('[data-plot] svg')].map((one) => one.outerHTML).join()"
+    )
     assert colours["prefill"] in fill and colours["decode"] in fill
     surface = browser.evaluate(
         "getComputedStyle(document.querySelector('section')).backgroundColor"
