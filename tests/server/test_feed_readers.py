@@ -303,3 +303,25 @@ def test_an_answer_that_its_client_leaves_has_timings_in_either_order(leaves):
         lanes.take(report, 1.0, None)
     end, timings = [fields for _, fields in lanes.changes.after]
     assert end["finish"] == "abort" and timings == {"timings": {"reports": 1}}
+
+
+def test_blocks_that_are_freed_after_their_lane_has_ended_are_reported_free():
+    """The engine reports blocks after the step that ended their request, or a frame later."""
+
+    async def reported():
+        rig = Rig()
+        page = rig.feed.open("")
+        await page.next()
+        rig.accept("a")
+        rig.step(started=["a"], prefills=[("a", 5, 0.001, 0)])
+        rig.feed.take(BlocksHeld([("a", 0, [7, 8])], [], [], 2, 0, 0, 2))
+        rig.tick()
+        record = replace(rig.engine.records.pop("a"), state=RequestState.ENDED)
+        rig.feed.take(StepUpdates([RequestUpdate("a", [], 5, 0, ended=record)], None, None))
+        rig.tick()
+        rig.feed.take(BlocksHeld([("a", 0, [])], [], [7, 8], 0, 0, 0, 4))
+        rig.tick()
+        return [one["lanes"] for one in await read(page, rig) if one["event"] == "blocks"]
+
+    (first, last) = asyncio.run(reported())
+    assert first == [[last[0][0], 0, [[7, 2]]]] and last[0][1:] == [0, []]

@@ -87,7 +87,9 @@ class View:
         self._clock: Clock = state.clock
         self._frames: deque[Frame] = deque()
         self._num_bytes = 0
-        self._numbers: dict[str, int] = {}  # of unfinished requests
+        # Of unfinished requests, and of ended ones whose blocks have not been reported free.
+        self._numbers: dict[str, int] = {}
+        self._ended: set[str] = set()
         self._num_lanes = OTHERS
         self._grown = asyncio.Event()
 
@@ -105,9 +107,13 @@ class View:
         before += self._bytes(self._lane_events(changes.before), time)
         steps = self._bytes(self._step_events(changes), time)
         after = self._bytes([*self._lane_events(changes.after), *more], time)
-        for lane, fields in changes.after:
-            if fields.get("state") == "ended":
-                self._numbers.pop(lane.request_id, None)
+        self._ended |= {
+            lane.request_id for lane, fields in changes.after if fields.get("state") == "ended"
+        }
+        holders = {name for blocks in self._state.blocks.values() for name in blocks.lanes}
+        for name in self._ended - holders:
+            self._numbers.pop(name, None)
+        self._ended &= holders
         if self.last < begin:
             return
         num_steps = sum(map(len, changes.steps.values()))
