@@ -345,6 +345,15 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.controller, text.encode())
 
+    def type_and_wait_for_new(self, text: str, shown: bytes) -> None:
+        """Until `shown` was written once more than before."""
+        before = self.seen.count(shown)
+        self.type(text)
+        deadline = time.monotonic() + 90
+        while self.seen.count(shown) <= before:
+            assert time.monotonic() < deadline and self.process.poll() is None, self.seen
+            time.sleep(0.01)
+
     def finish(self) -> Done:
         stdout, _ = self.process.communicate(timeout=90)
         self.reader.join(5)

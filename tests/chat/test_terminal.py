@@ -37,7 +37,8 @@ def test_a_paste_is_one_message_and_each_turn_computes_only_what_is_new(model):
     assert len(found) == 2 and found[0][1] == "" and int(found[1][1]) > 0
     with terminal("run", "-c", *OPTIONS, tty_stdin=True) as shown:
         shown.wait_for(READY)
-        shown.type("/show\r")
+        # Between two prompts, the terminal takes control keys, not the editor.
+        shown.type_and_wait_for_new("/show\r", READY)
         shown.wait_for(b"Messages: 4")
         shown.type("\x04")
         assert shown.finish().code == 0
@@ -56,9 +57,9 @@ def test_ctrl_c_cuts_an_answer_and_the_chat_goes_on(tmp_path):
         # Not shown within the answer, but at the next prompt.
         assert b"typed" not in shown.seen.partition(b"tok/s")[0]
         shown.wait_for(b"typed")
-        shown.type("\x15/show\r")
+        shown.type_and_wait_for_new("\x15/show\r", READY)
         shown.wait_for(b"Messages: 2")
-        shown.type("\x03")
+        shown.type_and_wait_for_new("\x03", READY)
         shown.wait_for(b"again")
         shown.type("\x03")
         done = shown.finish()
