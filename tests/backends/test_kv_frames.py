@@ -29,7 +29,7 @@ BACKENDS = {
     ),  # three cells, and more blocks than one chunk of cells holds
     "torch-bfloat16": (lambda: TorchBackend("cpu", "bfloat16"), 5),
     "cpu-int8": (lambda: CpuBackend(threads=2, kv_cache_dtype="int8"), 32),
-    # Layers with different heads, some of which share keys and values.
+    # The heads differ between layers, and some layers share keys and values.
     "reference-shared": (ReferenceBackend, 5),
     "cpu-shared": (lambda: CpuBackend(threads=2), 16),
 }

@@ -20,7 +20,6 @@ from twinphase.server.tools import (
     arguments_schema,
     lark_symbols,
 )
-from twinphase.tokenizer.detokenizer import overlap
 
 _BEGIN = GEMMA.begin
 _END = GEMMA.close
@@ -234,23 +233,14 @@ class QuotedCallParser(CallParser):
                 self._add_content(_BEGIN + self._text)
         elif not (self.is_beside_call and _BEGIN.startswith(self._text.strip())):
             self._add_content(self._text)
-        self._text = ""
-        if not self.is_beside_call:
-            self._content += self._space
-            self._space = ""
-        return self._take_new()
+        return self._end_answer()
 
     def _take_content(self) -> bool:
-        at = self._text.find(_BEGIN)
-        whole = at >= 0
-        if not whole:
-            at = len(self._text) - overlap(self._text, _BEGIN)
-        self._add_content(self._text[:at])
-        self._text = self._text[at + len(_BEGIN) :] if whole else self._text[at:]
-        if whole:
+        found = self._skip_to(_BEGIN)
+        if found:
             self._scanned = 0
             self._next = self._take_call
-        return whole
+        return found
 
     def _take_call(self) -> bool:
         """Waits for the end of a call, which may stand in a text of it, too."""

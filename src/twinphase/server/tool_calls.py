@@ -115,6 +115,26 @@ class CallParser:
         self._deltas.append(ToolCallDelta(self._num_calls, self.new_id(), name, arguments))
         self._num_calls += 1
 
+    def _skip_to(self, begin: str) -> bool:
+        """Take content up to the beginning of a call; whether that was found, and skipped."""
+        at = self._text.find(begin)
+        if at < 0:
+            at = len(self._text) - overlap(self._text, begin)
+            self._add_content(self._text[:at])
+            self._text = self._text[at:]
+            return False
+        self._add_content(self._text[:at])
+        self._text = self._text[at + len(begin) :]
+        return True
+
+    def _end_answer(self) -> tuple[str, list[ToolCallDelta]]:
+        """End the answer without the text that was not taken in."""
+        self._text = ""
+        if not self.is_beside_call:
+            self._content += self._space
+            self._space = ""
+        return self._take_new()
+
     def _add_content(self, text: str) -> None:
         if self.is_beside_call:
             text = text.lstrip()

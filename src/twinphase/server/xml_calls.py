@@ -32,7 +32,6 @@ from twinphase.server.tools import (
     arguments_schema,
     tool_grammar,
 )
-from twinphase.tokenizer.detokenizer import overlap
 
 _BEGIN = XML.begin
 _END = XML.close.strip()
@@ -104,22 +103,13 @@ class XmlCallParser(CallParser):
             self.is_beside_call and _BEGIN.startswith(self._text.strip())
         ):
             self._add_content(self._text)
-        self._text = ""
-        if not self.is_beside_call:
-            self._content += self._space
-            self._space = ""
-        return self._take_new()
+        return self._end_answer()
 
     def _take_content(self) -> bool:
-        at = self._text.find(_BEGIN)
-        whole = at >= 0
-        if not whole:
-            at = len(self._text) - overlap(self._text, _BEGIN)
-        self._add_content(self._text[:at])
-        self._text = self._text[at + len(_BEGIN) :] if whole else self._text[at:]
-        if whole:
+        found = self._skip_to(_BEGIN)
+        if found:
             self._next = self._take_call
-        return whole
+        return found
 
     def _take_call(self) -> bool:
         """Waits for the end of a function, as long as one may be there."""
