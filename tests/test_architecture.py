@@ -65,6 +65,7 @@ MAY_IMPORT = {
     },
     "cluster": {"engine", "scheduler", "cache", "phases", "server"},
     "simulate": {
+        "backends.device",
         "cache",
         "cluster",
         "engine",

@@ -208,8 +208,11 @@ class Deployment:
 def roles_of(replicas: int | None, prefill: int | None, decode: int | None) -> tuple[Role, ...]:
     """The workers' roles, by the options of `serve`."""
     if prefill and decode:
-        return ("prefill",) * prefill + ("decode",) * decode
-    return ("both",) * (replicas or 1)
+        readers: list[Role] = ["prefill"] * prefill
+        decoders: list[Role] = ["decode"] * decode
+        return (*readers, *decoders)
+    workers: list[Role] = ["both"] * (replicas or 1)
+    return tuple(workers)
 
 
 def threads_of_each(num_workers: int) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from twinphase.batch import StepWork
-from twinphase.cluster.routing import Role
 from twinphase.scheduler.chunk import StepCost
 from twinphase.simulate.run import Simulated
 from twinphase.simulate.spec import FleetSpec
@@ -48,7 +47,7 @@ class TokenPrices:
         }
 
 
-def token_prices(done: Simulated, spec: FleetSpec, per_hour: Mapping[Role, float]) -> TokenPrices:
+def token_prices(done: Simulated, spec: FleetSpec, per_hour: Mapping[str, float]) -> TokenPrices:
     """Prices of the tokens of a load.
 
     Args:

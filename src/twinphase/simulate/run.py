@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
+from operator import itemgetter
 
 from twinphase.cluster.routing import Routing
 from twinphase.phases.observation import Observation
@@ -117,10 +119,10 @@ def summarize(simulation: Simulation) -> Simulated:
         outcomes,
         [_observation(number, one) for number, one in enumerate(outcomes)],
         seconds,
-        _pools(simulation, seconds),
-        culprits,
-        stalled,
-        simulation.num_steps,
+        pools=_pools(simulation, seconds),
+        culprits=culprits,
+        stall_seconds=stalled,
+        num_steps=simulation.num_steps,
     )
 
 
@@ -164,7 +166,7 @@ def _pools(simulation: Simulation, seconds: float) -> list[PoolUse]:
 
 def _stalls(outcomes: Sequence[Outcome]) -> tuple[list[Culprit], float]:
     """Whose prefill stalled whose decode; a stall of several chunks counts for each in part."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     victims: dict[str, set[int]] = {}
     total = 0.0
     for number, one in enumerate(outcomes):
@@ -177,6 +179,6 @@ def _stalls(outcomes: Sequence[Outcome]) -> tuple[list[Culprit], float]:
                     victims.setdefault(name, set()).add(number)
     worst = [
         Culprit(int(name), outcomes[int(name)].num_prompt, len(victims[name]), spent)
-        for name, spent in seconds.most_common(NAMED_CULPRITS)
+        for name, spent in nlargest(NAMED_CULPRITS, seconds.items(), key=itemgetter(1))
     ]
     return worst, total

@@ -386,7 +386,7 @@ class Simulation:
 
 
 def _decodes(running: list[Request], window: int | None) -> StepWork:
-    """The work of a step in which all of them decode one token."""
+    """The work of a step where each of them decodes one token."""
     count = len(running)
     return StepWork.of_decodes(
         count, sum(one.num_tokens for one in running) / max(1, count), window

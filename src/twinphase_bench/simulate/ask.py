@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def ask(question: Question, progress: Progress) -> Answer:
         by_role = {"both": prefill, "prefill": prefill, "decode": (decode or [prefill])[0]}
         prices = token_prices(answer.done, answer.spec, by_role)
     found = repairs(answer, given["seed"], progress) if given["repair"] else ()
-    return Answer(deployment, answer.spec, plan, answer.done, slos, prices, found)
+    return replace(answer, prices=prices, repairs=found)
 
 
 def simulated(

@@ -175,7 +175,7 @@ def front_of(results: Sequence[LoadResult]) -> Front:
 
 
 def _outside(one: Observation) -> tuple[int, float] | None:
-    """(prompt tokens, seconds) of a request whose server tells its ledger."""
+    """(prompt tokens, seconds) of a request whose server reports its ledger."""
     ledger = one.claims.get("timings", {}).get("ledger_ms")
     if not isinstance(ledger, dict) or one.ttft is None or one.num_prompt_tokens is None:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from twinphase import (
@@ -137,7 +138,7 @@ def load_plan(load: LoadOptions, users: UserOptions, context: int) -> LoadPlan:
     offsets = arrivals.offsets([one.timestamp for one in workload.requests])
     moments = offsets or [0.0] * len(workload.requests)
     requests = [
-        TraceRequest(moment, one.max_tokens, lambda one=one: list(one.prompt.token_ids))
+        TraceRequest(moment, one.max_tokens, partial(list, one.prompt.token_ids))
         for one, moment in zip(workload.requests, moments, strict=True)
         if len(one.prompt.token_ids) + one.max_tokens <= context
     ]
@@ -194,7 +195,7 @@ def deployment_of(
         options,
         dtype=dtype or "",
         decode_machine=decode_machine,
-        drafts=drafted(speculation) if wanted else 0,
+        drafts=drafted(str(speculation)) if wanted else 0,
         acceptance=acceptance or 0.0,
         kv_bytes_per_second=kv_bytes_per_second,
     )

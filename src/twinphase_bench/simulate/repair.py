@@ -85,7 +85,7 @@ def _pools(deployment: Deployment, prefill: int, decode: int) -> Change:
 
 
 def repairs(answer: Answer, seed: int, progress: Progress) -> list[Verdict]:
-    """Which phase of which requests missed a service level, and the flags that help most."""
+    """The phase and the requests that missed a service level, and the flags that help most."""
     slos = answer.slos
     if not slos.bounds:
         return []

@@ -67,15 +67,15 @@ def load_result(answer: Answer) -> LoadResult:
         "ITL SLO": str(config.itl_slo_ms or "off"),
     }
     facts = TargetFacts(
-        deployment.title,
-        load_report.SIMULATION,
-        f"twinphase {__version__} (simulated)",
-        deployment.model,
-        deployment.dtype or deployment.decoder.dtype or "as in the file",
-        config.max_model_len,
-        DEFINITION,
-        DEFINITION,
-        details,
+        name=deployment.title,
+        kind=load_report.SIMULATION,
+        engine=f"twinphase {__version__} (simulated)",
+        model=deployment.model,
+        precision=deployment.dtype or deployment.decoder.dtype or "as in the file",
+        context_length=config.max_model_len,
+        prefill_definition=DEFINITION,
+        decode_definition=DEFINITION,
+        details=details,
     )
     return LoadResult(
         facts=facts,
