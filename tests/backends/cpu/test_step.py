@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from twinphase.backends.base import KVCacheSpec, StepInputs
-from twinphase.backends.cpu.attention_work import AttentionWork, Limits, runs_of
+from twinphase.backends.cpu.attention_units import KERNELS, AttentionUnits, Limits
+from twinphase.backends.cpu.attention_work import AttentionWork, runs_of
 from twinphase.backends.cpu.kv_layout import TILE_TOKENS
 from twinphase.backends.cpu.step import StepMemory
 from twinphase.blueprint import KVShape

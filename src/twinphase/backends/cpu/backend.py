@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from twinphase.backends.base import Forward, KVCacheSpec, StepInputs, WeightLoader
 from twinphase.backends.cpu import kv_layout
-from twinphase.backends.cpu.attention_work import Limits
+from twinphase.backends.cpu.attention_units import Limits
 from twinphase.backends.cpu.compiler import compile_kernels, kernel_digest, load_kernels
 from twinphase.backends.cpu.dry_run import DryLoader, RecordedKernels, private_group
 from twinphase.backends.cpu.formats import STRIP_OUTPUTS
