@@ -40,7 +40,8 @@ def measure(
     engine.prefill([*shared, 299])
     times: Times = defaultdict(list)
     for rep in range(-2, 2 * reps):  # The first two warm up.
-        AttentionUnits.sharing_enabled = rep % 2 == 0
+        sharing = rep % 2 == 0
+        AttentionUnits.sharing = "auto" if sharing else "never"
         firsts = range(1000 + 4 * requests * rep, 1000 + 4 * requests * (rep + 1), 4)
         prompts = [[*shared, *range(first, first + OWN_TOKENS)] for first in firsts]
         tickets = [engine.submit(prompt, steps + 1) for prompt in prompts]
@@ -48,14 +49,15 @@ def measure(
         while not all(ticket.times for ticket in tickets):
             engine.step()
             seconds += timed.seconds
-        times["prefill", AttentionUnits.sharing_enabled].append(1e3 * seconds)
+        times["prefill", sharing].append(1e3 * seconds)
         timed.in_parts = True
         while engine.engine.has_work:
-            AttentionUnits.sharing_enabled = not AttentionUnits.sharing_enabled
+            sharing = not sharing
+            AttentionUnits.sharing = "auto" if sharing else "never"
             engine.step()
-            times["decode", AttentionUnits.sharing_enabled].append(1e3 * timed.seconds)
+            times["decode", sharing].append(1e3 * timed.seconds)
             attention = 1e3 * timed.parts["attention"]
-            times["attention", AttentionUnits.sharing_enabled].append(attention)
+            times["attention", sharing].append(attention)
         timed.in_parts = False
         if rep < 0:
             times.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +36,8 @@ INT8_TOKENS = 3
 # Units per thread, below which they are cut until threads are busy for that part of the time.
 FEW_UNITS = 6
 BUSY = 0.93
-# Sequences that must share a prefix, and the part of the time for which threads must be busy with
-# it, before it pays to compute it once for all.
-SHARING_SEQUENCES = 2
+# The part of the time for which threads must be busy with shared prefixes, lest it be faster to
+# compute them for each sequence, cut into more units.
 SHARING_BUSY = 0.7
 # Partial results of this many tokens have room where the longest sequences are cut.
 PARTIAL_TOKENS = 4
@@ -64,6 +63,7 @@ class Limits:
         dtype: of the KV cache.
         prefill_rows: height of prefill's register tile.
         block_size: tokens of a block of the KV cache.
+        sharing_tiles: KV tiles of a prefix from which computing it once for all pays.
     """
 
     rows: int
@@ -73,6 +73,7 @@ class Limits:
     dtype: str = "auto"
     prefill_rows: int = 6
     block_size: int = 16
+    sharing_tiles: int = 1
 
 
 def spread_heads(shape: KVShape, limits: Limits) -> int:
@@ -104,8 +105,8 @@ class AttentionUnits:
             all.
     """
 
-    # Tests and benchmarks clear it, which computes each sequence apart, to the same bits.
-    sharing_enabled: ClassVar[bool] = True
+    # Where it pays, or always or never, as tests and benchmarks choose: the bits are the same.
+    sharing: ClassVar[Literal["auto", "always", "never"]] = "auto"
 
     def __init__(self, shape: KVShape, group: int, limits: Limits, shares_prefixes: bool) -> None:
         """`group` is the number of query heads on a KV head."""
@@ -149,7 +150,7 @@ class AttentionUnits:
         self._counts = dict.fromkeys(self.lists, 0)
         self._merges: list[tuple[int, ...]] = []
         self._partials_used = 0
-        if self.shares_prefixes and self.sharing_enabled and len(plan) >= SHARING_SEQUENCES:
+        if self.shares_prefixes and self.sharing != "never":
             self._share(tables)
         rows = plan[:, 1]
         tiles = plan[:, 3] - self._first
@@ -182,15 +183,18 @@ class AttentionUnits:
         plan = self._plan
         # A row's own unit has a tile at least: it divides by the sum.
         limits = plan[:, 2] // TILE_TOKENS
-        prefixes = shared_prefixes(
-            tables[plan[:, 4]], limits, self._limits.block_size, SHARING_SEQUENCES
-        )
+        least = 1 if self.sharing == "always" else self._limits.sharing_tiles
+        if (limits >= least).sum() < 2:
+            return
+        prefixes = shared_prefixes(tables[plan[:, 4]], limits, self._limits.block_size)
+        prefixes = [prefix for prefix in prefixes if prefix.tiles >= least]
         if not prefixes:
             return
         tokens = np.array([int(plan[prefix.runs, 1].sum()) for prefix in prefixes])
         parts = -(-tokens // query_tile_tokens(self._group))
         parts *= self._even(int(parts.sum()) * self._kv_heads)
-        if self._busy(int(parts.sum()) * self._kv_heads) < SHARING_BUSY:
+        busy = self._busy(int(parts.sum()) * self._kv_heads)
+        if busy < SHARING_BUSY and self.sharing != "always":
             return
         first = self._limits.rows
         for prefix, count, cuts in zip(prefixes, tokens.tolist(), parts.tolist(), strict=True):

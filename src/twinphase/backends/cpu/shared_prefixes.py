@@ -31,33 +31,32 @@ class SharedPrefix:
         return (len(self.runs) - 1) * self.tiles
 
 
-def shared_prefixes(tables: Ints, limits: Ints, block_size: int, least: int) -> list[SharedPrefix]:
+def shared_prefixes(tables: Ints, limits: Ints, block_size: int) -> list[SharedPrefix]:
     """The prefixes that save the most tiles, no run being in two of them.
 
     Args:
         tables: block numbers of each run's sequence, [runs, blocks].
         limits: most tiles that a run may share, [runs].
         block_size: tokens of a block.
-        least: runs that share a prefix at least.
     """
     tables = tables[:, : -(-int(limits.max(initial=0)) * TILE_TOKENS // block_size)]
 
     def among(runs: Ints, tiles: int) -> list[SharedPrefix]:
         """The best prefixes of runs that share their first `tiles` tiles, and more."""
         runs = runs[limits[runs] > tiles]
-        if len(runs) < least:
+        if len(runs) < 2:
             return []
         last_block = ((tiles + 1) * TILE_TOKENS - 1) // block_size
         _, group, counts = np.unique(
             tables[runs, last_block], return_inverse=True, return_counts=True
         )
         found: list[SharedPrefix] = []
-        for number in np.flatnonzero(counts >= least):
+        for number in np.flatnonzero(counts > 1):
             alike = runs[group == number]
             same = np.logical_and.accumulate(tables[alike] == tables[alike[0]], axis=1).sum(axis=1)
             common = np.minimum(same * block_size // TILE_TOKENS, limits[alike])
             alike = alike[common > tiles]
-            if len(alike) >= least:
+            if len(alike) > 1:
                 whole = SharedPrefix(alike, int(common[common > tiles].min()))
                 deeper = among(alike, whole.tiles)
                 better = sum(prefix.saved_tiles for prefix in deeper) > whole.saved_tiles
