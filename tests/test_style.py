@@ -44,10 +44,10 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 29_050,
-    "tests": 371_000,
+    "benchmarks": 29_800,
+    "tests": 371_600,
     "twinphase": 17_300,
-    "twinphase/backends": 97_600,
+    "twinphase/backends": 99_300,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -66,7 +66,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 61_000,
 }
-MAX_TOKENS = {"src": 457_500, "tests": 371_000, "benchmarks": 29_050}
+MAX_TOKENS = {"src": 459_200, "tests": 371_600, "benchmarks": 29_800}
 
 SKIPPED = {
     tokenize.COMMENT,
