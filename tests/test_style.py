@@ -47,7 +47,7 @@ BUDGET: dict[str, int] = {
     "benchmarks": 29_050,
     "tests": 371_000,
     "twinphase": 17_300,
-    "twinphase/backends": 97_600,
+    "twinphase/backends": 100_600,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -55,7 +55,7 @@ BUDGET: dict[str, int] = {
     "twinphase/engine": 40_100,
     "twinphase/estimate": 4_600,
     "twinphase/explain": 11_000,
-    "twinphase/models": 19_200,
+    "twinphase/models": 20_100,
     "twinphase/phases": 11_500,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
@@ -66,7 +66,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_000,
     "twinphase_bench": 61_000,
 }
-MAX_TOKENS = {"src": 457_500, "tests": 371_000, "benchmarks": 29_050}
+MAX_TOKENS = {"src": 461_600, "tests": 371_000, "benchmarks": 29_050}
 
 SKIPPED = {
     tokenize.COMMENT,
