@@ -129,7 +129,7 @@ def test_experts_alone_are_those_of_the_reference(folder, family):
             names = ("router_bias", "choice_bias", "gate_up_bias", "down_bias")
             biases = {name: getattr(layer, name) for name in names}
             mixed = backend.moe(h, layer.router, layer.gate_up, layer.down, experts, **biases)
-            if layer.shared is not None:
+            if layer.shared is not None and layer.shared.gate is not None:
                 mixed = backend.add_gated(mixed, h, h, layer.shared.gate)
             return backend.linear(mixed, model.head)
 
