@@ -221,6 +221,7 @@ class Replaying:
 
     Attributes:
         batch, output, finished: of the last step.
+        cost_model: learns from the logged step times, as the one that was logged did.
         predicted, parts: seconds of the last step as predicted before it, and of its decodes and
             each of its chunks alone.
     """
@@ -229,10 +230,10 @@ class Replaying:
         if header.get("event") != "header" or header.get("version") != VERSION:
             raise InvalidRequestError(f"This is not the header of a step log of version {VERSION}.")
         self.num_steps = 0
-        self._cost_model = CostModel(header["prices"], header["windowed_share"], header["window"])
+        self.cost_model = CostModel(header["prices"], header["windowed_share"], header["window"])
         self.scheduler = Scheduler(
             EngineConfig(**header["config"]),
-            self._cost_model,
+            self.cost_model,
             eos_token_ids=header["eos_token_ids"],
             fingerprint=header["fingerprint"],
         )
@@ -258,7 +259,7 @@ class Replaying:
         elif kind == "bound":
             scheduler.max_prefill_tokens = event["num_tokens"]
         elif kind == "observe":
-            self._cost_model.observe(self.batch.work, event["seconds"], event["gap"])
+            self.cost_model.observe(self.batch.work, event["seconds"], event["gap"])
         elif kind == "step":
             drafts = event["drafts"]
             output = StepOutput(token_ids=event["token_ids"], errors=event["errors"])
@@ -268,8 +269,8 @@ class Replaying:
             )  # the commit changes the batch's lists
             self.batch = batch
             self.output = output
-            self.predicted = self._cost_model.seconds(batch.work)
-            self.parts = predicted_parts(self._cost_model, batch)
+            self.predicted = self.cost_model.seconds(batch.work)
+            self.parts = predicted_parts(self.cost_model, batch)
             self.finished = scheduler.commit(batch, output)
             self.num_steps += 1
             return line
