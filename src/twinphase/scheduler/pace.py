@@ -14,8 +14,8 @@ class Pace:
 
     Attributes:
         slo_seconds: longest gap between tokens of a running request; None where there is no SLO.
-        step_factor: a step may take so many times what its decodes take alone, even against the
-            SLO: prefill keeps its part of the time between many decodes.
+        step_factor: how many times as long as its decodes alone a step may take, even against the
+            SLO, so that prefill keeps its part of the time between many decodes.
         chosen: chosen by `Pacing.choose`, not by the user.
         gap_seconds: predicted gap for one request that decodes beside a prefill. This and the
             following are set by `Pacing.predict`.

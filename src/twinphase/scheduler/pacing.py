@@ -12,10 +12,10 @@ from twinphase.batch import StepWork
 from twinphase.scheduler.chunk import ChunkBudget, StepCost
 from twinphase.scheduler.pace import DECODE_CONTEXT_TOKENS, Pace
 
-# A gap that no reader notices, whatever the model.
+# Text that comes every 50 ms is faster than people read.
 SHORTEST_SLO_SECONDS = 0.05
-# A step with prefill takes at most this many times what its decodes would take alone. Prompts beside
-# a stream then take a seventh longer than alone, less what their own steps cost anyway.
+# A step with prefill takes at most this many times what its decodes would take alone. Prompts
+# beside a stream then take a seventh longer than alone, less what their own steps cost anyway.
 STEP_FACTOR = 8.0
 LONG_PROMPT_TOKENS = 3000
 
