@@ -45,9 +45,9 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 29_050,
-    "tests": 372_700,
-    "twinphase": 17_500,
-    "twinphase/backends": 97_600,
+    "tests": 373_800,
+    "twinphase": 17_600,
+    "twinphase/backends": 101_000,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -55,7 +55,7 @@ BUDGET: dict[str, int] = {
     "twinphase/engine": 40_100,
     "twinphase/estimate": 4_700,
     "twinphase/explain": 11_000,
-    "twinphase/models": 19_200,
+    "twinphase/models": 20_100,
     "twinphase/phases": 11_650,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
@@ -67,7 +67,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_100,
     "twinphase_bench": 65_700,
 }
-MAX_TOKENS = {"src": 472_700, "tests": 372_700, "benchmarks": 29_050}
+MAX_TOKENS = {"src": 477_500, "tests": 373_800, "benchmarks": 29_050}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -331,6 +331,7 @@ class Mixes(RuleBasedStateMachine):
             return
         assert (request.output_token_ids, request.finish_reason) == (tokens, reason)
         assert repr(self.logprobs[name]) == logprobs
+        assert "nan" not in logprobs  # which would be equal to anything that went wrong alike
         self.tally["compared"] += 1
         self.tally["compared with the prompt's"] += (
             request.sampling_params.prompt_logprobs is not None

@@ -27,6 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "shared": {"layers": 5, "shared_kv": 2, "window": 40},
     "deltas": DELTAS,
     "deltas-and-experts": {**DELTAS, "experts": (6, 2)},
+    "spaces": {"layers": 4, "spaces": (0, 1, 3), "experts": (6, 2)},
 }
 QUICK = {
     "compared": 50,
@@ -87,6 +88,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
         pytest.param(30, "deltas", HYBRID, marks=pytest.mark.quick),
         (30, "shared", SHARED),
         (20, "deltas-and-experts", HYBRID),
+        (20, "spaces", HYBRID),
         pytest.param(100, "convolutions", LONG_HYBRID, marks=pytest.mark.slow),
         pytest.param(100, "deltas", LONG_HYBRID, marks=pytest.mark.slow),
         pytest.param(100, "dense", LONG, marks=pytest.mark.slow),
