@@ -45,7 +45,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 29_900,
-    "tests": 374_400,
+    "tests": 374_800,
     "twinphase": 17_600,
     "twinphase/backends": 101_800,
     "twinphase/cache": 5_900,
@@ -56,7 +56,7 @@ BUDGET: dict[str, int] = {
     "twinphase/estimate": 4_700,
     "twinphase/explain": 11_000,
     "twinphase/models": 20_100,
-    "twinphase/phases": 11_600,
+    "twinphase/phases": 11_650,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
     "twinphase/server": 68_600,
@@ -67,7 +67,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_100,
     "twinphase_bench": 65_700,
 }
-MAX_TOKENS = {"src": 478_300, "tests": 374_400, "benchmarks": 29_900}
+MAX_TOKENS = {"src": 478_300, "tests": 374_800, "benchmarks": 29_900}
 
 SKIPPED = {
     tokenize.COMMENT,
