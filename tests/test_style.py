@@ -44,10 +44,10 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 29_050,
-    "tests": 373_400,
-    "twinphase": 17_600,
-    "twinphase/backends": 101_000,
+    "benchmarks": 32_400,
+    "tests": 375_500,
+    "twinphase": 17_700,
+    "twinphase/backends": 101_800,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -56,18 +56,18 @@ BUDGET: dict[str, int] = {
     "twinphase/estimate": 4_700,
     "twinphase/explain": 11_000,
     "twinphase/models": 20_100,
-    "twinphase/phases": 11_600,
+    "twinphase/phases": 11_650,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
     "twinphase/server": 68_600,
-    "twinphase/simulate": 10_100,
+    "twinphase/simulate": 12_400,
     "twinphase/speculation": 13_900,
     "twinphase/tokenizer": 18_000,
     "twinphase/weights": 23_300,
-    "twinphase/workload": 2_100,
-    "twinphase_bench": 65_700,
+    "twinphase/workload": 2_200,
+    "twinphase_bench": 71_300,
 }
-MAX_TOKENS = {"src": 477_500, "tests": 373_400, "benchmarks": 29_050}
+MAX_TOKENS = {"src": 486_500, "tests": 375_500, "benchmarks": 32_400}
 
 SKIPPED = {
     tokenize.COMMENT,

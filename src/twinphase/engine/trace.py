@@ -38,7 +38,7 @@ from twinphase.request import Request, SamplingParams
 from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.scheduler import Scheduler
 
-VERSION = 6
+VERSION = 7
 Drafts = Mapping[str, Sequence[int]]
 
 
@@ -68,7 +68,7 @@ def _step(drafts: Drafts, batch: Batch, output: StepOutput) -> dict[str, Any]:
 
 
 def _pace(pace: Pace) -> dict[str, Any]:
-    return {"slo_seconds": pace.slo_seconds, "prefill_room": pace.prefill_room}
+    return {"slo_seconds": pace.slo_seconds, "step_factor": pace.step_factor}
 
 
 def _acceptance(blocks: Sequence[CachedBlock], verdicts: Sequence[Acceptance]) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class Replaying:
             eos_token_ids=header["eos_token_ids"],
             fingerprint=header["fingerprint"],
         )
-        self.scheduler.pace = Pace(header["slo_seconds"], header["prefill_room"])
+        self.scheduler.pace = Pace(header["slo_seconds"], header["step_factor"])
         self.scheduler.usual_output = header["usual_output"]
         self.batch = Batch([], [])
         self.output = StepOutput()

@@ -156,7 +156,7 @@ class CostModel:
         self._since_fit = 0
         self._ratios: deque[float] = deque(maxlen=KEPT_PREDICTIONS)  # measured / predicted
         self._mixed_ratios: deque[float] = deque(
-            maxlen=KEPT_PREDICTIONS // 4
+            maxlen=KEPT_PREDICTIONS // 8
         )  # of steps with prefill and decode
         self._margin = margin
         self._gap = gap

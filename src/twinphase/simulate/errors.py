@@ -46,9 +46,10 @@ class Trial:
     spread: dict[str, float] = msgspec.field(default_factory=dict)
 
     def error(self, figure: str) -> float:
-        """(simulated - real) / real."""
+        """(simulated - real) / real; where nothing was real, 0 or 1."""
         real = self.real[figure]
-        return (self.simulated[figure] - real) / real if real else 0.0
+        simulated = self.simulated[figure]
+        return (simulated - real) / real if real else float(simulated > 0)
 
 
 def read_trials(path: Path = FILE) -> list[Trial]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from twinphase.backends.base import Forward, KVCacheSpec, StepInputs, WeightLoader
 from twinphase.backends.cpu import kv_layout
-from twinphase.backends.cpu.attention_work import Limits
+from twinphase.backends.cpu.attention_units import Limits
 from twinphase.backends.cpu.compiler import compile_kernels, kernel_digest, load_kernels
 from twinphase.backends.cpu.dry_run import DryLoader, RecordedKernels, private_group
 from twinphase.backends.cpu.formats import STRIP_OUTPUTS
@@ -56,6 +56,9 @@ from twinphase.weights.storage import cache_root
 PACK_BATCH_BYTES = 64 << 20
 MAX_ROWS = 1 << 16
 MAX_HEAD_DIM = 512
+# Where values are multiplied as they are stored, shorter prefixes are found in the caches by every
+# sequence at little cost; other paths convert them for each.
+BF16_SHARING_TILES = 8
 F32 = NDArray[np.float32]
 
 
@@ -248,6 +251,7 @@ class CpuBackend:
             threads=self.threads,
             dtype=self.kv_cache_dtype,
             prefill_rows=self.isa.attention_rows,
+            sharing_tiles=BF16_SHARING_TILES if self.isa.bf16_dot else 1,
         )
         self._step = StepMemory(spec, self.blueprint, limits)
         self._states = self._make_states(spec) if spec.num_state_slots else None
