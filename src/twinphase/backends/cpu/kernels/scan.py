@@ -81,9 +81,8 @@ def _scan(isa: Isa, h: Heads) -> Kernel:
 
     With X a column of S: w = X . q, and the result is a w + (q . k) d; then X <- a X + k d, which
     the next row reads. In a delta rule, d = beta (v - a X . k); in a state space, d is the step
-    times v, and the result has a multiple of v added. Rows of the slot's log are applied first, as
-    the strip is read. Rows that the new state does not take up go into a log; a step of such rows
-    alone writes no state.
+    times v, and the result has a multiple of v added. Rows of the slot's log are applied first.
+    Rows that the new state does not take up go into a log; with such rows alone, none is written.
 
     Arguments: the convolution's rows, their stride, rows of `delta_gates` or `space_gates`, their
     stride, plans and snapshots of `StateMemory`, the layer's memory, offsets of its log and of its
