@@ -45,7 +45,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 32_400,
-    "tests": 376_000,
+    "tests": 376_200,
     "twinphase": 17_800,
     "twinphase/backends": 102_500,
     "twinphase/cache": 5_900,
@@ -67,7 +67,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 71_300,
 }
-MAX_TOKENS = {"src": 488_000, "tests": 376_000, "benchmarks": 32_400}
+MAX_TOKENS = {"src": 488_000, "tests": 376_200, "benchmarks": 32_400}
 
 SKIPPED = {
     tokenize.COMMENT,
