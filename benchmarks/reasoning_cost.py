@@ -75,7 +75,7 @@ def main() -> None:
         "reasoning_cost",
         "What 1,000 answers cost",
         rows,
-        ("reasoning", "reasoning tokens before each answer"),
+        ("reasoning", "reasoning tokens"),
         ("price", f"price, at {args.price:g} per hour and worker"),
         part="phase",
         order=[f"{length:,}" for length in LENGTHS],

@@ -194,3 +194,22 @@ def test_a_log_is_simulated_with_other_options(tmp_path, capsys):
     assert "TTFT p50" in capsys.readouterr().out
     assert run_app(["replay", str(log), "--with", "threads=4"]) == 2
     assert "cannot be used" in capsys.readouterr().err
+
+
+def test_the_stored_errors_are_shown_and_widen_where_nothing_was_measured(tmp_path):
+    from twinphase.simulate.errors import Trial, error_sentence, read_trials, write_trials
+
+    assert read_trials()
+    assert "unknown" in error_sentence([], True, "here")
+    names = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "goodput")
+    real = dict.fromkeys(names, 2.0)
+    simulated = {**dict.fromkeys(names, 2.0), "ttft_p50": 1.5}
+    words = ("cpu", "tiny", "2026-01-01", "one engine", "agents")
+    found = Trial(*words, requests=50, utilisation=0.8, real=real, simulated=simulated)
+    write_trials([found], tmp_path / "errors.json")
+    kept = read_trials(tmp_path / "errors.json")
+    assert kept[0].error("ttft_p50") == -0.25
+    here = error_sentence(kept, True, "here")
+    assert "TTFT p50 25%" in here
+    assert "factor of 1.5" not in here
+    assert "factor of 1.5" in error_sentence(kept, False, "an H100")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -43,7 +43,7 @@ class Trial:
     utilisation: float
     real: dict[str, float]
     simulated: dict[str, float]
-    spread: dict[str, float] = msgspec.field(default_factory=dict)
+    spread: dict[str, float] = field(default_factory=dict)
 
     def error(self, figure: str) -> float:
         """(simulated - real) / real; where nothing was real, 0 or 1."""
