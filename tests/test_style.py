@@ -45,9 +45,9 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 32_400,
-    "tests": 376_200,
+    "tests": 376_400,
     "twinphase": 17_800,
-    "twinphase/backends": 102_500,
+    "twinphase/backends": 103_300,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -67,7 +67,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 71_900,
 }
-MAX_TOKENS = {"src": 488_000, "tests": 376_200, "benchmarks": 32_400}
+MAX_TOKENS = {"src": 488_800, "tests": 376_400, "benchmarks": 32_400}
 
 SKIPPED = {
     tokenize.COMMENT,
