@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 
+from twinphase.backends.cpu.formats import PackedFormat
 from twinphase.errors import InvalidRequestError
 
 
@@ -53,9 +54,21 @@ class Isa:
         return self.matrix_tiles and weights == "BF16"
 
     @property
+    def takes_panels(self) -> bool:
+        """Whether weights are unpacked in panels for many rows (not measured on others)."""
+        return self.lanes > 4
+
+    def whole_scales(self, fmt: PackedFormat) -> bool:
+        """Whether scales of 16 inputs are multiplied in whole numbers (`kernels/whole_tile.py`)."""
+        small_codes = fmt.bits == 4 or self.matrix_tiles
+        return self.dot == "vnni" and fmt.nested and fmt.group == 16 and small_codes
+
+    @property
     def linear_rows(self) -> int:
         """Rows of the linear kernels' largest register tile."""
-        return 6 if self.registers == 32 else 2
+        if self.registers == 32:
+            return 6
+        return 4 if self.lanes == 8 else 2
 
     @property
     def attention_rows(self) -> int:
@@ -93,6 +106,14 @@ ISAS = {
             dot="vnni",
             registers=32,
             cpu="cascadelake",
+        ),
+        Isa(
+            "avx2-vnni",
+            needs=("avx2", "fma", "f16c", "avxvnni"),
+            lanes=8,
+            dot="vnni",
+            registers=16,
+            cpu="alderlake",
         ),
         Isa(
             "avx2",
