@@ -13,10 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from twinphase.backends.cpu.emit import F16, I32, Value, vector
-from twinphase.backends.cpu.formats import GROUP_INPUTS, GROUPS_PER_SUPERBLOCK, STRIP_OUTPUTS
+from twinphase.backends.cpu.formats import GROUPS_PER_SUPERBLOCK, STRIP_OUTPUTS
 from twinphase.backends.cpu.kernels.register_tile import Inputs, RegisterTile
-
-PARTS = 2  # of a group of 32 inputs
 
 
 class WholeTile(RegisterTile):
@@ -68,8 +66,8 @@ class WholeTile(RegisterTile):
     def numbers(self, record: Value, x: Inputs, g: Value) -> list[list[Value]]:
         """The whole numbers of group g."""
         totals = self.starts(x, g, 0)
-        quads = GROUP_INPUTS // PARTS // 4
-        for part in range(PARTS):
+        quads = self.fmt.group // 4
+        for part in range(self.fmt.parts):
             sums = self.starts(x, g, self.fmt.offset, part)
             self.dots(record, x, g, sums, range(part * quads, (part + 1) * quads))
             totals = self.scaled(totals, sums, self.factors(record, 0, part))
@@ -78,13 +76,13 @@ class WholeTile(RegisterTile):
     def minima(self, record: Value, x: Inputs, g: Value) -> list[list[Value]]:
         """The whole numbers of group g's minima: those of its parts times the inputs' sums."""
         e = self.e
-        by = [self.factors(record, 1, part) for part in range(PARTS)]
+        by = [self.factors(record, 1, part) for part in range(self.fmt.parts)]
         found = []
         for m in range(self.rows):
             place = e.add(e.mul(e.mul(x.scale_stride, 2), m), e.mul(g, 8))
             sums = [
                 e.broadcast(e.load(I32, x.isum, place, 4 * part), self.lanes)
-                for part in range(PARTS)
+                for part in range(self.fmt.parts)
             ]
             row = [
                 e.b.add(e.dot_words(sums[0], by[0][n]), e.dot_words(sums[1], by[1][n]))
