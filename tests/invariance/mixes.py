@@ -52,6 +52,7 @@ PREFIX = [(7 * i + i * i) % 250 + 10 for i in range(96)]
 # The same blocks stand behind others in the second, and behind themselves in the third: that is not
 # the same KV.
 PREFIXES = [PREFIX, PREFIX[80:] + PREFIX[16:], 6 * PREFIX[:16]]
+CUTS = [0, 15, 16, 33, 64, 90, 96]
 COMPARED = {"compared": 101}
 
 
@@ -113,7 +114,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 def new_requests(draw: st.DrawFn) -> dict[str, Any]:
     """Prompts share beginnings with others; what differs comes early or late."""
     prefix = draw(st.sampled_from(PREFIXES))
-    cut = draw(st.sampled_from([0, 15, 16, 33, 64, 90, 96]))
+    cut = draw(st.sampled_from(CUTS))
     params = draw(sampling_params())
     thinking = (
         [] if params.thinking_token_budget is None else TAGS.start
@@ -135,6 +136,8 @@ def new_requests(draw: st.DrawFn) -> dict[str, Any]:
 # No rule's draws depend on the engine's state: with an SLO that depends on the machine's speed.
 class Mixes(RuleBasedStateMachine):
     """One mix."""
+
+    least_blocks = 0  # of the KV cache
 
     def __init__(
         self,
@@ -163,6 +166,7 @@ class Mixes(RuleBasedStateMachine):
         kind=st.sampled_from(["none", *GUESSERS]),
     )
     def start(self, num_blocks: int, policy: str, kind: str) -> None:
+        num_blocks = max(num_blocks, self.least_blocks)
         options = {"scheduling_policy": policy, "max_num_batched_tokens": 64}
         self.engine = make_engine(self.mixed, num_blocks, self.clock, **options)
         self.engine.drafter = make_drafter(self.kind or kind, self.engine, self.right)
@@ -331,6 +335,7 @@ class Mixes(RuleBasedStateMachine):
             return
         assert (request.output_token_ids, request.finish_reason) == (tokens, reason)
         assert repr(self.logprobs[name]) == logprobs
+        assert "nan" not in logprobs  # which would be equal to anything that went wrong alike
         self.tally["compared"] += 1
         self.tally["compared with the prompt's"] += (
             request.sampling_params.prompt_logprobs is not None
