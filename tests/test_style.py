@@ -44,10 +44,10 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 29_900,
+    "benchmarks": 30_700,
     "tests": 374_800,
     "twinphase": 17_600,
-    "twinphase/backends": 101_800,
+    "twinphase/backends": 106_900,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -67,7 +67,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_100,
     "twinphase_bench": 65_700,
 }
-MAX_TOKENS = {"src": 478_300, "tests": 374_800, "benchmarks": 29_900}
+MAX_TOKENS = {"src": 483_500, "tests": 374_800, "benchmarks": 30_700}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -71,12 +71,12 @@ class _MatrixTile:
         self.block = block
         self.sums = sums
         self.size = PanelLayout.of(e.isa, fmt).size
-        self.whole = e.isa.whole_scales(fmt)
         # Products of a group: where their codes and their inputs are.
         self.products = [(part * 16 * fmt.group, part * fmt.group) for part in range(fmt.parts)]
-        if self.whole:
+        self.tile: PanelTile | _NegativeTile = PanelTile(e, fmt, ROWS, 1, block)
+        if e.isa.whole_scales(fmt):
             self.products = [(plane * CODE_BYTES, 0) for plane in range(1 if fmt.bits == 4 else 2)]
-        self.tile = (_NegativeTile if self.whole else PanelTile)(e, fmt, ROWS, 1, block)
+            self.tile = _NegativeTile(e, fmt, ROWS, 1, block)
 
     def _sums_at(self, g: Value, product: int) -> Value:
         place = self.e.b.and_(g, self.e.i64(BATCH_GROUPS - 1))
@@ -112,7 +112,7 @@ class _MatrixTile:
             [[e.load(tile.ints, self._sums_at(g, i), 64 * m, align=64)] for m in range(ROWS)]
             for i in range(len(self.products))
         ]
-        if not self.whole:
+        if isinstance(tile, PanelTile):
             for part, sums in enumerate(found):
                 tile.add(*tile.part_scales(record, None, part), x, g, totals, sums, part)
             return
@@ -140,11 +140,11 @@ class _MatrixTile:
     def add_groups(self, groups: Value, x: Inputs, totals: list[Any]) -> None:
         """Add the panel's groups to the totals."""
         e = self.e
-        if not self.whole:
+        tile = self.tile
+        if isinstance(tile, PanelTile):
             with e.loop(0, groups, BATCH_GROUPS) as start:
                 self.batch(x, start, e.least(e.add(start, BATCH_GROUPS), groups), totals)
             return
-        tile = self.tile
         with e.loop(0, groups, GROUPS_PER_SUPERBLOCK) as first:
             superblock = e.add(self.panel, e.mul(first, self.size))
             partial = tile.zeros()
