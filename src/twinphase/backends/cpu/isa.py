@@ -53,10 +53,9 @@ class Isa:
         """Whether linear layers on such weights, except experts, take bfloat16 rows."""
         return self.matrix_tiles and weights == "BF16"
 
-    @property
-    def takes_panels(self) -> bool:
-        """Whether weights are unpacked in panels for many rows (not measured on others)."""
-        return self.lanes > 4
+    def takes_panels(self, fmt: PackedFormat) -> bool:
+        """Whether weights are unpacked in panels for many rows, where that was seen to pay off."""
+        return self.lanes == 8 or (self.lanes == 16 and fmt.nested and not fmt.values)
 
     def whole_scales(self, fmt: PackedFormat) -> bool:
         """Whether scales of 16 inputs are multiplied in whole numbers (`kernels/whole_tile.py`)."""

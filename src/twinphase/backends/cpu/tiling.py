@@ -92,7 +92,7 @@ class PanelLayout:
 
 def panel_min_rows(isa: Isa) -> int:
     """Rows from which on unpacking weights in panels for register tiles pays off."""
-    return 13 if isa.registers == 32 else 5
+    return 24 if isa.registers == 32 else 5
 
 
 def panel_area(isa: Isa, fmt: PackedFormat) -> int:

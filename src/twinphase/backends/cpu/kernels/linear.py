@@ -71,9 +71,11 @@ def dense_experts(isa: Isa, dtype: str) -> Kernel:
 def _quantized_run(isa: Isa, format_name: str) -> Any:
     """Some rows through some strips of packed weights; many rows in panels or matrix tiles."""
     few = _strips_kernel(isa, *_quantized(isa, format_name))
-    if not isa.takes_panels:
+    if not isa.takes_panels(FORMATS[format_name]) and not isa.matrix_tiles:
         return few
-    some = strips_in_panels(isa, format_name)
+    some = few
+    if isa.takes_panels(FORMATS[format_name]):
+        some = strips_in_panels(isa, format_name)
     many = strips_in_matrix_tiles(isa, format_name) if isa.matrix_tiles else some
     from_some = panel_min_rows(isa)
     from_many = MATRIX_MIN_ROWS
