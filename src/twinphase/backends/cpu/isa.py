@@ -59,8 +59,7 @@ class Isa:
 
     def whole_scales(self, fmt: PackedFormat) -> bool:
         """Whether scales of 16 inputs are multiplied in whole numbers (`kernels/whole_tile.py`)."""
-        small_codes = fmt.bits == 4 or self.matrix_tiles
-        return self.dot == "vnni" and fmt.nested and fmt.group == 16 and small_codes
+        return self.matrix_tiles and fmt.nested and fmt.group == 16 and fmt.bits == 4
 
     @property
     def linear_rows(self) -> int:

@@ -70,8 +70,7 @@ class PanelLayout:
 
     Attributes:
         small: of float32 scales and minima, or of whole ones (int32), [part][output] each. Before
-            them are a byte for each code, [block][quad][output][input], or two planes of bytes
-            where products of codes and scales take two.
+            them is a byte for each code, [block][quad][output][input].
         shared: of the float32 numbers that a superblock shares, in its first group.
         size: of it all.
     """
@@ -85,7 +84,7 @@ class PanelLayout:
         """The layout of a format on a path."""
         whole = isa.whole_scales(fmt)
         kinds = 2 if fmt.minimum else 1
-        small = STRIP_OUTPUTS * GROUP_INPUTS * (2 if whole and fmt.bits > 4 else 1)
+        small = STRIP_OUTPUTS * GROUP_INPUTS
         shared = small + 4 * STRIP_OUTPUTS * fmt.parts * kinds
         return cls(small, shared, shared + 4 * STRIP_OUTPUTS * kinds * whole)
 

@@ -29,7 +29,6 @@ from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.panels import (
     BLOCK_CODE_BYTES,
-    CODE_BYTES,
     PanelTile,
     WholePanelTile,
     unpack,
@@ -59,7 +58,7 @@ class _NegativeTile(WholePanelTile):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.negative = self.fmt.bits == 4 and self.fmt.offset > 0
+        self.negative = self.fmt.offset > 0
 
 
 class _MatrixTile:
@@ -75,7 +74,7 @@ class _MatrixTile:
         self.products = [(part * 16 * fmt.group, part * fmt.group) for part in range(fmt.parts)]
         self.tile: PanelTile | _NegativeTile = PanelTile(e, fmt, ROWS, 1, block)
         if e.isa.whole_scales(fmt):
-            self.products = [(plane * CODE_BYTES, 0) for plane in range(1 if fmt.bits == 4 else 2)]
+            self.products = [(0, 0)]
             self.tile = _NegativeTile(e, fmt, ROWS, 1, block)
 
     def _sums_at(self, g: Value, product: int) -> Value:
@@ -116,15 +115,6 @@ class _MatrixTile:
             for part, sums in enumerate(found):
                 tile.add(*tile.part_scales(record, None, part), x, g, totals, sums, part)
             return
-        if len(found) == 2:  # 128 * high + low
-            seven = e.splat(tile.ints, 7)
-            high, low = found
-            found = [
-                [
-                    [e.b.add(e.b.shl(h[0], seven), rest[0])]
-                    for h, rest in zip(high, low, strict=True)
-                ]
-            ]
         tile.add_whole(found[0], x, g, totals)
 
     def batch(self, x: Inputs, start: Value, end: Value, totals: list[Any]) -> None:

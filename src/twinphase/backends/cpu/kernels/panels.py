@@ -80,16 +80,14 @@ def unpack(
             kinds = [[scales[kind] for scales in each] for kind in small]
         for quad in range(8):
             for n in range(count):
-                planes = [tile.codes(record, quad, n)]
+                codes = tile.codes(record, quad, n)
                 if isinstance(tile, WholeTile):
-                    planes = _fold(e, fmt, planes[0], kinds[0][quad // 4][n], matrix)
+                    codes = _fold(e, fmt, codes, kinds[0][quad // 4][n], matrix)
                 elif matrix and fmt.offset:
-                    codes = e.b.bitcast(planes[0], numbers)
-                    planes = [e.b.add(codes, e.splat(numbers, -fmt.offset))]
+                    codes = e.b.bitcast(codes, numbers)
+                    codes = e.b.add(codes, e.splat(numbers, -fmt.offset))
                 block, place = divmod(width * n, 64)
-                for plane, codes in enumerate(planes):
-                    offset = plane * CODE_BYTES + block * BLOCK_CODE_BYTES + 64 * quad + place
-                    e.store(codes, at, offset, align=width)
+                e.store(codes, at, block * BLOCK_CODE_BYTES + 64 * quad + place, align=width)
         for kind in small:
             for part in range(parts):
                 put(kinds[kind][part], at, layout.small + 128 * (kind * parts + part))
@@ -100,17 +98,14 @@ def unpack(
                 put(tile.shared(tile.superblock(w, i), kind), at, layout.shared + 128 * kind)
 
 
-def _fold(e: Emit, fmt: PackedFormat, codes: Value, scales: Value, matrix: bool) -> list[Value]:
-    """Codes less their offset, times whole scales: a plane of bytes in int32 lanes, or two.
+def _fold(e: Emit, fmt: PackedFormat, codes: Value, scales: Value, matrix: bool) -> Value:
+    """Codes less their offset, times whole scales: bytes in int32 lanes.
 
-    Codes of 4 bits and less: products from -124 to 128 (Q3_K), or 0 to 45 (Q2_K). For register
-    tiles FOLDED_OFFSET is added to the former; matrix tiles get their negatives, which fit a signed
-    byte. Codes of 6 bits stay as they are for register tiles; matrix tiles get 128 * high + low.
+    They are from -124 to 128 (Q3_K), or 0 to 45 (Q2_K). For register tiles FOLDED_OFFSET is added
+    to the former; matrix tiles get their negatives, which fit a signed byte.
     """
     b = e.b
     words = vector(I16, 2 * codes.type.count)
-    if fmt.bits > 4 and not matrix:
-        return [codes]
     pair = b.and_(scales, e.splat(scales.type, 0xFFFF))
     by = b.bitcast(b.or_(pair, b.shl(pair, e.splat(pair.type, 16))), words)
     eight = e.splat(words, 8)
@@ -121,21 +116,12 @@ def _fold(e: Emit, fmt: PackedFormat, codes: Value, scales: Value, matrix: bool)
         for number in (b.and_(inputs, low_byte), b.lshr(inputs, eight))
     ]
 
-    def joined(numbers: list[Value]) -> Value:
-        even, odd = numbers
-        return b.or_(b.and_(even, low_byte), b.shl(odd, eight))
-
-    if fmt.bits > 4:
-        half = e.splat(words, 64)
-        moved = [b.add(product, half) for product in products]
-        high = joined([b.ashr(number, e.splat(words, 7)) for number in moved])
-        low = joined([b.sub(b.and_(number, e.splat(words, 127)), half) for number in moved])
-        return [high, low]
     if fmt.offset and matrix:
         products = [b.sub(e.splat(words, 0), product) for product in products]
     elif fmt.offset:
         products = [b.add(product, e.splat(words, FOLDED_OFFSET)) for product in products]
-    return [joined(products)]
+    even, odd = products
+    return b.bitcast(b.or_(b.and_(even, low_byte), b.shl(odd, eight)), codes.type)
 
 
 class _Waiting:
@@ -231,8 +217,6 @@ class WholePanelTile(_OnPanel, WholeTile):
         return self.numbers_at(self.floats, superblock, self.layout.shared + 128 * kind)
 
     def numbers(self, record: Value, x: Inputs, g: Value) -> list[list[Value]]:
-        if self.fmt.bits > 4:
-            return super().numbers(record, x, g)
         sums = self.starts(x, g, FOLDED_OFFSET if self.fmt.offset else 0, 0, 1)
         self.dots(record, x, g, sums, range(8))
         return sums

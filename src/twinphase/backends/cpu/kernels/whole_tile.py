@@ -3,8 +3,7 @@
 Within 256 inputs such a scale is a small integer times one float16. A group of 32 inputs is then
 one whole number, the sum over its parts of scale * (codes . inputs): it leaves the integers once,
 is multiplied by the scale of the row's group and added up; the float16 comes in once a superblock.
-The whole number is below 2^24 in magnitude and so exact in float32: every kernel of a processor
-makes the same one, however it gets there, and a row has the same bits in all of them.
+It is below 2^24 in magnitude and so exact in float32: every kernel of a path makes the same one, however it gets there, and a row has the same bits in all of them.
 """
 
 from __future__ import annotations
@@ -52,12 +51,10 @@ class WholeTile(RegisterTile):
     def scaled(self, totals: list[list[Value]], sums: list[list[Value]], by: list[Value]) -> Any:
         """Totals plus sums of 16 products times whole numbers."""
         e = self.e
-        if self.fmt.bits == 4:  # sums fit 16 bits
-            low = e.splat(self.ints, 0xFFFF)
-            words = [e.b.and_(number, low) for number in by]
-            products = [[e.dot_words(s, words[n]) for n, s in enumerate(row)] for row in sums]
-        else:
-            products = [[e.b.mul(s, by[n]) for n, s in enumerate(row)] for row in sums]
+        # The scales' high words are 0; of the sums, which fit 16 bits, low words are enough.
+        low = e.splat(self.ints, 0xFFFF)
+        words = [e.b.and_(number, low) for number in by]
+        products = [[e.dot_words(s, words[n]) for n, s in enumerate(row)] for row in sums]
         return [
             [e.b.add(total, product) for total, product in zip(*rows, strict=True)]
             for rows in zip(totals, products, strict=True)
