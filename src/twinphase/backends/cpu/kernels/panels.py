@@ -115,7 +115,6 @@ def _fold(e: Emit, fmt: PackedFormat, codes: Value, scales: Value, matrix: bool)
         b.mul(b.sub(number, e.splat(words, fmt.offset)), by)
         for number in (b.and_(inputs, low_byte), b.lshr(inputs, eight))
     ]
-
     if fmt.offset and matrix:
         products = [b.sub(e.splat(words, 0), product) for product in products]
     elif fmt.offset:

@@ -3,7 +3,8 @@
 Within 256 inputs such a scale is a small integer times one float16. A group of 32 inputs is then
 one whole number, the sum over its parts of scale * (codes . inputs): it leaves the integers once,
 is multiplied by the scale of the row's group and added up; the float16 comes in once a superblock.
-It is below 2^24 in magnitude and so exact in float32: every kernel of a path makes the same one, however it gets there, and a row has the same bits in all of them.
+It is below 2^24 in magnitude and so exact in float32: every kernel of a path makes the same one,
+however it gets there, and a row has the same bits in all of them.
 """
 
 from __future__ import annotations
