@@ -44,9 +44,9 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 30_700,
-    "tests": 374_800,
-    "twinphase": 17_600,
+    "benchmarks": 33_200,
+    "tests": 375_700,
+    "twinphase": 17_700,
     "twinphase/backends": 106_900,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
@@ -60,14 +60,14 @@ BUDGET: dict[str, int] = {
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
     "twinphase/server": 68_600,
-    "twinphase/simulate": 10_100,
+    "twinphase/simulate": 12_400,
     "twinphase/speculation": 13_900,
     "twinphase/tokenizer": 18_000,
     "twinphase/weights": 23_300,
-    "twinphase/workload": 2_100,
-    "twinphase_bench": 65_700,
+    "twinphase/workload": 2_200,
+    "twinphase_bench": 71_300,
 }
-MAX_TOKENS = {"src": 483_500, "tests": 374_800, "benchmarks": 30_700}
+MAX_TOKENS = {"src": 491_700, "tests": 375_700, "benchmarks": 33_200}
 
 SKIPPED = {
     tokenize.COMMENT,
