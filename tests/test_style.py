@@ -45,9 +45,9 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 33_200,
-    "tests": 375_700,
-    "twinphase": 17_700,
-    "twinphase/backends": 106_700,
+    "tests": 376_400,
+    "twinphase": 17_800,
+    "twinphase/backends": 108_200,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -65,9 +65,9 @@ BUDGET: dict[str, int] = {
     "twinphase/tokenizer": 18_000,
     "twinphase/weights": 23_300,
     "twinphase/workload": 2_200,
-    "twinphase_bench": 71_300,
+    "twinphase_bench": 71_900,
 }
-MAX_TOKENS = {"src": 491_400, "tests": 375_700, "benchmarks": 33_200}
+MAX_TOKENS = {"src": 493_700, "tests": 376_400, "benchmarks": 33_200}
 
 SKIPPED = {
     tokenize.COMMENT,
