@@ -45,7 +45,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 33_200,
-    "tests": 376_400,
+    "tests": 376_500,
     "twinphase": 17_800,
     "twinphase/backends": 108_200,
     "twinphase/cache": 5_900,
@@ -67,7 +67,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 71_900,
 }
-MAX_TOKENS = {"src": 493_700, "tests": 376_400, "benchmarks": 33_200}
+MAX_TOKENS = {"src": 493_700, "tests": 376_500, "benchmarks": 33_200}
 
 SKIPPED = {
     tokenize.COMMENT,
