@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, settings
 
 import twinphase_bench.cli  # noqa: F401  adds bench, lab and roofline to the command line
 from command_line import Done
+from steps import USER_CACHE
 from twinphase.cli import run_app
 from twinphase.config import ENGINES_VARIABLE
 
@@ -78,9 +79,12 @@ def lone_engine():
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """An empty cache of models, kernels and measurements."""
-    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    """A cache without models and measurements; compiled kernels are the user's."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "kernels").symlink_to(USER_CACHE / "kernels")
+    monkeypatch.setenv("TWINPHASE_CACHE", str(folder))
+    return folder
 
 
 @pytest.fixture

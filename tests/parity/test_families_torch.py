@@ -53,11 +53,9 @@ def test_answers_of_a_real_model(model_path):
     """Greedy: the reference's tokens, and the cpu backend's up to what rounding to int8 changes."""
     prompts = [
         "The capital of France is",
-        "One, two, three,",
         "def fibonacci(n):",
-        "Water boils at",
     ]
-    params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=2)
+    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)
     reference, cpu, ours = (
         [
             output.outputs[0]
