@@ -33,7 +33,9 @@ from twinphase.config import ENGINES_VARIABLE
 # A busy machine is slow now and then, so examples have no deadline. Every run tries the same
 # examples, so that a failure is due to the change; `--hypothesis-profile explore` looks for others.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("twinphase", settings.get_profile("explore"), derandomize=True)
+settings.register_profile(
+    "twinphase", settings.get_profile("explore"), derandomize=True, max_examples=50
+)
 settings.load_profile("twinphase")
 
 PR_SET_CHILD_SUBREAPER = 36

@@ -43,7 +43,7 @@ QUICK = {
 # Most natural preemptions are of the four requests that each mix of 12 blocks begins with.
 LONG = {
     "compared": 200,
-    "compared after a hit": 50,
+    "compared after a hit": 40,
     "compared after preemption": 20,
     "mixed steps": 500,
     "natural preemptions": 10,
