@@ -30,9 +30,10 @@ from rich.table import Table
 from twinphase import LLM, SamplingParams
 from twinphase.batch import StepWork
 from twinphase.cluster.routing import Role, Routing
-from twinphase.cluster.simulation import FleetSpec, Outcome, Simulation, TraceRequest
 from twinphase.errors import TwinphaseError
 from twinphase.phases.statistics import percentile
+from twinphase.simulate.simulation import Simulation
+from twinphase.simulate.spec import FleetSpec, Outcome, TraceRequest, WorkerSpec
 from twinphase.workload.traces import BLOCK_TOKENS, Scaling, TraceLine, read_trace
 
 POLICIES = ("predicted", "random")
@@ -123,13 +124,13 @@ def learn(args: argparse.Namespace, trace: Trace, console: Console) -> FleetSpec
     roles: list[Role] = ["both"] * args.replicas or ["prefill"] * args.prefill + [
         "decode"
     ] * args.decode
+    config = replace(
+        config, enable_prefix_caching=True, max_model_len=1 << 20, itl_slo_ms=ITL_SLO_MS
+    )
     return FleetSpec(
-        roles,
-        costs,
-        replace(config, enable_prefix_caching=True, max_model_len=1 << 20, itl_slo_ms=ITL_SLO_MS),
+        [WorkerSpec(role, costs, config, between_steps=costs.slo_seconds(0.0)) for role in roles],
         block_bytes=config.block_size * llm.engine.shape.kv_token_bytes,
         bytes_per_second=KV_BYTES_PER_SECOND,
-        between_steps=costs.slo_seconds(0.0),
     )
 
 
@@ -141,17 +142,19 @@ def capacity(spec: FleetSpec, trace: Trace) -> float:
     """
     old, new, outputs = zip(*trace.work(), strict=True)
     chunks = (StepWork.of_chunk(cached, rest, True) for cached, rest, _ in trace.work())
-    read = mean(map(spec.times.seconds, chunks))
+    one = spec.workers[0]
+    read = mean(map(one.times.seconds, chunks))
     context = mean(old) + mean(new)
     steps = [
-        (count, spec.times.seconds(StepWork.of_decodes(count, context)))
-        for count in range(1, spec.max_num_seqs + 1)
+        (count, one.times.seconds(StepWork.of_decodes(count, context)))
+        for count in range(1, one.config.max_num_seqs + 1)
     ]
-    count, step = max((one for one in steps if one[1] <= MAX_TPOT_SECONDS), default=steps[0])
+    count, step = max((pair for pair in steps if pair[1] <= MAX_TPOT_SECONDS), default=steps[0])
     decode = mean(outputs) * step / count
-    if "both" in spec.roles:
-        return len(spec.roles) / (read + decode)
-    return min(spec.roles.count("prefill") / read, spec.roles.count("decode") / decode)
+    roles = [worker.role for worker in spec.workers]
+    if "both" in roles:
+        return len(roles) / (read + decode)
+    return min(roles.count("prefill") / read, roles.count("decode") / decode)
 
 
 def play(

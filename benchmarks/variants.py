@@ -37,16 +37,22 @@ from twinphase.weights.hub import resolve_model
 from twinphase_bench.targets.engine import EngineTarget
 
 
-def open_variant(text: str) -> EngineTarget:
-    """The engine of a model and its options, such as `smollm2 threads=2`."""
+def options_of(text: str) -> tuple[str, dict[str, Any]]:
+    """A model and its options, such as `smollm2 threads=2`."""
     model, *assignments = shlex.split(text)
-    options: dict[str, Any] = {"max_model_len": 1024, "enable_prefix_caching": False}
+    options: dict[str, Any] = {}
     for assignment in assignments:
         name, _, value = assignment.partition("=")
         options[name] = value
         with suppress(ValueError):  # Words such as int8 are not JSON.
             options[name] = json.loads(value)
-    return EngineTarget(model, **options)
+    return model, options
+
+
+def open_variant(text: str) -> EngineTarget:
+    """The engine of a model and its options."""
+    model, options = options_of(text)
+    return EngineTarget(model, **{"max_model_len": 1024, "enable_prefix_caching": False, **options})
 
 
 def measure(target: EngineTarget, prompt: list[int], num_tokens: int) -> TimedRequest:

@@ -56,7 +56,7 @@ ALWAYS = (
     *(f"{name}:{kind}" for name in ("rms_norm", "pick_rows") for kind in ("q8", "f32")),
     *(f"gate_mul:{name}:{kind}" for name in ("silu", "gelu") for kind in ("q8", "f32")),
     "gate_mul:swiglu_oai:f32",
-    # LFM2's convolutions have three taps, those of Qwen3.5 four.
+    # LFM2's convolutions have three taps, those of Qwen3.5 and Mamba-2 four.
     "keep_history:3",
     "keep_history:4",
     *(
@@ -66,6 +66,7 @@ ALWAYS = (
             "causal_conv:4:silu",
             "gate_heads:256",
             "gated_norm:128",
+            "gate_norm",
         )
         for kind in ("q8", "f32")
     ),
@@ -75,6 +76,13 @@ ALWAYS = (
         for what in ("gates", "scan")
         for value_heads in (16, 32)
         for tiled in (0, 1)
+    ),
+    "causal_conv:4:biased:f32",
+    # Granite 4-H: 350M, 1B and tiny, micro, small.
+    *(
+        f"space_{what}:1:{heads}:128:{width}:0"
+        for what in ("gates", "scan")
+        for heads, width in ((48, 32), (48, 64), (64, 64), (128, 64))
     ),
     "cap_logits:0",
     "cap_logits:1",

@@ -12,7 +12,7 @@ from twinphase.commands import demo
 from twinphase.phases.report import PhaseReport, PhaseRow
 
 RATES = cpu_ceilings.MeasuredRates(((1 << 20, 1e12), (1 << 30, 1e12)), 1e15, 1e14, 1e15, False)
-ROW = PhaseRow("", 0, 0, 0.0, 0.0, None, "", None, None, 0, "")
+ROW = PhaseRow("prefill", 0, 0, 0.0, 0.0, None, "MFU", None, None, 0, "")
 
 
 @pytest.fixture
@@ -53,15 +53,26 @@ def test_a_disturbed_measurement_is_repeated_and_not_kept(twinphase, cache, mode
 
 
 def test_the_findings_have_the_figures_of_the_reports():
-    prefill = replace(ROW, tokens=1000, seconds=0.5)
-    decode = replace(ROW, tokens=10, seconds=0.05, working_set=100_000_000)
+    prefill = replace(ROW, tokens=1000, seconds=0.5, efficiency=0.6, other_efficiency=0.02)
+    decode = replace(
+        ROW,
+        name="decode",
+        tokens=10,
+        seconds=0.05,
+        working_set=100_000_000,
+        metric="MBU",
+        efficiency=0.7,
+        other_efficiency=0.1,
+    )
     again = replace(ROW, tokens=8, seconds=0.004, cached_tokens=992)
-    first, cached, _ = demo.findings(
+    first, limits, cached, _ = demo.findings(
         PhaseReport(1.0, (prefill, decode), (), 0.51, 0.005),
         PhaseReport(0.1, (again, decode), (), 0.014, 0.005),
     )
     assert "1,000 tokens in parallel, 0.50 ms per token" in first
     assert "5.00 ms per token: 10.0 times as long" in first and "100 MB" in first
+    assert "prefill used 60 % of this machine's arithmetic and 2 % of its memory" in limits
+    assert "decode used 10 % of this machine's arithmetic and 70 % of its memory" in limits
     assert "992 of the prompt's tokens" in cached and "14 ms instead of 510 ms" in cached
 
 

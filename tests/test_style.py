@@ -44,29 +44,30 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 29_050,
-    "tests": 371_000,
-    "twinphase": 17_300,
-    "twinphase/backends": 97_600,
+    "benchmarks": 29_900,
+    "tests": 374_800,
+    "twinphase": 17_600,
+    "twinphase/backends": 101_800,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
     "twinphase/commands": 18_000,
     "twinphase/engine": 40_100,
-    "twinphase/estimate": 4_600,
+    "twinphase/estimate": 4_700,
     "twinphase/explain": 11_000,
-    "twinphase/models": 19_200,
-    "twinphase/phases": 11_500,
+    "twinphase/models": 20_100,
+    "twinphase/phases": 11_650,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
     "twinphase/server": 68_600,
+    "twinphase/simulate": 10_100,
     "twinphase/speculation": 13_900,
     "twinphase/tokenizer": 18_000,
     "twinphase/weights": 23_300,
-    "twinphase/workload": 2_000,
-    "twinphase_bench": 61_000,
+    "twinphase/workload": 2_100,
+    "twinphase_bench": 65_700,
 }
-MAX_TOKENS = {"src": 457_500, "tests": 371_000, "benchmarks": 29_050}
+MAX_TOKENS = {"src": 478_300, "tests": 374_800, "benchmarks": 29_900}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -64,6 +64,7 @@ def write_tiny_gguf(
     infill: tuple[int, int, int] | None = None,
     convolutions: Collection[int] = (),
     deltas: Collection[int] = (),
+    spaces: Collection[int] = (),
     next_token: bool = False,
     passes_on: bool = False,
     shared_kv: int = 0,
@@ -97,7 +98,9 @@ def write_tiny_gguf(
         deltas: layers that are Qwen3.5's delta rules, with 2 key heads of 16 and 4 value heads of
             32; the architecture is then qwen35, or with experts qwen35moe, whose every token goes
             through one more expert. A head must be a multiple of 32 wide.
-        next_token: whether such a model has a layer for a further token.
+        spaces: layers that are Mamba-2, with a group of 16 and 4 heads of 32; the architecture is
+            then granitehybrid, with experts also one that every token goes through.
+        next_token: whether a model with delta rules has a layer for a further token.
         passes_on: whether all layers add nothing, and that one passes the embedding on: it is
             always right where the likeliest token is taken.
         shared_kv: how many of the last layers read KV of others; the architecture is then gemma4,
@@ -105,8 +108,8 @@ def write_tiny_gguf(
     """
     qwen35 = "qwen35moe" if experts else "qwen35"
     architecture = "lfm2" if convolutions else qwen35 if deltas else architecture
-    architecture = "gemma4" if shared_kv else architecture
-    recurrent = {*convolutions, *deltas}
+    architecture = "gemma4" if shared_kv else "granitehybrid" if spaces else architecture
+    recurrent = {*convolutions, *deltas, *spaces}
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_name("tiny")
@@ -124,11 +127,11 @@ def write_tiny_gguf(
         writer.add_nextn_predict_layers(1)
     if convolutions:
         writer.add_shortconv_l_cache(3)
-    if deltas:
+    if deltas or spaces:
         writer.add_key_length(hidden // heads)
         writer.add_ssm_conv_kernel(4)
         writer.add_ssm_state_size(16)
-        writer.add_ssm_group_count(2)
+        writer.add_ssm_group_count(2 if deltas else 1)
         writer.add_ssm_time_step_rank(4)
         writer.add_ssm_inner_size(128)
     writer.add_layer_norm_rms_eps(rms_norm_eps)
@@ -147,7 +150,7 @@ def write_tiny_gguf(
     if experts:
         writer.add_expert_count(experts[0])
         writer.add_expert_used_count(experts[1])
-    if experts and deltas:
+    if experts and (deltas or spaces):
         writer.add_expert_feed_forward_length(ffn)
         writer.add_expert_shared_feed_forward_length(ffn)
     _add_tokenizer(writer, vocab, pre, chat_template)
@@ -174,6 +177,11 @@ def write_tiny_gguf(
         "ssm_conv1d": (192, 4),
         "ssm_out": (hidden, 128),
     }
+    space: dict[str, tuple[int, ...]] = {
+        "ssm_in": (128 + 160 + 4, hidden),
+        "ssm_conv1d": (160, 4),
+        "ssm_out": (hidden, 128),
+    }
     matrices: dict[str, tuple[int, ...]] = {}
     feed_forward: dict[str, tuple[int, ...]] = {
         "gate": (ffn, hidden),
@@ -187,8 +195,9 @@ def write_tiny_gguf(
         matrices |= {
             f"ffn_{name}_exps": (experts[0], *shape) for name, shape in feed_forward.items()
         }
-        if deltas:
+        if deltas or spaces:
             matrices |= {f"ffn_{name}_shexp": shape for name, shape in feed_forward.items()}
+        if deltas:
             matrices |= {"ffn_gate_inp_shexp": (1, hidden)}
             types.setdefault("ffn_gate_inp_shexp", "F32")
     else:
@@ -202,10 +211,18 @@ def write_tiny_gguf(
             _add_norm(writer, rng, f"blk.{layer}.ssm_dt.bias", 4)
             decays = -rng.uniform(0.01, 2.0, 4).astype(np.float32)
             writer.add_tensor(f"blk.{layer}.ssm_a", decays)
-        if recurrent and layer not in recurrent:
+        if layer in spaces:
+            _add_norm(writer, rng, f"blk.{layer}.ssm_conv1d.bias", 160)
+            _add_norm(writer, rng, f"blk.{layer}.ssm_dt.bias", 4)
+            writer.add_tensor(f"blk.{layer}.ssm_norm.weight", np.ones((1, 128), np.float32))
+            for name, sign in (("a", -1), ("d", 1)):
+                values = sign * rng.uniform(0.01, 2.0, (4, 1)).astype(np.float32)
+                writer.add_tensor(f"blk.{layer}.ssm_{name}", values)
+        if recurrent and not spaces and layer not in recurrent:
             for norm in ("attn_q_norm", "attn_k_norm"):
                 _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", hidden // heads)
         mixer = convolution if layer in convolutions else delta if layer in deltas else attention
+        mixer = space if layer in spaces else mixer
         if shared_kv:
             norms, mixer = _gemma4_layer(mixer, layer, heads, layers - shared_kv)
             for norm, width in norms.items():

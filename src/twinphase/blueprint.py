@@ -65,8 +65,9 @@ class Experts:
         choice_bias: whether a bias is added to each expert's score for the choice alone, not to
             its weight (DeepSeek-AI, 2024, arXiv:2412.19437); only with sigmoids.
         scale: multiplies the weights; only with sigmoids.
-        shared_size: width of an expert that every token goes through, whose result is multiplied by
-            the sigmoid of a gate; 0 is none.
+        shared_size: width of an expert that every token goes through; 0 is none.
+        shared_gate: whether its result is multiplied by the sigmoid of a gate.
+        fused_shared: whether the checkpoint stores its gate and up matrices as one.
         fused_gate_up: whether the checkpoint stores the gate and up matrices of experts as one.
     """
 
@@ -79,6 +80,8 @@ class Experts:
     choice_bias: bool = False
     scale: float = 1.0
     shared_size: int = 0
+    shared_gate: bool = True
+    fused_shared: bool = False
     fused_gate_up: bool = False
 
 
@@ -106,21 +109,20 @@ class ShortConv:
         return self.history_rows(num_drafts) * self.channels
 
 
-@dataclass(frozen=True)
-class DeltaNet:
-    """A gated delta rule in place of attention (Yang et al., 2024, arXiv:2412.06464).
+@dataclass(frozen=True, kw_only=True)
+class MatrixStates:
+    """A recurrence whose state is a matrix [key_dim, value_dim] of each value head.
 
-    Queries, keys and values go through a convolution and SiLU first, as in Qwen3.5. The state of a
-    sequence is the last `taps` - 1 inputs of the convolution, and a matrix [key_dim, value_dim] for
-    each value head.
+    Its rows of keys, queries and values go through a convolution and SiLU first, so the last
+    `taps` - 1 inputs of it belong to a sequence's state too.
 
     Attributes:
         taps: positions that a row's convolution sees, its own included.
         key_heads, key_dim: of queries and keys.
         value_heads, value_dim: of values; several value heads may share a key head.
-        tiled: whether value head h reads key head h % key_heads, as in GGUF; else those that share
-            one lie side by side.
         log_decay: whether decays are stored as log(-A); else as A.
+        tiled: whether value head h reads key head h % key_heads; else those that share one lie side
+            by side.
     """
 
     taps: int
@@ -128,18 +130,23 @@ class DeltaNet:
     value_heads: int
     key_dim: int
     value_dim: int
-    tiled: bool
     log_decay: bool
+    tiled: bool = False
+
+    @property
+    def num_keys(self) -> int:
+        """Width of the keys, and of the queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def num_values(self) -> int:
+        """Width of the values, and of the result."""
+        return self.value_heads * self.value_dim
 
     @property
     def channels(self) -> int:
         """Width of the convolution: queries, keys and values."""
-        return 2 * self.key_heads * self.key_dim + self.num_values
-
-    @property
-    def num_values(self) -> int:
-        """Width of the result."""
-        return self.value_heads * self.value_dim
+        return 2 * self.num_keys + self.num_values
 
     @property
     def matrix_floats(self) -> int:
@@ -159,6 +166,22 @@ class DeltaNet:
         """Numbers of a sequence's state in one layer."""
         history = self.history_rows(num_drafts) * self.channels
         return history + num_drafts * self.draft_floats + self.matrix_floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet(MatrixStates):
+    """A gated delta rule in place of attention (Yang et al., 2024, arXiv:2412.06464).
+
+    As in Qwen3.5, whose value heads are tiled in GGUF files.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2(MatrixStates):
+    """A selective state space in place of attention (Dao and Gu, 2024, arXiv:2405.21060).
+
+    Its heads are value heads, its groups key heads; B and C are keys and queries.
+    """
 
 
 @dataclass(frozen=True)
@@ -287,7 +310,7 @@ class Blueprint:
     sinks: bool = False
     experts: Experts | None = None
     dense_layers: int = 0
-    recurrence: ShortConv | DeltaNet | None = None
+    recurrence: ShortConv | DeltaNet | Mamba2 | None = None
     recurrent_layers: tuple[int, ...] = ()
     attention_gate: bool = False
     draft_layers: int = 0

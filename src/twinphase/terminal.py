@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from twinphase.phases.colours import TERMINAL_CODES
+from twinphase.phases.hardware import NEITHER
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -215,6 +216,8 @@ def _phase_line(row: PhaseRow, share: str) -> str:
         "unknown": "",
     }
     bound = words.get(row.bound, f"{row.bound}-bound")
+    if row.bound in NEITHER and row.nearest_limit is not None:
+        bound += f", nearest limit: {row.nearest_limit}"
     if not row.tokens:
         return f"{paint(f'{row.name:<8}', BOLD, TERMINAL_CODES[row.name])} {line.rstrip()}"
     shares = ("host", row.host_share), ("waiting for ranks", row.rank_share)

@@ -240,7 +240,7 @@ def test_the_pace_is_chosen_once_step_times_are_known_unless_the_user_set_one(se
             scheduler = engine.host.loaded.engine.scheduler
             assert engine.facts.pace is None  # it was not warmed up
             await asyncio.gather(*[read(await engine.submit(prompt, LONG)) for prompt in PROMPTS])
-            assert (scheduler.pace.slo_seconds, scheduler.pace.prefill_room > 0) == chosen(
+            assert (scheduler.pace.slo_seconds, scheduler.pace.step_factor > 0) == chosen(
                 scheduler.pace.slo_seconds
             )
 

@@ -226,9 +226,9 @@ def test_other_times_lead_to_other_chunks(log):
         ("", "is empty"),
         (
             '{"event":"header","version":99}\n',
-            "Line 1 of .* not the header of a step log of version 6",
+            "Line 1 of .* not the header of a step log of version 7",
         ),
-        ('{"event":"header","version":6}\n', "Line 1 of .* KeyError: 'prices'"),
+        ('{"event":"header","version":7}\n', "Line 1 of .* KeyError: 'prices'"),
         ('{"a":1}\n', "Line 1 of .* not the header"),
         ("hello\n", "Line 1 of .* is not a JSON object"),
         ("[1]\n", "Line 1 of .* is not a JSON object"),

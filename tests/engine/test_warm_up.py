@@ -69,7 +69,7 @@ def test_a_pace_that_was_chosen_on_a_busy_machine_is_soon_forgotten(loaded, monk
     for _ in choices:
         loaded.choose_pace()
         pace = loaded.engine.scheduler.pace
-        kept.append((pace.slo_seconds, pace.prefill_room))
+        kept.append((pace.slo_seconds, pace.step_factor))
     assert kept == [(pytest.approx(slo / 1e3), pytest.approx(slo / 1e4)) for slo in slos]
 
 

@@ -90,6 +90,8 @@ def test_active_parameters():
     qwen = read_shape("qwen3.5-35b-a3b")
     assert qwen.total_parameters == pytest.approx(35e9, rel=0.02)
     assert qwen.active_parameters == pytest.approx(3e9, rel=0.2)
+    granite = read_shape("granite-4.0-h-tiny")  # 7 billion, says its model card
+    assert granite.total_parameters == pytest.approx(7e9, rel=0.02)
     # "Effective" parameters of its model card: those that do not stay in the mapped file.
     gemma = read_shape("gemma-4-e2b").parameters
     assert gemma.total - gemma.embedding == pytest.approx(2.3e9, rel=0.02)

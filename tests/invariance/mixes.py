@@ -43,6 +43,7 @@ PREFIX = [(7 * i + i * i) % 250 + 10 for i in range(96)]
 # The same blocks stand behind others in the second, and behind themselves in the third: that is not
 # the same KV.
 PREFIXES = [PREFIX, PREFIX[80:] + PREFIX[16:], 6 * PREFIX[:16]]
+CUTS = [0, 15, 16, 33, 64, 90, 96]
 COMPARED = {"compared": 101}
 
 
@@ -106,7 +107,7 @@ def new_request(rng: random.Random) -> dict[str, Any]:
     )  # is what the prompt ends with
     return {
         "prompt_token_ids": [
-            *rng.choice(PREFIXES)[: rng.choice([0, 15, 16, 33, 64, 90, 96])],
+            *rng.choice(PREFIXES)[: rng.choice(CUTS)],
             *rng.choices(range(10, 15), k=rng.randint(1, 12)),
             *thinking,
         ],
@@ -120,6 +121,8 @@ def new_request(rng: random.Random) -> dict[str, Any]:
 
 class Mix:
     """One mix."""
+
+    least_blocks = 0  # of the KV cache
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class Mix:
         self.timelines: dict[str, RequestTimeline] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.ends: dict[str, float] = {}
-        num_blocks = (12, 16, 12, MOST_BLOCKS)[number % 4]
+        num_blocks = max((12, 16, 12, MOST_BLOCKS)[number % 4], self.least_blocks)
         policy = self.random.choice(["fcfs", "priority"])
         guesser = self.random.choice(["none", *GUESSERS])
         options = {"scheduling_policy": policy, "max_num_batched_tokens": 64}
@@ -323,6 +326,7 @@ class Mix:
             return
         assert (request.output_token_ids, request.finish_reason) == (tokens, reason)
         assert repr(self.logprobs[name]) == logprobs
+        assert "nan" not in logprobs  # which would be equal to anything that went wrong alike
         self.tally["compared"] += 1
         self.tally["compared with the prompt's"] += (
             request.sampling_params.prompt_logprobs is not None

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from steps import Piece, Steps, compile_together, isas_that_differ, own_cache, per_isa
 from tiny_gguf import write_tiny_gguf
+from twinphase.backends.cpu.attention_units import AttentionUnits
 from twinphase.backends.cpu.backend import CpuBackend
 from twinphase.backends.cpu.isa import available_isas
 
@@ -94,7 +95,8 @@ ELSEWHERE = [CASES[at] for at in (0, 1, 2, 4, 5)]
 def folder(tmp_path_factory) -> Iterator[Path]:
     """Where the models of this module are; nothing of them stays in memory behind it."""
     path = tmp_path_factory.mktemp("models")
-    with own_cache(path / "cache"):
+    with own_cache(path / "cache"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttentionUnits, "sharing", "always")
         yield path
     compiled.cache_clear()
     model.cache_clear()
@@ -281,6 +283,36 @@ def test_many_decodes(folder, case, isa):
             [Piece(tokens()[at : at + 1], int(at), steps.blocks) for at in positions]
         )
         assert_same_bits(logits, expected[positions])
+
+
+@per_cache
+def test_prefixes_that_sequences_share(folder, case, isa, monkeypatch):
+    """Uneven ones, of 2, 4 and 64 sequences and of several groups, in prefill and in decode.
+
+    The same step again, with every sequence computed apart, gives the same bits.
+    """
+    steps = model(folder, case, isa)
+    rng = np.random.default_rng(6)
+    base = tokens(9, 544)
+    steps.chunked(base, [544])
+    for count, most in ((2, 40), (4, 90), (64, 1), (64, 9), (31, 3)):
+        free = rng.permutation(np.arange(34, len(steps.blocks), dtype=np.int32))
+        group = []
+        for number in range(count):
+            shared = (33, 24, 33, 8, 15, 0)[number % 6]  # blocks
+            size = int(rng.integers(1, most + 1))
+            needed = -(-size // 16)
+            blocks = np.concatenate([steps.blocks[:shared], free[:needed]])
+            free = free[needed:]
+            group.append(Piece(rng.integers(0, VOCAB, size, dtype=np.int32), 16 * shared, blocks))
+        group.sort(key=lambda piece: len(piece.tokens) > 1)
+        together = steps.run(group)
+        shares = any(n for name, n in steps.backend._counts.items() if "rest:sharing" in name)
+        assert shares == (case.window is None)
+        with monkeypatch.context() as patch:
+            patch.setattr(AttentionUnits, "sharing", "never")
+            assert np.isfinite(together).all()
+            assert_same_bits(together, steps.run(group))
 
 
 @per_cache

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import mixes
 import pytest
-from mix_engines import GUESSERS, VOCAB, Alone, engines, load
+from mix_engines import GUESSERS, MOST_BLOCKS, VOCAB, Alone, engines, load
 from mixes import run_mixes
 
 from steps import own_cache
 from tiny_gguf import write_tiny_gguf
+from twinphase.backends.cpu.attention_units import AttentionUnits
 from twinphase.batch import ScheduledRequest
 from twinphase.sampling import sampler
 
@@ -28,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "shared": {"layers": 5, "shared_kv": 2, "window": 40},
     "deltas": DELTAS,
     "deltas-and-experts": {**DELTAS, "experts": (6, 2)},
+    "spaces": {"layers": 4, "spaces": (0, 1, 3), "experts": (6, 2)},
 }
 QUICK = {
     "compared": 50,
@@ -90,6 +94,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
         pytest.param(10, "deltas", HYBRID, marks=pytest.mark.quick),
         (12, "shared", QUICK),
         (10, "deltas-and-experts", HYBRID),
+        (10, "spaces", HYBRID),
         *(
             pytest.param(NUM_MIXES, model, least, marks=pytest.mark.slow)
             for model, least in (
@@ -109,6 +114,26 @@ def test_mixes(folder, num_mixes, model, least):
     unattributed = median(tally.unattributed)
     print(f"unattributed: median {unattributed:.3%} of {len(tally.unattributed)}")
     assert num_mixes < NUM_MIXES or unattributed < 0.01
+
+
+def test_mixes_that_share_prefixes(folder, monkeypatch):
+    """Of more than a KV tile, whose attention is computed once for all; none is shared alone."""
+    shared = Counter[str]()
+    fill = AttentionUnits.fill
+
+    def counting(units: AttentionUnits, *step: Any) -> dict[str, int]:
+        counts = fill(units, *step)
+        shared.update({name: bool(count) for name, count in counts.items()})
+        return counts
+
+    monkeypatch.setattr(AttentionUnits, "fill", counting)
+    monkeypatch.setattr(AttentionUnits, "sharing", "always")
+    monkeypatch.setattr(mixes.Mix, "least_blocks", MOST_BLOCKS)
+    monkeypatch.setattr(mixes, "PREFIXES", [[(7 * i + i * i) % 250 + 10 for i in range(144)]])
+    monkeypatch.setattr(mixes, "CUTS", [33, 128, 130, 144])
+    tally = run_mixes(5, *engines(write_tiny_gguf(folder / "dense.gguf", vocab=VOCAB)))
+    tally.assert_reaches({"compared": 20, "compared after a hit": 10})
+    assert shared["decode_rest"] > 50, shared
 
 
 @pytest.mark.parametrize(("fault", "kind"), [("blind", "adversary"), ("forgetful", "oracle")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tiny_gguf import write_tiny_gguf
-from twinphase.blueprint import Experts
+from twinphase.blueprint import Experts, Mamba2
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.architectures import describe, gguf_architecture
 from twinphase.models.config import Config
@@ -24,6 +24,12 @@ FIELDS = {
     "max_position_embeddings": 512,
 }
 DENSE_HYBRID = {"num_local_experts": 0, "layer_types": ["attention"] * 3, "mamba_n_heads": 8}
+SPACES = {
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "position_embedding_type": "nope",
+}
 MOE = {
     "num_experts": 8,
     "num_local_experts": 8,
@@ -104,6 +110,7 @@ MODEL_TYPES = [
     "olmoe",
     "granite",
     "granitemoehybrid",
+    "granitemoehybrid-mixture",
     "smollm3",
     "exaone4",
     "glm4",
@@ -128,6 +135,9 @@ def test_as_many_parameters_as_transformers_has(model_type):
     extra = MOE if model_type in ("mixtral", "qwen3_moe", "olmoe", "gpt_oss") else {}
     if model_type == "granitemoehybrid":
         extra = DENSE_HYBRID
+    if model_type == "granitemoehybrid-mixture":
+        model_type = "granitemoehybrid"
+        extra = SPACES | {"num_local_experts": 8, "num_experts_per_tok": 2}
     if model_type in ("lfm2_moe", "qwen3_5_moe_text"):
         kind = "conv" if model_type == "lfm2_moe" else "linear_attention"
         extra = HYBRID_MOE | {"layer_types": [kind, kind, "full_attention"]}
@@ -172,18 +182,26 @@ def test_windows_reach_the_cost_formulas():
     assert (shape.window, shape.windowed_layers, shape.num_layers) == (8, 2, 3)
 
 
-def test_granite_4_without_rotation_and_with_layers_that_are_not_computed():
+def test_granite_4_with_and_without_rotation_and_state_spaces():
     hybrid = {"num_local_experts": 0, "layer_types": ["attention"] * 3}
     assert blueprint_of("granitemoehybrid", **hybrid).ropes == (None,) * 3
     rotated = blueprint_of("granitemoehybrid", **hybrid, position_embedding_type="rope")
-    assert None not in rotated.ropes
+    assert None not in rotated.ropes and rotated.recurrence is None
+    spaces = blueprint_of("granitemoehybrid", **SPACES, num_local_experts=8, num_experts_per_tok=2)
+    assert spaces.recurrent_layers == (0, 2) and spaces.ropes == (None,) * 3
+    assert spaces.recurrence == Mamba2(
+        taps=4, key_heads=1, value_heads=8, key_dim=16, value_dim=16, log_decay=True
+    )
     for fields, named in (
-        ({"layer_types": ["attention", "mamba", "attention"]}, "Mamba-2"),
-        ({"layer_types": None}, "Mamba-2"),
-        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"layer_types": ["attention", "lstm", "attention"]}, "lstm"),
+        (SPACES | {"mamba_proj_bias": True}, "mamba_proj_bias"),
+        (SPACES | {"time_step_limit": [0.1, 1.0]}, "time_step_limit"),
+        (SPACES | {"time_step_limit": [0.0, 1.0]}, "time_step_limit"),
     ):
         with pytest.raises(UnsupportedModelError, match=named):
             blueprint_of("granitemoehybrid", **hybrid | fields)
+    with pytest.raises(CheckpointError, match="3 heads"):
+        blueprint_of("granitemoehybrid", **hybrid | SPACES | {"mamba_n_heads": 3})
     fields = FIELDS | {"rope_scaling": {"finetuned": False}}
     assert describe(Config(fields, "granite", "m", is_gguf=True)).ropes == (None,) * 3
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from twinphase.weights.checkpoint import Checkpoint
 
-RECURRENT = ("lfm2", "lfm2moe", "qwen35", "qwen35moe")
-PERMUTED = ("llama", "granite", "smollm3", "mistral3")
+RECURRENT = ("lfm2", "lfm2moe", "qwen35", "qwen35moe", "granitehybrid")
+PERMUTED = ("llama", "granite", "granitehybrid", "smollm3", "mistral3")
 
 
 def write_gguf(
@@ -31,7 +31,8 @@ def write_gguf(
     config = model.config
     config.allow_global_per_layer_attribute_access = True  # those of layers with a window
     arch = checkpoint.architecture
-    if arch == "granitehybrid":  # The converter calls it so where all layers have attention.
+    spaces = arch == "granitehybrid" and "linear_attention" in config.layer_types
+    if arch == "granitehybrid" and not spaces:  # The converter calls it so.
         arch = "granite"
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_context_length(config.max_position_embeddings)
@@ -72,6 +73,8 @@ def write_gguf(
         writer.add_ssm_group_count(config.linear_num_key_heads)
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+    if spaces:
+        _add_state_spaces(writer, config)
     if arch.startswith("lfm2"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
     _add_feed_forward(writer, config, arch)
@@ -104,10 +107,15 @@ def write_gguf(
             "norm.weight"
         ):
             values = values + 1
+        if name.endswith((".ssm_a", ".ssm_d")) and spaces:
+            values = -np.exp(values) if name.endswith("a") else values
+            values = values.reshape(-1, 1)
+        if name.endswith("ssm_norm.weight") and spaces:
+            values = values.reshape(config.mamba_n_groups, -1)
         parts = {name: values}
         if name.endswith("ffn_gate_inp_shexp.weight"):  # Some converters have dropped the 1.
             parts = {name: values[0]}
-        if by_layer and name.endswith("ffn_up.weight"):
+        if by_layer and name.endswith(("ffn_up.weight", "ffn_up_shexp.weight")):
             parts = dict(zip((name.replace("up", "gate"), name), np.split(values, 2), strict=True))
         for part, own in parts.items():
             writer.add_tensor(part, np.ascontiguousarray(own))
@@ -138,6 +146,17 @@ def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
     turned = full // 8
     divisors = [1.0] * turned + [1e30] * (full // 2 - turned)
     writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
+
+
+def _add_state_spaces(writer: gguf.GGUFWriter, config: Any) -> None:
+    """conversion/granite.py: nothing is rotated beside layers of Mamba-2."""
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+    writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
 
 
 def _drafting_layers(checkpoint: Checkpoint) -> int:
@@ -181,7 +200,9 @@ def _permuted(values: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]
 
 
 def _add_feed_forward(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
-    size = getattr(config, "shared_intermediate_size", getattr(config, "intermediate_size", None))
+    size = getattr(config, "intermediate_size", None)
+    if arch == "granite":
+        size = getattr(config, "shared_intermediate_size", size)
     if arch == "lfm2":  # convert_hf_to_gguf.py: the width that the model makes of it
         multiple = config.block_multiple_of
         size = -(-int(2 * size / 3) // multiple) * multiple
@@ -256,7 +277,7 @@ def _add_scales(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if arch == "granite":
+    if arch.startswith("granite"):
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier)

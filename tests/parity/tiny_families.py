@@ -77,6 +77,14 @@ QWEN35 = {
     "linear_value_head_dim": 32,
     "max_position_embeddings": 512,
 }
+GRANITE4 = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.05,
+    "logits_scaling": 8.0,
+    "shared_intermediate_size": 112,
+    "mamba_n_heads": 4,
+}
 
 
 def _phi(**more: Any) -> dict[str, Any]:
@@ -183,16 +191,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-4": (
         "GraniteMoeHybrid",
         {
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.05,
-            "logits_scaling": 8.0,
-            "shared_intermediate_size": 112,
+            **GRANITE4,
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
             "layer_types": ["full_attention"] * 3,
             "position_embedding_type": "rope",
-            "mamba_n_heads": 4,
+        },
+    ),
+    "granite-4-h": (
+        "GraniteMoeHybrid",
+        {
+            **GRANITE4,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mamba_d_state": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite-4-h-moe": (
+        "GraniteMoeHybrid",
+        {
+            **GRANITE4,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mamba_d_state": 16,
+            "mamba_n_groups": 2,
         },
     ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),

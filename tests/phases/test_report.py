@@ -80,12 +80,12 @@ def test_a_phase_that_waited_says_for_what():
     line.prefill.cpu_wait = 0.07
     result = phase_report(line, units=UNITS, ceilings=CEILINGS, wall_seconds=2.0)
     assert [row.bound for row in result.phases] == ["contention", "memory"]
-    assert report_lines(result)[0].endswith("MFU 13 %, contention")
+    assert report_lines(result)[0].endswith("MFU 13 %, contention, nearest limit: compute")
     line.prefill.cpu_wait = 0.0
     line.prefill.rank_wait = 0.07
     result = phase_report(line, units=UNITS, ceilings=CEILINGS, wall_seconds=2.0)
     assert report_lines(result)[0].endswith(
-        "MFU 13 %, bound by ranks that wait, waiting for ranks 70 %"
+        "MFU 13 %, bound by ranks that wait, nearest limit: compute, waiting for ranks 70 %"
     )
 
 
@@ -108,7 +108,7 @@ def test_time_outside_kernels_is_overhead():
     line.prefill.building = 0.02
     assert line.prefill.outside == pytest.approx(0.06)
     result = phase_report(line, units=UNITS, ceilings=CEILINGS, wall_seconds=2.0)
-    assert report_lines(result)[0].endswith("MFU 13 %, overhead-bound")
+    assert report_lines(result)[0].endswith("MFU 13 %, overhead-bound, nearest limit: compute")
     line.prefill.device = 0.09  # A device's own clock knows better.
     assert line.prefill.outside == pytest.approx(0.01)
     result = phase_report(line, units=UNITS, ceilings=CEILINGS, wall_seconds=2.0)

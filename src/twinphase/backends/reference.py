@@ -15,15 +15,11 @@ from numpy.typing import NDArray
 from twinphase.backends.base import Forward, KVCacheSpec, StepInputs
 from twinphase.backends.group import Group
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
-from twinphase.backends.reference_math import (
-    changed_state,
-    product_in_blocks,
-    softcap_of,
-    unit_rows,
-)
+from twinphase.backends.reference_math import product_in_blocks, softcap_of
+from twinphase.backends.reference_recurrence import ReferenceRecurrence
 from twinphase.backends.rope_tables import query_scales, rope_tables
 from twinphase.backends.states import slot_layout
-from twinphase.blueprint import Blueprint, DeltaNet, Experts, Rope, Span
+from twinphase.blueprint import Blueprint, Experts, MatrixStates, Rope, Span
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
@@ -31,7 +27,7 @@ F32 = NDArray[np.float32]
 RopeTables = tuple[F32, F32, bool, F32 | None]
 
 
-class ReferenceBackend:
+class ReferenceBackend(ReferenceRecurrence):
     """The `Backend` protocol in NumPy float32."""
 
     name = "reference"
@@ -92,11 +88,11 @@ class ReferenceBackend:
             layout = slot_layout(self.blueprint, spec.num_drafts)
             states = layout.num_layers, spec.num_state_slots
             self.histories = np.zeros((*states, layout.history_rows, layout.channels), np.float32)
-            if isinstance(delta := self.blueprint.recurrence, DeltaNet):
-                heads = (delta.value_heads, delta.key_dim, delta.value_dim)
+            if isinstance(matrix := self.blueprint.recurrence, MatrixStates):
+                heads = (matrix.value_heads, matrix.key_dim, matrix.value_dim)
                 self.matrices = np.zeros((*states, *heads), np.float32)
                 # Of each draft and head: key, change and decay.
-                row = (delta.value_heads, delta.key_dim + delta.value_dim + 1)
+                row = (matrix.value_heads, matrix.key_dim + matrix.value_dim + 1)
                 self.drafts = np.zeros((*states, spec.num_drafts, *row), np.float32)
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
@@ -314,97 +310,6 @@ class ReferenceBackend:
         wanted = self.inputs.logit_rows
         return wanted if len(x) == len(wanted) else np.arange(len(x), dtype=np.int32)
 
-    def short_conv(self, bcx: F32, weight: F32, layer: int) -> F32:
-        """C * conv(B * x)."""
-        b, c, x = np.split(bcx, 3, axis=1)
-        return c * self._convolve(b * x, weight, layer)
-
-    def delta_rule(self, qkv: F32, gates: F32, weights: tuple[F32, F32, F32], layer: int) -> F32:
-        """Row by row, as the recurrence is written down."""
-        delta = self.blueprint.recurrence
-        assert isinstance(delta, DeltaNet)
-        conv, decay, bias = weights
-        x = self._convolve(qkv, conv, layer)
-        x = x / (1 + np.exp(-x))
-        keys = delta.key_heads * delta.key_dim
-        q, k, v = np.split(x, [keys, 2 * keys], axis=1)
-        q, k = (unit_rows(part.reshape(len(x), -1, delta.key_dim)) for part in (q, k))
-        heads = np.arange(delta.value_heads)
-        heads = (
-            heads % delta.key_heads
-            if delta.tiled
-            else heads // (delta.value_heads // delta.key_heads)
-        )
-        q = q[:, heads] * np.float32(delta.key_dim**-0.5)
-        k = k[:, heads]
-        v = v.reshape(len(x), delta.value_heads, delta.value_dim)
-        alpha, beta = np.split(gates, 2, axis=1)
-        a = -np.exp(decay) if delta.log_decay else decay
-        kept = np.exp(a * np.logaddexp(np.float32(0), alpha + bias))
-        opened = 1 / (1 + np.exp(-beta))
-        rows = [part.astype(np.float32) for part in (q, k, v, kept, opened)]
-        return self._recur(rows, layer)
-
-    def _recur(self, rows: Sequence[F32], layer: int) -> F32:
-        """The recurrence over each sequence, for queries, keys, values, decays and betas."""
-        inputs = self.inputs
-        assert inputs.states is not None
-        q, k, v, kept, beta = rows
-        out = np.empty_like(v)
-        snapshots = dict(inputs.snapshots.tolist())
-        size = k.shape[2]
-        for i, (source, target, pending, final) in enumerate(inputs.states.tolist()):
-            state = self.matrices[layer, source].copy()
-            for draft in self.drafts[layer, source, :pending]:
-                state = changed_state(state, draft[:, :size], draft[:, size:-1], draft[:, -1])
-            first = int(inputs.query_start[i])
-            for row in range(first, int(inputs.query_start[i + 1])):
-                seen = np.einsum("hij,hi->hj", state, k[row]) * kept[row][:, None]
-                change = beta[row][:, None] * (v[row] - seen)
-                state = changed_state(state, k[row], change, kept[row])
-                out[row] = np.einsum("hij,hi->hj", state, q[row])
-                if row in snapshots:
-                    self.matrices[layer, snapshots[row]] = state
-                number = row - first - final
-                if number == -1:
-                    self.matrices[layer, target] = state
-                elif number >= 0:
-                    parts = [k[row], change, kept[row][:, None]]
-                    self.drafts[layer, target, number] = np.concatenate(parts, axis=1)
-        return out.reshape(len(out), -1)
-
-    def gated_norm(self, x: F32, weight: F32, gate: F32, eps: float) -> F32:
-        """rms_norm of each head, then the gate."""
-        normed = self.rms_norm(x.reshape(len(x), -1, len(weight)), weight, eps)
-        out: F32 = normed.reshape(x.shape) * gate / (1 + np.exp(-gate))
-        return out
-
-    def gate_heads(self, h: F32, qkv: F32) -> F32:
-        """h * sigmoid(gate)."""
-        b = self.blueprint
-        both = qkv[:, : 2 * b.num_heads * b.head_dim].reshape(len(h), b.num_heads, 2, b.head_dim)
-        out: F32 = h / (1 + np.exp(-both[:, :, 1].reshape(h.shape)))
-        return out
-
-    def _convolve(self, x: F32, weight: F32, layer: int) -> F32:
-        """Each sequence's rows of x [num_tokens, channels] after those in its state."""
-        inputs = self.inputs
-        assert inputs.states is not None
-        taps = weight.shape[1]
-        out = np.zeros_like(x)
-        histories = self.histories[layer]
-        for i, (source, target, pending, final) in enumerate(inputs.states.tolist()):
-            rows = slice(inputs.query_start[i], inputs.query_start[i + 1])
-            known = np.concatenate([histories[source, pending : pending + taps - 1], x[rows]])
-            for tap in range(taps):
-                out[rows] += known[tap : tap + len(known) - taps + 1] * weight[:, tap]
-            histories[target, : len(known) - final] = known[final:]
-            for row, slot in inputs.snapshots.tolist():
-                if rows.start <= row < rows.stop:
-                    kept = row + 1 - rows.start
-                    histories[slot, : taps - 1] = known[kept : kept + taps - 1]
-        return out
-
     def gate_mul(self, gate_up: F32, up: F32 | None = None, first: int = 0) -> F32:
         """activation(gate) * up."""
         out: F32
@@ -456,20 +361,6 @@ class ReferenceBackend:
         for k in range(experts.used):
             out += p[:, k, None] * results[:, k]
         return out
-
-    def add_gated(self, x: F32, h: F32, y: F32, weight: F32) -> F32:
-        """x + sigmoid(y . weight) * h."""
-        out: F32 = x + h / (1 + np.exp(-(y @ weight.reshape(-1, 1))))
-        return out
-
-    def given_rows(self) -> F32:
-        """The step's own rows."""
-        assert self.inputs.hidden is not None
-        return self.inputs.hidden
-
-    def join(self, left: F32, right: F32) -> F32:
-        """Both side by side."""
-        return np.concatenate([left, right], axis=1)
 
     def logit_rows(self, x: F32) -> F32:
         """The wanted rows."""

@@ -5,9 +5,9 @@ A slot holds the state of one sequence in every recurrent layer, as float32 numb
     history  [taps - 1 + num_drafts, channels], inputs of the convolution: those of the last
              positions that are known to be right, then those of drafts, which the next step takes
              for right or leaves out
-    drafts   of a delta rule, [num_drafts]: keys [heads, key_dim], changes [heads, value_dim] and
+    drafts   of matrices, [num_drafts]: keys [heads, key_dim], changes [heads, value_dim] and
              decays [heads] of the drafts' rows
-    matrices of a delta rule, a [key_dim, value_dim] of each value head
+    matrices of a delta rule or a state space, a [key_dim, value_dim] of each value head
 
 Slot 0 holds zeros and is never written: it is the state before a sequence's first token.
 """
@@ -48,8 +48,24 @@ class RecurrentOperations(Protocol):
         the bias. State as in `short_conv`.
         """
 
+    def state_space(
+        self, xbc: Any, steps: Any, conv: tuple[Any, Any], weights: tuple[Any, Any, Any], layer: int
+    ) -> Any:
+        """The selective state space of Mamba-2 (`blueprint.Mamba2`), [num_tokens, num_values].
+
+        With S the state of a head, x its values, B and C its group's rows and t = softplus(step +
+        bias): S <- exp(t A) S + B (t x)^T; the result is S^T C + D x.
+
+        `xbc` is [num_tokens, channels], all x, all B and all C before the convolution; `steps` has
+        a number of each head; `conv` is the convolution's weight [channels, taps] and bias;
+        `weights` are A as it is stored, the steps' bias, and D. State as in `short_conv`.
+        """
+
     def gated_norm(self, x: Any, weight: Any, gate: Any, eps: float) -> Any:
         """rms_norm(x, weight) of each run of len(weight) columns, times silu(gate)."""
+
+    def gate_norm(self, x: Any, weight: Any, gate: Any, eps: float) -> Any:
+        """rms_norm(x * silu(gate)) of each of the state space's groups of columns, times weight."""
 
     def gate_heads(self, h: Any, qkv: Any) -> Any:
         """Attention's result h times the sigmoid of each head's gate, which follows its queries."""
@@ -76,7 +92,15 @@ class NoRecurrence:
     def delta_rule(self, qkv: Any, gates: Any, weights: tuple[Any, Any, Any], layer: int) -> Any:
         raise NotImplementedError
 
+    def state_space(
+        self, xbc: Any, steps: Any, conv: tuple[Any, Any], weights: tuple[Any, Any, Any], layer: int
+    ) -> Any:
+        raise NotImplementedError
+
     def gated_norm(self, x: Any, weight: Any, gate: Any, eps: float) -> Any:
+        raise NotImplementedError
+
+    def gate_norm(self, x: Any, weight: Any, gate: Any, eps: float) -> Any:
         raise NotImplementedError
 
     def gate_heads(self, h: Any, qkv: Any) -> Any:
@@ -102,7 +126,7 @@ class SlotLayout:
         num_drafts: rows of a step, after a sequence's first, that a slot has room for.
         history_rows: of each layer.
         layer_floats: numbers of each layer.
-        matrix_floats: the last ones of them, of a delta rule's matrices.
+        matrix_floats: the last ones of them, of the matrices.
         draft_floats: those of a draft before them.
     """
 

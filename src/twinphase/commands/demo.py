@@ -14,7 +14,7 @@ from twinphase.errors import StorageError, TwinphaseError
 if TYPE_CHECKING:
     from twinphase.config import EngineConfig
     from twinphase.phases.hardware import Ceilings
-    from twinphase.phases.report import PhaseReport
+    from twinphase.phases.report import PhaseReport, PhaseRow
 
 TEXT_NAME = "two-phases.md"
 QUESTION = "In one sentence: what is the difference between prefill and decode?"
@@ -133,6 +133,14 @@ def findings(first: PhaseReport, again: PhaseReport) -> list[str]:
             f"step, {decode.seconds / decode.tokens * 1e3:.2f} ms per token: {times:.1f} times as "
             f"long, because each step reads {decode.working_set / 1e6:,.0f} MB for a single token."
         )
+    shares = [
+        f"{row.name} used {_share(row, 'MFU')} of this machine's arithmetic and "
+        f"{_share(row, 'MBU')} of its memory bandwidth"
+        for row in first.phases
+        if row.nearest_limit is not None
+    ]
+    if len(shares) == len(first.phases):
+        lines.append(f"Of the limits measured here, {'; '.join(shares)}.")
     cached = again.phases[0]
     if first.ttft and again.ttft and cached.cached_tokens:
         lines.append(
@@ -142,3 +150,9 @@ def findings(first: PhaseReport, again: PhaseReport) -> list[str]:
         )
     lines.append("docs/two-phases.md, the text of the question, explains both phases.")
     return lines
+
+
+def _share(row: PhaseRow, metric: str) -> str:
+    value = row.efficiency if row.metric == metric else row.other_efficiency
+    percent = 100 * (value or 0)
+    return f"{percent:.0f} %" if percent >= 1 else "under 1 %"

@@ -38,7 +38,7 @@ from twinphase.request import Request, SamplingParams
 from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.scheduler import Scheduler
 
-VERSION = 6
+VERSION = 7
 Drafts = Mapping[str, Sequence[int]]
 
 
@@ -68,7 +68,7 @@ def _step(drafts: Drafts, batch: Batch, output: StepOutput) -> dict[str, Any]:
 
 
 def _pace(pace: Pace) -> dict[str, Any]:
-    return {"slo_seconds": pace.slo_seconds, "prefill_room": pace.prefill_room}
+    return {"slo_seconds": pace.slo_seconds, "step_factor": pace.step_factor}
 
 
 def _acceptance(blocks: Sequence[CachedBlock], verdicts: Sequence[Acceptance]) -> dict[str, Any]:
@@ -221,6 +221,7 @@ class Replaying:
 
     Attributes:
         batch, output, finished: of the last step.
+        cost_model: learns from the logged step times, as the one that was logged did.
         predicted, parts: seconds of the last step as predicted before it, and of its decodes and
             each of its chunks alone.
     """
@@ -229,14 +230,14 @@ class Replaying:
         if header.get("event") != "header" or header.get("version") != VERSION:
             raise InvalidRequestError(f"This is not the header of a step log of version {VERSION}.")
         self.num_steps = 0
-        self._cost_model = CostModel(header["prices"], header["windowed_share"], header["window"])
+        self.cost_model = CostModel(header["prices"], header["windowed_share"], header["window"])
         self.scheduler = Scheduler(
             EngineConfig(**header["config"]),
-            self._cost_model,
+            self.cost_model,
             eos_token_ids=header["eos_token_ids"],
             fingerprint=header["fingerprint"],
         )
-        self.scheduler.pace = Pace(header["slo_seconds"], header["prefill_room"])
+        self.scheduler.pace = Pace(header["slo_seconds"], header["step_factor"])
         self.scheduler.usual_output = header["usual_output"]
         self.batch = Batch([], [])
         self.output = StepOutput()
@@ -258,7 +259,7 @@ class Replaying:
         elif kind == "bound":
             scheduler.max_prefill_tokens = event["num_tokens"]
         elif kind == "observe":
-            self._cost_model.observe(self.batch.work, event["seconds"], event["gap"])
+            self.cost_model.observe(self.batch.work, event["seconds"], event["gap"])
         elif kind == "step":
             drafts = event["drafts"]
             output = StepOutput(token_ids=event["token_ids"], errors=event["errors"])
@@ -268,8 +269,8 @@ class Replaying:
             )  # the commit changes the batch's lists
             self.batch = batch
             self.output = output
-            self.predicted = self._cost_model.seconds(batch.work)
-            self.parts = predicted_parts(self._cost_model, batch)
+            self.predicted = self.cost_model.seconds(batch.work)
+            self.parts = predicted_parts(self.cost_model, batch)
             self.finished = scheduler.commit(batch, output)
             self.num_steps += 1
             return line

@@ -258,6 +258,20 @@ class _Model:
         return high, ""
 
 
+def cost_shape(shape: DecoderShape, dtype: str, kv_head_bytes: float) -> ModelShape:
+    """The numbers of the cost formulas, with weights of `dtype` and the KV bytes of a scenario.
+
+    Raises:
+        InvalidRequestError: the storage type of the weights is unknown.
+    """
+    b = shape.blueprint
+    parameters = shape.parameters
+    nbytes = weight_bytes(shape, dtype)
+    if not b.shared_kv_layers:  # Of one layer's half, the formulas do without.
+        parameters, nbytes = (replace(s, tail=0, tail_experts=0) for s in (parameters, nbytes))
+    return make_shape(b, parameters, nbytes, round(b.kv_bytes(lambda dim: kv_head_bytes)))
+
+
 def estimate(
     shape: DecoderShape, hardware: Hardware, scenario: Scenario, drafting: Drafting | None = None
 ) -> Estimate:
@@ -268,12 +282,9 @@ def estimate(
     """
     weights = weight_bytes(shape, scenario.dtype)
     b = shape.blueprint
-    kv_token = round(b.kv_bytes(lambda dim: scenario.kv_head_bytes))
-    parameters = shape.parameters
-    nbytes = weights
-    if not b.shared_kv_layers:  # Of one layer's half, the formulas do without.
-        parameters, nbytes = (replace(s, tail=0, tail_experts=0) for s in (parameters, nbytes))
-    model = _Model(make_shape(b, parameters, nbytes, kv_token), hardware, scenario)
+    costs = cost_shape(shape, scenario.dtype, scenario.kv_head_bytes)
+    kv_token = costs.kv_token_bytes
+    model = _Model(costs, hardware, scenario)
     n = scenario.prompt_tokens
     steps = scenario.output_tokens - 1
     peak = hardware.peak(scenario.units.linear)

@@ -11,27 +11,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from twinphase.backends.base import Array, Operations, WeightLoader
-from twinphase.blueprint import Blueprint, DeltaNet, Rope
+from twinphase.blueprint import Blueprint, DeltaNet, MatrixStates, Rope
 from twinphase.models.tensors import (
     EXPERTS_GATE_UP,
     GATE_UP,
     LAYER_EMBEDDING,
     LAYER_PROJECTION,
+    SHARED_GATE_UP,
     layer_tensors,
     projections,
+    taken_apart,
 )
 from twinphase.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
-class DeltaWeights:
-    """What a gated delta rule has beside its convolution and projections."""
+class StateWeights:
+    """What a delta rule or a state space has beside its convolution and projections.
+
+    Attributes:
+        gate: of the result.
+        steps: of a delta rule alpha and beta, of a state space the steps alone.
+        skip: of a state space, what each head's values are multiplied by and added.
+    """
 
     gate: Array
-    alpha_beta: Array
+    steps: Array
     decay: Array
     step_bias: Array
     norm: Array
+    skip: Array | None
 
 
 @dataclass(frozen=True)
@@ -52,11 +61,11 @@ class LayerEmbedding:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """The expert of a mixture that every row goes through, and the weights of its gate."""
+    """The expert of a mixture that every row goes through, and the weights of its gate, if any."""
 
     gate_up: Array
     down: Array
-    gate: Array
+    gate: Array | None
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,8 @@ class Layer:
     attn_norm: Array | None
     qkv: Array
     conv: Array | None
-    delta: DeltaWeights | None
+    conv_bias: Array | None
+    states: StateWeights | None
     qkv_bias: Array | None
     q_norm: Array | None
     k_norm: Array | None
@@ -115,6 +125,7 @@ class Decoder:
         `progress` counts layers.
         """
         self.blueprint = blueprint
+        checkpoint = taken_apart(checkpoint, blueprint)
         backend.prepare(
             checkpoint,
             blueprint,
@@ -200,18 +211,28 @@ class Decoder:
         h = self._norm(backend, x, layer.attn_norm)
         qkv = backend.linear(h, layer.qkv, bias=layer.qkv_bias)
         place = self.places[index]
-        if layer.delta is not None:
-            delta = layer.delta
-            gates = backend.linear(h, delta.alpha_beta)
-            weights = (layer.conv, delta.decay, delta.step_bias)
-            values = backend.delta_rule(qkv, gates, weights, place)
-            gate = backend.linear(h, delta.gate)
-            return backend.gated_norm(values, delta.norm, gate, self.blueprint.norm_eps)
+        if layer.states is not None:
+            return self._mix_states(backend, h, qkv, layer, place)
         if layer.conv is not None:
             return backend.short_conv(qkv, layer.conv, place)
         q = backend.rope_kv_write(qkv, self.ropes[index], place, layer.q_norm, layer.k_norm)
         h = backend.attention(q, place, self.blueprint.windows[index], layer.sinks)
         return backend.gate_heads(h, qkv) if self.blueprint.attention_gate else h
+
+    def _mix_states(
+        self, backend: Operations, h: Array, qkv: Array, layer: Layer, place: int
+    ) -> Array:
+        own = layer.states
+        assert own is not None
+        eps = self.blueprint.norm_eps
+        steps = backend.linear(h, own.steps)
+        if isinstance(self.blueprint.recurrence, DeltaNet):
+            weights = (layer.conv, own.decay, own.step_bias)
+            values = backend.delta_rule(qkv, steps, weights, place)
+            return backend.gated_norm(values, own.norm, backend.linear(h, own.gate), eps)
+        conv = (layer.conv, layer.conv_bias)
+        values = backend.state_space(qkv, steps, conv, (own.decay, own.step_bias, own.skip), place)
+        return backend.gate_norm(values, own.norm, backend.linear(h, own.gate), eps)
 
     def _layer_embeddings(self, backend: Operations, x: Array) -> Array | None:
         """(e + rms_norm(projection of x / sqrt(hidden_size))) / sqrt(2), of all layers' parts.
@@ -266,7 +287,10 @@ class Decoder:
         if layer.shared is not None:
             own = backend.gate_mul(backend.linear(h, layer.shared.gate_up))
             own = backend.linear(own, layer.shared.down)
-            mixed = backend.add_gated(mixed, own, h, layer.shared.gate)
+            gate = layer.shared.gate
+            mixed = (
+                backend.add(mixed, own) if gate is None else backend.add_gated(mixed, own, h, gate)
+            )
         return backend.add(x, mixed, blueprint.residual_scale)
 
     def _add(
@@ -324,28 +348,28 @@ def load_layer(
         gate_up = EXPERTS_GATE_UP[experts.fused_gate_up]
     if experts and experts.shared_size:
         shared = SharedExpert(
-            gate_up=matrix("ffn_gate_shexp", "ffn_up_shexp"),
+            gate_up=matrix(*SHARED_GATE_UP[experts.fused_shared]),
             down=matrix("ffn_down_shexp"),
             gate=vector("ffn_gate_inp_shexp.weight"),
         )
     output = "attn_output"
-    delta = None
+    states = None
     embedding = None
     if blueprint.layer_embedding_size:
         embedding = LayerEmbedding(
             gate=matrix("inp_gate"), projection=matrix("proj"), norm=vector("post_norm.weight")
         )
     qkv = projections(blueprint, index)
-    if recurrent and isinstance(blueprint.recurrence, DeltaNet):
+    if recurrent and isinstance(blueprint.recurrence, MatrixStates):
         output = "ssm_out"
-        delta = DeltaWeights(
+        names = ("ssm_alpha", "ssm_beta")[: 1 + isinstance(blueprint.recurrence, DeltaNet)]
+        states = StateWeights(
             gate=matrix("attn_gate"),
-            alpha_beta=backend.exact_matrix(
-                checkpoint, [f"{prefix}{name}.weight" for name in ("ssm_alpha", "ssm_beta")]
-            ),
+            steps=backend.exact_matrix(checkpoint, [f"{prefix}{name}.weight" for name in names]),
             decay=vector("ssm_a"),
             step_bias=vector("ssm_dt.bias"),
             norm=vector("ssm_norm.weight"),
+            skip=vector("ssm_d"),
         )
     elif recurrent:
         output = "shortconv.out_proj"
@@ -353,8 +377,9 @@ def load_layer(
         attn_norm=norm("attn_norm"),
         qkv=matrix(*qkv),
         qkv_bias=vector(*(f"{name}.bias" for name in qkv)),
-        conv=vector("ssm_conv1d.weight" if delta else "shortconv.conv.weight"),
-        delta=delta,
+        conv=vector("ssm_conv1d.weight" if states else "shortconv.conv.weight"),
+        conv_bias=vector("ssm_conv1d.bias"),
+        states=states,
         q_norm=norm("attn_q_norm"),
         k_norm=norm("attn_k_norm"),
         sinks=vector("attn_sinks.weight"),

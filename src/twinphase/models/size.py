@@ -15,6 +15,8 @@ from twinphase.models.tensors import LAYER_EMBEDDING, LAYER_PROJECTION, model_te
 from twinphase.weights.checkpoint import Checkpoint
 
 AFTER_ATTENTION = ("attn_output", "shortconv.out_proj", "ssm_out", "ffn_", "inp_gate.", "proj.")
+# Files may give them a second dimension.
+VECTORS = (".bias", ".ssm_a", ".ssm_d", "norm.weight")
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,6 @@ def _use(name: str, shape: tuple[int, ...], tied: bool) -> str:
         return "layers"
     if name == "output.weight":
         return "head"
-    if not name.startswith("blk.") or len(shape) < 2 or name.endswith(".bias"):
+    if not name.startswith("blk.") or len(shape) < 2 or name.endswith(VECTORS):
         return "other"
     return "experts" if "_exps." in name else "layers"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
-from twinphase.blueprint import Blueprint, DeltaNet
+from twinphase.blueprint import Blueprint, Mamba2, MatrixStates, ShortConv
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX
 from twinphase.weights.checkpoint import Checkpoint
@@ -16,6 +18,7 @@ LAYER_PROJECTION = "per_layer_model_proj.weight"
 # By whether the checkpoint stores them as one matrix.
 QKV = {False: ("attn_q", "attn_k", "attn_v"), True: ("attn_qkv",)}
 GATE_UP = {False: ("ffn_gate", "ffn_up"), True: ("ffn_up",)}
+SHARED_GATE_UP = {False: ("ffn_gate_shexp", "ffn_up_shexp"), True: ("ffn_up_shexp",)}
 EXPERTS_GATE_UP = {False: ("ffn_gate_exps", "ffn_up_exps"), True: ("ffn_gate_up_exps",)}
 # Tensors from which RoPE's frequencies were computed when the blueprint was made.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -40,32 +43,74 @@ def layer_tensors(blueprint: Blueprint, layer: int) -> dict[str, Shape]:
 
 
 def _recurrent_tensors(b: Blueprint) -> dict[str, Shape]:
-    assert b.recurrence is not None
-    channels = b.recurrence.channels
-    if isinstance(b.recurrence, DeltaNet):
-        heads = b.recurrence.value_heads
+    r = b.recurrence
+    assert r is not None
+    if isinstance(r, ShortConv):
         return {
-            "attn_qkv.weight": (channels, b.hidden_size),
-            "attn_gate.weight": (b.recurrence.num_values, b.hidden_size),
-            "ssm_alpha.weight": (heads, b.hidden_size),
-            "ssm_beta.weight": (heads, b.hidden_size),
-            "ssm_conv1d.weight": (channels, b.recurrence.taps),
-            "ssm_dt.bias": (heads,),
-            "ssm_a": (heads,),
-            "ssm_norm.weight": (b.recurrence.value_dim,),
-            "ssm_out.weight": (b.hidden_size, b.recurrence.num_values),
+            "shortconv.in_proj.weight": (3 * r.channels, b.hidden_size),
+            "shortconv.conv.weight": (r.channels, r.taps),
+            "shortconv.out_proj.weight": (b.hidden_size, r.channels),
         }
-    return {
-        "shortconv.in_proj.weight": (3 * channels, b.hidden_size),
-        "shortconv.conv.weight": (channels, b.recurrence.taps),
-        "shortconv.out_proj.weight": (b.hidden_size, channels),
+    heads = r.value_heads
+    shapes: dict[str, Shape] = {
+        "ssm_conv1d.weight": (r.channels, r.taps),
+        "ssm_dt.bias": (heads,),
+        "ssm_out.weight": (b.hidden_size, r.num_values),
     }
+    if isinstance(r, Mamba2):
+        by_head: Shape = (heads,) if r.log_decay else (heads, 1)
+        groups = r.key_heads, r.num_values // r.key_heads
+        return shapes | {
+            "ssm_in.weight": (r.num_values + r.channels + heads, b.hidden_size),
+            "ssm_conv1d.bias": (r.channels,),
+            "ssm_a": by_head,
+            "ssm_d": by_head,
+            "ssm_norm.weight": (r.num_values,) if r.log_decay else groups,
+        }
+    return shapes | {
+        "attn_qkv.weight": (r.channels, b.hidden_size),
+        "attn_gate.weight": (r.num_values, b.hidden_size),
+        "ssm_alpha.weight": (heads, b.hidden_size),
+        "ssm_beta.weight": (heads, b.hidden_size),
+        "ssm_a": (heads,),
+        "ssm_norm.weight": (r.value_dim,),
+    }
+
+
+def taken_apart(checkpoint: Checkpoint, blueprint: Blueprint) -> Checkpoint:
+    """A checkpoint that has the matrices into Mamba-2 under the names of a delta rule's.
+
+    The file's one matrix has rows of the gate, of what the convolution takes, and of the steps. Its
+    vectors may have a second dimension. No byte is copied.
+    """
+    r = blueprint.recurrence
+    if not isinstance(r, Mamba2):
+        return checkpoint
+    tensors = dict(checkpoint.tensors)
+    rows = {"attn_gate": r.num_values, "attn_qkv": r.channels, "ssm_alpha": r.value_heads}
+    for layer in blueprint.recurrent_layers:
+        prefix = f"blk.{layer}."
+        for name in ("ssm_a", "ssm_d", "ssm_norm.weight"):
+            info = tensors[prefix + name]
+            tensors[prefix + name] = replace(info, shape=(math.prod(info.shape),))
+        whole = tensors.pop(f"{prefix}ssm_in.weight", None)
+        if whole is None:
+            continue
+        row_bytes = whole.nbytes // whole.shape[0]
+        offset = whole.offset
+        for part, count in rows.items():
+            name = f"{prefix}{part}.weight"
+            nbytes = count * row_bytes
+            shape = (count, whole.shape[1])
+            tensors[name] = replace(whole, name=name, shape=shape, offset=offset, nbytes=nbytes)
+            offset += nbytes
+    return replace(checkpoint, tensors=tensors)
 
 
 def projections(b: Blueprint, layer: int) -> tuple[str, ...]:
     """The matrices into a layer's attention or recurrence: of queries, keys and values."""
     if layer in b.recurrent_layers:
-        return ("attn_qkv",) if isinstance(b.recurrence, DeltaNet) else ("shortconv.in_proj",)
+        return ("attn_qkv",) if isinstance(b.recurrence, MatrixStates) else ("shortconv.in_proj",)
     if b.kv_source(layer) != layer:
         return QKV[False][:1]
     return QKV[b.fused_qkv] if b.has_values(layer) else QKV[False][:2]
@@ -124,12 +169,11 @@ def _expert_tensors(b: Blueprint) -> dict[str, Shape]:
     if e.choice_bias:
         tensors["exp_probs_b.bias"] = (e.count,)
     if e.shared_size:
-        tensors |= {
-            "ffn_gate_inp_shexp.weight": (1, b.hidden_size),
-            "ffn_gate_shexp.weight": (e.shared_size, b.hidden_size),
-            "ffn_up_shexp.weight": (e.shared_size, b.hidden_size),
-            "ffn_down_shexp.weight": (b.hidden_size, e.shared_size),
-        }
+        own = (e.shared_size * (1 + e.fused_shared), b.hidden_size)
+        tensors |= {f"{name}.weight": own for name in SHARED_GATE_UP[e.fused_shared]}
+        tensors["ffn_down_shexp.weight"] = (b.hidden_size, e.shared_size)
+    if e.shared_gate and e.shared_size:
+        tensors["ffn_gate_inp_shexp.weight"] = (1, b.hidden_size)
     return tensors
 
 

@@ -18,6 +18,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from twinphase.batch import StepWork
 from twinphase.phases.hardware import Ceilings
@@ -129,9 +130,23 @@ class CostModel:
     """
 
     def __init__(
-        self, prices: Sequence[float], windowed_share: float = 0.0, window: int | None = None
+        self,
+        prices: Sequence[float],
+        windowed_share: float = 0.0,
+        window: int | None = None,
+        *,
+        margin: float = 1.25,
+        gap: float = 0.0,
     ) -> None:
-        """Start from `starting_prices` or an earlier run's."""
+        """Start from `starting_prices`, or from what an earlier run learned.
+
+        Args:
+            prices: seconds per unit of each feature.
+            windowed_share: of the model's layers that have a window.
+            window: its tokens; None where no layer has one.
+            margin: factor that 95 % of the mixed steps stayed within.
+            gap: mean seconds between two steps.
+        """
         self.windowed_share = windowed_share
         self.window = window
         self._start = tuple(max(float(price), 1e-12) for price in prices)
@@ -141,10 +156,10 @@ class CostModel:
         self._since_fit = 0
         self._ratios: deque[float] = deque(maxlen=KEPT_PREDICTIONS)  # measured / predicted
         self._mixed_ratios: deque[float] = deque(
-            maxlen=KEPT_PREDICTIONS // 4
+            maxlen=KEPT_PREDICTIONS // 8
         )  # of steps with prefill and decode
-        self._margin = 1.25
-        self._gap = 0.0
+        self._margin = margin
+        self._gap = gap
 
     def features(self, work: StepWork) -> tuple[float, ...]:
         """`features` for the model whose steps these are."""
@@ -198,6 +213,17 @@ class CostModel:
             self._fit()
         pace = math.exp(self._pace)
         self.prices = tuple(price * pace for price in self._base)
+
+    @property
+    def learned(self) -> dict[str, Any]:
+        """What a new model needs to predict as this one does: its arguments."""
+        return {
+            "prices": self.prices,
+            "windowed_share": self.windowed_share,
+            "window": self.window,
+            "margin": self._margin,
+            "gap": self._gap,
+        }
 
     @property
     def knows_both_phases(self) -> bool:

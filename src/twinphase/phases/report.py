@@ -67,6 +67,14 @@ class PhaseRow:
     host_share: float | None = None
     rank_share: float | None = None
 
+    @property
+    def nearest_limit(self) -> str | None:
+        """The ceiling that the phase came nearer to, "compute" or "memory"; None if unknown."""
+        if self.efficiency is None or self.other_efficiency is None:
+            return None
+        is_own = self.efficiency >= self.other_efficiency
+        return "compute" if is_own == (self.metric == "MFU") else "memory"
+
 
 @dataclass(frozen=True)
 class RestRow:

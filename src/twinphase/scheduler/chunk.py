@@ -63,7 +63,7 @@ class ChunkBudget:
         self._limit = None
         if pace.slo_seconds is not None and (decodes.rows or is_shared):
             self._limit = max(
-                times.step_limit(pace.slo_seconds), times.seconds(decodes) + pace.prefill_room
+                times.step_limit(pace.slo_seconds), pace.step_factor * times.seconds(decodes)
             )
         self._given = False
 

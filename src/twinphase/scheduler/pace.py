@@ -14,7 +14,8 @@ class Pace:
 
     Attributes:
         slo_seconds: longest gap between tokens of a running request; None where there is no SLO.
-        prefill_room: seconds that prefill may add to a step even against the SLO.
+        step_factor: how many times as long as its decodes alone a step may take, even against the
+            SLO, so that prefill keeps its part of the time between many decodes.
         chosen: chosen by `Pacing.choose`, not by the user.
         gap_seconds: predicted gap for one request that decodes beside a prefill. This and the
             following are set by `Pacing.predict`.
@@ -24,7 +25,7 @@ class Pace:
     """
 
     slo_seconds: float | None = None
-    prefill_room: float = 0.0
+    step_factor: float = 0.0
     chosen: bool = False
     gap_seconds: float = 0.0
     prompt_tokens: int = 0

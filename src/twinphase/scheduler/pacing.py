@@ -12,8 +12,11 @@ from twinphase.batch import StepWork
 from twinphase.scheduler.chunk import ChunkBudget, StepCost
 from twinphase.scheduler.pace import DECODE_CONTEXT_TOKENS, Pace
 
-# The smallest sensible chunk reaches this share of the tokens per second of a full chunk.
-MIN_PREFILL_RATE_SHARE = 0.97
+# Text that comes every 50 ms is faster than people read.
+SHORTEST_SLO_SECONDS = 0.05
+# A step with prefill takes at most this many times what its decodes would take alone. Prompts
+# beside a stream then take a seventh longer than alone, less what their own steps cost anyway.
+STEP_FACTOR = 8.0
 LONG_PROMPT_TOKENS = 3000
 
 
@@ -27,22 +30,15 @@ class Pacing:
     block_size: int
 
     def choose(self) -> Pace:
-        """The gap that one decode and the smallest sensible chunk take together.
+        """The longest gap at which prompts lose at most an eighth of their rate, or 50 ms.
 
-        A step has a fixed time besides that of its tokens: it reads the weights, and time passes
-        before the next step. Between many decodes a chunk gets the same time, so that prompts
-        continue at nearly their full rate.
+        A step has a fixed time besides that of its tokens: it reads the weights. A chunk that takes
+        seven times as long as the decodes beside it leaves prefill seven eighths of the time.
         """
         times = self.times
-        full = self.max_num_batched_tokens
-        empty = times.seconds(StepWork())
-        # The time between steps is a fading mean, which a single pause can lift: it is bounded.
-        fixed = empty + min(empty, times.slo_seconds(0.0))
-        tokens = max(0.0, times.seconds(StepWork.of_chunk(0, full, False, times.window)) - empty)
-        share = MIN_PREFILL_RATE_SHARE * tokens / (fixed + tokens)
-        room = fixed * share / (1 - share)
-        slo = times.slo_seconds(times.seconds(self._decode) + room)
-        return Pace(slo, room, chosen=True)
+        alone = STEP_FACTOR * times.seconds(self._decode)
+        slo = max(SHORTEST_SLO_SECONDS, times.slo_seconds(alone))
+        return Pace(slo, STEP_FACTOR, chosen=True)
 
     def predict(self, pace: Pace) -> Pace:
         """The same pace with its predicted gap and the prefill times of a long prompt."""

@@ -31,13 +31,15 @@ _OTHER_MODALITIES = re.compile(
     r"|embed_vision|embed_audio)\."
 )
 # What GGUF has after the names of tensors that have no ending in a folder, if not ".weight".
-_ENDINGS = {"ssm_a": "", "exp_probs_b": ".bias"}
-# Names that GGUF's table lacks, and others for the same in a dense model.
-_RENAMED = {
-    ".dt_bias": ".dt_proj.bias",
+_ENDINGS = {"ssm_a": "", "ssm_d": "", "exp_probs_b": ".bias"}
+# Names that GGUF's table lacks.
+_RENAMED = {".dt_bias": ".dt_proj.bias"}
+# Granite 4's expert that every token goes through: all that a dense model has.
+_DENSE_SHARED = {
     "shared_mlp.input_linear.": "mlp.gate_up_proj.",
     "shared_mlp.output_linear.": "mlp.down_proj.",
 }
+_SHARED_EXPERT = {"shared_mlp.input_linear.": "mlp.shared_expert.up_proj."}
 # A layer that predicts a further token: its own tensors by GGUF's names; the others are those of a
 # layer after the model's.
 _NEXT_TOKEN = {
@@ -78,9 +80,11 @@ def canonical_tensors(
             f"Architecture {architecture!r} is not supported.", "Use another model."
         )
     table = get_tensor_name_map(arch, layers + 1)
+    mixture = any(".experts." in name for name in sources)
+    renamed = _RENAMED | (_SHARED_EXPERT if mixture else _DENSE_SHARED)
 
     def translated(name: str) -> str:
-        for other, usual in _RENAMED.items():
+        for other, usual in renamed.items():
             name = name.replace(other, usual)
         for candidate in (name, f"model.{name}", name.removeprefix("model.")):
             if candidate in table.mapping:  # no suffix of its own: attention sinks

@@ -20,6 +20,11 @@ from twinphase.weights.source import FLOATS, Source, stacked
 _Words = NDArray[np.unsignedinteger]
 _SINGLE = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)\.weight")
 _STACKED = re.compile(r"(.+\.experts)\.(gate_up|down)_proj(_bias)?")
+# Granite's names for these.
+_GRANITE = {
+    "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
+}
 
 
 def stack_experts(sources: Mapping[str, Source], architecture: str) -> dict[str, Source]:
@@ -34,6 +39,9 @@ def stack_experts(sources: Mapping[str, Source], architecture: str) -> dict[str,
     found: dict[str, Source] = {}
     single: dict[str, dict[int, Source]] = {}
     for name, source in sources.items():
+        for other, usual in _GRANITE.items():
+            if name.endswith(other):
+                name = name.removesuffix(other) + usual
         if match := _SINGLE.fullmatch(name):
             single.setdefault(f"{match[1]}.{match[3]}.weight", {})[int(match[2])] = source
         elif match := _STACKED.fullmatch(name):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
 from twinphase.phases.slo import BLAMED_PHASE, Goodput
 from twinphase.phases.statistics import has_percentile, percentile
 from twinphase_bench.client.health import HEARTBEAT_SECONDS, MAX_CORE_SHARE
@@ -31,6 +33,14 @@ DEFINITIONS = {
     "when the target says that it has finished",
     "TTFO": "first piece of the answer itself - intended send, of requests that reasoned first",
 }
+PHASES = {
+    **dict.fromkeys(map(str, PREFILL_KINDS), "prefill"),
+    **dict.fromkeys(map(str, DECODE_KINDS), "decode"),
+}
+# `TargetFacts.kind` of what has no client.
+SIMULATION = "simulation"
+# Of all time, below which a part of the ledger is not shown.
+MIN_LEDGER_SHARE = 5e-4
 PERCENTILES = (
     "nearest rank: a value that occurred; p50 is the median; -: too few values for this percentile"
 )
@@ -244,16 +254,18 @@ def _doubts(result: LoadResult) -> list[Verdict]:
 
 def load_sections(result: LoadResult) -> list[Section]:
     """Everything of one load."""
-    tables = [_latencies(result), _throughput(result), _client(result)]
+    tables = [_latencies(result), _throughput(result)]
+    if (ledgers := ledger_table(result)) is not None:
+        tables.append(ledgers)
+    if result.facts.kind != SIMULATION:
+        tables.append(_client(result))
     if result.failures:
         tables.append(_failures(result))
     paragraphs = (f"{result.workload}; {result.arrivals}.", *notes_of(result))
     title = f"{_void_mark(result)}Load: {result.arrivals}"
     plots = [*latency_plots(result), timeline_plot(result)]
-    return [
-        Section(title, load_verdicts(result), paragraphs, tables, plots),
-        claims_section(result),
-    ]
+    load = Section(title, load_verdicts(result), paragraphs, tables, plots)
+    return [load] if result.facts.kind == SIMULATION else [load, claims_section(result)]
 
 
 def notes_of(result: LoadResult) -> list[str]:
@@ -323,6 +335,27 @@ def _throughput(result: LoadResult) -> Table:
         ("seconds", f"{result.seconds:.2f}", seconds),
     ]
     return table_of(f"{_void_mark(result)}Throughput", ["figure", "value", "definition"], rows)
+
+
+def ledger_table(result: LoadResult) -> Table | None:
+    """Where the requests' time went by the server's ledgers; None where it keeps none."""
+    totals: Counter[str] = Counter()
+    number = 0
+    for one in result.succeeded:
+        ledger = one.claims.get("timings", {}).get("ledger_ms")
+        if isinstance(ledger, dict):
+            number += 1
+            totals.update({kind: spent or 0.0 for kind, spent in ledger.items()})
+    whole = sum(totals.values())
+    if not whole:
+        return None
+    rows = [
+        (kind, PHASES.get(kind, ""), f"{spent / number:,.2f}", f"{spent / whole:.1%}")
+        for kind, spent in totals.most_common()
+        if spent >= MIN_LEDGER_SHARE * whole
+    ]
+    columns = ("part", "phase", Column("ms", "mean over the requests"), "share")
+    return table_of(f"Where the time of {number:,} requests went", columns, rows)
 
 
 def _client(result: LoadResult) -> Table:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from twinphase.backends.base import KVCacheSpec, StepInputs
-from twinphase.backends.cpu.attention_work import AttentionWork, Limits, runs_of
-from twinphase.backends.cpu.kv_layout import TILE_TOKENS
+from twinphase.backends.cpu.attention_units import KERNELS, AttentionUnits, Limits
+from twinphase.backends.cpu.attention_work import AttentionWork, runs_of
+from twinphase.backends.cpu.kv_layout import LEAVES_PARTIALS, LEAVES_STATE, TILE_TOKENS, WHOLE
+from twinphase.backends.cpu.shared_prefixes import shared_prefixes
 from twinphase.backends.cpu.step import StepMemory
 from twinphase.blueprint import KVShape
 
@@ -23,31 +25,44 @@ def attention_work(
     return AttentionWork("tokens", KVShape(kv_heads, 64), 3 * kv_heads, limits)
 
 
-def step_of(contexts: list[int], rows: list[int]) -> StepInputs:
-    """The last rows of sequences of these context lengths."""
+def step_of(contexts: list[int], rows: list[int], shared: int = 0) -> StepInputs:
+    """The last rows of sequences of these lengths, which share their first `shared` tokens."""
     starts = np.cumsum([0, *rows], dtype=np.int32)
     positions = np.concatenate(
         [np.arange(c - n, c, dtype=np.int32) for c, n in zip(contexts, rows, strict=True)]
     )
-    tables = np.zeros((len(contexts), -(-max(contexts) // 16)), np.int32)
+    width = -(-max(contexts) // 16)
+    tables = np.arange(len(contexts) * width, dtype=np.int32).reshape(-1, width)
+    tables[:, : shared // 16] = tables[0, : shared // 16]
     every = np.arange(starts[-1], dtype=np.int32)
     return StepInputs(
         every, positions, positions.astype(np.int64), starts, tables, len(contexts), every
     )
 
 
+def filled(
+    memory: AttentionWork, contexts: list[int], rows: list[int], shared: int = 0
+) -> dict[str, int]:
+    """Shares out a step of these rows; returns the counts."""
+    step = step_of(contexts, rows, shared)
+    return memory.units(True).fill(runs_of(step, "tokens"), step.block_tables)
+
+
 def test_memory_does_not_grow_with_the_cache():
     memory = attention_work(256, 8192)
-    arrays = [value for value in vars(memory).values() if isinstance(value, np.ndarray)]
-    assert sum(array.nbytes for array in arrays) < 8e6
+    units = memory.units(True)
+    arrays = [units.merges, units.row_numbers, memory.states, *units.lists.values()]
+    assert sum(array.nbytes for array in [*memory.queries, memory.partials, *arrays]) < 8e6
 
 
 @pytest.mark.parametrize("dtype", ("auto", "int8"))
 @pytest.mark.parametrize("threads", (1, 2, 16))
 @pytest.mark.parametrize("kv_heads", (1, 3))
-def test_every_tile_is_in_one_unit(threads, kv_heads, dtype):
+def test_every_tile_is_in_one_unit(threads, kv_heads, dtype, monkeypatch):
+    monkeypatch.setattr(AttentionUnits, "sharing", "always")
     rng = np.random.default_rng(0)
     memory = attention_work(64, 8192, kv_heads, threads, dtype)
+    continued = 0
     plans = [
         [1],
         [8192],
@@ -61,9 +76,12 @@ def test_every_tile_is_in_one_unit(threads, kv_heads, dtype):
         for most in (1, 4, 21, 150):  # rows of a sequence; three heads on each KV head
             rows = np.minimum(rng.integers(1, most + 1, len(contexts)), contexts).tolist()
             if sum(rows) <= 150:
-                counts = memory.fill(runs_of(step_of(contexts, rows), "tokens"))
-                cut += check_plan(memory, counts, contexts, rows, kv_heads)
+                for shared in (0, 128, 1500):
+                    counts = filled(memory, contexts, rows, shared)
+                    cut += check_plan(memory, counts, contexts, rows, shared)
+                    continued += counts["decode_rest"] + counts["prefill_rest"]
     assert cut
+    assert continued
 
 
 def check_plan(
@@ -71,61 +89,100 @@ def check_plan(
     counts: dict[str, int],
     contexts: list[int],
     rows: list[int],
-    kv_heads: int,
+    shared: int = 0,
 ) -> int:
     """Each row's tiles are in one unit each, and merges find each piece's results."""
     starts = np.cumsum([0, *rows]).tolist()
+    kv_heads = memory.shape.num_heads
+    units = memory.units(True)
     seen: set[tuple[int, int, int]] = set()  # row, KV head, tile
     places: dict[int, tuple[int, int, int, int]] = {}  # of partial results
-    cut_rows: set[int] = set()
-    height = {"decode": 3, "prefill": 6}
-    for phase, units in memory.units.items():
-        assert counts[phase] < len(units)
-        for sequence, head, row, tokens, position, first, end, base in units[
-            : counts[phase]
-        ].tolist():
-            assert starts[sequence] <= row and row + tokens <= starts[sequence + 1]
-            assert position == contexts[sequence] - rows[sequence] + row - starts[sequence]
-            assert base or (first == 0 and end == -(-(position + tokens) // TILE_TOKENS))
-            per_tile = (
-                -(-3 * tokens // height[phase]) * height[phase]
-            )  # the kernel writes whole register tiles
-            cut_rows |= set(range(row, row + tokens)) if base else set()
+    first_tiles: dict[int, int] = {}  # of the rows of cut sequences
+    states: dict[tuple[int, int], int] = {}  # by row and KV head: tiles that are computed
+    for name, kernel in KERNELS.items():
+        height = {"decode": 3, "prefill": 6}[kernel]
+        assert counts[name] < len(units.lists[name])
+        listed = units.lists[name][: counts[name]].tolist()
+        for sequence, head, number, tokens, position, first, end, result in listed:
+            its = units.row_numbers[number : number + tokens].tolist()
+            if result == LEAVES_STATE:
+                assert not name.endswith("_rest")
+                assert (first, end) == (0, (position + 1) // TILE_TOKENS) and position < shared
+                states |= {(row, head): end for row in its}
+            else:
+                assert number == its[0]
+                assert starts[sequence] <= number and its[-1] < starts[sequence + 1]
+                assert position == contexts[sequence] - rows[sequence] + number - starts[sequence]
+                last = -(-(position + tokens) // TILE_TOKENS)
+                assert result >= LEAVES_PARTIALS or end == last
+                if name.endswith("_rest"):
+                    begin = {states[row, head] for row in its}
+                    assert result >= LEAVES_PARTIALS or begin == {first}
+                else:
+                    assert result >= LEAVES_PARTIALS or (result, first) == (WHOLE, 0)
+            assert tokens * 3 <= 192
             for tile in range(first, end):
-                for token in range(tokens):
-                    assert (row + token, head, tile) not in seen
-                    seen.add((row + token, head, tile))
-                for r in range(per_tile if base else 0):
-                    place = base - 1 + tile * per_tile + r
-                    assert place not in places
-                    places[place] = row + r // 3, head, tile, r % 3
+                for row in its:
+                    assert (row, head, tile) not in seen
+                    seen.add((row, head, tile))
+                if result >= LEAVES_PARTIALS:
+                    for r in range(-(-3 * tokens // height) * height):  # whole register tiles
+                        place = (
+                            result
+                            - LEAVES_PARTIALS
+                            + (tile - first) * (-(-3 * tokens // height) * height)
+                        )
+                        assert place + r not in places
+                        places[place + r] = number + r // 3, head, tile, r % 3
+            if result >= LEAVES_PARTIALS:
+                first_tiles |= {row: states.get((row, head), 0) for row in its}
     for i, (context, n) in enumerate(zip(contexts, rows, strict=True)):
         for token in range(n):
             tiles = -(-(context - n + token + 1) // TILE_TOKENS)
-            assert all(
-                (starts[i] + token, head, t) in seen
-                for head in range(kv_heads)
-                for t in range(tiles)
-            )
+            row = starts[i] + token
+            assert all((row, h, t) in seen for h in range(kv_heads) for t in range(tiles))
     assert max(places, default=-1) < memory.partials.nbytes // (4 * (16 + 64))
     merged = set()
-    for row, context, base, per_tile, per_head in memory.merges[: counts["merges"]].tolist():
+    for row, context, base, per_tile, per_head, first in units.merges[: counts["merges"]].tolist():
         merged.add(row)
+        assert first == first_tiles[row]
         for head in range(kv_heads):
-            for tile in range(-(-context // TILE_TOKENS)):
-                found = [places[base + head * per_head + tile * per_tile + h] for h in range(3)]
-                assert found == [(row, head, tile, h) for h in range(3)]
-    assert merged == cut_rows
+            for tile in range(first, -(-context // TILE_TOKENS)):
+                place = base + head * per_head + (tile - first) * per_tile
+                assert [places[place + h] for h in range(3)] == [
+                    (row, head, tile, h) for h in range(3)
+                ]
+    assert merged == first_tiles.keys()
     return len(merged)
+
+
+def test_prefixes_are_shared_where_it_pays():
+    """The grouping that saves most, and only where every thread finds work in it."""
+    tables = np.arange(7 * 24).reshape(7, 24)
+    tables[:6, :8] = tables[0, :8]
+    tables[3:5, :23] = tables[3, :23]
+    limits = np.array([2, 2, 2, 2, 2, 0, 2])
+    (prefix,) = shared_prefixes(tables, limits, 16)
+    assert (prefix.runs.tolist(), prefix.tiles) == ([0, 1, 2, 3, 4], 1)
+    (prefix,) = shared_prefixes(tables[2:], limits[2:] + 0, 16)
+    assert (prefix.runs.tolist(), prefix.tiles) == ([0, 1, 2], 1)
+    tables[2:5, :23] = tables[3, :23]
+    (prefix,) = shared_prefixes(tables[1:], limits[1:], 16)
+    assert (prefix.runs.tolist(), prefix.tiles) == ([1, 2, 3], 2)
+    for threads, kv_heads, shares in ((2, 1, True), (16, 1, False), (16, 16, True)):
+        counts = filled(attention_work(64, 8192, kv_heads, threads), [2000] * 4, [1] * 4, 1024)
+        assert bool(counts["decode_rest"]) == shares
+    memory = AttentionWork("tokens", KVShape(1, 64), 3, Limits(64, 8, 8192, 1, sharing_tiles=9))
+    assert not filled(memory, [2000] * 4, [1] * 4, 1024)["decode_rest"]
 
 
 @pytest.mark.parametrize("tokens", (32, 48, 64, 80, 96, 144))
 @pytest.mark.parametrize(("threads", "kv_heads"), ((1, 1), (2, 1), (2, 3), (3, 2), (4, 3)))
 def test_a_chunk_is_cut_so_that_threads_end_together(threads, kv_heads, tokens):
     memory = attention_work(1, 8192, kv_heads, threads)
-    counts = memory.fill(runs_of(step_of([4096], [tokens]), "tokens"))
-    check_plan(memory, counts, [4096], [tokens], kv_heads)
-    units = memory.units["prefill"][: counts["prefill"], 3]
+    counts = filled(memory, [4096], [tokens])
+    check_plan(memory, counts, [4096], [tokens])
+    units = memory.units(True).lists["prefill"][: counts["prefill"], 3]
     ranges = np.arange(threads + 1) * len(units) // threads  # as the program shares tiles out
     loads = [int(units[first:end].sum()) for first, end in pairwise(ranges)]
     assert max(loads) <= 1.15 * kv_heads * tokens / threads
@@ -133,9 +190,9 @@ def test_a_chunk_is_cut_so_that_threads_end_together(threads, kv_heads, tokens):
 
 def test_tiles_stay_together_where_partial_results_have_no_room():
     memory = attention_work(64, 8192)
-    counts = memory.fill(runs_of(step_of([8192] * 5, [21] * 5), "tokens"))
+    counts = filled(memory, [8192] * 5, [21] * 5)
     assert 21 <= counts["merges"] < 5 * 21
-    check_plan(memory, counts, [8192] * 5, [21] * 5, 3)
+    check_plan(memory, counts, [8192] * 5, [21] * 5)
 
 
 def test_a_sequence_without_room_is_refused():

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from twinphase.backends.base import Forward, KVCacheSpec, StepInputs, WeightLoader
 from twinphase.backends.cpu import kv_layout
-from twinphase.backends.cpu.attention_work import Limits
+from twinphase.backends.cpu.attention_units import Limits
 from twinphase.backends.cpu.compiler import compile_kernels, kernel_digest, load_kernels
 from twinphase.backends.cpu.dry_run import DryLoader, RecordedKernels, private_group
 from twinphase.backends.cpu.formats import STRIP_OUTPUTS
@@ -47,7 +47,7 @@ from twinphase.backends.group import Group, shared_bytes
 from twinphase.backends.kv_frames import is_finite, kv_fingerprint, pack_frames, unpack_frames
 from twinphase.backends.rope_tables import query_scales, rope_tables
 from twinphase.backends.states import slot_layout
-from twinphase.blueprint import Blueprint, DeltaNet, KVShape, Rope
+from twinphase.blueprint import Blueprint, DeltaNet, KVShape, Mamba2, MatrixStates, Rope
 from twinphase.config import available_cores
 from twinphase.errors import InvalidRequestError, UnsupportedModelError
 from twinphase.weights.checkpoint import Checkpoint
@@ -56,6 +56,9 @@ from twinphase.weights.storage import cache_root
 PACK_BATCH_BYTES = 64 << 20
 MAX_ROWS = 1 << 16
 MAX_HEAD_DIM = 512
+# Where values are multiplied as they are stored, shorter prefixes are found in the caches by every
+# sequence at little cost; other paths convert them for each.
+BF16_SHARING_TILES = 8
 F32 = NDArray[np.float32]
 
 
@@ -248,6 +251,7 @@ class CpuBackend:
             threads=self.threads,
             dtype=self.kv_cache_dtype,
             prefill_rows=self.isa.attention_rows,
+            sharing_tiles=BF16_SHARING_TILES if self.isa.bf16_dot else 1,
         )
         self._step = StepMemory(spec, self.blueprint, limits)
         self._states = self._make_states(spec) if spec.num_state_slots else None
@@ -433,11 +437,24 @@ def _check_heads(blueprint: Blueprint) -> None:
             f"Convolutions of {recurrence.channels} channels are not supported by the cpu backend.",
             f"There must be a multiple of {STRIP_OUTPUTS} of them.",
         )
-    if isinstance(recurrence, DeltaNet) and (recurrence.key_dim % 16 or recurrence.value_dim % 32):
+    if isinstance(recurrence, MatrixStates) and (
+        recurrence.key_dim % 16 or recurrence.value_dim % 16 or recurrence.num_values % 32
+    ):
         raise UnsupportedModelError(
-            f"Delta rules with heads of {recurrence.key_dim} and {recurrence.value_dim} are not "
+            f"States with heads of {recurrence.key_dim} and {recurrence.value_dim} are not "
             "supported by the cpu backend.",
-            "Key heads must be a multiple of 16 wide, value heads of 32.",
+            "Heads must be a multiple of 16 wide.",
+        )
+    if isinstance(recurrence, Mamba2) and recurrence.num_values % (32 * recurrence.key_heads):
+        raise UnsupportedModelError(
+            f"Groups of {recurrence.num_values // recurrence.key_heads} columns of Mamba-2 are not "
+            "supported by the cpu backend.",
+            "They must be a multiple of 32 wide.",
+        )
+    if isinstance(recurrence, DeltaNet) and recurrence.value_dim % 32:
+        raise UnsupportedModelError(
+            f"Value heads of {recurrence.value_dim} are not supported by the cpu backend.",
+            "They must be a multiple of 32 wide.",
         )
     if blueprint.attention_gate and blueprint.head_dim % 32:
         raise UnsupportedModelError(

@@ -38,7 +38,7 @@ KERNELS = {
     kernel: module
     for module, kernels in {
         "attention": ("attention_prefill", "attention_decode", "attention_merge"),
-        "delta": ("delta_gates", "delta_scan", "gated_norm", "gate_heads"),
+        "delta": ("delta_gates", "gated_norm", "gate_heads"),
         "elementwise": (
             "rms_norm",
             "gate_mul",
@@ -56,6 +56,8 @@ KERNELS = {
         "ranks": ("copy_columns", "meet", "stamp"),
         "recurrence": ("multiply", "causal_conv", "keep_history"),
         "rope": ("rope_kv_write", "norm_columns"),
+        "scan": ("delta_scan", "space_scan"),
+        "space": ("space_gates", "gate_norm"),
         "routing": ("route", "route_sigmoid", "sort_rows", "combine"),
     }.items()
     for kernel in kernels

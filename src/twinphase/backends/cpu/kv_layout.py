@@ -25,7 +25,16 @@ KV_CACHE_DTYPES = ("auto", "int8")
 TILE_TOKENS = 128
 PLACES_BYTES_PER_TILE = 8 * 3 * (TILE_TOKENS // CELL_TOKENS)
 UNIT_INTS = 8
-MERGE_INTS = 5
+MERGE_INTS = 6
+# What becomes of a unit's results: it has all tiles of its rows and writes their output; it leaves
+# the rows' states for other units; it begins with such states; or it leaves partial results for the
+# merge, whose number is added to the last of these.
+WHOLE = 0
+LEAVES_STATE = 1
+BEGINS_WITH_STATE = 2
+LEAVES_PARTIALS = 3
+# A row's state of one head, beside its weighted values: maximum and sum, float32.
+STATE_BYTES = 8
 # In prefill, this number of rows (tokens x heads of a group) shares a converted KV tile.
 MAX_QUERY_ROWS = 192
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twinphase.backends.cpu import kv_layout, tiling
+from twinphase.backends.cpu.attention_units import KERNELS
 from twinphase.backends.cpu.attention_work import AttentionWork
 from twinphase.backends.cpu.formats import FORMATS, GROUP_INPUTS, STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import Isa
@@ -374,38 +375,48 @@ class Operations:
     def attention(
         self, q: AttentionWork, layer: int, window: int | None = None, sinks: Vector | None = None
     ) -> Buffer:
-        """Units of few rows, units of many, and the merge of units that were cut into pieces."""
+        """Units of few rows and of many, what continues them, and the merge of cut units.
+
+        Layers with a window compute each sequence apart: its rows do not see what others share.
+        """
         program = self.program
         cache = self._cache.layers[layer]
         b = self.blueprint
         dim = q.shape.head_dim
         kv_heads = q.shape.num_heads
+        units = q.units(not window)
         out = Buffer(program, q.rows, b.num_heads * dim)
+        target = out.floats.data
+        partials = q.partials.ctypes.data
+        states = q.states.ctypes.data
         tables = self._step.block_tables
         common = [*q.query_addresses, *cache.addresses, kv_heads, tables.ctypes.data]
         common += [tables.strides[0], self._cache.cells_per_block, cache.cells_per_chunk]
-        reads = [q.query_addresses[0], cache.addresses[0]]
-        partials = q.partials.ctypes.data
         limits = [window or 0, 0 if sinks is None else sinks.values.ctypes.data]
-        target = out.floats.data
         cap = b.attention_softcap or 0
-        for part, (phase, units) in enumerate(q.units.items()):
-            args = [units.ctypes.data, *common, target, partials, *limits]
-            shape = f"{dim}:{q.group}:{self._cache.dtype}:{cap:g}:{int(b.sinks)}"
+        kernel_shape = f"{dim}:{q.group}:{self._cache.dtype}:{cap:g}:{int(b.sinks)}"
+        for part, (name, array) in enumerate(units.lists.items()):
+            reads = [q.query_addresses[0], cache.addresses[0]]
+            writes = [(partials, part), (target, part)]
+            if name.endswith("_rest"):
+                reads.append(states)
+            else:
+                writes.append((states, part))
+            args = [array.ctypes.data, units.row_numbers.ctypes.data, *common]
             program.add(
-                f"attention_{phase}:{shape}",
-                program.count(q.count(phase)),
-                args,
+                f"attention_{KERNELS[name]}:{kernel_shape}",
+                program.count(q.count(name, units.shares_prefixes)),
+                [*args, target, partials, states, *limits],
                 reads,
-                [(partials, part), (target, part)],
+                writes,
             )
-        args = [q.merges.ctypes.data, partials, kv_heads, target, *limits]
+        merges = q.count("merges", units.shares_prefixes)
         program.add(
             f"attention_merge:{dim}:{q.group}:{int(b.sinks)}",
-            program.count(f"{q.count('merges')}*{b.num_heads}"),
-            args,
+            program.count(f"{merges}*{b.num_heads}"),
+            [units.merges.ctypes.data, partials, states, kv_heads, target, *limits],
             [partials],
-            [(target, len(q.units))],
+            [(target, len(KERNELS))],
         )
         return out
 

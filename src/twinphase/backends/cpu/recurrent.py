@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from twinphase.backends.cpu.tiling import (
 )
 from twinphase.backends.cpu.weights import Vector, padded
 from twinphase.backends.states import FINAL, PENDING, SOURCE, TARGET, SlotLayout
-from twinphase.blueprint import DeltaNet
+from twinphase.blueprint import DeltaNet, Mamba2, MatrixStates
 
 
 class StateMemory:
@@ -87,6 +88,12 @@ class StateMemory:
         return {"sequences": len(first), "states": len(first) + len(inputs.snapshots)}
 
 
+def _heads(recurrence: MatrixStates) -> str:
+    """Of a kernel's name."""
+    r = recurrence
+    return f"{r.key_heads}:{r.value_heads}:{r.key_dim}:{r.value_dim}:{int(r.tiled)}"
+
+
 @dataclass(frozen=True)
 class _Columns:
     """Some columns of a buffer's rows."""
@@ -117,7 +124,7 @@ class RecurrentOperations(ExpertOperations):
 
         def make(quantized: bool) -> Memory:
             out = Memory(program, bcx.rows, width, quantized)
-            self._convolve(product, weight, layer, out, (c, source.data))
+            self._convolve(product, weight, layer, out, gate=(c, source.data))
             return out
 
         self._keep_history(product, layer)
@@ -129,7 +136,9 @@ class RecurrentOperations(ExpertOperations):
         weight: Vector,
         layer: int,
         out: Memory,
+        *,
         gate: tuple[_Columns, int] | None = None,
+        bias: Vector | None = None,
     ) -> None:
         """With a gate, which are columns of a memory, or through SiLU."""
         taps = self.states.layout.taps
@@ -138,9 +147,12 @@ class RecurrentOperations(ExpertOperations):
         self._kept.append(by_tap)
         args = [x.data, x.stride, x.groups, self.states.places.ctypes.data]
         args += [self.states.layer(layer), by_tap.ctypes.data]
+        form = "gated" if gate else "biased" if bias else "silu"
         args += [gate[0].address, gate[0].stride] if gate else [0, 0]
+        if bias is not None:
+            args[-2] = bias.values.ctypes.data
         self.program.add(
-            f"causal_conv:{taps}:{'gated' if gate else 'silu'}:{'q8' if out.quantized else 'f32'}",
+            f"causal_conv:{taps}:{form}:{'q8' if out.quantized else 'f32'}",
             self.program.tiles(out.rows, 1, GATE_TILES_PER_ROW),
             [*args, *out.addresses],
             [x.data, gate[1]] if gate else [x.data],
@@ -151,63 +163,103 @@ class RecurrentOperations(ExpertOperations):
         self, qkv: Buffer, gates: Buffer, weights: tuple[Vector, Vector, Vector], layer: int
     ) -> Buffer:
         """The convolution, then gates and unit rows, then the scan."""
-        program = self.program
+        conv, decay, bias = weights
         delta = self.blueprint.recurrence
         assert isinstance(delta, DeltaNet)
-        conv, decay, bias = weights
-        source = qkv.floats
-        x = Memory(program, qkv.rows, delta.channels, quantized=False)
-        self._convolve(source, conv, layer, x)
-        self._keep_history(source, layer)
-        rates = decay.values
-        if delta.log_decay:
-            rates = np.where(np.arange(rates.size) < delta.value_heads, -np.exp(rates), 0)
-            rates = rates.astype(np.float32)
-        self._kept.append(rates)
-        heads = f"{delta.key_heads}:{delta.value_heads}:{delta.key_dim}:{delta.value_dim}"
-        heads += f":{int(delta.tiled)}"
-        width = 2 * padded(delta.value_heads) + padded(delta.key_heads)
-        factors = Memory(program, qkv.rows, width, quantized=False)
+        x = self._convolved(qkv, conv, None, layer)
         both = gates.floats
-        alpha, beta = (both.data + 4 * column for column in gates.columns)
-        args = [x.data, x.stride, alpha, beta, both.stride, rates.ctypes.data]
-        args += [bias.values.ctypes.data, factors.data, factors.stride]
-        program.add(
-            f"delta_gates:{heads}",
-            program.tiles(qkv.rows, ELEMENTWISE_TILE_ROWS),
-            [program.count(qkv.rows), *args],
-            [x.data, both.data],
-            [(factors.data, 0), (x.data, 0)],
-        )
-        out = Buffer(program, qkv.rows, padded(delta.num_values))
-        self._scan((x, factors), out.floats, delta, layer, heads)
+        steps = [both.data + 4 * column for column in gates.columns]
+        rates = self._rates(decay, delta)
+        args = [*steps, both.stride, rates, bias.values.ctypes.data]
+        # Queries and keys are made as long as 1 in place.
+        factors = self._gates("delta", x, both, delta, args, [(x.data, 0)])
+        return self._scan("delta", (x, factors), delta, layer)
+
+    def state_space(
+        self,
+        xbc: Buffer,
+        steps: Buffer,
+        conv: tuple[Vector, Vector],
+        weights: tuple[Vector, Vector, Vector],
+        layer: int,
+    ) -> Buffer:
+        """The convolution, then decays and steps, then the scan."""
+        decay, bias, skip = weights
+        space = self.blueprint.recurrence
+        assert isinstance(space, Mamba2)
+        x = self._convolved(xbc, *conv, layer)
+        raw = steps.floats
+        args = [raw.data, raw.stride, self._rates(decay, space), bias.values.ctypes.data]
+        factors = self._gates("space", x, raw, space, args)
+        self._kept += [bias.values, skip.values, conv[1].values]
+        return self._scan("space", (x, factors), space, layer, skip.values.ctypes.data)
+
+    def _convolved(self, x: Buffer, conv: Vector, bias: Vector | None, layer: int) -> Memory:
+        source = x.floats
+        out = Memory(self.program, x.rows, self.states.layout.channels, quantized=False)
+        self._convolve(source, conv, layer, out, bias=bias)
+        self._keep_history(source, layer)
         return out
+
+    def _rates(self, decay: Vector, recurrence: MatrixStates) -> int:
+        """Address of A."""
+        rates = decay.values
+        if recurrence.log_decay:
+            heads = np.arange(rates.size) < recurrence.value_heads
+            rates = np.where(heads, -np.exp(rates), 0).astype(np.float32)
+        self._kept.append(rates)
+        return int(rates.ctypes.data)
+
+    def _gates(
+        self,
+        kind: str,
+        x: Memory,
+        steps: Memory,
+        recurrence: MatrixStates,
+        args: list[int],
+        writes: Sequence[tuple[int, int]] = (),
+    ) -> Memory:
+        """What the scan reads of a row besides the convolution: a few numbers of each head."""
+        program = self.program
+        width = 2 * padded(recurrence.value_heads) + padded(recurrence.key_heads)
+        factors = Memory(program, x.rows, width, quantized=False)
+        program.add(
+            f"{kind}_gates:{_heads(recurrence)}",
+            program.tiles(x.rows, ELEMENTWISE_TILE_ROWS),
+            [program.count(x.rows), x.data, x.stride, *args, factors.data, factors.stride],
+            [x.data, steps.data],
+            [(factors.data, 0), *writes],
+        )
+        return factors
 
     def _scan(
         self,
+        kind: str,
         rows: tuple[Memory, Memory],
-        out: Memory,
-        delta: DeltaNet,
+        recurrence: MatrixStates,
         layer: int,
-        heads: str,
-    ) -> None:
+        skip: int = 0,
+    ) -> Buffer:
         x, factors = rows
+        result = Buffer(self.program, x.rows, padded(recurrence.num_values))
+        out = result.floats
         states = self.states
         layout = states.layout
-        columns = delta_columns(self.isa, delta.value_dim)
-        self.scratch_bytes = max(self.scratch_bytes, 4 * columns * (delta.key_dim + 1))
+        columns = delta_columns(self.isa, recurrence.value_dim)
+        self.scratch_bytes = max(self.scratch_bytes, 4 * columns * (recurrence.key_dim + 1))
         matrices = layout.layer_floats - layout.matrix_floats
         drafts = matrices - layout.num_drafts * layout.draft_floats
         args = [x.data, x.stride, factors.data, factors.stride]
         args += [states.plans.ctypes.data, states.snapshots.ctypes.data]
-        args += [states.layer(layer), 4 * drafts, 4 * matrices, out.data, out.stride]
+        args += [states.layer(layer), 4 * drafts, 4 * matrices, skip, out.data, out.stride]
         self.program.add(
-            f"delta_scan:{heads}",
-            self.program.count(f"sequences*{delta.num_values // columns}"),
+            f"{kind}_scan:{_heads(recurrence)}",
+            self.program.count(f"sequences*{recurrence.num_values // columns}"),
             args,
             [x.data, factors.data],
             [(out.data, 0), (states.layer(layer), 1)],
         )
+        return result
 
     def gated_norm(self, x: Buffer, weight: Vector, gate: Buffer, eps: float) -> Buffer:
         """What its reader wants is written in the same pass."""
@@ -222,6 +274,27 @@ class RecurrentOperations(ExpertOperations):
             args = [source.data, source.stride, weight.values.ctypes.data, float_bits(eps)]
             args += [opened.data, opened.stride, x.width // size, *out.addresses]
             self._add_parts(f"gated_norm:{size}", args, [source.data, opened.data], out)
+            return out
+
+        return Buffer(program, x.rows, x.width, make=make)
+
+    def gate_norm(self, x: Buffer, weight: Vector, gate: Buffer, eps: float) -> Buffer:
+        """What its reader wants is written in the same pass."""
+        program = self.program
+        space = self.blueprint.recurrence
+        assert isinstance(space, Mamba2)
+        source = x.floats
+        opened = gate.floats
+        runs = space.key_heads
+        self._kept.append(weight.values)
+
+        def make(quantized: bool) -> Memory:
+            out = Memory(program, x.rows, x.width, quantized)
+            args = [source.data, source.stride, weight.values.ctypes.data, float_bits(eps)]
+            args += [opened.data, opened.stride, runs, source.groups // runs, *out.addresses]
+            spec = f"gate_norm:{'q8' if quantized else 'f32'}"
+            reads = [source.data, opened.data]
+            program.add(spec, program.count(f"{x.rows}*{runs}"), args, reads, [(out.data, 0)])
             return out
 
         return Buffer(program, x.rows, x.width, make=make)

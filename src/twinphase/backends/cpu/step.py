@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from twinphase.backends.base import KVCacheSpec, StepInputs
-from twinphase.backends.cpu.attention_work import AttentionWork, Limits, runs_of
+from twinphase.backends.cpu.attention_units import Limits
+from twinphase.backends.cpu.attention_work import AttentionWork, runs_of
 from twinphase.backends.cpu.threads import aligned
 from twinphase.blueprint import Blueprint, KVShape
 
@@ -23,7 +24,7 @@ class StepMemory:
         """Reserve memory."""
         self._block_size = spec.block_size
         most = limits.rows
-        limits = replace(limits, runs=min(limits.runs, most))
+        limits = replace(limits, runs=min(limits.runs, most), block_size=spec.block_size)
         self.token_ids = aligned(most, np.int32)
         self.positions = aligned(most, np.int32)
         self.logit_positions = aligned(most, np.int32)
@@ -66,5 +67,5 @@ class StepMemory:
         counts = {"tokens": tokens, "logits": logits}
         plans = {rows: runs_of(inputs, rows) for rows, _ in self.works}
         for (rows, _), work in self.works.items():
-            counts |= {work.count(name): n for name, n in work.fill(plans[rows]).items()}
+            counts |= work.fill(plans[rows], inputs.block_tables)
         return counts

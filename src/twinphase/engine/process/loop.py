@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from twinphase.constraint import Constraint
 
 GRAMMAR_THREADS = 2
-PACE_INTERVAL_STEPS = 64
+PACE_INTERVAL_STEPS = 16
 
 
 @dataclass(frozen=True)

@@ -1,36 +1,107 @@
-"""Granite 4.0 (IBM, 2025): Granite 3 with its feed-forward matrices under other names.
+"""Granite 4.0 (IBM, 2025): Granite 3, most of whose layers are Mamba-2 in the models named -H.
 
-Only models whose layers all have attention are computed; GGUF calls these `granite`.
+The feed-forward layer of a dense model is the expert that every token of a mixture goes through.
+GGUF calls models whose layers all have attention `granite`.
 """
 
+import math
 from dataclasses import replace
+from typing import Any
 
-from twinphase.blueprint import Blueprint
-from twinphase.errors import UnsupportedModelError
+from twinphase.blueprint import Blueprint, Mamba2
+from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.architectures import granite
-from twinphase.models.config import Config
+from twinphase.models.config import FIX, Config
+from twinphase.models.family import experts
 
 HF = {"granitemoehybrid": "granitehybrid"}
+ATTENTION = ("attention", "full_attention")
+RECURRENT = ("mamba", "linear_attention", "conv")
 
 
 def describe(config: Config) -> Blueprint:
-    types = config.fields.get("layer_types") or config.fields.get("layers_block_type") or ["mamba"]
-    if config.is_gguf or not set(types) <= {"attention", "full_attention"}:
-        raise UnsupportedModelError(
-            f"{config.name} has layers of Mamba-2, which are not computed here.",
-            "Use a Granite whose layers all have attention: 4.0 without -h, 4.1 or 4.2.",
-        )
-    if config.integer("num_local_experts", 8, least=0):
-        raise UnsupportedModelError(
-            f"{config.name} has experts beside a shared one (num_local_experts), which are not "
-            "computed here.",
-            "Use a dense Granite.",
-        )
+    layers = config.integer("num_hidden_layers")
+    named = "layers_block_type" if config.fields.get("layers_block_type") else "layer_types"
+    types = config.sequence(named, layers) or ["mamba"] * layers
+    for kind in types:
+        if kind not in (*ATTENTION, *RECURRENT):
+            raise UnsupportedModelError(
+                f"{config.name} has layers of type {str(kind)[:80]} ({named}).",
+                f"Known are: {ATTENTION[0]}, {RECURRENT[0]}.",
+            )
+    recurrent = tuple(layer for layer, kind in enumerate(types) if kind in RECURRENT)
     fields = {name: value for name, value in config.fields.items() if name != "layer_types"}
-    fields["intermediate_size"] = config.integer("shared_intermediate_size", 1024)
-    return granite.describe(
-        replace(config, fields=fields),
-        fused_gate_up=True,
-        norm_eps=config.real("rms_norm_eps", 1e-6),
-        rotates=lambda layer, window: config.fields.get("position_embedding_type") == "rope",
+    count = "num_experts" if config.is_gguf else "num_local_experts"
+    mixture = config.integer(count, 0 if config.is_gguf else 8, least=0)
+    if not mixture:
+        fields["intermediate_size"] = _shared_size(config)
+        fields[count] = None
+    differences: dict[str, Any] = {
+        "fused_gate_up": not config.is_gguf,
+        "norm_eps": config.real("rms_norm_eps", 1e-6),
+        "recurrence": _mamba(config) if recurrent else None,
+        "recurrent_layers": recurrent,
+    }
+    if not config.is_gguf:
+        differences["rotates"] = lambda layer, window: (
+            config.fields.get("position_embedding_type") == "rope"
+        )
+    plain = replace(config, fields=fields)
+    if mixture:
+        differences["experts"] = experts(
+            plain,
+            "moe_intermediate_size" if config.is_gguf else "intermediate_size",
+            renormalize=True,
+            shared_size=_shared_size(config),
+            shared_gate=False,
+            fused_shared=not config.is_gguf,
+        )
+    return granite.describe(plain, **differences)
+
+
+def _shared_size(config: Config) -> int:
+    if config.is_gguf:
+        default = config.integer("intermediate_size")
+        return config.integer("shared_expert_intermediate_size", default)
+    return config.integer("shared_intermediate_size", 1024)
+
+
+def _mamba(config: Config) -> Mamba2:
+    if config.flag("mamba_proj_bias", False) or not config.flag("mamba_conv_bias", True):
+        raise UnsupportedModelError(
+            f"{config.name} has other biases in its layers of Mamba-2 than Granite 4 "
+            "(mamba_proj_bias, mamba_conv_bias).",
+            FIX,
+        )
+    least, most = config.sequence("time_step_limit", 2) or (0.0, None)
+    # Infinity has several spellings in files, and none is a number of JSON.
+    if least or (isinstance(most, int | float) and math.isfinite(most)):
+        raise UnsupportedModelError(
+            f"{config.name} limits the steps of Mamba-2 (time_step_limit).",
+            "Use a model without limits: ignoring them would change the answers.",
+        )
+    if config.is_gguf:
+        names = "linear_num_value_heads", "linear_num_values", "linear_num_key_heads"
+        heads, values, groups = (config.integer(name) for name in names)
+        taps = config.integer("linear_conv_kernel_dim")
+        key_dim = config.integer("linear_key_head_dim")
+    else:
+        heads = config.integer("mamba_n_heads", 128)
+        values = config.integer("mamba_expand", 2) * config.integer("hidden_size")
+        groups = config.integer("mamba_n_groups", 1)
+        taps = config.integer("mamba_d_conv", 4)
+        key_dim = config.integer("mamba_d_state", 256)
+    if values % heads or heads % groups:
+        raise CheckpointError(
+            f"{config.name}: {values} columns, {heads} heads and {groups} groups of Mamba-2 do not "
+            "divide.",
+            FIX,
+        )
+    return Mamba2(
+        taps=taps,
+        key_heads=groups,
+        value_heads=heads,
+        key_dim=key_dim,
+        value_dim=values // heads,
+        log_decay=not config.is_gguf,
     )

@@ -35,7 +35,7 @@ from twinphase.server.observe import Timelines, timings
 
 FRAME_SECONDS = 0.05
 # Each page's write costs time: many pages get fewer and larger frames.
-FRAME_SECONDS_PER_PAGE = 0.01
+FRAME_SECONDS_PER_PAGE = 0.025
 TOTALS_SECONDS = 1.0
 ETA_SECONDS = 0.5
 COMMENT_SECONDS = 15.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -48,11 +49,16 @@ class Lines:
     def transcript(self, request_id: str) -> Transcript | None:
         """There is no front end's part of a request."""
 
-    def begin(self, fields: Fields, *, num_blocks: int) -> None:
-        """Write the first line, for one engine."""
-        worker = {"id": "engine", "role": "both", "host": "localhost", "state": "ready"}
+    def begin(
+        self, fields: Fields, *, num_blocks: int, roles: Mapping[str, str] | None = None
+    ) -> None:
+        """Write the first line, for one engine or for workers with these names and roles."""
+        for name in roles or ():
+            self.lanes.worker(name)
+        common = {"host": "localhost", "state": "ready", "num_blocks": num_blocks}
+        names = (roles or {"engine": "both"}).items()
         rest = {
-            "workers": [{**worker, "num_blocks": num_blocks}],
+            "workers": [{"id": name, "role": role, **common} for name, role in names],
             "tenant": "",
             "others": None,
             "lanes": [],
@@ -72,6 +78,19 @@ class Lines:
         data = self._view.after(before, moment)
         self.lines += [one.partition(b"data: ")[2] for one in data.split(b"\n\n") if one]
         self._framed = moment
+
+    def write(self, path: Path, moment: float) -> None:
+        """End the recording and write it, gzipped.
+
+        Raises:
+            StorageError: no space or no right to write.
+        """
+        self.flush(moment)
+        try:
+            path.write_bytes(gzip.compress(b"\n".join([*self.lines, b""]), mtime=0))
+        except OSError as error:
+            cause = f"The recording cannot be written to {path}: {error.strerror}."
+            raise StorageError(cause, "Give another folder.") from None
 
 
 class Recorder:
@@ -132,19 +151,10 @@ class Recorder:
         self._end(updates, StepUpdates(updates))
 
     def write(self, path: Path) -> None:
-        """End the recording and write it, gzipped; the engines have to be idle.
-
-        Raises:
-            StorageError: no space or no right to write.
-        """
+        """End the recording and write it; the engines have to be idle; raises as `Lines.write`."""
         for watch in self._watches.values():
             watch.close()
-        self._lines.flush(self._clock())
-        try:
-            path.write_bytes(gzip.compress(b"\n".join([*self._lines.lines, b""]), mtime=0))
-        except OSError as error:
-            cause = f"The recording cannot be written to {path}: {error.strerror}."
-            raise StorageError(cause, "Give another folder.") from None
+        self._lines.write(path, self._clock())
 
     def _ended(self, request_id: str, reason: FinishReason | None) -> RequestRecord:
         """A copy of the record of a request that has ended, with its tokens' times."""

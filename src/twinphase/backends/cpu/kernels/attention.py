@@ -3,6 +3,7 @@
 The rows are the query heads of the group (GQA) for one new token (decode), for the few whose drafts
 a step verifies, or for many (prefill): a tile's keys and values are read once for all. Where units
 are few, tiles are spread over more of them, and partial results merged afterwards to the same bits.
+Rows of several sequences may also be one unit, for the first tiles where their blocks are the same.
 There are two kernels, for few rows and for many; either computes any unit, to the same bits.
 """
 
@@ -13,7 +14,16 @@ from typing import Any
 from numba import njit
 
 from twinphase.backends.cpu.emit import I32
-from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, Kernel, fields, load_f32, store_f32
+from twinphase.backends.cpu.intrinsics import (
+    KERNEL_SIGNATURE,
+    Kernel,
+    fields,
+    load_f32,
+    load_i64,
+    load_u32,
+    store_f32,
+    store_i64,
+)
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.attention_tile import (
     MASKED_SCORE,
@@ -29,11 +39,16 @@ from twinphase.backends.cpu.kernels.attention_tile import (
     weighted_values_kernel,
 )
 from twinphase.backends.cpu.kv_layout import (
+    BEGINS_WITH_STATE,
     CELL_TOKENS,
+    LEAVES_PARTIALS,
+    LEAVES_STATE,
     MERGE_INTS,
     PLACES_BYTES_PER_TILE,
+    STATE_BYTES,
     TILE_TOKENS,
     UNIT_INTS,
+    WHOLE,
     decode_rows,
     scratch_areas,
 )
@@ -43,6 +58,12 @@ from twinphase.backends.cpu.kv_layout import (
 def _first_tile(context, window):
     """The first KV tile that the last of `context` tokens sees."""
     return max(0, context - window) // TILE_TOKENS if window else 0
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _copy(source, target, nbytes):
+    for i in range(0, nbytes, 8):
+        store_i64(target + i, load_i64(source + i))
 
 
 def attention_decode(
@@ -96,14 +117,19 @@ def _attention(
 ) -> Kernel:
     """One unit a tile: `tokens` successive tokens of one sequence, KV tiles of one KV head.
 
-    Arguments: units, int8 queries, their scales, their sums, keys, key scales and values of the
-    layer, KV heads, block tables (int32), their stride, cells a block, cells of a chunk, out,
-    partials, window (0 is none), sinks by head. A unit is int32 [8]: sequence, KV head, first row,
-    tokens, position of the first token, first KV tile, end of KV tiles, number of the first
-    partial, counted from 1. A unit with 0 there has all tiles, merges them in order and writes its
+    Arguments: units, row numbers, int8 queries, their scales, their sums, keys, key scales and
+    values of the layer, KV heads, block tables (int32), their stride, cells a block, cells of a
+    chunk, out, partials, states, window (0 is none), sinks by head. A unit is int32 [8]: sequence,
+    KV head, where its row numbers begin, tokens, position of the first token, first KV tile, end of
+    KV tiles, and what becomes of its results. A WHOLE unit merges its tiles in order and writes its
     rows' results. Others are pieces: they leave a partial for each tile and row, float32 [maximum,
     sum, 14 unused, weighted values], for the merge. Units are the same for all layers: tiles before
     a layer's window are left out here and in the merge.
+
+    Tiles that sequences share are computed by a unit with LEAVES_STATE, whose tokens all see the
+    whole of them: a row's maximum and sum go to `states`, its weighted values to `out`. The row's
+    own unit, with BEGINS_WITH_STATE, continues from there, so that the operations of a row and
+    their order are those of a unit with all tiles.
 
     A row's bits are those of the tiles that it sees: a tile that is masked for it adds 0 to its
     sums, and where it has seen none yet it stays as it began.
@@ -122,12 +148,13 @@ def _attention(
     partial_bytes = 64 + 4 * dim
     row_bytes = 4 * dim
 
-    arguments = fields(16)
+    arguments = fields(18)
     unit_of = fields(UNIT_INTS, I32)
 
     def kernel(args, tile, scratch):
         (
             units,
+            numbers,
             queries,
             query_scales,
             query_sums,
@@ -141,34 +168,36 @@ def _attention(
             per_chunk,
             out,
             partials,
+            states,
             window,
             sinks_at,
         ) = arguments(args)
-        sequence, kv_head, first_row, tokens, position, first, end, base = unit_of(
+        sequence, kv_head, first_row, tokens, position, first, end, result = unit_of(
             units + 4 * UNIT_INTS * tile
         )
+        origin = first
         first = max(first, _first_tile(position + 1, window))
         if first >= end:
             return
         table = tables + sequence * table_stride
         count = tokens * group
         padded = (count + rows - 1) // rows * rows
+        numbers += 4 * first_row
         for r in range(padded):
             # Rows past the end repeat the last one; nothing reads their result.
-            token = min(r, count - 1) // group
-            h = min(r, count - 1) % group
-            copy_query(
-                r,
-                ((first_row + token) * kv_heads + kv_head) * group + h,
-                queries,
-                query_scales,
-                query_sums,
-                scratch,
-            )
+            i = min(r, count - 1)
+            head = (load_u32(numbers + 4 * (i // group)) * kv_heads + kv_head) * group + i % group
+            copy_query(r, head, queries, query_scales, query_sums, scratch)
             lane = 4 * (r // rows * STATS_LANES + r % rows)
-            store_f32(scratch + at_maxima + lane, MASKED_SCORE)
-            store_f32(scratch + at_sums + lane, 0.0)
-        if not base:
+            if result == BEGINS_WITH_STATE:
+                state = states + STATE_BYTES * head
+                store_f32(scratch + at_maxima + lane, load_f32(state))
+                store_f32(scratch + at_sums + lane, load_f32(state + 4))
+                _copy(out + row_bytes * head, scratch + at_out + row_bytes * r, row_bytes)
+            else:
+                store_f32(scratch + at_maxima + lane, MASKED_SCORE)
+                store_f32(scratch + at_sums + lane, 0.0)
+        if result in (WHOLE, LEAVES_STATE):
             for i in range(padded * dim):
                 store_f32(scratch + at_out + 4 * i, 0.0)
         now = scratch + at_places
@@ -220,21 +249,32 @@ def _attention(
                 )
                 fetch_scales(coming)
             for r in range(0, padded, rows):
-                partial = partials + (base - 1 + t * padded + r) * partial_bytes if base else 0
+                partial = 0
+                if result >= LEAVES_PARTIALS:
+                    number = result - LEAVES_PARTIALS + (t - origin) * padded + r
+                    partial = partials + number * partial_bytes
                 row_block(r, seen, window, tokens, now, coming if r == 0 else now, partial, scratch)
             if ahead:
                 now, coming = coming, now
-        if not base:
+        if result < LEAVES_PARTIALS:
             for r in range(count):
-                head = kv_head * group + r % group
+                h = kv_head * group + r % group
+                head = load_u32(numbers + 4 * (r // group)) * kv_heads * group + h
                 lane = 4 * (r // rows * STATS_LANES + r % rows)
-                divide(
-                    out + row_bytes * ((first_row + r // group) * kv_heads * group + head),
-                    scratch + at_out + row_bytes * r,
-                    scratch + at_sums + lane,
-                    scratch + at_maxima + lane,
-                    sinks_at + 4 * head,
-                )
+                total = scratch + at_out + row_bytes * r
+                if result == LEAVES_STATE:
+                    state = states + STATE_BYTES * head
+                    store_f32(state, load_f32(scratch + at_maxima + lane))
+                    store_f32(state + 4, load_f32(scratch + at_sums + lane))
+                    _copy(total, out + row_bytes * head, row_bytes)
+                else:
+                    divide(
+                        out + row_bytes * head,
+                        total,
+                        scratch + at_sums + lane,
+                        scratch + at_maxima + lane,
+                        sinks_at + 4 * h,
+                    )
 
     return KERNEL_SIGNATURE, kernel
 
@@ -330,9 +370,9 @@ def _row_block_kernel(
 def attention_merge(isa: Isa, head_dim: str, group_size: str, sinks: str) -> Kernel:
     """One head of a row with tiles in several pieces: merge its partials in order of position.
 
-    Arguments: merges, partials, KV heads, out, window, sinks. A merge is int32 [5]: row, context
-    length, number of the row's first partial, partials from one tile to the next and from one KV
-    head to the next.
+    Arguments: merges, partials, states, KV heads, out, window, sinks. A merge is int32 [6]: row,
+    context length, number of the row's first partial, partials from one tile to the next and from
+    one KV head to the next, first tile. If this is not 0, the merge begins with the row's state.
     """
     dim = int(head_dim)
     group = int(group_size)
@@ -347,35 +387,37 @@ def attention_merge(isa: Isa, head_dim: str, group_size: str, sinks: str) -> Ker
     at_sums = at["sums"]
     at_out = at["out"]
 
-    arguments = fields(6)
+    arguments = fields(7)
     merge_of = fields(MERGE_INTS, I32)
 
     def kernel(args, tile, scratch):
-        merges, partials, kv_heads, out, window, sinks_at = arguments(args)
+        merges, partials, states, kv_heads, out, window, sinks_at = arguments(args)
         heads = kv_heads * group
-        row, context, base, per_tile, per_head = merge_of(merges + 4 * MERGE_INTS * (tile // heads))
+        row, context, base, per_tile, per_head, origin = merge_of(
+            merges + 4 * MERGE_INTS * (tile // heads)
+        )
         head = tile % heads
+        target = out + 4 * dim * (row * heads + head)
         stats = scratch + at_stats
         total = scratch + at_out
-        store_f32(scratch + at_maxima, MASKED_SCORE)
-        store_f32(scratch + at_sums, 0.0)
-        for i in range(dim):
-            store_f32(total + 4 * i, 0.0)
-        for t in range(_first_tile(context, window), (context + TILE_TOKENS - 1) // TILE_TOKENS):
-            place = (
-                partials
-                + (base + head // group * per_head + t * per_tile + head % group) * partial_bytes
-            )
+        if origin:
+            state = states + STATE_BYTES * (row * heads + head)
+            store_f32(scratch + at_maxima, load_f32(state))
+            store_f32(scratch + at_sums, load_f32(state + 4))
+            _copy(target, total, 4 * dim)
+        else:
+            store_f32(scratch + at_maxima, MASKED_SCORE)
+            store_f32(scratch + at_sums, 0.0)
+            for i in range(dim):
+                store_f32(total + 4 * i, 0.0)
+        base += head // group * per_head + head % group
+        first = max(origin, _first_tile(context, window))
+        for t in range(first, (context + TILE_TOKENS - 1) // TILE_TOKENS):
+            place = partials + (base + (t - origin) * per_tile) * partial_bytes
             store_f32(stats, load_f32(place))
             store_f32(stats + 4 * STATS_LANES, load_f32(place + 4))
             merge_stats(scratch + at_maxima, scratch + at_sums, stats)
             scale_add(total, place + 64, stats + 8 * STATS_LANES, stats + 12 * STATS_LANES)
-        divide(
-            out + 4 * dim * (row * heads + head),
-            total,
-            scratch + at_sums,
-            scratch + at_maxima,
-            sinks_at + 4 * head,
-        )
+        divide(target, total, scratch + at_sums, scratch + at_maxima, sinks_at + 4 * head)
 
     return KERNEL_SIGNATURE, kernel

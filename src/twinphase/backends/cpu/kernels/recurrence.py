@@ -39,11 +39,12 @@ def _row(e: Emit, index: Value, here: Value, stride: Value, before: Value, row_b
 def causal_conv(isa: Isa, taps: str, form: str, kind: str) -> Kernel:
     """out = sum over j of weight[j] * x[t - taps + 1 + j], a part of a row per tile.
 
-    It is multiplied by a gate ("gated"), or goes through SiLU ("silu").
+    It is multiplied by a gate ("gated"), or goes through SiLU, with a bias ("biased") or without
+    ("silu").
 
     Arguments: x, its stride, groups, each row's place (int64 pairs: its number in its sequence, and
-    the offset of the end of its history), the layer's memory, weight [taps, channels], gate, its
-    stride, out, scale, fsum, isum.
+    the offset of the end of its history), the layer's memory, weight [taps, channels], gate or
+    bias, the gate's stride, out, scale, fsum, isum.
     """
     count = int(taps)
 
@@ -67,6 +68,8 @@ def causal_conv(isa: Isa, taps: str, form: str, kind: str) -> Kernel:
             if form == "gated":
                 total = e.b.fmul(total, e.load(GROUP, gate, e.mul(m, pitch), at))
             else:
+                if form == "biased":
+                    total = e.b.fadd(total, e.load(GROUP, gate, at))
                 total = e.silu(total)
             store_group(e, kind, total, e.add(e.mul(m, groups), g), *out)
 

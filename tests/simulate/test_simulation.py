@@ -6,18 +6,20 @@ import pytest
 
 from schedules import Times
 from twinphase.cluster.routing import FRAMING_SECONDS_PER_BLOCK, Routing
-from twinphase.cluster.simulation import FleetSpec, Simulation, TraceRequest
 from twinphase.config import EngineConfig
+from twinphase.simulate.simulation import Simulation
+from twinphase.simulate.spec import FleetSpec, TraceRequest, WorkerSpec
 
 TIMES = Times(row=1e-3, step=5e-3)
 
 
 def simulate(roles, trace, policy="predicted"):
     config = EngineConfig(num_kv_blocks=4096, max_model_len=1 << 20, itl_slo_ms=None)
-    spec = FleetSpec(roles, TIMES, config, block_bytes=1000, bytes_per_second=1e6)
+    workers = [WorkerSpec(role, TIMES, config) for role in roles]
+    spec = FleetSpec(workers, block_bytes=1000, bytes_per_second=1e6)
     simulation = Simulation(spec, Routing(block_size=16, policy=policy))
     simulation.run(trace)
-    for worker in simulation._workers.values():
+    for worker in simulation.workers.values():
         worker.scheduler.check_integrity()
         assert not worker.scheduler.has_work
     return simulation

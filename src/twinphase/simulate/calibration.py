@@ -1,0 +1,188 @@
+"""What a machine was measured to do with a model, for simulations: learned from a step log.
+
+The log of a real server (`serve --trace-file`) has the work and the time of each step, and what
+passed between steps. The cost model learns from it as the server's own did.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import linear_regression, median
+from typing import Any
+
+import msgspec
+
+from twinphase.config import EngineConfig
+from twinphase.engine.recorder import MAX_GAP_SECONDS
+from twinphase.engine.trace import Replaying, replay
+from twinphase.errors import InvalidRequestError, StorageError
+from twinphase.phases.cost import CostModel
+from twinphase.phases.hardware import processor_name
+from twinphase.phases.statistics import percentile
+from twinphase.simulate.spec import Front, WorkerSpec
+from twinphase.weights.storage import cache_root, write_atomically
+
+FORMAT = "twinphase-calibration"
+# Steps at the start of a log, whose kernels and caches are cold.
+WARM_UP_STEPS = 32
+MIN_STEPS = 200
+NOISE_QUANTILES = tuple(range(1, 100, 2))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A machine with a model, as measured.
+
+    Attributes:
+        model, processor, threads, date: what was measured, and when.
+        costs: arguments of the cost model.
+        config: of the engine, resolved.
+        between_steps, between_steps_per_request, noise: as in `WorkerSpec`.
+        front: outside the engine.
+        steps: that it was learned from.
+        median_error: of the cost model's last predictions.
+    """
+
+    model: str
+    processor: str
+    threads: int
+    date: str
+    costs: Mapping[str, Any]
+    config: Mapping[str, Any]
+    between_steps: float
+    between_steps_per_request: float
+    noise: Sequence[float]
+    front: Front = field(default_factory=Front)
+    steps: int = 0
+    median_error: float = 0.0
+
+    @property
+    def times(self) -> CostModel:
+        return CostModel(**self.costs)
+
+    @property
+    def engine(self) -> EngineConfig:
+        return EngineConfig(**self.config)
+
+    def worker(self, role: Any, config: EngineConfig) -> WorkerSpec:
+        gaps = (self.between_steps, self.between_steps_per_request)
+        return WorkerSpec(role, self.times, config, *gaps, noise=self.noise)
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON.
+
+        Raises:
+            StorageError: no space or no right to write.
+        """
+        try:
+            write_atomically(path, json.dumps({"format": FORMAT, **asdict(self)}).encode())
+        except OSError as error:
+            raise StorageError(
+                f"The calibration cannot be written to {path}: {error.strerror}."
+            ) from None
+
+
+def read_calibration(path: Path) -> Calibration:
+    """A saved calibration, or that of a step log.
+
+    Raises:
+        InvalidRequestError: the file is neither.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(64)
+        if b'"event"' in start:
+            return calibration_of(path)
+        found = msgspec.json.decode(path.read_bytes())
+        if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+            raise ValueError("it has another format")
+        return msgspec.convert(found, Calibration)
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(
+            f"{path} cannot be read as a calibration: {error}.",
+            "Give a step log of `twinphase serve --trace-file`, or a file of `twinphase simulate "
+            "--save-calibration`.",
+        ) from None
+
+
+def calibration_of(
+    log: Path, *, model: str = "", front: Front | None = None, first: int = WARM_UP_STEPS
+) -> Calibration:
+    """Learn from the steps of a log.
+
+    Args:
+        log: of a server on the machine in question.
+        model: its name, for reports.
+        front: what requests take outside the engine, if that was measured.
+        first: steps that are not learned from.
+
+    Raises:
+        InvalidRequestError: not a step log, or one with too few steps.
+    """
+    ratios: list[float] = []
+    gaps: list[tuple[int, float]] = []
+    header: dict[str, Any] = {}
+    last: Replaying | None = None
+
+    def watch(event: dict[str, Any], state: Replaying) -> None:
+        nonlocal last
+        last = state
+        if event["event"] == "header":
+            header.update(event)
+        elif event["event"] == "observe" and state.num_steps > first:
+            ratios.append(event["seconds"] / state.predicted)
+            if 0 < event["gap"] < MAX_GAP_SECONDS:
+                gaps.append((len(state.batch.scheduled), event["gap"]))
+
+    replay(log, watch)
+    if last is None or len(ratios) < MIN_STEPS:
+        raise InvalidRequestError(
+            f"{log} has {len(ratios)} steps after its warm-up; at least {MIN_STEPS} are needed.",
+            "Run a load against the server for half a minute.",
+        )
+    fixed, per_request = _gap_line(gaps)
+    middle = median(ratios)
+    error = last.cost_model.error()
+    config = {**header["config"], "trace_file": None}
+    return Calibration(
+        model=model,
+        processor=processor_name(),
+        threads=config.get("threads") or 0,
+        date=time.strftime("%Y-%m-%d"),
+        costs=last.cost_model.learned,
+        config=config,
+        between_steps=fixed,
+        between_steps_per_request=per_request,
+        noise=[percentile(ratios, q) / middle for q in NOISE_QUANTILES],
+        front=front or Front(),
+        steps=len(ratios),
+        median_error=error.median or 0.0,
+    )
+
+
+def _gap_line(gaps: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds between steps: fixed, and per request of the step; neither is below 0."""
+    if not gaps:
+        return 0.0, 0.0
+    # The median of each size, so that single pauses do not count.
+    by_size: dict[int, list[float]] = {}
+    for size, gap in gaps:
+        by_size.setdefault(size, []).append(gap)
+    points = [(size, median(values)) for size, values in by_size.items() if len(values) >= 5]
+    if len(points) < 2:
+        return median(gap for _, gap in gaps), 0.0
+    line = linear_regression(*zip(*points, strict=True))
+    if line.slope <= 0 or line.intercept < 0:
+        return median(gap for _, gap in gaps), 0.0
+    return line.intercept, line.slope
+
+
+def calibration_file(model: str, options: Mapping[str, Any]) -> Path:
+    """Where the calibration of a model on this machine is kept, by the options that matter."""
+    key = json.dumps([FORMAT, processor_name(), model, sorted(options.items())])
+    return cache_root() / "calibrations" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"

@@ -1,0 +1,103 @@
+"""Step times of hardware that is not here: datasheet peaks at stated efficiencies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from twinphase.batch import StepWork
+from twinphase.estimate.inputs import Hardware, Scenario
+from twinphase.phases.cost import CostModel
+from twinphase.phases.work import ModelShape, step_cost, weight_bytes_read
+
+# Two reductions per layer over all ranks; each waits for the slowest and for the link.
+SECONDS_PER_REDUCTION = 10e-6
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What real engines reach of a datasheet.
+
+    Attributes:
+        mfu: of the peak FLOP/s, in prefill.
+        mbu: of the bandwidth, in decode.
+        step_seconds: of each step besides, for scheduling and launching kernels.
+        source: where the figures come from.
+    """
+
+    mfu: float
+    mbu: float
+    step_seconds: float
+    source: str
+
+
+GPU = Efficiency(
+    0.5,
+    0.75,
+    5e-4,
+    "MBU 0.75: two public vLLM tables of Llama-3.1-8B in 16 bits at one request, 6.48 ms per token "
+    "on an H100 SXM and 13.3 ms on an A100 40 GB, are 0.72 to 0.77 of the bandwidth. MFU 0.5 is "
+    "an assumption: Pope et al., 2022 (arXiv:2211.05102) report 0.76 for large batches of long "
+    "prompts, and short prompts stay below.",
+)
+CPU = Efficiency(
+    0.5,
+    0.6,
+    5e-4,
+    "MFU 0.5 and MBU 0.6 are assumptions near what `twinphase roofline smollm2` shows on two "
+    "cores; measure the machine with --calibrate for a better answer.",
+)
+
+
+class EstimatedCost(CostModel):
+    """Predicts a step by the formulas of `twinphase estimate`, and learns nothing.
+
+    The linear layers and attention run one after the other; each takes the longer of its arithmetic
+    and its bytes.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        hardware: Hardware,
+        scenario: Scenario,
+        step_seconds: float,
+    ) -> None:
+        """Use the peaks of `hardware` at the MFU and MBU of `scenario`.
+
+        Raises:
+            ValueError: a peak or the bandwidth is unknown.
+        """
+        super().__init__((), shape.windowed_share, shape.window, margin=1.0)
+        units = scenario.units
+        peaks = [hardware.peak(unit) for unit in (units.linear, units.scores, units.values)]
+        bandwidth = hardware.read_bandwidth(shape.weight_bytes)
+        if not all(peaks) or not bandwidth:
+            raise ValueError("a peak or the bandwidth is unknown")
+        linear, scores, values = (1 / (peak * scenario.mfu) for peak in peaks if peak)
+        self._shape = shape
+        self._linear = linear
+        self._attention = (scores + values) / 2
+        self._byte = 1 / (bandwidth * scenario.mbu)
+        reductions = 2 * shape.num_layers if hardware.devices > 1 else 0
+        self._fixed = step_seconds + reductions * SECONDS_PER_REDUCTION
+
+    def seconds(self, work: StepWork) -> float:
+        if not work.rows:
+            return self._fixed
+        cost = step_cost(self._shape, work)
+        weights = weight_bytes_read(self._shape, work.rows, work.logits)
+        linear = max(cost.linear_flops * self._linear, weights * self._byte)
+        attention = max(cost.attention_flops * self._attention, cost.bytes * self._byte)
+        return self._fixed + linear + attention
+
+    def limits(self, work: StepWork) -> dict[str, float]:
+        """Seconds of a step by what they wait for: "arithmetic", "bandwidth", "overhead"."""
+        cost = step_cost(self._shape, work)
+        weights = weight_bytes_read(self._shape, work.rows, work.logits)
+        found = {"arithmetic": 0.0, "bandwidth": 0.0, "overhead": self._fixed}
+        for compute, memory in (
+            (cost.linear_flops * self._linear, weights * self._byte),
+            (cost.attention_flops * self._attention, cost.bytes * self._byte),
+        ):
+            found["arithmetic" if compute >= memory else "bandwidth"] += max(compute, memory)
+        return found
