@@ -44,10 +44,10 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 29_900,
-    "tests": 374_800,
-    "twinphase": 17_600,
-    "twinphase/backends": 101_800,
+    "benchmarks": 32_400,
+    "tests": 376_200,
+    "twinphase": 17_800,
+    "twinphase/backends": 102_500,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -60,14 +60,14 @@ BUDGET: dict[str, int] = {
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
     "twinphase/server": 68_600,
-    "twinphase/simulate": 10_100,
+    "twinphase/simulate": 12_400,
     "twinphase/speculation": 13_900,
     "twinphase/tokenizer": 18_000,
     "twinphase/weights": 23_300,
-    "twinphase/workload": 2_100,
-    "twinphase_bench": 65_700,
+    "twinphase/workload": 2_200,
+    "twinphase_bench": 71_300,
 }
-MAX_TOKENS = {"src": 478_300, "tests": 374_800, "benchmarks": 29_900}
+MAX_TOKENS = {"src": 488_000, "tests": 376_200, "benchmarks": 32_400}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         calibration_of,
         read_calibration,
     )
+    from twinphase.simulate.capacity import Capacity, LoadShape, capacity_of
     from twinphase.simulate.deployment import (
         Deployment,
         Machine,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from twinphase.simulate.recording import SimulationRecorder
     from twinphase.simulate.run import Simulated, run_requests
     from twinphase.simulate.spec import FleetSpec, Front, TraceRequest
-    from twinphase.simulate.users import Users
+    from twinphase.simulate.users import Users, open_load
     from twinphase.terminal import Bar, answers, note
     from twinphase.workload.distributions import (
         Arrivals,
@@ -74,6 +75,7 @@ __all__ = [
     "Bar",
     "CacheCapacityError",
     "Calibration",
+    "Capacity",
     "Closed",
     "ClusterConfig",
     "ContextLengthError",
@@ -87,6 +89,7 @@ __all__ = [
     "LLM",
     "Lengths",
     "LinkRates",
+    "LoadShape",
     "Machine",
     "ModelNotFoundError",
     "Options",
@@ -118,6 +121,7 @@ __all__ = [
     "available_cores",
     "calibration_file",
     "calibration_of",
+    "capacity_of",
     "command",
     "device_of",
     "drafted",
@@ -133,6 +137,7 @@ __all__ = [
     "measured_ceilings",
     "model_blueprint",
     "note",
+    "open_load",
     "read_calibration",
     "read_events",
     "read_trace",
@@ -154,6 +159,7 @@ _HOME = {
     "Bar": "twinphase.terminal",
     "CacheCapacityError": "twinphase.errors",
     "Calibration": "twinphase.simulate.calibration",
+    "Capacity": "twinphase.simulate.capacity",
     "Closed": "twinphase.workload.distributions",
     "ClusterConfig": "twinphase.cluster.config",
     "ContextLengthError": "twinphase.errors",
@@ -167,6 +173,7 @@ _HOME = {
     "LLM": "twinphase.engine.frontends.llm",
     "Lengths": "twinphase.workload.distributions",
     "LinkRates": "twinphase.backends.cpu.link",
+    "LoadShape": "twinphase.simulate.capacity",
     "Machine": "twinphase.simulate.deployment",
     "ModelNotFoundError": "twinphase.errors",
     "Options": "twinphase.arguments",
@@ -197,6 +204,7 @@ _HOME = {
     "available_cores": "twinphase.config",
     "calibration_file": "twinphase.simulate.calibration",
     "calibration_of": "twinphase.simulate.calibration",
+    "capacity_of": "twinphase.simulate.capacity",
     "command": "twinphase.cli",
     "device_of": "twinphase.engine.loading.ceilings",
     "drafted": "twinphase.simulate.deployment",
@@ -212,6 +220,7 @@ _HOME = {
     "measured_ceilings": "twinphase.engine.loading.ceilings",
     "model_blueprint": "twinphase.models.loader",
     "note": "twinphase.terminal",
+    "open_load": "twinphase.simulate.users",
     "read_calibration": "twinphase.simulate.calibration",
     "read_events": "twinphase.server.event_stream",
     "read_trace": "twinphase.workload.traces",

@@ -112,6 +112,19 @@ def _attended(start: int, count: int, window: int | None) -> tuple[int, int, int
     return contexts, stop, near, min(stop, window + count - 1)
 
 
+class StateStep(NamedTuple):
+    """Where a step finds and leaves a state: `request.StateSlots` before it.
+
+    A step of up to `log_room` rows leaves them in the source, where the next one finds them. A
+    larger one writes the state after all rows but drafts to the target, and the drafts' rows.
+    """
+
+    source: int
+    target: int
+    pending: int
+    log_room: int
+
+
 @dataclass(frozen=True)
 class ScheduledRequest:
     """A request's share of a step: compute `token_ids` at positions `num_computed_tokens`, +1, ...
@@ -136,9 +149,7 @@ class ScheduledRequest:
     num_cached_tokens: int = 0  # of the prompt
     num_drafts: int = 0
     tenant: str = ""
-    # Of a model with recurrent layers: slots with the state before the step and after it, and how
-    # many drafts of the step before, whose rows the first one has, are right.
-    state: tuple[int, int, int] | None = None
+    state: StateStep | None = None  # of a model with recurrent layers
     # Slots where the state is left, by the position that it then stands at.
     snapshots: Mapping[int, int] = field(default_factory=dict)
 
@@ -150,6 +161,11 @@ class ScheduledRequest:
     @property
     def num_scheduled_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def logs_state(self) -> bool:
+        """Whether the step leaves its rows beside the state, and not the state after them."""
+        return self.state is not None and len(self.token_ids) <= self.state.log_room
 
     @property
     def scored(self) -> range:

@@ -98,15 +98,15 @@ class ShortConv:
 
     taps: int
     channels: int
-    matrix_floats = draft_floats = 0
+    matrix_floats = log_floats = 0
 
-    def history_rows(self, num_drafts: int) -> int:
-        """Inputs of the convolution that are kept: of `taps` - 1 positions, and of drafts."""
-        return self.taps - 1 + num_drafts
+    def history_rows(self, log_rows: int) -> int:
+        """Inputs of the convolution that are kept: of `taps` - 1 positions, and of logged rows."""
+        return self.taps - 1 + log_rows
 
-    def state_floats(self, num_drafts: int) -> int:
+    def state_floats(self, log_rows: int) -> int:
         """Numbers of a sequence's state in one layer."""
-        return self.history_rows(num_drafts) * self.channels
+        return self.history_rows(log_rows) * self.channels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,18 +154,18 @@ class MatrixStates:
         return self.key_dim * self.num_values
 
     @property
-    def draft_floats(self) -> int:
-        """What a draft's row does to the matrices: of each head, key, change and decay."""
+    def log_floats(self) -> int:
+        """What a logged row does to the matrices: of each head, key, change and decay."""
         return self.value_heads * (self.key_dim + self.value_dim + 1)
 
-    def history_rows(self, num_drafts: int) -> int:
-        """Inputs of the convolution that are kept: of `taps` - 1 positions, and of drafts."""
-        return self.taps - 1 + num_drafts
+    def history_rows(self, log_rows: int) -> int:
+        """Inputs of the convolution that are kept: of `taps` - 1 positions, and of logged rows."""
+        return self.taps - 1 + log_rows
 
-    def state_floats(self, num_drafts: int) -> int:
+    def state_floats(self, log_rows: int) -> int:
         """Numbers of a sequence's state in one layer."""
-        history = self.history_rows(num_drafts) * self.channels
-        return history + num_drafts * self.draft_floats + self.matrix_floats
+        history = self.history_rows(log_rows) * self.channels
+        return history + log_rows * self.log_floats + self.matrix_floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,9 +401,9 @@ class Blueprint:
         """Width of a layer's feed-forward layer."""
         return self.ffn_sizes[layer] if self.ffn_sizes else self.ffn_size
 
-    def state_bytes(self, num_drafts: int = 0) -> int:
-        """Bytes of a sequence's state in all recurrent layers, and of the rows of drafts."""
-        floats = self.recurrence.state_floats(num_drafts) if self.recurrence else 0
+    def state_bytes(self, log_rows: int = 0) -> int:
+        """Bytes of a sequence's state in all recurrent layers, and of the rows of its log."""
+        floats = self.recurrence.state_floats(log_rows) if self.recurrence else 0
         return 4 * len(self.recurrent_layers) * floats
 
     @property

@@ -384,8 +384,25 @@ def rm(
 def replay(
     trace_file: Path = typer.Argument(..., help="What `--trace-file` wrote."),
     out: Path = typer.Option(None, help="Write its steps as a recording for the live page."),
+    changed: str = typer.Option(
+        None,
+        "--with",
+        help="Options to change, such as itl_slo_ms=20,max_num_seqs=8: simulate what each request "
+        "would have felt.",
+    ),
+    json: bool = typer.Option(False, "--json", help="With --with, print one JSON object."),
 ) -> None:
-    """Repeat every scheduling decision of a log and compare the results byte for byte."""
+    """Repeat every scheduling decision of a log and compare the results byte for byte.
+
+    With --with, simulate the log's requests with other options instead.
+    """
+    if changed is not None:
+        from twinphase.simulate.whatif import parse_changes, what_if
+        from twinphase.terminal import print_json
+
+        changes = what_if(trace_file, parse_changes(changed))
+        print_json(changes.as_json()) if json else print("\n".join(changes.lines()))
+        return
     from twinphase.engine.trace import replay as replay_trace
 
     if out is None:

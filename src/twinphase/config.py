@@ -31,8 +31,6 @@ POOLINGS = ("mean", "cls", "last")
 MIN_STATE_SLOTS = 4
 DEFAULT_SLOTS_PER_SEAT = 4
 STATE_INTERVALS = (64, 4096)
-# Drafts of a sequence in a step of a model with recurrent layers, whose rows a slot has room for.
-MAX_STATE_DRAFTS = 8
 DEFAULT_SEAT_TOKENS = (
     1024  # of the KV cache for each seat, as far as a quarter of the free memory goes
 )
@@ -259,13 +257,6 @@ class EngineConfig(GenerationDefaults):
         """The SLO, if it is a number."""
         slo = self.itl_slo_ms
         return None if slo is None or isinstance(slo, str) else slo / 1e3
-
-    @property
-    def state_drafts(self) -> int:
-        """Drafts of a sequence in a step that a slot for recurrent states has room for."""
-        speculation = speculative_config(self.speculative_config)
-        most = 0 if speculation.method == "none" else speculation.num_speculative_tokens
-        return min(most, MAX_STATE_DRAFTS)
 
     @property
     def rank_threads(self) -> int | None:

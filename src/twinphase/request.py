@@ -29,6 +29,8 @@ PRIORITY = ConfigField("Lower goes first.", minimum=-(2**31), maximum=2**31 - 1)
 MAX_SALT_BYTES = 1024
 # Slots for recurrent states that a running request writes in turn.
 OWN_SLOTS = 2
+# Rows that a slot has room for beside the state: those that it has yet to take up, and drafts.
+STATE_LOG_ROWS = 8
 # What a model may have sampling defaults of.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
@@ -302,8 +304,8 @@ class StateSlots:
 
     Attributes:
         source: the slot that its next step reads: one of its own, a snapshot, or the zeros.
-        own: the two slots that its steps write in turn.
-        pending: accepted drafts whose rows are in the source; its state stands before them.
+        own: the two slots that are written in turn.
+        pending: rows in the source that its state has yet to take up.
         snapshots: slots where the next step leaves its state at a position, by position.
         branch: a position where cached blocks end that have no snapshot; 0 is none.
         last_snapshot: the largest position where it found or left a snapshot.
@@ -318,8 +320,13 @@ class StateSlots:
 
     @property
     def target(self) -> int:
-        """The slot that its next step writes."""
+        """The slot that the next step writes which takes up all rows."""
         return self.own[1] if self.source == self.own[0] else self.own[0]
+
+    @property
+    def log_room(self) -> int:
+        """Rows that the next step may leave in the source, whose state then stays as it is."""
+        return STATE_LOG_ROWS - self.pending if self.source in self.own else 0
 
 
 @dataclass(eq=False)

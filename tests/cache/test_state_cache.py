@@ -7,7 +7,7 @@ import pytest
 from twinphase.cache.kv_cache_manager import KVCacheManager
 from twinphase.cache.state_cache import ZERO_SLOT, StateCache
 from twinphase.outcome import MissReason, PrefixMiss
-from twinphase.request import Request, SamplingParams
+from twinphase.request import STATE_LOG_ROWS, Request, SamplingParams
 
 SIZE = 4
 SYSTEM = list(range(100, 112))  # three blocks
@@ -31,13 +31,13 @@ class Manager:
         self.check()
         return request
 
-    def compute(self, request, num_tokens, accepted=0):
+    def compute(self, request, num_tokens, accepted=0, logged=False):
         """A step of that many tokens, the last `accepted` of them drafts that were right."""
         before = request.num_computed_tokens
         self.cache.plan_snapshots(request, num_tokens - accepted)
         self.check()
         request.num_computed_tokens += num_tokens
-        self.cache.keep_computed(request, before, accepted)
+        self.cache.keep_computed(request, before, accepted, logged=logged)
         self.check()
 
     def end(self, request):
@@ -120,6 +120,25 @@ def test_accepted_drafts_wait_in_the_slot():
     assert manager.states.num_snapshots == 1
     manager.compute(request, 1)
     assert request.state.pending == 0
+
+
+def test_short_steps_wait_in_the_slot_until_it_is_full():
+    manager = Manager()
+    request = manager.start(range(5), output=[1] * 20)
+    assert request.state.log_room == 0  # The zeros are never written.
+    manager.compute(request, 5)
+    source = request.state.source
+    for rows in (1, 3, 4):
+        manager.compute(request, rows, accepted=rows - 1, logged=True)
+        assert request.state.source == source
+    assert (request.state.pending, request.state.log_room) == (STATE_LOG_ROWS, 0)
+    manager.compute(request, 3, accepted=2)
+    assert request.state.source != source
+    assert (request.state.pending, request.state.log_room) == (2, STATE_LOG_ROWS - 2)
+    # A snapshot that was begun from is another's.
+    manager.end(request)
+    manager.whole([*SYSTEM, 1])
+    assert manager.start([*SYSTEM, 1]).state.log_room == 0
 
 
 def test_no_slot_no_snapshot():

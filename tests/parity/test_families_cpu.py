@@ -79,6 +79,8 @@ def test_bits_depend_on_the_tokens_alone(folder, family):
     steps = on_cpu(folder / family)
     expected = steps.chunked(TOKENS, [LENGTH])
     for sizes in ([1, 2, 7], [64], [130, 1, 1]):
+        if steps.model.blueprint.recurrent_layers:
+            _spoil_states(steps.backend)
         _same_bits(steps.chunked(TOKENS, sizes), expected)
     _same_bits(on_cpu(folder / family, threads=1).chunked(TOKENS, [77]), expected)
     _few_rows_have_the_same_bits(steps, expected)
@@ -101,6 +103,12 @@ def test_bits_of_other_paths_with_recurrence(folder, family, isa):
     expected = steps.chunked(TOKENS, [LENGTH])
     _same_bits(steps.chunked(TOKENS, [1, 2, 7, 64]), expected)
     _few_rows_have_the_same_bits(steps, expected)
+
+
+def _spoil_states(backend: CpuBackend) -> None:
+    """Every slot but the zeros is full of NaN, as a request that overflowed may leave it."""
+    states = backend._states
+    states.slots[states.layout.nbytes :] = 0xFF
 
 
 def _few_rows_have_the_same_bits(steps: Steps, expected: F32) -> None:

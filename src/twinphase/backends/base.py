@@ -104,14 +104,14 @@ class KVCacheSpec:
         layers: keys and values of each layer that caches them.
         num_state_slots: each holds a sequence's state in every recurrent layer (`states.py`); 0 for
             a model without such layers.
-        num_drafts: rows of a step, after a sequence's first, that may be drafts.
+        state_log_rows: rows that a slot has room for beside the state.
     """
 
     layers: tuple[KVShape, ...]
     num_blocks: int
     block_size: int = 16
     num_state_slots: int = 0
-    num_drafts: int = 0
+    state_log_rows: int = 0
 
     @classmethod
     def of(cls, blueprint: Blueprint, num_blocks: int, block_size: int = 16) -> KVCacheSpec:
@@ -156,9 +156,10 @@ class StepInputs:
             Row i attends to `context_lens[s] - k + i` tokens.
         logit_rows: int32 [num_logits], rows that need logits.
         states: int32 [num_seqs, 4] for a model with recurrent layers: the slot with a sequence's
-            state, the slot where its new state goes, how many of the drafts that the first slot
-            holds are right, and how many of the step's rows are no drafts. No slot is the target of
-            one sequence and the source or target of another.
+            state, the slot where its new state goes, how many rows of the first slot's log are
+            right, and how many of the step's rows the new state takes up; the others go into its
+            log. With 0, both slots are one, whose log grows. No slot is the target of one sequence
+            and the source or target of another.
         snapshots: int32 [num_snapshots, 2], rows and slots: the state after a row, which is no
             draft, goes into a slot too.
         hidden: float32 [num_tokens, hidden_size], what `given_rows` gives; None if nothing asks.

@@ -85,15 +85,15 @@ class ReferenceBackend(ReferenceRecurrence):
             for _ in range(2)
         )
         if spec.num_state_slots:
-            layout = slot_layout(self.blueprint, spec.num_drafts)
+            layout = slot_layout(self.blueprint, spec.state_log_rows)
             states = layout.num_layers, spec.num_state_slots
             self.histories = np.zeros((*states, layout.history_rows, layout.channels), np.float32)
             if isinstance(matrix := self.blueprint.recurrence, MatrixStates):
                 heads = (matrix.value_heads, matrix.key_dim, matrix.value_dim)
                 self.matrices = np.zeros((*states, *heads), np.float32)
-                # Of each draft and head: key, change and decay.
+                # Of each row of the log and head: key, change and decay.
                 row = (matrix.value_heads, matrix.key_dim + matrix.value_dim + 1)
-                self.drafts = np.zeros((*states, spec.num_drafts, *row), np.float32)
+                self.logs = np.zeros((*states, spec.state_log_rows, *row), np.float32)
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """The sum of 2 H_kv d b over layers, with b = 4."""

@@ -19,14 +19,14 @@ class ReferenceRecurrence:
     """What `ReferenceBackend` computes of the protocol `RecurrentOperations`.
 
     Attributes:
-        histories, matrices, drafts: of each recurrent layer and slot.
+        histories, matrices, logs: of each recurrent layer and slot.
     """
 
     blueprint: Blueprint
     inputs: StepInputs
     histories: F32
     matrices: F32
-    drafts: F32
+    logs: F32
 
     if TYPE_CHECKING:
 
@@ -95,8 +95,9 @@ class ReferenceRecurrence:
         size = k.shape[2]
         for i, (source, target, pending, final) in enumerate(inputs.states.tolist()):
             state = self.matrices[layer, source].copy()
-            for draft in self.drafts[layer, source, :pending]:
-                state = changed_state(state, draft[:, :size], draft[:, size:-1], draft[:, -1])
+            for logged in self.logs[layer, source, :pending]:
+                state = changed_state(state, logged[:, :size], logged[:, size:-1], logged[:, -1])
+            log_at = 0 if final else pending
             first = int(inputs.query_start[i])
             for row in range(first, int(inputs.query_start[i + 1])):
                 change = v[row]
@@ -113,7 +114,7 @@ class ReferenceRecurrence:
                     self.matrices[layer, target] = state
                 elif number >= 0:
                     parts = [k[row], change, kept[row][:, None]]
-                    self.drafts[layer, target, number] = np.concatenate(parts, axis=1)
+                    self.logs[layer, target, log_at + number] = np.concatenate(parts, axis=1)
         return out.reshape(len(out), -1)
 
     def gated_norm(self, x: F32, weight: F32, gate: F32, eps: float) -> F32:
@@ -141,7 +142,8 @@ class ReferenceRecurrence:
             known = np.concatenate([histories[source, pending : pending + taps - 1], x[rows]])
             for tap in range(taps):
                 out[rows] += known[tap : tap + len(known) - taps + 1] * weight[:, tap]
-            histories[target, : len(known) - final] = known[final:]
+            log_at = 0 if final else pending
+            histories[target, log_at : log_at + len(known) - final] = known[final:]
             for row, slot in inputs.snapshots.tolist():
                 if rows.start <= row < rows.stop:
                     kept = row + 1 - rows.start

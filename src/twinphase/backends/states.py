@@ -2,11 +2,11 @@
 
 A slot holds the state of one sequence in every recurrent layer, as float32 numbers. Of each layer:
 
-    history  [taps - 1 + num_drafts, channels], inputs of the convolution: those of the last
-             positions that are known to be right, then those of drafts, which the next step takes
-             for right or leaves out
-    drafts   of matrices, [num_drafts]: keys [heads, key_dim], changes [heads, value_dim] and
-             decays [heads] of the drafts' rows
+    history  [taps - 1 + log_rows, channels], inputs of the convolution: those of the last
+             positions before the log, then those of the log
+    log      of matrices, [log_rows]: keys [heads, key_dim], changes [heads, value_dim] and
+             decays [heads] of rows that the state has yet to take up, and then of drafts, which
+             the next step takes for right or writes over
     matrices of a delta rule or a state space, a [key_dim, value_dim] of each value head
 
 Slot 0 holds zeros and is never written: it is the state before a sequence's first token.
@@ -123,21 +123,21 @@ class SlotLayout:
     Attributes:
         num_layers: recurrent layers of the model.
         taps, channels: of the convolution.
-        num_drafts: rows of a step, after a sequence's first, that a slot has room for.
+        log_rows: rows that a slot has room for beside the state.
         history_rows: of each layer.
         layer_floats: numbers of each layer.
         matrix_floats: the last ones of them, of the matrices.
-        draft_floats: those of a draft before them.
+        log_floats: those of a row of the log, before them.
     """
 
     num_layers: int
     taps: int
     channels: int
-    num_drafts: int
+    log_rows: int
     history_rows: int
     layer_floats: int
     matrix_floats: int
-    draft_floats: int
+    log_floats: int
 
     @property
     def nbytes(self) -> int:
@@ -145,19 +145,19 @@ class SlotLayout:
         return 4 * self.num_layers * self.layer_floats
 
 
-def slot_layout(blueprint: Blueprint, num_drafts: int) -> SlotLayout:
-    """The layout for a model with recurrent layers, whose steps have up to `num_drafts` drafts."""
+def slot_layout(blueprint: Blueprint, log_rows: int) -> SlotLayout:
+    """The layout for a model with recurrent layers, whose slots have a log of `log_rows` rows."""
     recurrence = blueprint.recurrence
     assert recurrence is not None
     return SlotLayout(
         num_layers=len(blueprint.recurrent_layers),
         taps=recurrence.taps,
         channels=recurrence.channels,
-        num_drafts=num_drafts,
-        history_rows=recurrence.history_rows(num_drafts),
-        layer_floats=recurrence.state_floats(num_drafts),
+        log_rows=log_rows,
+        history_rows=recurrence.history_rows(log_rows),
+        layer_floats=recurrence.state_floats(log_rows),
         matrix_floats=recurrence.matrix_floats,
-        draft_floats=recurrence.draft_floats,
+        log_floats=recurrence.log_floats,
     )
 
 

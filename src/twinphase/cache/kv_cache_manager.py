@@ -214,10 +214,13 @@ class KVCacheManager:
         self.pool.release(request.block_ids[kept:])
         del request.block_ids[kept:]
 
-    def keep_computed(self, request: Request, before: int, num_accepted: int = 0) -> None:
+    def keep_computed(
+        self, request: Request, before: int, num_accepted: int = 0, *, logged: bool = False
+    ) -> None:
         """Make the blocks findable that became full since `before` tokens were computed.
 
-        `num_accepted` of them are drafts, whose rows the state is yet to take up.
+        `num_accepted` of them are drafts, whose rows the state has yet to take up; or all are such
+        rows (`logged`), in the slot that the step has read.
         """
         if self.enable_prefix_caching:
             for index in range(
@@ -226,7 +229,8 @@ class KVCacheManager:
                 self.prefix_cache.insert(request, index)
         if self.states is not None and request.state is not None:
             names = {at: self._hash_before(request, at) for at in request.state.snapshots}
-            self.states.advance(request.state, num_accepted, names)
+            rows = request.num_computed_tokens - before if logged else num_accepted
+            self.states.advance(request.state, rows, names, logged)
 
     def accept(
         self, blocks: Sequence[CachedBlock], write: Callable[[list[int], list[int]], None]

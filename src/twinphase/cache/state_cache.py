@@ -1,10 +1,11 @@
 """Slots for the states of recurrent layers: of running requests, and snapshots to begin from.
 
 Ints only: what memory a slot is, the backend knows. A running request has two slots of its own: its
-steps read the one and write the other, so that a step that failed can be computed again. A
-*snapshot* is a slot with a name: the hash of the block that ends where the state stands, which
-names its bits as it names those of the block. It is written once, by a step that passes its
-position, and then only read.
+steps read the one and write the other, so that a step that failed can be computed again. Steps of
+few rows leave these beside the state that they read, for a later step to take up. A *snapshot* is a
+slot with a name: the hash of the block that ends where the state stands, which names its bits as it
+names those of the block. It is written once, by a step that passes its position, and then only
+read.
 """
 
 from __future__ import annotations
@@ -81,14 +82,20 @@ class StateCache:
             if self.pool.num_available:
                 state.snapshots[position] = self.pool.allocate(1)[0]
 
-    def advance(self, state: StateSlots, pending: int, names: Mapping[int, bytes]) -> None:
-        """A step has written the target, with rows of `pending` drafts that were right.
+    def advance(
+        self, state: StateSlots, rows: int, names: Mapping[int, bytes], logged: bool
+    ) -> None:
+        """A step has written the target, with `rows` of drafts that were right.
 
-        `names` are the hashes of the blocks that end at the positions of the planned snapshots.
+        Or (`logged`) it has left the source's state as it was, and `rows` more beside it. `names`
+        are the hashes of the blocks that end at the positions of the planned snapshots.
         """
-        self._leave(state)
-        state.source = state.target
-        state.pending = pending
+        if logged:
+            state.pending += rows
+        else:
+            self._leave(state)
+            state.source = state.target
+            state.pending = rows
         for position, slot in state.snapshots.items():
             if names[position] not in self._slot_of:
                 self._slot_of[names[position]] = slot

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from twinphase.backends.base import StepInputs
-from twinphase.batch import Batch
+from twinphase.batch import Batch, ScheduledRequest
 
 
 def build(batch: Batch, block_size: int) -> StepInputs:
@@ -43,7 +43,7 @@ def build(batch: Batch, block_size: int) -> StepInputs:
     block_tables = np.zeros((len(shares), max(used)), np.int32)
     for table, share, count in zip(block_tables, shares, used, strict=True):
         table[:count] = share.block_ids[:count]
-    states = [(*share.state, share.num_final) for share in shares if share.state is not None]
+    states = [_state_row(share) for share in shares if share.state is not None]
     snapshots = [
         (start + position - share.num_computed_tokens - 1, slot)
         for start, share in zip(query_start, shares, strict=False)
@@ -60,3 +60,12 @@ def build(batch: Batch, block_size: int) -> StepInputs:
         states=np.array(states, np.int32) if states else None,
         snapshots=np.array(snapshots, np.int32).reshape(-1, 2),
     )
+
+
+def _state_row(share: ScheduledRequest) -> tuple[int, int, int, int]:
+    """A row of `StepInputs.states`."""
+    assert share.state is not None
+    source, target, pending, _ = share.state
+    if share.logs_state:
+        return source, source, pending, 0
+    return source, target, pending, share.num_final

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twinphase.batch import Phase, ScheduledRequest
+from twinphase.batch import Phase, ScheduledRequest, StateStep
 from twinphase.request import Request
 
 
@@ -38,6 +38,8 @@ def give_tokens(request: Request, num_tokens: int) -> ScheduledRequest:
         constraint=request.constraint,
         num_cached_tokens=request.counts.num_cached_tokens,
         tenant=request.tenant,
-        state=None if state is None else (state.source, state.target, state.pending),
+        state=None
+        if state is None
+        else StateStep(state.source, state.target, state.pending, state.log_room),
         snapshots={} if state is None else state.snapshots,
     )

@@ -16,7 +16,7 @@ from twinphase.cache.state_cache import StateCache
 from twinphase.config import EngineConfig
 from twinphase.errors import CacheCapacityError, InvalidRequestError
 from twinphase.outcome import FinishReason, RequestStatus
-from twinphase.request import Request
+from twinphase.request import STATE_LOG_ROWS, Request
 from twinphase.scheduler.chunk import ChunkBudget, StepCost
 from twinphase.scheduler.decode import fit_drafts, schedule_decodes, with_drafts
 from twinphase.scheduler.fairness import FairQueue, work_by_tenant
@@ -242,7 +242,7 @@ class Scheduler:
                 self.num_recomputed_tokens += again
             # A failed request's blocks may be incomplete.
             if share.request_id not in output.errors:
-                self.kv_cache.keep_computed(request, before, accepted)
+                self.kv_cache.keep_computed(request, before, accepted, logged=share.logs_state)
             if wrong:
                 self.kv_cache.give_back(request)
             if share.request_id in output.errors:
@@ -270,7 +270,7 @@ class Scheduler:
         """Drafted tokens that a request could still use: its last token is sampled after them."""
         request = self._requests[share.request_id]
         longest = self.max_tokens_total(request) - request.num_tokens - 1
-        return longest if request.state is None else min(longest, self.config.state_drafts)
+        return longest if request.state is None else min(longest, STATE_LOG_ROWS)
 
     def check_integrity(self) -> None:
         """Prove that no block is lost and that lists and statuses agree (AssertionError if not)."""

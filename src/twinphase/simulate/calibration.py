@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from twinphase.batch import StepWork
 from twinphase.config import EngineConfig
 from twinphase.engine.recorder import MAX_GAP_SECONDS
 from twinphase.engine.trace import Replaying, replay
@@ -42,7 +43,7 @@ class Calibration:
         model, processor, threads, date: what was measured, and when.
         costs: arguments of the cost model.
         config: of the engine, resolved.
-        between_steps, between_steps_per_request, noise: as in `WorkerSpec`.
+        between_steps, between_steps_per_request, noise, prefill_noise: as in `WorkerSpec`.
         front: outside the engine.
         steps: that it was learned from.
         median_error: of the cost model's last predictions.
@@ -57,6 +58,7 @@ class Calibration:
     between_steps: float
     between_steps_per_request: float
     noise: Sequence[float]
+    prefill_noise: Sequence[float] = ()
     front: Front = field(default_factory=Front)
     steps: int = 0
     median_error: float = 0.0
@@ -70,8 +72,15 @@ class Calibration:
         return EngineConfig(**self.config)
 
     def worker(self, role: Any, config: EngineConfig) -> WorkerSpec:
-        gaps = (self.between_steps, self.between_steps_per_request)
-        return WorkerSpec(role, self.times, config, *gaps, noise=self.noise)
+        return WorkerSpec(
+            role,
+            self.times,
+            config,
+            between_steps=self.between_steps,
+            between_steps_per_request=self.between_steps_per_request,
+            noise=self.noise,
+            prefill_noise=self.prefill_noise,
+        )
 
     def save(self, path: Path) -> None:
         """Write it as JSON.
@@ -111,7 +120,12 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def calibration_of(
-    log: Path, *, model: str = "", front: Front | None = None, first: int = WARM_UP_STEPS
+    log: Path,
+    *,
+    model: str = "",
+    front: Front | None = None,
+    first: int = WARM_UP_STEPS,
+    least: int = MIN_STEPS,
 ) -> Calibration:
     """Learn from the steps of a log.
 
@@ -119,12 +133,13 @@ def calibration_of(
         log: of a server on the machine in question.
         model: its name, for reports.
         front: what requests take outside the engine, if that was measured.
-        first: steps that are not learned from.
+        first: steps whose scatter is not learned.
+        least: steps that are needed after them.
 
     Raises:
         InvalidRequestError: not a step log, or one with too few steps.
     """
-    ratios: list[float] = []
+    steps: list[tuple[StepWork, float]] = []
     gaps: list[tuple[int, float]] = []
     header: dict[str, Any] = {}
     last: Replaying | None = None
@@ -135,32 +150,37 @@ def calibration_of(
         if event["event"] == "header":
             header.update(event)
         elif event["event"] == "observe" and state.num_steps > first:
-            ratios.append(event["seconds"] / state.predicted)
+            steps.append((state.batch.work, event["seconds"]))
             if 0 < event["gap"] < MAX_GAP_SECONDS:
                 gaps.append((len(state.batch.scheduled), event["gap"]))
 
     replay(log, watch)
-    if last is None or len(ratios) < MIN_STEPS:
+    if last is None or len(steps) < least:
         raise InvalidRequestError(
-            f"{log} has {len(ratios)} steps after its warm-up; at least {MIN_STEPS} are needed.",
+            f"{log} has {len(steps)} steps after its warm-up; at least {least} are needed.",
             "Run a load against the server for half a minute.",
         )
     fixed, per_request = _gap_line(gaps)
-    middle = median(ratios)
-    error = last.cost_model.error()
+    # Against the prices at the end, so that all steps together take what they took.
+    costs = last.cost_model
+    ratios: tuple[list[float], list[float]] = ([], [])
+    for work, seconds in steps:
+        ratios[work.prefill_contexts > 0].append(seconds / costs.seconds(work))
+    error = costs.error()
     config = {**header["config"], "trace_file": None}
     return Calibration(
         model=model,
         processor=processor_name(),
         threads=config.get("threads") or 0,
         date=time.strftime("%Y-%m-%d"),
-        costs=last.cost_model.learned,
+        costs=costs.learned,
         config=config,
         between_steps=fixed,
         between_steps_per_request=per_request,
-        noise=[percentile(ratios, q) / middle for q in NOISE_QUANTILES],
+        noise=[percentile(ratios[0], q) for q in NOISE_QUANTILES] if ratios[0] else [],
+        prefill_noise=[percentile(ratios[1], q) for q in NOISE_QUANTILES] if ratios[1] else [],
         front=front or Front(),
-        steps=len(ratios),
+        steps=len(steps),
         median_error=error.median or 0.0,
     )
 

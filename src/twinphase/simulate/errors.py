@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -43,12 +43,13 @@ class Trial:
     utilisation: float
     real: dict[str, float]
     simulated: dict[str, float]
-    spread: dict[str, float] = msgspec.field(default_factory=dict)
+    spread: dict[str, float] = field(default_factory=dict)
 
     def error(self, figure: str) -> float:
-        """(simulated - real) / real."""
+        """(simulated - real) / real; where nothing was real, 0 or 1."""
         real = self.real[figure]
-        return (self.simulated[figure] - real) / real if real else 0.0
+        simulated = self.simulated[figure]
+        return (simulated - real) / real if real else float(simulated > 0)
 
 
 def read_trials(path: Path = FILE) -> list[Trial]:

@@ -270,8 +270,8 @@ class Simulation:
         spec = worker.spec
         worker.batch = batch = worker.scheduler.schedule(self._drafts(worker))
         seconds = spec.times.seconds(batch.work)
-        if spec.noise:
-            seconds *= self._noise.choice(spec.noise)
+        if noise := spec.prefill_noise if batch.prefills else spec.noise:
+            seconds *= self._noise.choice(noise)
         worker.began = self.now
         self.num_steps += 1
         self.busy_seconds[worker.name] += seconds

@@ -27,8 +27,9 @@ class WorkerSpec:
         config: of its engine, resolved; the SLO "auto" is chosen as a server chooses it.
         between_steps: time between two steps, during which the front end handles tokens.
         between_steps_per_request: more of it for each request of the step.
-        noise: measured step times over predicted ones, as quantiles at even distances; each step
-            draws one. Empty is none.
+        noise: measured times over predicted ones of steps without a prefill chunk, as quantiles at
+            even distances; each step draws one. Empty is none.
+        prefill_noise: the same of steps with one.
     """
 
     role: Role
@@ -37,6 +38,7 @@ class WorkerSpec:
     between_steps: float = 0.0
     between_steps_per_request: float = 0.0
     noise: Sequence[float] = ()
+    prefill_noise: Sequence[float] = ()
 
 
 @dataclass(frozen=True)

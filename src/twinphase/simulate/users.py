@@ -98,6 +98,31 @@ class Load:
         )
 
 
+def open_load(
+    offsets: Sequence[float],
+    prompt: Distribution,
+    output: Distribution,
+    *,
+    reasoning: Distribution | None = None,
+    shared_prefix: int = 0,
+    max_tokens: int = 1 << 24,
+    seed: int = 0,
+) -> list[TraceRequest]:
+    """Requests at the given times, seconds, with lengths of these distributions."""
+    users = Users(
+        len(offsets),
+        0.0,
+        prompt,
+        output,
+        reasoning=reasoning,
+        shared_prefix=shared_prefix,
+        max_tokens=max_tokens,
+        seed=seed,
+    )
+    made = Load(users, len(offsets)).first()
+    return [_at(one, moment) for one, moment in zip(made, offsets, strict=True)]
+
+
 def closed_loop(
     requests: Sequence[TraceRequest], concurrency: int
 ) -> tuple[list[TraceRequest], Callable[[TraceRequest, Outcome], TraceRequest | None]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from twinphase.errors import InvalidRequestError
 
@@ -57,6 +58,18 @@ class Distribution:
     @property
     def mean(self) -> float:
         return sum(self.parameters) / 2 if self.name == "uniform" else self.parameters[0]
+
+    def quantile(self, share: float) -> float:
+        """The length that this share of all do not exceed."""
+        first, *more = self.parameters
+        if self.name == "uniform":
+            return first + share * (more[0] - first)
+        if self.name == "exponential":
+            return -first * math.log(1 - share)
+        if self.name == "lognormal":
+            sigma = more[0]
+            return first * math.exp(sigma * NormalDist().inv_cdf(share) - sigma * sigma / 2)
+        return first
 
     def draw(self, generator: random.Random) -> int:
         """One length in tokens, at least 1."""

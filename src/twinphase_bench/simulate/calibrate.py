@@ -140,11 +140,12 @@ def calibrate(model: str, options: Mapping[str, Any], progress: Progress) -> Cal
         arguments = [*map(str, words), *QUIET, "--trace-file", str(log)]
         progress("starting a server to measure", 0, 0)
         with running_server(model, arguments) as url:
-            results = run(_stages(url, progress))
+            results = run(send_stages(url, progress))
         return calibration_of(log, model=model, front=front_of(results))
 
 
-async def _stages(url: str, progress: Progress) -> list[LoadResult]:
+async def send_stages(url: str, progress: Progress) -> list[LoadResult]:
+    """The load that a calibration is learned from."""
     target = await OpenAITarget.open(url)
     try:
         sizing = await target.sizing()

@@ -258,7 +258,7 @@ class CpuBackend:
         self._fill_now()
 
     def _make_states(self, spec: KVCacheSpec) -> StateMemory:
-        layout = slot_layout(self.blueprint, spec.num_drafts)
+        layout = slot_layout(self.blueprint, spec.state_log_rows)
         nbytes = spec.num_state_slots * layout.nbytes
         slots = Arena(nbytes + 64, "states of recurrent layers").take(nbytes)
         return StateMemory(layout, slots, self.max_rows["tokens"], self.max_num_seqs)

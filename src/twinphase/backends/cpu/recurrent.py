@@ -30,20 +30,21 @@ class StateMemory:
 
     Attributes:
         layout: of a slot.
+        slots: the bytes of all slots, one after another.
         places: of each row: its number in its sequence, and the offset in bytes of the end of its
             sequence's history, from a layer's first slot on; int64 [tokens, 2].
-        plans: of each state to be written: first row of its sequence, rows up to the state, drafts
-            after them, offset of the end of the sequence's history, offset of the slot, accepted
-            drafts in the sequence's slot, its offset; int64 [states, PLAN_INTS].
+        plans: of each state to be written: first row of its sequence, rows up to the state, rows
+            after them that go into the log, offset of the end of the sequence's history, offset of
+            the slot, rows of the log in the sequence's slot that are right, its offset, and which
+            row of the log is the first to be written; int64 [states, PLAN_INTS].
         snapshots: of each row, the offset of a slot for the state after it, or -1; int64 [tokens].
     """
 
     def __init__(
         self, layout: SlotLayout, slots: NDArray[np.uint8], max_tokens: int, max_seqs: int
     ) -> None:
-        """`slots` are the bytes of all slots, one after another."""
         self.layout = layout
-        self._slots = slots
+        self.slots = slots
         self.places = aligned(2 * max_tokens, np.int64).reshape(-1, 2)
         # Each sequence's target, and a snapshot of every block that the step may complete.
         count = max_seqs + max_tokens
@@ -52,7 +53,7 @@ class StateMemory:
 
     def layer(self, number: int) -> int:
         """Address of a recurrent layer's part of the first slot."""
-        return int(self._slots.ctypes.data) + 4 * number * self.layout.layer_floats
+        return int(self.slots.ctypes.data) + 4 * number * self.layout.layer_floats
 
     def fill(self, inputs: StepInputs) -> dict[str, int]:
         """Note where a step's sequences keep their states; returns the counts by name."""
@@ -60,9 +61,11 @@ class StateMemory:
         if states is None:
             raise ValueError("the step names no states of its sequences")
         layout = self.layout
-        drafts = int((np.diff(inputs.query_start) - states[:, FINAL]).max())
-        if drafts > layout.num_drafts:
-            raise ValueError(f"{drafts} drafts; a slot has room for {layout.num_drafts}")
+        # Without a row that the state takes up, the log that is there grows.
+        log_at = np.where(states[:, FINAL] == 0, states[:, PENDING], 0)
+        logged = int((np.diff(inputs.query_start) - states[:, FINAL] + log_at).max())
+        if logged > layout.log_rows:
+            raise ValueError(f"a log of {logged} rows; a slot has room for {layout.log_rows}")
         first = inputs.query_start[:-1].astype(np.int64)
         rows = inputs.query_start[1:] - first
         row_bytes = 4 * layout.channels
@@ -72,7 +75,7 @@ class StateMemory:
         )
         final = slots[:, FINAL]
         source, target = (slots[:, which] * layout.nbytes for which in (SOURCE, TARGET))
-        plan = first, final, rows - final, before, target, slots[:, PENDING], source
+        plan = first, final, rows - final, before, target, slots[:, PENDING], source, log_at
         self.plans[: len(first)] = np.stack(plan, axis=1)
         self.snapshots[: inputs.num_tokens] = -1
         for number, (row, slot) in enumerate(inputs.snapshots.tolist(), len(first)):
@@ -82,6 +85,7 @@ class StateMemory:
             self.plans[number] = self.plans[sequence]
             self.plans[number, 1:3] = row + 1 - start, 0
             self.plans[number, 4] = slot * layout.nbytes
+            self.plans[number, 7] = 0
         places = self.places[: inputs.num_tokens]
         places[:, 0] = np.arange(inputs.num_tokens) - np.repeat(first, rows)
         places[:, 1] = np.repeat(before, rows)
@@ -248,10 +252,10 @@ class RecurrentOperations(ExpertOperations):
         columns = delta_columns(self.isa, recurrence.value_dim)
         self.scratch_bytes = max(self.scratch_bytes, 4 * columns * (recurrence.key_dim + 1))
         matrices = layout.layer_floats - layout.matrix_floats
-        drafts = matrices - layout.num_drafts * layout.draft_floats
+        log = matrices - layout.log_rows * layout.log_floats
         args = [x.data, x.stride, factors.data, factors.stride]
         args += [states.plans.ctypes.data, states.snapshots.ctypes.data]
-        args += [states.layer(layer), 4 * drafts, 4 * matrices, skip, out.data, out.stride]
+        args += [states.layer(layer), 4 * log, 4 * matrices, skip, out.data, out.stride]
         self.program.add(
             f"{kind}_scan:{_heads(recurrence)}",
             self.program.count(f"sequences*{recurrence.num_values // columns}"),
@@ -337,7 +341,7 @@ class RecurrentOperations(ExpertOperations):
         self.program.add(spec, tiles, args, reads, [(out.data, 0)])
 
     def _keep_history(self, x: Memory, layer: int) -> None:
-        """No command of the step reads what this writes: it is another slot."""
+        """No command of the step reads what this writes: another slot, or rows after the log's."""
         states = self.states
         args = [x.data, x.stride, x.groups, states.plans.ctypes.data, states.layer(layer)]
         self.program.add(

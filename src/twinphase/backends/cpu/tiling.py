@@ -28,7 +28,7 @@ ELEMENTWISE_TILE_ROWS = 4
 # A slot is an expert that has rows: its number, its first row, and the end of its rows, in int32.
 SLOT_INTS = 3
 # Numbers of a state's plan (`recurrent.StateMemory`).
-PLAN_INTS = 7
+PLAN_INTS = 8
 # Partial sums over the rows of a recurrent state's matrix.
 SUM_PARTS = 4
 # Two, so that a single row still feeds two threads.

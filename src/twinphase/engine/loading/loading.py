@@ -40,7 +40,7 @@ from twinphase.phases.hardware import Ceilings, save_ceilings
 from twinphase.phases.report import phase_report
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape, model_shape
-from twinphase.request import Request, RequestCounts, SamplingParams
+from twinphase.request import STATE_LOG_ROWS, Request, RequestCounts, SamplingParams
 from twinphase.scheduler.pace import Pace
 from twinphase.scheduler.pacing import Pacing
 from twinphase.scheduler.scheduler import Scheduler
@@ -103,7 +103,7 @@ class LoadedEngine:
             return device.kv_head_bytes(dim, config.kv_cache_dtype)
 
         kv_bytes = b.kv_bytes(head_bytes) + has_mtp * b.num_kv_heads * head_bytes(b.head_dim)
-        state_bytes = b.state_bytes(config.state_drafts)
+        state_bytes = b.state_bytes(STATE_LOG_ROWS)
         memory = device.free_memory()
         self.config = config.resolve(b.context_length, kv_bytes, memory, state_bytes)
         self.text = ModelText(self.checkpoint)
@@ -303,7 +303,7 @@ def make_engine(
     shape = replace(
         shape,
         kv_token_bytes=backend.kv_bytes_per_token(),
-        state_bytes=model.blueprint.state_bytes(config.state_drafts),
+        state_bytes=model.blueprint.state_bytes(STATE_LOG_ROWS),
     )
     prices = starting_prices(shape, measured_ceilings(config))
     cost_model = CostModel(prices, shape.windowed_share, shape.window)
@@ -328,7 +328,7 @@ def allocate_kv_cache(backend: Backend, blueprint: Blueprint, config: EngineConf
     spec = KVCacheSpec.of(blueprint, config.num_kv_blocks, config.block_size)
     if blueprint.recurrent_layers:
         slots = config.num_state_slots or 0
-        spec = replace(spec, num_state_slots=slots, num_drafts=config.state_drafts)
+        spec = replace(spec, num_state_slots=slots, state_log_rows=STATE_LOG_ROWS)
     backend.allocate_kv_cache(spec)
 
 

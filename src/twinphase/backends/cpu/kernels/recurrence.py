@@ -87,15 +87,18 @@ def keep_history(isa: Isa, taps: str) -> Kernel:
     def write(e: Emit, tile, x, stride, groups, plans, memory):
         state, begin, end = part_of_row(e, tile, GATE_TILES_PER_ROW, groups)
         plan = e.mul(state, 8 * PLAN_INTS)
-        first, final, drafts, before, target = (
-            e.load(e.i64(0).type, plans, plan, 8 * i) for i in range(5)
+        first, final, logged, before, target, _, _, log_at = (
+            e.load(e.i64(0).type, plans, plan, 8 * i) for i in range(PLAN_INTS)
         )
+        # The rows before a log that grows are there already.
+        grows = e.b.icmp_signed("==", final, e.i64(0))
+        begin_row = e.b.select(grows, e.i64(before_first), e.i64(0))
         row_bytes = e.mul(groups, 128)
         here = e.add(x, e.mul(first, stride))
-        with e.loop(0, e.add(drafts, before_first)) as r:
+        with e.loop(begin_row, e.add(logged, before_first)) as r:
             index = e.add(r, final, -before_first)
             source = _row(e, index, here, stride, e.add(memory, before), row_bytes)
-            out = e.add(memory, target, e.mul(r, row_bytes))
+            out = e.add(memory, target, e.mul(e.add(r, log_at), row_bytes))
             with e.loop(begin, end) as g:
                 at = e.mul(g, 128)
                 e.store(e.load(GROUP, source, at), out, at)

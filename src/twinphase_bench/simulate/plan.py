@@ -1,0 +1,405 @@
+"""`twinphase plan`: the cheapest deployment that keeps service levels at a load, by simulation.
+
+Arithmetic proposes fleets for every machine and layout; the real scheduler decides, cheapest first.
+A fleet that misses a level is tried again with one worker more of the pool that was late. Of large
+fleets a slice with the same load per worker is simulated.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from twinphase import (
+    Capacity,
+    Deployment,
+    Distribution,
+    InvalidRequestError,
+    LoadShape,
+    Machine,
+    Paced,
+    Progress,
+    Simulated,
+    TraceRequest,
+    TwinphaseError,
+    capacity_of,
+    open_load,
+    roles_of,
+    run_requests,
+)
+from twinphase.phases.statistics import percentile
+
+# Of a worker's time that arithmetic fills; queues need the rest.
+TARGET_USE = 0.75
+# Workers of a slice, and requests of a simulation, at most.
+SLICE_WORKERS = 4
+MAX_OUTPUT_TOKENS = 60_000
+REQUESTS = (120, 400)
+# Requests at the start, which find an idle fleet, are not judged.
+WARM_UP_SHARE = 0.15
+MAX_WORKERS = 4096
+# A fleet is better that misses by less than this share of what the best one before it did; after
+# this number of fleets that are not, a layout is given up.
+MIN_GAIN = 0.97
+MAX_STALE = 2
+RANKS = (1, 2, 4, 8)
+LEVELS = ("ttft", "itl", "tpot")
+UNITS = {"ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Upper bounds in seconds at a percentile of all requests (of all gaps, for the ITL)."""
+
+    bounds: Mapping[str, float]
+    percentile: float = 99.0
+
+    @classmethod
+    def parse(cls, text: str, at: float = 99.0) -> Levels:
+        """Read "ttft=500ms,itl=50ms".
+
+        Raises:
+            InvalidRequestError: another form, or an unknown level.
+        """
+        bounds = {}
+        for part in text.split(","):
+            name, _, value = part.strip().lower().partition("=")
+            unit = next((one for one in UNITS if value.endswith(one)), "?")
+            try:
+                bound = float(value.removesuffix(unit)) * UNITS[unit]
+            except (ValueError, KeyError):
+                bound = 0.0
+            if name not in LEVELS or name in bounds or not 0 < bound < math.inf:
+                raise InvalidRequestError(
+                    f"--slo {part!r} cannot be used.",
+                    "Give each level once, with its unit: ttft=500ms,itl=50ms (or tpot).",
+                )
+            bounds[name] = bound
+        return cls(bounds, at)
+
+    def measured(self, done: Simulated) -> dict[str, float]:
+        """Each level's percentile of a load, without its first requests."""
+        seen = done.observations[round(WARM_UP_SHARE * len(done.observations)) :]
+        values = {
+            "ttft": [one.ttft for one in seen if one.ttft is not None],
+            "tpot": [one.tpot for one in seen if one.tpot is not None],
+            "itl": [gap for one in seen for gap in one.itl],
+        }
+        return {name: percentile(values[name], self.percentile) for name in self.bounds}
+
+    def missed(self, found: Mapping[str, float]) -> list[str]:
+        return [name for name, bound in self.bounds.items() if found[name] > bound]
+
+    @property
+    def gap(self) -> float | None:
+        """The bound of a decode step."""
+        known = [self.bounds[name] for name in ("itl", "tpot") if name in self.bounds]
+        return min(known, default=None)
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{name} p{self.percentile:g} <= {1e3 * bound:g} ms"
+            for name, bound in self.bounds.items()
+        )
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The load of a plan: lengths, and either a rate or users.
+
+    Attributes:
+        rate: requests per second; None follows from the users.
+    """
+
+    prompt: Distribution
+    output: Distribution
+    reasoning: Distribution | None = None
+    shared_prefix: int = 0
+    rate: float | None = None
+    users: int = 0
+    think_time: float = 0.0
+
+    @property
+    def tokens(self) -> tuple[float, float]:
+        """Mean prompt, shared prefix included, and mean output with reasoning."""
+        thinking = self.reasoning.mean if self.reasoning else 0.0
+        return self.prompt.mean + self.shared_prefix, self.output.mean + thinking
+
+    def shape(self, seconds_per_token: float) -> LoadShape:
+        """In means; users send as often as their answers and pauses let them."""
+        prompt, output = self.tokens
+        rate = self.rate
+        if rate is None:
+            rate = self.users / (self.think_time + output * seconds_per_token)
+        long = self.prompt.quantile(0.99) + self.shared_prefix
+        return LoadShape(rate, prompt, output, float(self.shared_prefix), long)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A fleet and its price per hour.
+
+    Attributes:
+        worst: by what factor the fleets that it enlarges missed a level, at best.
+        stale: number of these since the last one that was better.
+    """
+
+    deployment: Deployment
+    price: float
+    load: LoadShape
+    worst: float = math.inf
+    stale: int = 0
+
+    @property
+    def layout(self) -> str:
+        return "two pools" if "prefill" in self.deployment.roles else "one pool"
+
+    @property
+    def pools(self) -> tuple[int, int]:
+        roles = self.deployment.roles
+        if "prefill" in roles:
+            return roles.count("prefill"), roles.count("decode")
+        return len(roles), 0
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate that was simulated; `levels` are seconds."""
+
+    candidate: Candidate
+    levels: Mapping[str, float]
+    missed: Sequence[str]
+    done: Simulated
+    slice_of: int
+
+
+@dataclass
+class Plan:
+    """What a search found: `tried` in its order; `left` is why it ended early, or ""."""
+
+    levels: Levels
+    demand: Demand
+    tried: list[Tried] = field(default_factory=list)
+    left: str = ""
+    not_possible: list[str] = field(default_factory=list)
+
+    @property
+    def holding(self) -> list[Tried]:
+        """The cheapest first."""
+        found = [one for one in self.tried if not one.missed]
+        return sorted(found, key=lambda one: one.candidate.price)
+
+    def cheapest(self, layout: str) -> Tried | None:
+        return next((one for one in self.holding if one.candidate.layout == layout), None)
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched: machines with prices per worker and hour, and options of an engine."""
+
+    model: str
+    machines: Mapping[str, float]
+    dtype: str = ""
+    seats: Sequence[int] = (64, 256)
+    chunks: Sequence[int] = (512, 2048)
+    kv_types: Sequence[str] = ("auto",)
+    ranks: Sequence[int] = RANKS
+    calibrated: Mapping[str, Machine] = field(default_factory=dict)
+
+    def engines(self, gap: float | None) -> Iterator[dict[str, Any]]:
+        """Options to choose from; with a gap between tokens to keep, the scheduler keeps it."""
+        pace = {} if gap is None else {"itl_slo_ms": round(1e3 * gap, 1)}
+        for kind in self.kv_types:
+            for chunk in self.chunks:
+                for seats in self.seats:
+                    if seats <= chunk:
+                        yield {
+                            "max_num_seqs": seats,
+                            "max_num_batched_tokens": chunk,
+                            **pace,
+                            **({"kv_cache_dtype": kind} if kind != "auto" else {}),
+                        }
+
+    def workers(self, gap: float | None, refused: list[str]) -> Iterator[tuple[Deployment, float]]:
+        """One worker of each machine, options and number of ranks that fits, and its price."""
+        for name, price in self.machines.items():
+            fitting = 0
+            for ranks in (1,) if name == "this" else self.ranks:
+                machine = self.calibrated.get(name) or Machine(name, devices=ranks)
+                why = ""
+                for engine in self.engines(gap):
+                    one = Deployment(self.model, machine, ("both",), engine, dtype=self.dtype)
+                    try:
+                        one.worker("both")
+                    except TwinphaseError as error:
+                        why = f"{name} x {ranks}: {error.cause}"
+                        continue
+                    yield one, price * ranks
+                fitting += not why
+                if why and ranks == self.ranks[-1] and not fitting:
+                    refused.append(why)
+                if fitting >= 2:  # More ranks than the fewest and the next are rarely cheaper.
+                    break
+
+
+def proposals(space: Space, demand: Demand, levels: Levels, refused: list[str]) -> list[Candidate]:
+    """The cheapest fleet by arithmetic of each machine and layout, cheapest first."""
+    best: dict[tuple[str, ...], Candidate] = {}
+    known: list[tuple[Deployment, float, Capacity, LoadShape]] = []
+    for one, price in space.workers(levels.gap, refused):
+        worker = one.worker("both")
+        rough = capacity_of(worker, demand.shape(levels.gap or 0.02), levels.gap)
+        load = demand.shape(rough.step_seconds)
+        found = capacity_of(worker, load, levels.gap)
+        if levels.gap is not None and found.step_seconds > levels.gap:
+            step = f"{1e3 * found.step_seconds:.3g} ms"
+            refused.append(f"{one.title}: a decode step of one request alone takes {step}.")
+            continue
+        if found.long_prompt_seconds > 2 * levels.bounds.get("ttft", math.inf):
+            refused.append(f"{one.title}: the prefill of a long prompt alone takes too long.")
+            continue
+        known.append((one, price, found, load))
+        number = _workers(load.rate * found.seconds)
+        _offer(best, replace(one, roles=roles_of(number, None, None)), number * price, load)
+    cheapest = {}
+    for part in ("prefill_seconds", "decode_seconds"):
+        cheapest[part] = sorted(known, key=lambda it: it[1] * getattr(it[2], part))[:3]
+    for reader, read_price, reading, load in cheapest["prefill_seconds"]:
+        for decoder, price, decoding, _ in cheapest["decode_seconds"]:
+            if reader.engine.get("kv_cache_dtype") != decoder.engine.get("kv_cache_dtype"):
+                continue
+            prefill = _workers(load.rate * reading.prefill_seconds)
+            decode = _workers(load.rate * decoding.decode_seconds)
+            other = None if reader.machine == decoder.machine else decoder.machine
+            one = replace(
+                decoder,
+                machine=reader.machine,
+                roles=roles_of(None, prefill, decode),
+                decode_machine=other,
+            )
+            _offer(best, one, prefill * read_price + decode * price, load)
+    return sorted(best.values(), key=lambda candidate: candidate.price)
+
+
+def _workers(use: float) -> int:
+    return min(MAX_WORKERS, max(1, math.ceil(use / TARGET_USE)))
+
+
+def _offer(
+    best: dict[tuple[str, ...], Candidate], one: Deployment, price: float, load: LoadShape
+) -> None:
+    """Keep the cheapest of a machine, a layout and a number of ranks."""
+    other = one.decode_machine
+    key = (one.machine.name, str(one.machine.devices), other.name if other else "", one.roles[0])
+    if key not in best or price < best[key].price:
+        best[key] = Candidate(one, price, load)
+
+
+def search(
+    space: Space, demand: Demand, levels: Levels, progress: Progress, *, seconds: float, seed: int
+) -> Plan:
+    """Simulate proposals, cheapest first, until one of each layout holds or the time is used."""
+    plan = Plan(levels, demand)
+    order = count()
+    queue = [
+        (one.price, next(order), one) for one in proposals(space, demand, levels, plan.not_possible)
+    ]
+    heapq.heapify(queue)
+    began = time.perf_counter()
+    seen: set[tuple[str, int, int]] = set()
+    while queue:
+        _, _, candidate = heapq.heappop(queue)
+        deployment = candidate.deployment
+        key = (repr(replace(deployment, roles=("both",))), *candidate.pools)
+        # A dearer fleet of a layout that holds already is no news, but for a runner-up.
+        done = plan.cheapest(candidate.layout) is not None and len(plan.holding) > 1
+        if key in seen or done:
+            continue
+        seen.add(key)
+        used = time.perf_counter() - began
+        progress(f"simulating {deployment.title}", min(99, round(100 * used / seconds)), 100)
+        if used > seconds:
+            plan.left = f"the time of {seconds:g} s is used; {len(queue) + 1} fleets were not tried"
+            break
+        tried = simulate(candidate, demand, levels, seed)
+        plan.tried.append(tried)
+        for larger in _larger(tried, levels) if tried.missed else ():
+            heapq.heappush(queue, (larger.price, next(order), larger))
+    return plan
+
+
+def simulate(candidate: Candidate, demand: Demand, levels: Levels, seed: int) -> Tried:
+    """Run a slice of a fleet under its part of the load."""
+    deployment = candidate.deployment
+    slice_of = _slice(candidate.pools)
+    prefill, decode = (number // slice_of for number in candidate.pools)
+    roles = roles_of(None, prefill, decode) if decode else roles_of(prefill, None, None)
+    load = candidate.load
+    number = max(REQUESTS[0], min(REQUESTS[1], round(MAX_OUTPUT_TOKENS / load.output)))
+    spec = replace(deployment, roles=roles).fleet(seed)
+    requests = requests_of(
+        demand, load.rate / slice_of, number, seed, spec.workers[0].config.max_model_len or 1 << 20
+    )
+    done = run_requests(spec, requests)
+    found = levels.measured(done)
+    return Tried(candidate, found, levels.missed(found), done, slice_of)
+
+
+def requests_of(
+    demand: Demand, rate: float, number: int, seed: int, context: int
+) -> list[TraceRequest]:
+    """An open load (Poisson) of the lengths of a demand."""
+    offsets = Paced(rate, seed).offsets([None] * number)
+    return open_load(
+        offsets,
+        demand.prompt,
+        demand.output,
+        reasoning=demand.reasoning,
+        shared_prefix=demand.shared_prefix,
+        max_tokens=context,
+        seed=seed,
+    )
+
+
+def _slice(pools: tuple[int, int]) -> int:
+    """Into how many equal parts a fleet divides, each with a few workers."""
+    workers = sum(pools)
+    common = math.gcd(*pools) if pools[1] else pools[0]
+    parts = [one for one in range(1, common + 1) if common % one == 0]
+    return next((one for one in parts if workers // one <= SLICE_WORKERS), parts[-1])
+
+
+def _larger(tried: Tried, levels: Levels) -> Iterator[Candidate]:
+    """The same fleet with more of the workers that were late."""
+    candidate = tried.candidate
+    deployment = candidate.deployment
+    prefill, decode = candidate.pools
+    worst = max(tried.levels[name] / levels.bounds[name] for name in tried.missed)
+    stale = candidate.stale + 1 if worst > MIN_GAIN * candidate.worst else 0
+    if stale > MAX_STALE:  # More workers do not help.
+        return
+    candidate = replace(candidate, worst=min(worst, candidate.worst), stale=stale)
+    # Far from a level, one worker more would be lost time.
+    step = 0.1 if worst < 2 else 0.25
+    each = candidate.price / (prefill + decode)
+    if not decode:
+        more = max(1, math.ceil(step * prefill))
+        if prefill + more <= MAX_WORKERS:
+            roles = roles_of(prefill + more, None, None)
+            price = candidate.price + more * each
+            yield replace(candidate, deployment=replace(deployment, roles=roles), price=price)
+        return
+    for name, numbers in (
+        ("ttft", (prefill + max(1, math.ceil(step * prefill)), decode)),
+        ("itl", (prefill, decode + max(1, math.ceil(step * decode)))),
+    ):
+        late = "ttft" in tried.missed if name == "ttft" else set(tried.missed) != {"ttft"}
+        if late and sum(numbers) <= MAX_WORKERS:
+            roles = roles_of(None, *numbers)
+            price = candidate.price + (sum(numbers) - prefill - decode) * each
+            yield replace(candidate, deployment=replace(deployment, roles=roles), price=price)

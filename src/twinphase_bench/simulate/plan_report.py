@@ -1,0 +1,236 @@
+"""A plan as a report: the cheapest fleet, the runner-up, what limits it, and the Pareto picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from twinphase import capacity_of, error_sentence, read_trials
+from twinphase_bench.conditions import conditions
+from twinphase_bench.report.plots import lines
+from twinphase_bench.report.report import (
+    Column,
+    Plot,
+    Report,
+    Section,
+    Status,
+    Table,
+    Verdict,
+    table_of,
+)
+from twinphase_bench.simulate.plan import Candidate, Plan, Tried
+
+# Below this share of a limit, another is named as the nearest.
+NOT_FAR = 0.05
+
+
+def plan_report(plan: Plan) -> Report:
+    """All of it."""
+    verdicts = [*_answer(plan), *_limits(plan), *_break_even(plan)]
+    measured = bool(plan.tried) and all(
+        one.candidate.deployment.machine.calibration is not None for one in plan.tried
+    )
+    error = error_sentence(read_trials(), measured, "the hardware")
+    verdicts.append(Verdict(Status.INFO, error))
+    sections = [Section("Fleets", tables=[_table(plan)], plots=[_pareto(plan)])]
+    notes = [
+        "Fleets are proposed by arithmetic, and simulated from the cheapest on; of a large fleet "
+        "a slice with the same load per worker is simulated."
+    ]
+    notes += list(dict.fromkeys(plan.not_possible))
+    return Report(
+        kind="plan",
+        title=f"Cheapest fleet that keeps {plan.levels}",
+        verdicts=verdicts,
+        conditions=conditions(),
+        noise=[*notes, error],
+        sections=sections,
+        data={"fleets": [_data(one) for one in plan.tried]},
+    )
+
+
+def _answer(plan: Plan) -> list[Verdict]:
+    holding = plan.holding
+    if not holding:
+        text = "No fleet that was simulated keeps the service levels; what would is unknown."
+        nearest = min(plan.tried, key=lambda one: _excess(plan, one), default=None)
+        reason = "; ".join([plan.left] if plan.left else [])
+        if nearest is not None:
+            reason += f" nearest: {described(nearest.candidate)}, {_levels(nearest)}"
+        return [Verdict(Status.UNKNOWN, text, reason.strip() or "; ".join(plan.not_possible[:3]))]
+    best, *others = holding
+    found = [Verdict(Status.INFO, f"Cheapest: {described(best.candidate)}.", _levels(best))]
+    if others:
+        other = others[0]
+        more = other.candidate.price / best.candidate.price - 1 if best.candidate.price else 0.0
+        text = f"Runner-up: {described(other.candidate)}, {more:+.0%}."
+        found.append(Verdict(Status.INFO, text, _levels(other)))
+    if plan.left:
+        found.append(Verdict(Status.UNKNOWN, f"A cheaper one may exist: {plan.left}."))
+    return found
+
+
+def described(candidate: Candidate) -> str:
+    """A fleet in words and flags."""
+    one = candidate.deployment
+    words = [f"--{name.replace('_', '-')} {value}" for name, value in one.engine.items()]
+    return f"{one.title} at {candidate.price:,.4g} per hour ({' '.join(words)})"
+
+
+def _levels(one: Tried) -> str:
+    found = ", ".join(f"{name} {1e3 * value:,.0f} ms" for name, value in one.levels.items())
+    late = f"; missed: {', '.join(one.missed)}" if one.missed else ""
+    pools = "; ".join(
+        f"{pool.role}: {pool.prefill:.0%} in prefill, {pool.decode:.0%} in decode"
+        for pool in one.done.pools
+    )
+    part = f", 1/{one.slice_of} of it simulated" if one.slice_of > 1 else ""
+    return f"{found}{late}; {pools}{part}"
+
+
+def _excess(plan: Plan, one: Tried) -> float:
+    return max(one.levels[name] / bound for name, bound in plan.levels.bounds.items())
+
+
+def uses(plan: Plan, one: Tried) -> dict[str, float]:
+    """How much of each limit a fleet uses: 1 is all of it."""
+    candidate = one.candidate
+    deployment = candidate.deployment
+    load = candidate.load
+    found: dict[str, float] = {}
+    readers, decoders = candidate.pools
+    reader = capacity_of(deployment.worker(deployment.roles[0]), load, plan.levels.gap)
+    decoder = reader
+    if decoders:
+        decoder = capacity_of(deployment.worker("decode"), load, plan.levels.gap)
+        seconds = load.prompt * deployment.shape.kv_token_bytes * load.rate
+        rate = deployment.fleet(ledgers=False).bytes_per_second
+        found["the link"] = seconds / (rate * readers)
+    number = decoders or readers
+    decode = sum(pool.decode * pool.workers for pool in one.done.pools) / (number / one.slice_of)
+    prefill = sum(pool.prefill * pool.workers for pool in one.done.pools) / (readers / one.slice_of)
+    names = {"arithmetic": "arithmetic", "bandwidth": "bandwidth", "overhead": "step overhead"}
+    reading = f"prefill's {_main(reader.prefill_limits, names)}"
+    decoding = f"decode's {_main(decoder.decode_limits, names)}"
+    if decoders:
+        found |= {reading: prefill, decoding: decode}
+    else:
+        # One pool's time is one limit, named for the phase that takes most of it.
+        found[reading if prefill > decode else decoding] = prefill + decode
+    at_once = load.rate * load.output * decoder.step_seconds / number
+    found["KV memory"] = at_once * (load.prompt + load.output) / decoder.kv_tokens
+    found["seats"] = at_once / deployment.worker(deployment.roles[-1]).config.max_num_seqs
+    for name, bound in plan.levels.bounds.items():
+        found[f"the {name.upper()} level"] = one.levels[name] / bound
+    return found
+
+
+def _main(limits: Mapping[str, float], names: Mapping[str, str]) -> str:
+    return names[max(limits, key=lambda name: limits[name])] if limits else "time"
+
+
+def _limits(plan: Plan) -> list[Verdict]:
+    if not plan.holding:
+        return []
+    found = sorted(uses(plan, plan.holding[0]).items(), key=lambda item: -item[1])
+    (first, most), *others = found
+    rest = ", ".join(f"{name} {used:.0%}" for name, used in others if used >= NOT_FAR)
+    best = plan.holding[0]
+    pools = best.done.pools
+    decode = sum(pool.decode * pool.workers for pool in pools)
+    prefill = sum(pool.prefill * pool.workers for pool in pools)
+    phase = "decode" if decode > prefill else "prefill"
+    share = max(decode, prefill) / max(1e-9, decode + prefill)
+    return [
+        Verdict(
+            Status.INFO,
+            f"The load is {phase}-limited: {share:.0%} of the busy time. Nearest limit: {first}, "
+            f"used to {most:.0%}.",
+            f"next: {rest}" if rest else "",
+        )
+    ]
+
+
+def _break_even(plan: Plan) -> list[Verdict]:
+    """One pool against two."""
+    one, two = (plan.cheapest(layout) for layout in ("one pool", "two pools"))
+    if one is None or two is None:
+        missing = "two pools" if two is None else "one pool"
+        dearest = max((t.candidate.price for t in plan.tried), default=0.0)
+        text = f"No fleet of {missing} held the levels up to {dearest:,.4g} per hour."
+        return [Verdict(Status.UNKNOWN, text)] if plan.tried else []
+    cheap, dear = sorted((one, two), key=lambda tried: tried.candidate.price)
+    readers, decoders = two.candidate.pools
+    ratio = f"{readers}:{decoders}"
+    less = 1 - cheap.candidate.price / dear.candidate.price
+    if less < NOT_FAR:
+        text = f"One pool and two (prefill to decode {ratio}) cost the same here: break-even."
+    else:
+        text = (
+            f"{cheap.candidate.layout.capitalize()} cost {less:.0%} less than "
+            f"{dear.candidate.layout} (prefill to decode {ratio}): the break-even is where the "
+            f"price of {dear.candidate.layout} falls by that."
+        )
+    return [Verdict(Status.INFO, text)]
+
+
+def _table(plan: Plan) -> Table:
+    names = list(plan.levels.bounds)
+    columns: list[Column | str] = [
+        "fleet",
+        "seats",
+        "chunk",
+        Column("per hour", "in the unit of --price; without one, workers' devices"),
+        *(f"{name} p{plan.levels.percentile:g}, ms" for name in names),
+        "holds",
+    ]
+    rows = []
+    for one in sorted(plan.tried, key=lambda tried: tried.candidate.price):
+        engine = one.candidate.deployment.engine
+        rows.append(
+            (
+                one.candidate.deployment.title,
+                str(engine.get("max_num_seqs", "")),
+                str(engine.get("max_num_batched_tokens", "")),
+                f"{one.candidate.price:,.4g}",
+                *(f"{1e3 * one.levels[name]:,.0f}" for name in names),
+                "no" if one.missed else "yes",
+            )
+        )
+    return table_of("Fleets that were simulated", columns, rows)
+
+
+def _pareto(plan: Plan) -> Plot:
+    name = next(iter(plan.levels.bounds))
+    rows: list[dict[str, Any]] = [
+        {
+            "price": one.candidate.price,
+            "level": 1e3 * one.levels[name],
+            "layout": one.candidate.layout,
+            "fleet": one.candidate.deployment.title,
+        }
+        for one in sorted(plan.tried, key=lambda tried: tried.candidate.price)
+    ]
+    bound = 1e3 * plan.levels.bounds[name]
+    return lines(
+        "pareto",
+        f"{name.upper()} against price",
+        rows,
+        ("price", "price per hour"),
+        ("level", f"{name.upper()} p{plan.levels.percentile:g}, ms"),
+        series="layout",
+        log_y=True,
+        caption=f"Each point is a simulated fleet; the level is {bound:,.0f} ms.",
+    )
+
+
+def _data(one: Tried) -> dict[str, Any]:
+    deployment = one.candidate.deployment
+    return {
+        "fleet": deployment.title,
+        "roles": list(deployment.roles),
+        "engine": dict(deployment.engine),
+        "price_per_hour": one.candidate.price,
+        "levels_seconds": dict(one.levels),
+        "missed": list(one.missed),
+    }
