@@ -131,7 +131,7 @@ def test_mixes_that_share_prefixes(folder, monkeypatch):
     monkeypatch.setattr(mixes.Mix, "least_blocks", MOST_BLOCKS)
     monkeypatch.setattr(mixes, "PREFIXES", [[(7 * i + i * i) % 250 + 10 for i in range(144)]])
     monkeypatch.setattr(mixes, "CUTS", [33, 128, 130, 144])
-    tally = run_mixes(5, *engines(write_tiny_gguf(folder / "dense.gguf", vocab=VOCAB)))
+    tally = run_mixes(8, *engines(write_tiny_gguf(folder / "dense.gguf", vocab=VOCAB)))
     tally.assert_reaches({"compared": 20, "compared after a hit": 10})
     assert shared["decode_rest"] > 50, shared
 
