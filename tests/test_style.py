@@ -44,10 +44,10 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 32_400,
-    "tests": 376_200,
+    "benchmarks": 33_200,
+    "tests": 376_500,
     "twinphase": 17_800,
-    "twinphase/backends": 102_500,
+    "twinphase/backends": 108_200,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -65,9 +65,9 @@ BUDGET: dict[str, int] = {
     "twinphase/tokenizer": 18_000,
     "twinphase/weights": 23_300,
     "twinphase/workload": 2_200,
-    "twinphase_bench": 71_300,
+    "twinphase_bench": 71_900,
 }
-MAX_TOKENS = {"src": 488_000, "tests": 376_200, "benchmarks": 32_400}
+MAX_TOKENS = {"src": 493_700, "tests": 376_500, "benchmarks": 33_200}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -10,6 +10,7 @@ from typing import Any
 from twinphase import (
     Calibration,
     Deployment,
+    InvalidRequestError,
     Machine,
     Progress,
     SimulationRecorder,
@@ -21,6 +22,7 @@ from twinphase import (
 from twinphase.phases.slo import Slos
 from twinphase_bench.load.plan import LoadOptions
 from twinphase_bench.simulate.calibrate import calibration_here
+from twinphase_bench.simulate.from_bench import is_result, measured_machine
 from twinphase_bench.simulate.options import LoadPlan, UserOptions, deployment_of, load_plan
 from twinphase_bench.simulate.repair import repairs
 from twinphase_bench.simulate.report import Answer
@@ -55,6 +57,14 @@ class Question:
         given = self.given
         ranks = given["engine"].get("tensor_parallel_size", 1)
         calibration: Calibration | None = None
+        if given["calibrate"] is not None and is_result(given["calibrate"]):
+            if given["hardware"] == "this":
+                raise InvalidRequestError(
+                    "--calibrate with a result of bench needs a datasheet.",
+                    "Name it with --hardware; this machine is measured without --calibrate.",
+                )
+            named = Machine(given["hardware"], devices=ranks)
+            return measured_machine(given["calibrate"], self.deployment(named))
         if given["calibrate"] is not None:
             calibration = read_calibration(given["calibrate"])
         elif given["hardware"] == "this":

@@ -6,6 +6,7 @@ Kernels here are Python functions where order is looked at, and compiled ones wh
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import threading
 import time
@@ -17,10 +18,15 @@ import numpy as np
 import pytest
 from kernel_calls import call_kernel, kernel, pack, random_blocks
 
-from twinphase.backends.cpu.isa import available_isas
-from twinphase.backends.cpu.program_layout import CTL_EPOCH, EPOCH_MASK
+from twinphase.backends.cpu.isa import ISAS, available_isas
+from twinphase.backends.cpu.program_layout import (
+    CTL_EPOCH,
+    EPOCH_MASK,
+    HAS_FUTEX,
+    STATE_IS_GUEST,
+)
 from twinphase.backends.cpu.threads import Command, ThreadPool, aligned
-from twinphase.backends.cpu.tiling import matrix_scratch_bytes
+from twinphase.backends.cpu.tiling import scratch_bytes
 
 BEST = available_isas()[0]
 KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3)
@@ -38,7 +44,10 @@ def make_pool() -> Iterator[Callable[..., ThreadPool]]:
     def make(threads: int, **options: int) -> ThreadPool:
         pools.append(
             ThreadPool(
-                kernel(BEST, "run_program"), threads, matrix_scratch_bytes("Q4_1", ROWS), **options
+                kernel(BEST, "run_program"),
+                threads,
+                scratch_bytes(ISAS[BEST], "Q4_1", ROWS),
+                **options,
             )
         )
         return pools[-1]
@@ -223,6 +232,32 @@ def test_with_a_busy_competitor(make_pool):
     finally:
         stop.set()
         competitor.join()
+
+
+@pytest.mark.skipif(not HAS_FUTEX, reason="lends processors on Linux only")
+def test_a_thread_put_aside_inside_a_tile_gets_the_processor_of_one_that_waits(make_pool):
+    """One that sleeps looks alike; where the threads may run stays as it was."""
+    pool = make_pool(2, **SLEEPY)
+    began = threading.Event()
+    guests = []
+    allowed = os.sched_getaffinity(0)
+
+    def run(result, place, args, tile, scratch):
+        if tile == 0:
+            return 0 if began.wait(10) else 1
+        began.set()
+        time.sleep(0.05)
+        flags = pool._states.view(np.int64).reshape(2, -1)[:, STATE_IS_GUEST // 8]
+        guests.append((flags.tolist(), os.sched_getaffinity(0)))
+        return 0
+
+    kernel = KERNEL(run)
+    address = ctypes.cast(kernel, ctypes.c_void_p).value
+    tiles = np.array([2], np.int64)
+    pool.load([Command(address, tiles.ctypes.data, False, [])])
+    pool.run()
+    assert guests in ([([0, 1], allowed)], [([1, 0], allowed)])
+    assert os.sched_getaffinity(0) == allowed
 
 
 def test_two_pools_at_once(make_pool):

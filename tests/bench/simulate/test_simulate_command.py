@@ -4,7 +4,12 @@ import json
 
 import pytest
 
+from twinphase import Deployment, Machine
 from twinphase.cli import run_app
+from twinphase.errors import InvalidRequestError
+from twinphase_bench.report.report import Metric, Report
+from twinphase_bench.report.result import result_json
+from twinphase_bench.simulate.from_bench import measured_machine
 
 H100 = "llama-3.1-8b --hardware h100-sxm --seed 3"
 
@@ -55,3 +60,28 @@ def test_a_missed_level_names_its_phase_and_a_flag_that_was_simulated(capsys):
 )
 def test_what_cannot_be_is_refused(words, what, capsys):
     assert what in simulate(capsys, f"{H100} {words}", code=2).err
+
+
+def test_a_result_of_bench_gives_the_efficiencies_of_a_datasheet(tmp_path, capsys):
+    def result(prefill, step):
+        names = ("prefill_seconds[n=1000]", "decode_step_seconds[position=500,batch=1]")
+        metrics = [
+            Metric(name, "s", "lower", (value,))
+            for name, value in zip(names, (prefill, step), strict=True)
+        ]
+        report = Report("bench", "made up", [], {}, metrics=metrics)
+        (tmp_path / "result.json").write_text(result_json(report))
+        return tmp_path / "result.json"
+
+    deployment = Deployment("llama-3.1-8b", Machine("h100-sxm"))
+    # 15.0 GB in 9 ms, and 15 TFLOP in 40 ms.
+    found = measured_machine(result(0.04, 0.009), deployment)
+    assert found.mbu == pytest.approx(15.0e9 / 3.35e12 / 0.009, rel=0.15)
+    assert found.mfu == pytest.approx(2 * 7.0e9 * 1000 / 989e12 / 0.04, rel=0.15)
+    words = f"{H100} --users 2 --num-prompts 4 --calibrate {result(0.04, 0.009)} --json"
+    conditions = json.loads(simulate(capsys, words).out)["conditions"]
+    assert f"MBU {found.mbu:g}" in conditions["step times"]
+    with pytest.raises(InvalidRequestError, match="would be"):
+        measured_machine(result(0.04, 0.001), deployment)
+    refused = f"llama-3.1-8b --users 2 --calibrate {tmp_path / 'result.json'}"
+    assert "needs a datasheet" in simulate(capsys, refused, code=2).err

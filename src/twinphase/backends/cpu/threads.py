@@ -71,14 +71,16 @@ class ThreadPool:
         self._set(at.CTL_SCRATCH_BYTES_PER_THREAD, scratch_bytes)
         self._set(at.CTL_TILE_SPINS, spins)
         self._set(at.CTL_STEP_SPINS, idle_spins)
-        self._set(at.CTL_LIBC_ADDRESS, libc_address("syscall" if at.FUTEX_CALL else "sched_yield"))
+        self._states = aligned(threads * at.STATE_BYTES, np.uint8)
+        self._set(at.CTL_STATES_ADDRESS, self._states.ctypes.data)
+        self._set(at.CTL_LIBC_ADDRESS, libc_address("syscall" if at.HAS_FUTEX else "sched_yield"))
         self._entry = ENTRY(entry)
         self._result = ctypes.create_string_buffer(64)
         self._program: list[NDArray[np.generic]] = []
         self._workers: list[threading.Thread] = []
         # The threads must not keep the pool alive, and must stop when it goes.
         self._stop = weakref.finalize(
-            self, _stop, self._entry, self._control, self._workers, self._scratch
+            self, _stop, self._entry, self._control, self._workers, (self._scratch, self._states)
         )
 
     def _set(self, offset: int, value: int) -> None:

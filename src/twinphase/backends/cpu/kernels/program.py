@@ -7,7 +7,7 @@ it are *done*, not that every thread has *arrived* (an OpenMP barrier waits for 
 us into 8 ms when another process wants the core): a thread that the operating system has put aside
 costs nothing unless it is inside a tile. When it comes late it finds the counters advanced to the
 next epoch and goes back to sleep. Waiting spins briefly, then sleeps on a futex, which leaves its
-core free for the thread it waits for.
+core free for the thread it waits for; if that one was put aside inside a tile, it is moved there.
 
 Memory (`program_layout.py`): control words; per command its record, a done counter, and a claim
 word for each thread: epoch << 36 | first tile << 18 | end of tiles, both shrinking towards each
@@ -25,25 +25,29 @@ from numba import njit, types
 from numba.core import cgutils
 
 from twinphase.backends.cpu.emit import I32, I64, Value
-from twinphase.backends.cpu.intrinsics import built, load_i64
+from twinphase.backends.cpu.intrinsics import built, load_i64, load_u32, store_i64
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.program_layout import (
+    CLOCK_GETTIME_CALL,
     COMMAND_ARGS,
     COMMAND_BARRIER,
     COMMAND_BYTES,
     COMMAND_KERNEL_ADDRESS,
     COMMAND_TILE_COUNT_ADDRESS,
     COUNTER_BYTES,
+    CPU_SET_BYTES,
     CTL_CLAIMS_ADDRESS,
     CTL_COMMANDS_ADDRESS,
     CTL_COUNT,
     CTL_DONE_COUNTERS_ADDRESS,
     CTL_EPOCH,
+    CTL_LENDING,
     CTL_LIBC_ADDRESS,
     CTL_SCRATCH_ADDRESS,
     CTL_SCRATCH_BYTES_PER_THREAD,
     CTL_SHUTDOWN,
     CTL_SLEEPERS,
+    CTL_STATES_ADDRESS,
     CTL_STEP_SPINS,
     CTL_THREADS,
     CTL_TILE_SPINS,
@@ -51,12 +55,29 @@ from twinphase.backends.cpu.program_layout import (
     EPOCH_MASK,
     EPOCH_SHIFT,
     FUTEX_CALL,
+    GETAFFINITY_CALL,
+    GETCPU_CALL,
+    GETTID_CALL,
+    HAS_FUTEX,
+    SETAFFINITY_CALL,
     SHUTDOWN_THREAD,
+    STATE_BYTES,
+    STATE_CPU,
+    STATE_CPU_SET,
+    STATE_IN_COMMAND,
+    STATE_IS_GUEST,
+    STATE_PART_OF_SET,
+    STATE_TID,
+    STATE_TIMESPEC,
     TILE_BITS,
 )
 
 FUTEX_WAIT_PRIVATE = 128
 FUTEX_WAKE_PRIVATE = 129
+# Looks at a tile between two readings of the clock that counts its thread's time, and nanoseconds
+# after which a sleeper looks whether that thread has been put aside since.
+LENDING_SPINS = 60
+LOOK_AGAIN_NANOSECONDS = 500_000
 NO_TILE = -1
 LATE = -2
 TILE_MASK = (1 << TILE_BITS) - 1
@@ -99,22 +120,102 @@ def pause(b: ir.IRBuilder):
 
 
 @built
-def _call_libc(b: ir.IRBuilder, function, address, operation, value) -> Value | None:
-    """syscall(SYS_futex, address, operation, value, 0, 0, 0), or sched_yield() without a futex."""
-    if FUTEX_CALL is None:
+def _call_libc(b: ir.IRBuilder, function, number, first, second, third, fourth) -> Value:
+    """syscall(number, first, second, third, fourth, 0, 0), or sched_yield() without a futex."""
+    if not HAS_FUTEX:
         b.call(b.inttoptr(function, ir.FunctionType(I32, []).as_pointer()), [])
-        return None
+        return ir.Constant(I64, -1)
     fn_type = ir.FunctionType(I64, [I64], var_arg=True)
-    number = ir.Constant(I64, FUTEX_CALL)
     none = ir.Constant(I64, 0)
     fn = b.inttoptr(function, fn_type.as_pointer())
-    return b.call(fn, [number, address, operation, b.trunc(value, I32), none, none, none])
+    return b.call(fn, [number, first, second, third, fourth, none, none])
 
 
 @njit  # type: ignore[untyped-decorator]
-def _futex(control, operation, value):
+def _system_call(control, number, first, second, third):
+    return _call_libc(load_i64(control + CTL_LIBC_ADDRESS), number, first, second, third, 0)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _futex(control, operation, value, timeout):
     """Linux's futex(2) on the wake word; elsewhere, give up the rest of the time slice."""
-    _call_libc(load_i64(control + CTL_LIBC_ADDRESS), control + CTL_WAKE, operation, value)
+    libc = load_i64(control + CTL_LIBC_ADDRESS)
+    _call_libc(libc, FUTEX_CALL, control + CTL_WAKE, operation, value, timeout)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _state(control, thread):
+    return load_i64(control + CTL_STATES_ADDRESS) + thread * STATE_BYTES
+
+
+@njit  # type: ignore[untyped-decorator]
+def _processor_time(control, thread, mine):
+    """Nanoseconds that a thread has run; negative where the system does not tell."""
+    # The kernel's number of the clock that counts a thread's time on processors.
+    clock = ~load_i64(_state(control, thread) + STATE_TID) << 3 | 6
+    if _system_call(control, CLOCK_GETTIME_CALL, clock, mine + STATE_TIMESPEC, 0) != 0:
+        return -1
+    return load_i64(mine + STATE_TIMESPEC) * 1000000000 + load_i64(mine + STATE_TIMESPEC + 8)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _move(control, tid, mine, to_here: bool):
+    """Put a thread on the caller's processor, or on any other; its set of processors stays."""
+    whole = mine + STATE_CPU_SET
+    part = mine + STATE_PART_OF_SET
+    if _system_call(control, GETAFFINITY_CALL, tid, CPU_SET_BYTES, whole) <= 0:
+        return
+    _system_call(control, GETCPU_CALL, mine + STATE_CPU, 0, 0)
+    cpu = load_u32(mine + STATE_CPU)
+    word = cpu // 64 * 8
+    bit = 1 << cpu % 64
+    if word >= CPU_SET_BYTES or load_i64(whole + word) & bit == 0:
+        return
+    for i in range(0, CPU_SET_BYTES, 8):
+        if to_here:
+            store_i64(part + i, bit if i == word else 0)
+        else:
+            store_i64(part + i, load_i64(whole + i) & ~(bit if i == word else 0))
+    _system_call(control, SETAFFINITY_CALL, tid, CPU_SET_BYTES, part)
+    _system_call(control, SETAFFINITY_CALL, tid, CPU_SET_BYTES, whole)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _leave(control, thread):
+    """Move from the processor that another thread has lent for a tile to any other."""
+    state = _state(control, thread)
+    if _compare_and_swap(control + CTL_LENDING, 0, 1):
+        store_i64(state + STATE_IS_GUEST, 0)
+        _move(control, load_i64(state + STATE_TID), state, False)
+        atomic_store(control + CTL_LENDING, 0)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _lend_processor(control, index, thread, done, tiles):
+    """Move a thread that was put aside inside a tile of the command to this thread's processor.
+
+    Another program has taken its own, for milliseconds; this thread sleeps next.
+    """
+    mine = _state(control, thread)
+    for other in range(load_i64(control + CTL_THREADS)):
+        place = _state(control, other) + STATE_IN_COMMAND
+        if other == thread or atomic_load(place) != index + 1:
+            continue
+        before = _processor_time(control, other, mine)
+        for _ in range(LENDING_SPINS):
+            if atomic_load(done) >= tiles:
+                return
+            pause()
+        runs = _processor_time(control, other, mine) != before
+        # One thread at a time: each restores the set of processors that it has found.
+        if before < 0 or runs or not _compare_and_swap(control + CTL_LENDING, 0, 1):
+            continue
+        if atomic_load(place) == index + 1:
+            its = _state(control, other)
+            atomic_store(its + STATE_IS_GUEST, 1)
+            _move(control, load_i64(its + STATE_TID), mine, True)
+        atomic_store(control + CTL_LENDING, 0)
+        return
 
 
 @built
@@ -131,7 +232,7 @@ def _call_kernel(b: ir.IRBuilder, function, arguments, tile, scratch):
 def _wake_sleepers(control):
     if atomic_load(control + CTL_SLEEPERS) > 0:
         _atomic_add(control + CTL_WAKE, 1)
-        _futex(control, FUTEX_WAKE_PRIVATE, 1 << 30)
+        _futex(control, FUTEX_WAKE_PRIVATE, 1 << 30, 0)
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -156,10 +257,15 @@ def _wait_done(control, index, tiles, thread, epoch):
         if spins < load_i64(control + CTL_TILE_SPINS):
             pause()
             continue
+        if HAS_FUTEX:
+            _lend_processor(control, index, thread, done, tiles)
         _atomic_add(control + CTL_SLEEPERS, 1)
         ticket = atomic_load(control + CTL_WAKE)
         if atomic_load(done) < tiles and not _over(claims, index, thread, threads, epoch):
-            _futex(control, FUTEX_WAIT_PRIVATE, ticket)
+            timeout = _state(control, thread) + STATE_TIMESPEC
+            store_i64(timeout, 0)
+            store_i64(timeout + 8, LOOK_AGAIN_NANOSECONDS)
+            _futex(control, FUTEX_WAIT_PRIVATE, ticket, timeout)
         _atomic_add(control + CTL_SLEEPERS, -1)
 
 
@@ -190,6 +296,8 @@ def _run_tiles(control, index, command, thread, epoch):
     )
     words = load_i64(control + CTL_CLAIMS_ADDRESS) + index * threads * COUNTER_BYTES
     fn = load_i64(command + COMMAND_KERNEL_ADDRESS)
+    state = _state(control, thread)
+    inside = state + STATE_IN_COMMAND
     for i in range(threads):
         owner = (thread + i) % threads
         while True:
@@ -198,7 +306,9 @@ def _run_tiles(control, index, command, thread, epoch):
                 return LATE
             if tile == NO_TILE:
                 break
+            atomic_store(inside, index + 1)
             _call_kernel(fn, command + COMMAND_ARGS, tile, scratch)
+            atomic_store(inside, 0)
             mine += 1
     return mine
 
@@ -228,6 +338,8 @@ def _walk(control, thread, epoch):
             load_i64(command + COMMAND_TILE_COUNT_ADDRESS)
         ):
             _wake_sleepers(control)
+        if load_i64(_state(control, thread) + STATE_IS_GUEST):
+            _leave(control, thread)
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -270,6 +382,7 @@ def run_program(isa: Isa) -> tuple[Any, Callable[[int, int], int]]:
             atomic_store(control + CTL_SHUTDOWN, 1)
             _wake_sleepers(control)
             return 0
+        store_i64(_state(control, thread) + STATE_TID, _system_call(control, GETTID_CALL, 0, 0, 0))
         if thread == 0:
             epoch = atomic_load(control + CTL_EPOCH) + 1 & EPOCH_MASK
             _open(control, epoch)
@@ -294,7 +407,7 @@ def run_program(isa: Isa) -> tuple[Any, Callable[[int, int], int]]:
                 if atomic_load(control + CTL_EPOCH) == seen and not atomic_load(
                     control + CTL_SHUTDOWN
                 ):
-                    _futex(control, FUTEX_WAIT_PRIVATE, ticket)
+                    _futex(control, FUTEX_WAIT_PRIVATE, ticket, 0)
                 _atomic_add(control + CTL_SLEEPERS, -1)
             if atomic_load(control + CTL_SHUTDOWN):
                 return seen
