@@ -97,6 +97,14 @@ def tokens_of(path: Path) -> list[tokenize.TokenInfo]:
     return list(tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def sources_go_with_these_tests() -> Iterator[None]:
+    """Their trees and tokens are a million objects, which would slow down every later test."""
+    yield
+    tree_of.cache_clear()
+    tokens_of.cache_clear()
+
+
 def docstring_lines(path: Path) -> set[int]:
     """Lines of all docstrings of a file."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
