@@ -33,7 +33,7 @@ from twinphase.backends.cpu.prebuilt import FOLDER, Bundle, write_bundle
 
 SHAPES = Path(__file__).with_name("kernel_shapes.toml")
 PATHS = {
-    "x86_64": ("avx512-amx", "avx512-bf16", "avx512-vnni", "avx2"),
+    "x86_64": ("avx512-amx", "avx512-bf16", "avx512-vnni", "avx2-vnni", "avx2"),
     "aarch64": ("neon-dot",),
 }
 DENSE = ("F32", "F16", "BF16")

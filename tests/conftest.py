@@ -26,13 +26,16 @@ from hypothesis import HealthCheck, settings
 
 import twinphase_bench.cli  # noqa: F401  adds bench, lab and roofline to the command line
 from command_line import Done
+from steps import USER_CACHE
 from twinphase.cli import run_app
 from twinphase.config import ENGINES_VARIABLE
 
 # A busy machine is slow now and then, so examples have no deadline. Every run tries the same
 # examples, so that a failure is due to the change; `--hypothesis-profile explore` looks for others.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("twinphase", settings.get_profile("explore"), derandomize=True)
+settings.register_profile(
+    "twinphase", settings.get_profile("explore"), derandomize=True, max_examples=50
+)
 settings.load_profile("twinphase")
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -78,9 +81,12 @@ def lone_engine():
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """An empty cache of models, kernels and measurements."""
-    monkeypatch.setenv("TWINPHASE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    """A cache without models and measurements; compiled kernels are the user's."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "kernels").symlink_to(USER_CACHE / "kernels")
+    monkeypatch.setenv("TWINPHASE_CACHE", str(folder))
+    return folder
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,8 @@ SOURCE = Path(__file__).parents[1] / "src"
 ROOT = SOURCE / "twinphase"
 BENCH = SOURCE / "twinphase_bench"
 FILES = sorted(ROOT.rglob("*.py"))
-NAMES = [str(path.relative_to(ROOT)) for path in FILES]
 BENCH_FILES = sorted(BENCH.rglob("*.py"))
 ALL_FILES = FILES + BENCH_FILES
-ALL_NAMES = [str(path.relative_to(SOURCE)) for path in ALL_FILES]
 
 WORDS = {
     "request",
@@ -126,9 +125,21 @@ THIRD_PARTY_HOME = {
 KNOWN_CIRCLES: set[str] = set()
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of a file; its module is the first."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_go_with_these_tests() -> Iterator[None]:
+    yield
+    nodes_of.cache_clear()
+
+
 def imports(path: Path) -> Iterator[tuple[str, ast.AST]]:
     """Absolute dotted names that a file imports, at its top or inside functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -158,29 +169,29 @@ def allowed(path: Path, target: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_imports_own_folder_or_lower_layers(path):
-    for name, node in imports(path):
-        if name.startswith("twinphase."):
-            target = name.removeprefix("twinphase.")
-            assert allowed(path, target), f"{path}:{node.lineno} imports {name}"
+def test_imports_own_folder_or_lower_layers():
+    for path in FILES:
+        for name, node in imports(path):
+            if name.startswith("twinphase."):
+                target = name.removeprefix("twinphase.")
+                assert allowed(path, target), f"{path}:{node.lineno} imports {name}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_third_party_packages_stay_in_their_folder(path):
-    relative = path.relative_to(ROOT).as_posix()
-    for name, node in imports(path):
-        package = name.split(".")[0]
-        home = THIRD_PARTY_HOME.get(package)
-        assert home is None or relative.startswith(home), f"{path}:{node.lineno} imports {name}"
-        if layer(path) == "models":
-            assert package not in ("numpy", "torch"), (
-                f"{path}:{node.lineno}: models import no array library"
-            )
-        if layer(path) in ("cache", "scheduler") or layer(path) in WORDS:
-            assert package != "numpy", (
-                f"{path}:{node.lineno}: bookkeeping holds integers, not arrays"
-            )
+def test_third_party_packages_stay_in_their_folder():
+    for path in FILES:
+        relative = path.relative_to(ROOT).as_posix()
+        for name, node in imports(path):
+            package = name.split(".")[0]
+            home = THIRD_PARTY_HOME.get(package)
+            assert home is None or relative.startswith(home), f"{path}:{node.lineno} imports {name}"
+            if layer(path) == "models":
+                assert package not in ("numpy", "torch"), (
+                    f"{path}:{node.lineno}: models import no array library"
+                )
+            if layer(path) in ("cache", "scheduler") or layer(path) in WORDS:
+                assert package != "numpy", (
+                    f"{path}:{node.lineno}: bookkeeping holds integers, not arrays"
+                )
 
 
 def modules_imported(path: Path) -> set[str]:
@@ -199,7 +210,7 @@ def modules_imported(path: Path) -> set[str]:
             elif isinstance(node, (ast.If, ast.Try, ast.With, ast.ClassDef)):
                 visit(node.body)
 
-    visit(ast.parse(path.read_text()).body)
+    visit(nodes_of(path)[0].body)
     return found & MODULES.keys()
 
 
@@ -231,30 +242,34 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_the_house_does_not_know_the_workbench(path):
-    assert "twinphase_bench" not in path.read_text()
+def test_the_house_does_not_know_the_workbench():
+    for path in FILES:
+        assert "twinphase_bench" not in path.read_text(), path
 
 
-@pytest.mark.parametrize("path", BENCH_FILES, ids=str)
-def test_the_workbench_imports_the_public_api_and_the_phases(path):
-    public = {f"twinphase.{name}" for name in twinphase.__all__}
-    for name, node in imports(path):
-        if name.partition(".")[0] == "twinphase":
-            allowed = name in public or name.startswith("twinphase.phases")
-            assert allowed, f"{path}:{node.lineno} imports {name}"
-        assert name.partition(".")[0] not in THIRD_PARTY_HOME, f"{path}:{node.lineno}"
+def test_the_workbench_imports_the_public_api_and_the_phases():
+    for path in BENCH_FILES:
+        public = {f"twinphase.{name}" for name in twinphase.__all__}
+        for name, node in imports(path):
+            if name.partition(".")[0] == "twinphase":
+                allowed = name in public or name.startswith("twinphase.phases")
+                assert allowed, f"{path}:{node.lineno} imports {name}"
+            assert name.partition(".")[0] not in THIRD_PARTY_HOME, f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize("path", ALL_FILES, ids=ALL_NAMES)
-def test_files_and_functions_are_short(path):
-    text = path.read_text()
-    assert text.count("\n") <= 500, f"{path} has {text.count(chr(10))} lines"
-    limit = 180 if "/kernels/" in path.as_posix() else 80
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            # The signature of a command is the list of its options, however many there are.
-            command = any("command" in ast.unparse(decorator) for decorator in node.decorator_list)
-            command |= node.name == path.stem and path.parent.name == "commands"
-            length = (node.end_lineno or 0) - (node.body[0].lineno if command else node.lineno) + 1
-            assert length <= limit, f"{path}:{node.lineno} {node.name} has {length} lines"
+def test_files_and_functions_are_short():
+    for path in ALL_FILES:
+        text = path.read_text()
+        assert text.count("\n") <= 500, f"{path} has {text.count(chr(10))} lines"
+        limit = 180 if "/kernels/" in path.as_posix() else 80
+        for node in nodes_of(path):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                # The signature of a command is the list of its options, however many there are.
+                command = any(
+                    "command" in ast.unparse(decorator) for decorator in node.decorator_list
+                )
+                command |= node.name == path.stem and path.parent.name == "commands"
+                length = (
+                    (node.end_lineno or 0) - (node.body[0].lineno if command else node.lineno) + 1
+                )
+                assert length <= limit, f"{path}:{node.lineno} {node.name} has {length} lines"

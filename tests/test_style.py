@@ -44,10 +44,10 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 32_400,
-    "tests": 376_400,
+    "benchmarks": 33_200,
+    "tests": 376_500,
     "twinphase": 17_800,
-    "twinphase/backends": 103_300,
+    "twinphase/backends": 108_200,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -67,7 +67,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 71_900,
 }
-MAX_TOKENS = {"src": 488_800, "tests": 376_400, "benchmarks": 32_400}
+MAX_TOKENS = {"src": 493_700, "tests": 376_500, "benchmarks": 33_200}
 
 SKIPPED = {
     tokenize.COMMENT,
@@ -95,6 +95,14 @@ def tree_of(path: Path) -> ast.Module:
 @cache
 def tokens_of(path: Path) -> list[tokenize.TokenInfo]:
     return list(tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sources_go_with_these_tests() -> Iterator[None]:
+    """Their trees and tokens are a million objects, which would slow down every later test."""
+    yield
+    tree_of.cache_clear()
+    tokens_of.cache_clear()
 
 
 def docstring_lines(path: Path) -> set[int]:

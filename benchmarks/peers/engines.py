@@ -22,6 +22,7 @@ DEFAULT_MODEL = (
 )
 OWN_VENV = "twinphase"
 TARGET = "target_adapter.py"
+IK_LIBRARY = "libik_llama_shim.so"
 QUIT_SECONDS = 5.0
 
 
@@ -60,6 +61,11 @@ def _llamacpp(file_type: str, flash: bool) -> EngineSpec:
     return EngineSpec(name, "llamacpp", TARGET, GGUF.format(file_type), options, "llama-cpp:")
 
 
+def _ik(name: str, file_type: str, build: str) -> EngineSpec:
+    model = GGUF.format(file_type)
+    return EngineSpec(name, OWN_VENV, "ik_llama_adapter.py", model, {"build": build})
+
+
 def _twinphase(name: str, file_type: str, **options: Any) -> EngineSpec:
     return EngineSpec(name, OWN_VENV, TARGET, GGUF.format(file_type), options)
 
@@ -75,6 +81,7 @@ ENGINES: tuple[EngineSpec, ...] = (
         for file_type in ("Q4_0", "Q4_1", "Q8_0")
         for flash in (False, True)
     ),
+    *(_ik(f"ik-{file_type.lower()}", file_type, "ik") for file_type in ("Q4_0", "Q4_1")),
     EngineSpec("openvino-int4", "openvino", "openvino_adapter.py", "ov-int4", {"weights": "int4"}),
     EngineSpec("openvino-int8", "openvino", "openvino_adapter.py", "ov-int8", {"weights": "int8"}),
     EngineSpec("vllm-bf16", "vllm", "vllm_adapter.py", "smollm2-bf16"),
@@ -83,9 +90,18 @@ ENGINES: tuple[EngineSpec, ...] = (
         "ort-int4", "ort", "ort_adapter.py", "ort-int4", {"weights": "int4 (output layer too)"}
     ),
 )
+# Those compiled for AVX2 only are asked for by name, beside `twinphase-avx2`.
+AVX2_ENGINES = (
+    dataclasses.replace(_llamacpp("Q4_0", True), name="llamacpp-avx2", venv="llamacpp-avx2"),
+    _ik("ik-avx2", "Q4_0", "ik-avx2"),
+)
 # One twinphase unless more are asked for: each row of the table costs minutes.
 DEFAULT_ENGINES = tuple(spec.name for spec in ENGINES if spec.is_peer or spec.name == "twinphase")
-SAME_FILE_ENGINES = ("twinphase", "llamacpp-q4_0-fa")  # with --model: their file is replaced
+SAME_FILE_ENGINES = (
+    "twinphase",
+    "llamacpp-q4_0-fa",
+    "ik-q4_0",
+)  # with --model: their file is replaced
 # Those that batch continuously, on 4-bit weights where they can.
 CONCURRENT_ENGINES = (
     *("twinphase-q4_0", "twinphase-q4_0-kv8", "llamacpp-q4_0", "llamacpp-q4_0-fa"),
@@ -98,13 +114,14 @@ def select(names: list[str]) -> list[EngineSpec]:
     chosen: dict[str, EngineSpec] = {}
     for name in names:
         short, _, url = name.partition("=")
-        found = [spec for spec in ENGINES if spec.name == name]
+        found = [spec for spec in (*ENGINES, *AVX2_ENGINES) if spec.name == name]
         found = found or [spec for spec in ENGINES if spec.name.split("-")[0] == name]
         found = found or [spec for spec in ENGINES if name == "peers" and spec.is_peer]
         found = found or ([EngineSpec(short, OWN_VENV, TARGET, url)] if "://" in url else [])
         if not found:
             raise ValueError(
-                f"no engine {name!r}; there are: {', '.join(spec.name for spec in ENGINES)}"
+                f"no engine {name!r}; there are: "
+                f"{', '.join(spec.name for spec in (*ENGINES, *AVX2_ENGINES))}"
             )
         chosen |= {spec.name: spec for spec in found}
     return list(chosen.values())
@@ -141,6 +158,9 @@ class Places:
             return "no PEERS_DIR; see peers/setup.py"
         if self.python(spec) is None:
             return f"environment {spec.venv} is not installed"
+        build = spec.options.get("build")
+        if build and not (self.peers_dir and (self.peers_dir / build / IK_LIBRARY).exists()):
+            return f"{build} is not compiled; see peers/setup.py"
         return None if self.model(spec) else f"model {spec.model} is not there"
 
 
@@ -163,6 +183,7 @@ def _environment(places: Places, threads: int) -> dict[str, str]:
         ),
     }
     if places.peers_dir:
+        variables["PEERS_DIR"] = str(places.peers_dir)
         variables["VLLM_CACHE_ROOT"] = str(places.peers_dir / "cache" / "vllm")
     return variables
 

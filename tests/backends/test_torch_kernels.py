@@ -106,7 +106,7 @@ def test_architectures(tmp_path, family):
 
     A program of a kernel takes the interpreter about a millisecond, and a step has thousands.
     """
-    make_model(family).save_pretrained(tmp_path)
+    make_model(family, num_hidden_layers=2).save_pretrained(tmp_path)
     expected = Steps(tmp_path, ReferenceBackend(), num_blocks=32).chunked(TOKENS, [24])
     steps = Steps(tmp_path, KernelBackend(str(DEVICE), WIDEST), num_blocks=32)
     found = steps.chunked(TOKENS, [24])

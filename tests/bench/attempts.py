@@ -11,8 +11,8 @@ from typing import Any
 
 from twinphase.phases.observation import Observation
 
-JUDGED = 12
-MOST = 24
+JUDGED = 8
+MOST = 12
 QUIET = 1e-3  # seconds of waiting in an attempt that disturb nothing
 
 

@@ -115,7 +115,7 @@ def log(tmp_path):
 
 
 @pytest.mark.parametrize("tenants", [("",), ("", "a", "b")])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("policy", "slo"), [("priority", 0.012), ("fcfs", None)])
 def test_a_replay_decides_the_same(log, seed, policy, slo, tenants):
     text, engine = random_run(seed, policy, slo, tenants=tenants)
@@ -140,7 +140,7 @@ def test_a_replay_decides_the_same(log, seed, policy, slo, tenants):
     }
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_replay_decides_the_same_with_drafts(log, seed):
     text, engine = random_run(seed, drafter=Guesser(seed))
     assert replay(log(text)).difference is None

@@ -1,30 +1,21 @@
 """Random mixes of requests: each gets the tokens that it gets alone, bit for bit.
 
-A state machine submits, aborts, preempts, evicts, fails and changes chunk sizes and the SLO between
-steps, on the real cpu backend, while somebody guesses what comes next and is right or wrong. In the
-same runs no block leaks, every timeline partitions its request's life, and what nothing names stays
-below 1 %.
+Each mix submits, aborts, preempts, evicts, fails and changes chunk sizes and the SLO between steps,
+at random, on the real cpu backend, with drafts that are right or wrong. In the same runs no block
+leaks, every timeline partitions its request's life, and unattributed time stays below 1 %.
+
+Mix number n draws from a generator with seed n, so that more mixes are the same ones and others.
 """
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
-from inspect import signature
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 from mix_engines import (
     GUESSERS,
     MOST_BLOCKS,
@@ -82,96 +73,84 @@ FORMS = (
 )
 
 
-@st.composite
-def sampling_params(draw: st.DrawFn) -> SamplingParams:
-    form = draw(st.sampled_from([None, None, None, *FORMS]))
-    free = {"ignore_eos": draw(st.booleans()), "min_tokens": draw(st.sampled_from([0, 0, 1, 5]))}
-    max_tokens = draw(st.sampled_from([1, 7, 24, 60]))
-    free["min_tokens"] = min(max_tokens, free["min_tokens"])
+def sampling_params(rng: random.Random) -> SamplingParams:
+    choose = rng.choice
+    form = choose([None, None, None, *FORMS])
+    max_tokens = choose([1, 7, 24, 60])
     return SamplingParams(
-        temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 1.5])),
-        top_p=draw(st.sampled_from([1.0, 1.0, 0.8])),
-        top_k=draw(st.sampled_from([0, 0, 20])),
-        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3])),
-        presence_penalty=draw(st.sampled_from([0.0, 0.0, 0.5])),
-        frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.3])),
-        logit_bias=draw(st.sampled_from([None, None, {12: 3.0, 40: -2.0}])),
-        bad_words=draw(st.sampled_from([None, None, ["e", "the", "0"]])),
-        allowed_token_ids=draw(st.sampled_from([None, None, range(2, 310, 2)]))
-        if form is None
-        else None,
-        seed=draw(st.sampled_from([None, 0, 1, 2])),
-        logprobs=draw(st.sampled_from([None, 0, 3])),
-        prompt_logprobs=draw(st.sampled_from([None, None, None, None, 2])),
+        temperature=choose([0.0, 0.0, 0.7, 1.5]),
+        top_p=choose([1.0, 1.0, 0.8]),
+        top_k=choose([0, 0, 20]),
+        repetition_penalty=choose([1.0, 1.0, 1.3]),
+        presence_penalty=choose([0.0, 0.0, 0.5]),
+        frequency_penalty=choose([0.0, 0.0, 0.3]),
+        logit_bias=choose([None, None, {12: 3.0, 40: -2.0}]),
+        bad_words=choose([None, None, ["e", "the", "0"]]),
+        allowed_token_ids=choose([None, None, range(2, 310, 2)]) if form is None else None,
+        seed=choose([None, 0, 1, 2]),
+        logprobs=choose([None, 0, 3]),
+        prompt_logprobs=choose([None, None, None, None, 2]),
         max_tokens=max_tokens,
-        stop_token_ids=draw(st.sampled_from([None, None, [30, 31, 32, 33]])),
-        thinking_token_budget=draw(st.sampled_from([None, None, None, 0, 6])),
-        **(free if form is None else {"structured_outputs": StructuredOutputsParams(**form)}),
+        ignore_eos=form is None and choose([False, True]),
+        min_tokens=min(max_tokens, choose([0, 0, 1, 5])) if form is None else 0,
+        stop_token_ids=choose([None, None, [30, 31, 32, 33]]),
+        thinking_token_budget=choose([None, None, None, 0, 6]),
+        structured_outputs=form and StructuredOutputsParams(**form),
     )
 
 
-@st.composite
-def new_requests(draw: st.DrawFn) -> dict[str, Any]:
+def new_request(rng: random.Random) -> dict[str, Any]:
     """Prompts share beginnings with others; what differs comes early or late."""
-    prefix = draw(st.sampled_from(PREFIXES))
-    cut = draw(st.sampled_from(CUTS))
-    params = draw(sampling_params())
+    params = sampling_params(rng)
     thinking = (
         [] if params.thinking_token_budget is None else TAGS.start
     )  # is what the prompt ends with
     return {
         "prompt_token_ids": [
-            *prefix[:cut],
-            *draw(st.lists(st.integers(10, 14), min_size=1, max_size=12)),
+            *rng.choice(PREFIXES)[: rng.choice(CUTS)],
+            *rng.choices(range(10, 15), k=rng.randint(1, 12)),
             *thinking,
         ],
         "sampling_params": params,
-        "priority": draw(st.integers(-1, 2)),
-        "cache_salt": draw(st.sampled_from([None, None, None, "a", "b"])),
-        "tenant": draw(st.sampled_from(["", "a", "b"])),
-        "weight": draw(st.sampled_from([1.0, 1.0, 0.1, 5.0])),
+        "priority": rng.randint(-1, 2),
+        "cache_salt": rng.choice([None, None, None, "a", "b"]),
+        "tenant": rng.choice(["", "a", "b"]),
+        "weight": rng.choice([1.0, 1.0, 0.1, 5.0]),
     }
 
 
-# No rule's draws depend on the engine's state: with an SLO that depends on the machine's speed.
-class Mixes(RuleBasedStateMachine):
+class Mix:
     """One mix."""
 
     least_blocks = 0  # of the KV cache
 
     def __init__(
         self,
+        number: int,
         mixed: LoadedEngine,
         alone: Alone,
         tally: Tally,
         kind: str | None = None,
         writer: LoadedEngine | None = None,
     ) -> None:
-        super().__init__()
-        self.written_by = writer
+        self.random = random.Random(number)
         self.writer = None
         self.mixed = mixed
         self.alone = alone
         self.tally = tally
-        self.kind = kind
         self.clock = Clock()
         self.requests: dict[str, Request] = {}
         self.timelines: dict[str, RequestTimeline] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.ends: dict[str, float] = {}
-
-    @initialize(
-        num_blocks=st.sampled_from([12, 16, MOST_BLOCKS]),
-        policy=st.sampled_from(["fcfs", "priority"]),
-        kind=st.sampled_from(["none", *GUESSERS]),
-    )
-    def start(self, num_blocks: int, policy: str, kind: str) -> None:
-        num_blocks = max(num_blocks, self.least_blocks)
+        num_blocks = max((12, 16, 12, MOST_BLOCKS)[number % 4], self.least_blocks)
+        policy = self.random.choice(["fcfs", "priority"])
+        guesser = self.random.choice(["none", *GUESSERS])
         options = {"scheduling_policy": policy, "max_num_batched_tokens": 64}
         self.engine = make_engine(self.mixed, num_blocks, self.clock, **options)
-        self.engine.drafter = make_drafter(self.kind or kind, self.engine, self.right)
-        if self.written_by is not None:
-            self.engine.drafter = self.writer = make_writer(self.written_by, num_blocks)
+        self.engine.drafter = make_drafter(kind or guesser, self.engine, self.right)
+        if writer is not None:
+            self.engine.drafter = self.writer = make_writer(writer, num_blocks)
         self.scheduler = self.engine.scheduler
         if num_blocks == 12:
             # Room for all at first, and for two at their ends: whatever a step takes, somebody has
@@ -180,11 +159,30 @@ class Mixes(RuleBasedStateMachine):
             for number in range(4):
                 self.add([10 + number] * 10, params)
 
-    @rule(burst=st.lists(new_requests(), min_size=1, max_size=6))
-    def submit(self, burst: list[dict[str, Any]]) -> None:
-        for wanted in burst:
-            wanted["priority"] *= self.scheduler.config.scheduling_policy == "priority"
-            self.add(**wanted)
+    def run(self) -> None:
+        """Actions at random, which do not depend on the machine's speed; then all requests end."""
+        actions = [self.submit, *2 * [self.submit_next_turn], *2 * [self.step], self.abort]
+        actions += [self.preempt, self.evict, self.strike, self.change_chunks, self.change_slo]
+        if self.scheduler.kv_cache.states is not None:
+            actions.append(self.lose_a_snapshot)
+        for action in self.random.choices(actions, k=30):
+            action()
+        self.finish()
+
+    def submit(self) -> None:
+        for _ in range(self.random.randint(1, 6)):
+            self.add(**new_request(self.random))
+
+    def submit_next_turn(self) -> None:
+        """A finished request's text with more after it: most of it is in the cache."""
+        wanted = new_request(self.random)
+        finished = [one for one in self.requests.values() if one.finish_reason is not None]
+        if finished:
+            before = self.random.choice(finished)
+            text = [*before.prompt_token_ids, *before.output_token_ids][:96]
+            wanted["prompt_token_ids"] = [*text, *wanted["prompt_token_ids"][-8:]]
+            wanted["cache_salt"] = before.cache_salt
+        self.add(**wanted)
 
     def right(self, request: Request) -> list[int]:
         """The whole output of a request."""
@@ -194,6 +192,8 @@ class Mixes(RuleBasedStateMachine):
         self, prompt_token_ids: list[int], sampling_params: SamplingParams, **wanted: Any
     ) -> None:
         name = str(len(self.requests))
+        if self.scheduler.config.scheduling_policy != "priority":
+            wanted["priority"] = 0
         request = Request(
             name, prompt_token_ids, sampling_params, arrival_time=self.clock(), **wanted
         )
@@ -211,9 +211,8 @@ class Mixes(RuleBasedStateMachine):
                 *right[25:],
             ]
 
-    @rule(count=st.sampled_from([1, 2, 20]))
-    def step(self, count: int) -> None:
-        for _ in range(count):
+    def step(self) -> None:
+        for _ in range(self.random.choice([1, 2, 20])):
             self.one_step()
 
     def one_step(self) -> None:
@@ -238,47 +237,40 @@ class Mixes(RuleBasedStateMachine):
     def unfinished(self) -> list[str]:
         return [name for name, request in self.requests.items() if request.finish_reason is None]
 
-    @rule(which=st.integers(0, 999))
-    def abort(self, which: int) -> None:
-        unfinished = self.unfinished()
-        if unfinished:
-            self.engine.abort(unfinished[which % len(unfinished)])
+    def abort(self) -> None:
+        if unfinished := self.unfinished():
+            self.engine.abort(self.random.choice(unfinished))
 
-    @rule(which=st.integers(0, 999))
-    def preempt(self, which: int) -> None:
+    def preempt(self) -> None:
         if not self.scheduler.running:
             self.one_step()
-        running = self.scheduler.running
-        if running:
-            request = running[which % len(running)]
+        if running := self.scheduler.running:
+            request = self.random.choice(running)
             self.scheduler._preempt(request)
             self.engine.ledger._running.pop(request.request_id)  # as where a batch says so
             self.tally["forced preemptions"] += 1
 
-    @rule()
     def evict(self) -> None:
         """Others need all free blocks for a moment."""
         pool = self.scheduler.kv_cache.pool
         self.tally["evicted blocks"] += pool.num_cached
         pool.release(pool.allocate(pool.num_available))
 
-    @precondition(lambda self: self.scheduler.kv_cache.states is not None)
-    @rule(which=st.integers(0, 999))
-    def lose_a_snapshot(self, which: int) -> None:
+    def lose_a_snapshot(self) -> None:
         """Its block stays."""
         states = self.scheduler.kv_cache.states
         if names := sorted(states._slot_of):
-            states.drop(names[which % len(names)])
+            states.drop(self.random.choice(names))
             self.tally["snapshots lost alone"] += 1
 
-    @rule(num_tokens=st.sampled_from([MOST_SEQS, 16, 17, 33, 64, 256]))
-    def change_chunks(self, num_tokens: int) -> None:
+    def change_chunks(self) -> None:
+        num_tokens = self.random.choice([MOST_SEQS, 16, 17, 33, 64, 256])
         config = replace(self.scheduler.config, max_num_batched_tokens=num_tokens)
         self.scheduler.config = config
 
-    @rule(milliseconds=st.sampled_from([None, 1e-6, 0.2, 0.5, 1000.0, "auto"]))
-    def change_slo(self, milliseconds: float | str | None) -> None:
+    def change_slo(self) -> None:
         """To a number, to none, or as a server does by default."""
+        milliseconds = self.random.choice([None, 1e-6, 0.2, 0.5, 1000.0, "auto"])
         if isinstance(milliseconds, str):
             limits = self.scheduler.config.max_num_batched_tokens, self.scheduler.max_model_len, 16
             self.engine.keep_pace(Pacing(self.engine.cost_model, *limits).choose())
@@ -286,16 +278,15 @@ class Mixes(RuleBasedStateMachine):
         else:
             self.engine.keep_pace(Pace(milliseconds and milliseconds / 1e3))
 
-    @rule(which=st.integers(0, 999))
-    def strike(self, which: int) -> None:
+    def strike(self) -> None:
         """One request's computation fails, and every batch with it."""
-        unfinished = self.unfinished()
-        if unfinished:
-            self.engine.executor.doomed = {unfinished[which % len(unfinished)]}
+        if unfinished := self.unfinished():
+            self.engine.executor.doomed = {self.random.choice(unfinished)}
             self.one_step()
             self.engine.executor.doomed = set()
 
-    def teardown(self) -> None:
+    def finish(self) -> None:
+        """Let every request end, and check all of them."""
         while self.engine.has_work:
             self.one_step()
         assert self.scheduler.kv_cache.pool.num_held == 0
@@ -353,24 +344,13 @@ class Mixes(RuleBasedStateMachine):
 
 
 def run_mixes(num_mixes: int, mixed: LoadedEngine, alone: Alone, *drafting: Any) -> Tally:
-    """Runs mixes, and counts what they did; `drafting` are the last arguments of `Mixes`."""
+    """Runs mixes, and counts what they did; `drafting` are the last arguments of `Mix`."""
     tally = Tally()
-    machine = partial(Mixes, mixed, alone, tally, *drafting)
-    # What hypothesis draws depends on the signature: an argument kept by name would be in it, with
-    # its address.
-    assert " at 0x" not in str(signature(machine))
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=num_mixes,
-            stateful_step_count=30,
-            deadline=None,
-            derandomize=True,
-            print_blob=True,
-            database=None,
-            phases=[Phase.generate],  # add Phase.shrink to look into a failure: it takes minutes
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    for number in range(num_mixes):
+        try:
+            Mix(number, mixed, alone, tally, *drafting).run()
+        except BaseException as error:
+            error.add_note(f"in mix {number}")
+            raise
     print(drafting[:1], dict(tally), flush=True)
     return tally

@@ -19,10 +19,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from steps import Piece, Steps, compile_together, own_cache, per_isa
+from steps import Piece, Steps, compile_together, isas_that_differ, own_cache, per_isa
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.cpu.attention_units import AttentionUnits
 from twinphase.backends.cpu.backend import CpuBackend
+from twinphase.backends.cpu.isa import available_isas
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a path compiles all its kernels
 
@@ -86,6 +87,8 @@ CASES = (
     Case("MXFP4", 64, 4, 1, embedding_type="Q8_0", experts=(5, 3)),
 )
 FIRST = CASES[0]
+# Windows, experts, a group larger than a tile, and the other cache.
+ELSEWHERE = [CASES[at] for at in (0, 1, 2, 4, 5)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,7 +106,8 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 @cache
 def compiled(folder: Path, isa: str) -> None:
     """The kernels of all cases are there."""
-    compile_together(isa, [partial(load, folder, case, isa) for case in CASES])
+    cases = CASES if isa == available_isas()[0] else ELSEWHERE
+    compile_together(isa, [partial(load, folder, case, isa) for case in cases])
 
 
 @lru_cache(maxsize=8)
@@ -163,24 +167,34 @@ def assert_same_bits(logits: Logits, expected: Logits) -> None:
     )
 
 
-def per_case(cases: Sequence[Case], quick: int) -> pytest.MarkDecorator:
-    """All of `cases`; those behind the first `quick` are among the long proofs."""
-    marked = [pytest.param(case, marks=pytest.mark.slow, id=case.id) for case in cases[quick:]]
+def per_case(cases: Sequence[Case], elsewhere: Sequence[Case], quick: int) -> pytest.MarkDecorator:
+    """`cases` on the path that users get, of which the first `quick` are no long proofs.
+
+    The other paths have `elsewhere`.
+    """
+    best, *others = isas_that_differ("bf16_dot")
+    chosen = [(case, best, () if at < quick else pytest.mark.slow) for at, case in enumerate(cases)]
+    chosen += [(case, isa, pytest.mark.slow) for isa in others for case in elsewhere]
     return pytest.mark.parametrize(
-        "case", [*(pytest.param(case, id=case.id) for case in cases[:quick]), *marked]
+        ("case", "isa"),
+        [
+            pytest.param(case, isa, marks=marks, id=f"{isa}-{case.id}")
+            for case, isa, marks in chosen
+        ],
     )
 
 
 # Formats differ in their linear layers, whose rows test_linear.py computes among any number of
-# others; elsewhere the first case of each kind of layer and cache stands for all formats.
+# others on every path; elsewhere the first case of each kind of layer and cache stands for all
+# formats.
 KINDS: dict[tuple[object, ...], Case] = {}
 for one in CASES:
     KINDS.setdefault(one.layers, one)
-per_format = per_case(CASES, len(CASES))
-per_cache = per_case(list(KINDS.values()), 8)  # quick: every form of the cache and kind of layer
+per_format = per_case(CASES, ELSEWHERE, len(CASES))
+# Quick: every form of the cache and kind of layer.
+per_cache = per_case(list(KINDS.values()), ELSEWHERE, 8)
 
 
-@per_isa
 @per_format
 def test_chunks(folder, case, isa):
     for size in SIZES:
@@ -189,7 +203,6 @@ def test_chunks(folder, case, isa):
         )
 
 
-@per_isa
 @per_cache
 def test_threads(folder, case, isa):
     for threads in (1, 3):
@@ -198,8 +211,7 @@ def test_threads(folder, case, isa):
             assert_same_bits(logits, one_pass(folder, case, isa))
 
 
-@per_isa
-@per_case(CASES[:5], 4)
+@per_case(CASES[:5], CASES[:1], 4)
 @settings(
     max_examples=20,
     deadline=None,
@@ -250,7 +262,6 @@ def run_crowd(steps: Steps, seed: int, sizes: Sequence[int]) -> Logits:
     return np.concatenate(logits)
 
 
-@per_isa
 @per_cache
 def test_with_other_requests(folder, case, isa):
     for seed, sizes in enumerate(([300, 1, 1, 1], [50, 3, 1])):
@@ -259,7 +270,6 @@ def test_with_other_requests(folder, case, isa):
         )
 
 
-@per_isa
 @per_cache
 def test_many_decodes(folder, case, isa):
     """Steps of 2 to 64 decodes that share blocks, as requests with a common prefix do."""
@@ -275,7 +285,6 @@ def test_many_decodes(folder, case, isa):
         assert_same_bits(logits, expected[positions])
 
 
-@per_isa
 @per_cache
 def test_prefixes_that_sequences_share(folder, case, isa, monkeypatch):
     """Uneven ones, of 2, 4 and 64 sequences and of several groups, in prefill and in decode.
@@ -306,7 +315,6 @@ def test_prefixes_that_sequences_share(folder, case, isa, monkeypatch):
             assert_same_bits(together, steps.run(group))
 
 
-@per_isa
 @per_cache
 def test_few_rows_of_a_sequence(folder, case, isa):
     """Steps with 1 to 8 rows per sequence or a few more, as in the verification of drafts."""

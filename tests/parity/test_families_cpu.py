@@ -87,7 +87,8 @@ def test_bits_depend_on_the_tokens_alone(folder, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", isas_that_differ("bf16_dot")[1:])
+# A cap and a sink are computed in float32, whatever the products are computed in.
+@pytest.mark.parametrize("isa", isas_that_differ("lanes")[1:])
 @pytest.mark.parametrize(("family", "dtype"), (("gemma2", "auto"), ("gpt-oss", "int8")))
 def test_bits_of_other_paths_with_caps_and_sinks(folder, family, dtype, isa):
     steps = on_cpu(folder / family, isa=isa, kv_cache_dtype=dtype)

@@ -28,12 +28,22 @@ TOKENS = np.random.default_rng(0).integers(3, 448, 70, dtype=np.int32)
 
 
 # The backend refuses layers with a recurrent state, and those that differ in their heads.
+FAMILIES_HERE = [name for name in FAMILIES if not name.startswith((*RECURRENT, "gemma4"))]
+# Types differ in their rounding alone: every third family has float16, finer than bfloat16.
+IN_TYPES = {
+    "float32": FAMILIES_HERE,
+    "bfloat16": FAMILIES_HERE,
+    "float16": FAMILIES_HERE[::3],
+}
+
+
 @pytest.mark.parametrize(
-    "family", [name for name in FAMILIES if not name.startswith((*RECURRENT, "gemma4"))]
-)
-@pytest.mark.parametrize(
-    "dtype",
-    ("float32", *(pytest.param(d, marks=pytest.mark.slow) for d in ("float16", "bfloat16"))),
+    ("dtype", "family"),
+    [
+        pytest.param(dtype, family, marks=() if dtype == "float32" else pytest.mark.slow)
+        for dtype, families in IN_TYPES.items()
+        for family in families
+    ],
 )
 def test_logits_are_those_of_the_reference(tmp_path, family, dtype):
     model = make_model(family)
@@ -53,11 +63,9 @@ def test_answers_of_a_real_model(model_path):
     """Greedy: the reference's tokens, and the cpu backend's up to what rounding to int8 changes."""
     prompts = [
         "The capital of France is",
-        "One, two, three,",
         "def fibonacci(n):",
-        "Water boils at",
     ]
-    params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=2)
+    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)
     reference, cpu, ours = (
         [
             output.outputs[0]

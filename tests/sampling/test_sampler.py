@@ -94,8 +94,8 @@ def test_they_fail_their_own_request_only():
         {"top_k": 20, "top_p": 0.9},
     ],
 )
-@pytest.mark.parametrize("num", [4_000, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_draws_follow_the_distribution(params, num):
+def test_draws_follow_the_distribution(params):
+    num = 4_000
     logits = np.random.default_rng(3).standard_normal(40).astype(np.float32) * 2
     params = SamplingParams(seed=11, **params)
     expected = np.exp(logits.astype(np.float64) / params.temperature)

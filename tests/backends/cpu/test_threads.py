@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from kernel_calls import call_kernel, kernel, pack, random_blocks
 
-from twinphase.backends.cpu.isa import available_isas
+from twinphase.backends.cpu.isa import ISAS, available_isas
 from twinphase.backends.cpu.program_layout import (
     CTL_EPOCH,
     EPOCH_MASK,
@@ -26,7 +26,7 @@ from twinphase.backends.cpu.program_layout import (
     STATE_IS_GUEST,
 )
 from twinphase.backends.cpu.threads import Command, ThreadPool, aligned
-from twinphase.backends.cpu.tiling import matrix_scratch_bytes
+from twinphase.backends.cpu.tiling import scratch_bytes
 
 BEST = available_isas()[0]
 KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3)
@@ -44,7 +44,10 @@ def make_pool() -> Iterator[Callable[..., ThreadPool]]:
     def make(threads: int, **options: int) -> ThreadPool:
         pools.append(
             ThreadPool(
-                kernel(BEST, "run_program"), threads, matrix_scratch_bytes("Q4_1", ROWS), **options
+                kernel(BEST, "run_program"),
+                threads,
+                scratch_bytes(ISAS[BEST], "Q4_1", ROWS),
+                **options,
             )
         )
         return pools[-1]

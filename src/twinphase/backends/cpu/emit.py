@@ -366,6 +366,13 @@ class Emit:
         ones = self.splat(pairs.type, 1)
         return self.b.add(total, self.call("llvm.x86.avx2.pmadd.wd", total.type, pairs, ones))
 
+    def dot_words(self, left: Value, right: Value) -> Value:
+        """left[2i] * right[2i] + left[2i+1] * right[2i+1]; pairs of int16 in int32 lanes (x86)."""
+        words = vector(I16, 2 * left.type.count)
+        name = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
+        pairs = (self.b.bitcast(left, words), self.b.bitcast(right, words))
+        return self.call(name[left.type.count], left.type, *pairs)
+
     def _dot_widen(self, total: Value, weights: Value, inputs: Value) -> Value:
         # Even and odd bytes as 16-bit lanes; a product of uint8 and int8 fits 16 bits.
         words = vector(I16, 2 * total.type.count)

@@ -75,6 +75,11 @@ class PackedFormat:
         return 8 if self.values else self.bits
 
     @property
+    def parts(self) -> int:
+        """Parts of a group of 32 inputs that have a scale of their own."""
+        return GROUP_INPUTS // self.group
+
+    @property
     def scale_size(self) -> int:
         """Bytes of a scale or minimum in a record."""
         return 1 if self.nested or self.power_scales else 2
@@ -97,7 +102,7 @@ class PackedFormat:
     @property
     def scale_bytes(self) -> int:
         """Bytes of scales in a record."""
-        return STRIP_OUTPUTS * (GROUP_INPUTS // self.group) * self.scale_size
+        return STRIP_OUTPUTS * self.parts * self.scale_size
 
     @property
     def minimum_bytes(self) -> int:

@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 
+from twinphase.backends.cpu.formats import PackedFormat
 from twinphase.errors import InvalidRequestError
 
 
@@ -52,10 +53,20 @@ class Isa:
         """Whether linear layers on such weights, except experts, take bfloat16 rows."""
         return self.matrix_tiles and weights == "BF16"
 
+    def takes_panels(self, fmt: PackedFormat) -> bool:
+        """Whether weights are unpacked in panels for many rows, where that was seen to pay off."""
+        return self.lanes == 8 or (self.lanes == 16 and fmt.nested and not fmt.values)
+
+    def whole_scales(self, fmt: PackedFormat) -> bool:
+        """Whether scales of 16 inputs are multiplied in whole numbers (`kernels/whole_tile.py`)."""
+        return self.matrix_tiles and fmt.nested and fmt.group == 16 and fmt.bits == 4
+
     @property
     def linear_rows(self) -> int:
         """Rows of the linear kernels' largest register tile."""
-        return 6 if self.registers == 32 else 2
+        if self.registers == 32:
+            return 6
+        return 4 if self.lanes == 8 else 2
 
     @property
     def attention_rows(self) -> int:
@@ -93,6 +104,14 @@ ISAS = {
             dot="vnni",
             registers=32,
             cpu="cascadelake",
+        ),
+        Isa(
+            "avx2-vnni",
+            needs=("avx2", "fma", "f16c", "avxvnni"),
+            lanes=8,
+            dot="vnni",
+            registers=16,
+            cpu="alderlake",
         ),
         Isa(
             "avx2",

@@ -181,7 +181,7 @@ class Operations:
         base = None if residual is None else residual.floats
         for part in weight.parts:
             source = x.rounded if part.tiled else x.memory(part.type in FORMATS)
-            self._reserve_scratch(part, tiling.MATRIX_CHUNK_ROWS)
+            self._reserve_scratch(part, tiling.most_chunk_rows(source.stride))
             strips_per_tile, chunk, tiles = self._linear_tiles(
                 x.rows, part.strips, source.stride, part.tiled
             )
@@ -207,10 +207,9 @@ class Operations:
         """Have threads bring what a layer with up to `rows` rows in a tile needs."""
         if part.tiled:
             self.scratch_bytes = max(self.scratch_bytes, 64)  # of the tiles' shapes
-        elif self.isa.matrix_tiles and part.type in FORMATS:
-            self.scratch_bytes = max(
-                self.scratch_bytes, tiling.matrix_scratch_bytes(part.type, rows)
-            )
+        elif part.type in FORMATS:
+            needed = tiling.scratch_bytes(self.isa, part.type, rows)
+            self.scratch_bytes = max(self.scratch_bytes, needed)
 
     def zeros(self, strips: int) -> int:
         """Address of a row of zeros, the residual of a layer without one."""

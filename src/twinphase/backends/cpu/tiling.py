@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from twinphase.backends.cpu.formats import FORMATS, GROUP_INPUTS, STRIP_OUTPUTS, PackedFormat
 from twinphase.backends.cpu.isa import Isa
@@ -16,7 +17,8 @@ MATRIX_TILE_ROWS = 16
 # From this number of rows on, unpacking cold weights for tiles pays off; see
 # docs/design/0013-matrix-tiles.md
 MATRIX_MIN_ROWS = 96
-MATRIX_PANEL_GROUPS = 16
+# Groups of a strip that are unpacked at once and stay in the first-level cache.
+PANEL_GROUPS = 16
 # Groups are multiplied in batches before they are scaled.
 MATRIX_BATCH_GROUPS = 4
 DENSE_TILE_INPUTS = 32
@@ -52,24 +54,60 @@ def row_chunk(
     return min(MATRIX_CHUNK_ROWS, -(-rows // (chunks * MATRIX_TILE_ROWS)) * MATRIX_TILE_ROWS)
 
 
+def most_chunk_rows(row_bytes: int) -> int:
+    """The most that `row_chunk` returns for rows of that size."""
+    return max(MATRIX_CHUNK_ROWS, CHUNK_BYTES // row_bytes + 1)
+
+
 def delta_columns(isa: Isa, value_dim: int) -> int:
     """Columns of a recurrent state's matrix in a strip, whose sums stay in registers."""
     return math.gcd(value_dim, isa.lanes * (2 if isa.registers == 32 else 1))
 
 
-def unpacked_bytes(fmt: PackedFormat) -> int:
-    """Bytes of an unpacked group of a strip: a byte per code, float32 scales and minima."""
-    return STRIP_OUTPUTS * GROUP_INPUTS + 4 * STRIP_OUTPUTS * (GROUP_INPUTS // fmt.group) * (
-        2 if fmt.minimum else 1
-    )
+@dataclass(frozen=True)
+class PanelLayout:
+    """Where the numbers of an unpacked group of a strip are, in bytes.
+
+    Attributes:
+        small: of float32 scales and minima, or of whole ones (int32), [part][output] each. Before
+            them is a byte for each code, [block][quad][output][input].
+        shared: of the float32 numbers that a superblock shares, in its first group.
+        size: of it all.
+    """
+
+    small: int
+    shared: int
+    size: int
+
+    @classmethod
+    def of(cls, isa: Isa, fmt: PackedFormat) -> PanelLayout:
+        """The layout of a format on a path."""
+        whole = isa.whole_scales(fmt)
+        kinds = 2 if fmt.minimum else 1
+        small = STRIP_OUTPUTS * GROUP_INPUTS
+        shared = small + 4 * STRIP_OUTPUTS * fmt.parts * kinds
+        return cls(small, shared, shared + 4 * STRIP_OUTPUTS * kinds * whole)
 
 
-def matrix_areas(fmt: PackedFormat) -> tuple[int, int, int]:
+def panel_min_rows(isa: Isa) -> int:
+    """Rows from which on unpacking weights in panels for register tiles pays off."""
+    return 24 if isa.registers == 32 else 5
+
+
+def panel_area(isa: Isa, fmt: PackedFormat) -> int:
+    """Offset of waiting rows in scratch memory; an unpacked panel at 0."""
+    return PANEL_GROUPS * PanelLayout.of(isa, fmt).size
+
+
+def matrix_areas(isa: Isa, fmt: PackedFormat) -> tuple[int, int, int]:
     """Offsets of integer sums, unpacked panel and waiting rows in scratch memory; shapes at 0."""
-    panel = 64 + MATRIX_BATCH_GROUPS * (GROUP_INPUTS // fmt.group) * MATRIX_TILE_ROWS * 64
-    return 64, panel, panel + (MATRIX_PANEL_GROUPS + 1) * unpacked_bytes(fmt)
+    panel = 64 + MATRIX_BATCH_GROUPS * fmt.parts * MATRIX_TILE_ROWS * 64
+    return 64, panel, panel + (PANEL_GROUPS + 1) * PanelLayout.of(isa, fmt).size
 
 
-def matrix_scratch_bytes(type_name: str, rows: int) -> int:
-    """Scratch memory of a linear layer in matrix tiles with up to `rows` rows in a chunk."""
-    return matrix_areas(FORMATS[type_name])[2] + (rows + MATRIX_TILE_ROWS) * STRIP_OUTPUTS * 4
+def scratch_bytes(isa: Isa, type_name: str, rows: int) -> int:
+    """Scratch memory of a quantized linear layer with up to `rows` rows in a chunk."""
+    fmt = FORMATS[type_name]
+    waiting = rows + MATRIX_TILE_ROWS
+    areas = matrix_areas(isa, fmt)[2] if isa.matrix_tiles else panel_area(isa, fmt)
+    return areas + waiting * STRIP_OUTPUTS * 4

@@ -18,6 +18,7 @@ from twinphase.backends.cpu.intrinsics import KERNEL_SIGNATURE, Kernel, emitted,
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.kernels.dense_tiles import strips_in_dense_tiles
 from twinphase.backends.cpu.kernels.linear_tiles import strips_in_matrix_tiles
+from twinphase.backends.cpu.kernels.panels import strips_in_panels
 from twinphase.backends.cpu.kernels.register_tile import (
     AHEAD_LINES,
     OPERANDS,
@@ -25,11 +26,11 @@ from twinphase.backends.cpu.kernels.register_tile import (
     Inputs,
     RegisterTile,
     Weights,
-    each_group,
     store_tile,
     tile_operands,
 )
-from twinphase.backends.cpu.tiling import MATRIX_MIN_ROWS, SLOT_INTS
+from twinphase.backends.cpu.kernels.whole_tile import WholeTile
+from twinphase.backends.cpu.tiling import MATRIX_MIN_ROWS, SLOT_INTS, panel_min_rows
 
 
 def quantized_linear(isa: Isa, format_name: str) -> Kernel:
@@ -68,34 +69,49 @@ def dense_experts(isa: Isa, dtype: str) -> Kernel:
 
 
 def _quantized_run(isa: Isa, format_name: str) -> Any:
-    """Some rows through some strips of packed weights; many rows in matrix tiles if possible."""
+    """Some rows through some strips of packed weights; many rows in panels or matrix tiles."""
     few = _strips_kernel(isa, *_quantized(isa, format_name))
-    if not isa.matrix_tiles:
+    if not isa.takes_panels(FORMATS[format_name]) and not isa.matrix_tiles:
         return few
-    many = strips_in_matrix_tiles(isa, format_name)
+    some = few
+    if isa.takes_panels(FORMATS[format_name]):
+        some = strips_in_panels(isa, format_name)
+    many = strips_in_matrix_tiles(isa, format_name) if isa.matrix_tiles else some
+    from_some = panel_min_rows(isa)
+    from_many = MATRIX_MIN_ROWS
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
-    def run(operands, first_strip, end_strip, first_row, rows, scratch):
-        if rows >= MATRIX_MIN_ROWS:
-            many(operands, first_strip, end_strip, first_row, rows, scratch)
+    def few_or_some(operands, first_strip, end_strip, first_row, rows, scratch):
+        if rows >= from_some:
+            some(operands, first_strip, end_strip, first_row, rows, scratch)
         else:
             few(operands, first_strip, end_strip, first_row, rows, scratch)
 
-    return run
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def any_number(operands, first_strip, end_strip, first_row, rows, scratch):
+        if rows >= from_many:
+            many(operands, first_strip, end_strip, first_row, rows, scratch)
+        else:
+            few_or_some(operands, first_strip, end_strip, first_row, rows, scratch)
+
+    return any_number if isa.matrix_tiles else few_or_some
 
 
 def _quantized(isa: Isa, format_name: str) -> tuple[Any, int, int]:
     """What emits a register tile of packed weights, bytes of a record and of a header."""
     fmt = FORMATS[format_name]
+    kind = WholeTile if isa.whole_scales(fmt) else RegisterTile
 
     def write(e: Emit, rows: int, vectors: int, w: Weights, x: Inputs) -> list[list[Any]]:
-        tile = RegisterTile(e, fmt, rows, vectors, w.block)
+        tile = kind(e, fmt, rows, vectors, w.block)
         totals = [
             [e.variable(e.splat(tile.floats, 0.0)) for _ in range(vectors)] for _ in range(rows)
         ]
-        with each_group(e, fmt, w.address, w.groups) as (g, record, header):
+
+        def fetch(g: Value, record: Value) -> None:
             w.fetch(e, rows, g, record, fmt.record_bytes)
-            tile.group(record, header, x, g, totals)
+
+        tile.add_groups(w.address, w.groups, x, totals, fetch)
         return totals
 
     return write, fmt.record_bytes, fmt.header_bytes

@@ -17,7 +17,7 @@ from typing import Any
 
 from numba import njit
 
-from twinphase.backends.cpu.emit import I8, Emit, Value, vector
+from twinphase.backends.cpu.emit import Emit, Value
 from twinphase.backends.cpu.formats import (
     FORMATS,
     GROUP_INPUTS,
@@ -27,64 +27,72 @@ from twinphase.backends.cpu.formats import (
 )
 from twinphase.backends.cpu.intrinsics import emitted
 from twinphase.backends.cpu.isa import Isa
+from twinphase.backends.cpu.kernels.panels import (
+    BLOCK_CODE_BYTES,
+    PanelTile,
+    WholePanelTile,
+    unpack,
+)
 from twinphase.backends.cpu.kernels.register_tile import (
     TILE_OPERANDS,
     Inputs,
-    RegisterTile,
-    each_group,
     release_tiles,
     store_tile,
     tile_operands,
 )
 from twinphase.backends.cpu.tiling import (
     MATRIX_BATCH_GROUPS,
-    MATRIX_PANEL_GROUPS,
     MATRIX_TILE_ROWS,
+    PANEL_GROUPS,
+    PanelLayout,
     matrix_areas,
-    unpacked_bytes,
 )
 
 ROWS = MATRIX_TILE_ROWS
-PANEL_GROUPS = MATRIX_PANEL_GROUPS
 BATCH_GROUPS = MATRIX_BATCH_GROUPS
-# The codes of one group: for a block of 16 outputs, and for the strip of two blocks.
-BLOCK_CODE_BYTES = 16 * GROUP_INPUTS
-CODE_BYTES = 2 * BLOCK_CODE_BYTES
 SUM_TILE_BYTES = ROWS * 64
 
 
-class _MatrixTile(RegisterTile):
-    """A tile of 16 rows and 16 outputs, on a panel that `_unpack` has written to `panel`."""
+class _NegativeTile(WholePanelTile):
+    """Q3_K's bytes are the negatives of the products (`panels.py`)."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.negative = self.fmt.offset > 0
+
+
+class _MatrixTile:
+    """A tile of 16 rows and 16 outputs, on a panel that `unpack` has written to `panel`."""
 
     def __init__(self, e: Emit, fmt: PackedFormat, panel: Value, block: Value, sums: Value) -> None:
-        super().__init__(e, fmt, ROWS, 1, block)
+        self.e = e
         self.panel = panel
         self.block = block
         self.sums = sums
-        self.parts = GROUP_INPUTS // fmt.group
+        self.size = PanelLayout.of(e.isa, fmt).size
+        # Products of a group: where their codes and their inputs are.
+        self.products = [(part * 16 * fmt.group, part * fmt.group) for part in range(fmt.parts)]
+        self.tile: PanelTile | _NegativeTile = PanelTile(e, fmt, ROWS, 1, block)
+        if e.isa.whole_scales(fmt):
+            self.products = [(0, 0)]
+            self.tile = _NegativeTile(e, fmt, ROWS, 1, block)
 
-    def _sums_at(self, g: Value) -> Value:
+    def _sums_at(self, g: Value, product: int) -> Value:
         place = self.e.b.and_(g, self.e.i64(BATCH_GROUPS - 1))
-        return self.e.add(self.sums, self.e.mul(place, self.parts * SUM_TILE_BYTES))
+        offset = self.e.mul(place, len(self.products) * SUM_TILE_BYTES)
+        return self.e.add(self.sums, offset, product * SUM_TILE_BYTES)
 
     def multiply(self, x: Inputs, g: Value, first: int) -> None:
         """Multiply group g in three tile registers; a group past the end does no harm."""
         e = self.e
-        fmt = self.fmt
-        codes = e.add(
-            self.panel, e.mul(g, unpacked_bytes(fmt)), e.mul(self.block, BLOCK_CODE_BYTES)
-        )
-        for part in range(self.parts):
+        codes = e.add(self.panel, e.mul(g, self.size), e.mul(self.block, BLOCK_CODE_BYTES))
+        for product, (code_at, input_at) in enumerate(self.products):
             e.matrix("tilezero", first)
-            inputs = e.add(x.data, e.mul(g, GROUP_INPUTS), part * fmt.group)
+            inputs = e.add(x.data, e.mul(g, GROUP_INPUTS), input_at)
             e.matrix("tileloadd64", first + 1, at=(inputs, x.data_stride))
-            e.matrix("tileloadd64", first + 2, at=(e.add(codes, part * 16 * fmt.group), e.i64(64)))
+            e.matrix("tileloadd64", first + 2, at=(e.add(codes, code_at), e.i64(64)))
             e.matrix("tdpbssd", first, first + 1, first + 2)
-            e.matrix(
-                "tilestored64",
-                first,
-                at=(e.add(self._sums_at(g), part * SUM_TILE_BYTES), e.i64(64)),
-            )
+            e.matrix("tilestored64", first, at=(self._sums_at(g, product), e.i64(64)))
 
     def fetch(self, x: Inputs, g: Value) -> None:
         """Prefetch groups g and g + 1 of the next tile's rows, half of them beside each block."""
@@ -95,42 +103,45 @@ class _MatrixTile(RegisterTile):
             e.prefetch(at, e.mul(x.data_stride, m), level=1)
 
     def scale(self, x: Inputs, g: Value, totals: list[Any]) -> None:
-        """Add group g, which has been multiplied, to the totals."""
+        """Add group g, which has been multiplied, to the totals, or to those of its superblock."""
         e = self.e
-        fmt = self.fmt
-        parts = self.parts
-        floats = e.add(self.panel, e.mul(g, unpacked_bytes(fmt)), e.mul(self.block, 64))
-        for part in range(parts):
-            at = e.add(self._sums_at(g), part * SUM_TILE_BYTES)
-            sums = [[e.load(self.ints, at, 64 * m, align=64)] for m in range(ROWS)]
-            scales = [e.load(self.floats, floats, CODE_BYTES + 128 * part, align=64)]
-            minima = (
-                [e.load(self.floats, floats, CODE_BYTES + 128 * (parts + part), align=64)]
-                if fmt.minimum
-                else []
-            )
-            self.add(scales, minima, x, g, totals, sums, part)
+        tile = self.tile
+        record = e.add(self.panel, e.mul(g, self.size))
+        found = [
+            [[e.load(tile.ints, self._sums_at(g, i), 64 * m, align=64)] for m in range(ROWS)]
+            for i in range(len(self.products))
+        ]
+        if isinstance(tile, PanelTile):
+            for part, sums in enumerate(found):
+                tile.add(*tile.part_scales(record, None, part), x, g, totals, sums, part)
+            return
+        tile.add_whole(found[0], x, g, totals)
 
+    def batch(self, x: Inputs, start: Value, end: Value, totals: list[Any]) -> None:
+        """Multiply and scale the groups from `start` to `end`, at most BATCH_GROUPS."""
+        e = self.e
+        with e.loop(start, end, 2) as g:
+            self.multiply(x, g, 0)
+            self.multiply(x, e.add(g, 1), 3)
+            self.fetch(x, g)
+        with e.loop(start, end) as g:
+            self.scale(x, g, totals)
 
-def _unpack(e: Emit, fmt: PackedFormat, w: Value, groups: Value, to: Value) -> None:
-    """Groups as signed bytes less the offset, [block][quad][output][input], and float scales."""
-    tile = RegisterTile(e, fmt, 0, 2, e.i64(0))
-    size = unpacked_bytes(fmt)
-    parts = GROUP_INPUTS // fmt.group
-    signed = vector(I8, 64)
-    with each_group(e, fmt, w, groups) as (g, record, header):
-        at = e.add(to, e.mul(g, size))
-        for quad in range(8):
-            for n in range(2):
-                codes = e.b.bitcast(tile.codes(record, quad, n), signed)
-                if fmt.offset:
-                    codes = e.b.add(codes, e.splat(signed, -fmt.offset))
-                e.store(codes, at, n * BLOCK_CODE_BYTES + 64 * quad, align=64)
-        for part in range(parts):
-            scales, minima = tile.part_scales(record, header, part)
-            for kind, vectors in enumerate((scales, minima)):
-                for n, values in enumerate(vectors):
-                    e.store(values, at, CODE_BYTES + 128 * (kind * parts + part) + 64 * n, align=64)
+    def add_groups(self, groups: Value, x: Inputs, totals: list[Any]) -> None:
+        """Add the panel's groups to the totals."""
+        e = self.e
+        tile = self.tile
+        if isinstance(tile, PanelTile):
+            with e.loop(0, groups, BATCH_GROUPS) as start:
+                self.batch(x, start, e.least(e.add(start, BATCH_GROUPS), groups), totals)
+            return
+        with e.loop(0, groups, GROUPS_PER_SUPERBLOCK) as first:
+            superblock = e.add(self.panel, e.mul(first, self.size))
+            partial = tile.zeros()
+            with e.loop(first, e.add(first, GROUPS_PER_SUPERBLOCK), BATCH_GROUPS) as start:
+                self.batch(x, start, e.add(start, BATCH_GROUPS), partial)
+            tile.finish(partial, superblock, 0, totals)
+            tile.add_minima(superblock, first, x, totals)
 
 
 def strips_in_matrix_tiles(isa: Isa, format_name: str) -> Any:
@@ -138,29 +149,24 @@ def strips_in_matrix_tiles(isa: Isa, format_name: str) -> Any:
     fmt = FORMATS[format_name]
     record = fmt.record_bytes
     header = fmt.header_bytes
-    shapes = ((ROWS, 64), (ROWS, fmt.group), (fmt.group // 4, 64))  # sums, rows, columns; twice
+    inputs = GROUP_INPUTS if isa.whole_scales(fmt) else fmt.group
+    shapes = ((ROWS, 64), (ROWS, inputs), (inputs // 4, 64))  # sums, rows, columns; twice
 
     def begin(e: Emit, scratch):
         e.shape_tiles(shapes * 2, scratch)
 
-    def unpack(e: Emit, w, groups, to):
-        _unpack(e, fmt, w, groups, to)
+    def unpack_bytes(e: Emit, w, groups, to):
+        unpack(e, fmt, w, groups, to, matrix=True)
 
     def panel_of_rows(e: Emit, panel, groups, block, sums, waiting, first, last, *operands):
         x = Inputs(*operands[:6])
-        tile = _MatrixTile(e, fmt, panel, block, sums)
+        matrix = _MatrixTile(e, fmt, panel, block, sums)
+        tile = matrix.tile
         totals = [[e.variable(e.splat(tile.floats, 0.0))] for m in range(ROWS)]
         with e.b.if_then(e.b.icmp_signed("==", first, e.i64(0))):
             for m, row in enumerate(totals):
                 row[0].set(e.load(tile.floats, waiting, 64 * m, align=64))
-        with e.loop(0, groups, BATCH_GROUPS) as start:
-            end = e.least(e.add(start, BATCH_GROUPS), groups)
-            with e.loop(start, end, 2) as g:
-                tile.multiply(x, g, 0)
-                tile.multiply(x, e.add(g, 1), 3)
-                tile.fetch(x, g)
-            with e.loop(start, end) as g:
-                tile.scale(x, g, totals)
+        matrix.add_groups(groups, x, totals)
         with e.b.if_else(e.b.icmp_signed("!=", last, e.i64(0))) as (then, otherwise):
             with then:
                 store_tile(e, totals, *operands[6:])
@@ -169,10 +175,10 @@ def strips_in_matrix_tiles(isa: Isa, format_name: str) -> Any:
                     e.store(row[0].get(), waiting, 64 * m, align=64)
 
     begin_tiles = emitted(isa, begin)
-    unpack_panel = emitted(isa, unpack)
+    unpack_panel = emitted(isa, unpack_bytes)
     end_tiles = emitted(isa, release_tiles)
     multiply = emitted(isa, panel_of_rows, starred=TILE_OPERANDS)
-    sums_at, panel_at, waiting_at = matrix_areas(fmt)
+    sums_at, panel_at, waiting_at = matrix_areas(isa, fmt)
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def run(operands, first_strip, end_strip, first_row, rows, scratch):

@@ -7,7 +7,8 @@ the integer sums.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -164,8 +165,7 @@ class RegisterTile:
             return e.widen(
                 e.load(vector(F16, self.lanes), address, self.scale_at, offset + 2 * n * self.lanes)
             )
-        small = e.load(vector(I8, self.lanes), address, self.scale_at, offset + n * self.lanes)
-        wide = b.sext(small, self.ints) if signed else b.zext(small, self.ints)
+        wide = self.small(address, offset, n, signed)
         shared = e.widen(
             e.load(
                 vector(F16, self.lanes), header[0], self.shared_at, header[1] + 2 * n * self.lanes
@@ -173,42 +173,60 @@ class RegisterTile:
         )
         return b.fmul(b.sitofp(wide, self.floats), shared)
 
+    def small(self, address: Value, offset: int, n: int, signed: bool) -> Value:
+        """8-bit numbers of vector n's outputs, in int32 lanes."""
+        e = self.e
+        small = e.load(vector(I8, self.lanes), address, self.scale_at, offset + n * self.lanes)
+        return e.b.sext(small, self.ints) if signed else e.b.zext(small, self.ints)
+
+    def add_groups(
+        self,
+        address: Value,
+        groups: Value,
+        x: Inputs,
+        totals: list[Any],
+        fetch: Callable[[Value, Value], None],
+    ) -> None:
+        """Add a strip's groups to the totals; `fetch` gets each group's number and record."""
+        with each_group(self.e, self.fmt, address, groups) as (g, record, header):
+            fetch(g, record)
+            self.group(record, header, x, g, totals)
+
+    def starts(self, x: Inputs, g: Value, offset: int, *halves: int) -> list[list[Value]]:
+        """Integer sums to begin with: -offset times the inputs' sums of these halves of group g."""
+        e = self.e
+        if not offset:
+            return [[e.splat(self.ints, 0)] * self.vectors for _ in range(self.rows)]
+        found = []
+        for m in range(self.rows):
+            place = e.add(e.mul(e.mul(x.scale_stride, 2), m), e.mul(g, 8))
+            loads = [e.load(I32, x.isum, place, 4 * half) for half in halves]
+            total = reduce(e.b.add, loads)
+            start = e.broadcast(e.b.mul(total, ir.Constant(I32, -offset)), self.lanes)
+            found.append([start] * self.vectors)
+        return found
+
     def group(
         self, record: Value, header: Value | None, x: Inputs, g: Value, totals: list[Any]
     ) -> None:
         """Add one group of 32 inputs to the totals."""
-        e = self.e
-        b = self.e.b
         fmt = self.fmt
-        signed = e.dot_is_signed(fmt.bits_multiplied)
+        signed = self.e.dot_is_signed(fmt.bits_multiplied)
         offset = 0 if signed else fmt.offset
         quads = fmt.group // 4
-        for part in range(GROUP_INPUTS // fmt.group):
-            sums = []
-            for m in range(self.rows):
-                start: Value = e.splat(self.ints, 0)
-                if offset:
-                    place = e.add(
-                        e.mul(e.mul(x.scale_stride, 2), m),
-                        e.mul(g, 8),
-                        4 * part * (fmt.group // 16),
-                    )
-                    total = e.load(I32, x.isum, place)
-                    if fmt.group == 32:
-                        total = b.add(total, e.load(I32, x.isum, place, 4))
-                    start = e.broadcast(b.mul(total, ir.Constant(I32, -offset)), self.lanes)
-                sums.append([start] * self.vectors)
-            self._dots(record, x, g, sums, range(part * quads, (part + 1) * quads), signed)
+        for part in range(fmt.parts):
+            sums = self.starts(x, g, offset, *((0, 1) if fmt.group == 32 else (part,)))
+            self.dots(record, x, g, sums, range(part * quads, (part + 1) * quads), signed)
             self.add(*self.part_scales(record, header, part), x, g, totals, sums, part)
 
-    def _dots(
+    def dots(
         self,
         record: Value,
         x: Inputs,
         g: Value,
         sums: list[list[Value]],
         quads: range,
-        signed: bool,
+        signed: bool = False,
     ) -> None:
         """Add the products of these quads of inputs to the integer sums."""
         e = self.e
@@ -250,6 +268,11 @@ class RegisterTile:
         at = scale_at + fmt.scale_bytes
         return scales, [self.scales(record, at, shared, n, False) for n in range(self.vectors)]
 
+    def token_scale(self, x: Inputs, g: Value, m: int) -> Value:
+        """The scale of group g of row m's inputs."""
+        e = self.e
+        return e.broadcast(e.load(F32, x.scale, e.mul(x.scale_stride, m), e.mul(g, 4)), self.lanes)
+
     def add(
         self,
         scales: list[Value],
@@ -266,7 +289,7 @@ class RegisterTile:
         fmt = self.fmt
         for m in range(self.rows):
             here = e.add(e.mul(x.scale_stride, m), e.mul(g, 4))
-            token_scale = e.broadcast(e.load(F32, x.scale, here), self.lanes)
+            token_scale = self.token_scale(x, g, m)
             token_sum = None
             if fmt.minimum and fmt.group == 32:
                 token_sum = e.broadcast(e.load(F32, x.fsum, here), self.lanes)
