@@ -160,6 +160,17 @@ def test_a_request_jumps_to_what_another_has_computed():
     assert late.num_computed_tokens == 36 and manager.cache.lost_tokens(late) == 0
 
 
+def test_rows_that_waited_in_a_slot_are_left_by_a_jump():
+    manager = Manager(interval=8)
+    late = manager.start(range(40))
+    manager.compute(late, 8)
+    manager.compute(late, 2, logged=True)
+    assert late.state.pending == 2
+    manager.whole(range(40))
+    manager.cache.share_new_prefix(late)
+    assert (late.num_computed_tokens, late.state.pending) == (36, 0)
+
+
 @pytest.mark.parametrize("computed", [0, 8])
 def test_a_chunk_is_worth_waiting_for_up_to_the_snapshot_it_leaves(computed):
     manager = Manager(interval=16)

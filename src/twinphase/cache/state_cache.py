@@ -71,6 +71,7 @@ class StateCache:
         else:
             self._leave(request.state)
             request.state.source = source
+            request.state.pending = 0
         request.state.last_snapshot = position
 
     def plan(self, state: StateSlots, positions: Iterable[int]) -> None:
