@@ -168,9 +168,9 @@ def assert_same_bits(logits: Logits, expected: Logits) -> None:
 
 
 def per_case(cases: Sequence[Case], elsewhere: Sequence[Case], quick: int) -> pytest.MarkDecorator:
-    """`cases` on the path that users get, of which the first `quick` are no long proofs.
+    """Runs `cases` on the path that users get, and `elsewhere` on the others.
 
-    The other paths have `elsewhere`.
+    All but the first `quick` of `cases` are marked slow.
     """
     best, *others = isas_that_differ("bf16_dot")
     chosen = [(case, best, () if at < quick else pytest.mark.slow) for at, case in enumerate(cases)]

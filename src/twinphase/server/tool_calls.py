@@ -184,18 +184,11 @@ class ToolCallParser(CallParser):
         return self._take_new()
 
     def _take_content(self) -> bool:
-        begin = self._format.begin
-        at = self._text.find(begin)
-        if at < 0:
-            at = len(self._text) - overlap(self._text, begin)
-            self._add_content(self._text[:at])
-            self._text = self._text[at:]
-            return False
-        self._add_content(self._text[:at])
-        self._text = self._text[at + len(begin) :]
-        self._before_call = begin
-        self._next = self._expect_call
-        return True
+        found = self._skip_to(self._format.begin)
+        if found:
+            self._before_call = self._format.begin
+            self._next = self._expect_call
+        return found
 
     def _expect_call(self) -> bool:
         """Take in separators before, between and after calls."""

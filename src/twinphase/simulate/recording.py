@@ -8,15 +8,13 @@ import msgspec
 
 from twinphase import __version__
 from twinphase.engine.engine import Engine, StepResult
-from twinphase.engine.process.loop import step_stats
-from twinphase.engine.process.messages import Accepted, Moved, RequestUpdate, StepUpdates
+from twinphase.engine.process.messages import Accepted, Moved
 from twinphase.engine.process.watch import StepWatch
 from twinphase.outcome import FinishReason
 from twinphase.phases.record import RequestRecord, RequestState
 from twinphase.request import Request
 from twinphase.server.live.events import FORMAT, VERSION
 from twinphase.server.live.recorder import BOOT, Lines
-from twinphase.server.observe import request_timings
 from twinphase.simulate.spec import FleetSpec, Outcome
 
 
@@ -80,23 +78,7 @@ class SimulationRecorder:
             for request in result.finished
             if len(self._outcomes[request.request_id].token_times) >= self._asked(request)
         }
-        updates = [
-            RequestUpdate(
-                share.request_id,
-                result.output.token_ids.get(share.request_id, []),
-                share.num_prefilled,
-                share.num_cached_tokens,
-                ended=ended.get(share.request_id),
-            )
-            for share in result.batch.scheduled
-        ]
-        lanes = self._lines.lanes
-        ends = [(lanes.lanes[one.request_id], one.ended) for one in updates if one.ended]
-        stats = step_stats(engine, result, {}, 0)
-        self._lines.take(StepUpdates(updates, stats, view), self._now)
-        for lane, record in ends:
-            found = request_timings(record.timeline, record.counts)
-            lanes.change(lane, {"timings": found}, after=True)
+        self._lines.take_step(engine, result, view, ended, self._now)
         if (held := watch.blocks()) is not None:
             self._lines.take(msgspec.structs.replace(held, worker=self._name(worker)), self._now)
 

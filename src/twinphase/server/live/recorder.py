@@ -11,7 +11,13 @@ import msgspec
 from twinphase.engine.engine import Engine, StepResult
 from twinphase.engine.frontends.outputs import Transcript
 from twinphase.engine.process.loop import step_stats
-from twinphase.engine.process.messages import Accepted, FromEngine, RequestUpdate, StepUpdates
+from twinphase.engine.process.messages import (
+    Accepted,
+    FromEngine,
+    RequestUpdate,
+    StepUpdates,
+    StepView,
+)
 from twinphase.engine.process.watch import StepWatch
 from twinphase.engine.stepped import TimedRequest, Workshop
 from twinphase.errors import StorageError
@@ -70,6 +76,36 @@ class Lines:
         self.lanes.take(message, moment, record)
         if moment - self._framed >= FRAME_SECONDS:
             self.flush(moment)
+
+    def take_step(
+        self,
+        engine: Engine,
+        result: StepResult,
+        view: StepView,
+        ended: Mapping[str, RequestRecord],
+        moment: float,
+    ) -> None:
+        """Take a step as its engine's process would send it; `ended` are requests by their ids."""
+        updates = [
+            RequestUpdate(
+                share.request_id,
+                result.output.token_ids.get(share.request_id, []),
+                share.num_prefilled,
+                share.num_cached_tokens,
+                ended=ended.get(share.request_id),
+            )
+            for share in result.batch.scheduled
+        ]
+        self.take_updates(StepUpdates(updates, step_stats(engine, result, {}, 0), view), moment)
+
+    def take_updates(self, message: StepUpdates, moment: float) -> None:
+        """Take a message, and report the timings of the requests that it ends."""
+        lanes = self.lanes.lanes
+        ends = [(lanes[one.request_id], one.ended) for one in message.updates if one.ended]
+        self.take(message, moment)
+        for lane, record in ends:
+            found = request_timings(record.timeline, record.counts)
+            self.lanes.change(lane, {"timings": found}, after=True)
 
     def flush(self, moment: float) -> None:
         """Write what has come since the last frame."""
@@ -131,24 +167,14 @@ class Recorder:
             request.request_id: self._ended(request.request_id, request.finish_reason)
             for request in result.finished
         }
-        updates = [
-            RequestUpdate(
-                share.request_id,
-                result.output.token_ids.get(share.request_id, []),
-                share.num_prefilled,
-                share.num_cached_tokens,
-                ended=ended.get(share.request_id),
-            )
-            for share in result.batch.scheduled
-        ]
-        self._end(updates, StepUpdates(updates, step_stats(engine, result, {}, 0), view))
+        self._lines.take_step(engine, result, view, ended, self._clock())
         if (held := watch.blocks()) is not None:
             self._lines.take(held, self._clock())
 
     def aborted(self, request_id: str) -> None:
         record = self._ended(request_id, FinishReason.ABORT)
         updates = [RequestUpdate(request_id, [], 0, 0, ended=record)]
-        self._end(updates, StepUpdates(updates))
+        self._lines.take_updates(StepUpdates(updates), self._clock())
 
     def write(self, path: Path) -> None:
         """End the recording and write it; the engines have to be idle; raises as `Lines.write`."""
@@ -163,12 +189,3 @@ class Recorder:
         record.timeline.token_times = list(timed.times)
         record.end(reason or FinishReason.ERROR)
         return record
-
-    def _end(self, updates: list[RequestUpdate], message: StepUpdates) -> None:
-        """Take a message, and report the timings of the requests that it ends."""
-        lanes = self._lines.lanes
-        ends = [(lanes.lanes[one.request_id], one.ended) for one in updates if one.ended]
-        self._lines.take(message, self._clock())
-        for lane, record in ends:
-            found = request_timings(record.timeline, record.counts)
-            lanes.change(lane, {"timings": found}, after=True)
