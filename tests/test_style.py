@@ -67,7 +67,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 71_900,
 }
-MAX_TOKENS = {"src": 496_900, "tests": 378_200, "benchmarks": 33_800}
+MAX_TOKENS = {"src": 497_000, "tests": 378_200, "benchmarks": 33_800}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from twinphase.cluster.block_index import BlockIndex
-from twinphase.cluster.routing import Decision, Pools, Role, Routing, WorkerLoad
+from twinphase.cluster.role import Role
+from twinphase.cluster.routing import Decision, Pools, Routing, WorkerLoad
 from twinphase.scheduler.chunk import StepCost
 
 INITIAL_USUAL_OUTPUT_TOKENS = 128.0

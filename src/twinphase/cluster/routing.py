@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from twinphase.batch import StepWork
+from twinphase.cluster.role import Role
 from twinphase.errors import EngineUnavailableError
 from twinphase.scheduler.chunk import StepCost
 
-Role = Literal["both", "prefill", "decode"]
 # Packing, checking and unpacking a block that is sent.
 FRAMING_SECONDS_PER_BLOCK = 3e-4
 # Fields of a load that decide which pools it is in, and by which cost model.
