@@ -44,8 +44,8 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 33_800,
-    "tests": 378_200,
+    "benchmarks": 34_700,
+    "tests": 378_800,
     "twinphase": 17_800,
     "twinphase/backends": 108_200,
     "twinphase/cache": 5_900,
@@ -60,14 +60,14 @@ BUDGET: dict[str, int] = {
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_500,
     "twinphase/server": 68_600,
-    "twinphase/simulate": 13_900,
+    "twinphase/simulate": 14_600,
     "twinphase/speculation": 13_900,
     "twinphase/tokenizer": 18_000,
     "twinphase/weights": 23_300,
     "twinphase/workload": 2_200,
-    "twinphase_bench": 71_900,
+    "twinphase_bench": 72_300,
 }
-MAX_TOKENS = {"src": 497_000, "tests": 378_200, "benchmarks": 33_800}
+MAX_TOKENS = {"src": 498_000, "tests": 378_800, "benchmarks": 34_700}
 
 SKIPPED = {
     tokenize.COMMENT,
