@@ -44,7 +44,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 33_200,
+    "benchmarks": 34_500,
     "tests": 376_500,
     "twinphase": 17_800,
     "twinphase/backends": 108_200,
@@ -67,7 +67,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 71_900,
 }
-MAX_TOKENS = {"src": 493_700, "tests": 376_500, "benchmarks": 33_200}
+MAX_TOKENS = {"src": 493_700, "tests": 376_500, "benchmarks": 34_500}
 
 SKIPPED = {
     tokenize.COMMENT,
