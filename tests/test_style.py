@@ -44,7 +44,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 35_100,
+    "benchmarks": 35_200,
     "tests": 378_200,
     "twinphase": 17_800,
     "twinphase/backends": 108_200,
@@ -67,7 +67,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 71_900,
 }
-MAX_TOKENS = {"src": 497_000, "tests": 378_200, "benchmarks": 35_100}
+MAX_TOKENS = {"src": 497_000, "tests": 378_200, "benchmarks": 35_200}
 
 SKIPPED = {
     tokenize.COMMENT,
