@@ -171,12 +171,17 @@ class Logs:
     def calibrations(
         self, model: str, front: Front, since: dict[str, int], folder: Path
     ) -> dict[str, Calibration]:
-        """What the logs show of the steps since those of that number, by role."""
+        """What the logs show of the steps since those of that number, by role.
+
+        Of a worker that made fewer than `MIN_STEPS` since then, all steps count.
+        """
         found = {}
+        steps = self.num_steps()
         for role, path in self.by_role.items():
             so_far = shutil.copy(path, folder / "so_far.jsonl")
             warm_up = WARM_UP_STEPS if role == "both" else POOL_WARM_UP_STEPS
             first = since.get(role, warm_up)
+            first = first if steps[role] - first >= MIN_STEPS else warm_up
             found[role] = calibration_of(
                 so_far, model=model, front=front, first=first, least=MIN_STEPS
             )
