@@ -114,7 +114,7 @@ def metadata_of(b: Blueprint, theta: float) -> dict[str, Any]:
         values["attention.scale"] = b.scale
     if b.architecture == "qwen35":  # all positions of a text are the same in every section
         values["rope.dimension_sections"] = [11, 11, 10, 0]
-        values["full_attention_interval"] = 4
+        values |= {"full_attention_interval": 4, "attention.head_count_kv": b.num_kv_heads}
     return values
 
 
@@ -169,6 +169,10 @@ def write_model(name: str, kind: str, path: Path, layers: int | None = None) -> 
         "",
     )
     rng = np.random.default_rng(0)
+    if blueprint.full_kv:  # a quarter of the pairs of a full layer's head rotates
+        divisors = np.full(blueprint.full_kv.head_dim // 2, 1e30, np.float32)
+        divisors[: len(divisors) // 4] = 1
+        writer.add_tensor("rope_freqs.weight", divisors)
     # A head of its own would not change the work of a step.
     for tensor, shape in model_tensors(replace(describe(Config.of(header)), tied=True)):
         own = as_quantizer(tensor, shape, kind)
