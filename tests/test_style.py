@@ -44,8 +44,8 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 33_200,
-    "tests": 376_500,
+    "benchmarks": 33_900,
+    "tests": 376_950,
     "twinphase": 17_800,
     "twinphase/backends": 108_200,
     "twinphase/cache": 5_900,
@@ -55,19 +55,19 @@ BUDGET: dict[str, int] = {
     "twinphase/engine": 40_100,
     "twinphase/estimate": 4_700,
     "twinphase/explain": 11_000,
-    "twinphase/models": 20_100,
+    "twinphase/models": 20_150,
     "twinphase/phases": 11_650,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_000,
-    "twinphase/server": 68_600,
+    "twinphase/server": 68_700,
     "twinphase/simulate": 12_400,
     "twinphase/speculation": 13_900,
-    "twinphase/tokenizer": 18_000,
+    "twinphase/tokenizer": 18_300,
     "twinphase/weights": 23_300,
     "twinphase/workload": 2_200,
-    "twinphase_bench": 71_900,
+    "twinphase_bench": 71_950,
 }
-MAX_TOKENS = {"src": 493_700, "tests": 376_500, "benchmarks": 33_200}
+MAX_TOKENS = {"src": 494_100, "tests": 376_950, "benchmarks": 33_900}
 
 SKIPPED = {
     tokenize.COMMENT,
