@@ -44,8 +44,8 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 33_900,
-    "tests": 376_950,
+    "benchmarks": 35_900,
+    "tests": 378_650,
     "twinphase": 17_800,
     "twinphase/backends": 108_200,
     "twinphase/cache": 5_900,
@@ -56,18 +56,18 @@ BUDGET: dict[str, int] = {
     "twinphase/estimate": 4_700,
     "twinphase/explain": 11_000,
     "twinphase/models": 20_150,
-    "twinphase/phases": 11_650,
+    "twinphase/phases": 12_200,
     "twinphase/sampling": 9_200,
-    "twinphase/scheduler": 6_000,
+    "twinphase/scheduler": 6_500,
     "twinphase/server": 68_700,
-    "twinphase/simulate": 12_400,
+    "twinphase/simulate": 13_900,
     "twinphase/speculation": 13_900,
     "twinphase/tokenizer": 18_300,
     "twinphase/weights": 23_300,
     "twinphase/workload": 2_200,
     "twinphase_bench": 71_950,
 }
-MAX_TOKENS = {"src": 494_100, "tests": 376_950, "benchmarks": 33_900}
+MAX_TOKENS = {"src": 497_400, "tests": 378_650, "benchmarks": 35_900}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -158,7 +158,7 @@ def write_log(path, num_tokens, *, seconds, gap):
     from twinphase.engine.trace import TraceWriter, trace_header
     from twinphase.request import Request, SamplingParams
     from twinphase.scheduler.scheduler import Scheduler
-    from twinphase.simulate.simulation import SimulatedExecutor
+    from twinphase.simulate.worker import SimulatedExecutor
 
     costs = CostModel(PRICES)
     scheduler = Scheduler(replace(CONFIG, max_model_len=1024), costs)

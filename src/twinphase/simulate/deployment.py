@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from twinphase.backends.device import open_device
-from twinphase.cluster.routing import Role
+from twinphase.cluster.role import Role
 from twinphase.config import EngineConfig, available_cores
 from twinphase.errors import InvalidRequestError
 from twinphase.estimate.estimate import cost_shape

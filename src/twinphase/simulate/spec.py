@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from twinphase.cluster.routing import Role
+from twinphase.cluster.role import Role
 from twinphase.config import EngineConfig
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape
