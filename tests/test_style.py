@@ -67,7 +67,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 71_950,
 }
-MAX_TOKENS = {"src": 497_400, "tests": 378_650, "benchmarks": 35_900}
+MAX_TOKENS = {"src": 497_700, "tests": 378_600, "benchmarks": 35_850}
 
 SKIPPED = {
     tokenize.COMMENT,
