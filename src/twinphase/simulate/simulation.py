@@ -159,11 +159,10 @@ class Simulation:
             engine = Engine(
                 scheduler, executor, recorder, shape=self.spec.shape, vocab_size=1 << 62
             )
-        decode, prefill = (
-            random.Random(f"{kind} noise/{name}/{self.spec.seed}") for kind in ("decode", "prefill")
-        )
+        draw = random.Random(f"noise/{name}/{self.spec.seed}")
+        places = [draw.randrange(max(1, len(noise))) for noise in (spec.noise, spec.prefill_noise)]
         usual = GivenAcceptance(self.spec.acceptance)
-        return SimulatedWorker(name, spec, scheduler, engine, (decode, prefill), usual=usual)
+        return SimulatedWorker(name, spec, scheduler, engine, places, usual=usual)
 
     def _at(self, moment: float, happen: Callable[[], None], kind: int = ARRIVES) -> None:
         heapq.heappush(self._events, (moment, kind, next(self._order), happen))
@@ -293,7 +292,7 @@ class Simulation:
         ended = bisect_right(jump.ends, self.now)
         begun = max(1, bisect_left(jump.begins, self.now))
         self._commit(worker, jump, begun, ended)
-        worker.unused += reversed(jump.draws[begun:])
+        worker.places[False] -= len(jump.draws) - begun
         if begun > ended:
             batch = worker.scheduler.schedule()
             self._run_until(worker, batch, jump.begins[ended], jump.ends[ended])

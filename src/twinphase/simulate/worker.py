@@ -78,29 +78,27 @@ class SimulatedWorker:
         batch: what it computes now, and until its next step begins.
         jump: the steps from that one on, where they are taken at once.
         num_scheduled: steps that were not jumped over.
-        draws: for its noise, by kind of step; `unused` were drawn for steps that did not happen.
+        places: in the noise, of the next step without and with prefill.
     """
 
     name: str
     spec: WorkerSpec
     scheduler: Scheduler
     engine: Engine | None
-    draws: tuple[random.Random, random.Random]
+    places: list[int]
     began: float = 0.0
     batch: Batch | None = None
     jump: Jump | None = None
     num_scheduled: int = 0
     usual: Acceptance = field(default_factory=Acceptance)
-    unused: list[float] = field(default_factory=list)
 
     def draw(self, has_prefill: bool) -> float:
         """By what factor a step takes longer than predicted."""
         noise = self.spec.prefill_noise if has_prefill else self.spec.noise
         if not noise:
             return 1.0
-        if self.unused and not has_prefill:
-            return self.unused.pop()
-        return self.draws[has_prefill].choice(noise)
+        self.places[has_prefill] += 1
+        return noise[self.places[has_prefill] % len(noise)]
 
     def gap(self, num_requests: int) -> float:
         """Seconds until the next step, after one of that number of requests."""

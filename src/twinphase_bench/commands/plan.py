@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,9 @@ def plan(
         None, help="Storage type of the weights: fp16, fp8, Q4_0. [default: as in the file]"
     ),
     calibrate: Path = typer.Option(
-        None, help="Step log or saved calibration of the one machine in --hardware."
+        None,
+        help="Step log, saved calibration, or result of bench or roofline, of the one machine in "
+        "--hardware.",
     ),
     max_seconds: float = typer.Option(60.0, min=1.0, help="Time limit of the search."),
     seed: int = typer.Option(1, min=0, help="Seed of lengths and gaps."),
@@ -109,8 +112,9 @@ def plan(
 
 
 def _space(given: dict[str, Any], progress: Any) -> Any:
-    from twinphase import Machine, read_calibration
+    from twinphase import Deployment, Machine, read_calibration
     from twinphase_bench.simulate.calibrate import calibration_here
+    from twinphase_bench.simulate.from_bench import is_result, measured_machine
     from twinphase_bench.simulate.plan import Space
 
     names = [name.strip() for name in given["hardware"].split(",") if name.strip()]
@@ -124,7 +128,14 @@ def _space(given: dict[str, Any], progress: Any) -> Any:
             raise InvalidRequestError(
                 "--calibrate is of one machine, and --hardware names several.", "Name one."
             )
-        calibrated[names[0]] = Machine(names[0], read_calibration(given["calibrate"]))
+        machine = Machine(names[0])
+        if is_result(given["calibrate"]):
+            one = Deployment(given["model"], machine, dtype=given["dtype"] or "")
+            calibrated[names[0]] = measured_machine(given["calibrate"], one)
+        else:
+            calibrated[names[0]] = replace(
+                machine, calibration=read_calibration(given["calibrate"])
+            )
     elif "this" in names:
         calibrated["this"] = Machine("this", calibration_here(given["model"], {}, progress))
     return Space(

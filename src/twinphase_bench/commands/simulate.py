@@ -99,8 +99,8 @@ def simulate(
     ),
     calibrate: Path = typer.Option(
         None,
-        help="Step log (`serve --trace-file`), saved calibration, or `bench` result (which gives a "
-        "datasheet its MFU and MBU) of the machine with this model.",
+        help="Step log (`serve --trace-file`), saved calibration, or result of `bench` or "
+        "`roofline` (which gives a datasheet its MFU and MBU) of the machine with this model.",
     ),
     save_calibration: Path = typer.Option(
         None, help="Write what was measured of this machine into this file."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from twinphase import capacity_of, error_sentence, read_trials
+from twinphase import ERROR_SOURCES, capacity_of, error_sentence, read_trials
 from twinphase_bench.conditions import conditions
 from twinphase_bench.report.plots import lines
 from twinphase_bench.report.report import (
@@ -27,10 +27,8 @@ NOT_FAR = 0.05
 def plan_report(plan: Plan) -> Report:
     """All of it."""
     verdicts = [*_answer(plan), *_limits(plan), *_break_even(plan)]
-    measured = bool(plan.tried) and all(
-        one.candidate.deployment.machine.calibration is not None for one in plan.tried
-    )
-    error = error_sentence(read_trials(), measured, "the hardware")
+    sources = {one.candidate.deployment.machine.source for one in plan.tried} or {"datasheet"}
+    error = error_sentence(read_trials(), max(sources, key=[*ERROR_SOURCES].index), "the hardware")
     verdicts.append(Verdict(Status.INFO, error))
     sections = [Section("Fleets", tables=[_table(plan)], plots=[_pareto(plan)])]
     notes = [
