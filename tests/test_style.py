@@ -55,7 +55,7 @@ BUDGET: dict[str, int] = {
     "twinphase/engine": 40_300,
     "twinphase/estimate": 4_700,
     "twinphase/explain": 11_000,
-    "twinphase/models": 21_350,
+    "twinphase/models": 21_400,
     "twinphase/phases": 12_200,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_500,
