@@ -299,13 +299,13 @@ class Pair:
         hindsight = simulate(deployment(args.model, options, own), path, self.seed)
         done = simulate(found, path, self.seed)
         kept = [self._trial(seen, done, "steps", figures(hindsight.observations))]
-        console.print(row(kept[0]), soft_wrap=True)
+        console.print(row(kept[0]), soft_wrap=True, markup=False)
         for what, observations in (
             ("real", seen[0]),
             ("simulated", done.observations),
             ("with the step times of the run", hindsight.observations),
         ):
-            console.print(f"  {what}: {parts_of(observations)}", soft_wrap=True)
+            console.print(f"  {what}: {parts_of(observations)}", soft_wrap=True, markup=False)
         for file in args.calibrations:
             measured = measured_machine(
                 file, deployment(args.model, options, {"both": own_any(own)})
@@ -315,7 +315,7 @@ class Pair:
                 deployment(args.model, options, {"both": measured.calibration}), path, self.seed
             )
             kept.append(self._trial(seen, one, measured.source, {}))
-            console.print(f"  by {measured.source}: {row(kept[-1])}", soft_wrap=True)
+            console.print(f"  by {measured.source}: {row(kept[-1])}", soft_wrap=True, markup=False)
         return kept
 
     def _trial(

@@ -21,10 +21,10 @@ def plan(
         ..., help="A known name, a config.json, a GGUF file, or a model in the cache."
     ),
     slo: str = typer.Option(
-        ..., help="Service levels, such as ttft=500ms,itl=50ms; tpot is the other one."
+        ..., help="Service levels: ttft, itl or tpot, such as ttft=500ms,itl=50ms."
     ),
     hardware: str = typer.Option(
-        "this", help="Machines to choose from: datasheets' names, or this; with commas."
+        "this", help="Machines to choose from, with commas: names of datasheets, or this."
     ),
     price: str = typer.Option(
         None,
@@ -44,7 +44,7 @@ def plan(
     ),
     output_tokens: str = typer.Option(OUTPUT, help="Tokens of each answer, in the same forms."),
     reasoning_tokens: str = typer.Option(
-        None, help="Tokens before each answer, in the same forms. [default: none]"
+        None, help="Reasoning tokens before each answer, in the same forms. [default: none]"
     ),
     shared_prefix_tokens: int = typer.Option(
         0, min=0, help="Tokens that begin every prompt, as a system prompt."
@@ -52,11 +52,11 @@ def plan(
     percentile: float = typer.Option(
         99.0, min=1.0, max=99.9, help="Percentile at which each level is kept."
     ),
-    max_num_seqs: str = typer.Option("64,256", help="Seats to choose from."),
+    max_num_seqs: str = typer.Option("64,256", help="Numbers of seats to choose from."),
     max_num_batched_tokens: str = typer.Option("512,2048", help="Token budgets to choose from."),
     kv_cache_dtype: str = typer.Option("auto", help="KV types to choose from: auto,int8."),
     tensor_parallel_size: str = typer.Option(
-        "1,2,4,8", "--tensor-parallel-size", "-tp", help="Numbers of ranks to choose from."
+        "1,2,4,8", "--tensor-parallel-size", "-tp", help="Ranks per worker to choose from."
     ),
     speculative_config: str = typer.Option(
         None, help="Speculation to try beside none, such as ngram. [needs --acceptance]"
