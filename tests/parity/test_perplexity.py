@@ -27,7 +27,7 @@ TOLERANCE = 0.01  # of perplexity
 QWEN = "qwen2.5-coder:0.5b"
 # tokens of a text that show what a format of weights costs; what a cache costs, grows with the
 # context
-BEGINNING = 128
+BEGINNING = 64
 
 
 def cpu_loss(steps: Steps, ids: list[int]) -> float:
@@ -113,7 +113,7 @@ def test_within_one_percent_in_other_formats(tensor_type, model_path, texts, tmp
 def test_within_one_percent_on_a_qwen(monkeypatch, tmp_path):
     """A file of Q5_0, Q8_0, Q6_K and Q4_K matrices, with biases and 152 thousand tokens.
 
-    The beginnings of texts, and of the longest 1,000 tokens.
+    The beginnings of texts, and of the longest 500 tokens.
     """
     with monkeypatch.context() as patch:
         patch.setenv("TWINPHASE_CACHE", str(USER_CACHE))
@@ -121,7 +121,7 @@ def test_within_one_percent_on_a_qwen(monkeypatch, tmp_path):
     if path is None:
         pytest.skip(f"{QWEN} is not in the cache: twinphase pull {QWEN}")
     tokenizer = Tokenizer.from_checkpoint(open_gguf(path))
-    whole = [tokenizer.encode(text)[:1000] for text in TEXTS.values()]
+    whole = [tokenizer.encode(text)[:500] for text in TEXTS.values()]
     longest = max(whole, key=len)
     texts = [ids if ids is longest else ids[:BEGINNING] for ids in whole]
     oracle = Oracle(rewritten(path, tmp_path / "model.gguf"))

@@ -104,7 +104,7 @@ def test_answers_are_as_the_openapi_document_says(fuzzed, tmp_path, ranges, phas
         "--phases",
         phases,
         "--max-examples",
-        str(EXAMPLES or 10),
+        str(EXAMPLES or 6),
         *(() if EXAMPLES else ("--seed", "0")),
         "--request-timeout",
         "90",
@@ -204,7 +204,7 @@ def mutated(draw):
 
 
 @settings(
-    max_examples=10 * EXAMPLES or 125,
+    max_examples=10 * EXAMPLES or 80,
     derandomize=not EXAMPLES,
     database=None,
     deadline=None,
