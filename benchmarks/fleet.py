@@ -29,7 +29,8 @@ from rich.table import Table
 
 from twinphase import LLM, SamplingParams
 from twinphase.batch import StepWork
-from twinphase.cluster.routing import Role, Routing
+from twinphase.cluster.role import Role
+from twinphase.cluster.routing import Routing
 from twinphase.errors import TwinphaseError
 from twinphase.phases.statistics import percentile
 from twinphase.simulate.simulation import Simulation

@@ -12,6 +12,10 @@ What drafts bring on a text of yours, which the request continues:
 
 python benchmarks/variants.py "smollm2 speculative_config=null" smollm2 --text docs/walk.md
 
+What another program takes that keeps one core busy:
+
+python benchmarks/variants.py smollm2 "smollm2 threads=1" --busy
+
 Each repetition measures one request with every variant: its prefill, and the decode after it. The
 ratios are to the first variant in the same repetition: above 1 the variant is faster.
 """
@@ -22,7 +26,11 @@ import argparse
 import json
 import shlex
 import statistics
-from contextlib import suppress
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +72,19 @@ def measure(target: EngineTarget, prompt: list[int], num_tokens: int) -> TimedRe
     return ticket
 
 
+@contextmanager
+def beside(busy: bool) -> Iterator[None]:
+    """A time during which another process uses a core without end, or none does."""
+    if not busy:
+        yield
+        return
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
 def cells(runs: list[TimedRequest], base: list[TimedRequest], phase: str, unit: str) -> list[str]:
     """Median milliseconds, median ratio with its range, and the share of time ranks waited."""
     seconds, first = ([getattr(run, unit) for run in each] for each in (runs, base))
@@ -82,22 +103,26 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--output", type=int, default=48, help="output tokens")
     parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--busy", action="store_true", help="also beside a busy process")
     parser.add_argument("--text", type=Path, help="file that prompts are cut from")
     args = parser.parse_args()
-    targets = [open_variant(text) for text in args.variants]
+    targets = {text: open_variant(text) for text in args.variants}
+    conditions = {"": False, ", busy": True} if args.busy else {"": False}
     tokens = [300 + 7 * i % 600 for i in range(args.prompt + 31 * args.reps)]
     if args.text:
         checkpoint = open_model(resolve_model(args.variants[0].split()[0]))
         tokens = Tokenizer.from_checkpoint(checkpoint).encode(args.text.read_text())
-    runs: list[list[TimedRequest]] = [[] for _ in targets]
+    runs = defaultdict[str, list[TimedRequest]](list)
     for rep in track(range(args.reps + 1), "repetitions", console=Console(stderr=True)):
         prompt = tokens[31 * rep :][: args.prompt]
-        for target, own in zip(targets, runs, strict=True):
-            own.append(measure(target, prompt, args.output))
+        for condition, busy in conditions.items():
+            for name, target in targets.items():
+                with beside(busy):
+                    runs[name + condition].append(measure(target, prompt, args.output))
     columns = ["TTFT, ms", "ratio", "ranks wait", "TPOT, ms", "ratio", "ranks wait"]
     table = Table("variant", *columns, title="medians (range)")
-    base = runs[0][1:]  # The first repetition warms up.
-    for name, own in zip(args.variants, runs, strict=True):
+    base = runs[args.variants[0]][1:]  # The first repetition warms up.
+    for name, own in runs.items():
         own = own[1:]
         table.add_row(
             name, *cells(own, base, "prefill", "ttft"), *cells(own, base, "decode", "tpot")

@@ -1,11 +1,14 @@
 """Where a request goes: where it costs everybody the least predicted time."""
 
+import random
 from collections import Counter
 
 import pytest
 
 from schedules import Times
-from twinphase.cluster.routing import Routing, WorkerLoad
+from twinphase.batch import StepWork
+from twinphase.cluster.fleet import Fleet
+from twinphase.cluster.routing import FRAMING_SECONDS_PER_BLOCK, Routing, WorkerLoad
 from twinphase.errors import EngineUnavailableError
 
 TIMES = Times(row=1e-3, step=5e-3)  # a token takes 1 ms, and a step 5 ms on top
@@ -87,3 +90,73 @@ def test_random_takes_all_workers_of_the_right_role():
         for one in (routing.choose(100, 1, {}, pools) for _ in range(200))
     )
     assert set(seen) == {("d0", "p0"), ("d0", "p1"), ("d1", "p0"), ("d1", "p1")}
+
+
+def plain_costs(load, num_tokens, num_outputs, hits):
+    """Cost of prefill and decode at a worker, and of decode after a transfer, one by one."""
+    cacheable = (num_tokens - 1) // 16 * 16
+    cached = min(16 * hits.get(load.name, 0), cacheable)
+
+    def prefill(done):
+        return load.times.seconds(StepWork.of_chunk(done, num_tokens - done, True))
+
+    slowed = 1 + load.num_decodes
+    decode = num_outputs * load.step_seconds()
+    wait = 0.0 if cached == cacheable else FRAMING_SECONDS_PER_BLOCK
+    sent = wait + prefill(cacheable) * slowed + decode
+    return load.prefill_seconds + prefill(cached) * slowed + decode, sent, prefill(cached)
+
+
+def plain_choice(loads, num_tokens, num_outputs, hits):
+    """(worker, prefill worker) by a walk over all workers."""
+    accepting = [load for load in loads if load.accepts]
+    costs = {
+        load.name: plain_costs(load, num_tokens, num_outputs, hits)
+        for load in accepting
+        if load.role != "prefill"
+    }
+    local = min(costs, key=lambda name: costs[name][0])
+    until = {
+        load.name: load.prefill_seconds + plain_costs(load, num_tokens, 0, hits)[2]
+        for load in accepting
+        if load.role == "prefill"
+    }
+    if until:
+        soonest = min(until, key=until.__getitem__)
+        sent = min(costs, key=lambda name: costs[name][1])
+        if until[soonest] + costs[sent][1] < costs[local][0]:
+            return sent, soonest
+    return local, None
+
+
+@pytest.mark.parametrize("roles", [["both"], ["prefill", "decode"]], ids=["replicas", "pools"])
+def test_columns_of_loads_choose_what_a_walk_over_all_workers_chooses(roles):
+    draw = random.Random(5)
+    fleet = Fleet(Routing(block_size=16))
+    times = [TIMES, Times(row=2e-3, step=3e-3)]
+    for number in range(12):
+        fleet.join(f"w{number}", roles[number % len(roles)], times[number % 3 == 0])
+    prefixes = [[bytes([kind, place]) for place in range(40)] for kind in range(4)]
+    placed = []
+    for _ in range(300):
+        chain = draw.choice(prefixes)[: draw.randrange(41)]
+        num_tokens = 16 * len(chain) + draw.randint(1, 15)
+        expected = plain_choice(
+            fleet.workers.values(), num_tokens, fleet.usual_output, fleet.index.hits(chain)
+        )
+        placed.append(fleet.place(num_tokens, chain))
+        decision = placed[-1].decision
+        assert (decision.worker, decision.prefill_worker) == expected
+        fleet.prefilled(draw.choice(placed), draw.randrange(600))
+        if draw.random() < 0.4:
+            fleet.end(placed.pop(draw.randrange(len(placed))), 30)
+        name = draw.choice(list(fleet.workers))
+        load = fleet.workers[name]
+        match draw.randrange(12):
+            case 0:
+                load.accepts = load.accepts is False or name in ("w0", "w1")
+            case 1:
+                load.times = draw.choice(times)
+                load.forget_steps()
+            case 2 if name not in ("w0", "w1"):
+                fleet.join(name, draw.choice(roles), TIMES)

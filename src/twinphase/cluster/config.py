@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from twinphase.cluster.address import ENCRYPTION_VARIABLE, KEY_VARIABLE
-from twinphase.cluster.routing import Role
+from twinphase.cluster.role import Role
 from twinphase.config import MAX_THREADS, EngineConfig, available_cores
 from twinphase.errors import InvalidRequestError
 from twinphase.settings import check_settings, setting

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from twinphase.cluster.block_index import BlockIndex
-from twinphase.cluster.routing import Decision, Role, Routing, WorkerLoad
+from twinphase.cluster.role import Role
+from twinphase.cluster.routing import Decision, Pools, Routing, WorkerLoad
 from twinphase.scheduler.chunk import StepCost
 
 INITIAL_USUAL_OUTPUT_TOKENS = 128.0
@@ -50,16 +51,19 @@ class Fleet:
         self.index = BlockIndex()
         self.usual_output = INITIAL_USUAL_OUTPUT_TOKENS
         self.routing = routing
+        self._pools: Pools | None = None
 
     def join(self, name: str, role: Role, times: StepCost) -> None:
         """A worker joins with an empty prefix cache; it replaces a former one of that name."""
         self.leave(name)
         self.workers[name] = WorkerLoad(name, role, times)
+        self._pools = None
 
     def leave(self, name: str) -> None:
         """A worker has died or left."""
         self.workers.pop(name, None)
         self.index.forget(name)
+        self._pools = None
 
     def place(
         self,
@@ -84,7 +88,9 @@ class Fleet:
         if max_tokens is not None:
             left = min(left, max_tokens - num_done)
         hits = self.index.hits(chain)
-        decision = self.routing.choose(num_tokens, left, hits, self.workers.values())
+        if self._pools is None or not self._pools.is_current:
+            self._pools = Pools(self.workers.values())
+        decision = self.routing.choose(num_tokens, left, hits, self._pools)
         decoder = self.workers[decision.worker]
         prefiller = self.workers[decision.prefill_worker or decision.worker]
         decoder.num_decodes += 1

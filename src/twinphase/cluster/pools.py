@@ -24,7 +24,7 @@ from typing import Any
 
 from twinphase import lifeline
 from twinphase.cluster.address import KEY_VARIABLE, read_key
-from twinphase.cluster.routing import Role
+from twinphase.cluster.role import Role
 from twinphase.cluster.worker_process import WorkerProcess, ray_address
 from twinphase.config import module_command
 from twinphase.errors import InvalidRequestError, TwinphaseError

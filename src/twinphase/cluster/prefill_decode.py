@@ -15,8 +15,8 @@ from twinphase.cluster.handshake import ClusterKey
 from twinphase.cluster.joining import Door
 from twinphase.cluster.remote import CalledHost
 from twinphase.cluster.replica import LLMConfig, OpenAIServer
+from twinphase.cluster.role import Role
 from twinphase.cluster.router import Router
-from twinphase.cluster.routing import Role
 from twinphase.cluster.worker_process import WorkerProcess, ray_address
 from twinphase.engine.frontends.checks import engine_config
 from twinphase.engine.process.host import Host

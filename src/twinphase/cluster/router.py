@@ -21,8 +21,9 @@ from twinphase.cluster.elastic import Balance, Drains
 from twinphase.cluster.fleet import Fleet
 from twinphase.cluster.joining import Door
 from twinphase.cluster.questions import Questions
+from twinphase.cluster.role import Role
 from twinphase.cluster.routed_request import RequestTable, RoutedRequest, chain_of
-from twinphase.cluster.routing import Role, Routing
+from twinphase.cluster.routing import Routing
 from twinphase.cluster.worker_view import WorkerView, as_one, can_answer, failure_of
 from twinphase.engine.frontends.text import ModelText
 from twinphase.engine.process.host import Died, LinkHost, Receive

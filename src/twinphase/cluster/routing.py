@@ -11,15 +11,22 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from twinphase.batch import StepWork
+from twinphase.cluster.role import Role
 from twinphase.errors import EngineUnavailableError
 from twinphase.scheduler.chunk import StepCost
 
-Role = Literal["both", "prefill", "decode"]
 # Packing, checking and unpacking a block that is sent.
 FRAMING_SECONDS_PER_BLOCK = 3e-4
+# Fields of a load that decide which pools it is in, and by which cost model.
+POOL_FIELDS = ("role", "times", "accepts")
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass
@@ -43,6 +50,12 @@ class WorkerLoad:
     decode_tokens: int = 0
     accepts: bool = True
     _step: tuple[int, float] = field(default=(-1, 0.0), repr=False)
+    _pools: Pools | None = field(default=None, repr=False, compare=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if (pools := self.__dict__.get("_pools")) is not None:
+            pools.note_change(self.name, name)
 
     def step_seconds(self) -> float:
         """Cost of one token of one more request: its step, and the delay of the others' tokens."""
@@ -59,6 +72,77 @@ class WorkerLoad:
     def forget_steps(self) -> None:
         """Recompute step times, since `times` has changed."""
         self._step = (-1, 0.0)
+        if self._pools is not None:
+            self._pools.is_current = False
+
+
+class Pool:
+    """Workers with their loads as columns, so that the cost of a request at all is one sum.
+
+    Attributes:
+        loads: the workers, in the order of joining; `places` is their positions by name.
+        queued: `prefill_seconds` of each.
+        slowed: requests that a prefill there holds up, itself among them.
+        steps: `step_seconds` of each.
+        by_times: positions of the workers that share a cost model, one entry per model.
+    """
+
+    def __init__(self, loads: Sequence[WorkerLoad], *, decodes: bool) -> None:
+        self.loads = loads
+        self.places = {load.name: place for place, load in enumerate(loads)}
+        self.queued: Floats = np.zeros(len(loads))
+        self.slowed: Floats = np.zeros(len(loads))
+        self.steps: Floats = np.zeros(len(loads))
+        self._decodes = decodes
+        groups: dict[int, list[int]] = {}
+        for place, load in enumerate(loads):
+            groups.setdefault(id(load.times), []).append(place)
+        self.by_times = [np.array(places) for places in groups.values()]
+        for load in loads:
+            self.update(load.name)
+
+    def update(self, name: str) -> None:
+        """Take over a worker's load; it may be of another pool."""
+        place = self.places.get(name)
+        if place is not None:
+            load = self.loads[place]
+            self.queued[place] = load.prefill_seconds
+            self.slowed[place] = 1 + load.num_decodes
+            if self._decodes:
+                self.steps[place] = load.step_seconds()
+
+
+class Pools:
+    """The workers that accept requests, those that decode and those that only prefill.
+
+    Attributes:
+        is_current: false once a worker's role, cost model or acceptance has changed.
+    """
+
+    def __init__(self, workers: Iterable[WorkerLoad]) -> None:
+        loads = list(workers)
+        accepting = [load for load in loads if load.accepts]
+        self.decode = Pool([one for one in accepting if one.role != "prefill"], decodes=True)
+        self.prefill = Pool([one for one in accepting if one.role == "prefill"], decodes=False)
+        self.is_current = True
+        self._changed: set[str] = set()
+        for load in loads:
+            load._pools = self
+        self._changed.clear()
+
+    def note_change(self, name: str, attribute: str) -> None:
+        """A worker's load has another value of an attribute."""
+        if attribute in POOL_FIELDS:
+            self.is_current = False
+        elif not attribute.startswith("_"):
+            self._changed.add(name)
+
+    def update(self) -> None:
+        """Take over the loads that have changed since the last time."""
+        for name in self._changed:
+            self.decode.update(name)
+            self.prefill.update(name)
+        self._changed.clear()
 
 
 @dataclass(frozen=True)
@@ -125,7 +209,7 @@ class Routing:
         num_tokens: int,
         num_outputs: float,
         hits: Mapping[str, int],
-        workers: Iterable[WorkerLoad],
+        workers: Iterable[WorkerLoad] | Pools,
     ) -> Decision:
         """Where to send a request.
 
@@ -138,9 +222,9 @@ class Routing:
         Raises:
             EngineUnavailableError: no decode worker accepts requests.
         """
-        accepting = [worker for worker in workers if worker.accepts]
-        decode_workers = [worker for worker in accepting if worker.role != "prefill"]
-        prefill_workers = [worker for worker in accepting if worker.role == "prefill"]
+        pools = workers if isinstance(workers, Pools) else Pools(workers)
+        decode_workers = pools.decode.loads
+        prefill_workers = pools.prefill.loads
         if not decode_workers:
             raise EngineUnavailableError(
                 "No worker takes requests.", "Send the request again in a moment."
@@ -151,7 +235,8 @@ class Routing:
                 self._random.choice(decode_workers),
                 self._random.choice(prefill_workers) if prefill_workers else None,
             )
-        return estimate.best(decode_workers, prefill_workers)
+        pools.update()
+        return estimate.best(pools)
 
 
 class _CostEstimate:
@@ -168,25 +253,22 @@ class _CostEstimate:
         self._max_cached = (num_tokens - 1) // block_size * block_size
         self._prefills: dict[int, _PrefillSeconds] = {}
 
-    def best(
-        self, decode_workers: Sequence[WorkerLoad], prefill_workers: Sequence[WorkerLoad]
-    ) -> Decision:
+    def best(self, pools: Pools) -> Decision:
         """The cheapest choice, and the next best in words; the first one of equals."""
-        local, sent, least = self._decoding(decode_workers)
-        order = sorted(range(len(decode_workers)), key=local.__getitem__)
-        offers: list[tuple[float, WorkerLoad, WorkerLoad | None]]
-        offers = [(local[index] - least, decode_workers[index], None) for index in order[:2]]
-        if prefill_workers:
-            until_prefilled = self._until_prefilled(prefill_workers)
-            soonest = min(until_prefilled)
-            cheapest = min(sent)
-            apart = (
-                decode_workers[sent.index(cheapest)],
-                prefill_workers[until_prefilled.index(soonest)],
-            )
-            offers = sorted(
-                [offers[0], (soonest + cheapest - least, *apart)], key=lambda offer: offer[0]
-            )
+        workers = pools.decode.loads
+        local, sent, least = self._decoding(pools.decode)
+        offers: list[tuple[float, WorkerLoad, WorkerLoad | None]] = []
+        for _ in range(min(2, len(workers))):
+            place = int(local.argmin())
+            offers.append((float(local[place]) - least, workers[place], None))
+            local[place] = np.inf
+        if pools.prefill.loads:
+            until_prefilled = self._until_prefilled(pools.prefill)
+            soonest = int(until_prefilled.argmin())
+            cheapest = int(sent.argmin())
+            cost = float(until_prefilled[soonest]) + float(sent[cheapest]) - least
+            apart = (cost, workers[cheapest], pools.prefill.loads[soonest])
+            offers = sorted([offers[0], apart], key=lambda offer: offer[0])
         (cost, worker, prefill_worker), *others = offers
         instead = [
             (_path(decoder.name, prefiller.name if prefiller else None), cost)
@@ -213,53 +295,41 @@ class _CostEstimate:
             instead=instead,
         )
 
-    def _decoding(self, workers: Sequence[WorkerLoad]) -> tuple[list[float], list[float], float]:
+    def _decoding(self, pool: Pool) -> tuple[Floats, Floats, float]:
         """Per worker: cost of prefill and decode there; of decode only; the least decode cost.
 
         A worker that receives blocks computes the tokens of the last, partial block again. Blocks
         are sent while the next chunk is computed, so that only the last one is waited for.
         """
-        hits = self._hits
-        size = self._block_size
-        max_cached = self._max_cached
-        local = list[float]()
-        sent = list[float]()
-        decodes = list[float]()
-        times = None
-        # One plain loop, since it runs over every worker for every request.
-        for worker in workers:
-            if worker.times is not times:
-                times = worker.times
-                prefill = self._prefill_seconds(worker)
-                last = prefill[max_cached]
-            slowed = 1 + worker.num_decodes
-            decode = self._num_outputs * worker.step_seconds()
-            cached = hits.get(worker.name, 0) * size
-            if cached < max_cached:
-                local.append(worker.prefill_seconds + prefill[cached] * slowed + decode)
-                sent.append(FRAMING_SECONDS_PER_BLOCK + last * slowed + decode)
-            else:
-                local.append(worker.prefill_seconds + last * slowed + decode)
-                sent.append(last * slowed + decode)
-            decodes.append(decode)
-        return local, sent, min(decodes)
+        prefill, last = self._prefilling(pool)
+        wait = np.full(len(pool.loads), FRAMING_SECONDS_PER_BLOCK if self._max_cached else 0.0)
+        for name, blocks in self._hits.items():
+            place = pool.places.get(name)
+            if place is not None and blocks * self._block_size >= self._max_cached:
+                wait[place] = 0.0
+        decode = self._num_outputs * pool.steps
+        local = pool.queued + prefill * pool.slowed + decode
+        sent = wait + last * pool.slowed + decode
+        return local, sent, float(decode.min())
 
-    def _until_prefilled(self, workers: Sequence[WorkerLoad]) -> list[float]:
+    def _until_prefilled(self, pool: Pool) -> Floats:
         """Per worker: seconds until the prompt is prefilled there, queued prompts included."""
-        hits = self._hits
-        size = self._block_size
-        max_cached = self._max_cached
-        until = list[float]()
-        times = None
-        for worker in workers:
-            if worker.times is not times:
-                times = worker.times
-                prefill = self._prefill_seconds(worker)
-            cached = hits.get(worker.name, 0) * size
-            until.append(
-                worker.prefill_seconds + prefill[cached if cached < max_cached else max_cached]
-            )
-        return until
+        return pool.queued + self._prefilling(pool)[0]
+
+    def _prefilling(self, pool: Pool) -> tuple[Floats, Floats]:
+        """Per worker: seconds of prefill of what it has not cached, and of the last block alone."""
+        prefill = np.empty(len(pool.loads))
+        last = np.empty(len(pool.loads))
+        for places in pool.by_times:
+            seconds = self._prefill_seconds(pool.loads[places[0]])
+            prefill[places] = seconds[0]
+            last[places] = seconds[self._max_cached]
+        for name, blocks in self._hits.items():
+            place = pool.places.get(name)
+            if place is not None:
+                cached = min(blocks * self._block_size, self._max_cached)
+                prefill[place] = self._prefill_seconds(pool.loads[place])[cached]
+        return prefill, last
 
     def _prefill_seconds(self, worker: WorkerLoad) -> _PrefillSeconds:
         # Workers on equal machines share a cost model.

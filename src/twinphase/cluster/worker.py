@@ -25,7 +25,7 @@ from twinphase.cluster.encryption import TlsSocket
 from twinphase.cluster.handshake import ClusterKey, authenticate
 from twinphase.cluster.joining import ask_to_join
 from twinphase.cluster.kv.port import opened_port
-from twinphase.cluster.routing import Role
+from twinphase.cluster.role import Role
 from twinphase.engine.embedding.embedder import LoadedEmbedder
 from twinphase.engine.frontends.checks import engine_config
 from twinphase.engine.frontends.text import ModelText

@@ -10,7 +10,7 @@ from typing import Any
 from twinphase import lifeline
 from twinphase.cluster.address import ENCRYPTION_VARIABLE, KEY_VARIABLE
 from twinphase.cluster.handshake import ClusterKey
-from twinphase.cluster.routing import Role
+from twinphase.cluster.role import Role
 from twinphase.config import module_command
 
 

@@ -10,8 +10,9 @@ from dataclasses import replace as replaced
 from msgspec.structs import replace
 
 from twinphase.cluster.block_index import BlockIndex
+from twinphase.cluster.role import Role
 from twinphase.cluster.routed_request import RequestTable
-from twinphase.cluster.routing import Role, WorkerLoad
+from twinphase.cluster.routing import WorkerLoad
 from twinphase.engine.process.host import LinkHost
 from twinphase.engine.process.messages import (
     BlocksChanged,

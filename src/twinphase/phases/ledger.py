@@ -18,7 +18,7 @@ for sentences (`explain.py`).
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from twinphase.batch import Batch, ScheduledRequest, StepOutput, StepTimes, StepWork
@@ -116,6 +116,64 @@ class Ledger:
             for timeline in self._running.values():
                 timeline.skip_step(record)  # no more than a look where the step was written already
         return record
+
+    def add_decodes(
+        self,
+        batch: Batch,
+        works: Sequence[StepWork],
+        starts: Sequence[float],
+        ends: Sequence[float],
+    ) -> None:
+        """Write steps that decoded the requests of `batch`, one token later each, and settled.
+
+        As `add_step` and `settle` for each of them, for requests that were in the step before.
+
+        Args:
+            batch: the step before them.
+            works: what they computed.
+            starts: when each of them began, seconds.
+            ends: when each of them ended, seconds.
+        """
+        count = len(batch.decodes)
+        records = list[StepRecord]()
+        first = works[0]
+        weights = Cost(bytes=weight_bytes_read(self.shape, first.rows, first.logits))
+        for work, start, end in zip(works, starts, ends, strict=True):
+            record = StepRecord(
+                self.num_steps,
+                start,
+                end,
+                prefill_tokens=0,
+                decode_tokens=work.rows,
+                prefill=Cost(),
+                decode=step_cost(self.shape, work) + weights,
+                num_decodes=count,
+                predicted=self._cost_model.seconds(work),
+                decode_seconds=end - start,
+            )
+            records.append(record)
+            self.num_steps += 1
+            self._work[batch.decodes[0].tenant] += record.seconds
+        self.records.extend(records)
+        predict = self._cost_model.seconds
+        fixed = predict(StepWork.of_decodes(1, 0))
+        next_token = predict(StepWork.of_decodes(1, 1, self.shape.window))
+        for share in batch.decodes:
+            timeline = self.timelines[share.request_id]
+            timeline.decode.add_decodes(records)
+            settled = self.settled
+            for later, record in enumerate(records, 2):
+                seconds = record.seconds
+                scale = seconds / record.predicted if record.predicted > 0 else 0.0
+                own = fixed * scale
+                per_token = next_token * scale - own
+                own = own + self.shape.mean_attended(share.num_computed_tokens + later) * per_token
+                timeline.settle(min(settled, record.start))
+                timeline.reach_step(record.start)
+                own = seconds if count == 1 or own > seconds else own
+                timeline.mark_decode(record, own, seconds)
+                settled = record.end
+        self.settle(ends[-1])
 
     def settle(self, now: float) -> None:
         """Everything about the last step is written down."""

@@ -8,6 +8,7 @@ callers pass the end of each interval. Unnamed time is `unattributed`, so that r
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
@@ -162,6 +163,18 @@ class PhaseTotals(StepTotals):
     # Of the steps without a request in the other phase.
     unmixed: StepTotals = field(default_factory=StepTotals)
 
+    def add_decodes(self, records: Sequence[StepRecord]) -> None:
+        """Steps that decoded one token of this request each, without prefill or measured parts."""
+        self.tokens += len(records)
+        for totals in (self, self.unmixed):
+            totals.steps += len(records)
+            for record in records:
+                totals.decodes += record.num_decodes
+                totals.seconds += record.seconds
+                totals.linear_flops += record.decode.linear_flops
+                totals.attention_flops += record.decode.attention_flops
+                totals.bytes += record.decode.bytes
+
 
 @dataclass
 class RequestTimeline:
@@ -261,6 +274,18 @@ class RequestTimeline:
         the fraction `others` of their tokens is other tenants'.
         """
         self._begin(record, self.decode, num_tokens)
+        self.mark_decode(record, own, decodes, others, drafting, rejected)
+
+    def mark_decode(
+        self,
+        record: StepRecord,
+        own: float,
+        decodes: float,
+        others: float = 0.0,
+        drafting: float = 0.0,
+        rejected: float = 0.0,
+    ) -> None:
+        """The intervals of `add_decode`, without its sums."""
         for kind, seconds in (
             (IntervalKind.DRAFTING, drafting),
             (IntervalKind.DECODE, own - rejected),

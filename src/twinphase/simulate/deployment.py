@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from twinphase.backends.device import open_device
-from twinphase.cluster.routing import Role
+from twinphase.cluster.role import Role
 from twinphase.config import EngineConfig, available_cores
 from twinphase.errors import InvalidRequestError
 from twinphase.estimate.estimate import cost_shape
@@ -47,6 +47,7 @@ class Machine:
         calibration: where the machine was measured with this model.
         mfu, mbu: instead of the usual efficiencies.
         devices: of a worker, which share every layer.
+        measured_by: "bench" or "roofline", if MFU and MBU come from such a result.
     """
 
     name: str
@@ -54,6 +55,14 @@ class Machine:
     mfu: float | None = None
     mbu: float | None = None
     devices: int = 1
+    measured_by: str = ""
+
+    @property
+    def source(self) -> str:
+        """Where its step times come from, one of `ERROR_SOURCES`."""
+        if self.calibration is not None:
+            return self.calibration.source
+        return self.measured_by or "datasheet"
 
     @cached_property
     def hardware(self) -> Hardware:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from twinphase.batch import StepWork
+from twinphase.batch import Batch, StepWork
 from twinphase.estimate.inputs import Hardware, Scenario
 from twinphase.phases.cost import CostModel
 from twinphase.phases.work import ModelShape, step_cost, weight_bytes_read
+from twinphase.scheduler.chunk import StepCost
 
 # Two reductions per layer over all ranks; each waits for the slowest and for the link.
 SECONDS_PER_REDUCTION = 10e-6
@@ -90,6 +91,11 @@ class EstimatedCost(CostModel):
         attention = max(cost.attention_flops * self._attention, cost.bytes * self._byte)
         return self._fixed + linear + attention
 
+    @property
+    def is_even(self) -> bool:
+        """Whether the bytes of a step grow by the same number with each token of its contexts."""
+        return self.window is None and not self._shape.shared_kv_layers
+
     def limits(self, work: StepWork) -> dict[str, float]:
         """Seconds of a step by what they wait for: "arithmetic", "bandwidth", "overhead"."""
         cost = step_cost(self._shape, work)
@@ -101,3 +107,52 @@ class EstimatedCost(CostModel):
         ):
             found["arithmetic" if compute >= memory else "bandwidth"] += max(compute, memory)
         return found
+
+    def decode_seconds(self, work: StepWork, number: int) -> list[float]:
+        """Seconds of a step of decodes, and of the next ones, whose contexts grow by one token.
+
+        The work besides KV stays the same, and that of KV grows evenly (see `is_even`).
+        """
+        first = step_cost(self._shape, work)
+        second = step_cost(self._shape, _later(work, 1))
+        weights = weight_bytes_read(self._shape, work.rows, work.logits)
+        fixed = self._fixed + max(first.linear_flops * self._linear, weights * self._byte)
+        flops = first.attention_flops
+        more_flops = second.attention_flops - flops
+        nbytes = first.bytes
+        more_bytes = second.bytes - nbytes
+        found = []
+        for _ in range(number):
+            found.append(fixed + max(flops * self._attention, nbytes * self._byte))
+            flops += more_flops
+            nbytes += more_bytes
+        return found
+
+
+def decode_works(batch: Batch, number: int) -> list[StepWork]:
+    """The work of a step that only decodes, and of the next ones: each context a token longer."""
+    window = batch.window
+    works = [_later(batch.work, step) for step in range(number)]
+    if window is None:
+        return works
+    contexts = [share.num_computed_tokens + 1 for share in batch.decodes]
+    near = [sum(min(context + step, window) for context in contexts) for step in range(number)]
+    return [
+        work._replace(windowed_decode_contexts=tokens, windowed_kv_tokens=tokens)
+        for work, tokens in zip(works, near, strict=True)
+    ]
+
+
+def decode_seconds(times: StepCost, batch: Batch, number: int) -> list[float]:
+    """Predicted seconds of the steps of `decode_works`."""
+    if isinstance(times, EstimatedCost) and times.is_even:
+        return times.decode_seconds(batch.work, number)
+    return [times.seconds(work) for work in decode_works(batch, number)]
+
+
+def _later(work: StepWork, steps: int) -> StepWork:
+    """The work of the decodes of a step, that number of steps later; not what windows leave."""
+    more = steps * work.sequences
+    return work._replace(
+        decode_contexts=work.decode_contexts + more, kv_tokens=work.kv_tokens + more
+    )

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import heapq
 import random
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
+from itertools import count, islice
 from time import thread_time
 from typing import Protocol, cast
 
-from twinphase.batch import Batch, Phase, ScheduledRequest, StepOutput, StepWork
-from twinphase.cache.prefix_cache import PrefixCache
+from twinphase.batch import Batch, Phase, StepOutput, StepWork
 from twinphase.cluster.fleet import Fleet, Placement
 from twinphase.cluster.routing import FRAMING_SECONDS_PER_BLOCK, Routing
 from twinphase.cluster.worker_view import DECODE_WORKER_CHUNK_TOKENS
@@ -24,18 +24,28 @@ from twinphase.engine.engine import Engine, StepResult
 from twinphase.engine.process.watch import num_new_tokens
 from twinphase.engine.recorder import StepRecorder
 from twinphase.phases.cost import CostModel
-from twinphase.phases.ledger import Ledger
+from twinphase.phases.ledger import Ledger, predicted_parts, step_parts
 from twinphase.phases.timeline import IntervalKind, RequestTimeline
 from twinphase.request import Request, SamplingParams
 from twinphase.scheduler.pacing import Pacing
 from twinphase.scheduler.phase import phase_of
 from twinphase.scheduler.scheduler import Scheduler
+from twinphase.scheduler.steady import steady_steps
+from twinphase.simulate.estimated import decode_works
 from twinphase.simulate.spec import FleetSpec, Outcome, TraceRequest, WorkerSpec
-from twinphase.speculation.draft_lengths import Acceptance, choose_lengths
+from twinphase.simulate.worker import (
+    ANSWER_TOKEN_ID,
+    GivenAcceptance,
+    Jump,
+    SimulatedExecutor,
+    SimulatedWorker,
+)
+from twinphase.speculation.draft_lengths import choose_lengths
 from twinphase.speculation.proposer import Draft
 
-ANSWER_TOKEN_ID = 7
 NO_TOKEN_ID = -1
+# The order of what happens at the same moment.
+ENDS, ARRIVES, BEGINS = range(3)
 # The request that a user sends after an answer, given what was asked and what came of it.
 FollowUp = Callable[[TraceRequest, Outcome], TraceRequest | None]
 
@@ -51,40 +61,6 @@ class Observer(Protocol):
 
     def stepped(self, worker: str, engine: Engine, result: StepResult) -> None:
         """A step is complete."""
-
-
-class _GivenAcceptance(Acceptance):
-    """What `choose_lengths` would have learned if every draft were as good as the given rate."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self._rate = rate
-
-    def probability(self, request_id: str, draft: Draft, position: int) -> float:
-        return self._rate
-
-
-class SimulatedExecutor:
-    """Computes nothing: every request that samples gets a token, and those of its right drafts."""
-
-    def __init__(self, acceptance: float = 0.0, seed: int = 0) -> None:
-        self._acceptance = acceptance
-        self._random = random.Random(f"drafts/{seed}")
-
-    def execute(self, batch: Batch) -> StepOutput:
-        return StepOutput(
-            {
-                share.request_id: [ANSWER_TOKEN_ID] * (1 + self._accepted(share))
-                for share in batch.scheduled
-                if share.samples
-            }
-        )
-
-    def _accepted(self, share: ScheduledRequest) -> int:
-        accepted = 0
-        while accepted < share.num_drafts and self._random.random() < self._acceptance:
-            accepted += 1
-        return accepted
 
 
 @dataclass
@@ -103,25 +79,6 @@ class _Live:
     last_chunk: int = 0
 
 
-@dataclass
-class _Worker:
-    name: str
-    spec: WorkerSpec
-    scheduler: Scheduler
-    engine: Engine | None  # with the ledgers, where they are kept
-    began: float = 0.0
-    batch: Batch | None = None  # what it computes now
-    usual: Acceptance = field(default_factory=Acceptance)
-
-    @property
-    def prefix_cache(self) -> PrefixCache:
-        return self.scheduler.kv_cache.prefix_cache
-
-    @property
-    def ledger(self) -> Ledger | None:
-        return self.engine.ledger if self.engine is not None else None
-
-
 class Simulation:
     """Runs a trace through a fleet.
 
@@ -129,11 +86,27 @@ class Simulation:
         outcomes: of the requests that have arrived, in that order.
         routing_seconds: of this machine's processor, by decision.
         busy_seconds: of steps, by worker; of these, `decode_seconds` are what the steps would have
-            taken without their prefill chunks (with ledgers only).
+            taken without their prefill chunks.
         num_steps: of all workers.
     """
 
-    def __init__(self, spec: FleetSpec, routing: Routing, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        spec: FleetSpec,
+        routing: Routing,
+        observer: Observer | None = None,
+        *,
+        step_by_step: bool = False,
+    ) -> None:
+        """Start an idle fleet.
+
+        Args:
+            spec: the fleet.
+            routing: chooses workers.
+            observer: sees arrivals and steps.
+            step_by_step: schedule every step, and do not jump over those that only decode; the
+                result is the same.
+        """
         self.spec = spec
         self.fleet = Fleet(routing)
         self.outcomes: list[Outcome] = []
@@ -142,15 +115,15 @@ class Simulation:
         self.num_steps = 0
         self._observer = observer
         self._executor = SimulatedExecutor(spec.acceptance, spec.seed)
-        self._noise = random.Random(f"noise/{spec.seed}")
-        self.workers: dict[str, _Worker] = {}
+        self._jumps = not (step_by_step or observer or spec.drafts)
+        self.workers: dict[str, SimulatedWorker] = {}
         for name, one in zip(spec.names(), spec.workers, strict=True):
             self.fleet.join(name, one.role, one.times)
             self.workers[name] = self._worker(name, one)
             self.workers[name].prefix_cache.watch()
         self.busy_seconds = dict.fromkeys(self.workers, 0.0)
         self.decode_seconds = dict.fromkeys(self.workers, 0.0)
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, int, Callable[[], None]]] = []
         self._order = count()
         self._live: dict[str, _Live] = {}
 
@@ -167,10 +140,10 @@ class Simulation:
         self._arrivals = iter(trace)
         self._expect_arrival()
         while self._events:
-            self.now, _, happen = heapq.heappop(self._events)
+            self.now, _, _, happen = heapq.heappop(self._events)
             happen()
 
-    def _worker(self, name: str, spec: WorkerSpec) -> _Worker:
+    def _worker(self, name: str, spec: WorkerSpec) -> SimulatedWorker:
         scheduler = Scheduler(spec.config, spec.times)
         scheduler.max_prefill_tokens = DECODE_WORKER_CHUNK_TOKENS if spec.role == "decode" else None
         config = spec.config
@@ -186,10 +159,13 @@ class Simulation:
             engine = Engine(
                 scheduler, executor, recorder, shape=self.spec.shape, vocab_size=1 << 62
             )
-        return _Worker(name, spec, scheduler, engine, usual=_GivenAcceptance(self.spec.acceptance))
+        draw = random.Random(f"noise/{name}/{self.spec.seed}")
+        places = [draw.randrange(max(1, len(noise))) for noise in (spec.noise, spec.prefill_noise)]
+        usual = GivenAcceptance(self.spec.acceptance)
+        return SimulatedWorker(name, spec, scheduler, engine, places, usual=usual)
 
-    def _at(self, moment: float, happen: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (moment, next(self._order), happen))
+    def _at(self, moment: float, happen: Callable[[], None], kind: int = ARRIVES) -> None:
+        heapq.heappush(self._events, (moment, kind, next(self._order), happen))
 
     def _expect_arrival(self) -> None:
         request = next(self._arrivals, None)
@@ -254,6 +230,7 @@ class Simulation:
 
     def _add(self, name: str, request: Request, reason: str = "") -> None:
         worker = self.workers[name]
+        self._interrupt(worker)
         worker.scheduler.add(request)
         outcome = self._live[request.request_id].outcome
         outcome.counts = request.counts
@@ -264,20 +241,102 @@ class Simulation:
         if worker.batch is None:
             self._begin(worker)
 
-    def _begin(self, worker: _Worker) -> None:
+    def _begin(self, worker: SimulatedWorker) -> None:
         if not worker.scheduler.has_work:
             return
-        spec = worker.spec
+        times = worker.spec.times
         worker.batch = batch = worker.scheduler.schedule(self._drafts(worker))
-        seconds = spec.times.seconds(batch.work)
-        if noise := spec.prefill_noise if batch.prefills else spec.noise:
-            seconds *= self._noise.choice(noise)
-        worker.began = self.now
+        worker.num_scheduled += 1
+        if self._jumps:
+            number = steady_steps(worker.scheduler, batch, ANSWER_TOKEN_ID)
+            if number > 1:
+                self._jump(worker, batch, number)
+                return
+        predicted = times.seconds(batch.work)
+        seconds = predicted * worker.draw(bool(batch.prefills))
         self.num_steps += 1
         self.busy_seconds[worker.name] += seconds
-        self._at(self.now + seconds, lambda: self._end(worker, batch))
+        parts = predicted_parts(cast(CostModel, times), batch)
+        self.decode_seconds[worker.name] += step_parts(parts, predicted, seconds, 0.0)[0]
+        self._run_until(worker, batch, self.now, self.now + seconds)
 
-    def _drafts(self, worker: _Worker) -> dict[str, list[int]]:
+    def _run_until(self, worker: SimulatedWorker, batch: Batch, began: float, end: float) -> None:
+        worker.batch = batch
+        worker.began = began
+        self._at(end, lambda: self._end(worker, batch), ENDS)
+
+    def _jump(self, worker: SimulatedWorker, batch: Batch, number: int) -> None:
+        """Begin a number of steps, each with the tokens of the step before."""
+        worker.jump = jump = worker.new_jump(batch, number, self.now)
+        self._watch(worker, jump)
+        self._at(jump.ends[-1], lambda: self._land(worker, jump), ENDS)
+
+    def _watch(self, worker: SimulatedWorker, jump: Jump) -> None:
+        """The router learns of changed blocks at the end of their step, jump or not."""
+        due = jump.steps.due
+
+        def reach(step: int) -> None:
+            if worker.jump is jump:
+                jump.steps.reach(step + 1, step + 1)
+                self._report_blocks(worker)
+                self._watch(worker, jump)
+
+        if due is not None:
+            self._at(jump.ends[due], lambda: reach(due), ENDS)
+
+    def _interrupt(self, worker: SimulatedWorker) -> None:
+        """Something comes during a jump: it ends with the step that is being computed."""
+        jump = worker.jump
+        if jump is None:
+            return
+        ended = bisect_right(jump.ends, self.now)
+        begun = max(1, bisect_left(jump.begins, self.now))
+        self._commit(worker, jump, begun, ended)
+        worker.places[False] -= len(jump.draws) - begun
+        if begun > ended:
+            batch = worker.scheduler.schedule()
+            self._run_until(worker, batch, jump.begins[ended], jump.ends[ended])
+        else:
+            self._at(jump.begins[ended], lambda: self._next(worker), BEGINS)
+
+    def _land(self, worker: SimulatedWorker, jump: Jump) -> None:
+        """The last step of a jump has ended."""
+        if worker.jump is jump:
+            number = len(jump.ends)
+            self._commit(worker, jump, number, number)
+            self._report_blocks(worker)
+            gap = worker.gap(len(jump.steps.requests))
+            self._at(self.now + gap, lambda: self._next(worker), BEGINS)
+
+    def _commit(self, worker: SimulatedWorker, jump: Jump, begun: int, ended: int) -> None:
+        """Write down the steps of a jump that have begun, and the tokens of those that ended."""
+        worker.jump = None
+        if worker.ledger is not None and worker.batch is not None and ended:
+            self._write(worker.ledger, worker.batch, jump, ended)
+        self.num_steps += begun
+        for seconds, draw in islice(zip(jump.predicted, jump.draws, strict=True), begun):
+            self.busy_seconds[worker.name] += seconds * draw
+            self.decode_seconds[worker.name] += seconds * draw
+        jump.steps.commit(begun, jump.predicted[:ended])
+        delivered = [end + self.spec.front.token for end in jump.ends[:ended]]
+        for request in jump.steps.requests:
+            self._live[request.request_id].outcome.token_times.extend(delivered)
+
+    def _write(self, ledger: Ledger, batch: Batch, jump: Jump, ended: int) -> None:
+        """Write the steps of a jump into the ledger; the first may have let a request in."""
+        begins = jump.begins[:ended]
+        ends = jump.ends[:ended]
+        tenant = batch.decodes[0].tenant
+        ledger.add_step(batch, StepOutput(), begins[0], ends[0], {tenant: jump.predicted[0]})
+        ledger.settle(ends[0])
+        if ended > 1:
+            ledger.add_decodes(batch, decode_works(batch, ended)[1:], begins[1:], ends[1:])
+
+    def _report_blocks(self, worker: SimulatedWorker) -> None:
+        if (changes := worker.prefix_cache.changes) is not None:
+            self.fleet.index.apply(worker.name, *changes.take())
+
+    def _drafts(self, worker: SimulatedWorker) -> dict[str, list[int]]:
         """As many wrong or right tokens as the speculator would have verified."""
         if not self.spec.drafts:
             return {}
@@ -293,12 +352,11 @@ class Simulation:
         lengths = choose_lengths(drafts, contexts, decodes, times, worker.usual, limit=limit)
         return {name: drafts[name].token_ids[:length] for name, length in lengths.items()}
 
-    def _end(self, worker: _Worker, batch: Batch) -> None:
+    def _end(self, worker: SimulatedWorker, batch: Batch) -> None:
         output = self._executor.execute(batch)
         scheduler = worker.scheduler
         finished = scheduler.commit(batch, output)
-        if (changes := worker.prefix_cache.changes) is not None:
-            self.fleet.index.apply(worker.name, *changes.take())
+        self._report_blocks(worker)
         for share in batch.prefills:
             live = self._live[share.request_id]
             self.fleet.prefilled(live.placement, share.num_prefilled)
@@ -321,17 +379,16 @@ class Simulation:
                 self._hand_over(worker, request, live)
             else:
                 self._finish(request)
-        spec = worker.spec
-        gap = spec.between_steps + spec.between_steps_per_request * len(batch.scheduled)
-        self._at(self.now + gap, lambda: self._next(worker))
+        gap = worker.gap(len(batch.scheduled))
+        self._at(self.now + gap, lambda: self._next(worker), BEGINS)
 
-    def _next(self, worker: _Worker) -> None:
+    def _next(self, worker: SimulatedWorker) -> None:
         worker.batch = None
         self._begin(worker)
 
     def _record(
         self,
-        worker: _Worker,
+        worker: SimulatedWorker,
         engine: Engine,
         batch: Batch,
         output: StepOutput,
@@ -343,12 +400,11 @@ class Simulation:
         for request in finished:
             ledger.close(request.request_id, self.now)
         ledger.settle(self.now)
-        self.decode_seconds[worker.name] += record.decode_seconds
         if self._observer is not None:
             result = StepResult(batch, output, finished, record)
             self._observer.stepped(worker.name, engine, result)
 
-    def _hand_over(self, reader: _Worker, request: Request, live: _Live) -> None:
+    def _hand_over(self, reader: SimulatedWorker, request: Request, live: _Live) -> None:
         """The blocks of the last chunk are still to come; the others came while it was read."""
         worker = self.workers[live.placement.decision.worker]
         asked = live.asked
@@ -366,6 +422,7 @@ class Simulation:
             self._observer.moved(request, worker.name)
 
         def arrive() -> None:
+            self._interrupt(worker)
             worker.scheduler.kv_cache.accept(blocks, lambda block_ids, numbers: None)
             if live.outcome.timeline is not None:
                 live.outcome.timeline.mark(IntervalKind.TRANSFER, self.now)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from twinphase.cluster.routing import Role
+from twinphase.cluster.role import Role
 from twinphase.config import EngineConfig
 from twinphase.phases.timeline import RequestTimeline
 from twinphase.phases.work import ModelShape
@@ -27,8 +27,9 @@ class WorkerSpec:
         config: of its engine, resolved; the SLO "auto" is chosen as a server chooses it.
         between_steps: time between two steps, during which the front end handles tokens.
         between_steps_per_request: more of it for each request of the step.
-        noise: measured times over predicted ones of steps without a prefill chunk, as quantiles at
-            even distances; each step draws one. Empty is none.
+        noise: measured times over predicted ones of steps without a prefill chunk, in their order:
+            slow steps come together. The worker takes them in turn, from a random one on, and
+            begins again at the end. Empty is none.
         prefill_noise: the same of steps with one.
     """
 

@@ -10,7 +10,6 @@ from typing import Any
 from twinphase import (
     Calibration,
     Deployment,
-    InvalidRequestError,
     Machine,
     Progress,
     SimulationRecorder,
@@ -58,18 +57,17 @@ class Question:
         ranks = given["engine"].get("tensor_parallel_size", 1)
         calibration: Calibration | None = None
         if given["calibrate"] is not None and is_result(given["calibrate"]):
-            if given["hardware"] == "this":
-                raise InvalidRequestError(
-                    "--calibrate with a result of bench needs a datasheet.",
-                    "Name it with --hardware; this machine is measured without --calibrate.",
-                )
             named = Machine(given["hardware"], devices=ranks)
             return measured_machine(given["calibrate"], self.deployment(named))
         if given["calibrate"] is not None:
             calibration = read_calibration(given["calibrate"])
         elif given["hardware"] == "this":
             calibration = calibration_here(
-                given["model"], self.step_options, progress, again=given["recalibrate"]
+                given["model"],
+                self.step_options,
+                progress,
+                again=given["recalibrate"],
+                replicas=self.num_workers,
             )
         if calibration is not None and given["save_calibration"] is not None:
             calibration.save(given["save_calibration"])

@@ -107,7 +107,12 @@ def _is_up(url: str) -> bool:
 
 
 def calibration_here(
-    model: str, options: Mapping[str, Any], progress: Progress, *, again: bool = False
+    model: str,
+    options: Mapping[str, Any],
+    progress: Progress,
+    *,
+    again: bool = False,
+    replicas: int = 1,
 ) -> Calibration:
     """The kept calibration of a model on this machine, or a new one.
 
@@ -116,19 +121,24 @@ def calibration_here(
         options: of its engine that change what a step takes, by `EngineConfig`'s names.
         progress: called while it is measured.
         again: measure even if there is one.
+        replicas: engines that share this machine, all of them busy.
     """
-    path = calibration_file(model, options)
+    path = calibration_file(model, {**options, "replicas": replicas})
     if not again:
         with contextlib.suppress(TwinphaseError):
             return read_calibration(path)
-    found = calibrate(model, options, progress)
+    found = calibrate(model, options, progress, replicas)
     with contextlib.suppress(TwinphaseError):
         found.save(path)
     return found
 
 
-def calibrate(model: str, options: Mapping[str, Any], progress: Progress) -> Calibration:
+def calibrate(
+    model: str, options: Mapping[str, Any], progress: Progress, replicas: int = 1
+) -> Calibration:
     """Measure this machine with a model, for about half a minute.
+
+    Of several replicas one's steps are learned from, while the others use the same memory.
 
     Raises:
         ServerFailedError: the server does not start.
@@ -138,6 +148,9 @@ def calibrate(model: str, options: Mapping[str, Any], progress: Progress) -> Cal
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "steps.jsonl"
         arguments = [*map(str, words), *QUIET, "--trace-file", str(log)]
+        if replicas > 1:
+            arguments += ["--replicas", str(replicas)]
+            log = Path(f"{log}.worker-0")
         progress("starting a server to measure", 0, 0)
         with running_server(model, arguments) as url:
             results = run(send_stages(url, progress))

@@ -96,8 +96,7 @@ def simulation_report(answer: Answer) -> Report:
     """All of it."""
     result = load_result(answer)
     deployment = answer.deployment
-    measured = deployment.machine.calibration is not None
-    error = error_sentence(read_trials(), measured, deployment.title)
+    error = error_sentence(read_trials(), deployment.machine.source, deployment.title)
     verdicts = [
         *load_report.load_verdicts(result),
         Verdict(Status.INFO, limit_sentence(answer)),
@@ -244,9 +243,11 @@ def _assumptions(answer: Answer) -> dict[str, str]:
         "per prompt token outside the engine"
     )
     if calibration is not None:
+        by_steps = calibration.source == "steps"
+        what = "steps" if by_steps else f"points of {calibration.source}"
         return {
             "step times": f"measured on {calibration.processor}, {calibration.threads} threads, "
-            f"{calibration.date}: {calibration.steps:,} steps, median error "
+            f"{calibration.date}: {calibration.steps:,} {what}, median error "
             f"{calibration.median_error:.1%}",
             "front end": outside,
         }

@@ -285,7 +285,7 @@ class RecurrentOperations(ExpertOperations):
     def gate_norm(self, x: Buffer, weight: Vector, gate: Buffer, eps: float) -> Buffer:
         """What its reader wants is written in the same pass."""
         program = self.program
-        space = self.blueprint.recurrence
+        space = self.blueprint.whole.recurrence
         assert isinstance(space, Mamba2)
         source = x.floats
         opened = gate.floats

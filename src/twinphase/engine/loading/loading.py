@@ -303,7 +303,7 @@ def make_engine(
     shape = replace(
         shape,
         kv_token_bytes=backend.kv_bytes_per_token(),
-        state_bytes=model.blueprint.state_bytes(STATE_LOG_ROWS),
+        state_bytes=model.blueprint.whole.state_bytes(STATE_LOG_ROWS),
     )
     prices = starting_prices(shape, measured_ceilings(config))
     cost_model = CostModel(prices, shape.windowed_share, shape.window)

@@ -184,6 +184,8 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
         ttft, tpot: measured with that prompt, seconds.
         embedding_size: of the vectors of a model that embeds; 1 for one that scores pairs, 0 for
             one that generates.
+        matryoshka_sizes: that its vectors may be cut to; none listed for any size, None for no
+            other than theirs.
         pace: the gap that running streams keep, and its cost; None where the engine was not warmed
             up.
         chunk_tokens: prompt tokens that a step beside one decode has room for.
@@ -206,6 +208,7 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
     ttft: float | None
     tpot: float | None
     embedding_size: int = 0
+    matryoshka_sizes: list[int] | None = None
     pace: Pace | None = None
     chunk_tokens: int | None = None
     prices: tuple[float, ...] = ()

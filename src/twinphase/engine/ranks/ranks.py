@@ -172,11 +172,16 @@ def rank_facts(
     if count == 1:
         return []
     sizes = rank_sizes(checkpoint, blueprint, count)
-    heads = blueprint.num_kv_heads
+    columns = blueprint.kv_bytes(int)
     places = _places(config)
     return [
-        RankFacts(config.threads, list(place.nodes), weights, kv_bytes * mine // heads)
-        for place, (weights, mine) in zip(places, sizes, strict=True)
+        RankFacts(
+            config.threads,
+            list(place.nodes),
+            weights,
+            int(kv_bytes * share.kv_bytes(int) / columns),
+        )
+        for place, (weights, share) in zip(places, sizes, strict=True)
     ]
 
 

@@ -1,0 +1,127 @@
+"""A simulated worker: a real scheduler, made-up tokens, and a jump over steps that only decode."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from twinphase.batch import Batch, ScheduledRequest, StepOutput
+from twinphase.cache.prefix_cache import PrefixCache
+from twinphase.engine.engine import Engine
+from twinphase.phases.ledger import Ledger
+from twinphase.scheduler.scheduler import Scheduler
+from twinphase.scheduler.steady import SteadySteps
+from twinphase.simulate.estimated import decode_seconds
+from twinphase.simulate.spec import WorkerSpec
+from twinphase.speculation.draft_lengths import Acceptance
+from twinphase.speculation.proposer import Draft
+
+ANSWER_TOKEN_ID = 7
+
+
+class GivenAcceptance(Acceptance):
+    """What `choose_lengths` would have learned if every draft were as good as the given rate."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self._rate = rate
+
+    def probability(self, request_id: str, draft: Draft, position: int) -> float:
+        return self._rate
+
+
+class SimulatedExecutor:
+    """Computes nothing: every request that samples gets a token, and those of its right drafts."""
+
+    def __init__(self, acceptance: float = 0.0, seed: int = 0) -> None:
+        self._acceptance = acceptance
+        self._random = random.Random(f"drafts/{seed}")
+
+    def execute(self, batch: Batch) -> StepOutput:
+        return StepOutput(
+            {
+                share.request_id: [ANSWER_TOKEN_ID] * (1 + self._accepted(share))
+                for share in batch.scheduled
+                if share.samples
+            }
+        )
+
+    def _accepted(self, share: ScheduledRequest) -> int:
+        accepted = 0
+        while accepted < share.num_drafts and self._random.random() < self._acceptance:
+            accepted += 1
+        return accepted
+
+
+@dataclass
+class Jump:
+    """Decode steps of a worker that are taken at once, until something comes in between.
+
+    Attributes:
+        predicted: seconds of each step by the cost model; it takes from `begins` to `ends`.
+        draws: factors by which they take longer.
+    """
+
+    steps: SteadySteps
+    predicted: list[float]
+    draws: list[float]
+    begins: list[float]
+    ends: list[float]
+
+
+@dataclass
+class SimulatedWorker:
+    """A worker.
+
+    Attributes:
+        engine: with the ledgers, where they are kept.
+        batch: what it computes now, and until its next step begins.
+        jump: the steps from that one on, where they are taken at once.
+        num_scheduled: steps that were not jumped over.
+        places: in the noise, of the next step without and with prefill.
+    """
+
+    name: str
+    spec: WorkerSpec
+    scheduler: Scheduler
+    engine: Engine | None
+    places: list[int]
+    began: float = 0.0
+    batch: Batch | None = None
+    jump: Jump | None = None
+    num_scheduled: int = 0
+    usual: Acceptance = field(default_factory=Acceptance)
+
+    def draw(self, has_prefill: bool) -> float:
+        """By what factor a step takes longer than predicted."""
+        noise = self.spec.prefill_noise if has_prefill else self.spec.noise
+        if not noise:
+            return 1.0
+        self.places[has_prefill] += 1
+        return noise[self.places[has_prefill] % len(noise)]
+
+    def gap(self, num_requests: int) -> float:
+        """Seconds until the next step, after one of that number of requests."""
+        return self.spec.between_steps + self.spec.between_steps_per_request * num_requests
+
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        return self.scheduler.kv_cache.prefix_cache
+
+    @property
+    def ledger(self) -> Ledger | None:
+        return self.engine.ledger if self.engine is not None else None
+
+    def new_jump(self, batch: Batch, number: int, now: float) -> Jump:
+        """A number of steps that begin now with `batch`, each with the tokens of the one before."""
+        predicted = decode_seconds(self.spec.times, batch, number)
+        draws = [self.draw(False) for _ in range(number)]
+        gap = self.gap(len(batch.decodes))
+        begins = []
+        ends = []
+        for seconds, draw in zip(predicted, draws, strict=True):
+            begins.append(now)
+            ends.append(now + seconds * draw)
+            now = ends[-1] + gap
+        steps = SteadySteps(self.scheduler, number, ANSWER_TOKEN_ID)
+        return Jump(steps, predicted, draws, begins, ends)
