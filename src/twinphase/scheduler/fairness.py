@@ -64,7 +64,7 @@ class FairQueue:
         return [request for tenant in tenants for request in self.lines[tenant]]
 
     def key(self, request: Request) -> tuple[float, int, int]:
-        """The order in which requests get chunks; preemption takes the reverse order."""
+        """The order of requests for chunks; preemption takes the reverse order."""
         return (self._times[request.tenant], *self._policy_key(request))
 
     def add(self, request: Request) -> None:

@@ -442,7 +442,7 @@ class Simulation:
 
 
 def _decodes(running: list[Request], window: int | None) -> StepWork:
-    """The work of a step in which each request decodes one token."""
+    """The work of a step that decodes one token of each request."""
     count = len(running)
     return StepWork.of_decodes(
         count, sum(one.num_tokens for one in running) / max(1, count), window

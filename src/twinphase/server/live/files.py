@@ -67,7 +67,7 @@ class PageFiles:
     def reply(
         self, name: str, request_headers: Mapping[str, str], vary: str = "Accept-Encoding"
     ) -> Response:
-        """The reply with a file, or 304 if the browser has it; `vary` is the header of that name."""
+        """The reply with a file, or 304 if the browser has it; `vary` is its Vary header."""
         file = self._files[name]
         headers = {**HEADERS, "ETag": file.etag, "Vary": vary}
         if file.etag in request_headers.get("if-none-match", ""):
