@@ -62,8 +62,23 @@ class Capacity:
         return self.prefill_seconds + self.decode_seconds
 
 
-def capacity_of(worker: WorkerSpec, load: LoadShape, itl: float | None = None) -> Capacity:
-    """Capacity of a worker for a load while its steps keep the gap `itl`, in seconds."""
+def capacity_of(
+    worker: WorkerSpec,
+    load: LoadShape,
+    itl: float | None = None,
+    *,
+    drafts: int = 0,
+    acceptance: float = 0.0,
+) -> Capacity:
+    """Capacity of a worker for a load.
+
+    Args:
+        worker: the worker, with its step times.
+        load: mean values of the load.
+        itl: gap between tokens that its steps keep, seconds.
+        drafts: most tokens drafted for each decode.
+        acceptance: probability that a draft is right if those before it are.
+    """
     times = worker.times
     config = worker.config
     context = round(load.prompt + load.output / 2)
@@ -96,10 +111,24 @@ def capacity_of(worker: WorkerSpec, load: LoadShape, itl: float | None = None) -
         fixed = times.seconds(StepWork()) + worker.between_steps
         return times.seconds(chunk(prompt, cached)) + max(0.0, steps - 1) * fixed
 
+    def per_token(count: int) -> float:
+        """Seconds of a step with that number of drafts per request, per token that it yields."""
+        rows = batch * (1 + count)
+        plain = StepWork.of_decodes(batch, context, times.window)
+        work = plain._replace(
+            rows=rows,
+            logits=rows,
+            decode_contexts=plain.decode_contexts * (1 + count),
+            draft_contexts=plain.decode_contexts * count,
+        )
+        tokens = batch * sum(acceptance**place for place in range(count + 1))
+        fixed = worker.between_steps + worker.between_steps_per_request * batch
+        return (times.seconds(work) + fixed) / tokens
+
     limits = times.limits if isinstance(times, EstimatedCost) else lambda work: {}
     return Capacity(
         prefill_seconds=prefill(load.prompt, load.cached),
-        decode_seconds=load.output * gap(batch) / batch,
+        decode_seconds=load.output * min(map(per_token, range(drafts + 1))),
         batch=batch,
         step_seconds=gap(batch),
         limited_by=limited_by,

@@ -58,6 +58,12 @@ def plan(
     tensor_parallel_size: str = typer.Option(
         "1,2,4,8", "--tensor-parallel-size", "-tp", help="Ranks per worker to choose from."
     ),
+    speculative_config: str = typer.Option(
+        None, help="Speculation to try beside none, such as ngram. [needs --acceptance]"
+    ),
+    acceptance: float = typer.Option(
+        None, min=0.0, max=1.0, help="Chance that a drafted token is right."
+    ),
     dtype: str = typer.Option(
         None, help="Storage type of the weights: fp16, fp8, Q4_0. [default: as in the file]"
     ),
@@ -79,7 +85,7 @@ def plan(
     """Find the cheapest fleet that keeps service levels: arithmetic proposes, simulation decides.
 
     Searches machines, replicas, prefill and decode pools on equal or different machines, ranks,
-    seats, token budgets and KV types.
+    seats, token budgets, KV types, and speculation where its acceptance is given.
     """
     given = locals()
     from twinphase import Distribution, live
@@ -91,6 +97,11 @@ def plan(
     if request_rate is not None and not 0 < request_rate < math.inf:
         raise InvalidRequestError(
             f"--request-rate is {request_rate}.", "Give requests per second above 0."
+        )
+    if (speculative_config is None) != (acceptance is None):
+        raise InvalidRequestError(
+            "--speculative-config and --acceptance belong together.",
+            "Give both, such as ngram and 0.7, or neither.",
         )
     demand = Demand(
         Distribution.parse(prompt_tokens),
@@ -112,7 +123,7 @@ def plan(
 
 
 def _space(given: dict[str, Any], progress: Any) -> Any:
-    from twinphase import Deployment, Machine, read_calibration
+    from twinphase import Deployment, Machine, drafted, read_calibration
     from twinphase_bench.simulate.calibrate import calibration_here
     from twinphase_bench.simulate.from_bench import is_result, measured_machine
     from twinphase_bench.simulate.plan import Space
@@ -147,6 +158,8 @@ def _space(given: dict[str, Any], progress: Any) -> Any:
         kv_types=[word.strip() for word in given["kv_cache_dtype"].split(",")],
         ranks=_numbers("--tensor-parallel-size", given["tensor_parallel_size"]),
         calibrated=calibrated,
+        drafts=drafted(given["speculative_config"]) if given["speculative_config"] else 0,
+        acceptance=given["acceptance"] or 0.0,
     )
 
 

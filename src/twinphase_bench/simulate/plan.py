@@ -7,6 +7,7 @@ large fleet, a slice with the same load per worker is simulated.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
 import time
@@ -33,6 +34,7 @@ from twinphase import (
     run_requests,
 )
 from twinphase.phases.statistics import percentile
+from twinphase_bench.simulate.repair import changes
 
 # Share of a worker's time that a proposal fills; queues need the rest.
 TARGET_USE = 0.75
@@ -47,6 +49,8 @@ MAX_WORKERS = 4096
 # given up after the following number of fleets that are not better.
 MIN_GAIN = 0.97
 MAX_STALE = 2
+# If no fleet holds, repairs of the nearest one get this share of the search's time.
+REPAIR_SHARE = 0.5
 RANKS = (1, 2, 4, 8)
 LEVELS = ("ttft", "itl", "tpot")
 UNITS = {"ms": 1e-3, "s": 1.0}
@@ -178,15 +182,37 @@ class Tried:
     slice_of: int
 
 
+@dataclass(frozen=True)
+class Repair:
+    """A flag that brings a fleet nearer to the levels that it misses."""
+
+    flag: str
+    tried: Tried
+
+
 @dataclass
 class Plan:
-    """Result of a search: `tried` in order; `left` says why it ended early, or is ""."""
+    """Result of a search: `tried` in order; `left` says why it ended early, or is "".
+
+    Attributes:
+        repairs: changes of the nearest fleet if none holds, the best first.
+    """
 
     levels: Levels
     demand: Demand
     tried: list[Tried] = field(default_factory=list)
     left: str = ""
     not_possible: list[str] = field(default_factory=list)
+    repairs: list[Repair] = field(default_factory=list)
+
+    def excess(self, one: Tried) -> float:
+        """By what factor a fleet misses a level, at worst; up to 1 it misses none."""
+        return max(one.levels[name] / bound for name, bound in self.levels.bounds.items())
+
+    @property
+    def nearest(self) -> Tried | None:
+        """The fleet that comes nearest to the levels."""
+        return min(self.tried, key=self.excess, default=None)
 
     @property
     def holding(self) -> list[Tried]:
@@ -200,7 +226,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Space:
-    """The search space: machines with prices per worker and hour, and engine options."""
+    """The search space: machines with prices per worker and hour, and engine options.
+
+    Attributes:
+        drafts: most drafts per decode, tried as well as no speculation; 0 tries none.
+        acceptance: probability that a draft is right.
+    """
 
     model: str
     machines: Mapping[str, float]
@@ -210,6 +241,8 @@ class Space:
     kv_types: Sequence[str] = ("auto",)
     ranks: Sequence[int] = RANKS
     calibrated: Mapping[str, Machine] = field(default_factory=dict)
+    drafts: int = 0
+    acceptance: float = 0.0
 
     def engines(self, gap: float | None) -> Iterator[dict[str, Any]]:
         """Engine options to choose from; `gap`, if given, becomes the scheduler's SLO."""
@@ -263,9 +296,15 @@ def proposals(space: Space, demand: Demand, levels: Levels, refused: list[str]) 
         if found.long_prompt_seconds > 2 * levels.bounds.get("ttft", math.inf):
             refused.append(f"{one.title}: the prefill of a long prompt alone takes too long.")
             continue
-        known.append((one, price, found, load))
-        number = _workers(load.rate * found.seconds)
-        _offer(best, replace(one, roles=roles_of(number, None, None)), number * price, load)
+        for drafts in dict.fromkeys((0, space.drafts)):
+            drafting = replace(one, drafts=drafts, acceptance=space.acceptance if drafts else 0.0)
+            found = capacity_of(
+                worker, load, levels.gap, drafts=drafts, acceptance=drafting.acceptance
+            )
+            known.append((drafting, price, found, load))
+            number = _workers(load.rate * found.seconds)
+            fleet = replace(drafting, roles=roles_of(number, None, None))
+            _offer(best, fleet, number * price, load)
     cheapest = {}
     for part in ("prefill_seconds", "decode_seconds"):
         cheapest[part] = sorted(known, key=lambda it: it[1] * getattr(it[2], part))[:3]
@@ -295,7 +334,8 @@ def _offer(
 ) -> None:
     """Keep the cheapest candidate per machine, layout and number of ranks."""
     other = one.decode_machine
-    key = (one.machine.name, str(one.machine.devices), other.name if other else "", one.roles[0])
+    machines = (one.machine.name, str(one.machine.devices), other.name if other else "")
+    key = (*machines, one.roles[0], str(one.drafts))
     if key not in best or price < best[key].price:
         best[key] = Candidate(one, price, load)
 
@@ -330,7 +370,29 @@ def search(
         plan.tried.append(tried)
         for larger in _larger(tried, levels) if tried.missed else ():
             heapq.heappush(queue, (larger.price, next(order), larger))
+    if not plan.holding:
+        plan.repairs = _repairs(plan, seed, time.perf_counter() + REPAIR_SHARE * seconds)
     return plan
+
+
+def _repairs(plan: Plan, seed: int, until: float) -> list[Repair]:
+    """Changes of one flag that bring the nearest fleet nearer to its levels, simulated."""
+    nearest = plan.nearest
+    if nearest is None:
+        return []
+    found = []
+    for change in changes(nearest.candidate.deployment):
+        if time.perf_counter() > until:
+            break
+        # The search itself tries more workers.
+        if change.deployment.roles != nearest.candidate.deployment.roles:
+            continue
+        candidate = replace(nearest.candidate, deployment=change.deployment)
+        with contextlib.suppress(TwinphaseError):
+            tried = simulate(candidate, plan.demand, plan.levels, seed)
+            if plan.excess(tried) < MIN_GAIN * plan.excess(nearest):
+                found.append(Repair(change.flag, tried))
+    return sorted(found, key=lambda one: plan.excess(one.tried))
 
 
 def simulate(candidate: Candidate, demand: Demand, levels: Levels, seed: int) -> Tried:

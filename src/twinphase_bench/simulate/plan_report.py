@@ -51,11 +51,12 @@ def _answer(plan: Plan) -> list[Verdict]:
     holding = plan.holding
     if not holding:
         text = "No fleet that was simulated keeps the service levels; what would is unknown."
-        nearest = min(plan.tried, key=lambda one: _excess(plan, one), default=None)
+        nearest = plan.nearest
         reason = "; ".join([plan.left] if plan.left else [])
         if nearest is not None:
             reason += f" nearest: {described(nearest.candidate)}, {_levels(nearest)}"
-        return [Verdict(Status.UNKNOWN, text, reason.strip() or "; ".join(plan.not_possible[:3]))]
+        reason = reason.strip() or "; ".join(plan.not_possible[:3])
+        return [Verdict(Status.UNKNOWN, text, reason), *_repairs(plan)]
     best, *others = holding
     found = [Verdict(Status.INFO, f"Cheapest: {described(best.candidate)}.", _levels(best))]
     if others:
@@ -68,10 +69,21 @@ def _answer(plan: Plan) -> list[Verdict]:
     return found
 
 
+def _repairs(plan: Plan) -> list[Verdict]:
+    found = []
+    for one in plan.repairs[:3]:
+        what = "misses" if one.tried.missed else "keeps"
+        text = f"With {one.flag} the nearest fleet {what} the levels."
+        found.append(Verdict(Status.INFO, text, _levels(one.tried)))
+    return found
+
+
 def described(candidate: Candidate) -> str:
     """A description of a fleet, with the flags of `serve`."""
     one = candidate.deployment
     words = [f"--{name.replace('_', '-')} {value}" for name, value in one.engine.items()]
+    if one.drafts:
+        words.append(f"{one.drafts} drafts at an acceptance of {one.acceptance:g}")
     return f"{one.title} at {candidate.price:,.4g} per hour ({' '.join(words)})"
 
 
@@ -84,10 +96,6 @@ def _levels(one: Tried) -> str:
     )
     part = f", 1/{one.slice_of} of it simulated" if one.slice_of > 1 else ""
     return f"{found}{late}; {pools}{part}"
-
-
-def _excess(plan: Plan, one: Tried) -> float:
-    return max(one.levels[name] / bound for name, bound in plan.levels.bounds.items())
 
 
 def uses(plan: Plan, one: Tried) -> dict[str, float]:
