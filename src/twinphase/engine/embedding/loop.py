@@ -26,6 +26,7 @@ from twinphase.engine.process.messages import (
     ToEngine,
 )
 from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseError, one_line
+from twinphase.models.tasks import matryoshka_sizes
 
 
 @dataclass(eq=False)
@@ -148,9 +149,13 @@ def make_loop(
 ) -> tuple[EngineLoop | EmbeddingLoop, EngineFacts]:
     """The loop for a loaded model, and its facts."""
     if isinstance(loaded, LoadedEmbedder):
-        model = loaded.text.checkpoint.fingerprint
+        checkpoint = loaded.text.checkpoint
         facts = EngineFacts(
-            loaded.config, None, None, 0, None, None, embedding_size=loaded.size, model=model
+            loaded.config,
+            *(None, None, 0, None, None),
+            embedding_size=loaded.size,
+            matryoshka_sizes=matryoshka_sizes(checkpoint),
+            model=checkpoint.fingerprint,
         )
         return EmbeddingLoop(loaded, send), facts
     loop = EngineLoop(loaded, send)
