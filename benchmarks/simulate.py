@@ -171,12 +171,17 @@ class Logs:
     def calibrations(
         self, model: str, front: Front, since: dict[str, int], folder: Path
     ) -> dict[str, Calibration]:
-        """What the logs show of the steps since those of that number, by role."""
+        """What the logs show of the steps since those of that number, by role.
+
+        Of a worker that made fewer than `MIN_STEPS` since then, all steps count.
+        """
         found = {}
+        steps = self.num_steps()
         for role, path in self.by_role.items():
             so_far = shutil.copy(path, folder / "so_far.jsonl")
             warm_up = WARM_UP_STEPS if role == "both" else POOL_WARM_UP_STEPS
             first = since.get(role, warm_up)
+            first = first if steps[role] - first >= MIN_STEPS else warm_up
             found[role] = calibration_of(
                 so_far, model=model, front=front, first=first, least=MIN_STEPS
             )
@@ -294,13 +299,13 @@ class Pair:
         hindsight = simulate(deployment(args.model, options, own), path, self.seed)
         done = simulate(found, path, self.seed)
         kept = [self._trial(seen, done, "steps", figures(hindsight.observations))]
-        console.print(row(kept[0]), soft_wrap=True)
+        console.print(row(kept[0]), soft_wrap=True, markup=False)
         for what, observations in (
             ("real", seen[0]),
             ("simulated", done.observations),
             ("with the step times of the run", hindsight.observations),
         ):
-            console.print(f"  {what}: {parts_of(observations)}", soft_wrap=True)
+            console.print(f"  {what}: {parts_of(observations)}", soft_wrap=True, markup=False)
         for file in args.calibrations:
             measured = measured_machine(
                 file, deployment(args.model, options, {"both": own_any(own)})
@@ -310,7 +315,7 @@ class Pair:
                 deployment(args.model, options, {"both": measured.calibration}), path, self.seed
             )
             kept.append(self._trial(seen, one, measured.source, {}))
-            console.print(f"  by {measured.source}: {row(kept[-1])}", soft_wrap=True)
+            console.print(f"  by {measured.source}: {row(kept[-1])}", soft_wrap=True, markup=False)
         return kept
 
     def _trial(
