@@ -48,12 +48,17 @@ def oracle_loss(oracle: Oracle, ids: list[int]) -> float:
 
 @pytest.fixture(scope="module")
 def texts(token_ids) -> list[list[int]]:
-    """The beginning of each text, and the longest whole, up to 2,000 tokens.
+    """The longest text, up to 2,000 tokens, and the beginnings of some others."""
+    return some_texts(list(token_ids.values()))
 
-    Most of the time goes to transformers' float32 logits, so only one text is whole.
+
+def some_texts(ids_of_texts: list[list[int]]) -> list[list[int]]:
+    """The longest text whole, and the beginning of every second one.
+
+    Most of the time goes to transformers' float32 logits.
     """
-    longest = max(token_ids.values(), key=len)
-    return [ids if ids is longest else ids[:BEGINNING] for ids in token_ids.values()]
+    longest = max(ids_of_texts, key=len)
+    return [longest, *(ids[:BEGINNING] for ids in ids_of_texts[::2] if ids is not longest)]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +88,7 @@ def test_logits_of_the_reference(shipped):
     """Only the whole text, of up to 2,000 tokens, shows what the length does."""
     _, errors = shipped
     print([f"{error:.1e}" for error in errors])
-    assert len(errors) == 20 and 0 < max(errors) < LOGITS_TOLERANCE
+    assert len(errors) >= 10 and 0 < max(errors) < LOGITS_TOLERANCE
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
@@ -114,16 +119,14 @@ def test_within_one_percent_in_other_formats(tensor_type, model_path, texts, tmp
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_within_one_percent_on_others(name, monkeypatch, tmp_path):
-    """The beginnings of texts, and of the longest 1,000 tokens."""
+    """The beginnings of some texts, and of the longest 700 tokens."""
     with monkeypatch.context() as patch:
         patch.setenv("TWINPHASE_CACHE", str(USER_CACHE))
         path = cached_model(name)
     if path is None:
         pytest.skip(f"{name} is not in the cache: twinphase pull {name}")
     tokenizer = Tokenizer.from_checkpoint(open_gguf(path))
-    whole = [tokenizer.encode(text)[:1000] for text in TEXTS.values()]
-    longest = max(whole, key=len)
-    texts = [ids if ids is longest else ids[:BEGINNING] for ids in whole]
+    texts = some_texts([tokenizer.encode(text)[:700] for text in TEXTS.values()])
     oracle = Oracle(rewritten(path, tmp_path / "model.gguf"))
     steps = Steps(path, CpuBackend(max_num_batched_tokens=CHUNK), num_blocks=125)
     assert_close(name, steps, texts, sum(oracle_loss(oracle, ids) for ids in texts))

@@ -1,4 +1,4 @@
-"""Divides each step's time among the requests that lived through it, by the cost model.
+"""Divides each step's time among the requests that it affected, by the cost model.
 
 A step that took T and for which the model predicted P is divided as the model divides P,
 scaled by T / P:
@@ -11,8 +11,8 @@ scaled by T / P:
     prefill       what the step would have taken with this chunk alone; the rest of it is
     `prefill_wait`
 
-A request that is alone in its step bears all of it. Not for reading clocks (the engine does), nor
-for sentences (`explain.py`).
+A request that is alone in its step gets all of its time. The engine reads the clocks, and
+`explain/` writes the sentences.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEPT_RECORDS = 4096
 
 @dataclass(frozen=True)
 class _Wait:
-    """How the ledger's sums stood when a request began to wait."""
+    """The ledger's sums at the moment when a request began to wait."""
 
     held_back: dict[str, float]
     work: float
@@ -45,7 +45,7 @@ class Ledger:
         records: the last steps, oldest first.
         seconds: time of finished requests by kind of interval, `unattributed` among them.
         num_steps: all steps so far.
-        settled: when everything about the last step was written down, seconds.
+        settled: when the records of the last step were complete, seconds.
     """
 
     def __init__(self, shape: ModelShape, cost_model: CostModel) -> None:

@@ -1,7 +1,7 @@
-"""What a machine was measured to do with a model, for simulations: learned from a step log.
+"""Step times of a machine with a model, learned from a step log, for simulations.
 
-The log of a real server (`serve --trace-file`) has the work and the time of each step, and what
-passed between steps. The cost model learns from it as the server's own did.
+The log of a real server (`serve --trace-file`) has the work and the time of each step, and the
+time between steps. The cost model learns from it as the server's own cost model did.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ MAX_NOISE = 4096
 
 @dataclass(frozen=True)
 class Calibration:
-    """A machine with a model, as measured.
+    """Measured step times of a machine with a model.
 
     Attributes:
         model, processor, threads, date: what was measured, and when.
         costs: arguments of the cost model.
-        config: of the engine, resolved.
+        config: the engine's resolved configuration.
         between_steps, between_steps_per_request, noise, prefill_noise: as in `WorkerSpec`.
-        front: outside the engine.
-        steps: that it was learned from.
-        source: where they come from, one of `ERROR_SOURCES`.
-        median_error: of the cost model's last predictions.
+        front: times outside the engine.
+        steps: number of steps that it was learned from.
+        source: source of the step times, one of `ERROR_SOURCES`.
+        median_error: median relative error of the cost model's last predictions.
     """
 
     model: str
@@ -98,7 +98,7 @@ class Calibration:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """A saved calibration, or that of a step log.
+    """Read a saved calibration, or learn one from a step log.
 
     Raises:
         InvalidRequestError: the file is neither.
@@ -131,11 +131,11 @@ def calibration_of(
     """Learn from the steps of a log.
 
     Args:
-        log: of a server on the machine in question.
-        model: its name, for reports.
-        front: what requests take outside the engine, if that was measured.
-        first: steps whose scatter is not learned.
-        least: steps that are needed after them.
+        log: step log of a server on the machine in question.
+        model: name of the model, for reports.
+        front: times of requests outside the engine, if they were measured.
+        first: number of first steps whose variation is not learned.
+        least: number of steps that are needed after those.
 
     Raises:
         InvalidRequestError: not a step log, or one with too few steps.
@@ -162,8 +162,8 @@ def calibration_of(
             "Run a load against the server for half a minute.",
         )
     fixed, per_request = _gap_line(gaps)
-    # The pace at the end of the log is that of its last steps; the prices are to be those of all,
-    # so that all steps together take what they took.
+    # The cost model's pace at the end of the log is that of its last steps. The prices must be
+    # those of all steps, so that their total time is kept.
     costs = last.cost_model
     predicted = [costs.seconds(work) for work, _ in steps]
     pace = sum(seconds for _, seconds in steps) / sum(predicted)
@@ -190,10 +190,10 @@ def calibration_of(
 
 
 def _gap_line(gaps: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds between steps: fixed, and per request of the step; neither is below 0.
+    """Seconds between steps: a fixed part and a part per request; neither is negative.
 
-    The line goes through the medians of each size, so that single pauses do not tilt it. Then it is
-    raised until all gaps together take what they took.
+    The line is fitted to the median of each batch size, so that single pauses do not tilt it. Then
+    it is raised until the total time of all gaps is kept.
     """
     if not gaps:
         return 0.0, 0.0
@@ -211,6 +211,6 @@ def _gap_line(gaps: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def calibration_file(model: str, options: Mapping[str, Any]) -> Path:
-    """Where the calibration of a model on this machine is kept, by the options that matter."""
+    """Path of the calibration of a model on this machine with these options."""
     key = json.dumps([FORMAT, processor_name(), model, sorted(options.items())])
     return cache_root() / "calibrations" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"

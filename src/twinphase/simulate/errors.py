@@ -1,4 +1,4 @@
-"""How far simulations were from real servers: measured, stored, and shown beside each answer."""
+"""Measured errors of simulations against real servers, which every report states."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Trial:
-    """One configuration under one trace, run for real and simulated.
+    """One configuration under one trace, run on a real server and simulated.
 
     Attributes:
         machine, model, date: what ran, and when.
         configuration, trace: what was run.
-        requests: in the trace.
+        requests: number of requests in the trace.
         utilisation: busy share of the workers in the simulation.
         real, simulated: figures by name; seconds, and requests per second.
-        spread: of the real runs of it, (highest - lowest) / median; empty with one run.
+        spread: (highest - lowest) / median of repeated real runs; empty with one run.
         source: where the simulation's step times come from, one of `ERROR_SOURCES`.
         hindsight: figures simulated with the step times of the trace's own run, which has no error
             of a machine that changed since its calibration; empty where they were not logged.
@@ -61,7 +61,7 @@ class Trial:
     hindsight: dict[str, float] = field(default_factory=dict)
 
     def error(self, figure: str) -> float:
-        """(simulated - real) / real; where nothing was real, 0 or 1."""
+        """(simulated - real) / real; if the real figure is 0, the result is 0 or 1."""
         return self._error(self.simulated, figure)
 
     def hindsight_error(self, figure: str) -> float:
@@ -88,10 +88,10 @@ def write_trials(trials: Sequence[Trial], path: Path = FILE) -> None:
 
 
 def error_sentence(trials: Sequence[Trial], source: str, hardware: str) -> str:
-    """What is known of the error of an answer, in words.
+    """A sentence about the expected error of a simulation.
 
     Args:
-        trials: the stored ones.
+        trials: the stored trials.
         source: where its step times come from, one of `ERROR_SOURCES`.
         hardware: the machine's name.
     """

@@ -22,7 +22,7 @@ class MeasuredPoint:
     """A prefill of `tokens`, or a decode step of `batch` sequences after `tokens` tokens each.
 
     Attributes:
-        seconds: of the whole prefill, or of the step.
+        seconds: time of the whole prefill, or of the decode step.
     """
 
     phase: str
@@ -31,7 +31,7 @@ class MeasuredPoint:
     batch: int = 1
 
     def works(self, chunk: int, window: int | None) -> list[StepWork]:
-        """Its steps, with prompts in chunks."""
+        """The work of its steps; prompts are divided into chunks."""
         if self.phase == "decode":
             return [StepWork.of_decodes(self.batch, self.tokens + 1, window)]
         return [
@@ -48,11 +48,11 @@ class MeasuredPoint:
 def calibration_of_points(
     points: Sequence[MeasuredPoint], deployment: Deployment, source: str
 ) -> Calibration:
-    """Prices that explain the points; there is no scatter, and nothing between steps.
+    """Fit prices to the points; steps do not vary, and no time passes between them.
 
     Args:
-        points: of both phases.
-        deployment: of the model on this machine, with the options of the measurement.
+        points: measured points of both phases.
+        deployment: the model on this machine, with the options of the measurement.
         source: "bench" or "roofline".
 
     Raises:

@@ -1,4 +1,4 @@
-"""From the options of `twinphase simulate` to its answer."""
+"""Runs the simulation that the options of `twinphase simulate` describe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from twinphase_bench.simulate.options import LoadPlan, UserOptions, deployment_o
 from twinphase_bench.simulate.repair import repairs
 from twinphase_bench.simulate.report import Answer
 
-# Options that change what a step takes.
+# Options that change the time of a step.
 STEP_OPTIONS = ("threads", "tensor_parallel_size", "kv_cache_dtype")
 
 
@@ -52,7 +52,7 @@ class Question:
         return pools or cluster.get("replicas") or 1
 
     def machine(self, progress: Progress) -> Machine:
-        """What each worker runs on; this machine is measured if it was not."""
+        """Hardware of each worker; this machine is measured if it has not been yet."""
         given = self.given
         ranks = given["engine"].get("tensor_parallel_size", 1)
         calibration: Calibration | None = None
@@ -99,10 +99,10 @@ class Question:
 
 
 def ask(question: Question, progress: Progress) -> Answer:
-    """Simulate, and look for repairs where a service level is missed.
+    """Simulate, and search for repairs if a service level is missed.
 
     Raises:
-        TwinphaseError: an option cannot be, or this machine could not be measured.
+        TwinphaseError: an option is invalid, or this machine could not be measured.
     """
     given = question.given
     slos = Slos.parse(given["goodput"])

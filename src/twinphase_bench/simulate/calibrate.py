@@ -1,8 +1,9 @@
 """Measures this machine for simulations: a real server under a short load, and its step log.
 
-Half a minute, once per model and options; the result is kept. The load is made up: lone requests of
-several lengths, then more and more at once, so that the log has prefill, decode and mixed steps of
-many sizes. What a request takes outside the engine is what its client saw beyond its ledger.
+This takes half a minute, once per model and options; the result is kept. The load is synthetic:
+single requests of several lengths, then more and more at once, so that the log has prefill, decode
+and mixed steps of many sizes. The time outside the engine is what the client measured beyond the
+request's ledger.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ QUIET = ("--no-page", "--speculative-config", "none")
 
 
 class ServerFailedError(TwinphaseError):
-    """The server that was to be measured did not start."""
+    """The server to be measured did not start."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the load: this number of requests at once."""
+    """A part of the load, with a fixed number of concurrent requests."""
 
     concurrency: int
     requests: int
@@ -65,7 +66,7 @@ STAGES = (
 
 @contextlib.contextmanager
 def running_server(model: str, options: Sequence[str]) -> Iterator[str]:
-    """The URL of `twinphase serve` in a process of its own, which is ended at the end.
+    """Run `twinphase serve` in a process of its own, which ends with the context; yields its URL.
 
     Raises:
         ServerFailedError: it does not start.
@@ -118,9 +119,9 @@ def calibration_here(
 
     Args:
         model: as for `serve`.
-        options: of its engine that change what a step takes, by `EngineConfig`'s names.
-        progress: called while it is measured.
-        again: measure even if there is one.
+        options: engine options that change the time of a step, with `EngineConfig`'s names.
+        progress: called during the measurement.
+        again: whether to measure even if there is a kept calibration.
         replicas: engines that share this machine, all of them busy.
     """
     path = calibration_file(model, {**options, "replicas": replicas})
@@ -158,7 +159,7 @@ def calibrate(
 
 
 async def send_stages(url: str, progress: Progress) -> list[LoadResult]:
-    """The load that a calibration is learned from."""
+    """Send the load from which a calibration is learned."""
     target = await OpenAITarget.open(url)
     try:
         sizing = await target.sizing()
@@ -173,7 +174,7 @@ async def send_stages(url: str, progress: Progress) -> list[LoadResult]:
 
 
 def front_of(results: Sequence[LoadResult]) -> Front:
-    """What a request takes outside the engine: TTFT beyond queue and prefill, by prompt length."""
+    """Times outside the engine: TTFT minus queue and prefill, fitted to the prompt length."""
     points = [
         point
         for result in results

@@ -22,12 +22,12 @@ from twinphase_bench.report.result import FORMAT, read_result
 PREFILL = re.compile(r"prefill(_seconds)?\[n=(\d+)\](?: tok/s)?$")
 DECODE_STEP = re.compile(r"decode_step_seconds\[position=(\d+),batch=(\d+)\]$")
 DECODE_RATE = re.compile(r"decode\[batch=(\d+),context=(\d+)\] tok/s$")
-# Below, a result is of another machine or model than the datasheet's.
+# A smaller MFU or MBU means that the result is of another machine or model.
 LEAST = 0.01
 
 
 def is_result(path: Path) -> bool:
-    """Whether a file, or the one in a folder, is a result of `bench` or `roofline`."""
+    """Whether a file, or the `result.json` of a folder, is of `bench` or `roofline`."""
     path = path / "result.json" if path.is_dir() else path
     try:
         with path.open("rb") as file:
@@ -37,7 +37,7 @@ def is_result(path: Path) -> bool:
 
 
 def points_of(path: Path) -> tuple[str, list[MeasuredPoint]]:
-    """What a result measured of both phases, and the command that did.
+    """The command of a result, and the points of both phases that it measured.
 
     Raises:
         InvalidRequestError: it has no prefill, or no decode step of one sequence.
@@ -68,11 +68,11 @@ def points_of(path: Path) -> tuple[str, list[MeasuredPoint]]:
 
 
 def measured_machine(path: Path, deployment: Deployment) -> Machine:
-    """The deployment's machine with the step times that a result shows.
+    """The deployment's machine with the step times of a result.
 
     For this machine, prices are fitted to all points. A datasheet gets its MFU from the longest
-    prefill and its MBU from a decode step of one sequence: what its peaks would take, over what was
-    measured.
+    prefill and its MBU from a decode step of one sequence: the time at its peaks, divided by the
+    measured time.
 
     Raises:
         InvalidRequestError: the result has no phases, or they cannot be those of this machine.

@@ -1,8 +1,8 @@
 """`twinphase plan`: the cheapest deployment that keeps service levels at a load, by simulation.
 
 Arithmetic proposes fleets for every machine and layout; the real scheduler decides, cheapest first.
-A fleet that misses a level is tried again with one worker more of the pool that was late. Of large
-fleets a slice with the same load per worker is simulated.
+A fleet that misses a level is tried again with one more worker in the pool that was late. For a
+large fleet, a slice with the same load per worker is simulated.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from twinphase import (
 from twinphase.phases.statistics import percentile
 from twinphase_bench.simulate.repair import changes
 
-# Of a worker's time that arithmetic fills; queues need the rest.
+# Share of a worker's time that a proposal fills; queues need the rest.
 TARGET_USE = 0.75
-# Workers of a slice, and requests of a simulation, at most.
+# The most workers of a slice, and the most requests of a simulation.
 SLICE_WORKERS = 4
 MAX_OUTPUT_TOKENS = 60_000
 REQUESTS = (120, 400)
 # Requests at the start, which find an idle fleet, are not judged.
 WARM_UP_SHARE = 0.15
 MAX_WORKERS = 4096
-# A fleet is better that misses by less than this share of what the best one before it did; after
-# this number of fleets that are not, a layout is given up.
+# A fleet counts as better if its miss is below this share of the best miss before it. A layout is
+# given up after the following number of fleets that are not better.
 MIN_GAIN = 0.97
 MAX_STALE = 2
-# Of the search's time, for repairs of the nearest fleet where none holds.
+# If no fleet holds, repairs of the nearest one get this share of the search's time.
 REPAIR_SHARE = 0.5
 RANKS = (1, 2, 4, 8)
 LEVELS = ("ttft", "itl", "tpot")
@@ -87,7 +87,7 @@ class Levels:
         return cls(bounds, at)
 
     def measured(self, done: Simulated) -> dict[str, float]:
-        """Each level's percentile of a load, without its first requests."""
+        """The percentile of each level's latency, without the first requests."""
         seen = done.observations[round(WARM_UP_SHARE * len(done.observations)) :]
         values = {
             "ttft": [one.ttft for one in seen if one.ttft is not None],
@@ -117,7 +117,7 @@ class Demand:
     """The load of a plan: lengths, and either a rate or users.
 
     Attributes:
-        rate: requests per second; None follows from the users.
+        rate: requests per second; None means that the users determine it.
     """
 
     prompt: Distribution
@@ -135,7 +135,7 @@ class Demand:
         return self.prompt.mean + self.shared_prefix, self.output.mean + thinking
 
     def shape(self, seconds_per_token: float) -> LoadShape:
-        """In means; users send as often as their answers and pauses let them."""
+        """Mean values; users send as often as their answers and pauses allow."""
         prompt, output = self.tokens
         rate = self.rate
         if rate is None:
@@ -149,8 +149,8 @@ class Candidate:
     """A fleet and its price per hour.
 
     Attributes:
-        worst: by what factor the fleets that it enlarges missed a level, at best.
-        stale: number of these since the last one that was better.
+        worst: smallest factor by which the fleets that it enlarges missed a level.
+        stale: number of these fleets since the last improvement.
     """
 
     deployment: Deployment
@@ -192,10 +192,10 @@ class Repair:
 
 @dataclass
 class Plan:
-    """What a search found: `tried` in its order; `left` is why it ended early, or "".
+    """Result of a search: `tried` in order; `left` says why it ended early, or is "".
 
     Attributes:
-        repairs: where no fleet holds, changes of the nearest one, the best first.
+        repairs: changes of the nearest fleet if none holds, the best first.
     """
 
     levels: Levels
@@ -216,7 +216,7 @@ class Plan:
 
     @property
     def holding(self) -> list[Tried]:
-        """The cheapest first."""
+        """Fleets that keep all levels, the cheapest first."""
         found = [one for one in self.tried if not one.missed]
         return sorted(found, key=lambda one: one.candidate.price)
 
@@ -226,11 +226,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched: machines with prices per worker and hour, and options of an engine.
+    """The search space: machines with prices per worker and hour, and engine options.
 
     Attributes:
-        drafts: of speculation, which is tried beside none; 0 is none alone.
-        acceptance: chance that a drafted token is right.
+        drafts: most drafts per decode, tried as well as no speculation; 0 tries none.
+        acceptance: probability that a draft is right.
     """
 
     model: str
@@ -245,7 +245,7 @@ class Space:
     acceptance: float = 0.0
 
     def engines(self, gap: float | None) -> Iterator[dict[str, Any]]:
-        """Options to choose from; with a gap between tokens to keep, the scheduler keeps it."""
+        """Engine options to choose from; `gap`, if given, becomes the scheduler's SLO."""
         pace = {} if gap is None else {"itl_slo_ms": round(1e3 * gap, 1)}
         for kind in self.kv_types:
             for chunk in self.chunks:
@@ -332,7 +332,7 @@ def _workers(use: float) -> int:
 def _offer(
     best: dict[tuple[str, ...], Candidate], one: Deployment, price: float, load: LoadShape
 ) -> None:
-    """Keep the cheapest of a machine, a layout and a number of ranks."""
+    """Keep the cheapest candidate per machine, layout and number of ranks."""
     other = one.decode_machine
     machines = (one.machine.name, str(one.machine.devices), other.name if other else "")
     key = (*machines, one.roles[0], str(one.drafts))
@@ -343,7 +343,7 @@ def _offer(
 def search(
     space: Space, demand: Demand, levels: Levels, progress: Progress, *, seconds: float, seed: int
 ) -> Plan:
-    """Simulate proposals, cheapest first, until one of each layout holds or the time is used."""
+    """Simulate proposals, cheapest first, until each layout has one that holds or time is up."""
     plan = Plan(levels, demand)
     order = count()
     queue = [
@@ -356,7 +356,7 @@ def search(
         _, _, candidate = heapq.heappop(queue)
         deployment = candidate.deployment
         key = (repr(replace(deployment, roles=("both",))), *candidate.pools)
-        # A dearer fleet of a layout that holds already is no news, but for a runner-up.
+        # A layout that holds needs no dearer fleet, unless a runner-up is missing.
         done = plan.cheapest(candidate.layout) is not None and len(plan.holding) > 1
         if key in seen or done:
             continue
@@ -396,7 +396,7 @@ def _repairs(plan: Plan, seed: int, until: float) -> list[Repair]:
 
 
 def simulate(candidate: Candidate, demand: Demand, levels: Levels, seed: int) -> Tried:
-    """Run a slice of a fleet under its part of the load."""
+    """Simulate a slice of a fleet under its share of the load."""
     deployment = candidate.deployment
     slice_of = _slice(candidate.pools)
     prefill, decode = (number // slice_of for number in candidate.pools)
@@ -415,7 +415,7 @@ def simulate(candidate: Candidate, demand: Demand, levels: Levels, seed: int) ->
 def requests_of(
     demand: Demand, rate: float, number: int, seed: int, context: int
 ) -> list[TraceRequest]:
-    """An open load (Poisson) of the lengths of a demand."""
+    """An open load with Poisson arrivals and the lengths of a demand."""
     offsets = Paced(rate, seed).offsets([None] * number)
     return open_load(
         offsets,
@@ -429,7 +429,7 @@ def requests_of(
 
 
 def _slice(pools: tuple[int, int]) -> int:
-    """Into how many equal parts a fleet divides, each with a few workers."""
+    """Number of equal slices of a fleet, each with a few workers."""
     workers = sum(pools)
     common = math.gcd(*pools) if pools[1] else pools[0]
     parts = [one for one in range(1, common + 1) if common % one == 0]
@@ -437,7 +437,7 @@ def _slice(pools: tuple[int, int]) -> int:
 
 
 def _larger(tried: Tried, levels: Levels) -> Iterator[Candidate]:
-    """The same fleet with more of the workers that were late."""
+    """Fleets with more workers in the pool that was late."""
     candidate = tried.candidate
     deployment = candidate.deployment
     prefill, decode = candidate.pools
@@ -446,7 +446,7 @@ def _larger(tried: Tried, levels: Levels) -> Iterator[Candidate]:
     if stale > MAX_STALE:  # More workers do not help.
         return
     candidate = replace(candidate, worst=min(worst, candidate.worst), stale=stale)
-    # Far from a level, one worker more would be lost time.
+    # Far from a level, adding single workers would waste time.
     step = 0.1 if worst < 2 else 0.25
     each = candidate.price / (prefill + decode)
     if not decode:

@@ -25,7 +25,7 @@ NOT_FAR = 0.05
 
 
 def plan_report(plan: Plan) -> Report:
-    """All of it."""
+    """The whole report of a plan."""
     verdicts = [*_answer(plan), *_limits(plan), *_break_even(plan)]
     sources = {one.candidate.deployment.machine.source for one in plan.tried} or {"datasheet"}
     error = error_sentence(read_trials(), max(sources, key=[*ERROR_SOURCES].index), "the hardware")
@@ -79,7 +79,7 @@ def _repairs(plan: Plan) -> list[Verdict]:
 
 
 def described(candidate: Candidate) -> str:
-    """A fleet in words and flags."""
+    """A description of a fleet, with the flags of `serve`."""
     one = candidate.deployment
     words = [f"--{name.replace('_', '-')} {value}" for name, value in one.engine.items()]
     if one.drafts:
@@ -99,7 +99,7 @@ def _levels(one: Tried) -> str:
 
 
 def uses(plan: Plan, one: Tried) -> dict[str, float]:
-    """How much of each limit a fleet uses: 1 is all of it."""
+    """The used fraction of each limit of a fleet."""
     candidate = one.candidate
     deployment = candidate.deployment
     load = candidate.load
@@ -158,7 +158,7 @@ def _limits(plan: Plan) -> list[Verdict]:
 
 
 def _break_even(plan: Plan) -> list[Verdict]:
-    """One pool against two."""
+    """Verdicts that compare one pool with two."""
     one, two = (plan.cheapest(layout) for layout in ("one pool", "two pools"))
     if one is None or two is None:
         missing = "two pools" if two is None else "one pool"

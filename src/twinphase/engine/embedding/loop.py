@@ -45,8 +45,8 @@ class EmbeddingLoop:
         self.loaded = loaded
         self._send = send
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
-        self._lines: dict[str, deque[_Job]] = {}  # of the tenants that wait
-        self._times: dict[str, float] = {}  # tokens by weight, since no tenant waited
+        self._lines: dict[str, deque[_Job]] = {}  # By tenant that waits.
+        self._times: dict[str, float] = {}  # Tokens / weight, since the last idle moment.
 
     def put(self, message: ToEngine) -> None:
         """Hand a message to the loop, from any thread."""
@@ -79,7 +79,7 @@ class EmbeddingLoop:
             self._send(refusal(about, problem))
 
     def _add(self, job: _Job) -> None:
-        """Put it into its tenant's line; time that the tenant left unused is no credit."""
+        """Put a job into its tenant's queue; time that the tenant left unused is no credit."""
         if not self._lines:
             self._times.clear()
         tenant = job.message.tenant

@@ -67,18 +67,18 @@ class _RankedBackend:
         self._local = local
         self._ranks = ranks
         self._model = model
-        self.rank_wait = 0.0  # seconds that rank 0 waited for others in the last step
+        self.rank_wait = 0.0  # Seconds that rank 0 waited for others in the last step.
         whole = model.blueprint.whole
         count = ranks.group.ranks
         self._layers = whole.kv_shapes
-        # Of each rank and group of layers.
+        # KV heads of each rank and group of layers.
         self._heads = [list(kv_spans(whole, rank, count).values()) for rank in range(count)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._local, name)
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
-        """Rank 0's; the others have theirs when they are ready."""
+        """Allocate rank 0's KV cache; the others have theirs when they are ready."""
         try:
             with bound_to(self._ranks.cores):
                 self._local.allocate_kv_cache(spec)
@@ -90,7 +90,7 @@ class _RankedBackend:
     def kv_bytes_per_token(
         self, dtype: str | None = None, layers: Sequence[KVShape] | None = None
     ) -> int:
-        """Of all KV heads."""
+        """Bytes of all KV heads per token."""
         return self._local.kv_bytes_per_token(dtype, layers or self._layers)
 
     def _run(
@@ -106,10 +106,10 @@ class _RankedBackend:
         waited = self._ranks.group.waits()[0]
         self._ranks.step_begins()
         try:
-            with bound_to(self._ranks.cores):  # the threads of the first step stay there
+            with bound_to(self._ranks.cores):  # The threads of the first step stay there.
                 result = compute(forward, inputs)
         except Exception as error:
-            self._ranks.check()  # which rank is missing says more than what came of it here
+            self._ranks.check()  # An error that names the missing rank is more useful.
             raise self._ranks.given_up(error) from error
         except BaseException:
             self._ranks.close()
@@ -140,7 +140,7 @@ class _RankedBackend:
         return self._local.device_sampler.sample(plan)
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
-        """The frames that one rank alone would give."""
+        """The same frames as with a single rank."""
         self._ranks.tell(Read(list(block_ids)))
         frames = [self._local.read_blocks(block_ids), *self._ranks.blocks()]
         fingerprint = self._local.kv_fingerprint

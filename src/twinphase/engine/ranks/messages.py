@@ -1,4 +1,4 @@
-"""What rank 0 and the other ranks of a model say to each other between steps."""
+"""Messages between rank 0 and the other ranks of a model, between steps."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The rank ends, by an error of this kind."""
+    """The rank ends with an error of this kind."""
 
     kind: str
     cause: str
