@@ -10,6 +10,7 @@ quantizing a billion random numbers would take minutes and change nothing.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from twinphase.blueprint import Blueprint, ShortConv
 from twinphase.estimate.known_models import KNOWN_MODELS
+from twinphase.models.architectures import describe, gguf_architecture
+from twinphase.models.config import Config
+from twinphase.models.tensors import model_tensors
+from twinphase.weights.checkpoint import Checkpoint, TensorInfo
 
 # Bytes and weights of a block, where its float16 scale and minimum are, and the largest size of a
 # code.
@@ -56,62 +62,129 @@ def random_tensor(rng: np.random.Generator, shape: tuple[int, int], kind: str) -
     return data.reshape(rows, -1)
 
 
-def write_model(name: str, kind: str, path: Path, layers: int | None = None) -> Path:
-    """A Llama-family file; `layers` replaces the known model's."""
-    config = dict(KNOWN_MODELS[name].config)
-    layers = layers or config["num_hidden_layers"]
-    vocab = config["vocab_size"]
-    hidden = config["hidden_size"]
-    heads = config["num_attention_heads"]
-    kv_heads = config["num_key_value_heads"]
-    ffn = config["intermediate_size"]
-    dim = config.get("head_dim", hidden // heads)
-    writer: Any = gguf.GGUFWriter(str(path), "llama")
-    writer.add_context_length(8192)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(ffn)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(dim)
-    writer.add_value_length(dim)
-    writer.add_rope_dimension_count(dim)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(float(config.get("rope_theta", 10000.0)))
-    writer.add_vocab_size(vocab)
+def metadata_of(b: Blueprint, theta: float) -> dict[str, Any]:
+    """GGUF's keys after the architecture's prefix, as llama.cpp's converters write them."""
+    layers = range(b.num_layers)
+    heads = [0 if i in b.recurrent_layers else b.kv_shape(i).num_heads for i in layers]
+    widths = [b.ffn_width(i) for i in layers]
+    dim = b.full_kv.head_dim if b.full_kv else b.head_dim
+    values: dict[str, Any] = {
+        "context_length": 8192,
+        "embedding_length": b.hidden_size,
+        "block_count": b.num_layers,
+        "feed_forward_length": widths if len(set(widths)) > 1 else widths[0],
+        "attention.head_count": b.num_heads,
+        "attention.head_count_kv": heads if len(set(heads)) > 1 else heads[0],
+        "attention.key_length": dim,
+        "attention.value_length": dim,
+        "attention.layer_norm_rms_epsilon": b.norm_eps,
+        "rope.freq_base": theta,
+        "rope.dimension_count": 2 * max(len(rope.frequencies) for rope in b.ropes if rope)
+        if any(b.ropes)
+        else dim,
+        "vocab_size": b.vocab_size,
+    }
+    if any(b.windows):
+        values["attention.sliding_window"] = max(window for window in b.windows if window)
+        values["attention.sliding_window_pattern"] = [window is not None for window in b.windows]
+    if b.full_kv:
+        for key in ("attention.key_length_swa", "attention.value_length_swa"):
+            values[key] = b.head_dim
+        values["rope.dimension_count_swa"] = b.head_dim
+        values |= {
+            "attention.shared_kv_layers": b.shared_kv_layers,
+            "embedding_length_per_layer_input": b.layer_embedding_size,
+            "final_logit_softcapping": b.logit_softcap,
+        }
+    r = b.recurrence
+    if isinstance(r, ShortConv):
+        values["shortconv.l_cache"] = r.taps
+    elif r is not None:
+        values |= {
+            "ssm.conv_kernel": r.taps,
+            "ssm.state_size": r.key_dim,
+            "ssm.group_count": r.key_heads,
+            "ssm.time_step_rank": r.value_heads,
+            "ssm.inner_size": r.num_values,
+        }
+    if b.architecture == "granitehybrid":
+        values["expert_shared_feed_forward_length"] = widths[0]
+        values["rope.scaling.finetuned"] = False
+        values |= {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 8.0}
+        values["attention.scale"] = b.scale
+    if b.architecture == "qwen35":  # all positions of a text are the same in every section
+        values["rope.dimension_sections"] = [11, 11, 10, 0]
+        values |= {"full_attention_interval": 4, "attention.head_count_kv": b.num_kv_heads}
+    return values
+
+
+def add_value(writer: Any, key: str, value: Any) -> None:
+    add = {bool: "add_bool", int: "add_uint32", float: "add_float32", list: "add_array"}
+    getattr(writer, add[type(value)])(key, value)
+
+
+def add_vocabulary(writer: Any, size: int) -> None:
     writer.add_tokenizer_model("llama")
     tokens = [
         *VOCABULARY,
         *(f"<0x{byte:02X}>" for byte in range(256)),
-        *(f"w{i}" for i in range(vocab - 259)),
+        *(f"w{i}" for i in range(size - 259)),
     ]
     writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * vocab)
-    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * (vocab - 259)])
+    writer.add_token_scores([0.0] * size)
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * (size - 259)])
+
+
+def as_quantizer(name: str, shape: tuple[int, ...], kind: str) -> str:
+    """The type of a tensor where llama.cpp's quantizer writes most of them as `kind`."""
+    kept = ("conv.weight", "conv1d.weight", "norm.weight")
+    if not name.endswith(".weight") or len(shape) < 2 or name.endswith(kept):
+        return "F32"
+    if name == "token_embd.weight":
+        kind = "Q6_K"
+    return {"Q6_K": "Q8_0"}.get(kind, "Q5_0") if kind.endswith("K") and shape[1] % 256 else kind
+
+
+def write_model(name: str, kind: str, path: Path, layers: int | None = None) -> Path:
+    """A dense model's file; `layers` replaces the known model's: the first of them are written."""
+    config = dict(KNOWN_MODELS[name].config)
+    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
+    arch = gguf_architecture(config["model_type"], name)
+    blueprint = describe(Config(config, arch, name))
+    if blueprint.experts:
+        raise SystemExit(f"{name} is a mixture of experts, which this script does not write.")
+    values = metadata_of(blueprint, float(config.get("rope_theta", 1e6)))
+    writer: Any = gguf.GGUFWriter(str(path), arch)
+    for key, value in values.items():
+        add_value(writer, f"{arch}.{key}", value)
+    add_vocabulary(writer, blueprint.vocab_size)
+    shapes = {"token_embd.weight": (blueprint.vocab_size, blueprint.hidden_size)}
+    shapes |= {"blk.0.attn_q.bias": (1,)} if blueprint.qkv_bias else {}
+    header = Checkpoint(
+        path,
+        arch,
+        {f"{arch}.{key}": value for key, value in values.items()},
+        {tensor: TensorInfo(tensor, shape, "F32", 0, 0) for tensor, shape in shapes.items()},
+        (),
+        "",
+    )
     rng = np.random.default_rng(0)
-
-    def matrix(tensor: str, rows: int, columns: int, kind: str = kind) -> None:
-        data = random_tensor(rng, (rows, columns), kind)
-        writer.add_tensor(tensor, data, raw_dtype=gguf.GGMLQuantizationType[kind])
-
-    matrix(
-        "token_embd.weight", vocab, hidden, "Q6_K"
-    )  # as llama.cpp's quantizer stores a tied embedding
-    shapes = {
-        "attn_q": (heads * dim, hidden),
-        "attn_k": (kv_heads * dim, hidden),
-        "attn_v": (kv_heads * dim, hidden),
-        "attn_output": (hidden, heads * dim),
-        "ffn_gate": (ffn, hidden),
-        "ffn_up": (ffn, hidden),
-        "ffn_down": (hidden, ffn),
-    }
-    for layer in range(layers):
-        for tensor, (rows, columns) in shapes.items():
-            matrix(f"blk.{layer}.{tensor}.weight", rows, columns)
-        for norm in ("attn_norm", "ffn_norm"):
-            writer.add_tensor(f"blk.{layer}.{norm}.weight", np.ones(hidden, np.float32))
-    writer.add_tensor("output_norm.weight", np.ones(hidden, np.float32))
+    if blueprint.full_kv:  # a quarter of the pairs of a full layer's head rotates
+        divisors = np.full(blueprint.full_kv.head_dim // 2, 1e30, np.float32)
+        divisors[: len(divisors) // 4] = 1
+        writer.add_tensor("rope_freqs.weight", divisors)
+    # A head of its own would not change the work of a step.
+    for tensor, shape in model_tensors(replace(describe(Config.of(header)), tied=True)):
+        own = as_quantizer(tensor, shape, kind)
+        if own != "F32":
+            data = random_tensor(rng, (shape[0], shape[1]), own)
+            writer.add_tensor(tensor, data, raw_dtype=gguf.GGMLQuantizationType[own])
+        elif tensor.endswith("ssm_a"):
+            writer.add_tensor(tensor, np.full(shape, -1, np.float32))
+        else:
+            flat = tensor.endswith("norm.weight") or "scale" in tensor
+            numbers = np.ones(shape) if flat else rng.standard_normal(shape) / 2
+            writer.add_tensor(tensor, numbers.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,15 +1,21 @@
 """How far `twinphase simulate` is from a real server: the same trace, run for real and simulated.
 
-python benchmarks/simulate.py                                    # two configurations, three traces
-python benchmarks/simulate.py --requests 1000 --repeats 2 --configurations all --keep
+python benchmarks/simulate.py --configurations all --requests 60 --keep     # 20 to 25 minutes
+python benchmarks/simulate.py --configurations all --requests 1000 --repeats 2 --keep
 python benchmarks/simulate.py --configurations engine --traces agents --requests 60
+python benchmarks/simulate.py --calibrations roofline/result.json     # its step times as well
 
-Each server is first sent a load that has none of the trace's requests; the calibration is learned
-from the steps of its log so far (for several workers, from one engine with its share of the cores).
-Then it is sent the trace, at a rate that keeps the workers busy for the given share of the time.
-The client measures; the simulation gets the trace and the calibration only. Prints a row per pair,
-and with --keep writes what every answer of `simulate` shows as its error. Run it on a quiet
-machine.
+Each server is first sent a load that has none of the traces' requests, for half a minute. Before
+each trace a calibration is learned from the steps of its log so far; of replicas, from one of them
+while the others are busy too, and of pools from each pool. Then the server is sent the trace, at a
+rate that keeps the workers busy for the given share of the time. The client measures; the
+simulation gets the trace and the calibration only.
+
+Prints a row per pair: what was real and simulated, and below it the parts of the mean request's
+time to first token and of a token. A second simulation has the step times that the trace's own run
+took: what it misses is the simulator's error, and the rest is that of a machine that changed since
+its calibration. With --keep, writes what every answer of `simulate` shows as its error. Run it on
+a quiet machine.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from rich.console import Console
@@ -33,6 +39,7 @@ from twinphase import (
     Calibration,
     Deployment,
     Distribution,
+    Front,
     Machine,
     Simulated,
     Traced,
@@ -40,13 +47,13 @@ from twinphase import (
     calibration_of,
     read_trials,
     roles_of,
-    threads_of_each,
     write_trials,
 )
 from twinphase.phases.hardware import processor_name
 from twinphase.phases.observation import Observation
 from twinphase.phases.slo import Slos, goodput
 from twinphase.phases.statistics import percentile
+from twinphase.simulate.calibration import WARM_UP_STEPS
 from twinphase.simulate.errors import FIGURES, NAMES
 from twinphase_bench.client.client import run
 from twinphase_bench.load.plan import LoadOptions
@@ -55,15 +62,20 @@ from twinphase_bench.load.traces import trace_workload
 from twinphase_bench.simulate.ask import simulated
 from twinphase_bench.simulate.calibrate import (
     QUIET,
-    calibrate,
     front_of,
     running_server,
     send_stages,
 )
+from twinphase_bench.simulate.from_bench import measured_machine
 from twinphase_bench.simulate.options import UserOptions, load_plan
 from twinphase_bench.targets.openai import OpenAITarget
 
 SLOS = Slos(ttft=1.0, tpot=0.05)
+# A prefill worker makes few steps in half a minute.
+MIN_STEPS = 8
+POOL_WARM_UP_STEPS = 8
+# Parts of a request's time that are printed.
+PARTS = ("tokenize", "queue", "prefill", "prefill_wait", "decode", "batching", "stall")
 # Requests of the simulation that finds the rate.
 PROBE_REQUESTS = 60
 
@@ -128,10 +140,68 @@ def words_of(options: dict[str, Any]) -> list[str]:
     return words
 
 
-def deployment(model: str, options: dict[str, Any], calibration: Calibration) -> Deployment:
+@dataclass(frozen=True)
+class Logs:
+    """The step logs of a server.
+
+    Attributes:
+        by_role: the log of one worker of each role.
+    """
+
+    by_role: dict[str, Path]
+
+    @classmethod
+    def of(cls, options: dict[str, Any], log: Path) -> Logs:
+        roles = roles_of(*(options.get(name) for name in CLUSTER))
+        if len(roles) == 1:
+            return cls({"both": log})
+        # The cluster's first worker of each role.
+        first = {role: roles.index(role) for role in roles}
+        names = {role: f"worker-{number}" for role, number in first.items()}
+        if "prefill" in roles:
+            names = {role: f"{role}-0" for role in first}
+        return cls({role: Path(f"{log}.{name}") for role, name in names.items()})
+
+    def num_steps(self) -> dict[str, int]:
+        return {
+            role: sum('"observe"' in line for line in path.open())
+            for role, path in self.by_role.items()
+        }
+
+    def calibrations(
+        self, model: str, front: Front, since: dict[str, int], folder: Path
+    ) -> dict[str, Calibration]:
+        """What the logs show of the steps since those of that number, by role.
+
+        Of a worker that made fewer than `MIN_STEPS` since then, all steps count.
+        """
+        found = {}
+        steps = self.num_steps()
+        for role, path in self.by_role.items():
+            so_far = shutil.copy(path, folder / "so_far.jsonl")
+            warm_up = WARM_UP_STEPS if role == "both" else POOL_WARM_UP_STEPS
+            first = since.get(role, warm_up)
+            first = first if steps[role] - first >= MIN_STEPS else warm_up
+            found[role] = calibration_of(
+                so_far, model=model, front=front, first=first, least=MIN_STEPS
+            )
+        return found
+
+
+def deployment(
+    model: str, options: dict[str, Any], calibrations: dict[str, Calibration]
+) -> Deployment:
     roles = roles_of(*(options.get(name) for name in CLUSTER))
     engine = {name: value for name, value in options.items() if name not in CLUSTER}
-    return Deployment(model, Machine("this", calibration), roles, engine)
+    machine = Machine("this", calibrations.get("prefill") or calibrations["both"])
+    decode = calibrations.get("decode")
+    return Deployment(
+        model,
+        machine,
+        roles,
+        engine,
+        decode_machine=Machine("this", decode) if decode is not None else None,
+    )
 
 
 def simulate(found: Deployment, path: Path, seed: int) -> Simulated:
@@ -183,48 +253,115 @@ def figures(observations: Sequence[Observation]) -> dict[str, float]:
     }
 
 
-def trial(args: argparse.Namespace, name: str, trace: str, folder: Path) -> Trial:
-    """Run one pair for real, then simulate it."""
+def trials(args: argparse.Namespace, name: str, folder: Path, console: Console) -> list[Trial]:
+    """Run a configuration under each trace for real, then simulate it."""
     options = CONFIGURATIONS[name]
-    workers = len(roles_of(*(options.get(one) for one in CLUSTER)))
-    path = folder / f"{trace}.jsonl"
     log = folder / "steps.jsonl"
-    runs = []
-    words = [*words_of(options), *QUIET]
-    words += ["--trace-file", str(log)] if workers == 1 else []
-    if workers > 1:
-        steps = {"threads": threads_of_each(workers)}
-        calibration = calibrate(args.model, steps, silent)
+    for old in folder.glob(f"{log.name}*"):
+        old.unlink()
+    words = [*words_of(options), *QUIET, "--trace-file", str(log)]
+    found = []
     with running_server(args.model, words) as url:
-        if workers == 1:
-            sent = run(send_stages(url, silent))
-            so_far = shutil.copy(log, folder / "so_far.jsonl")
-            calibration = calibration_of(so_far, model=args.model, front=front_of(sent))
-        found = deployment(args.model, options, calibration)
-        shape = TRACES[trace]
-        rate = rate_for(found, shape, args.utilisation, folder)
-        write_trace(path, shape, args.requests, rate, args.seed)
-        for repeat in range(args.repeats):
-            runs.append(figures(run(serve_trace(url, path, args.seed + 1000 * repeat))))
-    done = simulate(found, path, args.seed)
-    real = {figure: median(one[figure] for one in runs) for figure in FIGURES}
-    spread = {
-        figure: (max(one[figure] for one in runs) - min(one[figure] for one in runs)) / real[figure]
-        for figure in FIGURES
-        if len(runs) > 1 and real[figure]
-    }
-    return Trial(
-        processor_name(),
-        args.model,
-        time.strftime("%Y-%m-%d"),
-        configuration=" ".join(words_of(options)) or "one engine",
-        trace=trace,
-        requests=args.requests,
-        utilisation=busy(done),
-        real=real,
-        simulated=figures(done.observations),
-        spread=spread,
+        front = front_of(run(send_stages(url, silent)))
+        logs = Logs.of(options, log)
+        for number, trace in enumerate(args.traces.split(",")):
+            one = Pair(args, name, trace, args.seed + 100 * number)
+            found += one.run(url, logs, front, folder, console)
+    return found
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A configuration under a trace."""
+
+    args: argparse.Namespace
+    configuration: str
+    trace: str
+    seed: int
+
+    def run(
+        self, url: str, logs: Logs, front: Front, folder: Path, console: Console
+    ) -> list[Trial]:
+        """Run it for real and simulate it, by each calibration."""
+        args = self.args
+        options = CONFIGURATIONS[self.configuration]
+        path = folder / f"{self.trace}.jsonl"
+        before = logs.num_steps()
+        found = deployment(args.model, options, logs.calibrations(args.model, front, {}, folder))
+        shape = TRACES[self.trace]
+        write_trace(
+            path, shape, args.requests, rate_for(found, shape, args.utilisation, folder), self.seed
+        )
+        seen = [
+            run(serve_trace(url, path, self.seed + 1000 * repeat)) for repeat in range(args.repeats)
+        ]
+        own = logs.calibrations(args.model, front, before, folder)
+        hindsight = simulate(deployment(args.model, options, own), path, self.seed)
+        done = simulate(found, path, self.seed)
+        kept = [self._trial(seen, done, "steps", figures(hindsight.observations))]
+        console.print(row(kept[0]), soft_wrap=True, markup=False)
+        for what, observations in (
+            ("real", seen[0]),
+            ("simulated", done.observations),
+            ("with the step times of the run", hindsight.observations),
+        ):
+            console.print(f"  {what}: {parts_of(observations)}", soft_wrap=True, markup=False)
+        for file in args.calibrations:
+            measured = measured_machine(
+                file, deployment(args.model, options, {"both": own_any(own)})
+            )
+            assert measured.calibration is not None
+            one = simulate(
+                deployment(args.model, options, {"both": measured.calibration}), path, self.seed
+            )
+            kept.append(self._trial(seen, one, measured.source, {}))
+            console.print(f"  by {measured.source}: {row(kept[-1])}", soft_wrap=True, markup=False)
+        return kept
+
+    def _trial(
+        self,
+        seen: Sequence[Sequence[Observation]],
+        done: Simulated,
+        source: str,
+        hindsight: dict[str, float],
+    ) -> Trial:
+        runs = [figures(observations) for observations in seen]
+        real = {figure: median(one[figure] for one in runs) for figure in FIGURES}
+        spread = {
+            figure: (max(one[figure] for one in runs) - min(one[figure] for one in runs))
+            / real[figure]
+            for figure in FIGURES
+            if len(runs) > 1 and real[figure]
+        }
+        return Trial(
+            processor_name(),
+            self.args.model,
+            time.strftime("%Y-%m-%d"),
+            configuration=" ".join(words_of(CONFIGURATIONS[self.configuration])) or "one engine",
+            trace=self.trace,
+            requests=self.args.requests,
+            utilisation=busy(done),
+            real=real,
+            simulated=figures(done.observations),
+            spread=spread,
+            source=source,
+            hindsight=hindsight,
+        )
+
+
+def own_any(calibrations: dict[str, Calibration]) -> Calibration:
+    return next(iter(calibrations.values()))
+
+
+def parts_of(observations: Sequence[Observation]) -> str:
+    """Milliseconds of the mean request by part of its ledger, and outside the engine."""
+    ledgers = [one.claims["timings"]["ledger_ms"] for one in observations if one.succeeded]
+    means = {part: mean(ledger.get(part) or 0.0 for ledger in ledgers) for part in PARTS}
+    rest = mean(
+        sum(value or 0.0 for part, value in ledger.items() if part not in PARTS)
+        for ledger in ledgers
     )
+    return ", ".join(f"{part} {value:,.0f}" for part, value in [*means.items(), ("rest", rest)])
 
 
 def row(found: Trial) -> str:
@@ -236,8 +373,11 @@ def row(found: Trial) -> str:
         cells.append(
             f"{NAMES[figure]} {real:,.3g}{spread}{unit} {other:,.3g} ({found.error(figure):+.0%})"
         )
+        if found.hindsight:
+            cells[-1] += f" [{found.hindsight_error(figure):+.0%}]"
     head = f"{found.configuration}, {found.trace}, {found.requests} requests, "
-    return f"{head}busy {found.utilisation:.0%}: real, simulated: {'; '.join(cells)}"
+    head += f"busy {found.utilisation:.0%}: real, simulated [with the step times of the run]: "
+    return head + "; ".join(cells)
 
 
 def main() -> None:
@@ -251,6 +391,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="real runs of each pair")
     parser.add_argument("--utilisation", type=float, default=0.75, help="of the workers")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--calibrations",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="results of bench or roofline on this machine, whose step times are tried as well",
+    )
     parser.add_argument("--keep", action="store_true", help="store the errors in the package")
     args = parser.parse_args()
     console = Console()
@@ -258,13 +405,11 @@ def main() -> None:
     found: list[Trial] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            for trace in args.traces.split(","):
-                one = trial(args, name, trace, Path(folder))
-                console.print(row(one), soft_wrap=True)
-                found.append(one)
-                if args.keep:
-                    keep(found)
-    errors = {figure: median(abs(one.error(figure)) for one in found) for figure in FIGURES}
+            found += trials(args, name, Path(folder), console)
+            if args.keep:
+                keep(found)
+    shown = [one for one in found if one.source == "steps"]
+    errors = {figure: median(abs(one.error(figure)) for one in shown) for figure in FIGURES}
     console.print(
         "Median error: "
         + ", ".join(f"{NAMES[f]} {e:.0%}" for f, e in errors.items() if e < math.inf)
@@ -273,8 +418,12 @@ def main() -> None:
 
 def keep(found: Sequence[Trial]) -> None:
     """Replace stored trials of the same pairs."""
-    pairs = {(one.configuration, one.trace) for one in found}
-    others = [one for one in read_trials() if (one.configuration, one.trace) not in pairs]
+
+    def key(one: Trial) -> tuple[str, str, str]:
+        return one.configuration, one.trace, one.source
+
+    replaced = {key(one) for one in found}
+    others = [one for one in read_trials() if key(one) not in replaced]
     write_trials([*others, *found])
 
 

@@ -26,18 +26,16 @@ from twinphase.weights.storage import cache_root
 USER_CACHE = cache_root()
 
 
-def isas_that_differ(trait: str) -> list[str]:
-    """Instruction-set paths of this processor, the one that users get first.
+def isas_that_differ(*traits: str) -> list[str]:
+    """Instruction-set paths of this processor that differ in a trait, the one that users get first.
 
-    Of paths whose kernels have equal code but for a trait that they do not look at, one is enough:
+    Of paths whose kernels have equal code but for traits that they do not look at, one is enough:
     `avx512-bf16` has the attention of `avx512-amx`, and the linear layers of `avx512-vnni`.
     """
     best, *others = available_isas()
     paths: dict[tuple[object, ...], str] = {}
     for name in (best, *reversed(others)):
-        isa = ISAS[name]
-        code = (isa.lanes, isa.dot, isa.registers, isa.converts_f16, getattr(isa, trait))
-        paths.setdefault(code, name)
+        paths.setdefault(tuple(getattr(ISAS[name], trait) for trait in traits), name)
     return list(paths.values())
 
 
@@ -49,8 +47,15 @@ def on_each(isas: list[str]) -> pytest.MarkDecorator:
 
 
 # Attention, and whole models: among these paths are all linear layers too.
-per_isa = on_each(isas_that_differ("bf16_dot"))
-per_isa_of_linear = on_each(isas_that_differ("matrix_tiles"))
+ISAS_OF_ATTENTION = isas_that_differ("lanes", "dot", "registers", "bf16_dot")
+ISAS_OF_LINEAR = isas_that_differ("lanes", "dot", "registers", "converts_f16", "matrix_tiles")
+per_isa = on_each(ISAS_OF_ATTENTION)
+
+
+def differs_in_dot_alone(isa: str) -> bool:
+    """Whether another path's kernels are equal but for their dot product, so that few cases do."""
+    tried = isas_that_differ("lanes", "registers", "bf16_dot", "matrix_tiles")
+    return isa in ISAS_OF_LINEAR and isa not in tried
 
 
 @contextlib.contextmanager

@@ -114,6 +114,12 @@ def test_what_ranks_would_hold(run, run_json, twinphase, tmp_path):
         norms + embedding + (found["bytes"] - norms) // 2
     ] * 2
     assert "KV per token, int8" in run(path, "-tp", "2")
+    hybrid = write_tiny_gguf(tmp_path / "spaces.gguf", spaces=(0,))
+    # Two of four heads' matrices, and their channels with those of the one group.
+    state = 4 * (16 * 64 + 3 * (64 + 32))
+    ranks = run_json(hybrid, "-tp", "2")["ranks"]
+    assert [rank["state_bytes"] for rank in ranks] == [state] * 2
+    assert "state per sequence" in run(hybrid, "-tp", "2")
     refused = twinphase("show", path, "-tp", "5")
     assert refused.code == 2 and "Use at most 4" in refused.error()
 

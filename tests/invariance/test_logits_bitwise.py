@@ -19,11 +19,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from steps import Piece, Steps, compile_together, isas_that_differ, own_cache, per_isa
+from steps import (
+    ISAS_OF_ATTENTION,
+    Piece,
+    Steps,
+    compile_together,
+    differs_in_dot_alone,
+    own_cache,
+    per_isa,
+)
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.cpu.attention_units import AttentionUnits
 from twinphase.backends.cpu.backend import CpuBackend
-from twinphase.backends.cpu.isa import available_isas
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a path compiles all its kernels
 
@@ -106,8 +113,14 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 @cache
 def compiled(folder: Path, isa: str) -> None:
     """The kernels of all cases are there."""
-    cases = CASES if isa == available_isas()[0] else ELSEWHERE
-    compile_together(isa, [partial(load, folder, case, isa) for case in cases])
+    compile_together(isa, [partial(load, folder, case, isa) for case in cases_on(isa)])
+
+
+def cases_on(isa: str) -> Sequence[Case]:
+    """What is tried on a path."""
+    if isa == ISAS_OF_ATTENTION[0]:
+        return CASES
+    return ELSEWHERE[:1] if differs_in_dot_alone(isa) else ELSEWHERE
 
 
 @lru_cache(maxsize=8)
@@ -168,13 +181,18 @@ def assert_same_bits(logits: Logits, expected: Logits) -> None:
 
 
 def per_case(cases: Sequence[Case], elsewhere: Sequence[Case], quick: int) -> pytest.MarkDecorator:
-    """Runs `cases` on the path that users get, and `elsewhere` on the others.
+    """Runs `cases` on the path that users get, and those of `elsewhere` that the others try.
 
     All but the first `quick` of `cases` are marked slow.
     """
-    best, *others = isas_that_differ("bf16_dot")
+    best, *others = ISAS_OF_ATTENTION
     chosen = [(case, best, () if at < quick else pytest.mark.slow) for at, case in enumerate(cases)]
-    chosen += [(case, isa, pytest.mark.slow) for isa in others for case in elsewhere]
+    chosen += [
+        (case, isa, pytest.mark.slow)
+        for isa in others
+        for case in cases_on(isa)
+        if case in elsewhere
+    ]
     return pytest.mark.parametrize(
         ("case", "isa"),
         [

@@ -46,11 +46,11 @@ QUICK = {
 }
 # Most natural preemptions are of the four requests that each mix of 12 blocks begins with.
 LONG = {
-    "compared": 200,
-    "compared after a hit": 40,
-    "compared after preemption": 20,
-    "mixed steps": 500,
-    "natural preemptions": 10,
+    "compared": 150,
+    "compared after a hit": 30,
+    "compared after preemption": 10,
+    "mixed steps": 300,
+    "natural preemptions": 4,
     "forced preemptions": 5,
     "evicted blocks": 5,
     "failures": 5,
@@ -66,12 +66,11 @@ HYBRID = {
 # A prefix is cut back to its last snapshot, so that fewer requests begin with a hit; and requests
 # that wait for slots are not preempted.
 LONG_HYBRID = LONG | {
-    "compared": 150,
-    "compared after a hit": 15,
-    "compared after preemption": 20,
-    "natural preemptions": 5,
-    "states held back": 40,
-    "snapshots lost alone": 10,
+    "compared": 100,
+    "compared after a hit": 10,
+    "natural preemptions": 2,
+    "states held back": 20,
+    "snapshots lost alone": 5,
 }
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 # How many mixes a long proof has at least; more are tried by hand.

@@ -18,6 +18,7 @@ from twinphase.backends.states import refuse_unlike_layers
 from twinphase.blueprint import KVShape
 from twinphase.errors import (
     CheckpointError,
+    InvalidRequestError,
     OutOfMemoryError,
     TwinphaseError,
     UnsupportedModelError,
@@ -152,9 +153,8 @@ def test_layers_with_different_heads_are_refused_where_they_are_not_computed(tmp
         write_tiny_gguf(tmp_path / "shared.gguf", layers=5, shared_kv=2, window=40)
     )
     blueprint = read_blueprint(checkpoint)
-    for refuse in (
-        lambda: share_of(checkpoint, blueprint, 0, 2),
-        lambda: refuse_unlike_layers(checkpoint, blueprint, "torch"),
-    ):
-        with pytest.raises(TwinphaseError, match="shared.gguf has layers with different heads"):
-            refuse()
+    with pytest.raises(TwinphaseError, match="shared.gguf has layers with different heads"):
+        refuse_unlike_layers(checkpoint, blueprint, "torch")
+    uneven = replace(blueprint, num_heads=6, num_kv_heads=3, full_kv=KVShape(2, 32))
+    with pytest.raises(InvalidRequestError, match="3 KV heads of 16 and 2 of 32, which ranks do"):
+        share_of(checkpoint, uneven, 0, 2)

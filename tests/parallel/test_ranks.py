@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 
 from added import greedy
 from children import descendants
-from steps import Piece, Steps, own_cache
+from steps import Piece, SequenceStates, Steps, own_cache
 from tiny_gguf import write_tiny_gguf
 from twinphase import LLM, SamplingParams
-from twinphase.backends.base import KVCacheSpec
 from twinphase.backends.reference import ReferenceBackend
 from twinphase.config import EngineConfig
 from twinphase.engine.frontends.async_engine import AsyncEngine
-from twinphase.engine.loading.loading import make_backend
+from twinphase.engine.loading.loading import allocate_kv_cache, make_backend
 from twinphase.engine.ranks.backend import load_on_ranks
 from twinphase.errors import EngineDeadError, InvalidRequestError, OutOfMemoryError
 from twinphase.models.loader import open_model, read_blueprint
 from twinphase.numa import Place
+from twinphase.request import STATE_LOG_ROWS
 
 F32 = NDArray[np.float32]
 TOKENS = np.random.default_rng(0).integers(3, 300, 150, dtype=np.int32)
@@ -51,16 +51,19 @@ class Ranked(Steps):
         }
         checkpoint = open_model(path)
         blueprint = read_blueprint(checkpoint)
+        state_bytes = blueprint.state_bytes(STATE_LOG_ROWS)
+        if state_bytes:
+            self._states = SequenceStates()
+            sizes["num_state_slots"] = SequenceStates.SLOTS
         config = EngineConfig(tensor_parallel_size=ranks, **sizes | options).resolve(
-            blueprint.context_length
+            blueprint.context_length, state_bytes=state_bytes
         )
         self.model, self.backend = load_on_ranks(
             checkpoint, blueprint, config, make_backend(config)
         )
         self.block_size = 16
         self.blocks = np.arange(BLOCKS, dtype=np.int32)
-        own = self.model.blueprint
-        self.backend.allocate_kv_cache(KVCacheSpec.of(own, BLOCKS, 16))
+        allocate_kv_cache(self.backend, self.model.blueprint, config)
 
     def answers(self) -> tuple[F32, list[bytes]]:
         """Logits of chunks, decodes and drafts, and what the first blocks hold."""
@@ -126,11 +129,13 @@ def test_bits_are_those_of_one_rank(folder, backend, ranks, options, tensor_type
 
 
 FAMILIES = ("gemma2", "qwen3-moe", "gpt-oss", "phi3", "granite", "glm4", "olmo2", "olmoe")
+# Convolutions, delta rules, Mamba-2, and layers with different heads, two of them with experts.
+HYBRIDS = ("lfm2-moe", "qwen35", "granite-4-h", "granite-4-h-moe", "gemma4", "gemma4-12b")
 # Elsewhere than on the cpu those whose layers differ in what ranks exchange: how a model is divided
 # is the same everywhere.
 FAMILIES_ON = [
-    *((family, "cpu") for family in FAMILIES),
-    *((family, "reference") for family in ("gemma2", "gpt-oss")),
+    *((family, "cpu") for family in (*FAMILIES, *HYBRIDS)),
+    *((family, "reference") for family in ("gemma2", "gpt-oss", "qwen35")),
     *(pytest.param(family, "torch", marks=TORCH) for family in ("gemma2", "gpt-oss", "olmo2")),
 ]
 
@@ -139,7 +144,7 @@ FAMILIES_ON = [
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("family", "backend"), FAMILIES_ON)
 def test_families(folder, family, backend):
-    """Windows, softcaps, experts, sinks, biases, fused matrices, norms behind a half, scales.
+    """Windows, softcaps, experts, sinks, biases, fused matrices, norms behind a half, states.
 
     Three ranks have uneven shares, and a KV head that two of them need.
     """
@@ -174,6 +179,32 @@ def test_mixes(folder, ranks, options, num_mixes):
     several = load(path, threads=1, tensor_parallel_size=ranks, **options)
     tally = run_mixes(num_mixes, several, alone)
     assert tally["compared"] >= 2 * num_mixes and tally["mixed steps"] >= num_mixes, tally
+
+
+DELTAS = {"deltas": (0, 1, 3), "heads": 2, "kv_heads": 1}
+NEXT_TOKEN = {**DELTAS, "tied": False, "next_token": True, "passes_on": True}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("name", "layers", "ranks", "num_mixes"),
+    [
+        ("next-token", NEXT_TOKEN, 2, 1),
+        pytest.param("convolutions", {"convolutions": (0, 1, 3)}, 3, 4, marks=pytest.mark.slow),
+        pytest.param("spaces", {"spaces": (0, 1, 3)}, 3, 4, marks=pytest.mark.slow),
+        pytest.param("shared", {"shared_kv": 2, "window": 40}, 3, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_mixes_of_hybrids(folder, name, layers, ranks, num_mixes):
+    """States with logs and snapshots, preempted; the first rank drafts with the model's layer."""
+    path = write_tiny_gguf(folder / f"{name}.gguf", vocab=VOCAB, layers=4, **layers)
+    drafting = ["mtp"] if name == "next-token" else []
+    options = {"speculative_config": '{"method": "mtp"}'} if drafting else {}
+    alone = Alone(load(path, threads=1))
+    several = load(path, threads=1, tensor_parallel_size=ranks, **options)
+    tally = run_mixes(num_mixes, several, alone, *drafting)
+    assert tally["compared"] >= 2 * num_mixes and tally["mixed steps"] >= num_mixes, tally
+    assert not drafting or tally["accepted drafts"] > 20, tally
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+from unittest.mock import Mock
 
 import numpy as np
 import openai
@@ -11,6 +13,7 @@ from tests.tiny_bert import make_bert, save_bert
 
 from dialects import ANTHROPIC, OLLAMA, OPENAI, PATHS, dialect_of, message, user
 from twinphase import LLM
+from twinphase.models.tasks import matryoshka_sizes
 
 PATH = "/v1/embeddings"
 WRITES_NONE = "embed texts; it writes none. Use /v1/embeddings, or /v1/score."
@@ -19,7 +22,10 @@ TEXTS = ["hello world", "the quick brown fox", "Über die Brücke 😀"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_bert(make_bert(), tmp_path_factory.mktemp("bert") / "model", "mean")
+    folder = save_bert(make_bert(), tmp_path_factory.mktemp("bert") / "model", "mean")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "matryoshka_dimensions": [16, 32]}))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +59,30 @@ def test_openais_client_gets_the_vectors(embedder, expected):
         assert client.embeddings.create(model="tiny-bert", input=TEXTS[1]).data[
             0
         ].embedding == list(expected[1])
+
+
+def test_a_vector_is_cut_where_the_model_was_trained_for_it(embedder, expected):
+    """As sentence-transformers' truncate_dim: the first numbers, of length 1 again."""
+    for path, key in ((PATH, "data"), ("/api/embed", "embeddings")):
+        given = {"model": "tiny-bert", "input": TEXTS, "dimensions": 16}
+        found = embedder.post(path, given)[1][key]
+        vectors = [one["embedding"] if key == "data" else one for one in found]
+        wanted = [vector[:16] / np.linalg.norm(vector[:16]) for vector in expected]
+        assert np.allclose(vectors, wanted, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ({"is_matryoshka": True}, []),
+        ({"is_matryoshka": False}, None),
+        ({"matryoshka_dimensions": [64, 128], "is_matryoshka": True}, [64, 128]),
+        ({"matryoshka_dimensions": []}, None),
+        (None, None),
+    ],
+)
+def test_sizes_are_read_as_vllm_reads_them(config, sizes):
+    assert matryoshka_sizes(Mock(config=config)) == sizes
 
 
 def test_token_ids_and_usage(embedder, folder, expected):
@@ -94,10 +124,7 @@ REFUSED = {
         ({"input": [200]}, "Token id 200"),
         ({"input": TOO_LONG}, "Text 0 of `input` has 102 tokens; the model takes 64."),
         ({"input": [[1], [1] * 65]}, "Text 1 of `input` has 65 tokens"),
-        (
-            {"input": "a", "dimensions": 8},
-            "dimensions is 8, but this model's vectors have 48 numbers",
-        ),
+        ({"input": "a", "dimensions": 8}, "48 numbers, and may be cut to 16, 32 only"),
         ({"input": "a", "encoding_format": "int8"}, "only this is supported"),
         ({"input": "a", "truncate": True}, "The field `truncate` is not supported"),
         ({}, "`input`"),
@@ -156,5 +183,7 @@ def test_a_decoder_embeds_when_it_is_asked_to(start, tiny_path):
         assert status == 200
         found = [one["embedding"] for one in reply["data"]]
         alone = running.post(PATH, {"input": TEXTS[2]})[1]["data"][0]["embedding"]
+        status, reply = running.post(PATH, {"input": TEXTS, "dimensions": 8})
+        assert status == 400 and "does not say that they may be cut" in reply["error"]["message"]
     outputs = LLM(tiny_path, task="embed", pooling="mean").embed(TEXTS)
     assert found == [output.outputs.embedding for output in outputs] and alone == found[2]

@@ -88,7 +88,7 @@ FLEETS = {
 def fleet(roles, window=None, times=None, shape=None, **config):
     config = {"num_kv_blocks": 400, "max_model_len": 1 << 20, "itl_slo_ms": None, **config}
     share = 0.5 if window else 0.0
-    noise = [0.9, 1.0, 1.2]
+    noise = [0.9, 1.0, 1.2, 0.7, 1.1]
     workers = [
         WorkerSpec(
             role,

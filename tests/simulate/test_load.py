@@ -200,7 +200,7 @@ def test_the_stored_errors_are_shown_and_widen_where_nothing_was_measured(tmp_pa
     from twinphase.simulate.errors import Trial, error_sentence, read_trials, write_trials
 
     assert read_trials()
-    assert "unknown" in error_sentence([], True, "here")
+    assert "unknown" in error_sentence([], "steps", "here")
     names = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "goodput")
     real = dict.fromkeys(names, 2.0)
     simulated = {**dict.fromkeys(names, 2.0), "ttft_p50": 1.5}
@@ -209,7 +209,47 @@ def test_the_stored_errors_are_shown_and_widen_where_nothing_was_measured(tmp_pa
     write_trials([found], tmp_path / "errors.json")
     kept = read_trials(tmp_path / "errors.json")
     assert kept[0].error("ttft_p50") == -0.25
-    here = error_sentence(kept, True, "here")
-    assert "TTFT p50 25%" in here
-    assert "factor of 1.5" not in here
-    assert "factor of 1.5" in error_sentence(kept, False, "an H100")
+    here = error_sentence(kept, "steps", "here")
+    assert here.startswith("Error of simulations") and "TTFT p50 25%" in here
+    # Without a trial of its own a source has no figures, and the sentence says what to expect.
+    for source, expected in (("bench", "more than"), ("datasheet", "factor of 1.5")):
+        assert expected in error_sentence(kept, source, "an H100")
+    better = {**simulated, "ttft_p50": 1.8}
+    own = replace(found, source="roofline", simulated=dict.fromkeys(names, 3.0), hindsight=better)
+    assert "TTFT p50 50%" in error_sentence([found, own], "roofline", "here")
+    assert "of the same minutes: TTFT p50 10%" in error_sentence([found, own], "roofline", "here")
+
+
+def test_gaps_and_steps_together_take_what_they_took(tmp_path):
+    from twinphase.simulate.calibration import _gap_line
+
+    gaps = [(size, 1e-3 + 1e-4 * size) for size in (1, 2, 4) for _ in range(9)]
+    assert _gap_line(gaps) == pytest.approx((1e-3, 1e-4))
+    fixed, more = _gap_line([*gaps, (2, 0.05)])  # a pause is shared out
+    assert 28 * fixed + more * 65 == pytest.approx(sum(gap for _, gap in gaps) + 0.05)
+
+
+def test_measured_points_of_both_phases_become_step_times():
+    from twinphase.batch import StepWork
+    from twinphase.simulate.points import MeasuredPoint, calibration_of_points
+
+    model = CostModel([1e-2, 1e-3, 5e-4, 0.0, 1e-7, 2e-6, 1e-4, 0.0, 2e-3])
+    works = {
+        ("prefill", tokens, 1): MeasuredPoint("prefill", tokens, 0.0).works(512, None)
+        for tokens in (16, 64, 256, 512, 2048)
+    }
+    works |= {
+        ("decode", tokens, batch): [StepWork.of_decodes(batch, tokens + 1)]
+        for tokens, batch in ((256, 1), (2048, 1), (256, 4), (256, 32))
+    }
+    points = [
+        MeasuredPoint(phase, tokens, sum(map(model.seconds, steps)), batch)
+        for (phase, tokens, batch), steps in works.items()
+    ]
+    one = Deployment("llama-3.2-1b", Machine("this"))
+    found = calibration_of_points(points, one, "roofline")
+    assert (found.source, found.steps) == ("roofline", 9)
+    for point, steps in zip(points, works.values(), strict=True):
+        assert sum(map(found.times.seconds, steps)) == pytest.approx(point.seconds, rel=0.1)
+    with pytest.raises(InvalidRequestError, match="both phases"):
+        calibration_of_points(points[:2], one, "roofline")

@@ -14,6 +14,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from twinphase.errors import CheckpointError
 from twinphase.tokenizer.gguf_vocabulary import build_tokenizer, gguf_facts
+from twinphase.tokenizer.kept import keep_tokenizer, load_tokenizer
 from twinphase.tokenizer.pretokenizers import PRE_TOKENIZERS
 from twinphase.tokenizer.tokenizer import Tokenizer
 
@@ -34,6 +35,7 @@ def from_gguf(
     backend = build_tokenizer(
         given, {f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()}
     )
+    assert load_tokenizer(keep_tokenizer(backend)).to_str() == backend.to_str()
     return Tokenizer(backend, gguf_facts(given, backend))
 
 

@@ -441,8 +441,13 @@ class Backend(WeightLoader, Protocol):
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
         """Make the KV cache; called once, after the weights and before the first step."""
 
-    def kv_bytes_per_token(self, dtype: str | None = None) -> int:
-        """Bytes of one token over all layers, in the allocated cache or one of another `dtype`."""
+    def kv_bytes_per_token(
+        self, dtype: str | None = None, layers: Sequence[KVShape] | None = None
+    ) -> int:
+        """Bytes of one token over all layers, in the allocated cache or one of another `dtype`.
+
+        `layers` stand for those of the allocated cache.
+        """
 
     @property
     def kv_fingerprint(self) -> str:
@@ -459,8 +464,12 @@ class Backend(WeightLoader, Protocol):
             KVFrameError: a frame of another fingerprint, or of another length.
         """
 
-    def frame_parts(self) -> list[tuple[int, int]]:
-        """The bits of a frame, for ranks with some KV heads: (rows, bytes of a head in a row)."""
+    def frame_parts(self) -> list[tuple[int, int, int]]:
+        """The bits of a frame, for ranks with some KV heads.
+
+        Of each part: the number of its group of layers (`KVCacheSpec.groups`), rows, and bytes of a
+        head in a row.
+        """
 
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
         """Whether a frame of this fingerprint and length has no NaN or infinity; from any thread.

@@ -27,9 +27,11 @@ SLEEP_SECONDS = 50e-6
 def shared_bytes(blueprint: Blueprint, rows: int) -> int:
     """Upper bound of what ranks share, for steps of `rows` rows; pages are taken when written."""
     b = blueprint
-    width = (
-        b.hidden_size + b.num_heads * b.head_dim + b.ffn_size * (b.experts.used if b.experts else 1)
-    )
+    layers = range(b.num_layers)
+    width = b.hidden_size + b.num_heads * sum({b.kv_shape(i).head_dim for i in layers})
+    width += sum({b.ffn_width(i) for i in layers})
+    width += b.experts.ffn_size * b.experts.used if b.experts else 0
+    width += b.recurrence.channels if b.recurrence else 0
     return 4 * (rows + 8) * (8 * (width + 256) + 2 * (b.vocab_size + 256)) + (1 << 20)
 
 

@@ -19,7 +19,7 @@ from twinphase.backends.reference_math import product_in_blocks, softcap_of
 from twinphase.backends.reference_recurrence import ReferenceRecurrence
 from twinphase.backends.rope_tables import query_scales, rope_tables
 from twinphase.backends.states import slot_layout
-from twinphase.blueprint import Blueprint, Experts, MatrixStates, Rope, Span
+from twinphase.blueprint import Blueprint, Experts, KVShape, MatrixStates, Rope, Span
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
 
@@ -95,9 +95,11 @@ class ReferenceBackend(ReferenceRecurrence):
                 row = (matrix.value_heads, matrix.key_dim + matrix.value_dim + 1)
                 self.logs = np.zeros((*states, spec.state_log_rows, *row), np.float32)
 
-    def kv_bytes_per_token(self, dtype: str | None = None) -> int:
+    def kv_bytes_per_token(
+        self, dtype: str | None = None, layers: Sequence[KVShape] | None = None
+    ) -> int:
         """The sum of 2 H_kv d b over layers, with b = 4."""
-        return sum(2 * s.num_heads * s.head_dim * 4 for s in self.kv_spec.layers)
+        return sum(2 * s.num_heads * s.head_dim * 4 for s in layers or self.kv_spec.layers)
 
     @cached_property
     def kv_fingerprint(self) -> str:
@@ -120,10 +122,11 @@ class ReferenceBackend(ReferenceRecurrence):
             view[list(block_ids)] = blocks[:, start:end].reshape(-1, *view.shape[1:])
             start = end
 
-    def frame_parts(self) -> list[tuple[int, int]]:
-        """See `Backend`."""
+    def frame_parts(self) -> list[tuple[int, int, int]]:
+        """See `Backend`: keys of each layer, then values."""
         spec = self.kv_spec
-        return [(2 * spec.num_layers * spec.block_size, 4 * spec.shape.head_dim)]
+        groups = list(spec.groups)
+        return 2 * [(groups.index(s), spec.block_size, 4 * s.head_dim) for s in spec.layers]
 
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
         """See `Backend`."""
@@ -182,7 +185,8 @@ class ReferenceBackend(ReferenceRecurrence):
         if self._shared is None:
             self._shared = self.group.take().view(np.float32)
         whole = self._shared[: len(x) * span.total].reshape(len(x), span.total)
-        whole[:, span.first : span.first + span.size] = x
+        for here, there, size in span.pieces:
+            whole[:, there : there + size] = x[:, here : here + size]
         self.group.meet()
         whole = whole.copy()
         self.group.meet()
@@ -355,7 +359,7 @@ class ReferenceBackend(ReferenceRecurrence):
             rows, rank = np.nonzero(order == expert)
             biases = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
             h = self.gate_mul(self.linear(x[rows], gate_up[expert], bias=biases[0]))
-            h = self.gather(h, self.blueprint.span("ffn"))
+            h = self.gather(h, self.blueprint.span("experts"))
             results[rows, rank] = self.linear(h, down[expert], bias=biases[1])
         out = np.zeros_like(results[:, 0])
         for k in range(experts.used):

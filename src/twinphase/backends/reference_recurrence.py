@@ -152,7 +152,7 @@ class ReferenceRecurrence:
 
     def gate_norm(self, x: F32, weight: F32, gate: F32, eps: float) -> F32:
         """The gate, then rms_norm of each group."""
-        space = self.blueprint.recurrence
+        space = self.blueprint.whole.recurrence
         assert isinstance(space, Mamba2)
         parts = (x * _silu(gate)).reshape(len(x), space.key_heads, -1)
         return self.rms_norm(parts, np.ones((), np.float32), eps).reshape(x.shape) * weight

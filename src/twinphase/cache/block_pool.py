@@ -1,9 +1,10 @@
 """The KV cache's blocks: free, held by requests, or cached.
 
-Ints only: what memory a block is, the backend knows.
+It handles integers only; the backend maps blocks to memory.
 
 A *held* block has one owner or several (requests that share a prefix). A *cached* block has none,
-but its content may be wanted again; it is given out, oldest use first, when no free block is left.
+but its content may be used again; cached blocks are evicted, oldest use first, when no free block
+is left.
 """
 
 from __future__ import annotations
@@ -15,19 +16,18 @@ from twinphase.errors import CacheFullError
 
 
 class BlockPool:
-    """Block ids 0 .. num_blocks - 1 and who has them.
+    """Block ids 0 .. num_blocks - 1 and their owners.
 
     Attributes:
         num_blocks: size of the pool.
-        num_shared: blocks with several owners.
-        left: blocks that lost their last owner, or their content, are appended to it, if it is a
-            list.
+        num_shared: number of blocks with several owners.
+        left: a list that gets the blocks that lost their last owner or their content, or None.
     """
 
     def __init__(
         self, num_blocks: int, on_evict: Callable[[int], None] = lambda block_id: None
     ) -> None:
-        """All blocks are free.
+        """Begin with all blocks free.
 
         The lowest id is handed out first, so that a lone request's blocks are contiguous.
 
@@ -39,8 +39,8 @@ class BlockPool:
         self._on_evict = on_evict
         self._free = list(
             range(num_blocks - 1, -1, -1)
-        )  # a stack: blocks freed last are the warmest in cache
-        self._cached: dict[int, None] = {}  # in order of last use
+        )  # A stack: the blocks freed last are the warmest in the processor's caches.
+        self._cached: dict[int, None] = {}  # In order of last use.
         self._owners = [0] * num_blocks
         self.num_shared = 0
         self.left: list[int] | None = None
@@ -57,7 +57,7 @@ class BlockPool:
 
     @property
     def cached(self) -> Collection[int]:
-        """Those blocks, in order of last use."""
+        """The cached blocks, in order of last use."""
         return self._cached.keys()
 
     @property
@@ -99,7 +99,7 @@ class BlockPool:
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Give blocks with content one owner more."""
+        """Add one owner to each of these blocks, which have content."""
         for block_id in block_ids:
             if self._owners[block_id] == 0:
                 if block_id not in self._cached:

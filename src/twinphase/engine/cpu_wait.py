@@ -1,4 +1,4 @@
-"""How long threads were ready but had no processor: a sign of other programs on it."""
+"""Measures how long threads were ready but had no processor, a sign of other programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 NANOSECOND = 1e-9
-# A number follows it in the names of a backend's threads, and a word in those of others.
+# Names of a backend's threads are this prefix and a number; other threads have a word instead.
 THREAD_PREFIX = "twinphase-"
 
 
@@ -16,8 +16,8 @@ class CpuWait:
     """Counts for the calling thread and those that compute for it.
 
     While one of a step's threads has no processor, the others spin or sleep until it is done: a
-    step loses what the thread that waited longest has waited. Each reading adds the longest wait
-    since the last one.
+    step loses the longest wait of any thread. Each reading adds the longest wait since the last
+    reading.
     """
 
     def __init__(self, read: Callable[[Iterable[int]], dict[int, float]]) -> None:
@@ -28,7 +28,7 @@ class CpuWait:
         self._total = 0.0
 
     def __call__(self) -> float:
-        """Seconds since an arbitrary moment: only differences mean something."""
+        """Seconds since an arbitrary moment; only differences are meaningful."""
         now = self._read({self._own, *_pool()})
         # A thread that was not there at the last reading has not waited for this step.
         self._total += max(
@@ -42,8 +42,8 @@ class CpuWait:
 def _pool() -> set[int]:
     """Native ids of the backends' threads.
 
-    Without the collector: it might take a thread pool whose threads cannot end while the list of
-    threads is locked.
+    The garbage collector is off meanwhile: it might free a thread pool whose threads cannot end
+    while the list of threads is locked.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -62,7 +62,7 @@ def _pool() -> set[int]:
 
 
 class _Schedstat:
-    """The threads' schedstat files, which stay open until this object goes."""
+    """The threads' schedstat files, which stay open as long as this object exists."""
 
     def __init__(self) -> None:
         self._files: dict[int, int] = {}

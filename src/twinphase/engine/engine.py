@@ -32,7 +32,7 @@ from twinphase.speculation.drafter import Drafter
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did; `output` has the tokens behind the end of a request too."""
+    """Result of one step; `output` also has tokens after the end of a request."""
 
     batch: Batch
     output: StepOutput
@@ -41,7 +41,7 @@ class StepResult:
 
 
 class Engine:
-    """Requests in, tokens out: scheduler decides, executor computes, recorder measures."""
+    """Turns requests into tokens: scheduler decides, executor computes, recorder measures."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class Engine:
 
         Args:
             request: new, or with output tokens of an answer that another engine began: it continues
-                as that one would have. A seed is chosen for it if it needs one and has none.
-            timeline: what happened to the request before, such as tokenizing; a new one if None.
+                as the other engine would have. A seed is chosen if it needs one and has none.
+            timeline: earlier intervals of the request, such as tokenizing; None begins a new one.
 
         Returns:
             The request's timeline, which grows with its steps.
@@ -133,7 +133,7 @@ class Engine:
         return StepResult(batch, output, finished, record)
 
     def keep_pace(self, pace: Pace) -> None:
-        """From the next step on, chunks leave running requests that gap between their tokens."""
+        """From the next step on, cut chunks so that running requests keep this pace."""
         self.scheduler.pace = pace
         if self.recorder.trace:
             self.recorder.trace.pace(pace)
@@ -162,7 +162,7 @@ class Engine:
             self._forget(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request at its user's wish; its blocks are free at once.
+        """End a request because its user asked for it; its blocks are freed at once.
 
         Raises:
             RequestNotFoundError: no unfinished request has that id.
@@ -193,12 +193,12 @@ class Engine:
         """Compute a batch; if that fails, its shares one by one, so that only the faulty one fails.
 
         Those that fail alone end with `FinishReason.ERROR`. The others' results are the same: a
-        request's bits do not depend on who is computed with it.
+        request's bits do not depend on the other requests of its batch.
         """
         try:
             return self.executor.execute(batch)
         except EngineDeadError:
-            raise  # nothing can be computed any more
+            raise  # The backend cannot compute any more.
         except Exception as error:
             if len(batch.scheduled) == 1:
                 return StepOutput(

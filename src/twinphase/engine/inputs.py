@@ -39,7 +39,7 @@ def build(batch: Batch, block_size: int) -> StepInputs:
 
     used = [
         positions[end - 1] // block_size + 1 for end in query_start[1:]
-    ]  # blocks up to the last computed token
+    ]  # Blocks up to the last computed token.
     block_tables = np.zeros((len(shares), max(used)), np.int32)
     for table, share, count in zip(block_tables, shares, used, strict=True):
         table[:count] = share.block_ids[:count]

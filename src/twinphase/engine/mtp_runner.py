@@ -1,4 +1,4 @@
-"""Computes a layer for further tokens (MTP) on its own backend, for `speculation/mtp.py`."""
+"""Computes a multi-token prediction (MTP) layer on its own backend, for `speculation/mtp.py`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from twinphase.speculation.mtp import LayerRows
 
 
 class MtpRunner:
-    """The layer on a backend whose KV cache is allocated."""
+    """The MTP layer on a backend whose KV cache is allocated."""
 
     def __init__(self, head: MtpHead, backend: Backend, block_size: int) -> None:
         self._head = head
         self._backend = backend
         self._block_size = block_size
-        # No request pays for what happens once; keys and values are overwritten.
+        # This pays one-time costs, so that no request does; its keys and values are overwritten.
         nothing = np.zeros((1, head.blueprint.hidden_size), np.float32)
         self([LayerRows([0], 0, [0], nothing)])
 

@@ -1,7 +1,7 @@
 """Measures steps from outside: clock, processor waits, ledger, cost model, step log.
 
-The engine decides and computes the same without it. Not for how a step's time divides
-(`phases/ledger.py`).
+The engine decides and computes the same without it. `phases/ledger.py` divides a step's time among
+requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StepRecorder:
 
     Attributes:
         clock: monotonic seconds, the clock of `Request.arrival_time`.
-        cpu_wait: seconds that the engine's threads have waited for a processor, so far.
+        cpu_wait: seconds that the engine's threads have waited for a processor so far.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class StepRecorder:
         self.trace = trace
         self._start = self._drafting = 0.0
         self._last_end: float | None = (
-            None  # of the last step, while requests were running after it
+            None  # The end of the last step, if requests were running after it.
         )
 
     def request_added(self, request: Request, timeline: RequestTimeline) -> None:
@@ -64,7 +64,7 @@ class StepRecorder:
         self._drafting = 0.0
 
     def drafted(self) -> None:
-        """The time since the step began went to guessing tokens."""
+        """Count the time since the step began as drafting."""
         self._drafting = self.clock() - self._start
 
     def execute(
@@ -101,7 +101,7 @@ class StepRecorder:
         end = self.clock()
         record = self.ledger.add_step(batch, output, start, end, work)
         gap = start - self._last_end if self._last_end is not None else 0.0
-        if not output.computed_singly:  # then the step did not take what its work takes
+        if not output.computed_singly:  # Otherwise the time of the step does not match its work.
             self._learn(batch, end - start - self._drafting, gap if gap < MAX_GAP_SECONDS else 0.0)
         for request in finished:
             self.ledger.close(request.request_id, end)

@@ -16,7 +16,7 @@ from twinphase.sampling.device_rows import DeviceRows
 from twinphase.speculation.drafter import HiddenReader
 from twinphase.speculation.verify import sample
 
-# From the state before a first token to a slot that a request writes before it reads.
+# The made-up row goes from the zero state to a slot that requests write before they read it.
 MADE_UP_STATE = np.array([[ZERO_SLOT, ZERO_SLOT + 1, 0, 1]], np.int32)
 
 
@@ -33,12 +33,12 @@ class Runner:
         self.reader: HiddenReader | None = None
 
     def show_hidden(self, reader: HiddenReader) -> None:
-        """Show `reader` the hidden states of every step from the first on; call it before that."""
+        """Show `reader` the hidden states of every step; call it before the first step."""
         self.reader = reader
         self.model.kept = reader.layers
 
     def first_step(self) -> None:
-        """Compute a made-up row, so that no step of a request pays for what happens once.
+        """Compute a made-up row, so that no step of a request pays for one-time costs.
 
         Its keys and values lie in block 0: a request overwrites them before it reads.
         """

@@ -1,6 +1,6 @@
-"""An engine of this process, driven step by step by its user, who sees when each token came.
+"""An engine of this process that its user drives step by step, with the time of each token.
 
-`Workshop` loads a model once and puts any number of engines on it, each with settings of its own;
+`Workshop` loads a model once and makes any number of engines for it, each with its own settings;
 `Stepped` drives one engine. No text is made, and nothing else runs between two steps.
 """
 
@@ -47,7 +47,7 @@ class TimedRequest:
     Attributes:
         request: the engine's request.
         timeline: its ledger.
-        submitted: when the engine got it, seconds.
+        submitted: when the engine received it, seconds.
         times: when each output token was ready, seconds.
         steps: index of the step that computed each token.
         logprobs: natural log probability of each token, if requested.
@@ -214,11 +214,11 @@ class Workshop:
     Only one engine at a time may have unfinished requests: all share the memory of the KV cache.
 
     Attributes:
-        config: as resolved for this model; its limits bound those of each engine.
-        path: of the model's file or folder.
-        fingerprint: of the model's files.
-        quantization: of most weights, by its usual name.
-        shape, units, blueprint: what the model is made of, and which arithmetic units compute it.
+        config: configuration as resolved for this model; its limits bound those of each engine.
+        path: path of the model's file or folder.
+        fingerprint: identifies the model's files.
+        quantization: usual name of the format of most weights.
+        shape, units, blueprint: sizes of the model, its arithmetic units, and its architecture.
         isa: instruction-set path, "" where the backend has no choice.
         stepped: the engine as configured, with its drafter if it has one.
     """
@@ -255,7 +255,7 @@ class Workshop:
 
     @property
     def facts(self) -> EngineFacts:
-        """What the loaded engine is, as a server reports it."""
+        """Facts about the loaded engine, as a server reports them."""
         return engine_facts(self._loaded, None)
 
     def engine(
@@ -265,7 +265,7 @@ class Workshop:
         max_num_seqs: int | None = None,
         enable_prefix_caching: bool = False,
     ) -> Stepped:
-        """A new engine without a drafter; settings as in `EngineConfig`, up to the loaded ones."""
+        """A new engine without a drafter; settings as in `EngineConfig`, within its limits."""
         budget = min(max_num_batched_tokens, self.config.max_num_batched_tokens)
         seats = min(max_num_seqs or budget, self.config.max_num_seqs, budget)
         config = replace(
@@ -289,7 +289,7 @@ class Workshop:
         )
 
     def start(self) -> AsyncEngine:
-        """Serve the loaded engine from a thread, to which it belongs from then on."""
+        """Serve the loaded engine from a thread, which owns it from then on."""
         return AsyncEngine(ThreadHost(self._loaded))
 
     def time_forward(self) -> TimedForward:

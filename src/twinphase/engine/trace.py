@@ -1,20 +1,20 @@
 """The step log, one JSON object per line, and its replay through a fresh scheduler.
 
-The scheduler and the cost model are pure: given the same requests, tokens and times they decide the
-same. A log thus shows why a step was as it was, on any machine and without the model; a replay that
-differs shows that the code has changed its mind.
+The scheduler and the cost model are deterministic: the same requests, tokens and times give the
+same decisions. A log thus explains each step on any machine and without the model; a replay that
+differs shows that the code now decides differently.
 
     header    the configuration and the prices the cost model started from
     add       a request: prompt, sampling values, priority, salt, tenant and its weight; output that
         it came with
-    accept    KV blocks that came from another engine, and what became of them
+    accept    KV blocks that came from another engine, and the outcome for each
     finish    an abort, or a stop string that the front end found
-    step      the drafts there were, the decision (`decision`) and the tokens that came of it
-    observe   what the step took, from which the cost model learns; when it began, and its drafting
-    pace      the SLO and the room for prefill from here on, where the engine chose them itself
-    bound     the prompt tokens of a step at most from here on
+    step      the drafts, the decision (`decision`) and the resulting tokens
+    observe   the time of the step, from which the cost model learns; its start, and its drafting
+    pace      the SLO and the room for prefill from here on, if the engine chose them itself
+    bound     the most prompt tokens of a step from here on
 
-Prompts are in the log: treat it as you treat them.
+The log contains the prompts: protect it as you protect them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _acceptance(blocks: Sequence[CachedBlock], verdicts: Sequence[Acceptance]) -
 
 
 def trace_header(scheduler: Scheduler, cost_model: CostModel) -> dict[str, Any]:
-    """The header's values: what a replay has to be built from."""
+    """The header's values, from which a replay is built."""
     return {
         "version": VERSION,
         "config": asdict(scheduler.config),
@@ -98,7 +98,7 @@ class TraceWriter:
     """Appends to a log; each step is on disk when it is done.
 
     Attributes:
-        error: why the log ends early, if it does.
+        error: the reason why the log ended early, if it did.
     """
 
     def __init__(self, file: IO[str], header: dict[str, Any]) -> None:
@@ -153,7 +153,7 @@ class TraceWriter:
             self._file.write(_line({"event": event, **values}))
             if event in ("header", "observe"):
                 self._file.flush()
-        except OSError as error:  # a full disk ends the log, not the engine
+        except OSError as error:  # A full disk ends the log, not the engine.
             self.error = error
             logging.getLogger("twinphase").warning(
                 "The step log ends here, it could not be written: %s", error
@@ -162,12 +162,12 @@ class TraceWriter:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay found.
+    """Result of a replay.
 
     Attributes:
-        num_steps: steps decided again.
-        difference: the first line of the log that would be different now, the logged one, and the
-            new one; None when all were the same byte for byte.
+        num_steps: number of repeated decisions.
+        difference: number of the first line that differs, the logged line and the new one; None if
+            all lines are the same, byte for byte.
     """
 
     num_steps: int
@@ -182,7 +182,7 @@ def replay(
     `watch` is called after each event, with the event and the state after it.
 
     Raises:
-        InvalidRequestError: the file is not such a log, or not a whole one; the message names the
+        InvalidRequestError: the file is not a step log, or is incomplete; the message names the
             line.
     """
     replaying: Replaying | None = None
@@ -217,11 +217,11 @@ def replay(
 
 
 class Replaying:
-    """A fresh scheduler and cost model that live through a log's events.
+    """A fresh scheduler and cost model that repeat a log's events.
 
     Attributes:
-        batch, output, finished: of the last step.
-        cost_model: learns from the logged step times, as the one that was logged did.
+        batch, output, finished: batch, output and finished requests of the last step.
+        cost_model: learns from the logged step times, as the original cost model did.
         predicted, parts: seconds of the last step as predicted before it, and of its decodes and
             each of its chunks alone.
     """
@@ -246,7 +246,7 @@ class Replaying:
         self.parts: tuple[float, tuple[float, ...]] = (0.0, ())
 
     def take(self, event: dict[str, Any]) -> str | None:
-        """Do what the event says; for a step, the line that would be logged now."""
+        """Apply an event; for a step, returns the line that would be logged now."""
         kind = event.pop("event", None)
         scheduler = self.scheduler
         if kind == "add":
@@ -266,7 +266,7 @@ class Replaying:
             batch = scheduler.schedule(drafts)
             line = _line(
                 {"event": "step", **_step(drafts, batch, output)}
-            )  # the commit changes the batch's lists
+            )  # The commit changes the batch's lists.
             self.batch = batch
             self.output = output
             self.predicted = self.cost_model.seconds(batch.work)
@@ -291,7 +291,7 @@ class Replaying:
 def _events(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """(number, text, object) of each line."""
     try:
-        # Bytes that are not text are refused below, since they are not JSON.
+        # Bytes that are not UTF-8 are refused below, since they are not JSON.
         file = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115
     except OSError as error:
         raise InvalidRequestError(
@@ -311,7 +311,7 @@ def _events(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
 
 
 def _int_keys(params: dict[str, Any]) -> dict[str, Any]:
-    """JSON's keys are texts; token ids are not."""
+    """Turn keys back into integers: JSON's keys are strings, but token ids are not."""
     bias = params.get("logit_bias")
     return (
         params

@@ -185,7 +185,6 @@ class Decoder:
             if index in self.kept:
                 backend.keep(x)
             h = self._mix(backend, x, index, layer)
-            h = backend.gather(h, blueprint.span("heads"))
             if index == last and not all_rows:
                 h = backend.logit_rows(h)
                 x = backend.logit_rows(x)
@@ -213,11 +212,13 @@ class Decoder:
         place = self.places[index]
         if layer.states is not None:
             return self._mix_states(backend, h, qkv, layer, place)
+        b = self.blueprint
         if layer.conv is not None:
-            return backend.short_conv(qkv, layer.conv, place)
+            return backend.gather(backend.short_conv(qkv, layer.conv, place), b.span("states"))
         q = backend.rope_kv_write(qkv, self.ropes[index], place, layer.q_norm, layer.k_norm)
-        h = backend.attention(q, place, self.blueprint.windows[index], layer.sinks)
-        return backend.gate_heads(h, qkv) if self.blueprint.attention_gate else h
+        h = backend.attention(q, place, b.windows[index], layer.sinks)
+        h = backend.gate_heads(h, qkv) if b.attention_gate else h
+        return backend.gather(h, b.span("heads", index))
 
     def _mix_states(
         self, backend: Operations, h: Array, qkv: Array, layer: Layer, place: int
@@ -225,14 +226,19 @@ class Decoder:
         own = layer.states
         assert own is not None
         eps = self.blueprint.norm_eps
+        span = self.blueprint.span("states")
         steps = backend.linear(h, own.steps)
+        gate = backend.linear(h, own.gate)
         if isinstance(self.blueprint.recurrence, DeltaNet):
             weights = (layer.conv, own.decay, own.step_bias)
             values = backend.delta_rule(qkv, steps, weights, place)
-            return backend.gated_norm(values, own.norm, backend.linear(h, own.gate), eps)
+            return backend.gather(backend.gated_norm(values, own.norm, gate, eps), span)
         conv = (layer.conv, layer.conv_bias)
         values = backend.state_space(qkv, steps, conv, (own.decay, own.step_bias, own.skip), place)
-        return backend.gate_norm(values, own.norm, backend.linear(h, own.gate), eps)
+        # The norm is over a group of heads: every rank takes that of the whole.
+        return backend.gate_norm(
+            backend.gather(values, span), own.norm, backend.gather(gate, span), eps
+        )
 
     def _layer_embeddings(self, backend: Operations, x: Array) -> Array | None:
         """(e + rms_norm(projection of x / sqrt(hidden_size))) / sqrt(2), of all layers' parts.
@@ -266,7 +272,7 @@ class Decoder:
         h = self._norm(backend, x, layer.ffn_norm)
         if experts is None:
             h = backend.gate_mul(backend.linear(h, layer.gate_up, bias=layer.gate_up_bias))
-            h = backend.gather(h, blueprint.span("ffn"))
+            h = backend.gather(h, blueprint.span("ffn", index))
             # A layer ends here, or with its embedding.
             factor = layer.scale if layer.embedding is None else None
             return self._add(

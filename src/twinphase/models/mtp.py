@@ -17,6 +17,7 @@ from twinphase.models.tensors import Shape, check_tensors, layer_tensors
 from twinphase.weights.checkpoint import Checkpoint
 
 EMBEDDING = "token_embd.weight"
+HEAD = "output.weight"
 NEXT = "blk.0.nextn."
 # A file may leave it out: it is the target's then.
 NORM = f"{NEXT}shared_head_norm.weight"
@@ -63,8 +64,10 @@ class MtpHead(Decoder):
         more_positions: int,
     ) -> None:
         """Load the layer of the target's `checkpoint`, for which there is no `mtp_problem`."""
-        view = _layer_alone(checkpoint, target.blueprint)
-        blueprint = self.blueprint = mtp_blueprint(target.blueprint, more_positions)
+        whole = target.blueprint.whole
+        # The first of several ranks drafts by itself; of the target's head it has only a share.
+        view = _layer_alone(checkpoint, whole, with_head=target.blueprint.share is not None)
+        blueprint = self.blueprint = mtp_blueprint(whole, more_positions)
         backend.prepare(
             view,
             blueprint,
@@ -74,7 +77,7 @@ class MtpHead(Decoder):
         self.ropes = [rope and backend.rope(rope, max_positions + more_positions)]
         self.embedding = target.embedding
         self.layer_embedding = None
-        self.head = target.head
+        self.head = backend.matrix(view, [HEAD]) if HEAD in view.tensors else target.head
         self.layers = [load_layer(view, blueprint, backend, 0)]
         self.places = [0]
         # Its hidden state, after its norm, is what the next draft starts from.
@@ -102,10 +105,15 @@ def _tensors(b: Blueprint) -> dict[str, Shape]:
     return {**own, f"{NEXT}eh_proj.weight": (b.hidden_size, 2 * b.hidden_size), **layer}
 
 
-def _layer_alone(checkpoint: Checkpoint, target: Blueprint) -> Checkpoint:
-    """The checkpoint with the layer's tensors, as those of layer 0, and the embedding."""
+def _layer_alone(
+    checkpoint: Checkpoint, target: Blueprint, *, with_head: bool = False
+) -> Checkpoint:
+    """The checkpoint with the layer's tensors, as those of layer 0, the embedding and the head."""
     prefix = f"blk.{target.num_layers}."
     tensors = {EMBEDDING: checkpoint.tensors[EMBEDDING]}
+    if with_head:
+        source = checkpoint.tensors[EMBEDDING if target.tied else HEAD]
+        tensors[HEAD] = replace(source, name=HEAD)
     for name, info in checkpoint.tensors.items():
         if name.startswith(prefix):
             own = f"blk.0.{name.removeprefix(prefix)}"

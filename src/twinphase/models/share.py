@@ -2,49 +2,42 @@
 
 Every linear layer is divided by its outputs and reads whole rows, so that each output is the sum
 that one rank alone would compute, in the same order: the bits do not depend on the number of ranks.
+Recurrent layers are divided by heads or channels, which never meet. The small matrices of layer
+embeddings (Gemma 4), and an expert that every row goes through, are whole on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
-from twinphase.blueprint import Blueprint, Share, Span
+from twinphase.blueprint import (
+    Blueprint,
+    DeltaNet,
+    KVShape,
+    Mamba2,
+    MatrixStates,
+    Share,
+    ShortConv,
+    Span,
+)
 from twinphase.errors import InvalidRequestError
+from twinphase.models.tensors import taken_apart
 from twinphase.weights.checkpoint import Checkpoint, TensorInfo
+from twinphase.weights.rows import RowsCheckpoint, Runs
 
-Rows = tuple[str, int, int]  # a tensor's name without its ending, the first row, how many
+Rows = tuple[str, Runs]  # of a tensor, whose name has no ending
+ENDINGS = (".weight", ".bias", "")
+# Channels of a short convolution that kernels take together.
+CHANNELS_AT_ONCE = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SharedCheckpoint(Checkpoint):
-    """A checkpoint some of whose tensors are rows of the original's.
+class _StateHeads(NamedTuple):
+    """A rank's heads of a recurrence: key heads (the first, how many), and runs of value heads."""
 
-    Attributes:
-        original: the checkpoint of all ranks.
-        rows: for tensors that are rows of every expert, the original's name and the first row. They
-            are copied.
-    """
-
-    original: Checkpoint
-    rows: dict[str, tuple[str, int]]
-    copies: dict[str, Any] = field(default_factory=dict)
-
-    def raw(self, name: str) -> Any:
-        if name not in self.rows:
-            return super().raw(name)
-        if name not in self.copies:
-            source, first = self.rows[name]
-            rows = self.original.raw(source).reshape(*self.original.tensors[source].shape[:2], -1)
-            self.copies[name] = rows[:, first : first + self.tensors[name].shape[1]].reshape(-1)
-        return self.copies[name]
-
-    def release(self, name: str) -> None:
-        if name not in self.rows:
-            return super().release(name)
-        self.copies.pop(name, None)
-        return self.original.release(self.rows[name][0])
+    keys: tuple[int, int]
+    values: Runs
 
 
 def share_of(
@@ -53,85 +46,164 @@ def share_of(
     """The part of a model that rank `rank` of `ranks` computes; with one rank, the model itself.
 
     Raises:
-        InvalidRequestError: more ranks than heads, or than other things to divide; or a model with
-            recurrent layers, or with layers with different heads.
+        InvalidRequestError: more ranks than heads, or than other things to divide; or KV heads that
+            ranks do not divide.
     """
     if ranks == 1:
         return checkpoint, blueprint
     b = blueprint
-    name = checkpoint.path.name
-    if b.recurrent_layers or b.unlike_layers:
-        what = "recurrent layers" if b.recurrent_layers else "layers with different heads"
-        raise InvalidRequestError(
-            f"tensor_parallel_size is {ranks}, but {name} has {what}, which ranks do not share "
-            "yet.",
-            "Leave tensor_parallel_size out.",
-        )
-    most = min(b.num_heads, b.ffn_size)
-    if ranks > most:
-        raise InvalidRequestError(
-            f"tensor_parallel_size is {ranks}, but {name} has {b.num_heads} attention heads.",
-            f"Use at most {most}.",
-        )
-    spans = [_heads(b, other, ranks) for other in range(ranks)]
+    _check(checkpoint.path.name, b, ranks)
+    heads = [_query_heads(b, other, ranks) for other in range(ranks)]
+    dims = [b.kv_shape(i).head_dim for i in range(b.num_layers)]
+    keys = [_kv_span(b, b.num_kv_heads, other, ranks) for other in range(ranks)]
     share = Share(
         rank=rank,
         ranks=ranks,
         whole=b,
-        kv_heads=spans[rank][1],
-        heads=_columns(b, [q for q, _ in spans], rank),
-        keys=_columns(b, [kv for _, kv in spans], rank),
-        ffn=_span(b.ffn_size, rank, ranks, ((256, 4 * ranks), (32, ranks), (1, 0))),
+        heads=tuple(_columns(heads, rank, b.num_heads, dim) for dim in dims),
+        keys=_columns([(one.first, one.size) for one in keys], rank, b.num_kv_heads, b.head_dim),
+        states=_states(b, rank, ranks),
+        ffn=tuple(_ffn(b.ffn_width(i), rank, ranks) for i in range(b.num_layers)),
+        experts=_ffn(b.experts.ffn_size, rank, ranks) if b.experts else None,
         hidden=_span(b.hidden_size, rank, ranks, ((32, ranks), (1, 0))),
         vocab=_span(b.vocab_size, rank, ranks, ((32, ranks), (1, 0))),
     )
-    local = replace(b, num_heads=spans[rank][0].size, num_kv_heads=share.kv_heads.size, share=share)
-    return _shared(checkpoint, b, share), replace(
-        local, tied=False, fused_qkv=False, fused_gate_up=False
+    local = replace(
+        b,
+        num_heads=heads[rank][1],
+        num_kv_heads=keys[rank].size,
+        recurrence=_recurrence(b, share),
+        experts=b.experts and replace(b.experts, fused_gate_up=False),
+        share=share,
+        tied=False,
+        fused_qkv=False,
+        fused_gate_up=False,
     )
+    if b.full_kv:
+        span = _kv_span(b, b.full_kv.num_heads, rank, ranks)
+        local = replace(local, full_kv=replace(b.full_kv, num_heads=span.size))
+    return _shared(taken_apart(checkpoint, b), b, share), local
 
 
-def rank_sizes(checkpoint: Checkpoint, blueprint: Blueprint, ranks: int) -> list[tuple[int, int]]:
-    """Bytes of stored tensors and KV heads per layer of each rank; raises as `share_of` does."""
+def _check(name: str, b: Blueprint, ranks: int) -> None:
+    """Raises InvalidRequestError for a model that this number of ranks does not divide."""
+    counts = {"attention heads": b.num_heads}
+    if isinstance(b.recurrence, MatrixStates):
+        counts["heads in its recurrent layers"] = b.recurrence.value_heads
+    widths = {b.ffn_width(i) for i in range(b.num_layers)}
+    widths |= {b.experts.ffn_size} if b.experts else set()
+    counts["columns in a feed-forward layer"] = min(widths)
+    for what, most in counts.items():
+        if ranks > most:
+            raise InvalidRequestError(
+                f"tensor_parallel_size is {ranks}, but {name} has {most} {what}.",
+                f"Use at most {most}.",
+            )
+    if b.full_kv and (
+        b.full_kv.head_dim == b.head_dim
+        or max(b.full_kv.num_heads, b.num_kv_heads) % min(b.full_kv.num_heads, b.num_kv_heads)
+    ):
+        raise InvalidRequestError(
+            f"tensor_parallel_size is {ranks}, but the layers of {name} have {b.num_kv_heads} KV "
+            f"heads of {b.head_dim} and {b.full_kv.num_heads} of {b.full_kv.head_dim}, which ranks "
+            "do not divide.",
+            "Leave tensor_parallel_size out.",
+        )
+
+
+def rank_sizes(
+    checkpoint: Checkpoint, blueprint: Blueprint, ranks: int
+) -> list[tuple[int, Blueprint]]:
+    """Bytes of stored tensors, and the share, of each rank; raises as `share_of` does."""
     shares = [share_of(checkpoint, blueprint, rank, ranks) for rank in range(ranks)]
-    return [
-        (sum(one.nbytes for one in mine.tensors.values()), b.num_kv_heads) for mine, b in shares
-    ]
+    return [(sum(one.nbytes for one in mine.tensors.values()), b) for mine, b in shares]
 
 
-def kv_heads_of(blueprint: Blueprint, rank: int, ranks: int) -> Span:
-    """The KV heads of a rank."""
-    return _heads(blueprint, rank, ranks)[1]
+def kv_spans(blueprint: Blueprint, rank: int, ranks: int) -> dict[KVShape, Span]:
+    """The KV heads of a rank in layers of each shape, in the order of the cache's groups."""
+    shapes = dict.fromkeys(blueprint.kv_shapes)
+    return {shape: _kv_span(blueprint, shape.num_heads, rank, ranks) for shape in shapes}
 
 
-def _heads(b: Blueprint, rank: int, ranks: int) -> tuple[Span, Span]:
-    """Query heads and KV heads of a rank.
+def _divide(total: int, units: Sequence[int], rank: int, ranks: int) -> tuple[int, int]:
+    """The first and the number of a rank's `total` things, which stay together by `units`.
 
-    Where there are fewer KV heads than ranks, several have the same one.
+    Units are from the largest to the smallest, multiples of the next. Ranks that exceed the units
+    of one size divide each into those of the next, and have the same one of the smallest.
     """
-    count = b.num_kv_heads
+    unit, *smaller = units
+    count = total // unit
     if ranks <= count:
-        kv = _span(count, rank, ranks, ((1, 0),))
-        return Span(kv.first * b.group, kv.size * b.group, b.num_heads, 1, ()), kv
-    head = rank * count // ranks
-    sharing = [other for other in range(ranks) if other * count // ranks == head]
-    part = _span(b.group, sharing.index(rank), len(sharing), ((1, 0),))
-    return Span(head * b.group + part.first, part.size, b.num_heads, 1, ()), Span(
-        head, 1, count, 1, ()
-    )
+        first, end = (i * count // ranks * unit for i in (rank, rank + 1))
+        return first, end - first
+    number = rank * count // ranks
+    if not smaller:
+        return number * unit, unit
+    sharing = [other for other in range(ranks) if other * count // ranks == number]
+    first, size = _divide(unit, smaller, sharing.index(rank), len(sharing))
+    return number * unit + first, size
 
 
-def _columns(b: Blueprint, heads: list[Span], rank: int) -> Span:
-    """The columns of a rank's heads; `heads` are those of all ranks."""
-    dim = b.head_dim
-    mine = heads[rank]
-    return Span(
-        dim * mine.first,
-        dim * mine.size,
-        dim * mine.total,
-        dim,
-        tuple(dim * one.first for one in heads),
-    )
+def _query_heads(b: Blueprint, rank: int, ranks: int) -> tuple[int, int]:
+    """The first and the number; they stay with their KV heads as far as ranks allow."""
+    counts = {b.num_kv_heads, b.full_kv.num_heads if b.full_kv else b.num_kv_heads}
+    groups = sorted({b.num_heads // count for count in counts}, reverse=True)
+    return _divide(b.num_heads, [*groups, 1], rank, ranks)
+
+
+def _kv_span(b: Blueprint, count: int, rank: int, ranks: int) -> Span:
+    """Those of `count` KV heads that a rank's query heads read; several ranks may read one."""
+    group = b.num_heads // count
+    first, size = _query_heads(b, rank, ranks)
+    return Span(first // group, max(1, size // group), count, 1, ())
+
+
+def _columns(heads: Sequence[tuple[int, int]], rank: int, total: int, dim: int) -> Span:
+    """The columns of a rank's heads; `heads` are those of all ranks, the first and how many."""
+    first, size = heads[rank]
+    return Span(dim * first, dim * size, dim * total, dim, tuple(dim * one for one, _ in heads))
+
+
+def _ffn(width: int, rank: int, ranks: int) -> Span:
+    return _span(width, rank, ranks, ((256, 4 * ranks), (32, ranks), (1, 0)))
+
+
+def _states(b: Blueprint, rank: int, ranks: int) -> Span | None:
+    """A rank's columns of what a recurrence gives."""
+    r = b.recurrence
+    if r is None:
+        return None
+    if isinstance(r, ShortConv):
+        unit = CHANNELS_AT_ONCE if r.channels % CHANNELS_AT_ONCE == 0 else 1
+        return Span(*_divide(r.channels, [unit], rank, ranks), r.channels, unit, ())
+    runs = _state_heads(r, rank, ranks).values
+    first = r.value_dim * runs[0][0]
+    size = r.value_dim * sum(count for _, count in runs)
+    step = r.value_dim * r.key_heads
+    return Span(first, size, r.num_values, r.value_dim, (), runs=len(runs), step=step)
+
+
+def _state_heads(r: MatrixStates, rank: int, ranks: int) -> _StateHeads:
+    """Value heads stay with their key heads as far as ranks allow."""
+    group = r.value_heads // r.key_heads
+    first, size = _divide(r.value_heads, [group, 1], rank, ranks)
+    keys = first // group, max(1, size // group)
+    if not r.tiled:
+        return _StateHeads(keys, [(first, size)])
+    # Value head `number` of each key head, for all of them or for some.
+    numbers = range(first % group, first % group + min(size, group))
+    return _StateHeads(keys, [(number * r.key_heads + keys[0], keys[1]) for number in numbers])
+
+
+def _recurrence(b: Blueprint, share: Share) -> ShortConv | DeltaNet | Mamba2 | None:
+    """What a rank has of the recurrence; None where no layer is recurrent."""
+    r = b.recurrence
+    if r is None or share.states is None:
+        return None
+    if isinstance(r, ShortConv):
+        return replace(r, channels=share.states.size)
+    keys = _state_heads(r, share.rank, share.ranks).keys[1]
+    return replace(r, key_heads=keys, value_heads=share.states.size // r.value_dim)
 
 
 def _span(total: int, rank: int, ranks: int, multiples: tuple[tuple[int, int], ...]) -> Span:
@@ -146,62 +218,106 @@ def _span(total: int, rank: int, ranks: int, multiples: tuple[tuple[int, int], .
     return Span(firsts[rank], firsts[rank + 1] - firsts[rank], total, multiple, tuple(firsts[:-1]))
 
 
-def _layer_rows(b: Blueprint, share: Share) -> Iterator[tuple[str, Rows]]:
+def _layer_rows(b: Blueprint, share: Share, layer: int) -> Iterator[tuple[str, Rows]]:
     """(name, rows) of each tensor of a layer that is divided, names without their endings."""
-    dim = b.head_dim
-    queries = b.num_heads * dim
-    q = share.heads.first, share.heads.size
-    kv = share.kv_heads.first * dim, share.kv_heads.size * dim
-    fused_at = {"attn_q": 0, "attn_k": queries, "attn_v": queries + b.num_kv_heads * dim}
-    for name, (first, count) in {"attn_q": q, "attn_k": kv, "attn_v": kv}.items():
-        fused = ("attn_qkv", fused_at[name] + first, count)
-        yield name, fused if b.fused_qkv else (name, first, count)
-    yield "attn_sinks", ("attn_sinks", q[0] // dim, q[1] // dim)
-    experts = "_exps" if b.experts else ""
-    for name in ("attn_output", "ffn_down" + experts):
-        yield name, (name, share.hidden.first, share.hidden.size)
-    ffn = share.ffn
-    for name, start in (("ffn_gate", 0), ("ffn_up", b.ffn_size)):
+    if layer in b.recurrent_layers:
+        yield from _recurrent_rows(b, share)
+    else:
+        yield from _attention_rows(b, share, layer)
+    mixture = b.experts_of(layer)
+    experts = "_exps" if mixture else ""
+    hidden = [(share.hidden.first, share.hidden.size)]
+    for name in ("attn_output", "ssm_out", "shortconv.out_proj", "ffn_down" + experts):
+        yield name, (name, hidden)
+    span = share.experts if mixture else share.ffn[layer]
+    assert span is not None
+    fused = ""
+    if mixture and mixture.fused_gate_up:
+        fused = "ffn_gate_up_exps"
+    elif b.fused_gate_up and not mixture:
+        fused = "ffn_up"
+    for name, start in (("ffn_gate", 0), ("ffn_up", span.total)):
         target = name + experts
-        fused = ("ffn_up", start + ffn.first, ffn.size)
-        yield target, fused if b.fused_gate_up else (target, ffn.first, ffn.size)
+        at = start if fused else 0
+        yield target, (fused or target, [(at + span.first, span.size)])
+
+
+def _attention_rows(b: Blueprint, share: Share, layer: int) -> Iterator[tuple[str, Rows]]:
+    shape = b.kv_shape(layer)
+    dim = shape.head_dim
+    queries = b.num_heads * dim
+    span = share.heads[layer]
+    kv = _kv_span(b, shape.num_heads, share.rank, share.ranks)
+    gates = 1 + b.attention_gate  # which follow each head's queries
+    rows = {"attn_q": (gates * span.first, gates * span.size)}
+    rows |= dict.fromkeys(("attn_k", "attn_v"), (kv.first * dim, kv.size * dim))
+    fused_at = {"attn_q": 0, "attn_k": queries, "attn_v": queries + shape.num_heads * dim}
+    for name, (first, size) in rows.items():
+        fused = "attn_qkv", [(fused_at[name] + first, size)]
+        yield name, fused if b.fused_qkv else (name, [(first, size)])
+    yield "attn_sinks", ("attn_sinks", [(span.first // dim, span.size // dim)])
+
+
+def _recurrent_rows(b: Blueprint, share: Share) -> Iterator[tuple[str, Rows]]:
+    r = b.recurrence
+    span = share.states
+    assert r is not None and span is not None
+    values = [(first, size) for _, first, size in span.pieces]
+    if isinstance(r, ShortConv):
+        # Three matrices lie one below the other in a file's one.
+        parts = [(part * r.channels + first, size) for part in range(3) for first, size in values]
+        yield "shortconv.in_proj", ("shortconv.in_proj", parts)
+        yield "shortconv.conv", ("shortconv.conv", values)
+        return
+    heads = _state_heads(r, share.rank, share.ranks)
+    first, size = (r.key_dim * count for count in heads.keys)
+    keys = [(first, size), (r.num_keys + first, size)]
+    if isinstance(r, Mamba2):
+        mixed = values + [(r.num_values + at, count) for at, count in keys]
+    else:
+        mixed = keys + [(2 * r.num_keys + at, count) for at, count in values]
+    for name in ("attn_qkv", "ssm_conv1d"):
+        yield name, (name, mixed)
+    yield "attn_gate", ("attn_gate", values)
+    for name in ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_d", "ssm_dt"):
+        yield name, (name, heads.values)
 
 
 def _shared(checkpoint: Checkpoint, b: Blueprint, share: Share) -> Checkpoint:
     """The tensors of one rank: the embedding is whole, the head always a tensor of its own."""
     tensors = dict(checkpoint.tensors)
-    copied: dict[str, tuple[str, int]] = {}
-    head: Rows = ("token_embd" if b.tied else "output", share.vocab.first, share.vocab.size)
-    divided = [("output", head)]
+    copied: dict[str, tuple[str, int, Runs]] = {}
+    head = "token_embd" if b.tied else "output"
+    divided = [("output", (head, [(share.vocab.first, share.vocab.size)]))]
     for i in range(b.num_layers):
         divided += [
-            (f"blk.{i}.{target}", (f"blk.{i}.{source}", first, size))
-            for target, (source, first, size) in _layer_rows(b, share)
+            (f"blk.{i}.{target}", (f"blk.{i}.{source}", runs))
+            for target, (source, runs) in _layer_rows(b, share, i)
         ]
     for name in {rows[0] for _, rows in divided} - {"token_embd"}:
-        for ending in (".weight", ".bias"):
+        for ending in ENDINGS:
             tensors.pop(name + ending, None)
-    for target, (source, first, size) in divided:
-        for ending in (".weight", ".bias"):
+    for target, (source, runs) in divided:
+        for ending in ENDINGS:
             info = checkpoint.tensors.get(source + ending)
             if info is None:
                 continue
-            by_expert = source.endswith("_exps")
-            if by_expert:
-                copied[target + ending] = source + ending, first
-            tensors[target + ending] = _rows_of(info, target + ending, first, size, by_expert)
+            axis = int(source.endswith("_exps"))
+            if axis or len(runs) > 1:
+                copied[target + ending] = source + ending, axis, runs
+            tensors[target + ending] = _rows_of(info, target + ending, axis, runs)
     fields = vars(checkpoint) | {"tensors": tensors}
-    return _SharedCheckpoint(**fields, rows=copied, original=checkpoint)
+    return RowsCheckpoint(**fields, copied=copied, original=checkpoint)
 
 
-def _rows_of(info: TensorInfo, name: str, first: int, size: int, by_expert: bool) -> TensorInfo:
-    """Rows of a tensor, or the same rows of every expert; the offset then means nothing."""
-    axis = 1 if by_expert else 0
+def _rows_of(info: TensorInfo, name: str, axis: int, runs: Runs) -> TensorInfo:
+    """Rows of a tensor, or the same rows of every expert; the offset of a copy means nothing."""
     nbytes = info.nbytes // info.shape[axis]
+    size = sum(count for _, count in runs)
     return replace(
         info,
         name=name,
         shape=(*info.shape[:axis], size, *info.shape[axis + 1 :]),
-        offset=info.offset + first * nbytes,
+        offset=info.offset + runs[0][0] * nbytes,
         nbytes=nbytes * size,
     )

@@ -108,6 +108,19 @@ def own_pooling(checkpoint: Checkpoint) -> str | None:
     return FLAGS[flags[0]]
 
 
+def matryoshka_sizes(checkpoint: Checkpoint) -> list[int] | None:
+    """Sizes that the model was trained to have its vectors cut to (Kusupati et al., 2022).
+
+    As vLLM reads config.json: those of `matryoshka_dimensions`, or any size, an empty list, where
+    `is_matryoshka` is true; None where neither is there.
+    """
+    config = checkpoint.config or {}
+    sizes = config.get("matryoshka_dimensions")
+    if isinstance(sizes, list) and sizes:
+        return [size for size in sizes if type(size) is int]
+    return [] if config.get("is_matryoshka") is True else None
+
+
 def is_raw_score(checkpoint: Checkpoint) -> bool:
     """Whether a reranker's score is what its head gives, and not the sigmoid of that.
 

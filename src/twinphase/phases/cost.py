@@ -43,7 +43,7 @@ FEW_ROWS = 8
 MEMORY_FADE_PER_STEP = 0.98
 # Weight of the starting prices, in steps.
 PRIOR_WEIGHT_STEPS = 0.02
-# error, as a logarithm, from which a step counts less: a shared machine stalls now and then
+# Steps with a larger error, as a logarithm, count less: a shared machine stalls now and then.
 OUTLIER = 0.5
 # Share of the logarithm of an error that the pace takes over.
 PACE_LEARNING_RATE = 0.05
@@ -97,8 +97,8 @@ def features(work: StepWork, windowed_share: float = 0.0) -> tuple[float, ...]:
 def starting_prices(shape: ModelShape, ceilings: Ceilings | None) -> tuple[float, ...]:
     """Seconds for one of each feature, before anything was run.
 
-    Weights and KV at the measured bandwidth, operations at half of the measured peaks; where
-    nothing was measured, at rates of a small machine. They need be right within a few times only.
+    They assume the measured bandwidth for weights and KV, and half of the measured peaks for
+    operations; without measurements, the rates of a small machine. A rough guess is enough.
     """
     bandwidth = (ceilings.read_bandwidth(shape.weight_bytes) if ceilings else None) or 20e9
     int8 = (ceilings.int8_ops if ceilings else None) or 200e9
@@ -125,8 +125,8 @@ class CostModel:
 
     Attributes:
         prices: seconds per unit of each feature.
-        windowed_share: of the model's layers that have a window.
-        window: its tokens; None where no layer has one.
+        windowed_share: share of the model's layers that have a window.
+        window: tokens of the window; None if no layer has one.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class CostModel:
         self._gap = gap
 
     def features(self, work: StepWork) -> tuple[float, ...]:
-        """`features` for the model whose steps these are."""
+        """`features` with the windows of this model."""
         return features(work, self.windowed_share)
 
     def seconds(self, work: StepWork) -> float:
@@ -174,7 +174,7 @@ class CostModel:
     def step_limit(self, slo_seconds: float) -> float:
         """Predicted time at which a step still meets the SLO.
 
-        What passes between steps is deducted, and the rest divided by the factor that 95 % of the
+        The time between steps is deducted, and the rest divided by the factor that 95 % of the
         recent mixed steps stayed within.
         """
         return max(0.0, slo_seconds - self._gap) / self._margin
@@ -187,9 +187,9 @@ class CostModel:
         """Learn from a step.
 
         Args:
-            work: what it computed; nothing is learned from an empty step.
-            seconds: what it took.
-            gap: time between the step before and this one that the front end used, if anything was
+            work: work of the step; nothing is learned from an empty step.
+            seconds: time of the step.
+            gap: time that the front end used between the last step and this one, if requests were
                 running.
         """
         if not work.rows or seconds <= 0:
@@ -232,7 +232,7 @@ class CostModel:
         return len(self._ratios) >= MIN_STEPS_TO_PREDICT and len(kinds) == 2
 
     def error(self) -> CostError:
-        """How far off the last predictions were, each made before its step was learned from."""
+        """Error of the last predictions, each made before its step was learned from."""
         errors = sorted(abs(1 / ratio - 1) for ratio in self._ratios)
         if not errors:
             return CostError(0, None, None)

@@ -1,7 +1,7 @@
 """This machine's ceilings, kept between runs, and a phase's MFU, MBU and bound.
 
-Not for measuring: a backend does that, and the command line joins the two. Reading the kept numbers
-needs nothing but the standard library, so that it may happen at any time.
+A backend measures them, and the command line joins the two. Reading the kept ceilings needs only
+the standard library, so that it is possible at any time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from twinphase.weights.storage import cache_root, write_atomically
 # Part of the file name: another way of measuring needs another file.
 VERSION = 5
 HINT_INTERVAL_SECONDS = 24 * 3600
-# Of what `bound` gives: no ceiling explains half of the time.
+# Results of `bound` if no ceiling explains half of the time.
 NEITHER = ("overhead", "contention", "ranks", "kernels")
 BOUND_WORDS = {
     "compute": "bound by compute",
@@ -48,9 +48,9 @@ class Ceilings:
         int8_ops: operations per second of int8 dot products; None is unknown.
         float32_flops, bfloat16_flops, float16_flops: the same of multiply-adds and of products;
             None as well.
-        provisional: too low perhaps, because the machine was busy, and then they are not kept, or
-            because a step beat them: they are measured again.
-        measurements: how many these are the best of.
+        provisional: whether they may be too low, because the machine was busy (then they are not
+            kept), or because a step was faster. They are measured again.
+        measurements: number of measurements that these are the best of.
     """
 
     processor: str
@@ -140,7 +140,7 @@ def memory_seconds(num_bytes: int, working_set: float, ceilings: Ceilings | None
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How near some work came to the machine's ceilings.
+    """Efficiency of some work relative to the machine's ceilings.
 
     Attributes:
         bound: as `bound` gives it.
@@ -155,7 +155,7 @@ class Efficiency:
 
     @property
     def over_ceiling(self) -> bool:
-        """Faster than the machine: a count or a ceiling is wrong."""
+        """Whether the work seems faster than the machine, so that a count or a ceiling is wrong."""
         return any(value is not None and value > 1 for value in (self.mfu, self.mbu))
 
 
@@ -189,7 +189,7 @@ def bound(
     rank_wait: float = 0.0,
     outside: float = 0.0,
 ) -> str:
-    """What held a phase back: a ceiling ("compute", "memory"), one of `NEITHER`, or "unknown".
+    """The limit of a phase: a ceiling ("compute", "memory"), one of `NEITHER`, or "unknown".
 
     Where neither ceiling explains half of the time, it is the largest part of what they leave
     unexplained: waiting for a processor that other programs had (`cpu_wait`, seconds: contention),
@@ -261,7 +261,7 @@ def hint_is_due() -> bool:
 def cache_levels(threads: int) -> tuple[tuple[str, int], ...]:
     """(name, bytes) of the data caches of `threads` cores, from the second level on.
 
-    Smallest first. Empty where the system does not tell.
+    The smallest comes first. Empty if the system does not report them.
     """
     levels: dict[int, int] = {}
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):

@@ -1,4 +1,4 @@
-"""Divides each step's time among the requests that lived through it, by the cost model.
+"""Divides each step's time among the requests that it affected, by the cost model.
 
 A step that took T and for which the model predicted P is divided as the model divides P,
 scaled by T / P:
@@ -11,8 +11,8 @@ scaled by T / P:
     prefill       what the step would have taken with this chunk alone; the rest of it is
     `prefill_wait`
 
-A request that is alone in its step bears all of it. Not for reading clocks (the engine does), nor
-for sentences (`explain.py`).
+A request that is alone in its step gets all of its time. The engine reads the clocks, and
+`explain/` writes the sentences.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEPT_RECORDS = 4096
 
 @dataclass(frozen=True)
 class _Wait:
-    """How the ledger's sums stood when a request began to wait."""
+    """The ledger's sums at the moment when a request began to wait."""
 
     held_back: dict[str, float]
     work: float
@@ -45,7 +45,7 @@ class Ledger:
         records: the last steps, oldest first.
         seconds: time of finished requests by kind of interval, `unattributed` among them.
         num_steps: all steps so far.
-        settled: when everything about the last step was written down, seconds.
+        settled: when the records of the last step were complete, seconds.
     """
 
     def __init__(self, shape: ModelShape, cost_model: CostModel) -> None:
@@ -123,8 +123,9 @@ class Ledger:
         works: Sequence[StepWork],
         starts: Sequence[float],
         ends: Sequence[float],
+        gap: float,
     ) -> None:
-        """Write steps that decoded the requests of `batch`, one token later each, and settled.
+        """Write steps that decoded the requests of `batch`, one token later each, and settle them.
 
         As `add_step` and `settle` for each of them, for requests that were in the step before.
 
@@ -133,6 +134,7 @@ class Ledger:
             works: what they computed.
             starts: when each of them began, seconds.
             ends: when each of them ended, seconds.
+            gap: seconds after each of them until everything about it was written down.
         """
         count = len(batch.decodes)
         records = list[StepRecord]()
@@ -172,8 +174,8 @@ class Ledger:
                 timeline.reach_step(record.start)
                 own = seconds if count == 1 or own > seconds else own
                 timeline.mark_decode(record, own, seconds)
-                settled = record.end
-        self.settle(ends[-1])
+                settled = record.end + gap
+        self.settle(ends[-1] + gap)
 
     def settle(self, now: float) -> None:
         """Everything about the last step is written down."""

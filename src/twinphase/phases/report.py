@@ -1,7 +1,7 @@
 """The report at the end of an answer: a row per phase, and rows for other wall time.
 
-The shares of all rows sum to 1 by construction: the last row is unattributed time. Drawing is the
-terminal's.
+The shares of all rows sum to 1 by construction: the last row is unattributed time. `terminal.py`
+draws the report.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PhaseRow:
     Attributes:
         tokens: tokens computed in this phase. The first output token comes out of prefill.
         cached_tokens: prompt tokens that were in the KV cache already.
-        share: of the report's wall time.
+        share: fraction of the report's wall time.
         tokens_per_second: None without tokens.
         metric: "MFU" or "MBU": what `efficiency` is.
         efficiency: a fraction; above 1 a count or a ceiling is wrong; None is unknown.

@@ -46,9 +46,9 @@ class Roofline:
     """One machine's roofs and slopes.
 
     Attributes:
-        title: which machine.
-        roofs: the highest first.
-        slopes: the fastest first.
+        title: name of the machine.
+        roofs: roofs, the highest first.
+        slopes: slopes, the fastest first.
     """
 
     title: str

@@ -46,15 +46,15 @@ class ChunkBudget:
         """Begin with the step's decodes.
 
         Args:
-            num_tokens: what they left of the token budget.
-            decodes: their work.
+            num_tokens: tokens of the budget that the decodes left.
+            decodes: work of the decodes.
             times: predicts step times.
-            pace: what running requests keep; it limits a step only if a request decodes in it, or
-                with `is_shared`.
+            pace: the gap that running requests keep; it limits a step only if a request decodes in
+                it, or with `is_shared`.
             block_size: chunks end on block boundaries where they can, so that others can share the
                 blocks.
-            is_shared: there are several tenants: a request of another one may come during any step,
-                and waits for its end.
+            is_shared: whether there are several tenants: a request of another tenant may arrive
+                during any step, and has to wait for the end of that step.
         """
         self.num_tokens = num_tokens
         self._work = decodes
@@ -70,19 +70,19 @@ class ChunkBudget:
     def take(self, start: int, remaining: int, *, scored: bool = False) -> int:
         """Tokens of the next chunk of a request with `start` computed and `remaining` to compute.
 
-        Where the prompt is `scored`, each of them may want its logits, which are many bytes: then
-        they are few.
+        If the prompt is `scored`, each of these tokens may need its logits, which take much memory,
+        so the chunk is small.
 
         The first chunk of a step has a block's worth of tokens even where the SLO has no room: a
-        request that waits for ever is no better than a late token.
+        request that waits forever is worse than a late token.
         """
         most = min(self.num_tokens, remaining, MAX_SCORED_ROWS if scored else remaining)
         if self._limit is not None:
             most = self._fitting(start, most, remaining, scored)
         if most < remaining:
             aligned = max(0, most - (start + most) % self._block_size)
-            # Less than a block is not worth beginning: off a boundary, the request could share
-            # nothing until the next.
+            # A chunk that ends within a block is not worth beginning: the request could share
+            # nothing until the next boundary.
             most = aligned if aligned or self._given else most
         if most > 0:
             self._work = self._work.plus(self._chunk(start, most, remaining, scored))
@@ -108,7 +108,7 @@ class ChunkBudget:
 
         if fits(most):
             return most
-        # `low` fits, or is nothing; `high` does not
+        # `low` tokens fit, and `high` tokens do not.
         low = 0
         high = most
         while high - low > 1:

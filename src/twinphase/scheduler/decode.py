@@ -1,11 +1,10 @@
 """The decode half of a step: a token for each decoding request, and room for its drafts.
 
-Where blocks run out, the last in the policy's order gives up its own, as often as it takes. The
-first in order always gets through, since no request is accepted that the whole cache could not
-hold; so there is progress in every step.
+If blocks run out, requests are preempted from the end of the policy's order until enough blocks are
+free. The first request in order always gets its token, since no request is accepted that the whole
+cache could not hold; so every step makes progress.
 
-Drafts are guests: they take only unused rows and blocks of a step, and get shorter
-where that is little.
+Drafts take only unused rows and blocks of a step. If few are left, drafts get shorter.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def schedule_decodes(
 
     Args:
         running: in the policy's order.
-        kv_cache: where their next tokens need room.
+        kv_cache: gives the blocks for their next tokens.
         preempt: takes a request's blocks and removes it from `running`.
     """
     decodes: list[ScheduledRequest] = []
@@ -36,7 +35,7 @@ def schedule_decodes(
         if phase_of(request) is Phase.DECODE:
             while not kv_cache.grow(request, request.num_computed_tokens + 1):
                 preempt(running[-1])
-                if index == len(running):  # it was the last itself
+                if index == len(running):  # The request itself was the last one, and was preempted.
                     return decodes
             kv_cache.plan_snapshots(request, 1)
             decodes.append(give_tokens(request, 1))
@@ -53,10 +52,9 @@ def with_drafts(
     """The same shares with the drafted tokens after their own.
 
     Args:
-        decodes: without drafts.
+        decodes: shares without drafts.
         drafts: token ids by request.
-        num_rows: of the step, that all drafts together may take; the first in order take theirs
-            first.
+        num_rows: rows of the step that all drafts together may take; requests are served in order.
         longest: drafted tokens that a request could still use.
     """
     drafted = []

@@ -1,13 +1,13 @@
 """Which tenant is served next: start-time fair queueing by seconds of work.
 
-Each tenant has a virtual time: the seconds of work that were done for it, divided by its weight.
-The smallest goes first. A tenant that has wanted nothing for a while begins at the system's virtual
-time, which is the smallest of those who want something: what it left unused is no credit, and what
-it used while no other tenant wanted it is no debt.
+Each tenant has a virtual time: the seconds of work done for it, divided by its weight. The tenant
+with the smallest one is served first. A tenant that was idle for a while begins at the system's
+virtual time, the smallest among tenants with requests: unused time is no credit, and time that it
+used while no other tenant needed it is no debt.
 
 Goyal, Vin and Cheng, "Start-time Fair Queuing" (SIGCOMM 1996). Sheng et al., "Fairness in Serving
 Large Language Models" (OSDI 2024) count tokens in the same way; here it is the cost model's
-seconds, prefill and decode both. Not for how much of a step each gets (`scheduler.py`).
+seconds, for prefill and decode. `scheduler.py` decides how much of a step each tenant gets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from twinphase.scheduler.chunk import StepCost
 from twinphase.scheduler.phase import phase_of
 from twinphase.scheduler.policy import Key
 
-# seconds of virtual time that a tenant may be ahead and still take the next seat, if it has none
+# A tenant without a seat takes the next one if its virtual time is ahead by at most this.
 MAX_LEAD_SECONDS = 0.1
 
 
@@ -33,7 +33,7 @@ class FairQueue:
         lines: waiting requests of each tenant that has any, in the policy's order.
         now: the system's virtual time, seconds.
         seats: running requests by tenant.
-        has_several: there were requests of more than one tenant so far.
+        has_several: whether there have been requests of more than one tenant.
     """
 
     def __init__(self, key: Key) -> None:
@@ -64,7 +64,7 @@ class FairQueue:
         return [request for tenant in tenants for request in self.lines[tenant]]
 
     def key(self, request: Request) -> tuple[float, int, int]:
-        """The order of all requests: of chunks, and backwards of preemption."""
+        """The order of requests for chunks; preemption takes the reverse order."""
         return (self._times[request.tenant], *self._policy_key(request))
 
     def add(self, request: Request) -> None:
@@ -106,7 +106,7 @@ class FairQueue:
             del times[tenant], self._weights[tenant]
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """So much work was done for a tenant."""
+        """Charge a tenant for work, in predicted seconds."""
         if tenant in self._times:
             self._times[tenant] += seconds / self._weights[tenant]
 

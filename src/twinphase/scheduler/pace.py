@@ -1,22 +1,22 @@
-"""The pace: which gap between tokens running requests keep while prompts are prefilled."""
+"""The pace: the gap between tokens that running requests keep while prompts are prefilled."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Context of the decode beside which chunks are predicted.
+# Context length of the decode that predictions of chunks assume.
 DECODE_CONTEXT_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What prefill chunks leave to running requests; all times are seconds.
+    """Limits of prefill chunks in favour of running requests; all times are seconds.
 
     Attributes:
         slo_seconds: longest gap between tokens of a running request; None where there is no SLO.
         step_factor: how many times as long as its decodes alone a step may take, even against the
             SLO, so that prefill keeps its part of the time between many decodes.
-        chosen: chosen by `Pacing.choose`, not by the user.
+        chosen: whether `Pacing.choose` chose the pace, and not the user.
         gap_seconds: predicted gap for one request that decodes beside a prefill. This and the
             following are set by `Pacing.predict`.
         prompt_tokens: length of the prompt of the next two predictions.

@@ -14,15 +14,15 @@ from twinphase.scheduler.pace import DECODE_CONTEXT_TOKENS, Pace
 
 # Text that comes every 50 ms is faster than people read.
 SHORTEST_SLO_SECONDS = 0.05
-# A step with prefill takes at most this many times what its decodes would take alone. Prompts
-# beside a stream then take a seventh longer than alone, less what their own steps cost anyway.
+# A step with prefill takes at most this multiple of the time of its decodes alone. Prompts that are
+# prefilled beside a stream then take at most a seventh longer than alone.
 STEP_FACTOR = 8.0
 LONG_PROMPT_TOKENS = 3000
 
 
 @dataclass(frozen=True)
 class Pacing:
-    """What a pace is chosen from: step times, and the limits of chunks and contexts in tokens."""
+    """Chooses a pace from step times, and from the limits of chunks and contexts in tokens."""
 
     times: StepCost
     max_num_batched_tokens: int

@@ -1,6 +1,6 @@
-"""Who goes first: the order of requests, under each policy.
+"""The order of requests under each policy.
 
-One key for admission, for chunks and for preemption.
+One key orders admission, chunks and preemption.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def policy_key(policy: str) -> Key:
     """The sort key of "fcfs" (arrival) or "priority" (lower priority first, then arrival).
 
     Admission and chunks go from the smallest key, preemption from the largest: the lowest priority
-    and the youngest. A preempted request keeps its place in the line, so that it is the first to
-    come back.
+    and the youngest. A preempted request keeps its place in the queue, so that it is the first to
+    be admitted again.
     """
     if policy == "fcfs":
         return lambda request: (0, request.order)

@@ -16,9 +16,9 @@ MIN_SHARED_TOKENS = 64
 def worth_waiting_for(
     request: Request, computed: int, kv_cache: KVCacheManager, computing: set[bytes]
 ) -> bool:
-    """Whether to delay `request` a step, because this step computes much of what it needs.
+    """Whether to delay `request` by a step, because this step computes much of its prefix.
 
-    That is half of what it still needs, and enough to be worth a step.
+    That is at least half of the tokens that it still needs, and enough to be worth a step.
     """
     if not computing:
         return False
@@ -36,13 +36,13 @@ def schedule_prefills(
 ) -> None:
     """A chunk for each running request in `PREFILL`, until the budget is used up.
 
-    Their blocks were taken when they were let in.
+    Their blocks were taken at admission.
 
     Args:
         running: in the policy's order.
-        kv_cache: where others may have computed what comes next.
-        budget: what the step has room for.
-        prefills: where the chunks go.
+        kv_cache: finds blocks that other requests have computed meanwhile.
+        budget: the room that the step has left.
+        prefills: the list that gets the chunks.
         let_in: admits the waiting requests that come before the given one in the policy's order.
         computing: hashes of the blocks that this step computes; those of the chunks are added.
     """

@@ -1,7 +1,7 @@
-"""Which tokens the next step computes, and what follows from the tokens it produced.
+"""Decides which tokens the next step computes, and commits the tokens that it produced.
 
-A pure function of its state, the cost model and the calls it got: no thread, no I/O, no clock, no
-arrays. So a log of the calls replays to the same decisions (`engine/trace.py`).
+Its decisions depend only on its state, the cost model and its calls: no thread, no I/O, no clock,
+no arrays. A log of the calls therefore replays to the same decisions (`engine/trace.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INITIAL_OUTPUT_TOKENS = 128.0
 MAX_RECOMPUTE_SHARE = 0.03
 # Longest wait of a tenant for a first seat, where there is no SLO.
 FIRST_SEAT_WAIT_SECONDS = 0.05
-# What keeps a request waiting until another gives it up.
+# Resources that a waiting request gets only when another request gives them up.
 SCARCE = ("seats", "states", "blocks")
 # Weight of each finished answer in the mean output length.
 OUTPUT_LEARNING_RATE = 0.1
@@ -41,17 +41,17 @@ class Scheduler:
     """Waiting and running requests, and the KV cache's bookkeeping.
 
     Attributes:
-        config: how the engine runs.
+        config: the engine's configuration.
         kv_cache: the blocks.
-        fair: requests that hold no blocks, new or preempted, by tenant; and whose turn it is.
-        running: requests that hold blocks; in a step, in the order of `fair`.
+        fair: requests without blocks, new or preempted, by tenant, and the order of tenants.
+        running: requests that hold blocks; during a step, in the order of `fair`.
         pace: the gap between tokens that chunks leave to running requests.
         max_prefill_tokens: cap on the prefill tokens of a step; None is only the token budget.
-        seconds: predicted, of all steps so far: the scheduler's clock.
-        step_work: seconds of the last step by tenant, predicted.
-        num_preemptions: so far.
-        num_recomputed_tokens: computed again after a preemption, so far.
-        usual_output: fading mean of the tokens per finished answer.
+        seconds: predicted seconds of all steps so far, which are the scheduler's clock.
+        step_work: predicted seconds of the last step by tenant.
+        num_preemptions: number of preemptions so far.
+        num_recomputed_tokens: number of tokens computed again after a preemption so far.
+        usual_output: moving average of the tokens per finished answer.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Scheduler:
         """Start without requests.
 
         Args:
-            config: resolved.
+            config: the resolved configuration.
             times: predicts step times, for the SLO.
-            eos_token_ids: end an answer.
-            fingerprint: of the model and the KV format.
+            eos_token_ids: tokens that end an answer.
+            fingerprint: identifies the model and the KV format.
         """
         if config.max_model_len is None or config.num_kv_blocks is None:
             raise ValueError("the configuration is not resolved")
@@ -94,15 +94,15 @@ class Scheduler:
         self._times = times
         self._key = self.fair.key
         self._seat_wanted_since: float | None = None
-        self._wanted = ""  # one of SCARCE
-        self._next_seat_taken = 0.0  # not before, by `seconds`
+        self._wanted = ""  # One of SCARCE, or nothing.
+        self._next_seat_taken = 0.0  # The earliest time, by `seconds`.
         self._requests: dict[str, Request] = {}
         self._num_added = 0
         self.usual_output = INITIAL_OUTPUT_TOKENS
 
     @property
     def chunk_tokens(self) -> int:
-        """Prompt tokens that a step beside one decode has room for, as the pace and limits are."""
+        """Prompt tokens that fit in a step with one decode, under the present pace and limits."""
         decode = StepWork.of_decodes(1, DECODE_CONTEXT_TOKENS, self._times.window)
         most = max(1, self.config.max_num_batched_tokens - 1)
         most = min(most, self.max_prefill_tokens or most)
@@ -160,7 +160,7 @@ class Scheduler:
     def schedule(self, drafts: Mapping[str, Sequence[int]] = MappingProxyType({})) -> Batch:
         """The next step's work: decodes, then prefill chunks of running and admitted requests.
 
-        `drafts` are guesses at what follows the last known tokens, by request. A request that does
+        `drafts` are guesses of the next tokens, by request. A request that does
         not decode in this step gets none of its own verified; for the others see
         `scheduler/decode.py`.
         """
@@ -177,7 +177,7 @@ class Scheduler:
         seats_taken = len(preempted)
         decodes = schedule_decodes(self.running, self.kv_cache, preempt)
         tokens = max(0, self.config.max_num_batched_tokens - len(decodes))
-        if drafts:  # half of the rest at most, so that prompts go on
+        if drafts:  # Drafts take at most half of the rest, so that prompts make progress.
             decodes = with_drafts(decodes, drafts, tokens // 2, self._longest_draft)
             tokens -= sum(share.num_drafts for share in decodes)
         budget = ChunkBudget(
@@ -296,7 +296,7 @@ class Scheduler:
         budget: ChunkBudget,
         computing: set[bytes],
     ) -> str:
-        """Let a waiting request in, with its first tokens; "", or what it lacks."""
+        """Admit a waiting request with its first tokens; returns "", or the resource it lacks."""
         if len(self.running) >= self.config.max_num_seqs:
             return "seats"
         if budget.num_tokens == 0:
@@ -321,15 +321,15 @@ class Scheduler:
         insort(self.running, request, key=self._key)
         request.status = RequestStatus.RUNNING
         share = give_tokens(request, chunk)
-        # One that comes back and finds all but its last token cached decodes at once.
+        # A preempted request that finds all but its last token cached decodes at once.
         (decodes if share.phase is Phase.DECODE else prefills).append(share)
         return ""
 
     def _growth(self, request: Request) -> int:
         """Blocks that `request` and those running are expected to take before they finish.
 
-        Answers are taken to be as long as they were of late, and to go on by a block at least. Who
-        is let in without room to grow only pushes another out, or is the first to go again.
+        Answers are expected to be as long as recent ones, and to grow by a block at least. Without
+        room to grow, an admitted request would preempt another, or be the first preempted.
         """
         total = 0
         for grower in (*self.running, request):
@@ -343,7 +343,7 @@ class Scheduler:
         return total
 
     def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it queues at its old place and recomputes the rest."""
+        """Take a running request's blocks; it queues at its old place and recomputes its tokens."""
         request.most_computed_tokens = max(
             request.most_computed_tokens, request.num_computed_tokens
         )
@@ -368,7 +368,7 @@ class Scheduler:
         """If a tenant has waited too long for its first seat, take one from the largest holder.
 
         It goes to the tenant's newest request, if the tenant holds more than its share and keeps
-        one. So seldom that computing the lost tokens again takes little of the whole.
+        one. This is limited to a small share of the time spent on recomputing the lost tokens.
         """
         since = self._seat_wanted_since
         if since is None or self.seconds < max(
@@ -384,7 +384,7 @@ class Scheduler:
             victim = [request for request in self.running if request.tenant == most][-1]
             lost = victim.num_computed_tokens
             if self._wanted != "blocks":
-                lost = self.kv_cache.lost_tokens(victim)  # the others are found again
+                lost = self.kv_cache.lost_tokens(victim)  # The other tokens are found in the cache.
             again = self._times.seconds(StepWork.of_chunk(0, lost, False, self._times.window))
             self._next_seat_taken = self.seconds + again / MAX_RECOMPUTE_SHARE
             preempt(victim)

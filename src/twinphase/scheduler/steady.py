@@ -1,8 +1,8 @@
-"""Decode steps that differ in nothing but the length of contexts, committed many at a time.
+"""Commits many decode steps at a time if they differ only in the lengths of contexts.
 
-A simulation jumps over them, since it knows the next tokens beforehand. What a step does is
-decided by `scheduler.py`. Here is only how long it will decide the same again, and what such steps
-leave behind; `tests/simulate/test_jumps.py` proves that nothing differs from single steps.
+A simulation jumps over such steps, since it knows the next tokens beforehand. `scheduler.py`
+decides each step. This file predicts how long its decisions stay the same, and applies their
+effects; `tests/simulate/test_jumps.py` proves that nothing differs from single steps.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from twinphase.scheduler.scheduler import Scheduler
 
 
 def steady_steps(scheduler: Scheduler, batch: Batch, token_id: int) -> int:
-    """Steps from `batch` on, itself among them, that decode its requests and end none of them.
+    """Number of steps, beginning with `batch`, that decode its requests and end none of them.
 
-    At least 1, if `batch` is not the last step of a request; 0 where it is, or where something else
-    may happen: a chunk, a draft, an admission, a preemption, another tenant's turn.
+    It is 0 if `batch` is the last step of a request, or if something else may
+    happen: a chunk, a draft, an admission, a preemption, another tenant's turn.
 
     Args:
         scheduler: as `schedule` left it.
         batch: the step that it returned.
-        token_id: that every request will get in every step.
+        token_id: the token that every request will get in every step.
     """
     kv_cache = scheduler.kv_cache
     if (
@@ -55,11 +55,11 @@ def _new_blocks(scheduler: Scheduler, steps: int) -> int:
 
 
 class SteadySteps:
-    """Such steps while they pass: requests get their tokens and blocks as late as possible.
+    """Steps in progress, whose requests get their tokens and blocks as late as possible.
 
     Attributes:
-        requests: those that decode, in the order of the batch.
-        due: the step at whose end other parts may see a change in the KV cache, or None.
+        requests: the decoding requests, in the order of the batch.
+        due: the step at whose end a change of the KV cache becomes visible, or None.
     """
 
     def __init__(self, scheduler: Scheduler, num_steps: int, token_id: int) -> None:
@@ -89,7 +89,7 @@ class SteadySteps:
             if moment % 2:
                 return moment // 2
             free -= 1
-            if free < 0:  # a cached block is evicted
+            if free < 0:  # A cached block is evicted.
                 return moment // 2
         return None
 
@@ -125,7 +125,7 @@ class SteadySteps:
             scheduler.step_work = {tenant: each}
 
     def _advance(self, request: Request, computed: int) -> None:
-        """Give a request its tokens, so that `computed` tokens of it are computed."""
+        """Give a request tokens until it has `computed` computed ones."""
         before = request.num_computed_tokens
         outputs = request.output_token_ids
         outputs.extend([self._token_id] * (computed - before))

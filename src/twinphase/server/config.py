@@ -61,8 +61,8 @@ class ServerConfig(GenerationDefaults):
     )
     ssl_certfile: str | None = setting(
         None,
-        "File with the server's certificate, in PEM form with those that sign it: the server then "
-        "speaks HTTPS only. A renewed file is read again.",
+        "PEM file with the server's certificate and the chain that signs it: the server then "
+        "serves HTTPS only. A renewed file is read again.",
         default_text="HTTP",
     )
     ssl_keyfile: str | None = setting(
@@ -144,7 +144,7 @@ class ServerConfig(GenerationDefaults):
     )
     log_level: str = setting(
         "info",
-        "What the log on stderr has: warning leaves out requests and statistics, debug adds "
+        "What is logged on stderr: warning leaves out requests and statistics, debug adds "
         "polled routes such as /health and /metrics.",
         choices=("debug", "info", "warning", "error"),
     )

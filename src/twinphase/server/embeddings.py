@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 import struct
 from collections.abc import Sequence
 from time import perf_counter
@@ -36,6 +37,29 @@ def _inputs(body: EmbeddingRequest, limit: int) -> Inputs:
     return inputs
 
 
+def _check_dimensions(wanted: int, size: int, sizes: Sequence[int] | None) -> None:
+    """Refuse a cut of vectors of `size` numbers that the model was not trained for."""
+    problem = f"dimensions is {wanted}, but this model's vectors have {size} numbers"
+    if sizes is None:
+        raise InvalidRequestError(
+            f"{problem}, and its config.json does not say that they may be cut.",
+            "Leave dimensions out. For a model that was trained for it (Matryoshka), set "
+            "is_matryoshka or matryoshka_dimensions there.",
+        )
+    if wanted > size or (sizes and wanted not in sizes):
+        allowed = ", ".join(map(str, sizes)) or f"1 to {size}"
+        raise InvalidRequestError(
+            f"{problem}, and may be cut to {allowed} only.", "Use one of these, or leave it out."
+        )
+
+
+def _cut(vector: Sequence[float], size: int) -> list[float]:
+    """The first numbers, as a vector of length 1."""
+    part = vector[:size]
+    length = math.sqrt(math.fsum(x * x for x in part))
+    return [x / max(length, 1e-12) for x in part]
+
+
 class Embeddings(Exchange):
     """The vectors of one request's texts, in their order."""
 
@@ -50,12 +74,9 @@ class Embeddings(Exchange):
         engine = service.require_engine()
         facts = service.facts
         assert facts is not None, "the engine is running"
-        if self._body.dimensions not in (None, facts.embedding_size):
-            raise InvalidRequestError(
-                f"dimensions is {self._body.dimensions}, but this model's vectors have "
-                f"{facts.embedding_size} numbers.",
-                "Leave it out: a vector that is cut would mean something else.",
-            )
+        dimensions = self._body.dimensions or facts.embedding_size
+        if dimensions != facts.embedding_size:
+            _check_dimensions(dimensions, facts.embedding_size, facts.matryoshka_sizes)
         prompts = []
         for number, given in enumerate(self._inputs):
             prompt = await engine.encode(given, self._arrival)
@@ -65,6 +86,8 @@ class Embeddings(Exchange):
         ticket.queue(sum(len(prompt.token_ids) for prompt in prompts))
         found = await engine.embed_all(prompts, tenant=self._tenant, weight=ticket.tenant.weight)
         vectors = [output.outputs.embedding for output in found]
+        if dimensions != facts.embedding_size:
+            vectors = [_cut(vector, dimensions) for vector in vectors]
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         headers = ignored(unread_fields(self._body))
         await self._send_json(lambda: self._reply(vectors, num_tokens), headers)

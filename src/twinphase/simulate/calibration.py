@@ -1,7 +1,7 @@
-"""What a machine was measured to do with a model, for simulations: learned from a step log.
+"""Step times of a machine with a model, learned from a step log, for simulations.
 
-The log of a real server (`serve --trace-file`) has the work and the time of each step, and what
-passed between steps. The cost model learns from it as the server's own did.
+The log of a real server (`serve --trace-file`) has the work and the time of each step, and the
+time between steps. The cost model learns from it as the server's own cost model did.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from twinphase.engine.trace import Replaying, replay
 from twinphase.errors import InvalidRequestError, StorageError
 from twinphase.phases.cost import CostModel
 from twinphase.phases.hardware import processor_name
-from twinphase.phases.statistics import percentile
 from twinphase.simulate.spec import Front, WorkerSpec
 from twinphase.weights.storage import cache_root, write_atomically
 
-FORMAT = "twinphase-calibration"
+FORMAT = "twinphase-calibration-2"
 # Steps at the start of a log, whose kernels and caches are cold.
 WARM_UP_STEPS = 32
 MIN_STEPS = 200
-NOISE_QUANTILES = tuple(range(1, 100, 2))
+MAX_NOISE = 4096
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A machine with a model, as measured.
+    """Measured step times of a machine with a model.
 
     Attributes:
         model, processor, threads, date: what was measured, and when.
         costs: arguments of the cost model.
-        config: of the engine, resolved.
+        config: the engine's resolved configuration.
         between_steps, between_steps_per_request, noise, prefill_noise: as in `WorkerSpec`.
-        front: outside the engine.
-        steps: that it was learned from.
-        median_error: of the cost model's last predictions.
+        front: times outside the engine.
+        steps: number of steps that it was learned from.
+        source: source of the step times, one of `ERROR_SOURCES`.
+        median_error: median relative error of the cost model's last predictions.
     """
 
     model: str
@@ -62,6 +62,7 @@ class Calibration:
     front: Front = field(default_factory=Front)
     steps: int = 0
     median_error: float = 0.0
+    source: str = "steps"
 
     @property
     def times(self) -> CostModel:
@@ -97,7 +98,7 @@ class Calibration:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """A saved calibration, or that of a step log.
+    """Read a saved calibration, or learn one from a step log.
 
     Raises:
         InvalidRequestError: the file is neither.
@@ -130,11 +131,11 @@ def calibration_of(
     """Learn from the steps of a log.
 
     Args:
-        log: of a server on the machine in question.
-        model: its name, for reports.
-        front: what requests take outside the engine, if that was measured.
-        first: steps whose scatter is not learned.
-        least: steps that are needed after them.
+        log: step log of a server on the machine in question.
+        model: name of the model, for reports.
+        front: times of requests outside the engine, if they were measured.
+        first: number of first steps whose variation is not learned.
+        least: number of steps that are needed after those.
 
     Raises:
         InvalidRequestError: not a step log, or one with too few steps.
@@ -161,11 +162,14 @@ def calibration_of(
             "Run a load against the server for half a minute.",
         )
     fixed, per_request = _gap_line(gaps)
-    # Against the prices at the end, so that all steps together take what they took.
+    # The cost model's pace at the end of the log is that of its last steps. The prices must be
+    # those of all steps, so that their total time is kept.
     costs = last.cost_model
+    predicted = [costs.seconds(work) for work, _ in steps]
+    pace = sum(seconds for _, seconds in steps) / sum(predicted)
     ratios: tuple[list[float], list[float]] = ([], [])
-    for work, seconds in steps:
-        ratios[work.prefill_contexts > 0].append(seconds / costs.seconds(work))
+    for (work, seconds), expected in zip(steps, predicted, strict=True):
+        ratios[work.prefill_contexts > 0].append(seconds / (expected * pace))
     error = costs.error()
     config = {**header["config"], "trace_file": None}
     return Calibration(
@@ -173,12 +177,12 @@ def calibration_of(
         processor=processor_name(),
         threads=config.get("threads") or 0,
         date=time.strftime("%Y-%m-%d"),
-        costs=costs.learned,
+        costs={**costs.learned, "prices": tuple(price * pace for price in costs.prices)},
         config=config,
         between_steps=fixed,
         between_steps_per_request=per_request,
-        noise=[percentile(ratios[0], q) for q in NOISE_QUANTILES] if ratios[0] else [],
-        prefill_noise=[percentile(ratios[1], q) for q in NOISE_QUANTILES] if ratios[1] else [],
+        noise=ratios[0][-MAX_NOISE:],
+        prefill_noise=ratios[1][-MAX_NOISE:],
         front=front or Front(),
         steps=len(steps),
         median_error=error.median or 0.0,
@@ -186,23 +190,27 @@ def calibration_of(
 
 
 def _gap_line(gaps: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds between steps: fixed, and per request of the step; neither is below 0."""
+    """Seconds between steps: a fixed part and a part per request; neither is negative.
+
+    The line is fitted to the median of each batch size, so that single pauses do not tilt it. Then
+    it is raised until the total time of all gaps is kept.
+    """
     if not gaps:
         return 0.0, 0.0
-    # The median of each size, so that single pauses do not count.
     by_size: dict[int, list[float]] = {}
     for size, gap in gaps:
         by_size.setdefault(size, []).append(gap)
     points = [(size, median(values)) for size, values in by_size.items() if len(values) >= 5]
-    if len(points) < 2:
-        return median(gap for _, gap in gaps), 0.0
-    line = linear_regression(*zip(*points, strict=True))
-    if line.slope <= 0 or line.intercept < 0:
-        return median(gap for _, gap in gaps), 0.0
-    return line.intercept, line.slope
+    whole = sum(gap for _, gap in gaps)
+    if len(points) >= 2:
+        line = linear_regression(*zip(*points, strict=True))
+        if line.slope > 0 and line.intercept >= 0:
+            fitted = sum(line.intercept + line.slope * size for size, _ in gaps)
+            return line.intercept * whole / fitted, line.slope * whole / fitted
+    return whole / len(gaps), 0.0
 
 
 def calibration_file(model: str, options: Mapping[str, Any]) -> Path:
-    """Where the calibration of a model on this machine is kept, by the options that matter."""
+    """Path of the calibration of a model on this machine with these options."""
     key = json.dumps([FORMAT, processor_name(), model, sorted(options.items())])
     return cache_root() / "calibrations" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"

@@ -1,6 +1,6 @@
-"""What one worker can do of a load, by its step times alone: where a search for a plan begins.
+"""The share of a load that one worker can serve, from its step times alone.
 
-No queues: that is what the simulation is for.
+A search for a plan begins here. Queues are left to the simulation.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ BANDWIDTH = "decode's bandwidth"
 
 @dataclass(frozen=True)
 class LoadShape:
-    """A load in means.
+    """Mean values of a load.
 
     Attributes:
         rate: requests per second.
         prompt, output: tokens of a request; `cached` of the prompt are expected in the cache.
-        long_prompt: tokens of a prompt that 99 % are not longer than.
+        long_prompt: 99th percentile of the prompt lengths, in tokens.
     """
 
     rate: float
@@ -35,14 +35,14 @@ class LoadShape:
 
 @dataclass(frozen=True)
 class Capacity:
-    """One worker and one load.
+    """Times and limits of one worker under one load.
 
     Attributes:
-        prefill_seconds: of the mean request.
-        decode_seconds: of the mean request, in the largest batch that is allowed.
-        batch: that batch; `step_seconds` is its step, and `limited_by` what keeps it from growing.
-        long_prompt_seconds: prefill of a long prompt, alone.
-        kv_tokens: that the KV cache holds.
+        prefill_seconds: prefill time of the mean request.
+        decode_seconds: decode time of the mean request, in the largest batch that is allowed.
+        batch: size of that batch; its step takes `step_seconds`, and `limited_by` names its limit.
+        long_prompt_seconds: prefill time of a long prompt on an idle worker.
+        kv_tokens: number of tokens that the KV cache holds.
         prefill_limits, decode_limits: seconds of a mean chunk and of a step by what they wait for;
             empty for measured step times.
     """
@@ -62,8 +62,23 @@ class Capacity:
         return self.prefill_seconds + self.decode_seconds
 
 
-def capacity_of(worker: WorkerSpec, load: LoadShape, itl: float | None = None) -> Capacity:
-    """What a worker can do of a load while its steps keep the gap `itl`, seconds."""
+def capacity_of(
+    worker: WorkerSpec,
+    load: LoadShape,
+    itl: float | None = None,
+    *,
+    drafts: int = 0,
+    acceptance: float = 0.0,
+) -> Capacity:
+    """Capacity of a worker for a load.
+
+    Args:
+        worker: the worker, with its step times.
+        load: mean values of the load.
+        itl: gap between tokens that its steps keep, seconds.
+        drafts: most tokens drafted for each decode.
+        acceptance: probability that a draft is right if those before it are.
+    """
     times = worker.times
     config = worker.config
     context = round(load.prompt + load.output / 2)
@@ -96,10 +111,24 @@ def capacity_of(worker: WorkerSpec, load: LoadShape, itl: float | None = None) -
         fixed = times.seconds(StepWork()) + worker.between_steps
         return times.seconds(chunk(prompt, cached)) + max(0.0, steps - 1) * fixed
 
+    def per_token(count: int) -> float:
+        """Seconds of a step with that number of drafts per request, per token that it yields."""
+        rows = batch * (1 + count)
+        plain = StepWork.of_decodes(batch, context, times.window)
+        work = plain._replace(
+            rows=rows,
+            logits=rows,
+            decode_contexts=plain.decode_contexts * (1 + count),
+            draft_contexts=plain.decode_contexts * count,
+        )
+        tokens = batch * sum(acceptance**place for place in range(count + 1))
+        fixed = worker.between_steps + worker.between_steps_per_request * batch
+        return (times.seconds(work) + fixed) / tokens
+
     limits = times.limits if isinstance(times, EstimatedCost) else lambda work: {}
     return Capacity(
         prefill_seconds=prefill(load.prompt, load.cached),
-        decode_seconds=load.output * gap(batch) / batch,
+        decode_seconds=load.output * min(map(per_token, range(drafts + 1))),
         batch=batch,
         step_seconds=gap(batch),
         limited_by=limited_by,

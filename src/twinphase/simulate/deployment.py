@@ -1,4 +1,4 @@
-"""A deployment in words, as `simulate` and `plan` take it, and the fleet that it is."""
+"""A deployment as the options of `simulate` and `plan` describe it, and its simulated fleet."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ from twinphase.simulate.estimated import CPU, GPU, Efficiency, EstimatedCost
 from twinphase.simulate.spec import FleetSpec, Front, WorkerSpec
 from twinphase.speculative import speculative_config
 
-# Of a device's memory; the rest is for activations and the runtime, as in vLLM.
+# Share of a device's memory for weights and KV; activations and the runtime take the rest (vLLM).
 MEMORY_SHARE = 0.9
 # KV blocks between two workers of one machine, and over a link of 200 Gbit/s.
 LOCAL_KV_BYTES_PER_SECOND = 4e8
 LINK_KV_BYTES_PER_SECOND = 25e9
-# HTTP and the first piece of text; tokenizing a token.
+# Seconds of HTTP and the first piece of text, and of tokenizing per token.
 ASSUMED_FRONT = Front(request=2e-3, per_prompt_token=2e-6)
 PROCESSORS = ("epyc", "xeon", "graviton")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What one worker runs on.
+    """Hardware of one worker.
 
     Attributes:
-        name: "this", or a datasheet's.
-        calibration: where the machine was measured with this model.
-        mfu, mbu: instead of the usual efficiencies.
-        devices: of a worker, which share every layer.
+        name: "this", or the name of a datasheet.
+        calibration: measured step times; None if this model was not measured here.
+        mfu, mbu: efficiencies that replace the usual ones.
+        devices: number of devices of a worker, which share every layer.
+        measured_by: "bench" or "roofline", if MFU and MBU come from such a result.
     """
 
     name: str
@@ -54,6 +55,14 @@ class Machine:
     mfu: float | None = None
     mbu: float | None = None
     devices: int = 1
+    measured_by: str = ""
+
+    @property
+    def source(self) -> str:
+        """Where its step times come from, one of `ERROR_SOURCES`."""
+        if self.calibration is not None:
+            return self.calibration.source
+        return self.measured_by or "datasheet"
 
     @cached_property
     def hardware(self) -> Hardware:
@@ -68,16 +77,16 @@ class Machine:
 
 @dataclass(frozen=True)
 class Deployment:
-    """Workers of a model.
+    """A model, its workers and their options.
 
     Attributes:
         model: a known name, a file, or a model in the cache.
-        machine: of each worker; `decode_machine` of those of the decode pool, where it is another.
+        machine: hardware of each worker; the decode pool may have another, `decode_machine`.
         roles: one per worker.
         engine: options of `EngineConfig`.
         dtype: storage type of the weights; "" as in the model's file.
         drafts, acceptance: as in `FleetSpec`.
-        kv_bytes_per_second: between two workers; None is the usual rate.
+        kv_bytes_per_second: rate between two workers; None is the usual rate.
     """
 
     model: str
@@ -174,7 +183,7 @@ class Deployment:
             ) from None
 
     def fleet(self, seed: int = 0, *, ledgers: bool = True) -> FleetSpec:
-        """The fleet to simulate; raises as `config` and `times` do."""
+        """The fleet to simulate; it raises the errors of `config` and `times`."""
         here = self.machine.name == "this"
         by_role = {role: self.worker(role) for role in dict.fromkeys(self.roles)}
         workers = [by_role[role] for role in self.roles]
@@ -193,7 +202,7 @@ class Deployment:
 
     @property
     def title(self) -> str:
-        """The workers in words: "2 x h100-sxm", or "1P1D on this machine"."""
+        """A description of the workers: "2 x h100-sxm", or "1P1D on this machine"."""
         names = {"this": "this machine"}
         machine = names.get(self.machine.name, self.machine.name)
         ranks = f", {self.machine.devices} devices each" if self.machine.devices > 1 else ""
@@ -221,5 +230,5 @@ def threads_of_each(num_workers: int) -> int:
 
 
 def drafted(speculation: str) -> int:
-    """Tokens that a speculation drafts for a request at most; raises as `speculative_config`."""
+    """Most tokens that a method drafts per request; raises the errors of `speculative_config`."""
     return speculative_config(speculation).num_speculative_tokens

@@ -1,4 +1,4 @@
-"""Step times of hardware that is not here: datasheet peaks at stated efficiencies."""
+"""Step times of other hardware, from datasheet peaks at stated efficiencies."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SECONDS_PER_REDUCTION = 10e-6
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What real engines reach of a datasheet.
+    """Shares of a datasheet's peaks that real engines reach.
 
     Attributes:
-        mfu: of the peak FLOP/s, in prefill.
-        mbu: of the bandwidth, in decode.
-        step_seconds: of each step besides, for scheduling and launching kernels.
+        mfu: share of the peak FLOP/s in prefill.
+        mbu: share of the memory bandwidth in decode.
+        step_seconds: additional time per step, for scheduling and launching kernels.
         source: where the figures come from.
     """
 
@@ -97,7 +97,7 @@ class EstimatedCost(CostModel):
         return self.window is None and not self._shape.shared_kv_layers
 
     def limits(self, work: StepWork) -> dict[str, float]:
-        """Seconds of a step by what they wait for: "arithmetic", "bandwidth", "overhead"."""
+        """Seconds of a step by their limit: "arithmetic", "bandwidth" or "overhead"."""
         cost = step_cost(self._shape, work)
         weights = weight_bytes_read(self._shape, work.rows, work.logits)
         found = {"arithmetic": 0.0, "bandwidth": 0.0, "overhead": self._fixed}
@@ -109,7 +109,7 @@ class EstimatedCost(CostModel):
         return found
 
     def decode_seconds(self, work: StepWork, number: int) -> list[float]:
-        """Seconds of a step of decodes, and of the next ones, whose contexts grow by one token.
+        """Seconds of a decode step and of the steps after it, whose contexts grow by one token.
 
         The work besides KV stays the same, and that of KV grows evenly (see `is_even`).
         """
@@ -130,7 +130,7 @@ class EstimatedCost(CostModel):
 
 
 def decode_works(batch: Batch, number: int) -> list[StepWork]:
-    """The work of a step that only decodes, and of the next ones: each context a token longer."""
+    """The work of a decode step and of those after it, each with contexts one token longer."""
     window = batch.window
     works = [_later(batch.work, step) for step in range(number)]
     if window is None:
@@ -151,7 +151,7 @@ def decode_seconds(times: StepCost, batch: Batch, number: int) -> list[float]:
 
 
 def _later(work: StepWork, steps: int) -> StepWork:
-    """The work of the decodes of a step, that number of steps later; not what windows leave."""
+    """The work of the same decodes `steps` steps later; windows are not considered."""
     more = steps * work.sequences
     return work._replace(
         decode_contexts=work.decode_contexts + more, kv_tokens=work.kv_tokens + more

@@ -1,4 +1,4 @@
-"""What tokens cost: the price of the workers' time, divided by what it was used for."""
+"""Prices of tokens: the price of the workers' time, divided among their uses."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ MILLION = 1e6
 class TokenPrices:
     """Prices of a load, in the unit of the given prices.
 
-    A worker's price, idle time included, is divided between the phases as its busy time is.
-    Within prefill, a cached token bears what attention to it adds to the prompts that found it;
-    within decode, a token bears its predicted share of the steps at its position.
+    A worker's price, idle time included, is divided between the phases in proportion to its busy
+    time. Within prefill, a cached token is charged for the attention that it adds to the prompts
+    that found it; within decode, a token is charged for its predicted share of the steps at its
+    position.
 
     Attributes:
-        total: of the whole load.
-        prefill, decode: its parts.
+        total: price of the whole load.
+        prefill, decode: the parts of `total`.
         input, cached, thinking, answer: per million tokens of each kind; None where there are none.
-        request: of the mean request.
+        request: price of the mean request.
     """
 
     total: float
@@ -51,7 +52,7 @@ def token_prices(done: Simulated, spec: FleetSpec, per_hour: Mapping[str, float]
     """Prices of the tokens of a load.
 
     Args:
-        done: the load.
+        done: the simulated load.
         spec: the fleet that ran it.
         per_hour: price of one worker of each role, per hour.
     """

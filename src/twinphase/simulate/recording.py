@@ -1,4 +1,4 @@
-"""A simulation as a recording that the live page opens, made by the code that makes the feed."""
+"""Records a simulation for the live page, with the code that makes the feed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from twinphase.simulate.spec import FleetSpec, Outcome
 
 
 class SimulationRecorder:
-    """Records the workers of a simulation from its start; an `Observer` of it."""
+    """An `Observer` that records the workers of a simulation from its start."""
 
     def __init__(self, spec: FleetSpec, model: str) -> None:
         names = spec.names()
@@ -83,7 +83,7 @@ class SimulationRecorder:
             self._lines.take(msgspec.structs.replace(held, worker=self._name(worker)), self._now)
 
     def write(self, path: Path) -> None:
-        """End the recording and write it, gzipped; raises `StorageError`."""
+        """End the recording and write it as a gzip file; raises `StorageError`."""
         for watch in self._watches.values():
             watch.close()
         self._lines.write(path, self._now)
@@ -92,7 +92,7 @@ class SimulationRecorder:
         return "" if self._single else worker
 
     def _asked(self, request: Request) -> int:
-        """Output tokens of its whole answer; a prefill worker makes the first only."""
+        """Output tokens of the whole answer, although a prefill worker computes only the first."""
         return self._outcomes[request.request_id].num_asked
 
     def _ended(self, request: Request) -> RequestRecord:

@@ -1,4 +1,4 @@
-"""Runs a load through a deployment, and says what its users and its workers would have seen."""
+"""Runs a load through a deployment, and summarizes it for its users and its workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from twinphase.simulate.simulation import FollowUp, Observer, Simulation
 from twinphase.simulate.spec import FleetSpec, Outcome, TraceRequest
 from twinphase.simulate.users import Users, closed_loop
 
-# Of a request that is stalled, the stalls of this many culprits are named.
+# At most this number of culprits are listed.
 NAMED_CULPRITS = 5
 
 
@@ -37,7 +37,7 @@ class PoolUse:
 
 @dataclass(frozen=True)
 class Culprit:
-    """A request whose prefill stalled others: seconds over all of them."""
+    """A request whose prefill stalled others, with the seconds of all these stalls."""
 
     number: int
     prompt_tokens: int
@@ -47,15 +47,15 @@ class Culprit:
 
 @dataclass
 class Simulated:
-    """What came of a load.
+    """The result of a simulated load.
 
     Attributes:
-        outcomes, observations: of each request, in the order of arrival.
-        seconds: from the first arrival to the last token.
+        outcomes, observations: one per request, in the order of arrival.
+        seconds: time from the first arrival to the last token.
         pools: how busy the workers were, by role.
         culprits: requests whose prefill stalled others most, the worst first.
-        stall_seconds: of all requests.
-        num_steps: of all workers.
+        stall_seconds: sum over all requests.
+        num_steps: sum over all workers.
     """
 
     outcomes: Sequence[Outcome]
@@ -81,10 +81,10 @@ def run_requests(
 
     Args:
         spec: the fleet.
-        requests: of an open loop at their own times, or of a closed one, in order.
-        concurrency: of a closed loop, where there is one.
-        users: instead of `requests`.
-        num_requests: that the users send in all.
+        requests: the requests of an open loop with their times, or of a closed loop in order.
+        concurrency: requests in flight of a closed loop; None for an open one.
+        users: the users who send the load; they replace `requests`.
+        num_requests: total number of requests that the users send.
         observer: sees arrivals and steps.
         tick: called when a request has ended.
     """
@@ -98,7 +98,7 @@ def run_requests(
     elif concurrency is not None:
         first, follow_up = closed_loop(requests, concurrency)
     collects = gc.isenabled()
-    # The collector would search millions of blocks again and again, and find nothing.
+    # The garbage collector would scan millions of blocks repeatedly without freeing any.
     gc.disable()
     try:
         simulation.run(first, tick=tick, follow_up=follow_up)
@@ -109,7 +109,7 @@ def run_requests(
 
 
 def summarize(simulation: Simulation) -> Simulated:
-    """What came of a simulation that has run."""
+    """The result of a completed simulation."""
     outcomes = simulation.outcomes
     begin = min((one.arrival for one in outcomes), default=0.0)
     end = max((one.token_times[-1] for one in outcomes if one.token_times), default=0.0)
@@ -165,7 +165,7 @@ def _pools(simulation: Simulation, seconds: float) -> list[PoolUse]:
 
 
 def _stalls(outcomes: Sequence[Outcome]) -> tuple[list[Culprit], float]:
-    """Whose prefill stalled whose decode; a stall of several chunks counts for each in part."""
+    """Requests whose prefill stalled others; several chunks share the time of one stall."""
     seconds: defaultdict[str, float] = defaultdict(float)
     victims: dict[str, set[int]] = {}
     total = 0.0

@@ -1,8 +1,7 @@
 """A simulated fleet: real schedulers, KV bookkeeping, routing and ledgers; predicted times.
 
 Each simulated worker takes the steps that its scheduler decides, and a step lasts as long as the
-cost model says. No time passes otherwise, so that an hour of 128 workers takes minutes. Not for
-what a step computes.
+cost model predicts. Nothing is computed, so that simulating an hour of 128 workers takes minutes.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from twinphase.speculation.draft_lengths import choose_lengths
 from twinphase.speculation.proposer import Draft
 
 NO_TOKEN_ID = -1
-# The order of what happens at the same moment.
+# The order of events at the same moment.
 ENDS, ARRIVES, BEGINS = range(3)
-# The request that a user sends after an answer, given what was asked and what came of it.
+# Returns a user's next request, given the last one and its outcome.
 FollowUp = Callable[[TraceRequest, Outcome], TraceRequest | None]
 
 
@@ -57,7 +56,7 @@ class Observer(Protocol):
         """A request was sent to a worker."""
 
     def moved(self, request: Request, worker: str) -> None:
-        """Its KV blocks were sent to a decode worker."""
+        """The KV blocks of a request were sent to a decode worker."""
 
     def stepped(self, worker: str, engine: Engine, result: StepResult) -> None:
         """A step is complete."""
@@ -83,11 +82,11 @@ class Simulation:
     """Runs a trace through a fleet.
 
     Attributes:
-        outcomes: of the requests that have arrived, in that order.
-        routing_seconds: of this machine's processor, by decision.
-        busy_seconds: of steps, by worker; of these, `decode_seconds` are what the steps would have
-            taken without their prefill chunks.
-        num_steps: of all workers.
+        outcomes: one per request, in the order of arrival.
+        routing_seconds: processor time of each routing decision on this machine.
+        busy_seconds: time in steps, by worker; `decode_seconds` is the part that the steps would
+            have taken without their prefill chunks.
+        num_steps: sum over all workers.
     """
 
     def __init__(
@@ -159,11 +158,10 @@ class Simulation:
             engine = Engine(
                 scheduler, executor, recorder, shape=self.spec.shape, vocab_size=1 << 62
             )
-        decode, prefill = (
-            random.Random(f"{kind} noise/{name}/{self.spec.seed}") for kind in ("decode", "prefill")
-        )
+        draw = random.Random(f"noise/{name}/{self.spec.seed}")
+        places = [draw.randrange(max(1, len(noise))) for noise in (spec.noise, spec.prefill_noise)]
         usual = GivenAcceptance(self.spec.acceptance)
-        return SimulatedWorker(name, spec, scheduler, engine, (decode, prefill), usual=usual)
+        return SimulatedWorker(name, spec, scheduler, engine, places, usual=usual)
 
     def _at(self, moment: float, happen: Callable[[], None], kind: int = ARRIVES) -> None:
         heapq.heappush(self._events, (moment, kind, next(self._order), happen))
@@ -178,7 +176,7 @@ class Simulation:
         self._receive(asked)
 
     def _receive(self, asked: TraceRequest) -> None:
-        """A client has sent a request, which its server reads and tokenizes."""
+        """A client has sent a request; the server parses and tokenizes it."""
         prompt = asked.prompt()
         front = self.spec.front
         outcome = Outcome(
@@ -273,7 +271,7 @@ class Simulation:
         self._at(jump.ends[-1], lambda: self._land(worker, jump), ENDS)
 
     def _watch(self, worker: SimulatedWorker, jump: Jump) -> None:
-        """The router learns of changed blocks at the end of their step, jump or not."""
+        """Report changed blocks to the router at the end of their step, also during a jump."""
         due = jump.steps.due
 
         def reach(step: int) -> None:
@@ -286,14 +284,14 @@ class Simulation:
             self._at(jump.ends[due], lambda: reach(due), ENDS)
 
     def _interrupt(self, worker: SimulatedWorker) -> None:
-        """Something comes during a jump: it ends with the step that is being computed."""
+        """End a jump with the step that is being computed, because another event has occurred."""
         jump = worker.jump
         if jump is None:
             return
         ended = bisect_right(jump.ends, self.now)
         begun = max(1, bisect_left(jump.begins, self.now))
         self._commit(worker, jump, begun, ended)
-        worker.unused += reversed(jump.draws[begun:])
+        worker.places[False] -= len(jump.draws) - begun
         if begun > ended:
             batch = worker.scheduler.schedule()
             self._run_until(worker, batch, jump.begins[ended], jump.ends[ended])
@@ -310,10 +308,10 @@ class Simulation:
             self._at(self.now + gap, lambda: self._next(worker), BEGINS)
 
     def _commit(self, worker: SimulatedWorker, jump: Jump, begun: int, ended: int) -> None:
-        """Write down the steps of a jump that have begun, and the tokens of those that ended."""
+        """Record the steps of a jump that have begun, and the tokens of those that ended."""
         worker.jump = None
         if worker.ledger is not None and worker.batch is not None and ended:
-            self._write(worker.ledger, worker.batch, jump, ended)
+            self._write(worker, worker.ledger, worker.batch, jump, ended)
         self.num_steps += begun
         for seconds, draw in islice(zip(jump.predicted, jump.draws, strict=True), begun):
             self.busy_seconds[worker.name] += seconds * draw
@@ -323,22 +321,25 @@ class Simulation:
         for request in jump.steps.requests:
             self._live[request.request_id].outcome.token_times.extend(delivered)
 
-    def _write(self, ledger: Ledger, batch: Batch, jump: Jump, ended: int) -> None:
-        """Write the steps of a jump into the ledger; the first may have let a request in."""
+    def _write(
+        self, worker: SimulatedWorker, ledger: Ledger, batch: Batch, jump: Jump, ended: int
+    ) -> None:
+        """Write the steps of a jump into the ledger; the first may have admitted a request."""
+        gap = worker.gap(len(batch.decodes))
         begins = jump.begins[:ended]
         ends = jump.ends[:ended]
         tenant = batch.decodes[0].tenant
         ledger.add_step(batch, StepOutput(), begins[0], ends[0], {tenant: jump.predicted[0]})
-        ledger.settle(ends[0])
+        ledger.settle(ends[0] + gap)
         if ended > 1:
-            ledger.add_decodes(batch, decode_works(batch, ended)[1:], begins[1:], ends[1:])
+            ledger.add_decodes(batch, decode_works(batch, ended)[1:], begins[1:], ends[1:], gap)
 
     def _report_blocks(self, worker: SimulatedWorker) -> None:
         if (changes := worker.prefix_cache.changes) is not None:
             self.fleet.index.apply(worker.name, *changes.take())
 
     def _drafts(self, worker: SimulatedWorker) -> dict[str, list[int]]:
-        """As many wrong or right tokens as the speculator would have verified."""
+        """Drafts, right or wrong, as many as the server's speculator would have verified."""
         if not self.spec.drafts:
             return {}
         running = [one for one in worker.scheduler.running if phase_of(one) is Phase.DECODE]
@@ -400,13 +401,14 @@ class Simulation:
         record = ledger.add_step(batch, output, worker.began, self.now, work)
         for request in finished:
             ledger.close(request.request_id, self.now)
-        ledger.settle(self.now)
+        # What passes until the next step is part of this one, as with a real engine.
+        ledger.settle(self.now + worker.gap(len(batch.scheduled)))
         if self._observer is not None:
             result = StepResult(batch, output, finished, record)
             self._observer.stepped(worker.name, engine, result)
 
     def _hand_over(self, reader: SimulatedWorker, request: Request, live: _Live) -> None:
-        """The blocks of the last chunk are still to come; the others came while it was read."""
+        """Send the last chunk's blocks; the others were sent while that chunk was computed."""
         worker = self.workers[live.placement.decision.worker]
         asked = live.asked
         decoding = self._request(
@@ -444,7 +446,7 @@ class Simulation:
 
 
 def _decodes(running: list[Request], window: int | None) -> StepWork:
-    """The work of a step where each of them decodes one token."""
+    """The work of a step that decodes one token of each request."""
     count = len(running)
     return StepWork.of_decodes(
         count, sum(one.num_tokens for one in running) / max(1, count), window

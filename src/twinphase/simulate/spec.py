@@ -1,6 +1,6 @@
-"""What is simulated, and what comes of it: workers, requests and their outcomes.
+"""Inputs and results of a simulation: workers, requests and their outcomes.
 
-All times are seconds of the simulation. Not for the events themselves (`simulation.py`).
+All times are seconds of the simulation. The events are in `simulation.py`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ class WorkerSpec:
 
     Attributes:
         times: predicted step times, used by scheduler and router and to advance the clock.
-        config: of its engine, resolved; the SLO "auto" is chosen as a server chooses it.
+        config: resolved configuration of its engine; the SLO "auto" is chosen as in a server.
         between_steps: time between two steps, during which the front end handles tokens.
-        between_steps_per_request: more of it for each request of the step.
-        noise: measured times over predicted ones of steps without a prefill chunk, as quantiles at
-            even distances; each step draws one. Empty is none.
-        prefill_noise: the same of steps with one.
+        between_steps_per_request: additional time for each request of the step.
+        noise: measured / predicted time of steps without a prefill chunk, in their order, since
+            slow steps come in groups. The worker uses them in turn, from a random one on, and
+            begins again at the end. Empty means no noise.
+        prefill_noise: the same for steps with a prefill chunk.
     """
 
     role: Role
@@ -43,11 +44,11 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Front:
-    """What a request takes outside the engine: HTTP, tokenizing, and handing over tokens.
+    """Times of a request outside the engine: HTTP, tokenizing, and handing over tokens.
 
     Attributes:
-        request, per_prompt_token: from the client's sending to the engine.
-        token: from the end of a step to the client.
+        request, per_prompt_token: time from the client to the engine, fixed and per token.
+        token: time from the end of a step to the client.
     """
 
     request: float = 0.0
@@ -57,15 +58,15 @@ class Front:
 
 @dataclass(frozen=True)
 class FleetSpec:
-    """The fleet.
+    """Workers, their connections and the randomness of a simulation.
 
     Attributes:
         block_bytes, bytes_per_second: size and rate of KV transfers, from copying out to storing.
-        front: outside the engines.
-        shape: of the model, for ledgers; None keeps none, which is faster.
-        drafts: tokens drafted for each decode at most; `acceptance` is the chance that one is
-            right where those before it are.
-        seed: of noise and acceptance.
+        front: times outside the engines.
+        shape: shape of the model, for ledgers; None keeps no ledgers, which is faster.
+        drafts: most tokens drafted for each decode; `acceptance` is the probability that a draft
+            is right if those before it are.
+        seed: seed of noise and acceptance.
     """
 
     workers: Sequence[WorkerSpec]
@@ -95,9 +96,9 @@ class TraceRequest:
     """A request of a trace; `prompt` makes its token ids on arrival, since traces are long.
 
     Attributes:
-        num_outputs: reasoning included.
-        num_reasoning: of these, the tokens before the answer itself.
-        user: who sends it, for loads whose users wait for an answer.
+        num_outputs: output tokens, reasoning included.
+        num_reasoning: the reasoning tokens among them.
+        user: number of the user who sends it, in loads whose users wait for answers.
     """
 
     arrival: float
@@ -113,8 +114,8 @@ class Outcome:
 
     Attributes:
         num_asked: output tokens of the whole answer.
-        read_apart: prefilled by a worker of the prefill pool.
-        timeline, counts: its ledger and its numbers, where ledgers are kept.
+        read_apart: whether a worker of the prefill pool prefilled it.
+        timeline, counts: its ledger and its counts, if ledgers are kept.
     """
 
     arrival: float

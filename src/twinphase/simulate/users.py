@@ -1,4 +1,4 @@
-"""Loads of users who wait for their answers, and open loads of a trace, as requests of a fleet."""
+"""Turns loads, of users who wait for answers or of traces, into requests of a fleet."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Users:
     """Users who ask, read, and ask again.
 
     Attributes:
-        count: of users.
+        count: number of users.
         think_time: mean seconds between an answer and the next question (exponential).
         prompt, output: tokens of each question, and of each answer.
-        reasoning: tokens before each answer; None is none.
-        shared_prefix: tokens with which every prompt begins.
-        turns: of a conversation, whose prompts have all of it so far; 1 is single questions.
-        max_tokens: of a prompt and its answer; longer ones are cut.
+        reasoning: reasoning tokens before each answer; None means no reasoning.
+        shared_prefix: number of tokens with which every prompt begins.
+        turns: questions per conversation; each prompt contains all earlier turns.
+        max_tokens: most tokens of a prompt and its answer; longer ones are cut.
     """
 
     count: int
@@ -44,14 +44,14 @@ class Users:
 
 
 class Load:
-    """The requests of users, one after the other; it ends with the given number of them."""
+    """The requests of all users, up to a given number."""
 
     def __init__(self, users: Users, num_requests: int) -> None:
         self.users = users
         self.num_requests = num_requests
         self._sent = 0
         self._draw = random.Random(f"users/{users.seed}")
-        # Of each user's conversation: its turns so far, and its history in tokens.
+        # The turns so far of each user's conversation, and its token ids.
         self._history: dict[int, tuple[int, list[int]]] = {}
 
     def first(self) -> list[TraceRequest]:
@@ -108,7 +108,7 @@ def open_load(
     max_tokens: int = 1 << 24,
     seed: int = 0,
 ) -> list[TraceRequest]:
-    """Requests at the given times, seconds, with lengths of these distributions."""
+    """Requests at the given times, in seconds, with lengths drawn from these distributions."""
     users = Users(
         len(offsets),
         0.0,
@@ -126,7 +126,7 @@ def open_load(
 def closed_loop(
     requests: Sequence[TraceRequest], concurrency: int
 ) -> tuple[list[TraceRequest], Callable[[TraceRequest, Outcome], TraceRequest | None]]:
-    """The first requests of a closed loop, and what follows each answer, at once."""
+    """The first requests of a closed loop, and a function that sends one after each answer."""
     rest: Iterator[TraceRequest] = iter(requests)
     first = [_at(one, 0.0) for one in islice(rest, concurrency)]
 

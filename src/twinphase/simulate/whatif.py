@@ -1,8 +1,8 @@
-"""What the requests of a step log would have felt with other options: `replay --with`.
+"""Latencies of the requests of a step log under other options: `replay --with`.
 
-The log's requests arrive again when they did, and get as many tokens as they got, in a simulation
-whose step times are learned from the log itself. It runs once with the logged options and once with
-the changed ones, so that the error of the simulation stands beside its answer.
+A simulation repeats the logged requests with their arrival times and token counts, and learns its
+step times from the log itself. It runs once with the logged options and once with the changed ones,
+so that the report can show the error of the simulation beside the prediction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from twinphase.simulate.simulation import Simulation
 from twinphase.simulate.spec import FleetSpec, TraceRequest
 
 MIN_LOGGED_STEPS = 20
-# Options that change what a step takes are not to be had from a log.
+# Options that change the time of a step are missing, since a log does not contain those times.
 CHANGEABLE = (
     "itl_slo_ms",
     "max_num_seqs",
@@ -39,7 +39,7 @@ FIGURES = (("TTFT", 50), ("TTFT", 99), ("ITL", 50), ("ITL", 99))
 
 @dataclass
 class Felt:
-    """What a client of the engine felt: the times of its tokens, seconds of the log's clock."""
+    """Times of the tokens of one request, in seconds on the log's clock."""
 
     arrival: float
     num_prompt: int = 0
@@ -56,7 +56,7 @@ class Felt:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The same requests three times, by their ids: as logged, and simulated without and with."""
+    """The requests by id: as logged, simulated as logged, and simulated with the changes."""
 
     changes: Mapping[str, Any]
     logged: Mapping[str, Felt]
@@ -71,7 +71,7 @@ class WhatIf:
         return percentile([gap for one in seen for gap in latency.itl(one.times)], q)
 
     def lines(self) -> list[str]:
-        """For a terminal: the figures, and the requests that change most."""
+        """Lines for a terminal: the figures, and the requests that change most."""
         head = f"{'':<10}{'logged':>12}{'simulated':>12}{'with':>12}"
         found = [f"With {words_of(self.changes)}, {len(self.logged)} requests, ms:", head]
         for name, q in FIGURES:
@@ -92,7 +92,7 @@ class WhatIf:
         return self.logged, self.before, self.after
 
     def _changed(self) -> list[str]:
-        """Requests, those first that feel the change most."""
+        """Lines about requests, beginning with those that change most."""
 
         def change(name: str) -> float:
             one = self.before[name]
@@ -139,7 +139,7 @@ def parse_changes(text: str) -> dict[str, Any]:
 
 
 def what_if(log: Path, changes: Mapping[str, Any]) -> WhatIf:
-    """Simulate a log's requests as they were served, and with changed options.
+    """Simulate a log's requests with the logged options and with changed ones.
 
     Raises:
         InvalidRequestError: not a step log, too few steps, or a value that is not allowed.
@@ -174,7 +174,7 @@ def what_if(log: Path, changes: Mapping[str, Any]) -> WhatIf:
 
 
 def _logged(log: Path) -> tuple[dict[str, Felt], dict[str, list[int]], dict[str, Any]]:
-    """What each request of a log felt, its prompt, and the log's header.
+    """Token times and prompt of each request of a log, and the log's header.
 
     A request counts as arrived when the step after its line began, since the log has no time
     of its own for it; the first step's start is 0.

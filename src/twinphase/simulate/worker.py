@@ -1,4 +1,4 @@
-"""A simulated worker: a real scheduler, made-up tokens, and a jump over steps that only decode."""
+"""A simulated worker: a real scheduler with made-up tokens, which can jump over decode steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWER_TOKEN_ID = 7
 
 
 class GivenAcceptance(Acceptance):
-    """What `choose_lengths` would have learned if every draft were as good as the given rate."""
+    """Acceptance rates as `choose_lengths` would have learned them if all drafts had one rate."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class GivenAcceptance(Acceptance):
 
 
 class SimulatedExecutor:
-    """Computes nothing: every request that samples gets a token, and those of its right drafts."""
+    """Computes nothing: a request that samples gets one token, and its accepted drafts."""
 
     def __init__(self, acceptance: float = 0.0, seed: int = 0) -> None:
         self._acceptance = acceptance
@@ -55,11 +55,11 @@ class SimulatedExecutor:
 
 @dataclass
 class Jump:
-    """Decode steps of a worker that are taken at once, until something comes in between.
+    """Decode steps of a worker that are simulated together, until another event occurs.
 
     Attributes:
-        predicted: seconds of each step by the cost model; it takes from `begins` to `ends`.
-        draws: factors by which they take longer.
+        predicted: seconds of each step by the cost model; step i takes from `begins` to `ends`.
+        draws: factors by which the steps take longer than predicted.
     """
 
     steps: SteadySteps
@@ -71,39 +71,37 @@ class Jump:
 
 @dataclass
 class SimulatedWorker:
-    """A worker.
+    """A worker and the step that it computes.
 
     Attributes:
-        engine: with the ledgers, where they are kept.
-        batch: what it computes now, and until its next step begins.
-        jump: the steps from that one on, where they are taken at once.
-        num_scheduled: steps that were not jumped over.
-        draws: for its noise, by kind of step; `unused` were drawn for steps that did not happen.
+        engine: its engine, with the ledgers if they are kept.
+        batch: the batch of the present step, kept until the next step begins.
+        jump: the steps that are simulated together from that step on, if any.
+        num_scheduled: number of steps that were not jumped over.
+        places: positions in the noise of the next step without and with prefill.
     """
 
     name: str
     spec: WorkerSpec
     scheduler: Scheduler
     engine: Engine | None
-    draws: tuple[random.Random, random.Random]
+    places: list[int]
     began: float = 0.0
     batch: Batch | None = None
     jump: Jump | None = None
     num_scheduled: int = 0
     usual: Acceptance = field(default_factory=Acceptance)
-    unused: list[float] = field(default_factory=list)
 
     def draw(self, has_prefill: bool) -> float:
-        """By what factor a step takes longer than predicted."""
+        """Factor by which a step takes longer than predicted."""
         noise = self.spec.prefill_noise if has_prefill else self.spec.noise
         if not noise:
             return 1.0
-        if self.unused and not has_prefill:
-            return self.unused.pop()
-        return self.draws[has_prefill].choice(noise)
+        self.places[has_prefill] += 1
+        return noise[self.places[has_prefill] % len(noise)]
 
     def gap(self, num_requests: int) -> float:
-        """Seconds until the next step, after one of that number of requests."""
+        """Seconds between a step with `num_requests` requests and the next step."""
         return self.spec.between_steps + self.spec.between_steps_per_request * num_requests
 
     @property
@@ -115,7 +113,7 @@ class SimulatedWorker:
         return self.engine.ledger if self.engine is not None else None
 
     def new_jump(self, batch: Batch, number: int, now: float) -> Jump:
-        """A number of steps that begin now with `batch`, each with the tokens of the one before."""
+        """A jump of `number` steps that begin now, each with the requests of `batch`."""
         predicted = decode_seconds(self.spec.times, batch, number)
         draws = [self.draw(False) for _ in range(number)]
         gap = self.gap(len(batch.decodes))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import tokenizers
 
@@ -23,12 +22,13 @@ from twinphase.errors import (
 from twinphase.tokenizer.facts import SPACE, Spelling, TokenizerFacts
 from twinphase.tokenizer.folder import open_folder
 from twinphase.tokenizer.gguf_vocabulary import build_tokenizer, gguf_facts
+from twinphase.tokenizer.kept import keep_tokenizer, load_tokenizer
 from twinphase.tokenizer.pipeline import after_control, keeps_length, without_special
 from twinphase.weights.checkpoint import Checkpoint
-from twinphase.weights.storage import atomically
+from twinphase.weights.storage import write_atomically
 
 # Changes whenever build_tokenizer gives something else for the same file.
-_CACHE_NAME = "tokenizer-2.json"
+_CACHE_NAME = "tokenizer-3.msgpack"
 # characters; `encode_batch` lets other threads run meanwhile, `encode` is quicker to begin
 _LONG_TEXT = 4096
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -105,11 +105,13 @@ class Tokenizer:
         if cached is not None and cached.is_file():
             # A damaged file is built again; the library reports it as a bare Exception.
             with contextlib.suppress(Exception):
-                backend = tokenizers.Tokenizer.from_file(str(cached))
+                backend = load_tokenizer(cached.read_bytes())
                 return cls(backend, gguf_facts(metadata, backend))
         backend = build_tokenizer(metadata, checkpoint.vocabulary())
         if cached is not None:
-            _store(backend, cached)
+            # A cache that cannot be written is no error.
+            with contextlib.suppress(OSError):
+                write_atomically(cached, keep_tokenizer(backend))
         return cls(backend, gguf_facts(metadata, backend))
 
     @property
@@ -334,13 +336,6 @@ class Tokenizer:
                 f"The prompt has {len(text)} characters, more than {max_tokens} tokens can hold.",
                 "Shorten it, or use a model with a longer context.",
             )
-
-
-def _store(backend: tokenizers.Tokenizer, path: Path) -> None:
-    """Caches a built tokenizer; a cache that cannot be written is no error."""
-    # The library reports a failed write as a bare Exception.
-    with contextlib.suppress(Exception), atomically(path) as temporary:
-        backend.save(str(temporary), pretty=False)
 
 
 def _byte_of_character() -> dict[str, bytes]:

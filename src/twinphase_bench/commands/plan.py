@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ def plan(
         ..., help="A known name, a config.json, a GGUF file, or a model in the cache."
     ),
     slo: str = typer.Option(
-        ..., help="Service levels, such as ttft=500ms,itl=50ms; tpot is the other one."
+        ..., help="Service levels: ttft, itl or tpot, such as ttft=500ms,itl=50ms."
     ),
     hardware: str = typer.Option(
-        "this", help="Machines to choose from: datasheets' names, or this; with commas."
+        "this", help="Machines to choose from, with commas: names of datasheets, or this."
     ),
     price: str = typer.Option(
         None,
@@ -43,7 +44,7 @@ def plan(
     ),
     output_tokens: str = typer.Option(OUTPUT, help="Tokens of each answer, in the same forms."),
     reasoning_tokens: str = typer.Option(
-        None, help="Tokens before each answer, in the same forms. [default: none]"
+        None, help="Reasoning tokens before each answer, in the same forms. [default: none]"
     ),
     shared_prefix_tokens: int = typer.Option(
         0, min=0, help="Tokens that begin every prompt, as a system prompt."
@@ -51,17 +52,25 @@ def plan(
     percentile: float = typer.Option(
         99.0, min=1.0, max=99.9, help="Percentile at which each level is kept."
     ),
-    max_num_seqs: str = typer.Option("64,256", help="Seats to choose from."),
+    max_num_seqs: str = typer.Option("64,256", help="Numbers of seats to choose from."),
     max_num_batched_tokens: str = typer.Option("512,2048", help="Token budgets to choose from."),
     kv_cache_dtype: str = typer.Option("auto", help="KV types to choose from: auto,int8."),
     tensor_parallel_size: str = typer.Option(
-        "1,2,4,8", "--tensor-parallel-size", "-tp", help="Numbers of ranks to choose from."
+        "1,2,4,8", "--tensor-parallel-size", "-tp", help="Ranks per worker to choose from."
+    ),
+    speculative_config: str = typer.Option(
+        None, help="Speculation to try beside none, such as ngram. [needs --acceptance]"
+    ),
+    acceptance: float = typer.Option(
+        None, min=0.0, max=1.0, help="Chance that a drafted token is right."
     ),
     dtype: str = typer.Option(
         None, help="Storage type of the weights: fp16, fp8, Q4_0. [default: as in the file]"
     ),
     calibrate: Path = typer.Option(
-        None, help="Step log or saved calibration of the one machine in --hardware."
+        None,
+        help="Step log, saved calibration, or result of bench or roofline, of the one machine in "
+        "--hardware.",
     ),
     max_seconds: float = typer.Option(60.0, min=1.0, help="Time limit of the search."),
     seed: int = typer.Option(1, min=0, help="Seed of lengths and gaps."),
@@ -76,7 +85,7 @@ def plan(
     """Find the cheapest fleet that keeps service levels: arithmetic proposes, simulation decides.
 
     Searches machines, replicas, prefill and decode pools on equal or different machines, ranks,
-    seats, token budgets and KV types.
+    seats, token budgets, KV types, and speculation where its acceptance is given.
     """
     given = locals()
     from twinphase import Distribution, live
@@ -88,6 +97,11 @@ def plan(
     if request_rate is not None and not 0 < request_rate < math.inf:
         raise InvalidRequestError(
             f"--request-rate is {request_rate}.", "Give requests per second above 0."
+        )
+    if (speculative_config is None) != (acceptance is None):
+        raise InvalidRequestError(
+            "--speculative-config and --acceptance belong together.",
+            "Give both, such as ngram and 0.7, or neither.",
         )
     demand = Demand(
         Distribution.parse(prompt_tokens),
@@ -109,8 +123,9 @@ def plan(
 
 
 def _space(given: dict[str, Any], progress: Any) -> Any:
-    from twinphase import Machine, read_calibration
+    from twinphase import Deployment, Machine, drafted, read_calibration
     from twinphase_bench.simulate.calibrate import calibration_here
+    from twinphase_bench.simulate.from_bench import is_result, measured_machine
     from twinphase_bench.simulate.plan import Space
 
     names = [name.strip() for name in given["hardware"].split(",") if name.strip()]
@@ -124,7 +139,14 @@ def _space(given: dict[str, Any], progress: Any) -> Any:
             raise InvalidRequestError(
                 "--calibrate is of one machine, and --hardware names several.", "Name one."
             )
-        calibrated[names[0]] = Machine(names[0], read_calibration(given["calibrate"]))
+        machine = Machine(names[0])
+        if is_result(given["calibrate"]):
+            one = Deployment(given["model"], machine, dtype=given["dtype"] or "")
+            calibrated[names[0]] = measured_machine(given["calibrate"], one)
+        else:
+            calibrated[names[0]] = replace(
+                machine, calibration=read_calibration(given["calibrate"])
+            )
     elif "this" in names:
         calibrated["this"] = Machine("this", calibration_here(given["model"], {}, progress))
     return Space(
@@ -136,6 +158,8 @@ def _space(given: dict[str, Any], progress: Any) -> Any:
         kv_types=[word.strip() for word in given["kv_cache_dtype"].split(",")],
         ranks=_numbers("--tensor-parallel-size", given["tensor_parallel_size"]),
         calibrated=calibrated,
+        drafts=drafted(given["speculative_config"]) if given["speculative_config"] else 0,
+        acceptance=given["acceptance"] or 0.0,
     )
 
 

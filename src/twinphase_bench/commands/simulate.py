@@ -26,10 +26,10 @@ def simulate(
         ..., help="A known name, a config.json, a GGUF file, or a model in the cache."
     ),
     hardware: str = typer.Option(
-        "this", help="What each worker runs on: this (measured once), or a datasheet's name."
+        "this", help="Hardware of each worker: this (measured once), or the name of a datasheet."
     ),
     decode_hardware: str = typer.Option(
-        None, help="Hardware of the decode pool, if it is another."
+        None, help="Hardware of the decode pool. [default: as --hardware]"
     ),
     trace: Path = typer.Option(
         None, "--trace", "--dataset-path", help="Trace: a Mooncake or Azure file."
@@ -60,7 +60,7 @@ def simulate(
         None, help="Tokens of each answer, in the same forms. [default: lognormal:200:0.6]"
     ),
     reasoning_tokens: str = typer.Option(
-        None, help="Tokens before each answer, in the same forms. [default: none]"
+        None, help="Reasoning tokens before each answer, in the same forms. [default: none]"
     ),
     think_time: float = typer.Option(
         None, min=0.0, help="Mean seconds between an answer and the next question. [default: 30]"
@@ -69,7 +69,7 @@ def simulate(
         None, min=0, help="Tokens that begin every user's prompt, as a system prompt. [default: 0]"
     ),
     turns: int = typer.Option(
-        None, min=1, help="Turns of a conversation, each with all before it. [default: 1]"
+        None, min=1, help="Turns per conversation; a prompt has all earlier turns. [default: 1]"
     ),
     goodput: list[str] = typer.Option(
         [], help="Service level in milliseconds, such as ttft:500 or tpot:50; repeatable."
@@ -77,7 +77,8 @@ def simulate(
     repair: bool = typer.Option(
         True,
         "--repair/--no-repair",
-        help="Where a service level is missed, simulate changes until one meets it. [default: on]",
+        show_default=False,
+        help="If a service level is missed, simulate changes of one flag each. [default: on]",
     ),
     acceptance: float = typer.Option(
         None,
@@ -88,22 +89,26 @@ def simulate(
     dtype: str = typer.Option(
         None, help="Storage type of the weights: fp16, fp8, Q4_0. [default: as in the file]"
     ),
-    mfu: float = typer.Option(None, min=0.01, max=1.0, help="Share of the peak in prefill."),
-    mbu: float = typer.Option(None, min=0.01, max=1.0, help="Share of the bandwidth in decode."),
+    mfu: float = typer.Option(
+        None, min=0.01, max=1.0, help="Share of the peak FLOP/s that prefill reaches."
+    ),
+    mbu: float = typer.Option(
+        None, min=0.01, max=1.0, help="Share of the memory bandwidth that decode reaches."
+    ),
     kv_link: float = typer.Option(
         None, min=1.0, help="Bytes per second between two workers. [default: 4e8 here, or 25e9]"
     ),
     price: list[float] = typer.Option(
         [],
-        help="Price of a worker per hour; given twice, of a prefill and of a decode worker.",
+        help="Price of a worker per hour; give it twice for a prefill and a decode worker.",
     ),
     calibrate: Path = typer.Option(
         None,
-        help="Step log (`serve --trace-file`), saved calibration, or `bench` result (which gives a "
-        "datasheet its MFU and MBU) of the machine with this model.",
+        help="Step log (`serve --trace-file`), saved calibration, or result of `bench` or "
+        "`roofline` (which gives a datasheet its MFU and MBU) of the machine with this model.",
     ),
     save_calibration: Path = typer.Option(
-        None, help="Write what was measured of this machine into this file."
+        None, help="Write the calibration of this machine into this file."
     ),
     recalibrate: bool = typer.Option(
         False, "--recalibrate", help="Measure this machine again (half a minute)."
@@ -125,7 +130,7 @@ def simulate(
 ) -> None:
     """Simulate a load on a deployment: real scheduler, caches and router; predicted step times.
 
-    Prints what `bench` would print of a real server, and how wrong such simulations were.
+    Prints what `bench` prints for a real server, and the measured error of such simulations.
     """
     given = locals()
     if len(price) > 2:

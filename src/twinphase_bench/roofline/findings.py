@@ -15,7 +15,12 @@ from twinphase_bench.roofline.measure import RooflinePoint, Sample
 
 # The parts must add up to the whole step's time within this share.
 MAX_DISAGREEMENT = 0.10
-NAMES = {"linear": "linear layers", "attention": "attention", "other": "other operations"}
+NAMES = {
+    "linear": "linear layers",
+    "attention": "attention",
+    "scan": "scans of recurrent layers",
+    "other": "other operations",
+}
 OUTSIDE = "outside the forward pass"
 
 

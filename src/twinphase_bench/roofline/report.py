@@ -19,6 +19,7 @@ PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 SHORT = {
     "linear layers": "linear",
     "attention": "attn.",
+    "scans of recurrent layers": "scan",
     "other operations": "other",
     OUTSIDE: "rest",
 }
@@ -35,9 +36,11 @@ HOW_APART = (
     "Linear layers and attention apart: the step's captured program runs with a clock reading "
     "wherever the part changes, inside the compiled loop. Whole steps are timed without readings; "
     "both kinds alternate. The parts count as the whole step's where both forward passes take the "
-    f"same time within {MAX_DISAGREEMENT:.0%}. Other operations are the embedding, norms, rotation "
-    "and writing of KV, SwiGLU and quantizing of activations; outside the forward pass are "
-    "scheduling, inputs, the waking of threads, and sampling."
+    f"same time within {MAX_DISAGREEMENT:.0%}. Scans update the states of recurrent layers, and "
+    "are shown for models that have any; short convolutions count as such. Other operations are "
+    "the embedding, norms, rotation and writing of KV, SwiGLU, gates and quantizing of "
+    "activations; outside the forward pass are scheduling, inputs, the waking of threads, and "
+    "sampling."
 )
 
 
@@ -139,13 +142,14 @@ def _efficiency_cells(placed: Placed) -> tuple[str, ...]:
 def point_table(found: Sequence[PointFinding], phase: str) -> Table:
     """Whole steps of one phase: speed (median ± half the range), and where the time goes."""
     prefill = phase == "prefill"
+    names = {name: short for name, short in SHORT.items() if any(name in f.parts for f in found)}
     columns = (
         *_point_columns(phase),
         Column("tokens/s", "prompt / time of its steps" if prefill else "batch / time of a step"),
         Column("ms", "of the prompt's steps" if prefill else "of a step"),
         *(
             Column(short, f"{name}: share of the time of the steps with clock readings")
-            for name, short in SHORT.items()
+            for name, short in names.items()
         ),
         *EFFICIENCIES,
     )
@@ -155,7 +159,7 @@ def point_table(found: Sequence[PointFinding], phase: str) -> Table:
             rates = one.tokens_per_second
             whole = sum(one.parts.values())
             speed = f"{statistics.median(rates):,.0f} ±{(max(rates) - min(rates)) / 2:,.0f}"
-            shares = (f"{one.parts[name] / whole:.0%}" if one.adds_up else "void" for name in SHORT)
+            shares = (f"{one.parts[name] / whole:.0%}" if one.adds_up else "void" for name in names)
             rows.append(
                 (
                     *_point_cells(one),

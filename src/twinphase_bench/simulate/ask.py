@@ -1,4 +1,4 @@
-"""From the options of `twinphase simulate` to its answer."""
+"""Runs the simulation that the options of `twinphase simulate` describe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from twinphase import (
     Calibration,
     Deployment,
-    InvalidRequestError,
     Machine,
     Progress,
     SimulationRecorder,
@@ -27,7 +26,7 @@ from twinphase_bench.simulate.options import LoadPlan, UserOptions, deployment_o
 from twinphase_bench.simulate.repair import repairs
 from twinphase_bench.simulate.report import Answer
 
-# Options that change what a step takes.
+# Options that change the time of a step.
 STEP_OPTIONS = ("threads", "tensor_parallel_size", "kv_cache_dtype")
 
 
@@ -53,23 +52,22 @@ class Question:
         return pools or cluster.get("replicas") or 1
 
     def machine(self, progress: Progress) -> Machine:
-        """What each worker runs on; this machine is measured if it was not."""
+        """Hardware of each worker; this machine is measured if it has not been yet."""
         given = self.given
         ranks = given["engine"].get("tensor_parallel_size", 1)
         calibration: Calibration | None = None
         if given["calibrate"] is not None and is_result(given["calibrate"]):
-            if given["hardware"] == "this":
-                raise InvalidRequestError(
-                    "--calibrate with a result of bench needs a datasheet.",
-                    "Name it with --hardware; this machine is measured without --calibrate.",
-                )
             named = Machine(given["hardware"], devices=ranks)
             return measured_machine(given["calibrate"], self.deployment(named))
         if given["calibrate"] is not None:
             calibration = read_calibration(given["calibrate"])
         elif given["hardware"] == "this":
             calibration = calibration_here(
-                given["model"], self.step_options, progress, again=given["recalibrate"]
+                given["model"],
+                self.step_options,
+                progress,
+                again=given["recalibrate"],
+                replicas=self.num_workers,
             )
         if calibration is not None and given["save_calibration"] is not None:
             calibration.save(given["save_calibration"])
@@ -101,10 +99,10 @@ class Question:
 
 
 def ask(question: Question, progress: Progress) -> Answer:
-    """Simulate, and look for repairs where a service level is missed.
+    """Simulate, and search for repairs if a service level is missed.
 
     Raises:
-        TwinphaseError: an option cannot be, or this machine could not be measured.
+        TwinphaseError: an option is invalid, or this machine could not be measured.
     """
     given = question.given
     slos = Slos.parse(given["goodput"])

@@ -1,8 +1,9 @@
 """Measures this machine for simulations: a real server under a short load, and its step log.
 
-Half a minute, once per model and options; the result is kept. The load is made up: lone requests of
-several lengths, then more and more at once, so that the log has prefill, decode and mixed steps of
-many sizes. What a request takes outside the engine is what its client saw beyond its ledger.
+This takes half a minute, once per model and options; the result is kept. The load is synthetic:
+single requests of several lengths, then more and more at once, so that the log has prefill, decode
+and mixed steps of many sizes. The time outside the engine is what the client measured beyond the
+request's ledger.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ QUIET = ("--no-page", "--speculative-config", "none")
 
 
 class ServerFailedError(TwinphaseError):
-    """The server that was to be measured did not start."""
+    """The server to be measured did not start."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the load: this number of requests at once."""
+    """A part of the load, with a fixed number of concurrent requests."""
 
     concurrency: int
     requests: int
@@ -65,7 +66,7 @@ STAGES = (
 
 @contextlib.contextmanager
 def running_server(model: str, options: Sequence[str]) -> Iterator[str]:
-    """The URL of `twinphase serve` in a process of its own, which is ended at the end.
+    """Run `twinphase serve` in a process of its own, which ends with the context; yields its URL.
 
     Raises:
         ServerFailedError: it does not start.
@@ -107,28 +108,38 @@ def _is_up(url: str) -> bool:
 
 
 def calibration_here(
-    model: str, options: Mapping[str, Any], progress: Progress, *, again: bool = False
+    model: str,
+    options: Mapping[str, Any],
+    progress: Progress,
+    *,
+    again: bool = False,
+    replicas: int = 1,
 ) -> Calibration:
     """The kept calibration of a model on this machine, or a new one.
 
     Args:
         model: as for `serve`.
-        options: of its engine that change what a step takes, by `EngineConfig`'s names.
-        progress: called while it is measured.
-        again: measure even if there is one.
+        options: engine options that change the time of a step, with `EngineConfig`'s names.
+        progress: called during the measurement.
+        again: whether to measure even if there is a kept calibration.
+        replicas: engines that share this machine, all of them busy.
     """
-    path = calibration_file(model, options)
+    path = calibration_file(model, {**options, "replicas": replicas})
     if not again:
         with contextlib.suppress(TwinphaseError):
             return read_calibration(path)
-    found = calibrate(model, options, progress)
+    found = calibrate(model, options, progress, replicas)
     with contextlib.suppress(TwinphaseError):
         found.save(path)
     return found
 
 
-def calibrate(model: str, options: Mapping[str, Any], progress: Progress) -> Calibration:
+def calibrate(
+    model: str, options: Mapping[str, Any], progress: Progress, replicas: int = 1
+) -> Calibration:
     """Measure this machine with a model, for about half a minute.
+
+    Of several replicas one's steps are learned from, while the others use the same memory.
 
     Raises:
         ServerFailedError: the server does not start.
@@ -138,6 +149,9 @@ def calibrate(model: str, options: Mapping[str, Any], progress: Progress) -> Cal
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "steps.jsonl"
         arguments = [*map(str, words), *QUIET, "--trace-file", str(log)]
+        if replicas > 1:
+            arguments += ["--replicas", str(replicas)]
+            log = Path(f"{log}.worker-0")
         progress("starting a server to measure", 0, 0)
         with running_server(model, arguments) as url:
             results = run(send_stages(url, progress))
@@ -145,7 +159,7 @@ def calibrate(model: str, options: Mapping[str, Any], progress: Progress) -> Cal
 
 
 async def send_stages(url: str, progress: Progress) -> list[LoadResult]:
-    """The load that a calibration is learned from."""
+    """Send the load from which a calibration is learned."""
     target = await OpenAITarget.open(url)
     try:
         sizing = await target.sizing()
@@ -160,7 +174,7 @@ async def send_stages(url: str, progress: Progress) -> list[LoadResult]:
 
 
 def front_of(results: Sequence[LoadResult]) -> Front:
-    """What a request takes outside the engine: TTFT beyond queue and prefill, by prompt length."""
+    """Times outside the engine: TTFT minus queue and prefill, fitted to the prompt length."""
     points = [
         point
         for result in results

@@ -1,4 +1,4 @@
-"""MFU and MBU of a machine from a `bench` result that was measured there: `--calibrate`."""
+"""Step times of a machine from a result of `bench` or `roofline`, for `--calibrate`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
-from twinphase import Deployment, InvalidRequestError, LoadShape, Machine, capacity_of
+from twinphase import (
+    Deployment,
+    InvalidRequestError,
+    LoadShape,
+    Machine,
+    MeasuredPoint,
+    calibration_of_points,
+    capacity_of,
+)
 from twinphase_bench.report.result import FORMAT, read_result
 
-PREFILL = re.compile(r"prefill_seconds\[n=(\d+)\]")
-DECODE = re.compile(r"decode_step_seconds\[position=(\d+),batch=(\d+)\]")
-# Below, a result is of another machine or model than the datasheet's.
+# Names of metrics: of `bench` in seconds, of `roofline` in tokens per second.
+PREFILL = re.compile(r"prefill(_seconds)?\[n=(\d+)\](?: tok/s)?$")
+DECODE_STEP = re.compile(r"decode_step_seconds\[position=(\d+),batch=(\d+)\]$")
+DECODE_RATE = re.compile(r"decode\[batch=(\d+),context=(\d+)\] tok/s$")
+# A smaller MFU or MBU means that the result is of another machine or model.
 LEAST = 0.01
 
 
 def is_result(path: Path) -> bool:
-    """Whether a file, or the one in a folder, is a result of `bench`."""
+    """Whether a file, or the `result.json` of a folder, is of `bench` or `roofline`."""
     path = path / "result.json" if path.is_dir() else path
     try:
         with path.open("rb") as file:
@@ -26,38 +36,61 @@ def is_result(path: Path) -> bool:
         return False
 
 
-def measured_machine(path: Path, deployment: Deployment) -> Machine:
-    """The deployment's machine with the MFU and MBU that a result of its phases shows.
+def points_of(path: Path) -> tuple[str, list[MeasuredPoint]]:
+    """The command of a result, and the points of both phases that it measured.
 
-    The longest prefill gives the MFU, a decode step of one sequence the MBU: what the datasheet's
-    peaks would take, over what was measured.
+    Raises:
+        InvalidRequestError: it has no prefill, or no decode step of one sequence.
+        ResultError: it is damaged.
+    """
+    result = read_result(path)
+    points = []
+    for metric in result.metrics:
+        value = median(metric.values) if metric.values else 0.0
+        if value <= 0:
+            continue
+        if m := PREFILL.match(metric.name):
+            tokens = int(m[2])
+            seconds = value if m[1] else tokens / value
+            points.append(MeasuredPoint("prefill", tokens, seconds))
+        elif m := DECODE_STEP.match(metric.name):
+            points.append(MeasuredPoint("decode", int(m[1]), value, int(m[2])))
+        elif m := DECODE_RATE.match(metric.name):
+            points.append(MeasuredPoint("decode", int(m[2]), int(m[1]) / value, int(m[1])))
+    has_decode = any(one.phase == "decode" and one.batch == 1 for one in points)
+    if not has_decode or all(one.phase == "decode" for one in points):
+        raise InvalidRequestError(
+            f"{path} has no prefill and no decode step of one sequence.",
+            "Give the result of `twinphase bench MODEL` without a load, or of `twinphase roofline "
+            "MODEL`.",
+        )
+    return result.kind, points
+
+
+def measured_machine(path: Path, deployment: Deployment) -> Machine:
+    """The deployment's machine with the step times of a result.
+
+    For this machine, prices are fitted to all points. A datasheet gets its MFU from the longest
+    prefill and its MBU from a decode step of one sequence: the time at its peaks, divided by the
+    measured time.
 
     Raises:
         InvalidRequestError: the result has no phases, or they cannot be those of this machine.
         ResultError: it is damaged.
     """
-    metrics = {one.name: median(one.values) for one in read_result(path).metrics if one.values}
-    prefills = {int(m[1]): value for name, value in metrics.items() if (m := PREFILL.match(name))}
-    steps = {
-        int(m[1]): value
-        for name, value in metrics.items()
-        if (m := DECODE.match(name)) and m[2] == "1"
-    }
-    if not prefills or not steps:
-        raise InvalidRequestError(
-            f"{path} has no prefill and no decode step of one sequence.",
-            "Give the result of `twinphase bench MODEL` without a load.",
-        )
+    source, points = points_of(path)
     machine = deployment.machine
-    length = max(prefills)
-    position = min(steps)
+    if machine.name == "this":
+        return Machine("this", calibration_of_points(points, deployment, source))
+    prefill = max((one for one in points if one.phase == "prefill"), key=lambda one: one.tokens)
+    decodes = (one for one in points if one.phase == "decode" and one.batch == 1)
+    step = min(decodes, key=lambda one: one.tokens)
     found = {
-        "MFU": _best(machine, deployment, length, length)[0] / prefills[length],
-        "MBU": _best(machine, deployment, position, 1)[1] / steps[position],
+        "MFU": _best(machine, deployment, prefill.tokens, prefill.tokens)[0] / prefill.seconds,
+        "MBU": _best(machine, deployment, step.tokens, 1)[1] / step.seconds,
     }
     _check(found, path, machine)
-    devices = machine.devices
-    return Machine(machine.name, None, found["MFU"], found["MBU"], devices)
+    return Machine(machine.name, None, found["MFU"], found["MBU"], machine.devices, source)
 
 
 def _best(

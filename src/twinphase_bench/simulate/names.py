@@ -1,8 +1,8 @@
-"""Options of `serve` that a simulation has too; imported by every command line, so light."""
+"""Options of `serve` that a simulation has too. Every command imports them: keep this light."""
 
 from __future__ import annotations
 
-# By `serve`'s names, what a simulation takes from the engine's options.
+# The engine options of a simulation, with the names that `serve` has for them.
 ENGINE_OPTIONS = (
     "max_num_batched_tokens",
     "max_num_seqs",

@@ -1,4 +1,4 @@
-"""What `twinphase simulate` and `plan` are given: a load and a deployment, from their options."""
+"""Makes a load and a deployment from the options of `twinphase simulate` and `plan`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ MIN_USER_REQUESTS = 200
 DEFAULT_THINK_SECONDS = 30.0
 DEFAULT_PROMPT = "lognormal:512:0.8"
 DEFAULT_OUTPUT = "lognormal:200:0.6"
-# Ids of made-up prompts.
+# Number of different token ids in synthetic prompts.
 VOCABULARY = 1 << 20
 
 
 @dataclass(frozen=True)
 class UserOptions:
-    """Users who wait for their answers; None is not given."""
+    """Options of users who wait for their answers; None means that an option was not given."""
 
     users: int | None = None
     prompt_tokens: str | None = None
@@ -45,10 +45,10 @@ class UserOptions:
     turns: int | None = None
 
     def check(self, has_other: bool) -> None:
-        """Refuse what would be ignored.
+        """Refuse options that would be ignored.
 
         Raises:
-            InvalidRequestError: naming the option.
+            InvalidRequestError: an option has no effect; the message names it.
         """
         if self.users is not None and has_other:
             raise InvalidRequestError(
@@ -82,8 +82,8 @@ class LoadPlan:
 
     Attributes:
         workload, arrivals: one line each, for the report.
-        requests: of an open loop, or a closed one with `concurrency` at once.
-        users: instead of them; they send `num_requests`.
+        requests: requests of an open loop, or of a closed one with `concurrency` in flight.
+        users: users who send `num_requests` requests; they replace `requests`.
     """
 
     workload: str
@@ -111,7 +111,7 @@ def load_plan(load: LoadOptions, users: UserOptions, context: int) -> LoadPlan:
     """The load that the options describe, for a model with a context of that many tokens.
 
     Raises:
-        InvalidRequestError: none is described, or a value cannot be.
+        InvalidRequestError: no load is described, or a value is invalid.
     """
     users.check(load.wanted)
     if users.users is not None:
@@ -178,7 +178,7 @@ def deployment_of(
     """The deployment that `serve`'s options describe.
 
     Raises:
-        InvalidRequestError: speculation without an acceptance, or the other way round.
+        InvalidRequestError: speculation without an acceptance rate, or the reverse.
     """
     options = {name: value for name, value in engine.items() if name != "speculative_config"}
     speculation = engine.get("speculative_config")

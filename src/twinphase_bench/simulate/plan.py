@@ -1,12 +1,13 @@
 """`twinphase plan`: the cheapest deployment that keeps service levels at a load, by simulation.
 
 Arithmetic proposes fleets for every machine and layout; the real scheduler decides, cheapest first.
-A fleet that misses a level is tried again with one worker more of the pool that was late. Of large
-fleets a slice with the same load per worker is simulated.
+A fleet that misses a level is tried again with one more worker in the pool that was late. For a
+large fleet, a slice with the same load per worker is simulated.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
 import time
@@ -33,20 +34,23 @@ from twinphase import (
     run_requests,
 )
 from twinphase.phases.statistics import percentile
+from twinphase_bench.simulate.repair import changes
 
-# Of a worker's time that arithmetic fills; queues need the rest.
+# Share of a worker's time that a proposal fills; queues need the rest.
 TARGET_USE = 0.75
-# Workers of a slice, and requests of a simulation, at most.
+# The most workers of a slice, and the most requests of a simulation.
 SLICE_WORKERS = 4
 MAX_OUTPUT_TOKENS = 60_000
 REQUESTS = (120, 400)
 # Requests at the start, which find an idle fleet, are not judged.
 WARM_UP_SHARE = 0.15
 MAX_WORKERS = 4096
-# A fleet is better that misses by less than this share of what the best one before it did; after
-# this number of fleets that are not, a layout is given up.
+# A fleet counts as better if its miss is below this share of the best miss before it. A layout is
+# given up after the following number of fleets that are not better.
 MIN_GAIN = 0.97
 MAX_STALE = 2
+# If no fleet holds, repairs of the nearest one get this share of the search's time.
+REPAIR_SHARE = 0.5
 RANKS = (1, 2, 4, 8)
 LEVELS = ("ttft", "itl", "tpot")
 UNITS = {"ms": 1e-3, "s": 1.0}
@@ -83,7 +87,7 @@ class Levels:
         return cls(bounds, at)
 
     def measured(self, done: Simulated) -> dict[str, float]:
-        """Each level's percentile of a load, without its first requests."""
+        """The percentile of each level's latency, without the first requests."""
         seen = done.observations[round(WARM_UP_SHARE * len(done.observations)) :]
         values = {
             "ttft": [one.ttft for one in seen if one.ttft is not None],
@@ -113,7 +117,7 @@ class Demand:
     """The load of a plan: lengths, and either a rate or users.
 
     Attributes:
-        rate: requests per second; None follows from the users.
+        rate: requests per second; None means that the users determine it.
     """
 
     prompt: Distribution
@@ -131,7 +135,7 @@ class Demand:
         return self.prompt.mean + self.shared_prefix, self.output.mean + thinking
 
     def shape(self, seconds_per_token: float) -> LoadShape:
-        """In means; users send as often as their answers and pauses let them."""
+        """Mean values; users send as often as their answers and pauses allow."""
         prompt, output = self.tokens
         rate = self.rate
         if rate is None:
@@ -145,8 +149,8 @@ class Candidate:
     """A fleet and its price per hour.
 
     Attributes:
-        worst: by what factor the fleets that it enlarges missed a level, at best.
-        stale: number of these since the last one that was better.
+        worst: smallest factor by which the fleets that it enlarges missed a level.
+        stale: number of these fleets since the last improvement.
     """
 
     deployment: Deployment
@@ -178,19 +182,41 @@ class Tried:
     slice_of: int
 
 
+@dataclass(frozen=True)
+class Repair:
+    """A flag that brings a fleet nearer to the levels that it misses."""
+
+    flag: str
+    tried: Tried
+
+
 @dataclass
 class Plan:
-    """What a search found: `tried` in its order; `left` is why it ended early, or ""."""
+    """Result of a search: `tried` in order; `left` says why it ended early, or is "".
+
+    Attributes:
+        repairs: changes of the nearest fleet if none holds, the best first.
+    """
 
     levels: Levels
     demand: Demand
     tried: list[Tried] = field(default_factory=list)
     left: str = ""
     not_possible: list[str] = field(default_factory=list)
+    repairs: list[Repair] = field(default_factory=list)
+
+    def excess(self, one: Tried) -> float:
+        """By what factor a fleet misses a level, at worst; up to 1 it misses none."""
+        return max(one.levels[name] / bound for name, bound in self.levels.bounds.items())
+
+    @property
+    def nearest(self) -> Tried | None:
+        """The fleet that comes nearest to the levels."""
+        return min(self.tried, key=self.excess, default=None)
 
     @property
     def holding(self) -> list[Tried]:
-        """The cheapest first."""
+        """Fleets that keep all levels, the cheapest first."""
         found = [one for one in self.tried if not one.missed]
         return sorted(found, key=lambda one: one.candidate.price)
 
@@ -200,7 +226,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched: machines with prices per worker and hour, and options of an engine."""
+    """The search space: machines with prices per worker and hour, and engine options.
+
+    Attributes:
+        drafts: most drafts per decode, tried as well as no speculation; 0 tries none.
+        acceptance: probability that a draft is right.
+    """
 
     model: str
     machines: Mapping[str, float]
@@ -210,9 +241,11 @@ class Space:
     kv_types: Sequence[str] = ("auto",)
     ranks: Sequence[int] = RANKS
     calibrated: Mapping[str, Machine] = field(default_factory=dict)
+    drafts: int = 0
+    acceptance: float = 0.0
 
     def engines(self, gap: float | None) -> Iterator[dict[str, Any]]:
-        """Options to choose from; with a gap between tokens to keep, the scheduler keeps it."""
+        """Engine options to choose from; `gap`, if given, becomes the scheduler's SLO."""
         pace = {} if gap is None else {"itl_slo_ms": round(1e3 * gap, 1)}
         for kind in self.kv_types:
             for chunk in self.chunks:
@@ -263,9 +296,15 @@ def proposals(space: Space, demand: Demand, levels: Levels, refused: list[str]) 
         if found.long_prompt_seconds > 2 * levels.bounds.get("ttft", math.inf):
             refused.append(f"{one.title}: the prefill of a long prompt alone takes too long.")
             continue
-        known.append((one, price, found, load))
-        number = _workers(load.rate * found.seconds)
-        _offer(best, replace(one, roles=roles_of(number, None, None)), number * price, load)
+        for drafts in dict.fromkeys((0, space.drafts)):
+            drafting = replace(one, drafts=drafts, acceptance=space.acceptance if drafts else 0.0)
+            found = capacity_of(
+                worker, load, levels.gap, drafts=drafts, acceptance=drafting.acceptance
+            )
+            known.append((drafting, price, found, load))
+            number = _workers(load.rate * found.seconds)
+            fleet = replace(drafting, roles=roles_of(number, None, None))
+            _offer(best, fleet, number * price, load)
     cheapest = {}
     for part in ("prefill_seconds", "decode_seconds"):
         cheapest[part] = sorted(known, key=lambda it: it[1] * getattr(it[2], part))[:3]
@@ -293,9 +332,10 @@ def _workers(use: float) -> int:
 def _offer(
     best: dict[tuple[str, ...], Candidate], one: Deployment, price: float, load: LoadShape
 ) -> None:
-    """Keep the cheapest of a machine, a layout and a number of ranks."""
+    """Keep the cheapest candidate per machine, layout and number of ranks."""
     other = one.decode_machine
-    key = (one.machine.name, str(one.machine.devices), other.name if other else "", one.roles[0])
+    machines = (one.machine.name, str(one.machine.devices), other.name if other else "")
+    key = (*machines, one.roles[0], str(one.drafts))
     if key not in best or price < best[key].price:
         best[key] = Candidate(one, price, load)
 
@@ -303,7 +343,7 @@ def _offer(
 def search(
     space: Space, demand: Demand, levels: Levels, progress: Progress, *, seconds: float, seed: int
 ) -> Plan:
-    """Simulate proposals, cheapest first, until one of each layout holds or the time is used."""
+    """Simulate proposals, cheapest first, until each layout has one that holds or time is up."""
     plan = Plan(levels, demand)
     order = count()
     queue = [
@@ -316,7 +356,7 @@ def search(
         _, _, candidate = heapq.heappop(queue)
         deployment = candidate.deployment
         key = (repr(replace(deployment, roles=("both",))), *candidate.pools)
-        # A dearer fleet of a layout that holds already is no news, but for a runner-up.
+        # A layout that holds needs no dearer fleet, unless a runner-up is missing.
         done = plan.cheapest(candidate.layout) is not None and len(plan.holding) > 1
         if key in seen or done:
             continue
@@ -330,11 +370,33 @@ def search(
         plan.tried.append(tried)
         for larger in _larger(tried, levels) if tried.missed else ():
             heapq.heappush(queue, (larger.price, next(order), larger))
+    if not plan.holding:
+        plan.repairs = _repairs(plan, seed, time.perf_counter() + REPAIR_SHARE * seconds)
     return plan
 
 
+def _repairs(plan: Plan, seed: int, until: float) -> list[Repair]:
+    """Changes of one flag that bring the nearest fleet nearer to its levels, simulated."""
+    nearest = plan.nearest
+    if nearest is None:
+        return []
+    found = []
+    for change in changes(nearest.candidate.deployment):
+        if time.perf_counter() > until:
+            break
+        # The search itself tries more workers.
+        if change.deployment.roles != nearest.candidate.deployment.roles:
+            continue
+        candidate = replace(nearest.candidate, deployment=change.deployment)
+        with contextlib.suppress(TwinphaseError):
+            tried = simulate(candidate, plan.demand, plan.levels, seed)
+            if plan.excess(tried) < MIN_GAIN * plan.excess(nearest):
+                found.append(Repair(change.flag, tried))
+    return sorted(found, key=lambda one: plan.excess(one.tried))
+
+
 def simulate(candidate: Candidate, demand: Demand, levels: Levels, seed: int) -> Tried:
-    """Run a slice of a fleet under its part of the load."""
+    """Simulate a slice of a fleet under its share of the load."""
     deployment = candidate.deployment
     slice_of = _slice(candidate.pools)
     prefill, decode = (number // slice_of for number in candidate.pools)
@@ -353,7 +415,7 @@ def simulate(candidate: Candidate, demand: Demand, levels: Levels, seed: int) ->
 def requests_of(
     demand: Demand, rate: float, number: int, seed: int, context: int
 ) -> list[TraceRequest]:
-    """An open load (Poisson) of the lengths of a demand."""
+    """An open load with Poisson arrivals and the lengths of a demand."""
     offsets = Paced(rate, seed).offsets([None] * number)
     return open_load(
         offsets,
@@ -367,7 +429,7 @@ def requests_of(
 
 
 def _slice(pools: tuple[int, int]) -> int:
-    """Into how many equal parts a fleet divides, each with a few workers."""
+    """Number of equal slices of a fleet, each with a few workers."""
     workers = sum(pools)
     common = math.gcd(*pools) if pools[1] else pools[0]
     parts = [one for one in range(1, common + 1) if common % one == 0]
@@ -375,7 +437,7 @@ def _slice(pools: tuple[int, int]) -> int:
 
 
 def _larger(tried: Tried, levels: Levels) -> Iterator[Candidate]:
-    """The same fleet with more of the workers that were late."""
+    """Fleets with more workers in the pool that was late."""
     candidate = tried.candidate
     deployment = candidate.deployment
     prefill, decode = candidate.pools
@@ -384,7 +446,7 @@ def _larger(tried: Tried, levels: Levels) -> Iterator[Candidate]:
     if stale > MAX_STALE:  # More workers do not help.
         return
     candidate = replace(candidate, worst=min(worst, candidate.worst), stale=stale)
-    # Far from a level, one worker more would be lost time.
+    # Far from a level, adding single workers would waste time.
     step = 0.1 if worst < 2 else 0.25
     each = candidate.price / (prefill + decode)
     if not decode:

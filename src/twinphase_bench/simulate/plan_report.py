@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from twinphase import capacity_of, error_sentence, read_trials
+from twinphase import ERROR_SOURCES, capacity_of, error_sentence, read_trials
 from twinphase_bench.conditions import conditions
 from twinphase_bench.report.plots import lines
 from twinphase_bench.report.report import (
@@ -25,12 +25,10 @@ NOT_FAR = 0.05
 
 
 def plan_report(plan: Plan) -> Report:
-    """All of it."""
+    """The whole report of a plan."""
     verdicts = [*_answer(plan), *_limits(plan), *_break_even(plan)]
-    measured = bool(plan.tried) and all(
-        one.candidate.deployment.machine.calibration is not None for one in plan.tried
-    )
-    error = error_sentence(read_trials(), measured, "the hardware")
+    sources = {one.candidate.deployment.machine.source for one in plan.tried} or {"datasheet"}
+    error = error_sentence(read_trials(), max(sources, key=[*ERROR_SOURCES].index), "the hardware")
     verdicts.append(Verdict(Status.INFO, error))
     sections = [Section("Fleets", tables=[_table(plan)], plots=[_pareto(plan)])]
     notes = [
@@ -53,11 +51,12 @@ def _answer(plan: Plan) -> list[Verdict]:
     holding = plan.holding
     if not holding:
         text = "No fleet that was simulated keeps the service levels; what would is unknown."
-        nearest = min(plan.tried, key=lambda one: _excess(plan, one), default=None)
+        nearest = plan.nearest
         reason = "; ".join([plan.left] if plan.left else [])
         if nearest is not None:
             reason += f" nearest: {described(nearest.candidate)}, {_levels(nearest)}"
-        return [Verdict(Status.UNKNOWN, text, reason.strip() or "; ".join(plan.not_possible[:3]))]
+        reason = reason.strip() or "; ".join(plan.not_possible[:3])
+        return [Verdict(Status.UNKNOWN, text, reason), *_repairs(plan)]
     best, *others = holding
     found = [Verdict(Status.INFO, f"Cheapest: {described(best.candidate)}.", _levels(best))]
     if others:
@@ -70,10 +69,21 @@ def _answer(plan: Plan) -> list[Verdict]:
     return found
 
 
+def _repairs(plan: Plan) -> list[Verdict]:
+    found = []
+    for one in plan.repairs[:3]:
+        what = "misses" if one.tried.missed else "keeps"
+        text = f"With {one.flag} the nearest fleet {what} the levels."
+        found.append(Verdict(Status.INFO, text, _levels(one.tried)))
+    return found
+
+
 def described(candidate: Candidate) -> str:
-    """A fleet in words and flags."""
+    """A description of a fleet, with the flags of `serve`."""
     one = candidate.deployment
     words = [f"--{name.replace('_', '-')} {value}" for name, value in one.engine.items()]
+    if one.drafts:
+        words.append(f"{one.drafts} drafts at an acceptance of {one.acceptance:g}")
     return f"{one.title} at {candidate.price:,.4g} per hour ({' '.join(words)})"
 
 
@@ -88,12 +98,8 @@ def _levels(one: Tried) -> str:
     return f"{found}{late}; {pools}{part}"
 
 
-def _excess(plan: Plan, one: Tried) -> float:
-    return max(one.levels[name] / bound for name, bound in plan.levels.bounds.items())
-
-
 def uses(plan: Plan, one: Tried) -> dict[str, float]:
-    """How much of each limit a fleet uses: 1 is all of it."""
+    """The used fraction of each limit of a fleet."""
     candidate = one.candidate
     deployment = candidate.deployment
     load = candidate.load
@@ -152,7 +158,7 @@ def _limits(plan: Plan) -> list[Verdict]:
 
 
 def _break_even(plan: Plan) -> list[Verdict]:
-    """One pool against two."""
+    """Verdicts that compare one pool with two."""
     one, two = (plan.cheapest(layout) for layout in ("one pool", "two pools"))
     if one is None or two is None:
         missing = "two pools" if two is None else "one pool"

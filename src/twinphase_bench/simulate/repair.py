@@ -1,7 +1,7 @@
-"""Which change would meet a service level that a simulation missed: found by simulating it.
+"""Finds changes that would meet a service level that a simulation missed.
 
-Each change is one flag of `serve`. Nothing is a rule of thumb: the same load runs again with the
-same seed and the flag changed, and what came of it is printed.
+Each change is one flag of `serve`. No rule of thumb decides: the same load runs again with the same
+seed and the flag changed, and the result is printed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from twinphase.phases.slo import BLAMED_PHASE, Goodput, goodput
 from twinphase_bench.report.report import Status, Verdict
 from twinphase_bench.simulate.report import Answer
 
-# A load that misses less is not repaired.
+# A load with a smaller share of missed requests is not repaired.
 MAX_MISSED_SHARE = 0.01
 MAX_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
 class Change:
-    """A flag as it would be written, and the deployment with it."""
+    """A flag as the user would write it, and the deployment with that flag."""
 
     flag: str
     deployment: Deployment
@@ -30,7 +30,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Tried:
-    """A change and what came of it."""
+    """A change and its simulated result."""
 
     change: Change
     result: Goodput
@@ -41,7 +41,7 @@ class Tried:
 
 
 def changes(deployment: Deployment) -> Iterator[Change]:
-    """What could be tried, the cheapest first; all but the last few cost nothing."""
+    """Changes to try, the cheapest first; all but the last few cost nothing."""
     engine = deployment.engine
 
     def with_option(name: str, value: int | str | bool, text: str = "") -> Change:
@@ -121,7 +121,7 @@ def _tried(answer: Answer, seed: int, progress: Progress) -> list[Tried]:
         try:
             spec = change.deployment.fleet(seed)
             done = run_requests(spec, **answer.plan.given)
-        except Exception:  # It does not fit, or is not allowed: then it is no repair.
+        except Exception:  # A change that does not fit, or is not allowed, is no repair.
             continue
         found.append(Tried(change, goodput(done.observations, answer.slos, done.seconds)))
     return found

@@ -1,4 +1,4 @@
-"""A simulated load as a report: what `bench` prints for a real server, and what only we know."""
+"""The report of a simulated load: that of `bench`, with facts that only a simulation has."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ BUSY = 0.85
 
 @dataclass(frozen=True)
 class Answer:
-    """A simulation with what it was asked.
+    """A simulation and its inputs.
 
     Attributes:
-        prices: where a price was given.
-        repairs: sentences about what would meet the service levels.
+        prices: prices of tokens, if a price was given.
+        repairs: changes that would meet the service levels.
     """
 
     deployment: Deployment
@@ -56,7 +56,7 @@ class Answer:
 
 
 def load_result(answer: Answer) -> LoadResult:
-    """The simulation as `bench` would have measured it."""
+    """The simulation in the form of a load that `bench` measured."""
     deployment = answer.deployment
     config = answer.spec.workers[0].config
     plan = answer.plan
@@ -93,11 +93,10 @@ def load_result(answer: Answer) -> LoadResult:
 
 
 def simulation_report(answer: Answer) -> Report:
-    """All of it."""
+    """The whole report of a simulation."""
     result = load_result(answer)
     deployment = answer.deployment
-    measured = deployment.machine.calibration is not None
-    error = error_sentence(read_trials(), measured, deployment.title)
+    error = error_sentence(read_trials(), deployment.machine.source, deployment.title)
     verdicts = [
         *load_report.load_verdicts(result),
         Verdict(Status.INFO, limit_sentence(answer)),
@@ -133,7 +132,7 @@ def latency_table(result: LoadResult) -> Table:
 
 
 def limit_sentence(answer: Answer) -> str:
-    """Which phase fills the workers, and what holds requests back."""
+    """A sentence that names the phase that fills the workers, and what delays requests."""
     pools = answer.done.pools
     prefill = sum(pool.prefill * pool.workers for pool in pools)
     decode = sum(pool.decode * pool.workers for pool in pools)
@@ -235,7 +234,7 @@ def _prices(prices: TokenPrices) -> Table:
 
 
 def _assumptions(answer: Answer) -> dict[str, str]:
-    """What the answer rests on."""
+    """The assumptions of the simulation, by name."""
     machine = answer.deployment.machine
     calibration = machine.calibration
     front = answer.spec.front
@@ -244,9 +243,11 @@ def _assumptions(answer: Answer) -> dict[str, str]:
         "per prompt token outside the engine"
     )
     if calibration is not None:
+        by_steps = calibration.source == "steps"
+        what = "steps" if by_steps else f"points of {calibration.source}"
         return {
             "step times": f"measured on {calibration.processor}, {calibration.threads} threads, "
-            f"{calibration.date}: {calibration.steps:,} steps, median error "
+            f"{calibration.date}: {calibration.steps:,} {what}, median error "
             f"{calibration.median_error:.1%}",
             "front end": outside,
         }

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 
 import gguf
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
-from steps import USER_CACHE
+from steps import ISAS_OF_LINEAR, USER_CACHE, differs_in_dot_alone, on_each
 from twinphase.backends.cpu.compiler import compile_kernels, load_kernels
 from twinphase.backends.cpu.formats import FORMATS, STRIP_OUTPUTS
 from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.threads import aligned
 
 DENSE_ELEMENTS = ("F32", "F16", "BF16")
-SPECS = (
-    *(f"{kind}:{name}" for name in FORMATS for kind in ("quantized_linear", "pack")),
-    *(f"dense_linear:{name}" for name in DENSE_ELEMENTS),
-    *(f"embed:{name}" for name in (*FORMATS, *DENSE_ELEMENTS)),
-    "quantize",
-    "run_program",
-)
+# Of each way to multiply one: groups of 32 and of 16, with minima and without, nested and not.
+FEW_FORMATS = ("Q4_1", "Q8_0", "Q4_K", "Q6_K")
 KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3)
 _RESULT = ctypes.create_string_buffer(64)
 _SCRATCH = aligned(1 << 20, np.uint8)
@@ -41,10 +37,40 @@ _HALVES = {
 }
 
 
+def formats_on(isa: str) -> Collection[str]:
+    """The formats that are tried on a path."""
+    return FEW_FORMATS if differs_in_dot_alone(isa) else FORMATS
+
+
+def per_isa_and(names_on: Callable[[str], Collection[str]]) -> pytest.MarkDecorator:
+    """Each path with its formats; all but the path that users get are long proofs."""
+    return pytest.mark.parametrize(
+        ("name", "isa"),
+        [
+            pytest.param(name, isa, marks=() if isa == ISAS_OF_LINEAR[0] else pytest.mark.slow)
+            for isa in ISAS_OF_LINEAR
+            for name in names_on(isa)
+        ],
+    )
+
+
+per_isa = on_each(ISAS_OF_LINEAR)
+per_isa_and_format = per_isa_and(formats_on)
+per_isa_and_element = per_isa_and(lambda isa: DENSE_ELEMENTS)
+
+
 @cache
 def _loaded(isa: str) -> dict[str, int]:
     folder = USER_CACHE / "kernels"
-    specs = [*SPECS, *(["round_rows"] if choose_isa(isa).matrix_tiles else [])]
+    formats = formats_on(isa)
+    specs = [
+        *(f"{kind}:{name}" for name in formats for kind in ("quantized_linear", "pack")),
+        *(f"dense_linear:{name}" for name in DENSE_ELEMENTS),
+        *(f"embed:{name}" for name in (*formats, *DENSE_ELEMENTS)),
+        "quantize",
+        "run_program",
+        *(["round_rows"] if choose_isa(isa).matrix_tiles else []),
+    ]
     compile_kernels(folder, choose_isa(isa), specs)
     return load_kernels(folder, choose_isa(isa), specs)
 

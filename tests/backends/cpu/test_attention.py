@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from steps import Piece, Steps, compile_together, isas_that_differ, own_cache, per_isa, step_inputs
+from steps import (
+    ISAS_OF_ATTENTION,
+    Piece,
+    Steps,
+    compile_together,
+    differs_in_dot_alone,
+    own_cache,
+    per_isa,
+    step_inputs,
+)
 from tiny_gguf import write_tiny_gguf
 from twinphase.backends.base import Array, Backend, StepInputs
 from twinphase.backends.cpu.backend import CpuBackend
@@ -86,10 +95,11 @@ FEW_SHAPES = [(SHAPES[0], "auto"), (SHAPES[0], "int8"), (SHAPES[2], "auto"), (SH
 
 def shapes_on(isa: str) -> list[tuple[Heads, str]]:
     """Heads and type of the KV cache that are tried on a path."""
-    return list(product(SHAPES, KV_CACHE_DTYPES)) if isa == ISAS_HERE[0] else FEW_SHAPES
+    if isa == ISAS_OF_ATTENTION[0]:
+        return list(product(SHAPES, KV_CACHE_DTYPES))
+    return FEW_SHAPES[:1] if differs_in_dot_alone(isa) else FEW_SHAPES
 
 
-ISAS_HERE = isas_that_differ("bf16_dot")
 per_isa_and_shape = pytest.mark.parametrize(
     ("heads", "isa", "dtype"),
     [
@@ -98,9 +108,9 @@ per_isa_and_shape = pytest.mark.parametrize(
             isa,
             dtype,
             id=f"d{heads.head_dim}-g{heads.heads // heads.kv_heads}-{isa}-{dtype}",
-            marks=() if isa == ISAS_HERE[0] else pytest.mark.slow,
+            marks=() if isa == ISAS_OF_ATTENTION[0] else pytest.mark.slow,
         )
-        for isa in ISAS_HERE
+        for isa in ISAS_OF_ATTENTION
         for heads, dtype in shapes_on(isa)
     ],
 )
@@ -206,10 +216,9 @@ def test_few_rows_of_a_sequence(folder, heads, isa, dtype):
     np.testing.assert_allclose(reference(inputs), expected, rtol=1e-4, atol=1e-5)
 
 
-@per_isa
-def test_bytes_of_a_token(folder, isa):
+def test_bytes_of_a_token(folder):
     for dtype, expected in (("auto", 32 + 4 + 64), ("int8", 32 + 4 + 32 + 4)):
-        cpu, _ = pair(folder, SHAPES[0], isa, dtype)
+        cpu, _ = pair(folder, SHAPES[0], ISAS_OF_ATTENTION[0], dtype)
         assert cpu.backend.kv_bytes_per_token() == expected
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import gguf
 import numpy as np
-import pytest
 import torch
-from kernel_calls import DENSE_ELEMENTS, call_kernel, kernel, pack, random_blocks
+from kernel_calls import (
+    call_kernel,
+    kernel,
+    pack,
+    per_isa,
+    per_isa_and_element,
+    per_isa_and_format,
+    random_blocks,
+)
 from numpy.typing import NDArray
 
-from steps import per_isa_of_linear
 from twinphase.backends.cpu.formats import FORMATS
 from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.threads import aligned
@@ -89,7 +95,7 @@ def relative(actual: F32, expected: NDArray[np.float64]) -> float:
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
-@per_isa_of_linear
+@per_isa
 def test_activations(isa):
     x = random_rows(np.random.default_rng(0), 7, 96)
     rows = Activations(isa, x)
@@ -107,8 +113,7 @@ def test_activations(isa):
     np.testing.assert_allclose(rows.fsum, rows.scale * rows.isum.sum(axis=2), rtol=1e-6)
 
 
-@per_isa_of_linear
-@pytest.mark.parametrize("name", FORMATS)
+@per_isa_and_format
 def test_quantized(name, isa):
     rng = np.random.default_rng(2)
     unit = 256 if FORMATS[name].nested else 32
@@ -130,8 +135,7 @@ def test_quantized(name, isa):
 
 
 # Rows in matrix tiles, in whole ones and with a rest, and few, beside each row alone.
-@per_isa_of_linear
-@pytest.mark.parametrize("name", FORMATS)
+@per_isa_and_format
 def test_a_row_has_the_same_bits_among_any_number(name, isa):
     rng = np.random.default_rng(6)
     inputs = 768 if FORMATS[name].nested else 608
@@ -175,8 +179,7 @@ def test_a_row_has_the_same_bits_among_any_number(name, isa):
         np.testing.assert_array_equal(together, np.concatenate(alone[:rows]), f"{rows} rows")
 
 
-@per_isa_of_linear
-@pytest.mark.parametrize("name", FORMATS)
+@per_isa_and_format
 def test_extreme_codes_do_not_overflow(name, isa):
     # All codes at an end of their range, all activations +-127: the largest sums that 16-bit lanes
     # could meet.
@@ -201,7 +204,7 @@ def test_extreme_codes_do_not_overflow(name, isa):
         assert (np.abs(out - expected) <= TOLERANCE * added).all()
 
 
-@per_isa_of_linear
+@per_isa
 def test_residual(isa):
     rng = np.random.default_rng(4)
     raw = random_blocks(rng, 40, 64, "Q4_1")
@@ -243,8 +246,7 @@ def dense(isa: str, name: str, matrix: F32, x: F32, residual: F32 | None = None)
     )
 
 
-@per_isa_of_linear
-@pytest.mark.parametrize("name", DENSE_ELEMENTS)
+@per_isa_and_element
 def test_dense(name, isa):
     rng = np.random.default_rng(5)
     for outputs, inputs, rows in (
@@ -270,8 +272,7 @@ def test_dense(name, isa):
         assert not out[:, outputs:].any(), "padding"
 
 
-@per_isa_of_linear
-@pytest.mark.parametrize("name", DENSE_ELEMENTS)
+@per_isa_and_element
 def test_a_row_of_dense_weights_has_the_same_bits_among_any_number(name, isa):
     rng = np.random.default_rng(7)
     matrix = (rng.standard_normal((70, 1120)) / 8).astype(np.float32)

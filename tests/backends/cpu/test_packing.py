@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gguf
 import numpy as np
-import pytest
-from kernel_calls import call_kernel, kernel, pack, random_blocks
+from kernel_calls import call_kernel, kernel, pack, per_isa_and_format, random_blocks
 from numpy.typing import NDArray
 
-from steps import per_isa_of_linear
 from twinphase.backends.cpu.formats import FORMATS, PackedFormat
 from twinphase.backends.cpu.threads import aligned
 
@@ -82,8 +80,7 @@ def read_strip(strip: Bytes, fmt: PackedFormat, groups: int) -> NDArray[np.float
     return np.concatenate(values, axis=1)
 
 
-@per_isa_of_linear
-@pytest.mark.parametrize("name", FORMATS)
+@per_isa_and_format
 def test_every_weight_comes_back(name, isa):
     rng = np.random.default_rng(1)
     fmt = FORMATS[name]
@@ -103,8 +100,7 @@ def test_every_weight_comes_back(name, isa):
         assert not values[outputs:].any(), "padding must be zeros, whatever it is multiplied with"
 
 
-@per_isa_of_linear
-@pytest.mark.parametrize("name", FORMATS)
+@per_isa_and_format
 def test_rows_of_the_embedding(name, isa):
     rng = np.random.default_rng(2)
     width = 512

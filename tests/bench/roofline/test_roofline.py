@@ -333,9 +333,13 @@ def test_ctrl_c_leaves_the_complete_repetitions(tiny):
     assert "interrupted after 1 of 2" in found.left_out[-1]
 
 
-def test_steps_in_parts_compute_the_same(tiny):
+@pytest.mark.parametrize(
+    "recurrent", [{}, {"convolutions": (0,)}, {"deltas": (0,)}, {"spaces": (0,)}]
+)
+def test_steps_in_parts_compute_the_same(recurrent, tmp_path):
     from twinphase import LLM, SamplingParams
 
+    tiny = write_tiny_gguf(tmp_path / "tiny.gguf", heads=2, kv_heads=1, **recurrent)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     tokens = []
     for in_parts in (False, True):
@@ -348,6 +352,8 @@ def test_steps_in_parts_compute_the_same(tiny):
             llm.generate([list(range(5, 90))], params, use_tqdm=False)[0].outputs[0].token_ids
         )
     assert tokens[0] == tokens[1]
+    assert all(seconds > 0 for seconds in watched.parts.values())
+    assert ("scan" in watched.parts) == bool(recurrent) and "attention" in watched.parts
 
 
 @pytest.fixture

@@ -74,10 +74,44 @@ def test_the_command_names_the_cheapest_its_limit_and_the_break_even(capsys, mon
     assert f"at {min(holding):,.4g} per hour" in texts[0]
 
 
+def test_speculation_that_is_accepted_makes_a_fleet_smaller(monkeypatch):
+    monkeypatch.setattr(planning, "REQUESTS", (30, 30))
+    demands = Demand(Distribution.parse("50"), Distribution.parse("150"), rate=600.0)
+    levels = Levels.parse("ttft=3s,itl=20ms")
+    prices = {}
+    for acceptance in (0.0, 0.9):
+        space = Space(
+            "llama-3.1-8b",
+            {"h100-sxm": 1.0},
+            ranks=(1,),
+            seats=(64,),
+            chunks=(512,),
+            drafts=4,
+            acceptance=acceptance,
+        )
+        found = proposals(space, demands, levels, [])
+        prices[acceptance] = {
+            one.deployment.drafts: one.price for one in found if one.layout == "one pool"
+        }
+    assert prices[0.0][4] == prices[0.0][0] == prices[0.9][0] > prices[0.9][4]
+
+
+def test_a_fleet_that_misses_is_repaired_by_a_flag_that_was_simulated(capsys, monkeypatch):
+    monkeypatch.setattr(planning, "REQUESTS", (24, 24))
+    monkeypatch.setattr(planning, "MAX_WORKERS", 1)
+    words = "llama-3.1-8b --hardware h100-sxm -tp 1 --request-rate 12 --max-num-batched-tokens 512"
+    lengths = "--prompt-tokens 400 --output-tokens 150 --max-num-seqs 4 --slo ttft=200ms,tpot=12ms"
+    found = json.loads(plan(capsys, f"{words} {lengths} --json").out)
+    missed, *repairs = [verdict["text"] for verdict in found["verdicts"]]
+    assert missed.startswith("No fleet")
+    assert any(text.startswith("With --max-num-seqs 8 the nearest fleet") for text in repairs)
+
+
 @pytest.mark.parametrize(
     ("words", "what"),
     [
         ("--slo ttft=1s", "needs one load"),
+        ("--slo ttft=1s --users 3 --acceptance 0.5", "belong together"),
         ("--slo ttft=1s --users 3 --price b200=1", "cannot be used"),
         ("--slo ttft=1s --users 3 --hardware abacus", "no datasheet"),
         ("--slo ttft=1s --users 3 --max-num-seqs many", "--max-num-seqs is 'many'"),

@@ -83,5 +83,20 @@ def test_a_result_of_bench_gives_the_efficiencies_of_a_datasheet(tmp_path, capsy
     assert f"MBU {found.mbu:g}" in conditions["step times"]
     with pytest.raises(InvalidRequestError, match="would be"):
         measured_machine(result(0.04, 0.001), deployment)
-    refused = f"llama-3.1-8b --users 2 --calibrate {tmp_path / 'result.json'}"
-    assert "needs a datasheet" in simulate(capsys, refused, code=2).err
+    words = f"llama-3.1-8b --users 2 --num-prompts 4 --calibrate {result(0.04, 0.009)} --json"
+    assert (
+        "2 points of bench" in json.loads(simulate(capsys, words).out)["conditions"]["step times"]
+    )
+
+
+def test_a_result_of_roofline_gives_step_times(tmp_path):
+    rates = {"prefill[n=1000] tok/s": 25_000.0, "decode[batch=1,context=500] tok/s": 1 / 0.009}
+    rates |= {"decode[batch=8,context=256] tok/s": 800.0, "prefill[n=1000] linear seconds": 0.02}
+    metrics = [Metric(name, "", "higher", (value,)) for name, value in rates.items()]
+    file = tmp_path / "result.json"
+    file.write_text(result_json(Report("roofline", "made up", [], {}, metrics=metrics)))
+    deployment = Deployment("llama-3.1-8b", Machine("h100-sxm"))
+    found = measured_machine(file, deployment)
+    assert found.source == "roofline"
+    assert found.mbu == pytest.approx(15.0e9 / 3.35e12 / 0.009, rel=0.15)
+    assert found.mfu == pytest.approx(2 * 7.0e9 * 1000 / 989e12 / 0.04, rel=0.15)

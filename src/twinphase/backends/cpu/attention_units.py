@@ -1,4 +1,4 @@
-"""How attention's work of a step is cut into units of KV tiles, and which partials are merged."""
+"""Divides the attention of a step into units of KV tiles, and plans the merges of partials."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from twinphase.backends.cpu.shared_prefixes import SharedPrefix, shared_prefixes
 from twinphase.backends.cpu.threads import aligned
 from twinphase.blueprint import KVShape
 
-# Shares of the KV tiles of few rows that a thread should find, so that threads end together.
+# Number of units per thread for sequences with few rows, so that threads end together.
 UNITS_PER_THREAD = 8
-# Heads of a group times tokens; a sequence with more in a step has work enough, its tiles stay
-# together.
+# Query heads of a group times tokens. A sequence with more rows has enough work for all threads, so
+# its tiles stay together.
 FEW_ROWS = 64
-# Tokens of a sequence, up to which int8 values are best converted in registers, once for each
-# register tile.
+# Up to this number of tokens of a sequence, int8 values are best converted in registers, once for
+# each register tile.
 INT8_TOKENS = 3
-# Units per thread, below which they are cut until threads are busy for that part of the time.
+# With fewer units per thread, they are cut until threads are busy for that part of the time.
 FEW_UNITS = 6
 BUSY = 0.93
-# The part of the time for which threads must be busy with shared prefixes, lest it be faster to
-# compute them for each sequence, cut into more units.
+# Threads must be busy with shared prefixes for this part of the time. Otherwise it is faster to
+# compute the prefix for each sequence, cut into more units.
 SHARING_BUSY = 0.7
 # Partial results of this many tokens have room where the longest sequences are cut.
 PARTIAL_TOKENS = 4
@@ -57,13 +57,13 @@ class Limits:
     """The largest step.
 
     Attributes:
-        rows: of the step.
-        runs: of successive rows of a sequence.
+        rows: number of rows.
+        runs: number of runs, each of successive rows of a sequence.
         positions: tokens of the longest sequence.
-        dtype: of the KV cache.
+        dtype: element type of the KV cache.
         prefill_rows: height of prefill's register tile.
         block_size: tokens of a block of the KV cache.
-        sharing_tiles: KV tiles of a prefix from which computing it once for all pays.
+        sharing_tiles: fewest KV tiles of a prefix for which it pays to compute it once for all.
     """
 
     rows: int
@@ -77,15 +77,15 @@ class Limits:
 
 
 def spread_heads(shape: KVShape, limits: Limits) -> int:
-    """KV heads of sequences whose tiles are spread over several units, at most.
+    """The most KV heads of sequences whose tiles are spread over several units.
 
-    Each has more than a share's tiles, so that they are fewer than shares.
+    Each has more tiles than a share, so that there are fewer of them than shares.
     """
     return min(UNITS_PER_THREAD * limits.threads, limits.runs * shape.num_heads)
 
 
 def partial_room(shape: KVShape, group: int, limits: Limits) -> int:
-    """How many partial results have room."""
+    """Number of partial results that there is room for."""
     tiles = -(-limits.positions // TILE_TOKENS)
     return spread_heads(shape, limits) * tiles * padded_group(group) * PARTIAL_TOKENS
 
@@ -105,7 +105,7 @@ class AttentionUnits:
             all.
     """
 
-    # Where it pays, or always or never, as tests and benchmarks choose: the bits are the same.
+    # "auto" shares where it pays; tests and benchmarks choose the others. The bits are the same.
     sharing: ClassVar[Literal["auto", "always", "never"]] = "auto"
 
     def __init__(self, shape: KVShape, group: int, limits: Limits, shares_prefixes: bool) -> None:
@@ -146,7 +146,7 @@ class AttentionUnits:
         Either way gives the same bits.
         """
         self._plan = plan
-        self._first = np.zeros(len(plan), np.int32)  # tile of each run's own units
+        self._first = np.zeros(len(plan), np.int32)  # First tile of each run's own units.
         self._counts = dict.fromkeys(self.lists, 0)
         self._merges: list[tuple[int, ...]] = []
         self._partials_used = 0
@@ -210,7 +210,7 @@ class AttentionUnits:
         )
         name = "decode" if count <= self._short else "prefill"
         size = self._unit_tokens(count, parts, self._heights[name])
-        position = prefix.tiles * TILE_TOKENS - 1  # its rows see all of the tiles
+        position = prefix.tiles * TILE_TOKENS - 1  # The rows see all of the tiles.
         self._add(
             name,
             [
@@ -249,7 +249,7 @@ class AttentionUnits:
         start = int(self._first[run])
         kv_heads = self._kv_heads
         height = self._heights[KERNELS[name]]
-        per_tile = -(-tokens * self._group // height) * height  # partial results
+        per_tile = -(-tokens * self._group // height) * height  # Number of partial results.
         per_head = (end - start) * per_tile
         base = self._partials_used
         if base + kv_heads * per_head > self._room:
@@ -301,8 +301,8 @@ class AttentionUnits:
             size = self._unit_tokens(tokens, count, self._heights["prefill"])
             units = []
             for head in range(self._kv_heads):
-                # Late query tiles see more keys: first, so that no thread is left with one at the
-                # end.
+                # Late query tiles see more keys. They come first, so that no thread begins one at
+                # the end.
                 for i in reversed(range(0, tokens, size)):
                     end = -(-(position + min(i + size, tokens)) // TILE_TOKENS)
                     number = min(size, tokens - i)

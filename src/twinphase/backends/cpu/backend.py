@@ -270,9 +270,12 @@ class CpuBackend:
         per_chunk = kv_layout.chunk_cells(self.kv_spec.groups[shape], shape.num_heads)
         return LayerCache(shape, addresses, per_chunk)
 
-    def kv_bytes_per_token(self, dtype: str | None = None) -> int:
+    def kv_bytes_per_token(
+        self, dtype: str | None = None, layers: Sequence[KVShape] | None = None
+    ) -> int:
         """Keys in int8 with a scale, values in 16 bits or likewise."""
-        cells = (s.num_heads * sum(self._cell_sizes(s, dtype)) for s in self.kv_spec.layers)
+        shapes = layers or self.kv_spec.layers
+        cells = (s.num_heads * sum(self._cell_sizes(s, dtype)) for s in shapes)
         return sum(cells) // kv_layout.CELL_TOKENS
 
     def _cell_sizes(self, shape: KVShape, dtype: str | None = None) -> tuple[int, int, int]:
@@ -319,12 +322,14 @@ class CpuBackend:
             view[at[0], :, :, at[1]] = blocks[:, start:end].reshape(shape)
             start = end
 
-    def frame_parts(self) -> list[tuple[int, int]]:
+    def frame_parts(self) -> list[tuple[int, int, int]]:
         """See `Backend`: keys, scales and values, of layers of one shape after another."""
         per_block = self.kv_spec.block_size // kv_layout.CELL_TOKENS
-        groups = self.kv_spec.groups.items()
+        groups = enumerate(self.kv_spec.groups.items())
         return [
-            (per_block * count, size) for shape, count in groups for size in self._cell_sizes(shape)
+            (number, per_block * count, size)
+            for number, (shape, count) in groups
+            for size in self._cell_sizes(shape)
         ]
 
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
@@ -333,7 +338,7 @@ class CpuBackend:
         wide = "bfloat16" if self.isa.bf16_dot else "float16"
         types = (None, "float32", None if self.kv_cache_dtype == "int8" else wide)
         start = 0
-        for (rows, size), (shape, dtype) in zip(
+        for (_, rows, size), (shape, dtype) in zip(
             self.frame_parts(), product(whole.groups, types), strict=True
         ):
             nbytes = rows * shape.num_heads * size

@@ -75,7 +75,7 @@ class ExpertOperations(Operations):
 
         h = Buffer(program, pairs, x.width, make=gathered)
         h = self.gate_mul(self._expert_linear(h, gate_up, gate_up_bias, routing, experts))
-        h = self.gather(h, self.blueprint.span("ffn"))
+        h = self.gather(h, self.blueprint.span("experts"))
         h = self._expert_linear(h, down, down_bias, routing, experts)
         out = Buffer(program, x.rows, h.width)
         source = h.floats

@@ -288,12 +288,15 @@ def gather_columns(
     whole = Memory(program, x.rows, padded(span.total), quantized, shared=True)
     per_number = GROUP_INPUTS if quantized else 1  # columns that share a number of an array
     units = (GROUP_INPUTS, 4, 4, 8) if quantized else (4,)  # bytes of a group, or of a column
-    args: list[int] = []
-    for unit, mine, all_ranks in zip(units, source.arrays, whole.arrays, strict=True):
-        args += [mine.ctypes.data + unit * column, unit * (source.width // per_number)]
-        args += [all_ranks.ctypes.data + unit * (span.first // per_number)]
-        args += [unit * (whole.width // per_number), unit * -(-span.size // per_number)]
-    program.add_rows("copy_columns", args, [source.data], whole)
+    for part, (here, there, size) in enumerate(span.pieces):
+        args: list[int] = [program.count(x.rows)]
+        for unit, mine, all_ranks in zip(units, source.arrays, whole.arrays, strict=True):
+            start = unit * column + unit * (here // per_number)
+            args += [mine.ctypes.data + start, unit * (source.width // per_number)]
+            args += [all_ranks.ctypes.data + unit * (there // per_number)]
+            args += [unit * (whole.width // per_number), unit * -(-size // per_number)]
+        tiles = program.tiles(x.rows, ELEMENTWISE_TILE_ROWS)
+        program.add("copy_columns", tiles, args, [source.data], [(whole.data, part)])
     args = [group.address, group.rank, group.ranks]
     args += [libc_address("usleep"), libc_address("clock_gettime")]
     program.add("meet", program.cells.constant(1), args, [whole.data], [(whole.data, 0)])

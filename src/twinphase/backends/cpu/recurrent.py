@@ -1,4 +1,4 @@
-"""The operations of recurrent layers as commands, and where sequences keep their states."""
+"""Makes commands of the operations of recurrent layers, and keeps the sequences' states."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from twinphase.blueprint import DeltaNet, Mamba2, MatrixStates
 
 
 class StateMemory:
-    """The slots, and what kernels read of a step's sequences; it never moves.
+    """The slots, and the arrays about a step's sequences that kernels read; they never move.
 
     Attributes:
-        layout: of a slot.
+        layout: layout of a slot.
         slots: the bytes of all slots, one after another.
-        places: of each row: its number in its sequence, and the offset in bytes of the end of its
+        places: for each row: its number in its sequence, and the offset in bytes of the end of its
             sequence's history, from a layer's first slot on; int64 [tokens, 2].
-        plans: of each state to be written: first row of its sequence, rows up to the state, rows
+        plans: for each state to be written: first row of its sequence, rows up to the state, rows
             after them that go into the log, offset of the end of the sequence's history, offset of
             the slot, rows of the log in the sequence's slot that are right, its offset, and which
             row of the log is the first to be written; int64 [states, PLAN_INTS].
-        snapshots: of each row, the offset of a slot for the state after it, or -1; int64 [tokens].
+        snapshots: for each row, the offset of a slot for the state after it, or -1; int64 [tokens].
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class StateMemory:
         if states is None:
             raise ValueError("the step names no states of its sequences")
         layout = self.layout
-        # Without a row that the state takes up, the log that is there grows.
+        # If no row is applied to the state, the existing log grows.
         log_at = np.where(states[:, FINAL] == 0, states[:, PENDING], 0)
         logged = int((np.diff(inputs.query_start) - states[:, FINAL] + log_at).max())
         if logged > layout.log_rows:
@@ -107,14 +107,14 @@ class _Columns:
 
 
 class RecurrentOperations(ExpertOperations):
-    """Those of a model with recurrent layers, too; `states` is set before they are used."""
+    """The operations of a model with recurrent layers; `states` is set before their use."""
 
     states: StateMemory
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.given: Buffer | None = None  # filled before a step
-        self._kept: list[NDArray[np.float32]] = []  # kernels know them by address
+        self.given: Buffer | None = None  # Filled before a step.
+        self._kept: list[NDArray[np.float32]] = []  # Kernels know them by address.
 
     def short_conv(self, bcx: Buffer, weight: Vector, layer: int) -> Buffer:
         """B * x in full, then the convolution times C, then what the next step needs of B * x."""
@@ -285,7 +285,7 @@ class RecurrentOperations(ExpertOperations):
     def gate_norm(self, x: Buffer, weight: Vector, gate: Buffer, eps: float) -> Buffer:
         """What its reader wants is written in the same pass."""
         program = self.program
-        space = self.blueprint.recurrence
+        space = self.blueprint.whole.recurrence
         assert isinstance(space, Mamba2)
         source = x.floats
         opened = gate.floats

@@ -18,8 +18,8 @@ class SharedPrefix:
     """KV tiles that several runs of rows share.
 
     Attributes:
-        runs: their numbers.
-        tiles: how many, from the first; every row of the runs sees the whole of them.
+        runs: numbers of the runs.
+        tiles: number of shared tiles, from the first; every row of the runs sees all of them.
     """
 
     runs: Ints
@@ -27,7 +27,7 @@ class SharedPrefix:
 
     @property
     def saved_tiles(self) -> int:
-        """Tiles that need not be found and read again."""
+        """Number of tiles that are not read again."""
         return (len(self.runs) - 1) * self.tiles
 
 

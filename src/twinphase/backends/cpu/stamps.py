@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from twinphase.backends.cpu.program import Program
 from twinphase.backends.cpu.threads import Command, ThreadPool, aligned, libc_address
 
-PARTS = (
-    "linear",
-    "attention",
-    "other",
-)  # other: norms, rotation and KV write, gates, routing, quantizing, embedding
+# scan: what reads or writes the states of recurrent layers, short convolutions included; other:
+# norms, rotation and KV write, gates, routing, quantizing, embedding
+PARTS = ("linear", "attention", "scan", "other")
+_SCANS = ("delta_scan", "space_scan", "causal_conv", "keep_history")
 
 
 def part_of(spec: str) -> str:
@@ -27,6 +26,8 @@ def part_of(spec: str) -> str:
     name = spec.partition(":")[0]
     if name.endswith(("_linear", "_experts")):
         return "linear"
+    if name in _SCANS:
+        return "scan"
     return "attention" if name.startswith("attention_") else "other"
 
 
@@ -75,14 +76,14 @@ class StampedProgram:
         self._pool.load(stamped)
 
     def run(self) -> Mapping[str, float]:
-        """One step; seconds of each of `PARTS`.
+        """One step; seconds of each of `PARTS` that the program has.
 
         The step's inputs must be in place, as for the program itself.
         """
         self._pool.run()
         moments = self._times @ np.array([1_000_000_000, 1])
-        spent = np.bincount(self._parts, np.diff(moments), minlength=len(PARTS)) / 1e9
-        return dict(zip(PARTS, spent.tolist(), strict=True))
+        spent = np.bincount(self._parts, np.diff(moments)) / 1e9
+        return {PARTS[part]: float(spent[part]) for part in np.unique(self._parts)}
 
     def close(self) -> None:
         """Stop the threads."""

@@ -59,9 +59,9 @@ class ThreadPool:
             entry: address of `run_program`.
             threads: threads in all, the caller included.
             scratch_bytes: private memory of each thread.
-            spins: looks before a thread that waits for another's tile sleeps.
-            idle_spins: looks before a thread that waits for the next step sleeps; waking it costs
-                more than the scheduler and the sampler take between two steps.
+            spins: polls of a thread that waits for another's tile, before it sleeps.
+            idle_spins: polls of a thread that waits for the next step, before it sleeps; waking it
+                costs more than the scheduler and the sampler take between two steps.
         """
         scratch_bytes = -(-scratch_bytes // 4096) * 4096
         self.threads = threads
@@ -87,7 +87,7 @@ class ThreadPool:
         self._control[offset : offset + 8].view(np.int64)[0] = value
 
     def load(self, commands: Sequence[Command]) -> None:
-        """Set the program; once, before the first step."""
+        """Set the program; call it once, before the first step."""
         if self._program:
             raise RuntimeError("a pool runs one program; make another pool")
         records = aligned(max(1, len(commands)) * at.COMMAND_BYTES // 8, np.int64).reshape(
@@ -118,7 +118,7 @@ class ThreadPool:
             self._workers.append(worker)
 
     def run(self) -> None:
-        """One step: every command of the program, in order. Releases the GIL while it runs."""
+        """Run one step: every command of the program, in order, without the GIL."""
         place = ctypes.addressof(self._result)
         self._entry(place, place, self._control.ctypes.data, 0)
 
@@ -145,7 +145,7 @@ def _stop(
     workers: list[threading.Thread],
     scratch: object,
 ) -> None:
-    """End the workers; memory they use is held by this call's arguments until they are gone."""
+    """End the workers; the arguments keep the memory that they use until they have ended."""
     result = ctypes.create_string_buffer(64)
     place = ctypes.addressof(result)
     entry(place, place, control.ctypes.data, at.SHUTDOWN_THREAD)

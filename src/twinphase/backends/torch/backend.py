@@ -45,7 +45,7 @@ from twinphase.backends.torch.graphs import Graph, Graphs, cuda_graphs
 from twinphase.backends.torch.parts import execute_in_parts
 from twinphase.backends.torch.plain import attention, capped, gated, product, rotated
 from twinphase.backends.torch.sampling import sample
-from twinphase.blueprint import Blueprint, Rope, Span
+from twinphase.blueprint import Blueprint, KVShape, Rope, Span
 from twinphase.errors import OutOfMemoryError
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize
@@ -197,11 +197,12 @@ class TorchBackend(NoRecurrence):
             self.kv = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self.slots = self.kv.view(spec.num_layers, 2, -1, *shape[4:])
 
-    def kv_bytes_per_token(self, dtype: str | None = None) -> int:
-        """2 L H_kv d b, with b the bytes of the element type."""
-        shape = self.kv_spec.shape
-        per_layer = 2 * shape.num_heads * shape.head_dim * self.dtype.itemsize
-        return self.kv_spec.num_layers * per_layer
+    def kv_bytes_per_token(
+        self, dtype: str | None = None, layers: Sequence[KVShape] | None = None
+    ) -> int:
+        """The sum of 2 H_kv d b over layers, with b the bytes of the element type."""
+        size = self.dtype.itemsize
+        return sum(2 * s.num_heads * s.head_dim * size for s in layers or self.kv_spec.layers)
 
     @cached_property
     def kv_fingerprint(self) -> str:
@@ -245,9 +246,10 @@ class TorchBackend(NoRecurrence):
         )
         self.kv[:, :, list(block_ids)] = blocks.movedim(0, 2)
 
-    def frame_parts(self) -> list[tuple[int, int]]:
+    def frame_parts(self) -> list[tuple[int, int, int]]:
         spec = self.kv_spec
-        return [(2 * spec.num_layers * spec.block_size, spec.shape.head_dim * self.dtype.itemsize)]
+        rows = 2 * spec.num_layers * spec.block_size
+        return [(0, rows, spec.shape.head_dim * self.dtype.itemsize)]
 
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
         return is_finite(frame, str(self.dtype).removeprefix("torch."))

@@ -40,7 +40,7 @@ def mixture(
         rows, rank = (order == expert).nonzero(as_tuple=True)
         own = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
         h = backend.gate_mul(backend.linear(x[rows], gate_up[expert], bias=own[0]))
-        h = backend.gather(h, backend.blueprint.span("ffn"))
+        h = backend.gather(h, backend.blueprint.span("experts"))
         results[rows, rank] = backend.linear(h, down[expert], bias=own[1]).to(backend.wide)
     out = torch.zeros_like(results[:, 0])
     for k in range(experts.used):

@@ -242,6 +242,6 @@ class KernelBackend(TorchBackend):
         bias = biases.get
         routed = route(self.linear(x, router, bias=bias("router_bias")), experts, self.capability)
         h = self.gate_mul(self.linear(x, gate_up, bias=bias("gate_up_bias"), routed=routed))
-        h = self.gather(h, self.blueprint.span("ffn"))
+        h = self.gather(h, self.blueprint.span("experts"))
         h = self.linear(h, down, bias=bias("down_bias"), routed=replace(routed, used=1))
         return combine(h, routed.weights)

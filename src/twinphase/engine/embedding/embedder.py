@@ -2,7 +2,7 @@
 
 Nothing is sampled and nothing waits for a next token, so there is no scheduler: short texts are
 computed together, a decoder's long ones in prefill chunks, and the same text gives the same bits
-independent of the others. Not for generating (`loading.py`), nor for HTTP.
+independent of the others. `loading.py` loads models that generate.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ from twinphase.weights.quant import dequantize
 
 F32 = NDArray[np.float32]
 
-# Settings of steps, of tokens that follow one another, or of kernels: an embedding has none of
-# these.
+# Settings of steps, of decoding or of its kernels, which do not exist for embeddings.
 NOT_FOR_EMBEDDINGS = ("itl_slo_ms", "trace_file", "num_kv_blocks")
-# Of an encoder's pass: others wait for its end, and more rows would hardly be faster.
+# Tokens of an encoder's pass: others wait for its end, and more rows are hardly faster per token.
 ENCODER_PASS_TOKENS = 256
 MAX_PASS_TEXTS = 128
 NOT_FOR_ENCODERS = ("kv_cache_dtype", "threads", "tensor_parallel_size", "isa", "device", "dtype")
@@ -78,10 +77,11 @@ class LoadedEmbedder:
     """A model that embeds or scores, and its tokenizer. Used by one thread at a time.
 
     Attributes:
-        config: as resolved for this model.
+        config: configuration as resolved for this model.
         task: "embed" or "score".
-        size: of a vector; 1 where pairs are scored.
-        pass_tokens: of texts that are computed together; a longer text is computed alone.
+        size: size of a vector; 1 if pairs are scored.
+        pass_tokens: most tokens of texts that are computed together; a longer text is computed
+            alone.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class LoadedEmbedder:
         return token_ids
 
     def check(self, token_ids: Sequence[int]) -> None:
-        """Refuse what cannot be computed.
+        """Refuse a text that cannot be computed.
 
         Raises:
             InvalidRequestError: no tokens, or one that is not in the vocabulary.
@@ -189,7 +189,7 @@ class _HiddenStates:
     """A decoder without its head: the head's input rows are the tokens' embeddings.
 
     Attributes:
-        head: by what the last token's row is multiplied for the score of a pair.
+        head: the row that is multiplied with the last token's row for the score of a pair.
     """
 
     head: Sequence[float] = ()
@@ -308,7 +308,7 @@ def load(
     compile_progress: Callable[[float, int, str], None] | None = None,
     load_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedEngine | LoadedEmbedder:
-    """Load a model for what it is made for, or for the `task` that `config` names.
+    """Load a model for its own task, or for the `task` that `config` names.
 
     Raises:
         TwinphaseError: as `LLM`.
@@ -322,7 +322,7 @@ def load(
 
 
 def _check_settings(config: EngineConfig, checkpoint: Checkpoint) -> None:
-    """Refuse what would change nothing."""
+    """Refuse settings that would have no effect."""
     plain = EngineConfig()
     encoder = is_encoder(checkpoint)
     for name in (*NOT_FOR_EMBEDDINGS, *(NOT_FOR_ENCODERS if encoder else ())):

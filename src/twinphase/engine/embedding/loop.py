@@ -26,6 +26,7 @@ from twinphase.engine.process.messages import (
     ToEngine,
 )
 from twinphase.errors import EngineDeadError, InvalidRequestError, TwinphaseError, one_line
+from twinphase.models.tasks import matryoshka_sizes
 
 
 @dataclass(eq=False)
@@ -44,8 +45,8 @@ class EmbeddingLoop:
         self.loaded = loaded
         self._send = send
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
-        self._lines: dict[str, deque[_Job]] = {}  # of the tenants that wait
-        self._times: dict[str, float] = {}  # tokens by weight, since no tenant waited
+        self._lines: dict[str, deque[_Job]] = {}  # By tenant that waits.
+        self._times: dict[str, float] = {}  # Tokens / weight, since the last idle moment.
 
     def put(self, message: ToEngine) -> None:
         """Hand a message to the loop, from any thread."""
@@ -78,7 +79,7 @@ class EmbeddingLoop:
             self._send(refusal(about, problem))
 
     def _add(self, job: _Job) -> None:
-        """Put it into its tenant's line; time that the tenant left unused is no credit."""
+        """Put a job into its tenant's queue; time that the tenant left unused is no credit."""
         if not self._lines:
             self._times.clear()
         tenant = job.message.tenant
@@ -148,9 +149,13 @@ def make_loop(
 ) -> tuple[EngineLoop | EmbeddingLoop, EngineFacts]:
     """The loop for a loaded model, and its facts."""
     if isinstance(loaded, LoadedEmbedder):
-        model = loaded.text.checkpoint.fingerprint
+        checkpoint = loaded.text.checkpoint
         facts = EngineFacts(
-            loaded.config, None, None, 0, None, None, embedding_size=loaded.size, model=model
+            loaded.config,
+            *(None, None, 0, None, None),
+            embedding_size=loaded.size,
+            matryoshka_sizes=matryoshka_sizes(checkpoint),
+            model=checkpoint.fingerprint,
         )
         return EmbeddingLoop(loaded, send), facts
     loop = EngineLoop(loaded, send)

@@ -82,9 +82,9 @@ class AsyncEngine:
     """An engine for asyncio code.
 
     Attributes:
-        facts: what was loaded, once it is; a restart keeps the last ones.
+        facts: facts of the loaded engine, once it is loaded; a restart keeps the last ones.
         progress: the stage of loading; None while the engine serves.
-        stats: of the last step.
+        stats: statistics of the last step.
         last_embedded: when the last vector came, seconds.
         on_step: called after each step, on the thread that receives the engine's messages.
     """
@@ -171,8 +171,8 @@ class AsyncEngine:
             request_id: unique among the unfinished; one is made if None.
             priority: lower goes first; needs the policy "priority".
             cache_salt: share cached prefixes only with requests of the same salt.
-            tenant: whose request it is; tenants with requests at the same time share the engine.
-            weight: that tenant's share beside others, 0.001 to 1,000.
+            tenant: owner of the request; tenants with requests at the same time share the engine.
+            weight: the tenant's share relative to other tenants, 0.001 to 1,000.
             keep_special: control tokens that are part of the answer's text.
 
         Returns:
@@ -338,7 +338,7 @@ class AsyncEngine:
     def watch(self, watcher: Callable[[FromEngine | EngineDeadError], None] | None) -> None:
         """Have `watcher` called with everything that the engine sends, before it is acted on.
 
-        While there is one, the engine also reports what each step did and who holds which KV block.
+        While there is one, the engine also reports each step's content and the KV blocks' owners.
         It is called on the thread that receives the messages, with an error when the engine dies.
         """
         self._watcher = watcher
@@ -349,14 +349,14 @@ class AsyncEngine:
             self.host.put(WatchSteps(on=self._watcher is not None))
 
     def transcript(self, request_id: str) -> Transcript | None:
-        """An unfinished request, as far as its front end knows it."""
+        """The front end's transcript of an unfinished request."""
         reference = self._streams.get(request_id)
         stream = reference() if reference is not None else None
         return stream.transcript if stream is not None else None
 
     @property
     def unfinished(self) -> list[str]:
-        """The ids of the requests that have no end yet."""
+        """The ids of the unfinished requests."""
         return list(self._streams)
 
     def close(self) -> None:
@@ -452,7 +452,7 @@ class AsyncEngine:
             self._waiting.pop(about, None)
 
     def _seeded(self, params: SamplingParams) -> SamplingParams:
-        """With a seed chosen here, so that any engine of a cluster draws the same."""
+        """The parameters with a seed, so that all engines of a cluster draw the same tokens."""
         if params.seed is not None or params.greedy or self.facts is None:
             return params
         return replace(params, seed=derive_seed(self.facts.config.seed, next(self._seedless)))

@@ -1,8 +1,7 @@
 """`LLM`: a model by name, text in, text out, in the shape that vLLM's users know.
 
-This is the door at which text stops: behind it the engine sees token ids only, and stop strings are
-found here. Several threads may share one and take turns; a program with many users is better served
-by `AsyncEngine`. Not a server.
+Text is handled here only, stop strings included: the engine sees token ids. Several threads may
+share one `LLM` and take turns; `AsyncEngine` is better for a program with many users.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class LLM:
     share it: after `fork` the child gets an `EngineDeadError`.
 
     Attributes:
-        config: as resolved for this model.
+        config: configuration as resolved for this model.
         checkpoint: the open model.
     """
 
@@ -81,8 +80,8 @@ class LLM:
         Args:
             model: a path, or a name that `twinphase pull` takes.
             compile_progress: called with (done, total, kernel) when kernels have to be compiled
-                first; `done` is a part of `total` kernels by the time that is behind.
-            config: how the engine runs.
+                first; `done` of `total` kernels are complete, estimated by the elapsed time.
+            config: the engine's configuration.
             fields: fields of `EngineConfig`, which replace those of `config`.
 
         Raises:
@@ -192,7 +191,7 @@ class LLM:
         cache_salt: str | None = None,
         prediction: str | Sequence[str] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; the prefix cache spares earlier turns.
+        """Answer one conversation or several; the prefix cache avoids recomputing earlier turns.
 
         Messages are mappings with "role" and "content". The other arguments are those of
         `generate`; without `sampling_params`, an answer may take the rest of the context.
@@ -213,8 +212,7 @@ class LLM:
                 {"prompt_token_ids": ...}.
 
         Returns:
-            Results in the order of the prompts; a vector does not depend on what else was asked
-            for.
+            Results in the order of the prompts; a vector does not depend on the other prompts.
 
         Raises:
             InvalidRequestError: a text that cannot be embedded; then none is computed. Or the model
@@ -240,14 +238,14 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_activation: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """How well pairs of texts match; needs a reranker, or a model that embeds.
+        """Score how well pairs of texts match; needs a reranker, or a model that embeds.
 
         Args:
             text_1: one text (a query) for all of `text_2`, or one for each.
             text_2: a text or several (documents).
             truncate_prompt_tokens: tokens that a pair keeps, its longer text losing its end first;
                 -1 is what the model takes. If None, a longer pair is an error.
-            use_activation: False gives what a reranker's head gives, before the sigmoid.
+            use_activation: False returns the output of a reranker's head, before the sigmoid.
 
         Returns:
             Results in the order of the pairs; a score does not depend on the other pairs.
@@ -279,11 +277,11 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[StreamUpdate]:
-        """Complete one prompt and yield what each step brought.
+        """Complete one prompt and yield an update for each step.
 
         The request is queued before this returns, so its errors are raised here. Closing the
         iterator, or leaving its loop, aborts the request. After Ctrl-C during a step there is one
-        more update, with what there is and `finish_reason` "abort"; then `KeyboardInterrupt` is
+        more update, with the answer so far and `finish_reason` "abort"; then `KeyboardInterrupt` is
         raised. Between steps it is raised at once.
 
         Args:
@@ -296,7 +294,7 @@ class LLM:
         return _Stream(self, self._submit(prompt, check_params(sampling_params)))
 
     def _chat_params(self) -> SamplingParams:
-        """Of a chat without parameters: its answer ends by itself, as a server's does."""
+        """Parameters of a chat without any: only the context limits its answer, as in a server."""
         return SamplingParams(**{"max_tokens": None, **self.sampling_defaults.values})
 
     def _complete(
@@ -377,7 +375,7 @@ class LLM:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """The engine and all transcripts to oneself; Ctrl-C meanwhile is raised at the end."""
+        """Exclusive use of the engine and all transcripts; Ctrl-C is raised at the end."""
         with self._turns.take() as interrupt:
             self._drop_abandoned()
             yield

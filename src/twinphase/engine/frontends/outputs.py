@@ -1,4 +1,4 @@
-"""What a user gets back, in vLLM's shape, and how a request's tokens become its text."""
+"""Results in vLLM's shape, and the conversion of a request's tokens to text."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    record: RequestRecord = field(repr=False)  # hundreds of intervals, which hide the answer
+    record: RequestRecord = field(repr=False)  # Hundreds of intervals would hide the answer.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
@@ -112,7 +112,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamUpdate:
-    """What a streamed request got since its last update.
+    """Changes of a streamed request since its last update.
 
     Attributes:
         text: text that became certain; often empty during prefill, or inside a character.
@@ -152,7 +152,7 @@ def plain_logprobs(position: Mapping[int, Logprob] | None) -> dict[str, Any] | N
 
 @dataclass
 class Transcript:
-    """The answer to one request as it grows: takes each step's tokens, gives updates and results.
+    """The growing answer to one request: takes each step's tokens, gives updates and results.
 
     A front end calls `take` after each step.
 
@@ -184,7 +184,7 @@ class Transcript:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_string: str | None = None
-    num_tokens_given: int = 0  # in updates
+    num_tokens_given: int = 0  # Number of tokens in updates so far.
     _num_chars_given: int = 0
     _num_prefilled_given: int = 0
 
@@ -227,7 +227,7 @@ class Transcript:
         return None if ended_sequence else last
 
     def take(self, update: RequestUpdate) -> bool:
-        """Add what a step brought.
+        """Add the result of a step.
 
         Returns:
             Whether a stop string was found: then the front end ends the request with

@@ -1,7 +1,7 @@
 """Pairs of texts to compare: a reranker scores each pair, an embedding model its two vectors.
 
-Either way the engine computes texts, which the callers of this file send to it: a pair is one text
-of a reranker, and two of an embedding model. Not for running them.
+In both cases the engine computes texts, which the callers of this file send to it: a pair is one
+text for a reranker, and two for an embedding model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ScoringRequestOutput:
 
 @dataclass(frozen=True)
 class Pairs:
-    """What the engine has to compute for pairs of texts, and what its reply means.
+    """The texts that the engine computes for pairs, and how its reply becomes scores.
 
     Attributes:
         texts: token ids of each pair; where the model embeds, of each first text and then of each
@@ -48,7 +48,7 @@ class Pairs:
         starts: where the second text of each pair begins, or 0 where the model does not mark it;
             empty where the model embeds.
         num_firsts: number of first texts; a single one is compared with every second text.
-        is_raw: a reranker's score is what its head gives, and not the sigmoid of that.
+        is_raw: whether a reranker's score is its head's output, and not the sigmoid of it.
     """
 
     texts: list[list[int]]

@@ -1,4 +1,4 @@
-"""The ceilings of the device that a configuration runs on, kept or measured."""
+"""Finds the ceilings of a configuration's device, from the cache folder or by measuring."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from twinphase.phases.hardware import (
 )
 from twinphase.weights.checkpoint import Checkpoint
 
-# How long its owner has waited when the first measurement begins, and the longest of later waits.
+# Wait of the owner before the first measurement, and the longest wait before later ones.
 IDLE_SECONDS = 3.0
 LONGEST_IDLE_SECONDS = 3600.0
 
@@ -30,7 +30,7 @@ def device_of(config: EngineConfig) -> Device:
 
 
 def compute_units(checkpoint: Checkpoint, config: EngineConfig) -> Units:
-    """Which arithmetic unit does the linear layers, and which the two products of attention."""
+    """The arithmetic units of the linear layers, and of the two products of attention."""
     layers = {
         (info.type, len(info.shape))
         for name, info in checkpoint.tensors.items()
@@ -40,7 +40,7 @@ def compute_units(checkpoint: Checkpoint, config: EngineConfig) -> Units:
 
 
 def measured_ceilings(config: EngineConfig) -> Ceilings | None:
-    """What this machine was measured to do, if it was."""
+    """The kept ceilings of this machine; None if it was not measured yet."""
     device = device_of(config)
     return load_ceilings(device.threads, device.ceilings) if device.ceilings else None
 
@@ -51,7 +51,7 @@ def measure_ceilings(
     progress: Callable[[float, int], None] = lambda done, total: None,
     started: Callable[[Callable[[], None]], None] = lambda end: None,
 ) -> list[Ceilings]:
-    """Measure what this machine can do at best (some seconds per repetition); nothing is stored.
+    """Measure the ceilings of this machine, in some seconds per repetition; nothing is stored.
 
     With the cpu backend, `started` is called with a function that ends the measurement at once.
 
@@ -86,8 +86,8 @@ def keep_ceilings(known: Ceilings | None, found: Ceilings) -> Ceilings | None:
 class IdleMeasurement:
     """Measures this machine's ceilings in the background while its owner waits for input.
 
-    It begins after some seconds of waiting, and ends at once when the waiting does. A measurement
-    that was cut off or disturbed leaves nothing, and the next one waits longer.
+    It begins after some seconds of waiting, and ends at once when the owner gets work. A run
+    that was cut off or disturbed is discarded, and the next one waits longer.
     """
 
     def __init__(
@@ -116,14 +116,14 @@ class IdleMeasurement:
         )
 
     def begin(self) -> None:
-        """The owner waits from now on."""
+        """Note that the owner waits from now on."""
         self.interrupt()
         if self.is_due:
             self._stop = threading.Event()
             threading.Thread(target=self._run, args=(self._stop,), daemon=True).start()
 
     def interrupt(self) -> None:
-        """The owner has something to do: the cores are its own when this returns."""
+        """End the measurement, because the owner has work; on return the cores are free."""
         self._stop.set()
         with self._lock:
             if self._end is not None:

@@ -1,4 +1,4 @@
-"""Loads what drafts with a model of its own: a draft model, or the target's layer for it (MTP)."""
+"""Loads drafters that compute: a draft model, or the target's multi-token prediction layer."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from twinphase.weights.hub import resolve_model
 
 
 def drafts_by_mtp(config: SpeculativeConfig, checkpoint: Checkpoint, target: Blueprint) -> bool:
-    """Whether the model's own layer for further tokens drafts.
+    """Whether the model's own multi-token prediction (MTP) layer drafts.
 
     Raises:
-        InvalidRequestError: the configuration asks for it, and the model has none.
+        InvalidRequestError: the configuration asks for the layer, and the model has none.
     """
     if config.method not in ("auto", "mtp"):
         return False
@@ -48,7 +48,7 @@ def load_mtp(
     config: EngineConfig,
     speculation: SpeculativeConfig,
 ) -> Mtp:
-    """The target's layer for further tokens on a new `backend`; `config` is resolved."""
+    """The target's MTP layer on a new `backend`; `config` is resolved."""
     limit = config.max_model_len or target.blueprint.context_length
     head = MtpHead(target, checkpoint, backend, limit, MOST_DRAFTED)
     blocks = config.num_kv_blocks or 1
@@ -71,7 +71,7 @@ def open_draft_model(model: str, target: Checkpoint, quantization: str) -> Check
     Args:
         model: a name or path, as of any model.
         target: the model to draft for.
-        quantization: that of the target; a folder is quantized in the same way.
+        quantization: quantization of the target; a folder is quantized in the same way.
 
     Raises:
         InvalidRequestError: it has recurrent layers, or its vocabulary is another one; the message
@@ -133,7 +133,7 @@ def make_draft_model(draft: Engine, target: Engine, num_speculative_tokens: int)
 
 
 def add_draft_model(target: Engine, draft: Engine, num_speculative_tokens: int) -> None:
-    """Have one engine's model draft for another engine, which speculates already."""
+    """Let one engine's model draft for another engine, which speculates already."""
     if not isinstance(target.drafter, Speculator):
         raise TypeError("the engine has no speculator")
     model = make_draft_model(draft, target, num_speculative_tokens)

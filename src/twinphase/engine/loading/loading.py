@@ -1,4 +1,4 @@
-"""From a model's name to an engine that is ready."""
+"""Loads a model by name, and makes an engine for it that is ready."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ from twinphase.speculative import HEADS, speculative_config
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.hub import resolve_model
 
-# The first of these requests finds everything cold.
+# The first of these requests runs with cold caches.
 WARM_UP_PROMPT_DIVISORS = (8, 4, 16, 32)
 MAX_KEPT_PACES = 5
 
 
 class LoadedEngine:
-    """A model, its engine, and the door at which text stops.
+    """A model, its engine, and the conversion between text and token ids.
 
     Attributes:
-        config: as resolved for this model.
-        ranks: the processes that compute it, where there are several.
-        warm_timeline: the life of the request that `warm_up` computed, alone on a warm engine; None
+        config: configuration as resolved for this model.
+        ranks: the processes that compute it, if there are several.
+        warm_timeline: timeline of the request that `warm_up` computed alone on a warm engine; None
             before.
     """
 
@@ -140,7 +140,7 @@ class LoadedEngine:
         return self.text.encode(prompt, self.config.max_model_len)
 
     def warm_up(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Compute made-up requests: some that touch memory, and one timed in `warm_timeline`.
+        """Compute made-up requests: some to touch the memory, and one that `warm_timeline` times.
 
         The first are short ones of several lengths, so that the cost model separates the fixed time
         of a step from that of its tokens.
@@ -154,7 +154,7 @@ class LoadedEngine:
     ) -> RequestTimeline:
         engine = self.engine
         config = self.config
-        # which would find nothing easier than a made-up prompt
+        # A made-up prompt is unusually easy to draft for.
         drafter = engine.drafter
         engine.drafter = None
         limit = min(config.max_model_len or 2, (config.num_kv_blocks or 1) * config.block_size)
@@ -208,8 +208,8 @@ class LoadedEngine:
     def choose_pace(self) -> Pace:
         """Choose the pace by the steps measured so far, and keep the median of the last choices.
 
-        A machine that was busy for a while, at the start or later, is a choice or two out of the
-        way.
+        A machine that was busy for a while, at the start or later, then affects one or two choices
+        only.
         """
         self._paces.append(self._pacing.choose())
         pace = sorted(self._paces, key=lambda one: one.slo_seconds or 0.0)[
@@ -232,7 +232,7 @@ class LoadedEngine:
     def explain(
         self, request: RequestCounts, timeline: RequestTimeline, *, names: bool = False
     ) -> Explanation:
-        """Why a request took its time, and what to change; `names` shows other requests' ids."""
+        """Explain a request's time, and what to change; `names` shows other requests' ids."""
         machine = Machine(
             self.config,
             self.engine.shape,
@@ -270,7 +270,7 @@ def make_backend(
 
         eager = (
             config.enforce_eager or config.tensor_parallel_size > 1
-        )  # collectives have not been captured yet
+        )  # Collectives cannot be captured yet.
         return open_backend(
             config.device, config.dtype, config.rank_threads, eager, config.dequantize
         )
@@ -303,7 +303,7 @@ def make_engine(
     shape = replace(
         shape,
         kv_token_bytes=backend.kv_bytes_per_token(),
-        state_bytes=model.blueprint.state_bytes(STATE_LOG_ROWS),
+        state_bytes=model.blueprint.whole.state_bytes(STATE_LOG_ROWS),
     )
     prices = starting_prices(shape, measured_ceilings(config))
     cost_model = CostModel(prices, shape.windowed_share, shape.window)

@@ -14,7 +14,7 @@ RATE_WINDOW_SECONDS = 1.0
 
 
 def token_rates(records: deque[StepRecord]) -> tuple[float, float]:
-    """Tokens a second of prefill and of decode, over the steps in `records`."""
+    """Tokens per second of prefill and of decode, over the steps in `records`."""
     if not records:
         return 0.0, 0.0
     seconds = max(records[-1].end - records[0].start, 1e-9)

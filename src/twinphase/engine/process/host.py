@@ -1,6 +1,6 @@
-"""Where an engine's loop lives: in a thread, or at the other end of a reconnecting link.
+"""Runs an engine's loop in a thread, or at the other end of a link that reconnects.
 
-A host carries messages and says when the engine has died. Not for what the messages mean.
+A host carries messages, and reports that the engine has died. It does not interpret messages.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ThreadHost:
     totals_last = False
 
     def __init__(self, loaded: Any) -> None:
-        """The `LoadedEngine` or `LoadedEmbedder` belongs to the thread from now on."""
+        """Start with a `LoadedEngine` or `LoadedEmbedder`, which the thread owns from now on."""
         self.loaded = loaded
         self.text: ModelText = loaded.text
         self.task: str = loaded.task
@@ -155,7 +155,7 @@ class ThreadHost:
             self._died(self.last_death)
 
     def dead(self) -> EngineDeadError:
-        """What to tell those who come now."""
+        """The error for requests after the end of the engine."""
         reason = f" after {type(self.error).__name__}: {self.error}" if self.error else ""
         return EngineDeadError(
             f"The engine has ended{reason}.", "Start it again; requests can be sent once more."
@@ -169,11 +169,10 @@ class LinkHost:
 
     Attributes:
         where: the machine that the engine runs on.
-        pid: of the engine's process, while there is one and it is known.
-        failure: what refused the model, or this host, at the first start; it is not tried again
-            then.
-        waits_for: why the engine could not be reached, while it cannot.
-        is_sought: it is connected to again when the connection breaks.
+        pid: id of the engine's process, if it is known.
+        failure: the refusal of the model, or of this host, at the first start, which is final.
+        waits_for: the reason why the engine cannot be reached at present.
+        is_sought: whether to connect again when the connection breaks.
     """
 
     totals_last = False
@@ -185,9 +184,9 @@ class LinkHost:
     def __init__(
         self, model: str | Path, config: EngineConfig, silence: float | None = None
     ) -> None:
-        """Read the model's header; the engine is reached for with `start`.
+        """Read the model's header; `start` connects to the engine.
 
-        An engine that says nothing for `silence` seconds, although it is asked, counts as dead.
+        An engine that does not answer pings for `silence` seconds counts as dead.
 
         Raises:
             TwinphaseError: the model cannot be found or read, or cannot do what `config` asks for.
@@ -203,7 +202,7 @@ class LinkHost:
         self._silence = silence
         self._closing = False
         self._was_ready = self._ever_ready = False
-        self._refused: Refused | None = None  # the model, by the engine that there is
+        self._refused: Refused | None = None  # The present engine's refusal of the model.
         self._delay = FIRST_RETRY_SECONDS
         self._born = self._heard = 0.0
         self._own_process = OwnProcess()
@@ -227,7 +226,7 @@ class LinkHost:
         return []
 
     def kill(self) -> None:
-        """End a connection that brings no more; it is made again."""
+        """End a connection that does not answer; it is made again."""
         if self._writer is not None:
             self._writer.abort()
 
@@ -248,18 +247,18 @@ class LinkHost:
         raise NotImplementedError
 
     def _end(self) -> str:
-        """The connection has ended: see to it that the engine is no more, and say how it went."""
+        """Make sure that the engine has ended after its connection did; returns how it ended."""
         raise NotImplementedError
 
     def _load_message(self) -> Load:
         return Load(self._model, self._config)
 
     def _seal(self, data: bytes) -> bytes:
-        """The bytes that go over the connection for these of messages."""
+        """Encode the bytes of messages for the connection."""
         return data
 
     def unseal(self, data: bytes) -> bytes:
-        """The bytes of messages for these that came over the connection.
+        """Decode bytes from the connection to the bytes of messages.
 
         Raises:
             OSError: they were changed on the way.
@@ -363,18 +362,18 @@ class ProcessHost(LinkHost):
         return self._process.pid if self._process else None
 
     def kill(self) -> None:
-        """End a process that answers no more; it is started again."""
+        """End a process that no longer answers; it is started again."""
         if self._process is not None:
             self._process.kill()
 
     def close(self) -> None:
-        """Ask the process to end after its step, and see to it that it does."""
+        """Ask the process to end after its step, and make sure that it does."""
         process = self._process
         super().close()
         if process is None or not self._own_process.is_here:
             return
         if not self._was_ready:
-            process.kill()  # it reads no message before it has loaded
+            process.kill()  # The process reads no message before it has loaded.
         try:
             process.wait(CLOSE_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:

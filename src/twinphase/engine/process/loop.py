@@ -99,7 +99,7 @@ class EngineLoop:
         self._send = send
         self._inbox: queue.SimpleQueue[ToEngine | _Compiled | _Call] = queue.SimpleQueue()
         self._compilers: ThreadPoolExecutor | None = None
-        self._compiling: set[str] = set()  # without the requests that ended meanwhile
+        self._compiling: set[str] = set()  # Requests that ended meanwhile are removed.
         # By tenant; the first one's turn is next.
         self._to_compile: dict[str, deque[Add]] = {}
         self._lock = threading.Lock()
@@ -330,7 +330,7 @@ def engine_facts(loaded: LoadedEngine, pace: Pace | None) -> EngineFacts:
 def step_stats(
     engine: Engine, result: StepResult, block_counts: Mapping[str, int], chunk_tokens: int
 ) -> StepStats:
-    """What the engine reports of each step, whether it is watched or not."""
+    """The report of a step, which is sent whether the engine is watched or not."""
     record = result.record
     scheduler = engine.scheduler
     kv_cache = engine.scheduler.kv_cache

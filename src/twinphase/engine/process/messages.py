@@ -1,7 +1,7 @@
-"""What the front end and the engine's loop say to each other, in a thread or across two processes.
+"""Messages between the front end and the engine's loop, in one process or between two.
 
 Plain values only, so that a message is the same object in one process and a few bytes of
-MessagePack between two; no pickle. Not for what a user sees.
+MessagePack between two; no pickle.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Load(msgspec.Struct, tag=True, frozen=True):
 
 
 class PushTo(msgspec.Struct, frozen=True):
-    """Where a request's KV blocks are to be sent as they are computed.
+    """The destination of a request's KV blocks, which are sent as they are computed.
 
     Attributes:
-        addresses: of the other worker, the nearest first.
-        lease: seconds behind the request's end after which no answer is waited for.
+        addresses: addresses of the other worker, the nearest first.
+        lease: seconds after the request's end during which the sender waits for answers.
     """
 
     addresses: list[str]
@@ -56,8 +56,8 @@ class Add(msgspec.Struct, tag=True, frozen=True):
         record: the engine continues it, and sends it back in the last `RequestUpdate`.
         sampling_params: for this engine; a cluster may ask it for less than the whole answer.
         prediction_token_ids: what the user expects the answer to be.
-        output_token_ids: of an answer that another engine began; this engine continues it bit for
-            bit.
+        output_token_ids: output of an answer that another engine began; this engine continues it
+            bit for bit.
         push_to: another engine that needs the prompt's KV blocks; answered by `Pushed` as well.
         recompute: discard the cached prefix and compute the whole prompt.
     """
@@ -86,7 +86,7 @@ class Inspect(msgspec.Struct, tag=True, frozen=True):
     """Explain a request; answered by `Inspected` with the same number.
 
     Attributes:
-        record: of a request that has ended; None for one that the engine has.
+        record: record of a request that has ended; None for one that the engine has.
     """
 
     number: int
@@ -98,9 +98,9 @@ class Embed(msgspec.Struct, tag=True, frozen=True):
     """Turn texts into vectors; answered by `Embedded` or `Refused` with the same number.
 
     Attributes:
-        texts: token ids of each; of a pair, where the model scores pairs.
+        texts: token ids of each text, or of each pair if the model scores pairs.
         tenant, weight: tenants share the engine's time by their weights.
-        starts: of each pair, where its second text begins.
+        starts: position in each pair at which its second text begins.
     """
 
     number: int
@@ -115,7 +115,7 @@ class WatchBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class WatchSteps(msgspec.Struct, tag=True, frozen=True):
-    """Report what each step did (`StepView`) and who holds the KV blocks, or stop that.
+    """Report each step (`StepView`) and the holders of KV blocks, or stop reporting.
 
     The first `BlocksHeld` has all blocks that are held or cached.
     """
@@ -161,7 +161,7 @@ class RankFacts(msgspec.Struct, frozen=True):
     """One of the processes that compute a model together.
 
     Attributes:
-        threads: that compute.
+        threads: number of compute threads.
         nodes: the NUMA nodes it is bound to; none where there is no choice.
         weight_bytes, kv_bytes: its share of the tensors, as they are stored, and of the KV cache.
     """
@@ -173,30 +173,32 @@ class RankFacts(msgspec.Struct, frozen=True):
 
 
 class EngineFacts(msgspec.Struct, tag=True, frozen=True):
-    """The engine is loaded and takes requests; what it is.
+    """The engine is loaded and takes requests; these are its facts.
 
     Attributes:
-        config: as resolved.
-        shape: of a model that generates.
-        ceilings: what this machine was measured to do, if it was.
-        warm_up_tokens: of the prompt that the engine computed alone before it was ready; 0 if there
-            was none.
+        config: the resolved configuration.
+        shape: sizes of a model that generates.
+        ceilings: measured ceilings of this machine, if they are known.
+        warm_up_tokens: length of the prompt that the engine computed alone before it was ready; 0
+            if there was none.
         ttft, tpot: measured with that prompt, seconds.
-        embedding_size: of the vectors of a model that embeds; 1 for one that scores pairs, 0 for
-            one that generates.
+        embedding_size: size of the vectors of a model that embeds; 1 for one that scores pairs, 0
+            for one that generates.
+        matryoshka_sizes: sizes that its vectors may be cut to; an empty list allows any size, and
+            None allows only their own.
         pace: the gap that running streams keep, and its cost; None where the engine was not warmed
             up.
         chunk_tokens: prompt tokens that a step beside one decode has room for.
-        prices: of the cost model.
+        prices: prices of the cost model.
         model: fingerprint of the model's files.
         kv_addresses: where other engines can send KV blocks (`PushTo`), the nearest first.
-        kv_fingerprint: names what decides the bits of a KV block; blocks of another one are of no
-            use here.
-        role: what a worker was started for; "" where its server decides.
-        pid: of a worker's process, on its machine.
-        ranks: of an engine that is several processes (`--tensor-parallel-size`).
-        threads, isa: that compute, and their instruction-set path; None and "" where there are
-            none.
+        kv_fingerprint: identifies everything that decides the bits of a KV block; blocks with
+            another fingerprint cannot be used here.
+        role: role that a worker was started with; "" if its server decides.
+        pid: id of a worker's process on its machine.
+        ranks: ranks of an engine that is several processes (`--tensor-parallel-size`).
+        threads, isa: number of compute threads, and their instruction-set path; None and "" if the
+            backend has none.
     """
 
     config: EngineConfig
@@ -206,6 +208,7 @@ class EngineFacts(msgspec.Struct, tag=True, frozen=True):
     ttft: float | None
     tpot: float | None
     embedding_size: int = 0
+    matryoshka_sizes: list[int] | None = None
     pace: Pace | None = None
     chunk_tokens: int | None = None
     prices: tuple[float, ...] = ()
@@ -255,8 +258,8 @@ class BlocksChanged(msgspec.Struct, tag=True, frozen=True):
     """Blocks that the prefix cache stored and evicted; sent after `WatchBlocks` only.
 
     Attributes:
-        number: of this event, one more than the last one's, or one was lost; with `whole`, the next
-            event's.
+        number: number of this event. If it is not one more than the last number, an event was
+            lost. With `whole`, it is the number of the next event.
         stored, evicted: chain hashes; none is in both.
         whole: `stored` has all blocks that can be found, and replaces all earlier events.
     """
@@ -279,10 +282,10 @@ class Pushed(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         num_blocks: full blocks of the prompt; `num_stored` of them the other worker has.
-        num_early: were there before the request had finished, so that their way cost no time.
-        num_bytes: sent.
-        seconds: from the request's end to the last answer.
-        problem: why the others are not there, if it is known.
+        num_early: blocks that arrived before the request had finished, so that they cost no time.
+        num_bytes: bytes sent.
+        seconds: time from the request's end to the last answer.
+        problem: why the other blocks did not arrive, if it is known.
     """
 
     request_id: str
@@ -297,7 +300,7 @@ class Pushed(msgspec.Struct, tag=True, frozen=True):
 class Embedded(msgspec.Struct, tag=True, frozen=True):
     """The answer to `Embed`: a vector for each text, float32, little endian.
 
-    Of a pair it is the score alone, before any activation.
+    For a pair it is the score alone, before any activation.
     """
 
     number: int
@@ -325,22 +328,21 @@ class RequestUpdate(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepStats(msgspec.Struct, array_like=True, frozen=True):
-    """One step and how the engine stands after it.
+    """One step, and the state of the engine after it.
 
     Attributes:
         start, end: seconds.
         prefill_seconds, decode_seconds: the step, divided by the cost model.
         kv_cache_usage: fraction of the KV cache's blocks that requests hold.
         prefix_queries, prefix_hits: prompt tokens looked up since the engine started, and found.
-        num_preemptions: since the engine started.
+        num_preemptions: preemptions since the engine started.
         work: predicted seconds of the step by tenant.
         num_drafts: requests of the step that had guesses at their next tokens; `num_draft_tokens`
             were computed.
         accepted: how many of these requests had a right guess at each position.
         num_draft_failures: times that a source of guesses failed since the engine started.
-        blocks_received: KV blocks that other engines sent since the engine started, by what became
-            of them.
-        times: what was measured within the step.
+        blocks_received: KV blocks that other engines sent since the engine started, by outcome.
+        times: times that were measured within the step.
         itl_slo_seconds: the gap between tokens that the scheduler keeps; None where it keeps none.
         chunk_tokens: prompt tokens that a step beside one decode has room for now.
         state_usage: fraction of the slots for recurrent states that requests hold.
@@ -377,20 +379,20 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepView(msgspec.Struct, array_like=True, frozen=True):
-    """What a step did for each request; made after `WatchSteps` only.
+    """The content of a step by request; sent after `WatchSteps` only.
 
     Attributes:
-        index: of the step, as in the ledger.
-        predicted: what the cost model expected, seconds.
-        bookkeeping: from its end until everything about it was written down, seconds.
+        index: number of the step, as in the ledger.
+        predicted: seconds that the cost model predicted.
+        bookkeeping: seconds from the end of the step until its records were complete.
         held_back: as `Batch.held_back`; "" if no request waits.
-        running, waiting: requests after it.
-        prefills: request, prompt tokens, what the step would have taken for this chunk alone in
-            seconds, and new output tokens (0 or 1).
+        running, waiting: number of requests after the step.
+        prefills: request, prompt tokens, predicted seconds of a step with this chunk alone, and
+            new output tokens (0 or 1).
         decodes: request, new output tokens, guessed tokens.
         preempted: requests whose blocks were taken away for it.
-        started: requests that were let in, each with what held the first in line back for most of
-            its wait.
+        started: admitted requests, each with the resource that the first in line lacked for most
+            of its wait.
         misses: why the prefix cache did not hold more of their prompts.
         worker: the engine, where there are several.
     """
@@ -413,10 +415,10 @@ class BlocksHeld(msgspec.Struct, tag=True, frozen=True):
     """Changes of the KV cache; sent after `WatchSteps` only.
 
     Attributes:
-        lanes: request, the number of blocks that it keeps of those last reported, and those that
-            follow them now.
-        cached, freed: blocks without a holder: with content that is kept, and without.
-        num_held, num_shared, num_cached, num_free: blocks after this.
+        lanes: request, the number of blocks that it keeps of those last reported, and the new
+            blocks after these.
+        cached, freed: blocks without a holder, with and without content that is kept.
+        num_held, num_shared, num_cached, num_free: numbers of blocks after these changes.
         whole: all blocks are reported, and all others are free.
         worker: the engine, where there are several.
     """
@@ -437,9 +439,9 @@ class Moved(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         moment: seconds.
-        worker: that has the request now, or gets its blocks.
-        reason: why that worker.
-        blocks: of a transfer that has ended, those that arrived, and the full ones of the prompt.
+        worker: the worker that has the request now, or gets its blocks.
+        reason: the reason for choosing that worker.
+        blocks: after a transfer, the numbers of blocks that arrived and of the prompt's full ones.
     """
 
     request_id: str

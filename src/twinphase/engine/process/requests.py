@@ -1,7 +1,7 @@
 """The unfinished requests of one front end: `Add` messages in, each step's updates out.
 
 `LLM` and the loop of `AsyncEngine` both use this. The engine may have requests of other front ends
-too. Not for text (`frontends/outputs.py`).
+too. `frontends/outputs.py` makes the text.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class EngineRequests:
         return request
 
     def updates(self, result: StepResult) -> list[RequestUpdate]:
-        """What a step brought to each of these requests."""
+        """The updates of a step for these requests."""
         for request_id in result.batch.preempted:
             if request_id in self._records:
                 self._records[request_id].move_to(RequestState.QUEUED)

@@ -17,10 +17,10 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """One engine; totals are since the server started, and None is unknown.
 
     Attributes:
-        id, role: its name, and what it is there for: both, prefill or decode.
-        host, pid: where it runs; None where that is not known.
-        state: "ready", or what it is doing instead.
-        running, waiting: requests.
+        id, role: its name, and its role: both, prefill or decode.
+        host, pid: its machine and process; None if they are not known.
+        state: "ready", or its present activity.
+        running, waiting: numbers of requests.
         kv_cache_usage: fraction of its blocks that requests hold.
         cached_blocks: blocks in its prefix cache, as far as a router knows.
         prefill_share, decode_share: of the last seconds, the fraction that it computed in each
@@ -28,18 +28,18 @@ class WorkerStatus(msgspec.Struct, frozen=True):
         prefill_seconds, decode_seconds: the same since the server started, in seconds.
         restarts: how often it was started again, or connected to again.
         transfers: requests whose KV blocks are on their way from it to another one.
-        blocks_sent: of prompts that it read for others, and that are there now; bytes_sent of them
-            went over the wire.
-        blocks_received: from others, by what became of each (docs/cluster.md).
-        role_reason: to which pool it went over last (`--elastic-roles`), and why; "" if it never
-            did.
+        blocks_sent: KV blocks of prompts that it prefilled for others, and that have arrived;
+            `bytes_sent` bytes of them were sent.
+        blocks_received: blocks from other workers, by outcome (docs/cluster.md).
+        role_reason: the pool that it last moved to (`--elastic-roles`), and why; "" if it never
+            moved.
         itl_slo_seconds: the gap between tokens that it keeps for running answers.
         chunk_tokens: prompt tokens that a step beside one decode has room for.
-        ceilings: what its machine was measured to do at best: `read_bandwidth` (bytes per second,
+        ceilings: measured limits of its machine: `read_bandwidth` (bytes per second,
             of this model's weights), `int8_ops`, `float32_flops`, `bfloat16_flops` (per second).
-        ranks: its processes, where it is several (`--tensor-parallel-size`).
-        first_token_mismatches: answers that it began, and whose first token another worker computed
-            otherwise.
+        ranks: its processes, if there are several (`--tensor-parallel-size`).
+        first_token_mismatches: answers that it began, for which another worker computed a different
+            first token.
     """
 
     id: str
@@ -73,10 +73,10 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 class PhaseTimes:
-    """How long an engine computed in each phase: in all, and as shares of the last seconds."""
+    """Time of an engine in each phase: in total, and as shares of the last seconds."""
 
     def __init__(self) -> None:
-        self._seconds = [0.0, 0.0]  # prefill, decode
+        self._seconds = [0.0, 0.0]  # Of prefill and of decode.
         self._recent: deque[tuple[float, float, float]] = deque()
 
     def add(self, stats: StepStats) -> None:
@@ -101,7 +101,7 @@ class PhaseTimes:
 
 
 def limits_of(facts: EngineFacts | None, stats: StepStats | None, where: str) -> dict[str, Any]:
-    """What holds now, as fields of `WorkerStatus`: by the last step, else as the engine started."""
+    """Present limits as fields of `WorkerStatus`, from the last step or from the start."""
     if facts is None or facts.shape is None:
         return {}
     here = measured_ceilings(facts.config) if where == "localhost" else None

@@ -1,6 +1,6 @@
-"""What an engine reports while someone watches it: each step's requests, and who holds which block.
+"""Reports for watchers of an engine: the requests of each step, and the holders of KV blocks.
 
-Not made otherwise, and not for totals (`StepStats`).
+They are made only while the engine is watched. Totals are in `StepStats`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class StepWatch:
         self._pool = engine.scheduler.kv_cache.pool
         self._pool.left = []
         self._running = {request.request_id for request in self._scheduler.running}
-        self._blocks: dict[str, list[int]] = {}  # by request, as last reported
+        self._blocks: dict[str, list[int]] = {}  # By request, as last reported.
 
     def close(self) -> None:
         self._pool.left = None
 
     def step(self, result: StepResult) -> StepView:
-        """What a step did; called once after each."""
+        """The view of a step; call it once after each step."""
         batch = result.batch
         record = result.record
         scheduler = self._scheduler
@@ -67,7 +67,7 @@ class StepWatch:
         )
 
     def blocks(self) -> BlocksHeld | None:
-        """What changed since the last call, if anything did."""
+        """Changes since the last call; None if there are none."""
         lanes = []
         holders = {request.request_id: request.block_ids for request in self._scheduler.running}
         for name in [name for name in self._blocks if name not in holders]:
@@ -93,7 +93,7 @@ class StepWatch:
         )
 
     def all_blocks(self) -> BlocksHeld:
-        """Who holds what now; the first report."""
+        """The present holders of all blocks, for the first report."""
         self._blocks = {
             request.request_id: request.block_ids[:] for request in self._scheduler.running
         }
@@ -122,7 +122,7 @@ class StepWatch:
         )
 
     def _wait_reason(self, request_id: str) -> str:
-        """What held the first in line back for most of a request's wait, as its ledger says."""
+        """The resource that the first in line lacked for most of a request's wait (its ledger)."""
         timeline = self._engine.timelines.get(request_id)
         intervals = reversed(timeline.intervals) if timeline is not None else ()
         queued = (one for one in intervals if one.kind is IntervalKind.QUEUE)

@@ -22,7 +22,7 @@ Message = TypeVar("Message")
 
 
 class Stream(Protocol):
-    """What messages go through: a socket, or one that encrypts."""
+    """The transport of messages: a socket, with or without encryption."""
 
     def sendall(self, data: bytes, /) -> None: ...
 
@@ -46,14 +46,14 @@ def encode(message: Any) -> bytes:
 
 
 class Decoder(Generic[Message]):
-    """Bytes to messages, however they were cut on the way."""
+    """Decodes messages from bytes that arrive in pieces of any size."""
 
     def __init__(self, kind: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that are whole now."""
+        """The messages that are complete now."""
         buffer = self._buffer
         buffer += data
         begin = 0

@@ -21,13 +21,13 @@ from twinphase.backends.base import (
     StepInputs,
 )
 from twinphase.backends.kv_frames import pack_frames, unpack_frames
-from twinphase.blueprint import Blueprint
+from twinphase.blueprint import Blueprint, KVShape, Span
 from twinphase.config import EngineConfig
 from twinphase.engine.ranks.messages import Read, Step, Write
 from twinphase.engine.ranks.ranks import Ranks
 from twinphase.models.decoder import Decoder
 from twinphase.models.loader import load_model
-from twinphase.models.share import kv_heads_of, share_of
+from twinphase.models.share import kv_spans, share_of
 from twinphase.numa import bound_to
 from twinphase.weights.checkpoint import Checkpoint
 
@@ -67,16 +67,18 @@ class _RankedBackend:
         self._local = local
         self._ranks = ranks
         self._model = model
-        self.rank_wait = 0.0  # seconds that rank 0 waited for others in the last step
+        self.rank_wait = 0.0  # Seconds that rank 0 waited for others in the last step.
         whole = model.blueprint.whole
         count = ranks.group.ranks
-        self._heads = [kv_heads_of(whole, rank, count) for rank in range(count)]
+        self._layers = whole.kv_shapes
+        # KV heads of each rank and group of layers.
+        self._heads = [list(kv_spans(whole, rank, count).values()) for rank in range(count)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._local, name)
 
     def allocate_kv_cache(self, spec: KVCacheSpec) -> None:
-        """Rank 0's; the others have theirs when they are ready."""
+        """Allocate rank 0's KV cache; the others have theirs when they are ready."""
         try:
             with bound_to(self._ranks.cores):
                 self._local.allocate_kv_cache(spec)
@@ -85,10 +87,11 @@ class _RankedBackend:
             raise
         self._ranks.wait_until_ready()
 
-    def kv_bytes_per_token(self, dtype: str | None = None) -> int:
-        """Of all KV heads."""
-        mine = self._heads[0]
-        return self._local.kv_bytes_per_token(dtype) * mine.total // mine.size
+    def kv_bytes_per_token(
+        self, dtype: str | None = None, layers: Sequence[KVShape] | None = None
+    ) -> int:
+        """Bytes of all KV heads per token."""
+        return self._local.kv_bytes_per_token(dtype, layers or self._layers)
 
     def _run(
         self, compute: Callable[[Forward, StepInputs], Any], forward: Forward, inputs: StepInputs
@@ -103,10 +106,10 @@ class _RankedBackend:
         waited = self._ranks.group.waits()[0]
         self._ranks.step_begins()
         try:
-            with bound_to(self._ranks.cores):  # the threads of the first step stay there
+            with bound_to(self._ranks.cores):  # The threads of the first step stay there.
                 result = compute(forward, inputs)
         except Exception as error:
-            self._ranks.check()  # which rank is missing says more than what came of it here
+            self._ranks.check()  # An error that names the missing rank is more useful.
             raise self._ranks.given_up(error) from error
         except BaseException:
             self._ranks.close()
@@ -137,45 +140,54 @@ class _RankedBackend:
         return self._local.device_sampler.sample(plan)
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
-        """The frames that one rank alone would give."""
+        """The same frames as with a single rank."""
         self._ranks.tell(Read(list(block_ids)))
         frames = [self._local.read_blocks(block_ids), *self._ranks.blocks()]
         fingerprint = self._local.kv_fingerprint
-        whole = np.empty((len(block_ids), self._nbytes(self._heads[0].total)), np.uint8)
-        for heads, theirs in zip(self._heads, frames, strict=True):
-            found = unpack_frames(fingerprint, theirs, self._nbytes(heads.size))
-            for to, part in zip(
-                self._parts(whole, heads.total), self._parts(found, heads.size), strict=True
-            ):
-                to[:, :, heads.first : heads.first + heads.size] = part
+        whole = np.empty((len(block_ids), self._nbytes(self._totals)), np.uint8)
+        for spans, theirs in zip(self._heads, frames, strict=True):
+            sizes = [span.size for span in spans]
+            found = unpack_frames(fingerprint, theirs, self._nbytes(sizes))
+            for to, part in zip(self._views(whole, spans), self._parts(found, sizes), strict=True):
+                to[:] = part
         return pack_frames(fingerprint, whole)
 
     def write_blocks(self, block_ids: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
         """See `Backend`: every rank gets its heads."""
         fingerprint = self._local.kv_fingerprint
-        whole = unpack_frames(fingerprint, frames, self._nbytes(self._heads[0].total))
+        whole = unpack_frames(fingerprint, frames, self._nbytes(self._totals))
         self._ranks.check()
-        for rank, heads in enumerate(self._heads):
-            mine = np.empty((len(whole), self._nbytes(heads.size)), np.uint8)
-            for to, part in zip(
-                self._parts(mine, heads.size), self._parts(whole, heads.total), strict=True
-            ):
-                to[:] = part[:, :, heads.first : heads.first + heads.size]
+        for rank, spans in enumerate(self._heads):
+            sizes = [span.size for span in spans]
+            mine = np.empty((len(whole), self._nbytes(sizes)), np.uint8)
+            for to, part in zip(self._parts(mine, sizes), self._views(whole, spans), strict=True):
+                to[:] = part
             packed = pack_frames(fingerprint, mine)
             if rank == 0:
                 self._local.write_blocks(block_ids, packed)
             else:
                 self._ranks.tell_one(rank, Write(list(block_ids), packed))
 
-    def _nbytes(self, heads: int) -> int:
-        return sum(rows * heads * size for rows, size in self._local.frame_parts())
+    @property
+    def _totals(self) -> list[int]:
+        """KV heads of each group of layers."""
+        return [span.total for span in self._heads[0]]
 
-    def _parts(self, blocks: NDArray[np.uint8], heads: int) -> list[NDArray[np.uint8]]:
-        """Views [blocks, rows, heads, bytes] of blocks with `heads` heads."""
+    def _nbytes(self, heads: Sequence[int]) -> int:
+        return sum(rows * heads[group] * size for group, rows, size in self._local.frame_parts())
+
+    def _parts(self, blocks: NDArray[np.uint8], heads: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """Views [blocks, rows, heads, bytes] of blocks with `heads` heads in each group."""
         views = []
         start = 0
-        for rows, size in self._local.frame_parts():
-            end = start + rows * heads * size
-            views.append(blocks[:, start:end].reshape(len(blocks), rows, heads, size))
+        for group, rows, size in self._local.frame_parts():
+            end = start + rows * heads[group] * size
+            views.append(blocks[:, start:end].reshape(len(blocks), rows, heads[group], size))
             start = end
         return views
+
+    def _views(self, whole: NDArray[np.uint8], spans: Sequence[Span]) -> list[NDArray[np.uint8]]:
+        """Views of a rank's heads in blocks of all heads."""
+        parts = zip(self._local.frame_parts(), self._parts(whole, self._totals), strict=True)
+        mine = ((spans[group], part) for (group, _, _), part in parts)
+        return [part[:, :, span.first : span.first + span.size] for span, part in mine]

@@ -1,4 +1,4 @@
-"""What rank 0 and the other ranks of a model say to each other between steps."""
+"""Messages between rank 0 and the other ranks of a model, between steps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from numpy.typing import NDArray
 
 from twinphase.backends.base import StepInputs
 from twinphase.config import EngineConfig
+
+# Numbers of a sequence in `StepInputs.states`.
+STATE_COLUMNS = 4
 
 
 # To a rank.
@@ -21,7 +24,10 @@ class LoadShare(msgspec.Struct, tag=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Compute a step: `StepInputs` as bytes, block tables of `columns` columns, layers to keep."""
+    """Compute a step: `StepInputs` as bytes, block tables of `columns` columns, layers to keep.
+
+    Without states, `states` is empty.
+    """
 
     token_ids: bytes
     positions: bytes
@@ -31,6 +37,8 @@ class Step(msgspec.Struct, tag=True, frozen=True):
     columns: int
     num_decodes: int
     logit_rows: bytes
+    states: bytes
+    snapshots: bytes
     kept: tuple[int, ...]
 
     @classmethod
@@ -42,10 +50,12 @@ class Step(msgspec.Struct, tag=True, frozen=True):
             "query_start",
             "block_tables",
             "logit_rows",
+            "snapshots",
         )
         arrays = {name: getattr(inputs, name).tobytes() for name in names}
         return cls(
             **arrays,
+            states=b"" if inputs.states is None else inputs.states.tobytes(),
             columns=inputs.block_tables.shape[1],
             num_decodes=inputs.num_decodes,
             kept=kept,
@@ -63,6 +73,8 @@ class Step(msgspec.Struct, tag=True, frozen=True):
             block_tables=ints(self.block_tables).reshape(-1, self.columns),
             num_decodes=self.num_decodes,
             logit_rows=ints(self.logit_rows),
+            states=ints(self.states).reshape(-1, STATE_COLUMNS) if self.states else None,
+            snapshots=ints(self.snapshots).reshape(-1, 2),
         )
 
 
@@ -85,7 +97,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The rank ends, by an error of this kind."""
+    """The rank ends with an error of this kind."""
 
     kind: str
     cause: str

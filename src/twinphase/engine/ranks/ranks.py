@@ -1,7 +1,7 @@
 """The processes of a model's ranks: rank 0 starts, watches and directs them.
 
-A rank that dies or stands still ends them all with one error. Not for what ranks exchange within a
-step: that is their backends' matter (`backends/group.py`).
+A rank that dies or makes no progress ends all ranks with one error. The ranks' backends exchange
+data within a step (`backends/group.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FIX = "Load the model again: a server does so by itself, and requests can be sen
 
 @dataclass
 class _Watched:
-    """What the engine's thread and the one that watches the ranks tell each other."""
+    """State shared by the engine's thread and the thread that watches the ranks."""
 
     in_step: bool = False
     reason: str = ""
@@ -55,7 +55,7 @@ class Ranks:
     """The processes of all ranks but this one.
 
     Attributes:
-        cores: on which this one computes; none where that does not matter.
+        cores: cores that this rank computes on; empty if it is not bound.
     """
 
     def __init__(self, checkpoint: Checkpoint, blueprint: Blueprint, config: EngineConfig) -> None:
@@ -71,7 +71,7 @@ class Ranks:
                 0, count, memory, Path(tempfile.gettempdir()) / f"twinphase-{secrets.token_hex(8)}"
             )
             for rank in range(1, count):
-                with bound_to(cores[rank]):  # the process begins there
+                with bound_to(cores[rank]):  # The process begins on these cores.
                     self._links.append(_Link(rank, memory))
                 self._links[-1].send(
                     LoadShare(str(checkpoint.path), plain, rank, str(self.group.meeting_place))
@@ -100,7 +100,7 @@ class Ranks:
             link.socket.settimeout(self.seconds)
 
     def tell(self, message: Step | Read) -> None:
-        """Say the same to all."""
+        """Send a message to all other ranks."""
         self.check()
         for link in self._links:
             self.tell_one(link.rank, message)
@@ -123,13 +123,13 @@ class Ranks:
         self._watched.in_step = False
 
     def check(self) -> None:
-        """Raises EngineDeadError once a rank is missing; the others are ended."""
+        """Raise EngineDeadError, and end the others, once a rank is missing."""
         if self.group.is_over:
             self.close()
             raise EngineDeadError(self._watched.reason, FIX)
 
     def given_up(self, error: Exception) -> EngineDeadError:
-        """Ends all, for rank 0 has left a step in whose middle the others wait; what to raise."""
+        """End all ranks after rank 0 left a step for which others wait; returns the error."""
         cause = f"{type(error).__name__}: {error}"
         fix = FIX
         if isinstance(error, TwinphaseError):
@@ -154,7 +154,7 @@ class Ranks:
         return message
 
     def _fail(self, link: _Link, error: OSError) -> None:
-        """Raises EngineDeadError: nothing is to be heard of a rank."""
+        """Raise EngineDeadError, because a rank does not answer."""
         slow = isinstance(error, TimeoutError)
         how = (
             f"has not answered for {self.seconds:g} s" if slow else how_it_ended(link.process, 1.0)
@@ -172,11 +172,16 @@ def rank_facts(
     if count == 1:
         return []
     sizes = rank_sizes(checkpoint, blueprint, count)
-    heads = blueprint.num_kv_heads
+    columns = blueprint.kv_bytes(int)
     places = _places(config)
     return [
-        RankFacts(config.threads, list(place.nodes), weights, kv_bytes * mine // heads)
-        for place, (weights, mine) in zip(places, sizes, strict=True)
+        RankFacts(
+            config.threads,
+            list(place.nodes),
+            weights,
+            int(kv_bytes * share.kv_bytes(int) / columns),
+        )
+        for place, (weights, share) in zip(places, sizes, strict=True)
     ]
 
 
@@ -205,7 +210,7 @@ class _Link:
         while data := self.socket.recv(RECEIVE_BYTES):
             found = list(self._decoder.feed(data))
             if found:
-                return found[0]  # an answer that is waited for: no other follows it
+                return found[0]  # The awaited answer; no other message follows it.
         return None
 
     def close(self) -> None:

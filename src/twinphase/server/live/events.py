@@ -1,4 +1,4 @@
-"""The feed's events as bytes: docs/feed.md. Not for what they say."""
+"""Encodes the feed's events as bytes (docs/feed.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ENCODER = msgspec.json.Encoder()
 
 @dataclass(frozen=True)
 class Clock:
-    """Milliseconds since `origin`, seconds of the engines' clock."""
+    """Milliseconds since `origin`, which is in seconds on the engines' clock."""
 
     origin: float
 
@@ -34,7 +34,7 @@ def event_bytes(ident: str, name: str, moment: float, fields: Mapping[str, Any])
 
 
 def ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Numbers as (first, count), in their order; those that follow one another are joined."""
+    """Numbers as ranges (first, count), in order; consecutive numbers share a range."""
     found: list[tuple[int, int]] = []
     for number in numbers:
         if found and found[-1][0] + found[-1][1] == number:

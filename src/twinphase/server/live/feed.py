@@ -1,6 +1,6 @@
-"""The feed: watches the engine while somebody reads, and makes a frame per tenant every 50 ms.
+"""The feed: watches the engine while there are readers, and makes a frame per tenant every 50 ms.
 
-Not for what a frame has (`view.py`), nor for HTTP (`stream.py`).
+The content of a frame is decided in `view.py`, and `stream.py` sends it over HTTP.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LOG = logging.getLogger("twinphase.server")
 
 
 class Source(Protocol):
-    """What the feed needs to know of the server (`Service`)."""
+    """The facts that the feed needs from the server (`Service`)."""
 
     config: ServerConfig
     host: Host
@@ -69,7 +69,7 @@ class Feed:
 
     Attributes:
         pages: the readers.
-        views: by tenant, while there are readers, and for some time after that.
+        views: one per tenant, while it has readers and for some time after that.
     """
 
     def __init__(self, source: Source) -> None:
@@ -87,7 +87,7 @@ class Feed:
         self._woken = asyncio.Event()
         self._is_awake = False
         self._is_dead = False
-        self._reported = 0.0  # when `totals` were sent
+        self._reported = 0.0  # The moment when `totals` were last sent.
         self._estimated = 0.0
         self._has_new_steps = False
         self._task: asyncio.Task[None] | None = None
@@ -97,7 +97,7 @@ class Feed:
         return self._lanes is not None
 
     def open(self, tenant: str, last_event_id: str | None = None) -> Page:
-        """A new reader of a tenant, which has the events up to `last_event_id`.
+        """Add a reader of a tenant, which has the events up to `last_event_id`.
 
         Raises:
             EngineUnavailableError: the server is shutting down.
@@ -135,7 +135,7 @@ class Feed:
             self._wake()
 
     def timings_of(self, choice: Choice) -> Fields:
-        """Those that the answer ended with, or would have; without the names of its parts."""
+        """Timings that the answer ended with, or would have; without the names of its parts."""
         facts = self._source.facts
         found = choice.timings or timings(choice, facts.shape if facts else None)
         kinds = {part.name: part.kind for part, _, _ in choice.prompt.runs}
@@ -154,13 +154,13 @@ class Feed:
                 page.abort()
 
     def close(self) -> None:
-        """The server ends: all streams end."""
+        """End all streams, because the server ends."""
         self.is_closed = True
         for view in self.views.values():
             view.wake()
 
     def opening(self, view: View) -> bytes | None:
-        """What a reader gets first; None while no model has been loaded."""
+        """The first bytes for a reader; None while the model is loading."""
         facts = self._source.facts
         if facts is None or self._lanes is None:
             return None
@@ -178,7 +178,7 @@ class Feed:
         self._wake()
 
     def tick(self, now: float) -> None:
-        """Make a frame for each view of what came since the last call."""
+        """Make a frame for each view from the events since the last call."""
         lanes = self._lanes
         if lanes is None:
             return
@@ -210,7 +210,7 @@ class Feed:
             view.add(changes, now, more=more)
 
     def _restart(self, lanes: Lanes, facts: EngineFacts, now: float) -> None:
-        """The engine has died and is back."""
+        """Begin again after a restart of the engine."""
         self._is_dead = False
         self._frame(lanes, lanes.take_changes(), now)
         self._boot = secrets.token_hex(4)
@@ -296,7 +296,7 @@ class Page:
     """One reader.
 
     Attributes:
-        view: what it sees.
+        view: the frames of its tenant.
         sending_since: when the pending write began, seconds; None between writes.
         abort: cuts the connection.
     """
@@ -312,7 +312,7 @@ class Page:
             self._position = int(number)
 
     async def next(self) -> bytes:
-        """What is to be sent next; empty at the end of the stream."""
+        """The next bytes to send; empty at the end of the stream."""
         feed = self._feed
         view = self.view
         while not feed.is_closed:

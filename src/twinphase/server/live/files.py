@@ -1,6 +1,6 @@
-"""The live page's files as replies, which browsers keep and ask about again.
+"""Serves the live page's files, which browsers cache and revalidate.
 
-Nothing runs or is loaded but these files, and they speak to this server only.
+The page loads and runs these files only, and connects to this server only.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 
-# Comments that fill whole lines, of scripts and style sheets. They are a seventh of what would be
-# sent, and readers of the code have the source.
+# Comments that fill whole lines of scripts and style sheets. They are a seventh of the bytes, and
+# readers of the code have the source.
 COMMENT_LINES = re.compile(rb"^ *(?://[^\n]*|/\*.*?\*/)\n", re.DOTALL | re.MULTILINE)
 
 
@@ -45,7 +45,7 @@ class _File:
 
 
 class PageFiles:
-    """All files of the page, which the package brings along; read once."""
+    """All files of the page, read once from the package."""
 
     def __init__(self) -> None:
         folder = files("twinphase.server") / "page"
@@ -67,7 +67,7 @@ class PageFiles:
     def reply(
         self, name: str, request_headers: Mapping[str, str], vary: str = "Accept-Encoding"
     ) -> Response:
-        """A file, or 304 if the browser has it; `vary` names the headers that chose the reply."""
+        """The reply with a file, or 304 if the browser has it; `vary` is its Vary header."""
         file = self._files[name]
         headers = {**HEADERS, "ETag": file.etag, "Vary": vary}
         if file.etag in request_headers.get("if-none-match", ""):

@@ -1,4 +1,4 @@
-"""`hello` and `totals`: what the server is, and its counters, as the feed names them."""
+"""Builds `hello` and `totals`: the server's facts and counters, with the feed's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from twinphase.server.live.lanes import Fields, Lanes
 
 
 def hello(facts: EngineFacts, *, model: str, quantization: str, boot: str, origin: float) -> Fields:
-    """Everything but the workers and what depends on the reader; `origin` is Unix time in ms."""
+    """All fields but the workers and those of the reader; `origin` is Unix time in ms."""
     config = facts.config
     ceilings = facts.ceilings
     pace = facts.pace
@@ -45,7 +45,7 @@ def hello(facts: EngineFacts, *, model: str, quantization: str, boot: str, origi
 
 
 def workers(found: Sequence[WorkerStatus], lanes: Lanes, num_blocks: int | None) -> list[Fields]:
-    """The workers by their numbers; a lone engine has `num_blocks`."""
+    """The workers in the order of their numbers; a lone engine has `num_blocks`."""
     by_name = {worker.id: worker for worker in found}
     names = list(lanes.workers) or list(by_name)
     rows = []

@@ -1,6 +1,6 @@
-"""Requests and steps as the feed knows them: from the engine's messages to changes of lanes.
+"""Turns the engine's messages into changes of lanes: the feed's record of requests and steps.
 
-The same for all readers; what each tenant sees of it is decided in `view.py`.
+This record is the same for all readers; `view.py` decides what each tenant sees of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_ENDED_LANES = 1024
 
 
 class Requests(Protocol):
-    """Where the feed looks up requests (`AsyncEngine`)."""
+    """The interface by which the feed looks up requests (`AsyncEngine`)."""
 
     @property
     def unfinished(self) -> list[str]: ...
@@ -45,13 +45,13 @@ class Lane:
     """A request.
 
     Attributes:
-        fields: all that is known of it, as in docs/feed.md.
+        fields: all known fields, as in docs/feed.md.
         state: as in docs/feed.md.
-        done: prompt tokens in the KV cache; `output` new tokens.
-        started: when it was let in, seconds; None while it waits.
+        done: prompt tokens in the KV cache; `output` counts new tokens.
+        started: when it was admitted, seconds; None while it waits.
         choice: its answer, once it was handed over or its client has left.
-        is_missed: a check did not find it among the unfinished ones.
-        numbers: its number by tenant of the readers.
+        is_missed: whether a check did not find it among the unfinished requests.
+        numbers: its lane number by tenant of the readers.
     """
 
     request_id: str
@@ -118,9 +118,9 @@ class BlockChanges:
     """Changes of one worker's blocks since the last frame.
 
     Attributes:
-        lanes: in order, request, length that is kept and blocks that follow.
-        alone: blocks without a holder; True where their content is kept.
-        whole: everything before is void.
+        lanes: in order, the request, the number of its blocks that stay, and the new blocks.
+        alone: blocks without a holder; True if their content is kept.
+        whole: whether all earlier changes are void.
     """
 
     lanes: list[tuple[str, int, list[int]]] = field(default_factory=list)
@@ -143,7 +143,7 @@ class Changes:
     Attributes:
         before, after: changes of lanes to report before the steps, and after them.
         steps, blocks: by worker's number.
-        pace: moment in seconds and the gap to keep in seconds, where it changed.
+        pace: moment and gap to keep, both in seconds, if the gap has changed.
     """
 
     before: list[tuple[Lane, Fields]] = field(default_factory=list)
@@ -158,14 +158,14 @@ class Changes:
 
 
 class Lanes:
-    """The present requests and blocks, and what changed since the last frame.
+    """The present requests and blocks, and their changes since the last frame.
 
     Attributes:
         lanes: unfinished requests by id.
         blocks: by worker's number.
-        changes: since the last `take_changes`.
+        changes: changes since the last `take_changes`.
         workers: numbers by name.
-        stats: of the last step; `held_back` as in its `StepView`.
+        stats: statistics of the last step; `held_back` as in its `StepView`.
         misses, drafts: totals since the feed began.
     """
 
@@ -179,10 +179,10 @@ class Lanes:
         """Begin without requests.
 
         Args:
-            clock: of the feed.
-            requests: the front end's.
-            part_of: the fields of a miss that only its own tenant sees.
-            timings: an answer's.
+            clock: the feed's clock.
+            requests: the front end's requests.
+            part_of: gives the fields of a miss that only its own tenant sees.
+            timings: gives the timings of an answer.
         """
         self.lanes: dict[str, Lane] = {}
         self.blocks: defaultdict[int, Blocks] = defaultdict(Blocks)
@@ -196,7 +196,7 @@ class Lanes:
         self._requests = requests
         self._part_of = part_of
         self._timings = timings
-        # Those that wait for their answer's `timings`, with the last report of each.
+        # Lanes that wait for their answer's `timings`, with the last report of each.
         self._ended_lanes: OrderedDict[str, tuple[Lane, RequestUpdate]] = OrderedDict()
         self._slo: float | None = None
 
@@ -215,7 +215,7 @@ class Lanes:
                 self._run(lane, moment, transcript.counts.num_cached_tokens)
 
     def worker(self, name: str) -> int:
-        """Its number; a lone engine has no name."""
+        """The number of a worker; a lone engine has no name."""
         return self.workers.setdefault(name, len(self.workers)) if name else 0
 
     def take_changes(self) -> Changes:
@@ -224,7 +224,7 @@ class Lanes:
         return changes
 
     def take(self, message: FromEngine, moment: float, record: RequestRecord | None) -> None:
-        """A message that came at `moment`, seconds, and the record of its request, if any."""
+        """Take a message that came at `moment`, seconds, and its request's record, if any."""
         if isinstance(message, StepUpdates):
             self._step(message, moment)
         elif isinstance(message, BlocksHeld):

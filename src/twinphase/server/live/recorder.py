@@ -1,4 +1,4 @@
-"""A recording of engines that their user steps, made by the code that makes the feed."""
+"""Records engines that are driven step by step, with the code that makes the feed."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ BOOT = "0"
 
 
 class Lines:
-    """The lines of a recording that begins with no request, from what one engine sends.
+    """The lines of a recording that begins without requests, made from engine messages.
 
     Attributes:
-        lines: so far, without line ends.
+        lines: the lines so far, without line ends.
         lanes: the unfinished requests.
     """
 
@@ -53,7 +53,7 @@ class Lines:
         return list(self.lanes.lanes)
 
     def transcript(self, request_id: str) -> Transcript | None:
-        """There is no front end's part of a request."""
+        """None, since there is no front end."""
 
     def begin(
         self, fields: Fields, *, num_blocks: int, roles: Mapping[str, str] | None = None
@@ -72,7 +72,7 @@ class Lines:
         self.lines.append(msgspec.json.encode({"event": "hello", "t": 0.0, **fields, **rest}))
 
     def take(self, message: FromEngine, moment: float, record: RequestRecord | None = None) -> None:
-        """As `Lanes.take`; the events of a while are written together."""
+        """Take a message as `Lanes.take` does; events close in time are written together."""
         self.lanes.take(message, moment, record)
         if moment - self._framed >= FRAME_SECONDS:
             self.flush(moment)
@@ -108,7 +108,7 @@ class Lines:
             self.lanes.change(lane, {"timings": found}, after=True)
 
     def flush(self, moment: float) -> None:
-        """Write what has come since the last frame."""
+        """Write the events since the last frame."""
         before = self._view.last
         self._view.add(self.lanes.take_changes(), moment)
         data = self._view.after(before, moment)
@@ -130,12 +130,12 @@ class Lines:
 
 
 class Recorder:
-    """Records engines of a workshop, without any token: the live page opens the file.
+    """Records engines of a workshop, without tokens, in a file for the live page.
 
     Set it as the `observer` of each `Stepped` to record, while the workshop is idle.
 
     Attributes:
-        num_steps: recorded so far.
+        num_steps: number of steps recorded so far.
     """
 
     def __init__(self, workshop: Workshop) -> None:
@@ -177,7 +177,7 @@ class Recorder:
         self._lines.take_updates(StepUpdates(updates), self._clock())
 
     def write(self, path: Path) -> None:
-        """End the recording and write it; the engines have to be idle; raises as `Lines.write`."""
+        """End the recording and write it, as `Lines.write` does; the engines must be idle."""
         for watch in self._watches.values():
             watch.close()
         self._lines.write(path, self._clock())

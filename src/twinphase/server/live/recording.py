@@ -1,4 +1,4 @@
-"""Reads a recording, a file of the feed's events (docs/feed.md), as the untrusted input it is."""
+"""Reads a recording, a file of the feed's events (docs/feed.md), as untrusted input."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class RecordingError(TwinphaseError):
 
 @dataclass
 class Recording:
-    """What a recording has.
+    """The content of a recording.
 
     Attributes:
-        hello: the first one.
+        hello: the first `hello` event.
         lanes: all fields of each lane by boot and number, in order of arrival.
-        num_steps: steps of all workers.
+        num_steps: number of steps of all workers.
     """
 
     hello: Fields
@@ -53,11 +53,11 @@ def is_recording(path: Path) -> bool:
 
 
 def read_recording(path: Path) -> Recording:
-    """A whole recording, checked.
+    """Read and check a whole recording.
 
     Raises:
-        RecordingError: it cannot be read, is too large, or has something that no recording has; the
-            message names the line.
+        RecordingError: the file cannot be read, is too large, or is malformed; the message names
+            the line.
     """
     recording: Recording | None = None
     reader = _Reader()

@@ -1,4 +1,4 @@
-"""A step log (`--trace-file`) as a recording, made by the code that makes the feed.
+"""Turns a step log (`--trace-file`) into a recording, with the code that makes the feed.
 
 The log has prompts and tokens; the recording has neither. Work in FLOP and bytes is not in the log.
 """
@@ -27,7 +27,7 @@ from twinphase.server.live.recorder import BOOT, Lines
 
 
 def recording_of(path: Path) -> tuple[Replay, list[bytes]]:
-    """What the replay of a log found, and the lines of its recording.
+    """The result of replaying a log, and the lines of its recording.
 
     Raises:
         InvalidRequestError: as `replay`.

@@ -1,6 +1,6 @@
-"""What the readers of one tenant see: frames of events, made once and shared as bytes.
+"""Frames of events for the readers of one tenant, made once and shared as bytes.
 
-Other tenants' requests are lanes without a name, or one sum. Not for what happened (`lanes.py`).
+Other tenants' requests are lanes without a name, or one sum. `lanes.py` records the events.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from twinphase.server.live.lanes import Blocks, Changes, Fields, Lane, Lanes
 # How long events are kept for a reader that comes back.
 RING_SECONDS = 30.0
 MAX_RING_BYTES = 8 << 20
-# A reader for which more than this waits does not get the steps.
+# A reader with more waiting bytes than this does not get the steps.
 MAX_WAITING_BYTES = 256 << 10
 # Fields of a lane that only its own tenant sees.
 PRIVATE_FIELDS = {"id", "arrival", "route", "why", "eta_ms", "transfer", "timings"}
@@ -35,11 +35,11 @@ class Frame:
     """Events that are sent together.
 
     Attributes:
-        first, last: numbers of the events.
+        first, last: numbers of the first and last event.
         data: all events; readers share it.
         steps: the part of `data` that may be dropped.
-        num_steps: steps that this part reports.
-        moment: when it was made, seconds.
+        num_steps: number of steps in that part.
+        moment: when the frame was made, seconds.
     """
 
     first: int
@@ -51,7 +51,7 @@ class Frame:
 
     @property
     def kept(self) -> bytes:
-        """Without the steps."""
+        """The data without the steps."""
         return self.data[: self.steps.start] + self.data[self.steps.stop :]
 
     def since(self, number: int) -> bytes:
@@ -64,12 +64,12 @@ class View:
     """The frames of one tenant.
 
     Attributes:
-        tenant: "" without keys.
-        boot: in the events' ids: names the start of the engine.
-        num_pages: readers now.
+        tenant: the tenant's name; "" without keys.
+        boot: identifies the start of the engine in the events' ids.
+        num_pages: number of present readers.
         left: when the last reader left, seconds.
-        num_frames: frames made so far.
-        num_lost: steps that were dropped for slow readers, so far.
+        num_frames: number of frames so far.
+        num_lost: number of steps that were dropped for slow readers so far.
         last: number of the last event.
     """
 
@@ -87,7 +87,7 @@ class View:
         self._clock: Clock = state.clock
         self._frames: deque[Frame] = deque()
         self._num_bytes = 0
-        # Of unfinished requests, and of ended ones whose blocks have not been reported free.
+        # Lane numbers of unfinished requests, and of ended ones whose blocks are not yet reported.
         self._numbers: dict[str, int] = {}
         self._ended: set[str] = set()
         self._num_lanes = OTHERS
@@ -100,7 +100,7 @@ class View:
         first: Iterable[Event] = (),
         more: Iterable[Event] = (),
     ) -> None:
-        """Make a frame of what happened, between the events `first` and `more`."""
+        """Make a frame of the changes, with the events `first` before and `more` after them."""
         begin = self.last + 1
         time = self._clock.ms(moment)
         before = self._bytes([*first, *_pace(changes, self._clock)], time)
@@ -127,7 +127,7 @@ class View:
         self.wake()
 
     def opening(self, hello: Fields, totals: Fields, moment: float) -> bytes:
-        """What a new reader gets first: all that there is now."""
+        """The first bytes for a new reader: the whole present state."""
         found = [
             {**self._shown(lane, lane.fields), "done": lane.done, "output": lane.output}
             for lane in self._state.lanes.values()
@@ -154,7 +154,7 @@ class View:
         return kept + self._unnumbered([("lost", {"steps": num_steps}), *self._whole()], moment)
 
     async def wait(self, seconds: float) -> bool:
-        """Until there is a new frame; False after `seconds` without one."""
+        """Wait until there is a new frame; False after `seconds` without one."""
         try:
             # Unlike `wait_for`, this makes no task, once per page and frame.
             async with asyncio.timeout(seconds):
@@ -164,7 +164,7 @@ class View:
         return True
 
     def wake(self) -> None:
-        """Have all readers look again."""
+        """Wake all readers that wait for a frame."""
         grown = self._grown
         self._grown = asyncio.Event()
         grown.set()
@@ -298,12 +298,12 @@ class View:
 
 
 def _short(entry: list[Any]) -> list[Any]:
-    """Without a 0 at the end."""
+    """The entry without a trailing 0."""
     return entry if entry[-1] else entry[:-1]
 
 
 def _without_gaps(steps: list[Step]) -> Iterator[list[Step]]:
-    """Steps whose indices follow one another; a new worker begins with 0."""
+    """Groups of steps with consecutive indices; a new worker begins with 0."""
     begin = 0
     for place in range(1, len(steps) + 1):
         if place == len(steps) or steps[place][1].index != steps[place - 1][1].index + 1:
