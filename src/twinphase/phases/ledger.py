@@ -123,8 +123,9 @@ class Ledger:
         works: Sequence[StepWork],
         starts: Sequence[float],
         ends: Sequence[float],
+        gap: float,
     ) -> None:
-        """Write steps that decoded the requests of `batch`, one token later each, and settled.
+        """Write steps that decoded the requests of `batch`, one token later each, and settle them.
 
         As `add_step` and `settle` for each of them, for requests that were in the step before.
 
@@ -133,6 +134,7 @@ class Ledger:
             works: what they computed.
             starts: when each of them began, seconds.
             ends: when each of them ended, seconds.
+            gap: seconds after each of them until everything about it was written down.
         """
         count = len(batch.decodes)
         records = list[StepRecord]()
@@ -172,8 +174,8 @@ class Ledger:
                 timeline.reach_step(record.start)
                 own = seconds if count == 1 or own > seconds else own
                 timeline.mark_decode(record, own, seconds)
-                settled = record.end
-        self.settle(ends[-1])
+                settled = record.end + gap
+        self.settle(ends[-1] + gap)
 
     def settle(self, now: float) -> None:
         """Everything about the last step is written down."""

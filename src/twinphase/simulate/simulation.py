@@ -311,7 +311,7 @@ class Simulation:
         """Record the steps of a jump that have begun, and the tokens of those that ended."""
         worker.jump = None
         if worker.ledger is not None and worker.batch is not None and ended:
-            self._write(worker.ledger, worker.batch, jump, ended)
+            self._write(worker, worker.ledger, worker.batch, jump, ended)
         self.num_steps += begun
         for seconds, draw in islice(zip(jump.predicted, jump.draws, strict=True), begun):
             self.busy_seconds[worker.name] += seconds * draw
@@ -321,15 +321,18 @@ class Simulation:
         for request in jump.steps.requests:
             self._live[request.request_id].outcome.token_times.extend(delivered)
 
-    def _write(self, ledger: Ledger, batch: Batch, jump: Jump, ended: int) -> None:
+    def _write(
+        self, worker: SimulatedWorker, ledger: Ledger, batch: Batch, jump: Jump, ended: int
+    ) -> None:
         """Write the steps of a jump into the ledger; the first may have admitted a request."""
+        gap = worker.gap(len(batch.decodes))
         begins = jump.begins[:ended]
         ends = jump.ends[:ended]
         tenant = batch.decodes[0].tenant
         ledger.add_step(batch, StepOutput(), begins[0], ends[0], {tenant: jump.predicted[0]})
-        ledger.settle(ends[0])
+        ledger.settle(ends[0] + gap)
         if ended > 1:
-            ledger.add_decodes(batch, decode_works(batch, ended)[1:], begins[1:], ends[1:])
+            ledger.add_decodes(batch, decode_works(batch, ended)[1:], begins[1:], ends[1:], gap)
 
     def _report_blocks(self, worker: SimulatedWorker) -> None:
         if (changes := worker.prefix_cache.changes) is not None:
@@ -398,7 +401,8 @@ class Simulation:
         record = ledger.add_step(batch, output, worker.began, self.now, work)
         for request in finished:
             ledger.close(request.request_id, self.now)
-        ledger.settle(self.now)
+        # What passes until the next step is part of this one, as with a real engine.
+        ledger.settle(self.now + worker.gap(len(batch.scheduled)))
         if self._observer is not None:
             result = StepResult(batch, output, finished, record)
             self._observer.stepped(worker.name, engine, result)
