@@ -45,8 +45,8 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 36_800,
-    "tests": 380_700,
-    "twinphase": 17_850,
+    "tests": 380_800,
+    "twinphase": 17_900,
     "twinphase/backends": 108_300,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
@@ -67,7 +67,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 72_750,
 }
-MAX_TOKENS = {"src": 501_600, "tests": 380_700, "benchmarks": 36_800}
+MAX_TOKENS = {"src": 501_600, "tests": 380_800, "benchmarks": 36_800}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -296,8 +296,14 @@ class StepTimes:
     rank_wait: float = 0.0
 
     def add_times(self, other: StepTimes) -> None:
-        for name in StepTimes.__dataclass_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        # Done twice per request and step: a loop over names would take five times as long.
+        self.executed += other.executed
+        self.building += other.building
+        self.sampling += other.sampling
+        self.drafting += other.drafting
+        self.cpu_wait += other.cpu_wait
+        self.device += other.device
+        self.rank_wait += other.rank_wait
 
 
 @dataclass

@@ -1,7 +1,9 @@
+from dataclasses import astuple, fields
 from fractions import Fraction
 
 import pytest
 
+from twinphase.batch import StepTimes
 from twinphase.phases.timeline import IntervalKind, RequestTimeline, StepRecord
 from twinphase.phases.work import Cost
 
@@ -135,3 +137,10 @@ def test_ends_meet_exactly_whatever_the_floats():
     total = sum(Fraction(i.end) - Fraction(i.start) for i in timeline.intervals)
     assert total == Fraction(timeline.end) - Fraction(timeline.arrival)
     assert_partition(timeline)
+
+
+def test_every_measured_part_of_a_step_is_summed():
+    numbers = [float(2**i) for i in range(len(fields(StepTimes)))]
+    total = StepTimes(*numbers)
+    total.add_times(StepTimes(*numbers))
+    assert list(astuple(total)) == [2 * number for number in numbers]

@@ -292,7 +292,9 @@ class RequestTimeline:
             (IntervalKind.REJECTED, own),
             (IntervalKind.BATCHING, decodes),
         ):
-            self.mark(kind, min(record.end, max(self.end, record.start + seconds)), record.index)
+            until = min(record.end, record.start + seconds)
+            if until > self.end:  # Of the four, two are nearly always empty.
+                self.mark(kind, until, record.index)
         if record.end > self.end:
             stall = Interval(
                 IntervalKind.STALL,
