@@ -6,8 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.stamp-run
 TEST_STAMP := $(VENV)/.stamp-test
-# One process per core and one more, and each file in one process, because its tests share the server that they start.
-# tests/conftest.py says how many there are, and starts the longest files first.
+# One process per core, and each file in one process, because its tests share the server that they start. One more per core
+# was slower: kernels are compiled meanwhile, and ranks wait for each other. tests/conftest.py starts the longest files first.
 PARALLEL ?= -n auto --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Tests start hundreds of processes, each of which would compile all modules again without these files.

@@ -101,11 +101,6 @@ def twinphase(monkeypatch, capfd) -> Callable[..., Done]:
     return run
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One process more than there are cores: some tests wait for most of their time."""
-    return len(os.sched_getaffinity(0)) + 1
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the longest files first."""
     tests = Path(__file__).parent
