@@ -87,8 +87,7 @@ def test_bits_depend_on_the_tokens_alone(folder, family):
 
 
 @pytest.mark.slow
-# Caps and sinks are computed in float32 on every path, whatever the type of its products, and so
-# are recurrences.
+# Every path computes caps, sinks and recurrences in float32, whatever the type of its products.
 @pytest.mark.parametrize("isa", isas_that_differ("lanes")[1:])
 @pytest.mark.parametrize(("family", "dtype"), (("gemma2", "auto"), ("gpt-oss", "int8")))
 def test_bits_of_other_paths_with_caps_and_sinks(folder, family, dtype, isa):

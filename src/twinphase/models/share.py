@@ -126,7 +126,7 @@ def kv_spans(blueprint: Blueprint, rank: int, ranks: int) -> dict[KVShape, Span]
 
 
 def _divide(total: int, units: Sequence[int], rank: int, ranks: int) -> tuple[int, int]:
-    """The first and the number of a rank's `total` things, which stay together by `units`.
+    """The first of a rank's share of `total` things, and their number, in whole `units`.
 
     Units are from the largest to the smallest, multiples of the next. Ranks that exceed the units
     of one size divide each into those of the next, and have the same one of the smallest.
@@ -145,7 +145,10 @@ def _divide(total: int, units: Sequence[int], rank: int, ranks: int) -> tuple[in
 
 
 def _query_heads(b: Blueprint, rank: int, ranks: int) -> tuple[int, int]:
-    """The first and the number; they stay with their KV heads as far as ranks allow."""
+    """A rank's first query head, and the number of its heads.
+
+    Query heads of one KV head are split only if there are more ranks than KV heads.
+    """
     counts = {b.num_kv_heads, b.full_kv.num_heads if b.full_kv else b.num_kv_heads}
     groups = sorted({b.num_heads // count for count in counts}, reverse=True)
     return _divide(b.num_heads, [*groups, 1], rank, ranks)
@@ -169,7 +172,7 @@ def _ffn(width: int, rank: int, ranks: int) -> Span:
 
 
 def _states(b: Blueprint, rank: int, ranks: int) -> Span | None:
-    """A rank's columns of what a recurrence gives."""
+    """A rank's columns of a recurrence's output."""
     r = b.recurrence
     if r is None:
         return None
@@ -184,7 +187,7 @@ def _states(b: Blueprint, rank: int, ranks: int) -> Span | None:
 
 
 def _state_heads(r: MatrixStates, rank: int, ranks: int) -> _StateHeads:
-    """Value heads stay with their key heads as far as ranks allow."""
+    """A rank's heads; the value heads of a key head are split only if ranks exceed key heads."""
     group = r.value_heads // r.key_heads
     first, size = _divide(r.value_heads, [group, 1], rank, ranks)
     keys = first // group, max(1, size // group)
