@@ -133,7 +133,7 @@ def compile_ik(peers: Peers, name: str) -> None:
     options += ["-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=OFF"]
     options += ["-DGGML_IQK_FA_ALL_QUANTS=OFF", *IK_OPTIONS[name].split()]
     peers.run(name, ["cmake", "-S", source, "-B", build, *options])
-    peers.run(name, ["cmake", "--build", build, "--target", "llama", "--parallel"])
+    peers.run(name, ["cmake", "--build", build, "--target", "llama", f"-j{os.cpu_count()}"])
     command = ["c++", "-O2", "-std=c++17", "-shared", "-fPIC", HERE / "ik_llama_shim.cpp"]
     command += [f"-I{source / 'include'}", f"-I{source / 'ggml' / 'include'}"]
     for folder in (build / "src", build / "ggml" / "src"):
