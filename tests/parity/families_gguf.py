@@ -169,7 +169,7 @@ def _add_state_spaces(writer: gguf.GGUFWriter, config: Any) -> None:
 
 def _folded(name: str, values: NDArray[np.float32], config: Any) -> NDArray[np.float32]:
     """conversion/falcon_h1.py: multipliers are part of the weights."""
-    into, key = config.attention_in_multiplier, config.key_multiplier
+    into = config.attention_in_multiplier
     gate, down = config.mlp_multipliers
     keys = config.mamba_n_groups * config.mamba_d_state
     widths = (config.mamba_d_ssm, config.mamba_d_ssm, keys, keys, config.mamba_n_heads)
@@ -177,7 +177,7 @@ def _folded(name: str, values: NDArray[np.float32], config: Any) -> NDArray[np.f
         "token_embd": config.embedding_multiplier,
         "output": config.lm_head_multiplier,
         "attn_q": into,
-        "attn_k": into * key,
+        "attn_k": into * config.key_multiplier,
         "attn_v": into,
         "attn_output": config.attention_out_multiplier,
         "ssm_in": config.ssm_in_multiplier * np.repeat(config.ssm_multipliers, widths)[:, None],

@@ -6,9 +6,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from twinphase.blueprint import Blueprint, Mamba2, Multipliers, ShortConv
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX
@@ -119,12 +116,12 @@ def multiplied(checkpoint: Checkpoint, blueprint: Blueprint) -> Checkpoint:
     if m == Multipliers():
         return checkpoint
     r = blueprint.recurrence
-    factors: dict[str, float | NDArray[np.float32]] = {"attn_norm": m.attn_norm}
-    factors[blueprint.ffn_norm] = m.ffn_norm
+    hidden = blueprint.hidden_size
+    factors = {"attn_norm": [(hidden, m.attn_norm)], blueprint.ffn_norm: [(hidden, m.ffn_norm)]}
     if isinstance(r, Mamba2):
-        widths = (r.num_values, r.num_keys, r.num_keys)
-        channels = np.repeat(np.float32((m.values, m.keys, m.queries)), widths)
-        factors |= {"ssm_conv1d": channels[:, None], "ssm_alpha": m.steps}
+        keys = [(r.num_keys, factor) for factor in (m.keys, m.queries)]
+        factors["ssm_conv1d"] = [(r.num_values, m.values), *keys]
+        factors["ssm_alpha"] = [(r.value_heads, m.steps)]
     return multiplied_tensors(
         checkpoint,
         {

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from twinphase.weights.checkpoint import Checkpoint
 from twinphase.weights.quant import dequantize, tensor_nbytes
 
-Factors = Mapping[str, float | NDArray[np.float32]]
+# Of tensors by name: the numbers of rows with the same factor, from the first row on.
+Factors = Mapping[str, list[tuple[int, float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,6 @@ class MultipliedCheckpoint(Checkpoint):
 
     Attributes:
         original: the checkpoint without factors.
-        factors: of tensors by name, numbers or arrays that fit their shapes.
     """
 
     original: Checkpoint
@@ -34,7 +33,9 @@ class MultipliedCheckpoint(Checkpoint):
         if name not in self.products:
             stored = self.original.tensors[name]
             values = dequantize(self.original.raw(name), stored.shape, stored.type)
-            product = np.multiply(values, self.factors[name], dtype=np.float32)
+            counts, factors = zip(*self.factors[name], strict=True)
+            rows = np.repeat(np.array(factors, np.float32), counts)
+            product = values.reshape(len(rows), -1) * rows[:, None]
             self.products[name] = product.reshape(-1).view(np.uint8)
         return self.products[name]
 
