@@ -47,7 +47,7 @@ BUDGET: dict[str, int] = {
     "benchmarks": 36_800,
     "tests": 380_800,
     "twinphase": 17_900,
-    "twinphase/backends": 108_300,
+    "twinphase/backends": 108_400,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -67,7 +67,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 72_750,
 }
-MAX_TOKENS = {"src": 501_600, "tests": 380_800, "benchmarks": 36_800}
+MAX_TOKENS = {"src": 501_700, "tests": 380_800, "benchmarks": 36_800}
 
 SKIPPED = {
     tokenize.COMMENT,
