@@ -34,7 +34,11 @@ def test_a_load_of_users_is_answered_as_bench_would(capsys, tmp_path):
     assert all(one["num_reasoning_tokens"] == 40 for one in observations)
     titles = [table["title"] for section in found["sections"] for table in section["tables"]]
     assert {"Utilisation of both phases", "Prices"} <= set(titles)
-    assert any(verdict["text"].startswith("Error") for verdict in found["verdicts"])
+    assert any(line.startswith("Bands: ") for line in found["noise"])
+    band = found["data"]["bands"]["ttft_p50"]
+    assert band["low"] < band["simulated"] < band["high"] and band["pairs"] >= 4
+    (median,) = (m["values"][0] for m in found["metrics"] if m["name"] == "ttft_p50_seconds")
+    assert band["simulated"] == pytest.approx(median)
     assert file.stat().st_size > 1000
 
 
