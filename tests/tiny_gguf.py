@@ -65,6 +65,7 @@ def write_tiny_gguf(
     convolutions: Collection[int] = (),
     deltas: Collection[int] = (),
     spaces: Collection[int] = (),
+    parallel: bool = False,
     next_token: bool = False,
     passes_on: bool = False,
     shared_kv: int = 0,
@@ -100,6 +101,8 @@ def write_tiny_gguf(
             through one more expert. A head must be a multiple of 32 wide.
         spaces: layers that are Mamba-2, with a group of 16 and 4 heads of 32; the architecture is
             then granitehybrid, with experts also one that every token goes through.
+        parallel: whether all layers are Mamba-2 and attention, too; the architecture is then
+            falcon-h1.
         next_token: whether a model with delta rules has a layer for a further token.
         passes_on: whether all layers add nothing, and that one passes the embedding on: it is
             always right where the likeliest token is taken.
@@ -110,6 +113,9 @@ def write_tiny_gguf(
     architecture = "lfm2" if convolutions else qwen35 if deltas else architecture
     architecture = "gemma4" if shared_kv else "granitehybrid" if spaces else architecture
     recurrent = {*convolutions, *deltas, *spaces}
+    if parallel:
+        architecture = "falcon-h1"
+        spaces = range(layers)
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_name("tiny")
@@ -214,7 +220,8 @@ def write_tiny_gguf(
         if layer in spaces:
             _add_norm(writer, rng, f"blk.{layer}.ssm_conv1d.bias", 160)
             _add_norm(writer, rng, f"blk.{layer}.ssm_dt.bias", 4)
-            writer.add_tensor(f"blk.{layer}.ssm_norm.weight", np.ones((1, 128), np.float32))
+            if not parallel:
+                writer.add_tensor(f"blk.{layer}.ssm_norm.weight", np.ones((1, 128), np.float32))
             for name, sign in (("a", -1), ("d", 1)):
                 values = sign * rng.uniform(0.01, 2.0, (4, 1)).astype(np.float32)
                 writer.add_tensor(f"blk.{layer}.ssm_{name}", values)
@@ -222,7 +229,7 @@ def write_tiny_gguf(
             for norm in ("attn_q_norm", "attn_k_norm"):
                 _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", hidden // heads)
         mixer = convolution if layer in convolutions else delta if layer in deltas else attention
-        mixer = space if layer in spaces else mixer
+        mixer = attention | space if parallel else space if layer in spaces else mixer
         if shared_kv:
             norms, mixer = _gemma4_layer(mixer, layer, heads, layers - shared_kv)
             for norm, width in norms.items():

@@ -14,6 +14,7 @@ from typing import Literal
 
 QkNorm = Literal["none", "head", "width"]
 Activation = Literal["silu", "gelu", "swiglu_oai"]
+StateNorm = Literal["after_gate", "before_gate", "none"]
 Scores = Literal["softmax", "sigmoid"]
 
 
@@ -181,7 +182,37 @@ class Mamba2(MatrixStates):
     """A selective state space in place of attention (Dao and Gu, 2024, arXiv:2405.21060).
 
     Its heads are value heads, its groups key heads; B and C are keys and queries.
+
+    Attributes:
+        norm: whether each group of its result is normalized, and whether the gate comes before.
     """
+
+    norm: StateNorm = "after_gate"
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Factors of a model that was trained under muP (Yang et al., 2022, arXiv:2203.03466).
+
+    Those of a file are moved to where they cost nothing: a factor of a linear layer's result is one
+    of its input, and so one of the weights of the norm before it.
+
+    Attributes:
+        attn_norm, ffn_norm: of the weights of the norm before each half.
+        values, keys, queries: of the weights of a state space's convolution.
+        steps: of the weights of the projection to a state space's steps.
+        attention, states, ffn: of what attention, a recurrence and the feed-forward layer add.
+    """
+
+    attn_norm: float = 1.0
+    ffn_norm: float = 1.0
+    values: float = 1.0
+    keys: float = 1.0
+    queries: float = 1.0
+    steps: float = 1.0
+    attention: float = 1.0
+    states: float = 1.0
+    ffn: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -273,8 +304,10 @@ class Blueprint:
             value.
         experts: None for a dense model.
         dense_layers: how many of the first layers have a feed-forward layer in place of experts.
-        recurrence: what some layers have in place of attention; None where all have attention.
-        recurrent_layers: their numbers, ascending; they keep a state per sequence and no KV.
+        recurrence: what some layers have in place of attention, or beside it; None where no layer
+            has one.
+        recurrent_layers: their numbers, ascending; they keep a state per sequence.
+        attention_layers: those that attend; None for all that are not recurrent.
         attention_gate: whether attention's result is multiplied by the sigmoid of a gate, which the
             query matrix has after each head's queries.
         draft_layers: layers after the last one that predict further tokens (`models/mtp.py`).
@@ -286,6 +319,7 @@ class Blueprint:
         ffn_sizes: width of the feed-forward layer of each layer, where they differ.
         layer_embedding_size: width of the embedding that each layer adds; 0 for none.
         layer_scales: whether each layer's result is multiplied by a number of its own.
+        multipliers: of a model under muP.
         share: what this rank computes of the model, where there are several; heads are then those
             of this rank.
     """
@@ -324,6 +358,7 @@ class Blueprint:
     dense_layers: int = 0
     recurrence: ShortConv | DeltaNet | Mamba2 | None = None
     recurrent_layers: tuple[int, ...] = ()
+    attention_layers: tuple[int, ...] | None = None
     attention_gate: bool = False
     draft_layers: int = 0
     output_norm: str = "output_norm"
@@ -334,6 +369,7 @@ class Blueprint:
     ffn_sizes: tuple[int, ...] = ()
     layer_embedding_size: int = 0
     layer_scales: bool = False
+    multipliers: Multipliers = Multipliers()
     share: Share | None = None
 
     @property
@@ -362,10 +398,16 @@ class Blueprint:
         """The mixture in place of a layer's feed-forward layer; None where it has none."""
         return self.experts if layer >= self.dense_layers else None
 
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        if self.attention_layers is None:
+            return layer not in self.recurrent_layers
+        return layer in self.attention_layers
+
     @property
     def num_attention_layers(self) -> int:
         """Layers with attention."""
-        return self.num_layers - len(self.recurrent_layers)
+        return sum(map(self.attends, range(self.num_layers)))
 
     @property
     def num_kv_layers(self) -> int:
@@ -375,13 +417,14 @@ class Blueprint:
     @property
     def last_writer(self) -> int:
         """The last layer that writes KV or a state: rows are independent after it."""
-        return self.num_layers - self.shared_kv_layers - 1
+        owners = range(self.num_layers - self.shared_kv_layers)
+        return max(i for i in owners if self.attends(i) or i in self.recurrent_layers)
 
     @cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """Keys and values of each layer that caches them, in order."""
         layers = range(self.num_layers - self.shared_kv_layers)
-        return tuple(self.kv_shape(i) for i in layers if i not in self.recurrent_layers)
+        return tuple(self.kv_shape(i) for i in layers if self.attends(i))
 
     @property
     def unlike_layers(self) -> bool:

@@ -219,7 +219,7 @@ def test_what_is_not_a_worker_is_named_by_what_it_sent():
 
         thread = threading.Thread(target=speak_tls)
         thread.start()
-        with pytest.raises(WrongKeyError, match=r"it sent b'\\x16\\x03"):
+        with pytest.raises(WrongKeyError, match=r"it sent b['\"]\\x16\\x03"):
             authenticate(listens, AUTO, listening=True)
         listens.close()
         thread.join()

@@ -32,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deltas": DELTAS,
     "deltas-and-experts": {**DELTAS, "experts": (6, 2)},
     "spaces": {"layers": 4, "spaces": (0, 1, 3), "experts": (6, 2)},
+    "parallel": {"parallel": True},
 }
 QUICK = {
     "compared": 50,
@@ -94,6 +95,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
         (12, "shared", QUICK),
         (10, "deltas-and-experts", HYBRID),
         (10, "spaces", HYBRID),
+        (10, "parallel", HYBRID),
         *(
             pytest.param(NUM_MIXES, model, least, marks=pytest.mark.slow)
             for model, least in (

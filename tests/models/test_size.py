@@ -111,6 +111,7 @@ MODEL_TYPES = [
     "granite",
     "granitemoehybrid",
     "granitemoehybrid-mixture",
+    "falcon_h1",
     "smollm3",
     "exaone4",
     "glm4",

@@ -32,6 +32,7 @@ def write_gguf(
     config.allow_global_per_layer_attribute_access = True  # those of layers with a window
     arch = checkpoint.architecture
     spaces = arch == "granitehybrid" and "linear_attention" in config.layer_types
+    falcon = arch == "falcon-h1"
     if arch == "granitehybrid" and not spaces:  # The converter calls it so.
         arch = "granite"
     writer = gguf.GGUFWriter(str(path), arch)
@@ -73,7 +74,7 @@ def write_gguf(
         writer.add_ssm_group_count(config.linear_num_key_heads)
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
-    if spaces:
+    if spaces or falcon:
         _add_state_spaces(writer, config)
     if arch.startswith("lfm2"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
@@ -107,7 +108,9 @@ def write_gguf(
             "norm.weight"
         ):
             values = values + 1
-        if name.endswith((".ssm_a", ".ssm_d")) and spaces:
+        if falcon:
+            values = _folded(name, values, config)
+        if name.endswith((".ssm_a", ".ssm_d")) and (spaces or falcon):
             values = -np.exp(values) if name.endswith("a") else values
             values = values.reshape(-1, 1)
         if name.endswith("ssm_norm.weight") and spaces:
@@ -149,14 +152,41 @@ def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _add_state_spaces(writer: gguf.GGUFWriter, config: Any) -> None:
-    """conversion/granite.py: nothing is rotated beside layers of Mamba-2."""
+    """conversion/granite.py, in whose models nothing is rotated; conversion/falcon_h1.py."""
+    falcon = config.model_type == "falcon_h1"
     writer.add_ssm_conv_kernel(config.mamba_d_conv)
     writer.add_ssm_state_size(config.mamba_d_state)
     writer.add_ssm_group_count(config.mamba_n_groups)
     writer.add_ssm_time_step_rank(config.mamba_n_heads)
-    writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+    writer.add_ssm_inner_size(
+        config.mamba_d_ssm if falcon else config.mamba_expand * config.hidden_size
+    )
+    if falcon:
+        return
     writer.add_rope_scaling_finetuned(False)
     writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+
+
+def _folded(name: str, values: NDArray[np.float32], config: Any) -> NDArray[np.float32]:
+    """conversion/falcon_h1.py: multipliers are part of the weights."""
+    into = config.attention_in_multiplier
+    gate, down = config.mlp_multipliers
+    keys = config.mamba_n_groups * config.mamba_d_state
+    widths = (config.mamba_d_ssm, config.mamba_d_ssm, keys, keys, config.mamba_n_heads)
+    factors: dict[str, Any] = {
+        "token_embd": config.embedding_multiplier,
+        "output": config.lm_head_multiplier,
+        "attn_q": into,
+        "attn_k": into * config.key_multiplier,
+        "attn_v": into,
+        "attn_output": config.attention_out_multiplier,
+        "ssm_in": config.ssm_in_multiplier * np.repeat(config.ssm_multipliers, widths)[:, None],
+        "ssm_out": config.ssm_out_multiplier,
+        "ffn_gate": gate,
+        "ffn_down": down,
+    }
+    factor = factors.get(name.removesuffix(".weight").rpartition(".")[2], 1)
+    return (values * factor).astype(np.float32)
 
 
 def _drafting_layers(checkpoint: Checkpoint) -> int:

@@ -63,8 +63,6 @@ KERNELS = {
     for kernel in kernels
 }
 
-# A process takes as long to import Numba as to compile a kernel or two, so each compiles several.
-KERNELS_PER_PROCESS = 3
 # A compiling process that cannot write exits with this code plus the errno.
 WRITE_FAILED_EXIT = 100
 Progress = Callable[[float, int, str], None]
@@ -203,10 +201,9 @@ def _compile_in_processes(
             object_path(folder, isa, spec).unlink(missing_ok=True)
     except OSError as error:
         raise storage_error(error, folder) from error
-    jobs = min(os.cpu_count() or 1, -(-len(missing) // KERNELS_PER_PROCESS))
     command = [*module_command("twinphase.backends.cpu.compiler"), str(folder), isa.name]
     environment = compiler_environment(isa)
-    shares = shared_out(isa.name, missing, jobs)
+    shares = shared_out(isa.name, missing, os.cpu_count() or 1)
     watch = _Watch(folder, isa, CompileEstimate(isa.name, shares), missing, progress)
     with contextlib.ExitStack() as stack:
         workers = []
@@ -381,4 +378,6 @@ def load_kernels(folder: Path, isa: Isa, specs: Sequence[str]) -> LoadedKernels:
 
 
 if __name__ == "__main__":
+    # Numba would import these, where they are installed, for functions that no kernel calls.
+    sys.modules |= dict.fromkeys(("scipy", "cffi"))  # type: ignore[arg-type]
     _compile(Path(sys.argv[1]), ISAS[sys.argv[2]], sys.argv[3:])

@@ -10,7 +10,7 @@ import { Recording } from "./recording.js";
 
 const VIEWS = ["chat", "engine", "learn"];
 const PULSE_MS = 8000;
-const SETTLE_TRIES = 20; // of 50 ms: the feed's last words about a request that has ended
+const SETTLE_MS = 10_000; // a server without time to spare may need so long for the last event of a request
 
 /**
  * What the page knows of the server's engine: the recording that the feed writes, and its clock.
@@ -23,6 +23,7 @@ class Engine {
     this.offset = null; // ms from performance.now() to the recording's clock
     this.ready = Promise.withResolvers?.() ?? deferred();
     this.isReady = false;
+    this.isHeard = false; // the feed is open
   }
 
   get hello() {
@@ -54,10 +55,11 @@ class Engine {
     return Promise.race([this.ready.promise, aborted]);
   }
 
-  /** A request's lane once the feed has said all of it, but not for long: the feed may be closed. */
+  /** A request's lane once the feed has sent all of it. A feed that is closed is not waited for. */
   async settled(id) {
     const find = () => (id ? this.recording?.laneOf(id) : null);
-    for (let tries = 0; tries < SETTLE_TRIES && find() && !find().timings; tries += 1) {
+    const deadline = performance.now() + SETTLE_MS;
+    while (id && this.isHeard && !find()?.timings && performance.now() < deadline) {
       await new Promise((resolve) => setTimeout(resolve, 50));
     }
     return find();
@@ -91,6 +93,7 @@ function onEvent(event) {
 }
 
 function onState(state) {
+  engine.isHeard = state.kind === "connected";
   if (state.kind === "connected") {
     engine.setReady(true);
     notice("");
