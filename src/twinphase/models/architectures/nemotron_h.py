@@ -8,7 +8,7 @@ from dataclasses import replace
 from twinphase.blueprint import Blueprint
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX, Config
-from twinphase.models.family import llama_like, mamba2
+from twinphase.models.family import llama_like, mamba2, refuse_biases
 
 HF = {"nemotron_h": "nemotron_h"}
 # The letters of `hybrid_override_pattern`, by the names in `layers_block_type`.
@@ -32,12 +32,7 @@ FIELDS = {
 
 
 def describe(config: Config) -> Blueprint:
-    for name in ("attention_bias", "mlp_bias", "use_bias"):
-        if config.flag(name, False):
-            raise UnsupportedModelError(
-                f"{config.name} has biases in its linear layers ({name}).",
-                "Use a model without them.",
-            )
+    refuse_biases(config, "attention_bias", "mlp_bias", "use_bias")
     if config.fields.get("mlp_hidden_act", "relu2") != "relu2":
         raise UnsupportedModelError(
             f"{config.name} has another activation than relu2 (mlp_hidden_act).", FIX
@@ -78,12 +73,14 @@ def _widths(config: Config) -> list[int]:
 def _pattern(config: Config) -> str:
     """A letter for each layer."""
     layers = config.integer("num_hidden_layers")
+    given = config.fields.get("hybrid_override_pattern")
     if config.is_gguf:
         heads = config.sequence("kv_heads_by_layer", layers) or [0] * layers
         kinds = zip(heads, _widths(config), strict=True)
-        return "".join(ATTENTION if kv else FFN if width else MAMBA for kv, width in kinds)
-    pattern = config.fields.get("hybrid_override_pattern")
-    if not isinstance(pattern, str):
+        pattern = "".join(ATTENTION if kv else FFN if width else MAMBA for kv, width in kinds)
+    elif isinstance(given, str):
+        pattern = given
+    else:
         types = config.sequence("layers_block_type", layers) or []
         pattern = "".join(LETTERS.get(str(kind), "?") for kind in types)
     if EXPERTS in pattern:
@@ -91,11 +88,7 @@ def _pattern(config: Config) -> str:
             f"{config.name} has layers of experts without a gate (Nemotron 3).",
             "Use a dense model, such as Nemotron Nano 2.",
         )
-    if (
-        len(pattern) != layers
-        or not {*pattern} <= {MAMBA, ATTENTION, FFN}
-        or (not {MAMBA, ATTENTION} <= {*pattern})
-    ):
+    if len(pattern) != layers or not {MAMBA, ATTENTION} <= {*pattern} <= {MAMBA, ATTENTION, FFN}:
         raise CheckpointError(
             f"{config.name} has {pattern[:80]!r} as hybrid_override_pattern, for {layers} layers.",
             FIX,
