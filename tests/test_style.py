@@ -45,7 +45,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 38_100,
-    "tests": 381_900,
+    "tests": 382_100,
     "twinphase": 18_100,
     "twinphase/backends": 108_500,
     "twinphase/cache": 5_900,
@@ -67,7 +67,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_400,
 }
-MAX_TOKENS = {"src": 505_900, "tests": 381_900, "benchmarks": 38_100}
+MAX_TOKENS = {"src": 505_900, "tests": 382_100, "benchmarks": 38_100}
 
 SKIPPED = {
     tokenize.COMMENT,
