@@ -1,7 +1,7 @@
 """How far `twinphase simulate` is from a real server: the same trace, run for real and simulated.
 
-python benchmarks/simulate.py --configurations all --requests 60 --keep     # 20 to 25 minutes
-python benchmarks/simulate.py --configurations all --requests 1000 --repeats 2 --keep
+python benchmarks/simulate.py --configurations all --requests 60 --folder truth --keep
+python benchmarks/simulate.py --configurations all --requests 1000 --repeats 2 --folder truth --keep
 python benchmarks/simulate.py --configurations engine --traces agents --requests 60
 python benchmarks/simulate.py --calibrations roofline/result.json     # its step times as well
 
@@ -14,8 +14,12 @@ simulation gets the trace and the calibration only.
 Prints a row per pair: what was real and simulated, and below it the parts of the mean request's
 time to first token and of a token. A second simulation has the step times that the trace's own run
 took: what it misses is the simulator's error, and the rest is that of a machine that changed since
-its calibration. With --keep, writes what every answer of `simulate` shows as its error. Run it on
-a quiet machine.
+its calibration. A third has the calibration of the folder's first single engine, as `simulate` has
+with a kept one. With --keep, writes the pairs from which `simulate` and `plan` compute their bands,
+after each pair. Run it on a quiet machine.
+
+A pair that fails is reported, and the others go on. With --folder, traces, step logs and results
+are kept, and the same command continues with the pairs that the folder does not have.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from twinphase import (
@@ -45,6 +50,7 @@ from twinphase import (
     Traced,
     Trial,
     calibration_of,
+    read_calibration,
     read_trials,
     roles_of,
     write_trials,
@@ -54,7 +60,7 @@ from twinphase.phases.observation import Observation
 from twinphase.phases.slo import Slos, goodput
 from twinphase.phases.statistics import percentile
 from twinphase.simulate.calibration import WARM_UP_STEPS
-from twinphase.simulate.errors import FIGURES, NAMES
+from twinphase.simulate.errors import FIGURES, FILE, KEPT, NAMES
 from twinphase_bench.client.client import run
 from twinphase_bench.load.plan import LoadOptions
 from twinphase_bench.load.run import run_load
@@ -73,6 +79,9 @@ from twinphase_bench.targets.openai import OpenAITarget
 SLOS = Slos(ttft=1.0, tpot=0.05)
 # A prefill worker makes few steps in half a minute.
 MIN_STEPS = 8
+# Files of a folder: all trials, and a server's calibration.
+RESULTS = "trials.json"
+KEPT_FILE = "calibration.json"
 POOL_WARM_UP_STEPS = 8
 # Parts of a request's time that are printed.
 PARTS = ("tokenize", "queue", "prefill", "prefill_wait", "decode", "batching", "stall")
@@ -99,7 +108,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "engine": {},
     "replicas": {"replicas": 2},
     "pools": {"prefill_workers": 1, "decode_workers": 1},
-    "tight": {"itl_slo_ms": 25},
+    # 160 blocks of 16 tokens: a few requests fill them, so that requests are preempted.
+    "tight": {"num_kv_blocks": 160},
     "no-cache": {"enable_prefix_caching": False},
     "few-seats": {"max_num_seqs": 4},
 }
@@ -253,21 +263,38 @@ def figures(observations: Sequence[Observation]) -> dict[str, float]:
     }
 
 
-def trials(args: argparse.Namespace, name: str, folder: Path, console: Console) -> list[Trial]:
-    """Run a configuration under each trace for real, then simulate it."""
-    options = CONFIGURATIONS[name]
-    log = folder / "steps.jsonl"
-    for old in folder.glob(f"{log.name}*"):
-        old.unlink()
-    words = [*words_of(options), *QUIET, "--trace-file", str(log)]
-    found = []
-    with running_server(args.model, words) as url:
-        front = front_of(run(send_stages(url, silent)))
-        logs = Logs.of(options, log)
-        for number, trace in enumerate(args.traces.split(",")):
-            one = Pair(args, name, trace, args.seed + 100 * number)
-            found += one.run(url, logs, front, folder, console)
-    return found
+def trials(args: argparse.Namespace, name: str, folder: Path, console: Console) -> list[str]:
+    """Run a configuration under each trace for real, then simulate it; return what failed."""
+    pairs = [
+        Pair(args, name, trace, args.seed + 100 * number)
+        for number, trace in enumerate(args.traces.split(","))
+    ]
+    kept = {(one.configuration, one.trace) for one in read_trials(folder / RESULTS)}
+    missing = [pair for pair in pairs if (pair.title, pair.trace) not in kept]
+    if not missing:
+        return []
+    own = folder / name
+    shutil.rmtree(own, ignore_errors=True)
+    own.mkdir(parents=True)
+    log = own / "steps.jsonl"
+    words = [*words_of(CONFIGURATIONS[name]), *QUIET, "--trace-file", str(log)]
+    failed = []
+    try:
+        with running_server(args.model, words) as url:
+            front = front_of(run(send_stages(url, silent)))
+            logs = Logs.of(CONFIGURATIONS[name], log)
+            for pair in missing:
+                try:
+                    found = pair.run(url, logs, front, own, console)
+                except Exception as error:  # The other pairs do not depend on this one.
+                    failed.append(f"{name}, {pair.trace}: {error!r}")
+                    continue
+                keep(found, folder / RESULTS)
+                if args.keep:
+                    keep(found, FILE)
+    except Exception as error:  # The other configurations have servers of their own.
+        failed.append(f"{name}: {error!r}")
+    return failed
 
 
 @dataclass(frozen=True)
@@ -278,6 +305,10 @@ class Pair:
     configuration: str
     trace: str
     seed: int
+
+    @property
+    def title(self) -> str:
+        return " ".join(words_of(CONFIGURATIONS[self.configuration])) or "one engine"
 
     def run(
         self, url: str, logs: Logs, front: Front, folder: Path, console: Console
@@ -295,6 +326,7 @@ class Pair:
         seen = [
             run(serve_trace(url, path, self.seed + 1000 * repeat)) for repeat in range(args.repeats)
         ]
+        (folder / f"{self.trace}-real.json").write_bytes(msgspec.json.encode(seen))
         own = logs.calibrations(args.model, front, before, folder)
         hindsight = simulate(deployment(args.model, options, own), path, self.seed)
         done = simulate(found, path, self.seed)
@@ -306,6 +338,11 @@ class Pair:
             ("with the step times of the run", hindsight.observations),
         ):
             console.print(f"  {what}: {parts_of(observations)}", soft_wrap=True, markup=False)
+        for file in self._kept_calibrations(found, folder):
+            kept_one = deployment(args.model, options, {"both": read_calibration(file)})
+            one = simulate(kept_one, path, self.seed)
+            kept.append(self._trial(seen, one, KEPT, {}))
+            console.print(f"  by {file}: {row(kept[-1])}", soft_wrap=True, markup=False)
         for file in args.calibrations:
             measured = measured_machine(
                 file, deployment(args.model, options, {"both": own_any(own)})
@@ -317,6 +354,15 @@ class Pair:
             kept.append(self._trial(seen, one, measured.source, {}))
             console.print(f"  by {measured.source}: {row(kept[-1])}", soft_wrap=True, markup=False)
         return kept
+
+    def _kept_calibrations(self, found: Deployment, folder: Path) -> list[Path]:
+        """Keep this server's calibration, and find the one of another single engine, if any."""
+        calibration = found.machine.calibration
+        if calibration is None or found.roles != ("both",):
+            return []
+        calibration.save(folder / KEPT_FILE)
+        others = (path for path in sorted(folder.parent.glob(f"*/{KEPT_FILE}")))
+        return [path for path in others if path.parent != folder][:1]
 
     def _trial(
         self,
@@ -337,7 +383,7 @@ class Pair:
             processor_name(),
             self.args.model,
             time.strftime("%Y-%m-%d"),
-            configuration=" ".join(words_of(CONFIGURATIONS[self.configuration])) or "one engine",
+            configuration=self.title,
             trace=self.trace,
             requests=self.args.requests,
             utilisation=busy(done),
@@ -398,33 +444,33 @@ def main() -> None:
         default=[],
         help="results of bench or roofline on this machine, whose step times are tried as well",
     )
+    parser.add_argument("--folder", type=Path, help="keep all files in it, and continue from them")
     parser.add_argument("--keep", action="store_true", help="store the errors in the package")
     args = parser.parse_args()
     console = Console()
     names = [*CONFIGURATIONS] if args.configurations == "all" else args.configurations.split(",")
-    found: list[Trial] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            found += trials(args, name, Path(folder), console)
-            if args.keep:
-                keep(found)
-    shown = [one for one in found if one.source == "steps"]
-    errors = {figure: median(abs(one.error(figure)) for one in shown) for figure in FIGURES}
-    console.print(
-        "Median error: "
-        + ", ".join(f"{NAMES[f]} {e:.0%}" for f, e in errors.items() if e < math.inf)
-    )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        failed = [one for name in names for one in trials(args, name, folder, console)]
+        found = read_trials(folder / RESULTS)
+    for source in dict.fromkeys(one.source for one in found):
+        shown = [one for one in found if one.source == source]
+        errors = {figure: median(abs(one.error(figure)) for one in shown) for figure in FIGURES}
+        cells = ", ".join(f"{NAMES[f]} {e:.0%}" for f, e in errors.items() if e < math.inf)
+        console.print(f"Median error with {source} ({len(shown)} pairs): {cells}")
+    if failed:
+        raise SystemExit("\n".join(["Failed:", *failed]))
 
 
-def keep(found: Sequence[Trial]) -> None:
-    """Replace stored trials of the same pairs."""
+def keep(found: Sequence[Trial], file: Path) -> None:
+    """Replace the file's trials of the same pairs."""
 
     def key(one: Trial) -> tuple[str, str, str]:
         return one.configuration, one.trace, one.source
 
     replaced = {key(one) for one in found}
-    others = [one for one in read_trials() if key(one) not in replaced]
-    write_trials([*others, *found])
+    others = [one for one in read_trials(file) if key(one) not in replaced]
+    write_trials([*others, *found], file)
 
 
 if __name__ == "__main__":

@@ -142,6 +142,7 @@ def test_a_calibration_learns_steps_and_gaps_from_a_log_and_survives_its_file(tm
     assert isinstance(kept, Calibration)
     assert kept.times.learned == {**found.times.learned, "prices": tuple(kept.times.prices)}
     assert kept.worker("both", CONFIG).between_steps == pytest.approx(0.002)
+    assert (found.source, kept.source, read_calibration(log).source) == ("steps", "kept", "kept")
     (tmp_path / "short.jsonl").write_text(log.read_text()[:200])
     with pytest.raises(InvalidRequestError):
         read_calibration(tmp_path / "short.jsonl")
@@ -196,28 +197,53 @@ def test_a_log_is_simulated_with_other_options(tmp_path, capsys):
     assert "cannot be used" in capsys.readouterr().err
 
 
-def test_the_stored_errors_are_shown_and_widen_where_nothing_was_measured(tmp_path):
-    from twinphase.simulate.errors import Trial, error_sentence, read_trials, write_trials
+def trials_of(source, ratios):
+    """Trials whose real TTFT is the simulated one times each ratio."""
+    from twinphase.simulate.errors import Trial
+
+    words = ("cpu", "tiny", "2026-01-01", "one engine", "agents")
+    return [
+        Trial(*words, 50, 0.8, {"ttft_p50": 2.0 * ratio}, {"ttft_p50": 2.0}, source=source)
+        for ratio in ratios
+    ]
+
+
+def test_a_band_holds_four_of_five_pairs_and_is_wider_for_a_worse_source(tmp_path):
+    from twinphase.simulate.errors import bands, error_sentence, read_trials, write_trials
 
     assert read_trials()
-    assert "unknown" in error_sentence([], "steps", "here")
-    names = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "goodput")
-    real = dict.fromkeys(names, 2.0)
-    simulated = {**dict.fromkeys(names, 2.0), "ttft_p50": 1.5}
-    words = ("cpu", "tiny", "2026-01-01", "one engine", "agents")
-    found = Trial(*words, requests=50, utilisation=0.8, real=real, simulated=simulated)
-    write_trials([found], tmp_path / "errors.json")
+    assert bands([], "steps") == {} and "unknown" in error_sentence([], "steps")
+    # Of nine pairs the eighth by size sets the width, whether it was too high or too low.
+    ratios = [1.0, 1.01, 1.02, 0.99, 1.1, 1.05, 1.03, 1 / 1.25, 3.0]
+    steps = trials_of("steps", ratios)
+    write_trials(steps, tmp_path / "errors.json")
     kept = read_trials(tmp_path / "errors.json")
-    assert kept[0].error("ttft_p50") == -0.25
-    here = error_sentence(kept, "steps", "here")
-    assert here.startswith("Error of simulations") and "TTFT p50 25%" in here
-    # Without a trial of its own a source has no figures, and the sentence says what to expect.
-    for source, expected in (("bench", "more than"), ("datasheet", "factor of 1.5")):
-        assert expected in error_sentence(kept, source, "an H100")
-    better = {**simulated, "ttft_p50": 1.8}
-    own = replace(found, source="roofline", simulated=dict.fromkeys(names, 3.0), hindsight=better)
-    assert "TTFT p50 50%" in error_sentence([found, own], "roofline", "here")
-    assert "of the same minutes: TTFT p50 10%" in error_sentence([found, own], "roofline", "here")
+    band = bands(kept, "steps")["ttft_p50"]
+    assert (band.name, band.pairs, band.is_least) == ("TTFT p50", 9, False)
+    assert band.around(1.0) == pytest.approx((0.8, 1.25))
+    assert band.contains(1.2, 1.0) and not band.contains(1.3, 1.0)
+    # Without pairs of a worse source, the band is no more than a lower bound.
+    assert bands(kept, "datasheet")["ttft_p50"].is_least
+    assert "no real run was compared" in error_sentence(kept, "datasheet")
+    sheet = trials_of("datasheet", [2.0, 1.1, 1.1, 1.1])
+    wide = bands([*kept, *sheet], "datasheet")["ttft_p50"]
+    assert (wide.pairs, wide.is_least, wide.factor) == (4, False, pytest.approx(2.0))
+    assert "worst 50%" in error_sentence(sheet, "datasheet")
+    # A source between them has the band of the worse one; three pairs are too few for their own.
+    few = trials_of("kept", [1.0, 1.0, 1.0])
+    assert bands([*kept, *few, *sheet], "kept")["ttft_p50"].factor == pytest.approx(2.0)
+    # A worse source that happened to be lucky is not believed.
+    lucky = trials_of("kept", [1.0] * 9)
+    assert bands([*kept, *lucky], "kept")["ttft_p50"].factor == pytest.approx(1.25)
+
+
+def test_variation_of_step_times_keeps_their_total():
+    from twinphase.simulate.calibration import _noise
+
+    steps = [(0.02, 0.01)] * 10 + [(0.9, 1.0)] * 10
+    noise = _noise(steps)
+    assert sum(noise) / len(noise) == pytest.approx(9.2 / 10.1)
+    assert noise[0] / noise[-1] == pytest.approx(2 / 0.9)
 
 
 def test_gaps_and_steps_together_take_what_they_took(tmp_path):

@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import linear_regression, median
 from typing import Any
@@ -24,6 +24,7 @@ from twinphase.engine.trace import Replaying, replay
 from twinphase.errors import InvalidRequestError, StorageError
 from twinphase.phases.cost import CostModel
 from twinphase.phases.hardware import processor_name
+from twinphase.simulate.errors import KEPT
 from twinphase.simulate.spec import Front, WorkerSpec
 from twinphase.weights.storage import cache_root, write_atomically
 
@@ -98,7 +99,7 @@ class Calibration:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Read a saved calibration, or learn one from a step log.
+    """Read a saved calibration, or learn one from a step log; the machine may have changed since.
 
     Raises:
         InvalidRequestError: the file is neither.
@@ -107,11 +108,13 @@ def read_calibration(path: Path) -> Calibration:
         with path.open("rb") as file:
             start = file.read(64)
         if b'"event"' in start:
-            return calibration_of(path)
+            return replace(calibration_of(path), source=KEPT)
         found = msgspec.json.decode(path.read_bytes())
         if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
             raise ValueError("it has another format")
-        return msgspec.convert(found, Calibration)
+        calibration = msgspec.convert(found, Calibration)
+        is_measured = calibration.source == "steps"
+        return replace(calibration, source=KEPT) if is_measured else calibration
     except (OSError, ValueError) as error:
         raise InvalidRequestError(
             f"{path} cannot be read as a calibration: {error}.",
@@ -167,9 +170,10 @@ def calibration_of(
     costs = last.cost_model
     predicted = [costs.seconds(work) for work, _ in steps]
     pace = sum(seconds for _, seconds in steps) / sum(predicted)
-    ratios: tuple[list[float], list[float]] = ([], [])
+    by_phase: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
     for (work, seconds), expected in zip(steps, predicted, strict=True):
-        ratios[work.prefill_contexts > 0].append(seconds / (expected * pace))
+        by_phase[work.prefill_contexts > 0].append((seconds, expected * pace))
+    noise, prefill_noise = map(_noise, by_phase)
     error = costs.error()
     config = {**header["config"], "trace_file": None}
     return Calibration(
@@ -181,12 +185,27 @@ def calibration_of(
         config=config,
         between_steps=fixed,
         between_steps_per_request=per_request,
-        noise=ratios[0][-MAX_NOISE:],
-        prefill_noise=ratios[1][-MAX_NOISE:],
+        noise=noise,
+        prefill_noise=prefill_noise,
         front=front or Front(),
         steps=len(steps),
         median_error=error.median or 0.0,
     )
+
+
+def _noise(steps: Sequence[tuple[float, float]]) -> list[float]:
+    """Measured / predicted seconds of the last steps, whose mean keeps the total time.
+
+    Short steps vary more than long ones. Without the correction their ratios, which a simulation
+    also draws for long steps, would make all steps longer by several per cent.
+    """
+    last = steps[-MAX_NOISE:]
+    if not last:
+        return []
+    ratios = [seconds / expected for seconds, expected in last]
+    total = sum(seconds for seconds, _ in last) / sum(expected for _, expected in last)
+    correction = total * len(ratios) / sum(ratios)
+    return [ratio * correction for ratio in ratios]
 
 
 def _gap_line(gaps: Sequence[tuple[int, float]]) -> tuple[float, float]:

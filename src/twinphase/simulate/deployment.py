@@ -24,6 +24,7 @@ from twinphase.estimate.shapes import DecoderShape
 from twinphase.phases.cost import CostModel
 from twinphase.phases.work import ModelShape
 from twinphase.simulate.calibration import Calibration
+from twinphase.simulate.errors import coarsest
 from twinphase.simulate.estimated import CPU, GPU, Efficiency, EstimatedCost
 from twinphase.simulate.spec import FleetSpec, Front, WorkerSpec
 from twinphase.speculative import speculative_config
@@ -98,6 +99,11 @@ class Deployment:
     drafts: int = 0
     acceptance: float = 0.0
     kv_bytes_per_second: float | None = None
+
+    @property
+    def source(self) -> str:
+        """Where its step times come from: of two machines, the worse one."""
+        return coarsest(one.source for one in (self.machine, self.decode_machine) if one)
 
     @cached_property
     def decoder(self) -> DecoderShape:

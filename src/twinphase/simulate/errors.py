@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import ClassVar
 
 import msgspec
 
-# Where step times come from, the best first, and what is known of those that no trial has.
+# Where step times come from, the best first.
 ERROR_SOURCES = {
-    "steps": "",
-    "bench": "its own steps under load were not measured, only the points of a `bench` result, so "
-    "expect more than the errors below",
-    "roofline": "its own steps under load were not measured, only the points of a `roofline` "
-    "result, so expect more than the errors below, and more than with `bench`",
-    "datasheet": "it was not measured, so expect a factor of 1.5 or more in every time, beside the "
-    "simulator's own errors",
+    "steps": "step times of the same server, measured minutes before",
+    "kept": "step times that were measured earlier, or on another server",
+    "bench": "the points of a `bench` result",
+    "roofline": "the points of a `roofline` result",
+    "datasheet": "a datasheet",
 }
+KEPT = "kept"
 FILE = Path(__file__).with_name("errors.json")
+# Probability with which a real figure lies inside its band.
+COVERAGE = 0.8
 FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "goodput")
 NAMES = {
     "ttft_p50": "TTFT p50",
@@ -40,7 +43,8 @@ class Trial:
         configuration, trace: what was run.
         requests: number of requests in the trace.
         utilisation: busy share of the workers in the simulation.
-        real, simulated: figures by name; seconds, and requests per second.
+        real, simulated: figures by name; seconds, and requests per second. A published table may
+            lack some.
         spread: (highest - lowest) / median of repeated real runs; empty with one run.
         source: where the simulation's step times come from, one of `ERROR_SOURCES`.
         hindsight: figures simulated with the step times of the trace's own run, which has no error
@@ -63,6 +67,12 @@ class Trial:
     def error(self, figure: str) -> float:
         """(simulated - real) / real; if the real figure is 0, the result is 0 or 1."""
         return self._error(self.simulated, figure)
+
+    def ratio(self, figure: str) -> float | None:
+        """real / simulated; None if one of them is missing or 0."""
+        real = self.real.get(figure)
+        simulated = self.simulated.get(figure)
+        return real / simulated if real and simulated else None
 
     def hindsight_error(self, figure: str) -> float:
         """The same of `hindsight`."""
@@ -87,34 +97,116 @@ def write_trials(trials: Sequence[Trial], path: Path = FILE) -> None:
     )
 
 
-def error_sentence(trials: Sequence[Trial], source: str, hardware: str) -> str:
-    """A sentence about the expected error of a simulation.
+@dataclass(frozen=True)
+class Band:
+    """The range of a real server's figure around the simulated one.
+
+    Attributes:
+        name: the figure, "TTFT p50".
+        factor: the range is from simulated / factor to simulated * factor.
+        pairs: number of pairs of a real and a simulated run from which it was computed.
+        is_least: whether there are too few pairs of the source; the band is that of better
+            sources, so that the range is at least this wide.
+    """
+
+    coverage: ClassVar[float] = COVERAGE
+    name: str
+    factor: float
+    pairs: int
+    is_least: bool = False
+
+    def around(self, value: float) -> tuple[float, float]:
+        """Lower and upper end."""
+        return value / self.factor, value * self.factor
+
+    def as_json(self, value: float) -> dict[str, float | bool]:
+        """The band of a simulated value, in its unit."""
+        low, high = self.around(value)
+        return {"low": low, "high": high, "pairs": self.pairs, "at_least": self.is_least}
+
+    def contains(self, bound: float, value: float) -> bool:
+        """Whether a bound lies inside the band of a simulated value: too close to say."""
+        low, high = self.around(value)
+        return low <= bound <= high
+
+
+def bands(trials: Sequence[Trial], source: str) -> dict[str, Band]:
+    """The band of each figure that trials imply; figures without any trial are missing.
+
+    It is a split conformal interval (Lei et al., 2018, arXiv:1604.04173): of n pairs, the one with
+    rank ceil((n + 1) * COVERAGE) by the size of its logarithmic error sets the width. A new pair
+    lies inside with that probability if it is like those. A source is never given a narrower band
+    than a better one, and one with too few pairs has the band of the next worse one.
+
+    Args:
+        trials: the stored trials.
+        source: where the step times of a simulation come from, one of `ERROR_SOURCES`.
+    """
+    found = {figure: _band(trials, figure, source) for figure in FIGURES}
+    return {figure: band for figure, band in found.items() if band is not None}
+
+
+def _band(trials: Sequence[Trial], figure: str, source: str) -> Band | None:
+    order = [*ERROR_SOURCES]
+    place = order.index(source)
+    known = {
+        number: band
+        for number, name in enumerate(order)
+        if (band := _own_band(trials, figure, name)) is not None
+    }
+    worse = next((number for number in sorted(known) if number >= place), None)
+    used = [number for number in known if number <= (place if worse is None else worse)]
+    if not used:
+        return None
+    widest = known[max(used, key=lambda number: known[number].factor)]
+    return replace(widest, is_least=worse is None)
+
+
+def _own_band(trials: Sequence[Trial], figure: str, source: str) -> Band | None:
+    """The band by the trials of one source; None if they are too few."""
+    ratios = [trial.ratio(figure) for trial in trials if trial.source == source]
+    sizes = sorted(abs(math.log(ratio)) for ratio in ratios if ratio is not None)
+    rank = math.ceil((len(sizes) + 1) * COVERAGE)
+    if rank > len(sizes):
+        return None
+    return Band(NAMES[figure], math.exp(sizes[rank - 1]), len(sizes))
+
+
+def level_figure(name: str, percentile: float) -> str:
+    """The figure whose band is used for a latency at a percentile: "ttft", "itl" or "tpot"."""
+    end = "p99" if percentile > 75 else "p50"
+    return f"{'ttft' if name == 'ttft' else 'itl'}_{end}"
+
+
+def coarsest(sources: Iterable[str]) -> str:
+    """The source with the widest bands, for a fleet whose step times come from several."""
+    return max(sources, key=[*ERROR_SOURCES].index)
+
+
+def error_sentence(trials: Sequence[Trial], source: str) -> str:
+    """A sentence about the bands of a simulation.
 
     Args:
         trials: the stored trials.
         source: where its step times come from, one of `ERROR_SOURCES`.
-        hardware: the machine's name.
     """
     own = [trial for trial in trials if trial.source == source]
-    used = own or [trial for trial in trials if trial.source == "steps"]
-    if not used:
-        return "Error: unknown, no simulation was compared with a real server yet."
-    one = used[0]
-    shown = (
-        f"{len(used)} real runs of {min(t.requests for t in used):,} requests or more "
-        f"({one.model}, {one.machine}, {max(t.date for t in used)})"
+    if not trials:
+        return "Bands: unknown, no simulation was compared with a real server yet."
+    text = (
+        f"Bands: a real server's figure is expected inside {COVERAGE:.0%} of the time, by pairs "
+        f"of a real and a simulated run. Step times here come from {ERROR_SOURCES[source]}"
     )
-    text = f"Error of simulations against {shown}, median: {_bands(used, Trial.error)}."
-    with_hindsight = [trial for trial in used if trial.hindsight]
-    if with_hindsight:
-        bands = _bands(with_hindsight, Trial.hindsight_error)
-        text += f" With the step times of the same minutes: {bands}."
-    return text if own else f"Error: {hardware}: {ERROR_SOURCES[source]}. {text}"
-
-
-def _bands(trials: Sequence[Trial], error: Callable[[Trial, str], float]) -> str:
-    bands = []
-    for figure in FIGURES:
-        errors = [abs(error(trial, figure)) for trial in trials]
-        bands.append(f"{NAMES[figure]} {median(errors):.0%} (worst {max(errors):.0%})")
-    return ", ".join(bands)
+    if not own:
+        return (
+            f"{text}; no real run was compared with these yet, so that a band is that of the next "
+            "worse source, or at least that of a better one."
+        )
+    models = ", ".join(dict.fromkeys(f"{trial.model} on {trial.machine}" for trial in own))
+    errors = ", ".join(
+        f"{NAMES[figure]} {median(sizes):.0%} (worst {max(sizes):.0%})"
+        for figure in FIGURES
+        if (sizes := [abs(one.error(figure)) for one in own if one.ratio(figure) is not None])
+    )
+    dates = max(trial.date for trial in own)
+    return f"{text}; {len(own)} pairs with such ({models}, {dates}), median error: {errors}."

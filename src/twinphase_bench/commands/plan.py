@@ -89,7 +89,8 @@ def plan(
     """
     given = locals()
     from twinphase import Distribution, live
-    from twinphase_bench.simulate.plan import Demand, Levels, search
+    from twinphase_bench.simulate.levels import Levels
+    from twinphase_bench.simulate.plan import Demand, search
     from twinphase_bench.simulate.plan_report import plan_report
 
     if (users is None) == (request_rate is None):

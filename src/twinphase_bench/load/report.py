@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from twinphase.phases.observation import Observation
 from twinphase.phases.report import DECODE_KINDS, PREFILL_KINDS
 from twinphase.phases.slo import BLAMED_PHASE, Goodput
 from twinphase.phases.statistics import has_percentile, percentile
@@ -255,7 +256,7 @@ def _doubts(result: LoadResult) -> list[Verdict]:
 def load_sections(result: LoadResult) -> list[Section]:
     """Everything of one load."""
     tables = [_latencies(result), _throughput(result)]
-    if (ledgers := ledger_table(result)) is not None:
+    if (ledgers := ledger_table(result.succeeded)) is not None:
         tables.append(ledgers)
     if result.facts.kind != SIMULATION:
         tables.append(_client(result))
@@ -337,11 +338,11 @@ def _throughput(result: LoadResult) -> Table:
     return table_of(f"{_void_mark(result)}Throughput", ["figure", "value", "definition"], rows)
 
 
-def ledger_table(result: LoadResult) -> Table | None:
+def ledger_table(observations: Iterable[Observation]) -> Table | None:
     """Where the requests' time went by the server's ledgers; None where it keeps none."""
     totals: Counter[str] = Counter()
     number = 0
-    for one in result.succeeded:
+    for one in observations:
         ledger = one.claims.get("timings", {}).get("ledger_ms")
         if isinstance(ledger, dict):
             number += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from twinphase import (
@@ -26,6 +27,10 @@ from twinphase_bench.simulate.options import LoadPlan, UserOptions, deployment_o
 from twinphase_bench.simulate.repair import repairs
 from twinphase_bench.simulate.report import Answer
 
+# At most this number of simulations, with this number of requests in all, are compared to find the
+# typical one.
+MAX_RUNS = 7
+MAX_REQUESTS = 3000
 # Options that change the time of a step.
 STEP_OPTIONS = ("threads", "tensor_parallel_size", "kv_cache_dtype")
 
@@ -117,7 +122,7 @@ def ask(question: Question, progress: Progress) -> Answer:
         prefill, *decode = given["price"]
         by_role = {"both": prefill, "prefill": prefill, "decode": (decode or [prefill])[0]}
         prices = token_prices(answer.done, answer.spec, by_role)
-    found = repairs(answer, given["seed"], progress) if given["repair"] else ()
+    found = repairs(answer, progress) if given["repair"] else ()
     return replace(answer, prices=prices, repairs=found)
 
 
@@ -129,9 +134,14 @@ def simulated(
     progress: Progress,
     recording: Path | None = None,
 ) -> Answer:
-    """Run a load through a deployment; with `recording`, write one."""
-    spec = deployment.fleet(seed)
+    """Run a load through a deployment; with `recording`, write one.
+
+    Measured step times vary, and a short load depends on which of its steps are slow. Of several
+    simulations that differ in that, the one with the median of the mean TTFT is returned.
+    """
     number = plan.num_requests or len(plan.requests)
+    typical = _typical_seed(deployment, plan, number, seed, progress)
+    spec = deployment.fleet(typical)
     done = 0
 
     def tick() -> None:
@@ -144,3 +154,19 @@ def simulated(
     if observer is not None and recording is not None:
         observer.write(recording)
     return Answer(deployment, spec, plan, found, slos)
+
+
+def _typical_seed(
+    deployment: Deployment, plan: LoadPlan, number: int, seed: int, progress: Progress
+) -> int:
+    """The seed, of a few, whose simulation has the median of the mean TTFT."""
+    spec = deployment.fleet(seed, ledgers=False)
+    runs = min(MAX_RUNS, MAX_REQUESTS // max(1, number))
+    if runs < 3 or not any(worker.noise for worker in spec.workers):
+        return seed
+    means = []
+    for run in range(runs):
+        progress("simulating requests", 0, number)
+        done = run_requests(replace(spec, seed=seed + run), **plan.given)
+        means.append((mean(outcome.ttft for outcome in done.outcomes), seed + run))
+    return sorted(means)[len(means) // 2][1]

@@ -17,10 +17,10 @@ from itertools import count
 from typing import Any
 
 from twinphase import (
+    Band,
     Capacity,
     Deployment,
     Distribution,
-    InvalidRequestError,
     LoadShape,
     Machine,
     Paced,
@@ -30,10 +30,12 @@ from twinphase import (
     TwinphaseError,
     capacity_of,
     open_load,
+    read_trials,
     roles_of,
     run_requests,
 )
-from twinphase.phases.statistics import percentile
+from twinphase.phases.observation import Observation
+from twinphase_bench.simulate.levels import Levels
 from twinphase_bench.simulate.repair import changes
 
 # Share of a worker's time that a proposal fills; queues need the rest.
@@ -42,74 +44,16 @@ TARGET_USE = 0.75
 SLICE_WORKERS = 4
 MAX_OUTPUT_TOKENS = 60_000
 REQUESTS = (120, 400)
-# Requests at the start, which find an idle fleet, are not judged.
-WARM_UP_SHARE = 0.15
 MAX_WORKERS = 4096
 # A fleet counts as better if its miss is below this share of the best miss before it. A layout is
 # given up after the following number of fleets that are not better.
 MIN_GAIN = 0.97
 MAX_STALE = 2
+# The most fleets that are simulated to find one that holds with its whole bands.
+MAX_CERTAIN = 6
 # If no fleet holds, repairs of the nearest one get this share of the search's time.
 REPAIR_SHARE = 0.5
 RANKS = (1, 2, 4, 8)
-LEVELS = ("ttft", "itl", "tpot")
-UNITS = {"ms": 1e-3, "s": 1.0}
-
-
-@dataclass(frozen=True)
-class Levels:
-    """Upper bounds in seconds at a percentile of all requests (of all gaps, for the ITL)."""
-
-    bounds: Mapping[str, float]
-    percentile: float = 99.0
-
-    @classmethod
-    def parse(cls, text: str, at: float = 99.0) -> Levels:
-        """Read "ttft=500ms,itl=50ms".
-
-        Raises:
-            InvalidRequestError: another form, or an unknown level.
-        """
-        bounds = {}
-        for part in text.split(","):
-            name, _, value = part.strip().lower().partition("=")
-            unit = next((one for one in UNITS if value.endswith(one)), "?")
-            try:
-                bound = float(value.removesuffix(unit)) * UNITS[unit]
-            except (ValueError, KeyError):
-                bound = 0.0
-            if name not in LEVELS or name in bounds or not 0 < bound < math.inf:
-                raise InvalidRequestError(
-                    f"--slo {part!r} cannot be used.",
-                    "Give each level once, with its unit: ttft=500ms,itl=50ms (or tpot).",
-                )
-            bounds[name] = bound
-        return cls(bounds, at)
-
-    def measured(self, done: Simulated) -> dict[str, float]:
-        """The percentile of each level's latency, without the first requests."""
-        seen = done.observations[round(WARM_UP_SHARE * len(done.observations)) :]
-        values = {
-            "ttft": [one.ttft for one in seen if one.ttft is not None],
-            "tpot": [one.tpot for one in seen if one.tpot is not None],
-            "itl": [gap for one in seen for gap in one.itl],
-        }
-        return {name: percentile(values[name], self.percentile) for name in self.bounds}
-
-    def missed(self, found: Mapping[str, float]) -> list[str]:
-        return [name for name, bound in self.bounds.items() if found[name] > bound]
-
-    @property
-    def gap(self) -> float | None:
-        """The bound of a decode step."""
-        known = [self.bounds[name] for name in ("itl", "tpot") if name in self.bounds]
-        return min(known, default=None)
-
-    def __str__(self) -> str:
-        return ", ".join(
-            f"{name} p{self.percentile:g} <= {1e3 * bound:g} ms"
-            for name, bound in self.bounds.items()
-        )
 
 
 @dataclass(frozen=True)
@@ -173,13 +117,30 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate that was simulated; `levels` are seconds."""
+    """A candidate that was simulated.
+
+    Attributes:
+        levels: simulated latencies in seconds.
+        bands: the error bands of `levels`; levels without a measured error are missing.
+        missed: levels that are missed by the simulated latencies.
+        close: levels whose bound lies inside the band, so that it is too close to say.
+        slice_of: the whole fleet is this number of times as large as the simulated one.
+    """
 
     candidate: Candidate
     levels: Mapping[str, float]
+    bands: Mapping[str, Band]
     missed: Sequence[str]
+    close: Sequence[str]
     done: Simulated
     slice_of: int
+
+    @property
+    def holds(self) -> str:
+        """Whether it keeps the levels: "yes", "no" or "too close"."""
+        if set(self.missed) - set(self.close):
+            return "no"
+        return "too close" if self.close else "yes"
 
 
 @dataclass(frozen=True)
@@ -196,6 +157,7 @@ class Plan:
 
     Attributes:
         repairs: changes of the nearest fleet if none holds, the best first.
+        observations: requests of the cheapest fleet, with their ledgers.
     """
 
     levels: Levels
@@ -204,6 +166,7 @@ class Plan:
     left: str = ""
     not_possible: list[str] = field(default_factory=list)
     repairs: list[Repair] = field(default_factory=list)
+    observations: Sequence[Observation] = ()
 
     def excess(self, one: Tried) -> float:
         """By what factor a fleet misses a level, at worst; up to 1 it misses none."""
@@ -219,6 +182,11 @@ class Plan:
         """Fleets that keep all levels, the cheapest first."""
         found = [one for one in self.tried if not one.missed]
         return sorted(found, key=lambda one: one.candidate.price)
+
+    @property
+    def certain(self) -> Tried | None:
+        """The cheapest fleet that keeps the levels with its whole bands."""
+        return next((one for one in self.holding if not one.close), None)
 
     def cheapest(self, layout: str) -> Tried | None:
         return next((one for one in self.holding if one.candidate.layout == layout), None)
@@ -368,11 +336,31 @@ def search(
             break
         tried = simulate(candidate, demand, levels, seed)
         plan.tried.append(tried)
-        for larger in _larger(tried, levels) if tried.missed else ():
+        for larger in _larger(tried, tried.missed, levels):
             heapq.heappush(queue, (larger.price, next(order), larger))
-    if not plan.holding:
+    if plan.holding and not plan.left:
+        _search_certain(plan, seed, progress, began + seconds)
+    if plan.holding:
+        # Only what the report shows has ledgers, which take half of a simulation's time.
+        best = plan.holding[0].candidate
+        plan.observations = simulate(best, demand, levels, seed, ledgers=True).done.observations
+    else:
         plan.repairs = _repairs(plan, seed, time.perf_counter() + REPAIR_SHARE * seconds)
     return plan
+
+
+def _search_certain(plan: Plan, seed: int, progress: Progress, until: float) -> None:
+    """Enlarge the cheapest fleet whose levels are too close to say, until its bands hold them."""
+    tried = plan.holding[0]
+    for _ in range(MAX_CERTAIN):
+        larger = min(
+            _larger(tried, tried.close, plan.levels), key=lambda one: one.price, default=None
+        )
+        if plan.certain is not None or larger is None or time.perf_counter() > until:
+            return
+        progress(f"simulating {larger.deployment.title}", 99, 100)
+        tried = simulate(larger, plan.demand, plan.levels, seed)
+        plan.tried.append(tried)
 
 
 def _repairs(plan: Plan, seed: int, until: float) -> list[Repair]:
@@ -395,7 +383,9 @@ def _repairs(plan: Plan, seed: int, until: float) -> list[Repair]:
     return sorted(found, key=lambda one: plan.excess(one.tried))
 
 
-def simulate(candidate: Candidate, demand: Demand, levels: Levels, seed: int) -> Tried:
+def simulate(
+    candidate: Candidate, demand: Demand, levels: Levels, seed: int, *, ledgers: bool = False
+) -> Tried:
     """Simulate a slice of a fleet under its share of the load."""
     deployment = candidate.deployment
     slice_of = _slice(candidate.pools)
@@ -403,13 +393,27 @@ def simulate(candidate: Candidate, demand: Demand, levels: Levels, seed: int) ->
     roles = roles_of(None, prefill, decode) if decode else roles_of(prefill, None, None)
     load = candidate.load
     number = max(REQUESTS[0], min(REQUESTS[1], round(MAX_OUTPUT_TOKENS / load.output)))
-    spec = replace(deployment, roles=roles).fleet(seed)
+    spec = replace(deployment, roles=roles).fleet(seed, ledgers=ledgers)
     requests = requests_of(
         demand, load.rate / slice_of, number, seed, spec.workers[0].config.max_model_len or 1 << 20
     )
     done = run_requests(spec, requests)
     found = levels.measured(done)
-    return Tried(candidate, found, levels.missed(found), done, slice_of)
+    known = levels.bands(read_trials(), deployment.source)
+    close = [
+        name
+        for name, bound in levels.bounds.items()
+        if name in known and known[name].contains(bound, found[name])
+    ]
+    return Tried(
+        candidate,
+        found,
+        bands=known,
+        missed=levels.missed(found),
+        close=close,
+        done=done,
+        slice_of=slice_of,
+    )
 
 
 def requests_of(
@@ -436,12 +440,14 @@ def _slice(pools: tuple[int, int]) -> int:
     return next((one for one in parts if workers // one <= SLICE_WORKERS), parts[-1])
 
 
-def _larger(tried: Tried, levels: Levels) -> Iterator[Candidate]:
-    """Fleets with more workers in the pool that was late."""
+def _larger(tried: Tried, late: Sequence[str], levels: Levels) -> Iterator[Candidate]:
+    """Fleets with more workers in the pool of the levels that are late, if any."""
+    if not late:
+        return
     candidate = tried.candidate
     deployment = candidate.deployment
     prefill, decode = candidate.pools
-    worst = max(tried.levels[name] / levels.bounds[name] for name in tried.missed)
+    worst = max(tried.levels[name] / levels.bounds[name] for name in late)
     stale = candidate.stale + 1 if worst > MIN_GAIN * candidate.worst else 0
     if stale > MAX_STALE:  # More workers do not help.
         return
@@ -460,8 +466,8 @@ def _larger(tried: Tried, levels: Levels) -> Iterator[Candidate]:
         ("ttft", (prefill + max(1, math.ceil(step * prefill)), decode)),
         ("itl", (prefill, decode + max(1, math.ceil(step * decode)))),
     ):
-        late = "ttft" in tried.missed if name == "ttft" else set(tried.missed) != {"ttft"}
-        if late and sum(numbers) <= MAX_WORKERS:
+        wanted = "ttft" in late if name == "ttft" else set(late) != {"ttft"}
+        if wanted and sum(numbers) <= MAX_WORKERS:
             roles = roles_of(None, *numbers)
             price = candidate.price + (sum(numbers) - prefill - decode) * each
             yield replace(candidate, deployment=replace(deployment, roles=roles), price=price)

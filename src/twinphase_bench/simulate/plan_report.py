@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from twinphase import ERROR_SOURCES, capacity_of, error_sentence, read_trials
+from twinphase import Band, capacity_of, error_sentence, read_trials
 from twinphase_bench.conditions import conditions
+from twinphase_bench.load.report import ledger_table
 from twinphase_bench.report.plots import lines
 from twinphase_bench.report.report import (
     Column,
@@ -27,10 +28,11 @@ NOT_FAR = 0.05
 def plan_report(plan: Plan) -> Report:
     """The whole report of a plan."""
     verdicts = [*_answer(plan), *_limits(plan), *_break_even(plan)]
-    sources = {one.candidate.deployment.machine.source for one in plan.tried} or {"datasheet"}
-    error = error_sentence(read_trials(), max(sources, key=[*ERROR_SOURCES].index), "the hardware")
-    verdicts.append(Verdict(Status.INFO, error))
+    sources = {one.candidate.deployment.source for one in plan.tried} or {"datasheet"}
+    errors = [error_sentence(read_trials(), source) for source in sorted(sources)]
     sections = [Section("Fleets", tables=[_table(plan)], plots=[_pareto(plan)])]
+    if (ledger := ledger_table(plan.observations)) is not None:
+        sections.append(Section("Ledger of the cheapest", tables=[ledger]))
     notes = [
         "Fleets are proposed by arithmetic, and simulated from the cheapest on; of a large fleet "
         "a slice with the same load per worker is simulated."
@@ -41,7 +43,7 @@ def plan_report(plan: Plan) -> Report:
         title=f"Cheapest fleet that keeps {plan.levels}",
         verdicts=verdicts,
         conditions=conditions(),
-        noise=[*notes, error],
+        noise=[*notes, *errors],
         sections=sections,
         data={"fleets": [_data(one) for one in plan.tried]},
     )
@@ -59,6 +61,13 @@ def _answer(plan: Plan) -> list[Verdict]:
         return [Verdict(Status.UNKNOWN, text, reason), *_repairs(plan)]
     best, *others = holding
     found = [Verdict(Status.INFO, f"Cheapest: {described(best.candidate)}.", _levels(best))]
+    if best.close:
+        found.append(_too_close(plan, best))
+    narrow = [one for one in plan.tried if one.missed and one.holds == "too close"]
+    cheaper = min(narrow, key=lambda one: one.candidate.price, default=best)
+    if cheaper.candidate.price < best.candidate.price:
+        text = f"Cheaper, and too close to say: {described(cheaper.candidate)}."
+        found.append(Verdict(Status.UNKNOWN, text, _levels(cheaper)))
     if others:
         other = others[0]
         more = other.candidate.price / best.candidate.price - 1 if best.candidate.price else 0.0
@@ -67,6 +76,22 @@ def _answer(plan: Plan) -> list[Verdict]:
     if plan.left:
         found.append(Verdict(Status.UNKNOWN, f"A cheaper one may exist: {plan.left}."))
     return found
+
+
+def _too_close(plan: Plan, best: Tried) -> Verdict:
+    """A verdict that the cheapest fleet may miss a level, and the cheapest one that will not."""
+    parts = []
+    for name in best.close:
+        low, high = (1e3 * end for end in best.bands[name].around(best.levels[name]))
+        bound = 1e3 * plan.levels.bounds[name]
+        parts.append(f"{name} {low:,.0f} to {high:,.0f} ms around the level of {bound:,.0f} ms")
+    text = f"Too close to say whether the cheapest holds: {'; '.join(parts)}."
+    certain = plan.certain
+    if certain is None:
+        return Verdict(Status.UNKNOWN, text, "no simulated fleet keeps the levels with its bands")
+    more = certain.candidate.price / best.candidate.price - 1 if best.candidate.price else 0.0
+    reason = f"with its whole bands holds {described(certain.candidate)}, {more:+.0%}"
+    return Verdict(Status.UNKNOWN, text, f"{reason}; {_levels(certain)}")
 
 
 def _repairs(plan: Plan) -> list[Verdict]:
@@ -88,7 +113,7 @@ def described(candidate: Candidate) -> str:
 
 
 def _levels(one: Tried) -> str:
-    found = ", ".join(f"{name} {1e3 * value:,.0f} ms" for name, value in one.levels.items())
+    found = ", ".join(f"{name} {_with_band(one, name)} ms" for name in one.levels)
     late = f"; missed: {', '.join(one.missed)}" if one.missed else ""
     pools = "; ".join(
         f"{pool.role}: {pool.prefill:.0%} in prefill, {pool.decode:.0%} in decode"
@@ -96,6 +121,16 @@ def _levels(one: Tried) -> str:
     )
     part = f", 1/{one.slice_of} of it simulated" if one.slice_of > 1 else ""
     return f"{found}{late}; {pools}{part}"
+
+
+def _with_band(one: Tried, name: str) -> str:
+    """A level in ms with the ends of its band: "412 (340 to 480)"."""
+    value = one.levels[name]
+    text = f"{1e3 * value:,.0f}"
+    if (band := one.bands.get(name)) is None:
+        return text
+    low, high = (f"{1e3 * end:,.0f}" for end in band.around(value))
+    return f"{text} ({'at least ' if band.is_least else ''}{low} to {high})"
 
 
 def uses(plan: Plan, one: Tried) -> dict[str, float]:
@@ -187,8 +222,14 @@ def _table(plan: Plan) -> Table:
         "seats",
         "chunk",
         Column("per hour", "in the unit of --price; without one, workers' devices"),
-        *(f"{name} p{plan.levels.percentile:g}, ms" for name in names),
-        "holds",
+        *(
+            Column(
+                f"{name} p{plan.levels.percentile:g}, ms",
+                f"in brackets its band, which holds {Band.coverage:.0%} of real servers",
+            )
+            for name in names
+        ),
+        Column("holds", "too close: a level lies inside the band"),
     ]
     rows = []
     for one in sorted(plan.tried, key=lambda tried: tried.candidate.price):
@@ -199,8 +240,8 @@ def _table(plan: Plan) -> Table:
                 str(engine.get("max_num_seqs", "")),
                 str(engine.get("max_num_batched_tokens", "")),
                 f"{one.candidate.price:,.4g}",
-                *(f"{1e3 * one.levels[name]:,.0f}" for name in names),
-                "no" if one.missed else "yes",
+                *(_with_band(one, name) for name in names),
+                one.holds,
             )
         )
     return table_of("Fleets that were simulated", columns, rows)
@@ -238,5 +279,7 @@ def _data(one: Tried) -> dict[str, Any]:
         "engine": dict(deployment.engine),
         "price_per_hour": one.candidate.price,
         "levels_seconds": dict(one.levels),
+        "bands": {name: band.as_json(one.levels[name]) for name, band in one.bands.items()},
         "missed": list(one.missed),
+        "too_close": list(one.close),
     }

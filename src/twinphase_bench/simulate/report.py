@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from twinphase import (
+    Band,
     Deployment,
     FleetSpec,
     Simulated,
     TokenPrices,
     __version__,
+    bands,
     error_sentence,
     read_trials,
 )
-from twinphase.phases.slo import Slos
+from twinphase.phases.slo import Slos, goodput
+from twinphase.phases.statistics import percentile
 from twinphase_bench.client.health import ClientHealth
 from twinphase_bench.conditions import conditions
 from twinphase_bench.load import report as load_report
@@ -96,16 +100,19 @@ def simulation_report(answer: Answer) -> Report:
     """The whole report of a simulation."""
     result = load_result(answer)
     deployment = answer.deployment
-    error = error_sentence(read_trials(), deployment.machine.source, deployment.title)
+    trials = read_trials()
+    error = error_sentence(trials, deployment.source)
+    known = bands(trials, deployment.source)
+    simulated = simulated_figures(result)
     verdicts = [
         *load_report.load_verdicts(result),
         Verdict(Status.INFO, limit_sentence(answer)),
         *answer.repairs,
-        Verdict(Status.INFO, error),
     ]
     sections = [
+        Section("Bands", tables=_one(_bands(simulated, known))),
         Section("Latencies", tables=[latency_table(result)]),
-        Section("Ledger", tables=_one(load_report.ledger_table(result))),
+        Section("Ledger", tables=_one(load_report.ledger_table(result.succeeded))),
         Section("Workers", tables=[_pools(answer)], plots=[_use_plot(answer)]),
         Section("Who stalled whom", tables=_one(_culprits(answer))),
     ]
@@ -120,8 +127,49 @@ def simulation_report(answer: Answer) -> Report:
         noise=[*load_report.notes_of(result), error],
         sections=sections,
         metrics=load_report.load_metrics([result]),
-        data={"load": load_report.load_data(result)},
+        data={"load": load_report.load_data(result), "bands": _band_data(simulated, known)},
     )
+
+
+def simulated_figures(result: LoadResult) -> dict[str, float]:
+    """The figures that have bands, in seconds and requests per second."""
+    gaps = [gap for one in result.succeeded for gap in one.itl]
+    found = {}
+    for name, values in (("ttft", result.ttft), ("itl", gaps)):
+        for at in (50, 99) if values else ():
+            found[f"{name}_p{at}"] = percentile(values, at)
+    if result.slos.bounds:
+        met = goodput(result.observations, result.slos, result.seconds)
+        found["goodput"] = met.rate or 0.0
+    return found
+
+
+def _band_data(simulated: Mapping[str, float], known: Mapping[str, Band]) -> dict[str, Any]:
+    """Each figure with the ends of its band, in the figure's unit."""
+    return {
+        figure: {"simulated": value, **known[figure].as_json(value)}
+        for figure, value in simulated.items()
+        if figure in known
+    }
+
+
+def _bands(simulated: Mapping[str, float], known: Mapping[str, Band]) -> Table | None:
+    rows = []
+    for figure, value in simulated.items():
+        if band := known.get(figure):
+            unit = "req/s" if figure == "goodput" else "ms"
+            scale = 1.0 if figure == "goodput" else 1e3
+            ends = " to ".join(load_report.shown(scale * end) for end in band.around(value))
+            least = "at least " if band.is_least else ""
+            cells = (load_report.shown(scale * value), least + ends, str(band.pairs))
+            rows.append((f"{band.name}, {unit}", *cells))
+    columns = (
+        "figure",
+        "simulated",
+        Column("band", f"a real server's figure lies inside {Band.coverage:.0%} of the time"),
+        Column("pairs", "of a real and a simulated run, from which the band was computed"),
+    )
+    return table_of("What a real server would show", columns, rows) if rows else None
 
 
 def latency_table(result: LoadResult) -> Table:
@@ -243,8 +291,8 @@ def _assumptions(answer: Answer) -> dict[str, str]:
         "per prompt token outside the engine"
     )
     if calibration is not None:
-        by_steps = calibration.source == "steps"
-        what = "steps" if by_steps else f"points of {calibration.source}"
+        is_log = calibration.source in ("steps", "kept")
+        what = "steps" if is_log else f"points of {calibration.source}"
         return {
             "step times": f"measured on {calibration.processor}, {calibration.threads} threads, "
             f"{calibration.date}: {calibration.steps:,} {what}, median error "

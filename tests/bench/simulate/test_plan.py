@@ -9,7 +9,8 @@ from twinphase import Distribution, capacity_of
 from twinphase.cli import run_app
 from twinphase.errors import InvalidRequestError
 from twinphase_bench.simulate import plan as planning
-from twinphase_bench.simulate.plan import Demand, Levels, Space, proposals, search
+from twinphase_bench.simulate.levels import Levels
+from twinphase_bench.simulate.plan import Demand, Space, proposals, search
 
 WORDS = "llama-3.1-8b --hardware h100-sxm,l40s --price h100-sxm=3,l40s=1 --request-rate 6"
 LENGTHS = "--prompt-tokens 400 --output-tokens 60"
@@ -68,10 +69,29 @@ def test_the_command_names_the_cheapest_its_limit_and_the_break_even(capsys, mon
     assert texts[0].startswith("Cheapest: ")
     assert any("Nearest limit" in text for text in texts)
     assert any("two pools" in text.lower() for text in texts)
-    assert any(text.startswith("Error") for text in texts)
+    assert any(line.startswith("Bands: ") for line in found["noise"])
     fleets = found["data"]["fleets"]
     holding = [one["price_per_hour"] for one in fleets if not one["missed"]]
     assert f"at {min(holding):,.4g} per hour" in texts[0]
+    for one in fleets:
+        band = one["bands"]["ttft"]
+        assert band["low"] < one["levels_seconds"]["ttft"] < band["high"]
+        assert ("ttft" in one["too_close"]) == (band["low"] <= 1.0 <= band["high"])
+
+
+def test_a_level_inside_the_band_is_too_close_to_say(capsys, monkeypatch):
+    monkeypatch.setattr(planning, "REQUESTS", (60, 60))
+    words = f"{WORDS} {LENGTHS} --max-num-batched-tokens 512 -tp 1"
+    wide = json.loads(plan(capsys, f"{words} --slo ttft=1s,itl=60ms --json").out)
+    (first, *_) = wide["data"]["fleets"]
+    # A level just above what was simulated is kept by the simulation alone.
+    level = 1.05e3 * first["levels_seconds"]["ttft"]
+    found = json.loads(plan(capsys, f"{words} --slo ttft={level:.1f}ms,itl=60ms --json").out)
+    close = [one for one in found["verdicts"] if one["text"].startswith("Too close to say")]
+    assert len(close) == 1 and f"around the level of {level:,.0f} ms" in close[0]["text"]
+    certain = [one for one in found["data"]["fleets"] if not one["missed"] + one["too_close"]]
+    assert bool(certain) == ("with its whole bands" in close[0]["reason"])
+    assert all(one["bands"]["ttft"]["high"] <= level / 1e3 for one in certain)
 
 
 def test_speculation_that_is_accepted_makes_a_fleet_smaller(monkeypatch):

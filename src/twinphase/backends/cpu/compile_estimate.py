@@ -26,8 +26,9 @@ USUAL_SECONDS = {
 OTHER_SECONDS = 0.07
 # Where there are no vectors to compute with, attention is unrolled instead.
 ATTENTION_FACTOR = {"generic": 2.0}
-# A compiling process imports Numba first.
+# A compiling process imports Numba first, so each gets at least twice as much work.
 START_SECONDS = 0.9
+LEAST_SECONDS = 2 * START_SECONDS
 
 
 def usual_seconds(isa: str, spec: str) -> float:
@@ -37,8 +38,10 @@ def usual_seconds(isa: str, spec: str) -> float:
     return factor * USUAL_SECONDS.get(kernel, OTHER_SECONDS)
 
 
-def shared_out(isa: str, specs: Sequence[str], jobs: int) -> list[list[str]]:
-    """The specs in `jobs` lists that take about as long; each begins with its slowest."""
+def shared_out(isa: str, specs: Sequence[str], cores: int) -> list[list[str]]:
+    """The specs in lists that take about as long, one per process; each begins with its slowest."""
+    work = sum(usual_seconds(isa, spec) for spec in specs)
+    jobs = max(1, min(cores, len(specs), int(work / LEAST_SECONDS)))
     shares: list[list[str]] = [[] for _ in range(jobs)]
     sums = [0.0] * jobs
     for spec in sorted(specs, key=lambda spec: usual_seconds(isa, spec), reverse=True):

@@ -63,8 +63,6 @@ KERNELS = {
     for kernel in kernels
 }
 
-# A process takes as long to import Numba as to compile a kernel or two, so each compiles several.
-KERNELS_PER_PROCESS = 3
 # A compiling process that cannot write exits with this code plus the errno.
 WRITE_FAILED_EXIT = 100
 Progress = Callable[[float, int, str], None]
@@ -203,10 +201,9 @@ def _compile_in_processes(
             object_path(folder, isa, spec).unlink(missing_ok=True)
     except OSError as error:
         raise storage_error(error, folder) from error
-    jobs = min(os.cpu_count() or 1, -(-len(missing) // KERNELS_PER_PROCESS))
     command = [*module_command("twinphase.backends.cpu.compiler"), str(folder), isa.name]
     environment = compiler_environment(isa)
-    shares = shared_out(isa.name, missing, jobs)
+    shares = shared_out(isa.name, missing, os.cpu_count() or 1)
     watch = _Watch(folder, isa, CompileEstimate(isa.name, shares), missing, progress)
     with contextlib.ExitStack() as stack:
         workers = []
@@ -267,6 +264,10 @@ class _Watch:
 
 def _compile(folder: Path, isa: Isa, specs: Iterable[str]) -> None:
     """The compiling process: one object file per spec, written whole or not at all."""
+    import llvmlite.binding as llvm
+
+    for option in isa.llvm_options:
+        llvm.set_option("twinphase", option)
     for spec in specs:
         name, code = _object_code(isa, spec)
         symbol = name.encode().ljust(256, b"\0")
@@ -377,4 +378,6 @@ def load_kernels(folder: Path, isa: Isa, specs: Sequence[str]) -> LoadedKernels:
 
 
 if __name__ == "__main__":
+    # Numba would import these, where they are installed, for functions that no kernel calls.
+    sys.modules |= dict.fromkeys(("scipy", "cffi"))  # type: ignore[arg-type]
     _compile(Path(sys.argv[1]), ISAS[sys.argv[2]], sys.argv[3:])

@@ -12,7 +12,7 @@ from inspect import Parameter, signature
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -24,6 +24,11 @@ Kernel = tuple[Any, Callable[[int, int, int], None]]
 
 # A kernel: (address of its int64 arguments, tile number, address of the thread's scratch memory).
 KERNEL_SIGNATURE = types.void(types.int64, types.int64, types.int64)
+
+
+def helper(function: Callable[..., Any]) -> Any:
+    """Compile a function for kernels that call it, without the wrappers for Python and C."""
+    return njit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def emitted(isa: Isa, write: Callable[..., Value | None], starred: int = 0) -> Any:

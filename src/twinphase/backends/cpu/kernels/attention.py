@@ -18,6 +18,7 @@ from twinphase.backends.cpu.intrinsics import (
     KERNEL_SIGNATURE,
     Kernel,
     fields,
+    helper,
     load_f32,
     load_i64,
     load_u32,
@@ -312,7 +313,7 @@ def _row_block_kernel(
     partial_bytes = 64 + 4 * dim
     row_bytes = 4 * dim
 
-    @njit  # type: ignore[untyped-decorator]
+    @helper
     def row_block(r, seen, window, tokens, now, coming, partial, scratch):
         # Rows r.. of the unit against the KV tile at `now`; token i of the unit sees its tokens up
         # to `seen` + i, the last `window` of them.

@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit
 
 from twinphase.backends.cpu.emit import (
     EXP2_DEGREE_3,
@@ -30,6 +29,7 @@ from twinphase.backends.cpu.emit import (
 )
 from twinphase.backends.cpu.intrinsics import (
     emitted,
+    helper,
     load_f32,
     load_i64,
     load_u32,
@@ -392,7 +392,7 @@ def find_cells_kernel(isa: Isa, dim: int, dtype: str, at: dict[str, int], *, in_
     value_size = value_bytes(dim, dtype)
     widened_bytes = (2 if isa.bf16_dot else 4) * CELL_TOKENS * dim
 
-    @njit  # type: ignore[untyped-decorator]
+    @helper
     def find(
         t, cells, table, cells_per_block, per_chunk, kv_head, keys, scales, values, scratch, places
     ):
@@ -440,7 +440,7 @@ def copy_query_kernel(dim: int, at: dict[str, int]) -> Any:
     at_scales = at["query_scales"]
     at_sums = at["query_sums"]
 
-    @njit  # type: ignore[untyped-decorator]
+    @helper
     def copy(r, head, queries, query_scales, query_sums, scratch):
         for i in range(0, dim, 8):
             store_i64(scratch + at_queries + r * dim + i, load_i64(queries + head * dim + i))

@@ -21,11 +21,11 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 
 from twinphase.backends.cpu.emit import I32, I64, Value
-from twinphase.backends.cpu.intrinsics import built, load_i64, load_u32, store_i64
+from twinphase.backends.cpu.intrinsics import built, helper, load_i64, load_u32, store_i64
 from twinphase.backends.cpu.isa import Isa
 from twinphase.backends.cpu.program_layout import (
     CLOCK_GETTIME_CALL,
@@ -131,24 +131,24 @@ def _call_libc(b: ir.IRBuilder, function, number, first, second, third, fourth) 
     return b.call(fn, [number, first, second, third, fourth, none, none])
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _system_call(control, number, first, second, third):
     return _call_libc(load_i64(control + CTL_LIBC_ADDRESS), number, first, second, third, 0)
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _futex(control, operation, value, timeout):
     """Linux's futex(2) on the wake word; elsewhere, give up the rest of the time slice."""
     libc = load_i64(control + CTL_LIBC_ADDRESS)
     _call_libc(libc, FUTEX_CALL, control + CTL_WAKE, operation, value, timeout)
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _state(control, thread):
     return load_i64(control + CTL_STATES_ADDRESS) + thread * STATE_BYTES
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _processor_time(control, thread, mine):
     """Nanoseconds that a thread has run; negative where the system does not tell."""
     # The kernel's number of the clock that counts a thread's time on processors.
@@ -158,7 +158,7 @@ def _processor_time(control, thread, mine):
     return load_i64(mine + STATE_TIMESPEC) * 1000000000 + load_i64(mine + STATE_TIMESPEC + 8)
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _move(control, tid, mine, to_here: bool):
     """Put a thread on the caller's processor, or on any other; its set of processors stays."""
     whole = mine + STATE_CPU_SET
@@ -180,7 +180,7 @@ def _move(control, tid, mine, to_here: bool):
     _system_call(control, SETAFFINITY_CALL, tid, CPU_SET_BYTES, whole)
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _leave(control, thread):
     """Move from the processor that another thread has lent for a tile to any other."""
     state = _state(control, thread)
@@ -190,7 +190,7 @@ def _leave(control, thread):
         atomic_store(control + CTL_LENDING, 0)
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _lend_processor(control, index, thread, done, tiles):
     """Move a thread that was put aside inside a tile of the command to this thread's processor.
 
@@ -228,20 +228,20 @@ def _call_kernel(b: ir.IRBuilder, function, arguments, tile, scratch):
     b.call(fn, [place, place, arguments, tile, scratch])
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _wake_sleepers(control):
     if atomic_load(control + CTL_SLEEPERS) > 0:
         _atomic_add(control + CTL_WAKE, 1)
         _futex(control, FUTEX_WAKE_PRIVATE, 1 << 30, 0)
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _over(claims, index, thread, threads, epoch):
     """Whether the step is over, so that this thread came late."""
     return atomic_load(claims + (index * threads + thread) * COUNTER_BYTES) >> EPOCH_SHIFT != epoch
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _wait_done(control, index, tiles, thread, epoch):
     """Wait until a command's tiles are done; False when this thread came late."""
     done = load_i64(control + CTL_DONE_COUNTERS_ADDRESS) + index * COUNTER_BYTES
@@ -269,7 +269,7 @@ def _wait_done(control, index, tiles, thread, epoch):
         _atomic_add(control + CTL_SLEEPERS, -1)
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _claim(word, epoch, own: bool):
     """A tile from the front of the thread's range or the back of another; NO_TILE or LATE."""
     while True:
@@ -286,7 +286,7 @@ def _claim(word, epoch, own: bool):
             return end - 1
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _run_tiles(control, index, command, thread, epoch):
     """Run tiles of a command until none is left; how many, or LATE."""
     threads = load_i64(control + CTL_THREADS)
@@ -313,7 +313,7 @@ def _run_tiles(control, index, command, thread, epoch):
     return mine
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _walk(control, thread, epoch):
     commands = load_i64(control + CTL_COMMANDS_ADDRESS)
     count = load_i64(control + CTL_COUNT)
@@ -342,7 +342,7 @@ def _walk(control, thread, epoch):
             _leave(control, thread)
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _open(control, epoch):
     """Share out every command's tiles among the threads."""
     commands = load_i64(control + CTL_COMMANDS_ADDRESS)
@@ -357,7 +357,7 @@ def _open(control, epoch):
             claims += COUNTER_BYTES
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper
 def _close(control, epoch):
     """Leave nothing to claim before tile counts change; late threads see the next epoch."""
     threads = load_i64(control + CTL_THREADS)
