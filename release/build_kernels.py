@@ -54,7 +54,7 @@ ALWAYS = (
     "sort_rows",
     "stamp",
     *(f"{name}:{kind}" for name in ("rms_norm", "pick_rows") for kind in ("q8", "f32")),
-    *(f"gate_mul:{name}:{kind}" for name in ("silu", "gelu") for kind in ("q8", "f32")),
+    *(f"gate_mul:{name}:{kind}" for name in ("silu", "gelu", "relu") for kind in ("q8", "f32")),
     "gate_mul:swiglu_oai:f32",
     # LFM2's convolutions have three taps, those of Qwen3.5 and Mamba-2 four.
     "keep_history:3",
@@ -87,6 +87,8 @@ ALWAYS = (
             *((24, 128, 64), (48, 256, 64), (24, 256, 64), (32, 256, 128), (24, 256, 128)),
         )
     ),
+    # Nemotron-H 8B, Nemotron Nano 2.
+    *(f"space_{what}:8:128:128:{width}:0" for what in ("gates", "scan") for width in (64, 80)),
     "cap_logits:0",
     "cap_logits:1",
 )

@@ -66,6 +66,7 @@ def write_tiny_gguf(
     deltas: Collection[int] = (),
     spaces: Collection[int] = (),
     parallel: bool = False,
+    feed_forward_alone: Collection[int] = (),
     next_token: bool = False,
     passes_on: bool = False,
     shared_kv: int = 0,
@@ -103,6 +104,8 @@ def write_tiny_gguf(
             then granitehybrid, with experts also one that every token goes through.
         parallel: whether all layers are Mamba-2 and attention, too; the architecture is then
             falcon-h1.
+        feed_forward_alone: layers that are nothing else; the architecture is then nemotron_h, where
+            no layer has both halves.
         next_token: whether a model with delta rules has a layer for a further token.
         passes_on: whether all layers add nothing, and that one passes the embedding on: it is
             always right where the likeliest token is taken.
@@ -116,13 +119,20 @@ def write_tiny_gguf(
     if parallel:
         architecture = "falcon-h1"
         spaces = range(layers)
+    if feed_forward_alone:
+        architecture = "nemotron_h"
+        recurrent |= {*feed_forward_alone}  # they have no KV
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_name("tiny")
     writer.add_context_length(context)
     writer.add_embedding_length(hidden)
     writer.add_block_count(layers + next_token)
-    writer.add_feed_forward_length(ffn)
+    writer.add_feed_forward_length(
+        [ffn if layer in feed_forward_alone else 0 for layer in range(layers)]
+        if feed_forward_alone
+        else ffn
+    )
     writer.add_head_count(heads)
     writer.add_head_count_kv(
         [0 if layer in recurrent else kv_heads for layer in range(layers + next_token)]
@@ -210,7 +220,8 @@ def write_tiny_gguf(
         matrices |= {f"ffn_{name}": shape for name, shape in feed_forward.items()}
     _add_matrix(writer, rng, "token_embd.weight", (vocab, hidden), embedding_type or tensor_type)
     for layer in range(layers + next_token):
-        for norm in ("attn_norm", "post_attention_norm" if deltas else "ffn_norm"):
+        norms = ("attn_norm", "post_attention_norm" if deltas else "ffn_norm")
+        for norm in norms[:1] if feed_forward_alone else norms:
             _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", hidden)
         if layer in deltas:
             _add_norm(writer, rng, f"blk.{layer}.ssm_norm.weight", 32)
@@ -234,7 +245,12 @@ def write_tiny_gguf(
             norms, mixer = _gemma4_layer(mixer, layer, heads, layers - shared_kv)
             for norm, width in norms.items():
                 _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", width)
-        for name, shape in (mixer | matrices).items():
+        both = mixer | matrices
+        if feed_forward_alone:
+            both = mixer
+        if layer in feed_forward_alone:
+            both = {name: matrices[name] for name in ("ffn_up", "ffn_down")}
+        for name, shape in both.items():
             full = f"blk.{layer}.{name}.weight"
             if passes_on and name in _ADDED:
                 writer.add_tensor(full, np.zeros(shape, np.float32))

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 QkNorm = Literal["none", "head", "width"]
-Activation = Literal["silu", "gelu", "swiglu_oai"]
+Activation = Literal["silu", "gelu", "relu", "swiglu_oai"]
 StateNorm = Literal["after_gate", "before_gate", "none"]
 Scores = Literal["softmax", "sigmoid"]
 
@@ -294,7 +294,10 @@ class Blueprint:
             whole width.
         qkv_bias, output_bias: whether the projections into and out of attention have biases.
         fused_qkv, fused_gate_up: whether the checkpoint stores these matrices as one.
-        activation: of the gate: SiLU, GELU (tanh), or the clamped SwiGLU of GPT-OSS.
+        activation: of the gate: SiLU, GELU (tanh), ReLU, or the clamped SwiGLU of GPT-OSS.
+        ffn_gate: whether the feed-forward layer has a gate; if not, the matrix up serves as gate,
+            too.
+        ffn_layers: layers with a feed-forward layer; None for all.
         embedding_scale, residual_scale, logit_scale: multiply the embedding, what each half adds,
             and the logits.
         attention_scale: multiplies the products of queries and keys; None is 1 / sqrt(head_dim).
@@ -347,6 +350,8 @@ class Blueprint:
     fused_qkv: bool = False
     fused_gate_up: bool = False
     activation: Activation = "silu"
+    ffn_gate: bool = True
+    ffn_layers: tuple[int, ...] | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -404,6 +409,14 @@ class Blueprint:
             return layer not in self.recurrent_layers
         return layer in self.attention_layers
 
+    def mixes(self, layer: int) -> bool:
+        """Whether a layer has attention or a recurrence."""
+        return self.attends(layer) or layer in self.recurrent_layers
+
+    def has_ffn(self, layer: int) -> bool:
+        """Whether a layer has a feed-forward layer, or experts in its place."""
+        return self.ffn_layers is None or layer in self.ffn_layers
+
     @property
     def num_attention_layers(self) -> int:
         """Layers with attention."""
@@ -418,7 +431,7 @@ class Blueprint:
     def last_writer(self) -> int:
         """The last layer that writes KV or a state: rows are independent after it."""
         owners = range(self.num_layers - self.shared_kv_layers)
-        return max(i for i in owners if self.attends(i) or i in self.recurrent_layers)
+        return max(filter(self.mixes, owners))
 
     @cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:

@@ -241,6 +241,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconH1",
         {**FALCON_H1, "mamba_rms_norm": True, "mamba_n_groups": 2, "mamba_d_state": 16},
     ),
+    "nemotron-h": (
+        "NemotronH",
+        {
+            "layers_block_type": [
+                *("linear_attention", "mlp", "full_attention", "linear_attention", "mlp"),
+            ],
+            "head_dim": 32,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+        },
+    ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
     "qwen3-moe": (
         "Qwen3Moe",

@@ -14,12 +14,12 @@ from twinphase.backends.base import Array, Operations, WeightLoader
 from twinphase.blueprint import Blueprint, DeltaNet, MatrixStates, Rope
 from twinphase.models.tensors import (
     EXPERTS_GATE_UP,
-    GATE_UP,
     LAYER_EMBEDDING,
     LAYER_PROJECTION,
     SHARED_GATE_UP,
     Shape,
     attention_projections,
+    gate_up,
     layer_tensors,
     multiplied,
     taken_apart,
@@ -111,9 +111,9 @@ class Layer:
     router_bias: Array | None
     choice_bias: Array | None
     shared: SharedExpert | None
-    gate_up: Array
+    gate_up: Array | None
     gate_up_bias: Array | None
-    down: Array
+    down: Array | None
     down_bias: Array | None
     ffn_post_norm: Array | None
     embedding: LayerEmbedding | None
@@ -206,7 +206,8 @@ class Decoder:
             for mixer, h in zip(layer.mixers, mixed, strict=True):
                 weights = (mixer.output, mixer.output_bias, layer.attn_post_norm)
                 x = self._add(backend, x, h, weights, mixer.scale)
-            x = self._feed_forward(backend, x, index, layer)
+            if layer.gate_up is not None:
+                x = self._feed_forward(backend, x, index, layer)
             if layer.embedding is not None:
                 x = self._add_embedding(backend, x, parts, index)
         x = backend.rms_norm(x, self.norm, blueprint.norm_eps)
@@ -287,7 +288,8 @@ class Decoder:
         experts = blueprint.experts_of(index)
         h = self._norm(backend, x, layer.ffn_norm)
         if experts is None:
-            h = backend.gate_mul(backend.linear(h, layer.gate_up, bias=layer.gate_up_bias))
+            h = backend.linear(h, layer.gate_up, bias=layer.gate_up_bias)
+            h = backend.gate_mul(h) if blueprint.ffn_gate else backend.gate_mul(h, h)
             h = backend.gather(h, blueprint.span("ffn", index))
             # A layer ends here, or with its embedding.
             factor = layer.scale if layer.embedding is None else None
@@ -428,12 +430,13 @@ def load_layer(
     mixers = [tensors.attention()] if blueprint.attends(index) else []
     if index in blueprint.recurrent_layers:
         mixers.append(tensors.recurrence())
+    has_ffn = blueprint.has_ffn(index)
     experts = blueprint.experts_of(index)
     down = "ffn_down_exps" if experts else "ffn_down"
-    gate_up = GATE_UP[blueprint.fused_gate_up]
+    names = gate_up(blueprint)
     shared = None
     if experts:
-        gate_up = EXPERTS_GATE_UP[experts.fused_gate_up]
+        names = EXPERTS_GATE_UP[experts.fused_gate_up]
     if experts and experts.shared_size:
         shared = SharedExpert(
             gate_up=matrix(*SHARED_GATE_UP[experts.fused_shared]),
@@ -446,17 +449,17 @@ def load_layer(
             gate=matrix("inp_gate"), projection=matrix("proj"), norm=vector("post_norm.weight")
         )
     return Layer(
-        attn_norm=norm("attn_norm"),
+        attn_norm=norm("attn_norm") if mixers else None,
         mixers=tuple(mixers),
         attn_post_norm=norm("post_attention_norm") if blueprint.norm_after else None,
-        ffn_norm=norm(blueprint.ffn_norm),
+        ffn_norm=norm(blueprint.ffn_norm) if has_ffn else None,
         router=matrix("ffn_gate_inp") if experts else None,
         router_bias=vector("ffn_gate_inp.bias"),
         choice_bias=vector("exp_probs_b.bias"),
         shared=shared,
-        gate_up=matrix(*gate_up),
-        gate_up_bias=vector(*(f"{name}.bias" for name in gate_up)),
-        down=matrix(down),
+        gate_up=matrix(*names) if has_ffn else None,
+        gate_up_bias=vector(*(f"{name}.bias" for name in names)),
+        down=matrix(down) if has_ffn else None,
         down_bias=vector(f"{down}.bias"),
         ffn_post_norm=norm("post_ffw_norm"),
         embedding=embedding,

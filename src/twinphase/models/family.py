@@ -171,6 +171,16 @@ def experts(config: Config, size: str, *, renormalize: bool, **differences: Any)
     return mixture
 
 
+def refuse_biases(config: Config, *names: str) -> None:
+    """Raise UnsupportedModelError if one of these fields gives linear layers biases."""
+    for name in names:
+        if config.flag(name, False):
+            raise UnsupportedModelError(
+                f"{config.name} has biases in its linear layers ({name}).",
+                "Use a model without them.",
+            )
+
+
 def mamba2(config: Config, values: int, **differences: Any) -> Mamba2:
     """The state space that a configuration names; a folder's has `values` columns in its result.
 

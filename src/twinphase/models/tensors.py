@@ -31,8 +31,10 @@ def layer_tensors(blueprint: Blueprint, layer: int) -> dict[str, Shape]:
     shapes = _attention_tensors(b, layer) if b.attends(layer) else {}
     if layer in b.recurrent_layers:
         shapes |= _recurrent_tensors(b)
-    if b.norm_before:
-        shapes["attn_norm.weight"] = shapes[f"{b.ffn_norm}.weight"] = (b.hidden_size,)
+    if b.norm_before and b.mixes(layer):
+        shapes["attn_norm.weight"] = (b.hidden_size,)
+    if b.norm_before and b.has_ffn(layer):
+        shapes[f"{b.ffn_norm}.weight"] = (b.hidden_size,)
     if b.norm_after:
         shapes["post_attention_norm.weight"] = shapes["post_ffw_norm.weight"] = (b.hidden_size,)
     if b.layer_embedding_size:
@@ -41,7 +43,9 @@ def layer_tensors(blueprint: Blueprint, layer: int) -> dict[str, Shape]:
         shapes["post_norm.weight"] = (b.hidden_size,)
     if b.layer_scales:
         shapes["layer_output_scale.weight"] = (1,)
-    return shapes | (_expert_tensors(b) if b.experts_of(layer) else _dense_tensors(b, layer))
+    if b.has_ffn(layer):
+        shapes |= _expert_tensors(b) if b.experts_of(layer) else _dense_tensors(b, layer)
+    return shapes
 
 
 def _recurrent_tensors(b: Blueprint) -> dict[str, Shape]:
@@ -132,6 +136,11 @@ def multiplied(checkpoint: Checkpoint, blueprint: Blueprint) -> Checkpoint:
     )
 
 
+def gate_up(b: Blueprint) -> tuple[str, ...]:
+    """The matrices into a feed-forward layer."""
+    return GATE_UP[b.fused_gate_up] if b.ffn_gate else ("ffn_up",)
+
+
 def attention_projections(b: Blueprint, layer: int) -> tuple[str, ...]:
     """The matrices into a layer's attention: of queries, keys and values."""
     if b.kv_source(layer) != layer:
@@ -173,7 +182,7 @@ def _attention_tensors(b: Blueprint, layer: int) -> dict[str, Shape]:
 def _dense_tensors(b: Blueprint, layer: int) -> dict[str, Shape]:
     width = b.ffn_width(layer)
     up = (2 * width if b.fused_gate_up else width, b.hidden_size)
-    shapes: dict[str, Shape] = {f"{name}.weight": up for name in GATE_UP[b.fused_gate_up]}
+    shapes: dict[str, Shape] = {f"{name}.weight": up for name in gate_up(b)}
     return shapes | {"ffn_down.weight": (b.hidden_size, width)}
 
 

@@ -25,7 +25,7 @@ _KNOWN_MISSING = {
     "deepseek": "latent attention (MLA)",
     "glm4_moe_lite": "latent attention (MLA)",
     "kimi": "latent attention (MLA)",
-    "nemotron_h": "layers that are one half alone, and a feed-forward layer without a gate",
+    "nemotron_h_moe": "experts without a gate",
     "mamba": "layers of Mamba",
 }
 

@@ -6,20 +6,14 @@ It was trained under muP, whose multipliers GGUF's converter has folded into the
 from typing import Any
 
 from twinphase.blueprint import Blueprint, Multipliers
-from twinphase.errors import UnsupportedModelError
 from twinphase.models.config import Config
-from twinphase.models.family import llama_like, mamba2
+from twinphase.models.family import llama_like, mamba2, refuse_biases
 
 HF = {"falcon_h1": "falcon-h1"}
 
 
 def describe(config: Config) -> Blueprint:
-    for name in ("attention_bias", "mlp_bias", "projectors_bias"):
-        if config.flag(name, False):
-            raise UnsupportedModelError(
-                f"{config.name} has biases in its linear layers ({name}).",
-                "Use a model without them.",
-            )
+    refuse_biases(config, "attention_bias", "mlp_bias", "projectors_bias")
     every_layer = tuple(range(config.integer("num_hidden_layers")))
     hidden = config.integer("hidden_size")
     values = config.integer("mamba_d_ssm", config.integer("mamba_expand", 2) * hidden)
