@@ -65,7 +65,7 @@ def random_tensor(rng: np.random.Generator, shape: tuple[int, int], kind: str) -
 def metadata_of(b: Blueprint, theta: float) -> dict[str, Any]:
     """GGUF's keys after the architecture's prefix, as llama.cpp's converters write them."""
     layers = range(b.num_layers)
-    heads = [0 if i in b.recurrent_layers else b.kv_shape(i).num_heads for i in layers]
+    heads = [b.kv_shape(i).num_heads if b.attends(i) else 0 for i in layers]
     widths = [b.ffn_width(i) for i in layers]
     dim = b.full_kv.head_dim if b.full_kv else b.head_dim
     values: dict[str, Any] = {

@@ -54,7 +54,7 @@ ALWAYS = (
     "sort_rows",
     "stamp",
     *(f"{name}:{kind}" for name in ("rms_norm", "pick_rows") for kind in ("q8", "f32")),
-    *(f"gate_mul:{name}:{kind}" for name in ("silu", "gelu") for kind in ("q8", "f32")),
+    *(f"gate_mul:{name}:{kind}" for name in ("silu", "gelu", "relu") for kind in ("q8", "f32")),
     "gate_mul:swiglu_oai:f32",
     # LFM2's convolutions have three taps, those of Qwen3.5 and Mamba-2 four.
     "keep_history:3",
@@ -66,7 +66,7 @@ ALWAYS = (
             "causal_conv:4:silu",
             "gate_heads:256",
             "gated_norm:128",
-            "gate_norm",
+            "gate_norm:after_gate",
         )
         for kind in ("q8", "f32")
     ),
@@ -78,12 +78,17 @@ ALWAYS = (
         for tiled in (0, 1)
     ),
     "causal_conv:4:biased:f32",
-    # Granite 4-H: 350M, 1B and tiny, micro, small.
+    # Granite 4-H: 350M, 1B and tiny, micro, small. Falcon-H1: 0.5B, 1.5B, its deep form, 3B, 7B.
     *(
-        f"space_{what}:1:{heads}:128:{width}:0"
+        f"space_{what}:1:{heads}:{state}:{width}:0"
         for what in ("gates", "scan")
-        for heads, width in ((48, 32), (48, 64), (64, 64), (128, 64))
+        for heads, state, width in (
+            *((48, 128, 32), (48, 128, 64), (64, 128, 64), (128, 128, 64)),
+            *((24, 128, 64), (48, 256, 64), (24, 256, 64), (32, 256, 128), (24, 256, 128)),
+        )
     ),
+    # Nemotron-H 8B, Nemotron Nano 2.
+    *(f"space_{what}:8:128:128:{width}:0" for what in ("gates", "scan") for width in (64, 80)),
     "cap_logits:0",
     "cap_logits:1",
 )

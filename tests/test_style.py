@@ -45,9 +45,9 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 38_100,
-    "tests": 381_500,
-    "twinphase": 17_900,
-    "twinphase/backends": 108_400,
+    "tests": 382_500,
+    "twinphase": 18_100,
+    "twinphase/backends": 110_400,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -55,7 +55,7 @@ BUDGET: dict[str, int] = {
     "twinphase/engine": 40_300,
     "twinphase/estimate": 4_700,
     "twinphase/explain": 11_000,
-    "twinphase/models": 21_400,
+    "twinphase/models": 23_200,
     "twinphase/phases": 12_200,
     "twinphase/sampling": 9_200,
     "twinphase/scheduler": 6_500,
@@ -63,11 +63,11 @@ BUDGET: dict[str, int] = {
     "twinphase/simulate": 15_600,
     "twinphase/speculation": 13_900,
     "twinphase/tokenizer": 18_300,
-    "twinphase/weights": 23_600,
+    "twinphase/weights": 24_000,
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_400,
 }
-MAX_TOKENS = {"src": 504_200, "tests": 381_500, "benchmarks": 38_100}
+MAX_TOKENS = {"src": 508_400, "tests": 382_500, "benchmarks": 38_100}
 
 SKIPPED = {
     tokenize.COMMENT,

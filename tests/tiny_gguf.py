@@ -65,6 +65,8 @@ def write_tiny_gguf(
     convolutions: Collection[int] = (),
     deltas: Collection[int] = (),
     spaces: Collection[int] = (),
+    parallel: bool = False,
+    feed_forward_alone: Collection[int] = (),
     next_token: bool = False,
     passes_on: bool = False,
     shared_kv: int = 0,
@@ -100,6 +102,10 @@ def write_tiny_gguf(
             through one more expert. A head must be a multiple of 32 wide.
         spaces: layers that are Mamba-2, with a group of 16 and 4 heads of 32; the architecture is
             then granitehybrid, with experts also one that every token goes through.
+        parallel: whether all layers are Mamba-2 and attention, too; the architecture is then
+            falcon-h1.
+        feed_forward_alone: layers that are nothing else; the architecture is then nemotron_h, where
+            no layer has both halves.
         next_token: whether a model with delta rules has a layer for a further token.
         passes_on: whether all layers add nothing, and that one passes the embedding on: it is
             always right where the likeliest token is taken.
@@ -110,13 +116,23 @@ def write_tiny_gguf(
     architecture = "lfm2" if convolutions else qwen35 if deltas else architecture
     architecture = "gemma4" if shared_kv else "granitehybrid" if spaces else architecture
     recurrent = {*convolutions, *deltas, *spaces}
+    if parallel:
+        architecture = "falcon-h1"
+        spaces = range(layers)
+    if feed_forward_alone:
+        architecture = "nemotron_h"
+        recurrent |= {*feed_forward_alone}  # they have no KV
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_name("tiny")
     writer.add_context_length(context)
     writer.add_embedding_length(hidden)
     writer.add_block_count(layers + next_token)
-    writer.add_feed_forward_length(ffn)
+    writer.add_feed_forward_length(
+        [ffn if layer in feed_forward_alone else 0 for layer in range(layers)]
+        if feed_forward_alone
+        else ffn
+    )
     writer.add_head_count(heads)
     writer.add_head_count_kv(
         [0 if layer in recurrent else kv_heads for layer in range(layers + next_token)]
@@ -204,7 +220,8 @@ def write_tiny_gguf(
         matrices |= {f"ffn_{name}": shape for name, shape in feed_forward.items()}
     _add_matrix(writer, rng, "token_embd.weight", (vocab, hidden), embedding_type or tensor_type)
     for layer in range(layers + next_token):
-        for norm in ("attn_norm", "post_attention_norm" if deltas else "ffn_norm"):
+        norms = ("attn_norm", "post_attention_norm" if deltas else "ffn_norm")
+        for norm in norms[:1] if feed_forward_alone else norms:
             _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", hidden)
         if layer in deltas:
             _add_norm(writer, rng, f"blk.{layer}.ssm_norm.weight", 32)
@@ -214,7 +231,8 @@ def write_tiny_gguf(
         if layer in spaces:
             _add_norm(writer, rng, f"blk.{layer}.ssm_conv1d.bias", 160)
             _add_norm(writer, rng, f"blk.{layer}.ssm_dt.bias", 4)
-            writer.add_tensor(f"blk.{layer}.ssm_norm.weight", np.ones((1, 128), np.float32))
+            if not parallel:
+                writer.add_tensor(f"blk.{layer}.ssm_norm.weight", np.ones((1, 128), np.float32))
             for name, sign in (("a", -1), ("d", 1)):
                 values = sign * rng.uniform(0.01, 2.0, (4, 1)).astype(np.float32)
                 writer.add_tensor(f"blk.{layer}.ssm_{name}", values)
@@ -222,12 +240,17 @@ def write_tiny_gguf(
             for norm in ("attn_q_norm", "attn_k_norm"):
                 _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", hidden // heads)
         mixer = convolution if layer in convolutions else delta if layer in deltas else attention
-        mixer = space if layer in spaces else mixer
+        mixer = attention | space if parallel else space if layer in spaces else mixer
         if shared_kv:
             norms, mixer = _gemma4_layer(mixer, layer, heads, layers - shared_kv)
             for norm, width in norms.items():
                 _add_norm(writer, rng, f"blk.{layer}.{norm}.weight", width)
-        for name, shape in (mixer | matrices).items():
+        both = mixer | matrices
+        if feed_forward_alone:
+            both = mixer
+        if layer in feed_forward_alone:
+            both = {name: matrices[name] for name in ("ffn_up", "ffn_down")}
+        for name, shape in both.items():
             full = f"blk.{layer}.{name}.weight"
             if passes_on and name in _ADDED:
                 writer.add_tensor(full, np.zeros(shape, np.float32))

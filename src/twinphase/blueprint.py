@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Literal
 
 QkNorm = Literal["none", "head", "width"]
-Activation = Literal["silu", "gelu", "swiglu_oai"]
+Activation = Literal["silu", "gelu", "relu", "swiglu_oai"]
+StateNorm = Literal["after_gate", "before_gate", "none"]
 Scores = Literal["softmax", "sigmoid"]
 
 
@@ -181,7 +182,37 @@ class Mamba2(MatrixStates):
     """A selective state space in place of attention (Dao and Gu, 2024, arXiv:2405.21060).
 
     Its heads are value heads, its groups key heads; B and C are keys and queries.
+
+    Attributes:
+        norm: whether each group of its result is normalized, and whether the gate comes before.
     """
+
+    norm: StateNorm = "after_gate"
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Factors of a model that was trained under muP (Yang et al., 2022, arXiv:2203.03466).
+
+    Those of a file are moved to where they cost nothing: a factor of a linear layer's result is one
+    of its input, and so one of the weights of the norm before it.
+
+    Attributes:
+        attn_norm, ffn_norm: of the weights of the norm before each half.
+        values, keys, queries: of the weights of a state space's convolution.
+        steps: of the weights of the projection to a state space's steps.
+        attention, states, ffn: of what attention, a recurrence and the feed-forward layer add.
+    """
+
+    attn_norm: float = 1.0
+    ffn_norm: float = 1.0
+    values: float = 1.0
+    keys: float = 1.0
+    queries: float = 1.0
+    steps: float = 1.0
+    attention: float = 1.0
+    states: float = 1.0
+    ffn: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -263,7 +294,10 @@ class Blueprint:
             whole width.
         qkv_bias, output_bias: whether the projections into and out of attention have biases.
         fused_qkv, fused_gate_up: whether the checkpoint stores these matrices as one.
-        activation: of the gate: SiLU, GELU (tanh), or the clamped SwiGLU of GPT-OSS.
+        activation: of the gate: SiLU, GELU (tanh), ReLU, or the clamped SwiGLU of GPT-OSS.
+        ffn_gate: whether the feed-forward layer has a gate; if not, the matrix up serves as gate,
+            too.
+        ffn_layers: layers with a feed-forward layer; None for all.
         embedding_scale, residual_scale, logit_scale: multiply the embedding, what each half adds,
             and the logits.
         attention_scale: multiplies the products of queries and keys; None is 1 / sqrt(head_dim).
@@ -273,8 +307,10 @@ class Blueprint:
             value.
         experts: None for a dense model.
         dense_layers: how many of the first layers have a feed-forward layer in place of experts.
-        recurrence: what some layers have in place of attention; None where all have attention.
-        recurrent_layers: their numbers, ascending; they keep a state per sequence and no KV.
+        recurrence: what some layers have in place of attention, or beside it; None where no layer
+            has one.
+        recurrent_layers: their numbers, ascending; they keep a state per sequence.
+        attention_layers: those that attend; None for all that are not recurrent.
         attention_gate: whether attention's result is multiplied by the sigmoid of a gate, which the
             query matrix has after each head's queries.
         draft_layers: layers after the last one that predict further tokens (`models/mtp.py`).
@@ -286,6 +322,7 @@ class Blueprint:
         ffn_sizes: width of the feed-forward layer of each layer, where they differ.
         layer_embedding_size: width of the embedding that each layer adds; 0 for none.
         layer_scales: whether each layer's result is multiplied by a number of its own.
+        multipliers: of a model under muP.
         share: what this rank computes of the model, where there are several; heads are then those
             of this rank.
     """
@@ -313,6 +350,8 @@ class Blueprint:
     fused_qkv: bool = False
     fused_gate_up: bool = False
     activation: Activation = "silu"
+    ffn_gate: bool = True
+    ffn_layers: tuple[int, ...] | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -324,6 +363,7 @@ class Blueprint:
     dense_layers: int = 0
     recurrence: ShortConv | DeltaNet | Mamba2 | None = None
     recurrent_layers: tuple[int, ...] = ()
+    attention_layers: tuple[int, ...] | None = None
     attention_gate: bool = False
     draft_layers: int = 0
     output_norm: str = "output_norm"
@@ -334,6 +374,7 @@ class Blueprint:
     ffn_sizes: tuple[int, ...] = ()
     layer_embedding_size: int = 0
     layer_scales: bool = False
+    multipliers: Multipliers = Multipliers()
     share: Share | None = None
 
     @property
@@ -362,10 +403,24 @@ class Blueprint:
         """The mixture in place of a layer's feed-forward layer; None where it has none."""
         return self.experts if layer >= self.dense_layers else None
 
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        if self.attention_layers is None:
+            return layer not in self.recurrent_layers
+        return layer in self.attention_layers
+
+    def mixes(self, layer: int) -> bool:
+        """Whether a layer has attention or a recurrence."""
+        return self.attends(layer) or layer in self.recurrent_layers
+
+    def has_ffn(self, layer: int) -> bool:
+        """Whether a layer has a feed-forward layer, or experts in its place."""
+        return self.ffn_layers is None or layer in self.ffn_layers
+
     @property
     def num_attention_layers(self) -> int:
         """Layers with attention."""
-        return self.num_layers - len(self.recurrent_layers)
+        return sum(map(self.attends, range(self.num_layers)))
 
     @property
     def num_kv_layers(self) -> int:
@@ -375,13 +430,14 @@ class Blueprint:
     @property
     def last_writer(self) -> int:
         """The last layer that writes KV or a state: rows are independent after it."""
-        return self.num_layers - self.shared_kv_layers - 1
+        owners = range(self.num_layers - self.shared_kv_layers)
+        return max(filter(self.mixes, owners))
 
     @cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """Keys and values of each layer that caches them, in order."""
         layers = range(self.num_layers - self.shared_kv_layers)
-        return tuple(self.kv_shape(i) for i in layers if i not in self.recurrent_layers)
+        return tuple(self.kv_shape(i) for i in layers if self.attends(i))
 
     @property
     def unlike_layers(self) -> bool:

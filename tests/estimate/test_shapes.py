@@ -92,6 +92,8 @@ def test_active_parameters():
     assert qwen.active_parameters == pytest.approx(3e9, rel=0.2)
     granite = read_shape("granite-4.0-h-tiny")  # 7 billion, says its model card
     assert granite.total_parameters == pytest.approx(7e9, rel=0.02)
+    falcon = read_shape("falcon-h1-0.5b")  # 0.5 billion, says its model card
+    assert falcon.total_parameters == pytest.approx(0.52e9, rel=0.01)
     # "Effective" parameters of its model card: those that do not stay in the mapped file.
     gemma = read_shape("gemma-4-e2b").parameters
     assert gemma.total - gemma.embedding == pytest.approx(2.3e9, rel=0.02)

@@ -35,7 +35,15 @@ VOCAB = 320
 MOST_BLOCKS = 40
 MOST_SEQS = 8
 # Names of files of models with recurrent layers, and how their engines run.
-HYBRIDS = ("convolutions", "deltas", "deltas-and-experts", "spaces", "next-token")
+HYBRIDS = (
+    "convolutions",
+    "deltas",
+    "deltas-and-experts",
+    "spaces",
+    "parallel",
+    "halves",
+    "next-token",
+)
 MOST_SLOTS = 16
 STATES = {"state_interval": 16, "speculative_config": "auto"}
 TAGS = ThinkingTags((50,), (51, 52, 53))

@@ -32,6 +32,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "deltas": DELTAS,
     "deltas-and-experts": {**DELTAS, "experts": (6, 2)},
     "spaces": {"layers": 4, "spaces": (0, 1, 3), "experts": (6, 2)},
+    "parallel": {"parallel": True},
+    "halves": {"layers": 5, "spaces": (0, 3), "feed_forward_alone": (1, 4)},
 }
 QUICK = {
     "compared": 50,
@@ -94,10 +96,12 @@ def folder(tmp_path_factory) -> Iterator[Path]:
         (12, "shared", QUICK),
         (10, "deltas-and-experts", HYBRID),
         (10, "spaces", HYBRID),
+        (10, "parallel", HYBRID),
         *(
             pytest.param(NUM_MIXES, model, least, marks=pytest.mark.slow)
             for model, least in (
                 ("convolutions", LONG_HYBRID),
+                ("halves", LONG_HYBRID),
                 ("deltas", LONG_HYBRID),
                 ("dense", LONG),
                 ("windowed", LONG),

@@ -6,7 +6,7 @@ import pytest
 
 from tiny_gguf import write_tiny_gguf
 from twinphase.blueprint import Experts, Mamba2
-from twinphase.errors import CheckpointError, UnsupportedModelError
+from twinphase.errors import CheckpointError, TwinphaseError, UnsupportedModelError
 from twinphase.models.architectures import describe, gguf_architecture
 from twinphase.models.config import Config
 from twinphase.models.loader import open_model, read_blueprint
@@ -111,6 +111,8 @@ MODEL_TYPES = [
     "granite",
     "granitemoehybrid",
     "granitemoehybrid-mixture",
+    "falcon_h1",
+    "nemotron_h",
     "smollm3",
     "exaone4",
     "glm4",
@@ -138,6 +140,8 @@ def test_as_many_parameters_as_transformers_has(model_type):
     if model_type == "granitemoehybrid-mixture":
         model_type = "granitemoehybrid"
         extra = SPACES | {"num_local_experts": 8, "num_experts_per_tok": 2}
+    if model_type == "nemotron_h":
+        extra = {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}
     if model_type in ("lfm2_moe", "qwen3_5_moe_text"):
         kind = "conv" if model_type == "lfm2_moe" else "linear_attention"
         extra = HYBRID_MOE | {"layer_types": [kind, kind, "full_attention"]}
@@ -204,6 +208,18 @@ def test_granite_4_with_and_without_rotation_and_state_spaces():
         blueprint_of("granitemoehybrid", **hybrid | SPACES | {"mamba_n_heads": 3})
     fields = FIELDS | {"rope_scaling": {"finetuned": False}}
     assert describe(Config(fields, "granite", "m", is_gguf=True)).ropes == (None,) * 3
+
+
+def test_layers_of_nemotron_h_are_halves_named_by_letters():
+    sizes = {"mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2, "hidden_size": 64}
+    blueprint = blueprint_of("nemotron_h", **sizes, hybrid_override_pattern="M-*")
+    layers = blueprint.recurrent_layers, blueprint.ffn_layers, blueprint.attention_layers
+    assert layers == ((0,), (1,), (2,)) and blueprint.last_writer == 2
+    for pattern, named in (("M*E", "experts"), ("M-*-", "'M-\\*-'"), ("M--", "M--")):
+        with pytest.raises(TwinphaseError, match=named):
+            blueprint_of("nemotron_h", **sizes, hybrid_override_pattern=pattern)
+    with pytest.raises(UnsupportedModelError, match="relu2"):
+        blueprint_of("nemotron_h", **sizes, hybrid_override_pattern="M-*", mlp_hidden_act="silu")
 
 
 def test_experts_that_are_not_as_the_family_has_them_are_refused():

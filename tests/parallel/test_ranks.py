@@ -129,8 +129,12 @@ def test_bits_are_those_of_one_rank(folder, backend, ranks, options, tensor_type
 
 
 FAMILIES = ("gemma2", "qwen3-moe", "gpt-oss", "phi3", "granite", "glm4", "olmo2", "olmoe")
-# Convolutions, delta rules, Mamba-2, and layers with different heads, two of them with experts.
-HYBRIDS = ("lfm2-moe", "qwen35", "granite-4-h", "granite-4-h-moe", "gemma4", "gemma4-12b")
+# Convolutions, delta rules, Mamba-2, also beside attention, layers of one half, and layers with
+# different heads; two of them with experts.
+HYBRIDS = (
+    *("lfm2-moe", "qwen35", "granite-4-h", "granite-4-h-moe", "falcon-h1", "falcon-h1-norm"),
+    *("nemotron-h", "gemma4", "gemma4-12b"),
+)
 # Elsewhere than on the cpu those whose layers differ in what ranks exchange: how a model is divided
 # is the same everywhere.
 FAMILIES_ON = [

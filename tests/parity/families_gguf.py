@@ -32,6 +32,8 @@ def write_gguf(
     config.allow_global_per_layer_attribute_access = True  # those of layers with a window
     arch = checkpoint.architecture
     spaces = arch == "granitehybrid" and "linear_attention" in config.layer_types
+    falcon = arch == "falcon-h1"
+    nemotron = arch == "nemotron_h"
     if arch == "granitehybrid" and not spaces:  # The converter calls it so.
         arch = "granite"
     writer = gguf.GGUFWriter(str(path), arch)
@@ -43,7 +45,7 @@ def write_gguf(
     kinds = getattr(config, "layer_types", None) or []
     heads = config.num_key_value_heads
     by_layer = config.model_type == "granitemoehybrid"
-    recurrent = [kind != "full_attention" for kind in kinds]
+    without_kv = [kind != "full_attention" for kind in kinds]
     if drafting:  # Such files name attention by its interval, and count the layer for drafts.
         writer.add_head_count_kv(heads)
         writer.add_full_attention_interval(4)
@@ -52,8 +54,8 @@ def write_gguf(
         if name not in checkpoint.tensors:
             values = np.zeros((config.hidden_size, 2 * config.hidden_size), np.float32)
             writer.add_tensor(name, values)
-    elif arch in RECURRENT or by_layer:
-        writer.add_head_count_kv([0 if without else heads for without in recurrent])
+    elif arch in RECURRENT or by_layer or nemotron:
+        writer.add_head_count_kv([0 if without else heads for without in without_kv])
     elif arch != "gemma4":
         writer.add_head_count_kv(heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -65,7 +67,11 @@ def write_gguf(
     writer.add_vocab_size(config.vocab_size)
     add_more(writer)
     writer.add_layer_norm_rms_eps(
-        config.norm_eps if arch.startswith("lfm2") else config.rms_norm_eps
+        config.norm_eps
+        if arch.startswith("lfm2")
+        else config.layer_norm_epsilon
+        if nemotron
+        else config.rms_norm_eps
     )
     if arch.startswith("qwen35"):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
@@ -73,7 +79,9 @@ def write_gguf(
         writer.add_ssm_group_count(config.linear_num_key_heads)
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
-    if spaces:
+    if nemotron:
+        _add_nemotron(writer, config)
+    if spaces or falcon:
         _add_state_spaces(writer, config)
     if arch.startswith("lfm2"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
@@ -107,11 +115,14 @@ def write_gguf(
             "norm.weight"
         ):
             values = values + 1
-        if name.endswith((".ssm_a", ".ssm_d")) and spaces:
+        if falcon:
+            values = _folded(name, values, config)
+        if name.endswith((".ssm_a", ".ssm_d")) and (spaces or falcon or nemotron):
             values = -np.exp(values) if name.endswith("a") else values
             values = values.reshape(-1, 1)
-        if name.endswith("ssm_norm.weight") and spaces:
-            values = values.reshape(config.mamba_n_groups, -1)
+        if name.endswith("ssm_norm.weight") and (spaces or nemotron):
+            groups = config.n_groups if nemotron else config.mamba_n_groups
+            values = values.reshape(groups, -1)
         parts = {name: values}
         if name.endswith("ffn_gate_inp_shexp.weight"):  # Some converters have dropped the 1.
             parts = {name: values[0]}
@@ -149,14 +160,53 @@ def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _add_state_spaces(writer: gguf.GGUFWriter, config: Any) -> None:
-    """conversion/granite.py: nothing is rotated beside layers of Mamba-2."""
+    """conversion/granite.py, in whose models nothing is rotated; conversion/falcon_h1.py."""
+    falcon = config.model_type == "falcon_h1"
     writer.add_ssm_conv_kernel(config.mamba_d_conv)
     writer.add_ssm_state_size(config.mamba_d_state)
     writer.add_ssm_group_count(config.mamba_n_groups)
     writer.add_ssm_time_step_rank(config.mamba_n_heads)
-    writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+    writer.add_ssm_inner_size(
+        config.mamba_d_ssm if falcon else config.mamba_expand * config.hidden_size
+    )
+    if falcon:
+        return
     writer.add_rope_scaling_finetuned(False)
     writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+
+
+def _add_nemotron(writer: gguf.GGUFWriter, config: Any) -> None:
+    """conversion/nemotron.py: which layer is what follows from these lists and the KV heads."""
+    mlp = [config.intermediate_size if kind == "mlp" else 0 for kind in config.layer_types]
+    writer.add_feed_forward_length(mlp)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.ssm_state_size)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_ssm_time_step_rank(config.mamba_num_heads)
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    writer.add_rope_scaling_finetuned(False)
+
+
+def _folded(name: str, values: NDArray[np.float32], config: Any) -> NDArray[np.float32]:
+    """conversion/falcon_h1.py: multipliers are part of the weights."""
+    into = config.attention_in_multiplier
+    gate, down = config.mlp_multipliers
+    keys = config.mamba_n_groups * config.mamba_d_state
+    widths = (config.mamba_d_ssm, config.mamba_d_ssm, keys, keys, config.mamba_n_heads)
+    factors: dict[str, Any] = {
+        "token_embd": config.embedding_multiplier,
+        "output": config.lm_head_multiplier,
+        "attn_q": into,
+        "attn_k": into * config.key_multiplier,
+        "attn_v": into,
+        "attn_output": config.attention_out_multiplier,
+        "ssm_in": config.ssm_in_multiplier * np.repeat(config.ssm_multipliers, widths)[:, None],
+        "ssm_out": config.ssm_out_multiplier,
+        "ffn_gate": gate,
+        "ffn_down": down,
+    }
+    factor = factors.get(name.removesuffix(".weight").rpartition(".")[2], 1)
+    return (values * factor).astype(np.float32)
 
 
 def _drafting_layers(checkpoint: Checkpoint) -> int:
@@ -200,6 +250,8 @@ def _permuted(values: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]
 
 
 def _add_feed_forward(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
+    if arch == "nemotron_h":
+        return
     size = getattr(config, "intermediate_size", None)
     if arch == "granite":
         size = getattr(config, "shared_intermediate_size", size)
@@ -228,6 +280,8 @@ def _add_feed_forward(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
 
 
 def _add_rope(writer: gguf.GGUFWriter, config: Any, arch: str, head_dim: int) -> None:
+    if arch == "nemotron_h":  # nothing is rotated
+        return
     rope = config.rope_parameters
     if arch == "olmo2":
         rope = rope.get("full_attention", rope)

@@ -20,6 +20,7 @@ TOKENS = list(np.random.default_rng(0).integers(3, 448, 70))
 TOLERANCE = 1e-3  # of the norm of the logits
 CASES = [(name, kind) for name in FAMILIES for kind in ("folder", "gguf")]
 CASES.remove(("qwen2-window", "gguf"))  # llama.cpp's converter drops that window
+CASES.remove(("falcon-h1-norm", "gguf"))  # and computes no norm before the gate
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)

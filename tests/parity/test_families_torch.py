@@ -28,7 +28,7 @@ TOKENS = np.random.default_rng(0).integers(3, 448, 70, dtype=np.int32)
 
 
 # The backend refuses layers with a recurrent state, and those that differ in their heads.
-REFUSED_HERE = (*RECURRENT, "granite-4-h", "gemma4")
+REFUSED_HERE = (*RECURRENT, "granite-4-h", "falcon-h1", "nemotron-h", "gemma4")
 FAMILIES_HERE = [name for name in FAMILIES if not name.startswith(REFUSED_HERE)]
 # Types differ in their rounding alone: every third family has float16, finer than bfloat16.
 IN_TYPES = {

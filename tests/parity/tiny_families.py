@@ -85,6 +85,21 @@ GRANITE4 = {
     "shared_intermediate_size": 112,
     "mamba_n_heads": 4,
 }
+FALCON_H1 = {
+    "mamba_d_ssm": 128,
+    "mamba_expand": 3,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 32,
+    "embedding_multiplier": 5.5,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.5,
+    "attention_in_multiplier": 1.5,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.3,
+    "ssm_multipliers": [0.35, 0.5, 0.7, 1.5, 0.6],
+    "mlp_multipliers": [0.8, 0.4],
+}
 
 
 def _phi(**more: Any) -> dict[str, Any]:
@@ -219,6 +234,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "mamba_d_state": 16,
             "mamba_n_groups": 2,
+        },
+    ),
+    "falcon-h1": ("FalconH1", FALCON_H1),
+    "falcon-h1-norm": (
+        "FalconH1",
+        {**FALCON_H1, "mamba_rms_norm": True, "mamba_n_groups": 2, "mamba_d_state": 16},
+    ),
+    "nemotron-h": (
+        "NemotronH",
+        {
+            "layers_block_type": [
+                *("linear_attention", "mlp", "full_attention", "linear_attention", "mlp"),
+            ],
+            "head_dim": 32,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 32,
+            "n_groups": 2,
+            "ssm_state_size": 16,
         },
     ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),

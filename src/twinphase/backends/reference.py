@@ -335,6 +335,9 @@ class ReferenceBackend(ReferenceRecurrence):
             up = np.clip(up, np.float32(-7), np.float32(7))
             out = gate / (1 + np.exp(np.float32(-1.702) * gate)) * (up + 1)
             return out
+        if self.blueprint.activation == "relu":
+            out = np.maximum(gate, np.float32(0)) * up
+            return out
         out = gate / (1 + np.exp(-gate)) * up
         return out
 

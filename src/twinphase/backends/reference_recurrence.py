@@ -151,11 +151,13 @@ class ReferenceRecurrence:
         return out
 
     def gate_norm(self, x: F32, weight: F32, gate: F32, eps: float) -> F32:
-        """The gate, then rms_norm of each group."""
+        """The gate, then rms_norm of each group; or the other way round."""
         space = self.blueprint.whole.recurrence
         assert isinstance(space, Mamba2)
-        parts = (x * _silu(gate)).reshape(len(x), space.key_heads, -1)
-        return self.rms_norm(parts, np.ones((), np.float32), eps).reshape(x.shape) * weight
+        first = space.norm == "after_gate"
+        parts = (x * _silu(gate) if first else x).reshape(len(x), space.key_heads, -1)
+        normed = self.rms_norm(parts, np.ones((), np.float32), eps).reshape(x.shape) * weight
+        return normed if first else normed * _silu(gate)
 
     def add_gated(self, x: F32, h: F32, y: F32, weight: F32) -> F32:
         """x + sigmoid(y . weight) * h."""

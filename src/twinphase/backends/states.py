@@ -65,7 +65,10 @@ class RecurrentOperations(Protocol):
         """rms_norm(x, weight) of each run of len(weight) columns, times silu(gate)."""
 
     def gate_norm(self, x: Any, weight: Any, gate: Any, eps: float) -> Any:
-        """rms_norm(x * silu(gate)) of each of the state space's groups of columns, times weight."""
+        """rms_norm(x * silu(gate)) of each of the state space's groups of columns, times weight.
+
+        Where its `norm` is "before_gate", rms_norm(x) times weight, times silu(gate).
+        """
 
     def gate_heads(self, h: Any, qkv: Any) -> Any:
         """Attention's result h times the sigmoid of each head's gate, which follows its queries."""

@@ -75,6 +75,7 @@ def model_facts(name: str, ranks: int = 1) -> dict[str, Any]:
             "window": next((window for window in b.windows if window), None),
             "windowed_layers": sum(window is not None for window in b.windows),
             "recurrent_layers": len(b.recurrent_layers),
+            "attention_layers": b.num_attention_layers,
             "draft_layers": b.draft_layers,
             "full_kv": vars(b.full_kv) if b.full_kv else None,
             "shared_kv_layers": b.shared_kv_layers,
@@ -136,7 +137,7 @@ def _kv_cache(b: Blueprint) -> dict[str, dict[str, int]]:
     attended = [
         (min(full, window or full), b.kv_shape(layer))
         for layer, window in enumerate(b.windows)
-        if layer not in b.recurrent_layers
+        if b.attends(layer)
     ]
     found = {}
     for dtype in KV_CACHE_DTYPES:

@@ -77,9 +77,11 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             "tokens come",
         )
     if layers["recurrent_layers"]:
+        both = layers["recurrent_layers"] + layers["attention_layers"] > layers["num_layers"]
+        kv = "and" if both else "not"
         yield (
             "recurrence",
-            f"{layers['recurrent_layers']} of {layers['num_layers']} layers keep a state, not KV: "
+            f"{layers['recurrent_layers']} of {layers['num_layers']} layers keep a state, {kv} KV: "
             f"{scaled(facts['state_bytes'], 'B')} per sequence",
         )
     if layers["draft_layers"]:

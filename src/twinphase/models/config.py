@@ -6,7 +6,7 @@ A GGUF file's metadata is translated, so that `architectures/` describes each mo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from twinphase.errors import CheckpointError
@@ -124,6 +124,7 @@ class Config:
         # GGUF says these by the tensors alone.
         fields["qkv_bias"] = "blk.0.attn_q.bias" in shapes
         fields["use_expert_bias"] = any(name.endswith(".exp_probs_b.bias") for name in shapes)
+        fields["mamba_rms_norm"] = "blk.0.ssm_norm.weight" in shapes
         fields["fused_experts"] = "blk.0.ffn_gate_up_exps.weight" in shapes
         # Keys are values, too, where a layer has no projection of them.
         keys = [name for name in shapes if name.endswith(".attn_k.weight")]
@@ -152,6 +153,11 @@ class Config:
             raise self._wrong(name, value)
         return float(value)
 
+    def reals(self, name: str, count: int) -> list[float]:
+        """Positive numbers; ones where the field is missing or null."""
+        values = self.sequence(name, count) or [1.0] * count
+        return [replace(self, fields={name: value}).real(name) for value in values]
+
     def flag(self, name: str, default: bool) -> bool:
         value = self.fields.get(name)
         if value is None:
@@ -168,7 +174,7 @@ class Config:
         return value or {}
 
     def sequence(self, name: str, length: int) -> list[Any] | None:
-        """A list with one entry per layer; None where it is missing or null."""
+        """A list of at least `length` entries, cut there; None where it is missing or null."""
         value = self.fields.get(name)
         if value is not None and (not isinstance(value, list) or len(value) < length):
             raise self._wrong(name, value)

@@ -7,19 +7,21 @@ first: a norm before each half, nothing else that a blueprint may ask for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from twinphase.backends.base import Array, Operations, WeightLoader
 from twinphase.blueprint import Blueprint, DeltaNet, MatrixStates, Rope
 from twinphase.models.tensors import (
     EXPERTS_GATE_UP,
-    GATE_UP,
     LAYER_EMBEDDING,
     LAYER_PROJECTION,
     SHARED_GATE_UP,
+    Shape,
+    attention_projections,
+    gate_up,
     layer_tensors,
-    projections,
+    multiplied,
     taken_apart,
 )
 from twinphase.weights.checkpoint import Checkpoint
@@ -69,32 +71,49 @@ class SharedExpert:
 
 
 @dataclass(frozen=True)
+class Mixer:
+    """Weights of attention or of a recurrence; None for what the blueprint does not have.
+
+    Attributes:
+        place: of the layer, or of the one whose KV it attends to, among those that cache KV; of a
+            recurrence among those that keep a state.
+        qkv, output: projections into it and out of it.
+        scale: of what it adds.
+    """
+
+    place: int
+    qkv: Array
+    output: Array
+    scale: float
+    qkv_bias: Array | None = None
+    output_bias: Array | None = None
+    q_norm: Array | None = None
+    k_norm: Array | None = None
+    sinks: Array | None = None
+    conv: Array | None = None
+    conv_bias: Array | None = None
+    states: StateWeights | None = None
+
+
+@dataclass(frozen=True)
 class Layer:
     """Weights of one layer; None for what the blueprint does not have.
 
-    Of a recurrent layer, `qkv` and `output` are the projections into and out of the recurrence.
+    Attributes:
+        mixers: attention, a recurrence, or both, which then read the same rows.
     """
 
     attn_norm: Array | None
-    qkv: Array
-    conv: Array | None
-    conv_bias: Array | None
-    states: StateWeights | None
-    qkv_bias: Array | None
-    q_norm: Array | None
-    k_norm: Array | None
-    sinks: Array | None
-    output: Array
-    output_bias: Array | None
+    mixers: tuple[Mixer, ...]
     attn_post_norm: Array | None
     ffn_norm: Array | None
     router: Array | None
     router_bias: Array | None
     choice_bias: Array | None
     shared: SharedExpert | None
-    gate_up: Array
+    gate_up: Array | None
     gate_up_bias: Array | None
-    down: Array
+    down: Array | None
     down_bias: Array | None
     ffn_post_norm: Array | None
     embedding: LayerEmbedding | None
@@ -125,7 +144,7 @@ class Decoder:
         `progress` counts layers.
         """
         self.blueprint = blueprint
-        checkpoint = taken_apart(checkpoint, blueprint)
+        checkpoint = multiplied(taken_apart(checkpoint, blueprint), blueprint)
         backend.prepare(
             checkpoint,
             blueprint,
@@ -149,12 +168,6 @@ class Decoder:
                 projection=backend.matrix(checkpoint, [LAYER_PROJECTION]),
                 norm=backend.vector(checkpoint, ["per_layer_proj_norm.weight"]),
             )
-        # The place of a layer, or of the one whose KV it attends to, among those that cache KV; or
-        # its place among those that keep a state.
-        recurrent = [i in blueprint.recurrent_layers for i in range(blueprint.num_layers)]
-        self.places = [
-            recurrent[: blueprint.kv_source(i)].count(kind) for i, kind in enumerate(recurrent)
-        ]
         self.norm = backend.vector(
             checkpoint, [f"{blueprint.output_norm}.weight"], blueprint.norm_offset
         )
@@ -184,13 +197,17 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             if index in self.kept:
                 backend.keep(x)
-            h = self._mix(backend, x, index, layer)
+            normed = self._norm(backend, x, layer.attn_norm)
+            mixed = [self._mix(backend, normed, index, mixer) for mixer in layer.mixers]
             if index == last and not all_rows:
-                h = backend.logit_rows(h)
+                mixed = [backend.logit_rows(h) for h in mixed]
                 x = backend.logit_rows(x)
                 parts = None if parts is None else backend.logit_rows(parts)
-            x = self._add(backend, x, h, layer.output, layer.output_bias, layer.attn_post_norm)
-            x = self._feed_forward(backend, x, index, layer)
+            for mixer, h in zip(layer.mixers, mixed, strict=True):
+                weights = (mixer.output, mixer.output_bias, layer.attn_post_norm)
+                x = self._add(backend, x, h, weights, mixer.scale)
+            if layer.gate_up is not None:
+                x = self._feed_forward(backend, x, index, layer)
             if layer.embedding is not None:
                 x = self._add_embedding(backend, x, parts, index)
         x = backend.rms_norm(x, self.norm, blueprint.norm_eps)
@@ -205,36 +222,36 @@ class Decoder:
         """The input of the first layer, [num_tokens, hidden_size]."""
         return backend.embed(self.embedding, self.blueprint.embedding_scale)
 
-    def _mix(self, backend: Operations, x: Array, index: int, layer: Layer) -> Array:
-        """What attention, or the recurrence in its place, makes of the rows of each sequence."""
-        h = self._norm(backend, x, layer.attn_norm)
-        qkv = backend.linear(h, layer.qkv, bias=layer.qkv_bias)
-        place = self.places[index]
-        if layer.states is not None:
-            return self._mix_states(backend, h, qkv, layer, place)
+    def _mix(self, backend: Operations, x: Array, index: int, mixer: Mixer) -> Array:
+        """What attention or a recurrence makes of the rows of each sequence."""
+        qkv = backend.linear(x, mixer.qkv, bias=mixer.qkv_bias)
+        place = mixer.place
+        if mixer.states is not None:
+            return self._mix_states(backend, x, qkv, mixer)
         b = self.blueprint
-        if layer.conv is not None:
-            return backend.gather(backend.short_conv(qkv, layer.conv, place), b.span("states"))
-        q = backend.rope_kv_write(qkv, self.ropes[index], place, layer.q_norm, layer.k_norm)
-        h = backend.attention(q, place, b.windows[index], layer.sinks)
+        if mixer.conv is not None:
+            return backend.gather(backend.short_conv(qkv, mixer.conv, place), b.span("states"))
+        q = backend.rope_kv_write(qkv, self.ropes[index], place, mixer.q_norm, mixer.k_norm)
+        h = backend.attention(q, place, b.windows[index], mixer.sinks)
         h = backend.gate_heads(h, qkv) if b.attention_gate else h
         return backend.gather(h, b.span("heads", index))
 
-    def _mix_states(
-        self, backend: Operations, h: Array, qkv: Array, layer: Layer, place: int
-    ) -> Array:
-        own = layer.states
+    def _mix_states(self, backend: Operations, x: Array, qkv: Array, mixer: Mixer) -> Array:
+        own = mixer.states
         assert own is not None
         eps = self.blueprint.norm_eps
         span = self.blueprint.span("states")
-        steps = backend.linear(h, own.steps)
-        gate = backend.linear(h, own.gate)
+        steps = backend.linear(x, own.steps)
+        gate = backend.linear(x, own.gate)
         if isinstance(self.blueprint.recurrence, DeltaNet):
-            weights = (layer.conv, own.decay, own.step_bias)
-            values = backend.delta_rule(qkv, steps, weights, place)
+            weights = (mixer.conv, own.decay, own.step_bias)
+            values = backend.delta_rule(qkv, steps, weights, mixer.place)
             return backend.gather(backend.gated_norm(values, own.norm, gate, eps), span)
-        conv = (layer.conv, layer.conv_bias)
-        values = backend.state_space(qkv, steps, conv, (own.decay, own.step_bias, own.skip), place)
+        conv = (mixer.conv, mixer.conv_bias)
+        weights = (own.decay, own.step_bias, own.skip)
+        values = backend.state_space(qkv, steps, conv, weights, mixer.place)
+        if own.norm is None:
+            return backend.gather(backend.gate_mul(gate, values), span)
         # The norm is over a group of heads: every rank takes that of the whole.
         return backend.gate_norm(
             backend.gather(values, span), own.norm, backend.gather(gate, span), eps
@@ -271,13 +288,13 @@ class Decoder:
         experts = blueprint.experts_of(index)
         h = self._norm(backend, x, layer.ffn_norm)
         if experts is None:
-            h = backend.gate_mul(backend.linear(h, layer.gate_up, bias=layer.gate_up_bias))
+            h = backend.linear(h, layer.gate_up, bias=layer.gate_up_bias)
+            h = backend.gate_mul(h) if blueprint.ffn_gate else backend.gate_mul(h, h)
             h = backend.gather(h, blueprint.span("ffn", index))
             # A layer ends here, or with its embedding.
             factor = layer.scale if layer.embedding is None else None
-            return self._add(
-                backend, x, h, layer.down, layer.down_bias, layer.ffn_post_norm, factor=factor
-            )
+            weights = (layer.down, layer.down_bias, layer.ffn_post_norm)
+            return self._add(backend, x, h, weights, blueprint.multipliers.ffn, factor=factor)
         mixed = backend.moe(
             h,
             layer.router,
@@ -304,14 +321,17 @@ class Decoder:
         backend: Operations,
         x: Array,
         h: Array,
-        weight: Array,
-        bias: Array | None,
-        post_norm: Array | None,
+        weights: tuple[Array, Array | None, Array | None],
+        scale: float,
         *,
         factor: Array | None = None,
     ) -> Array:
-        """x plus the last linear layer of a half; one operation if nothing is between them."""
-        scale = self.blueprint.residual_scale
+        """x plus the last linear layer of a half; one operation if nothing is between them.
+
+        `weights` are those of the layer, its bias, and a norm of its result.
+        """
+        weight, bias, post_norm = weights
+        scale *= self.blueprint.residual_scale
         span = self.blueprint.span("hidden")
         if post_norm is None and bias is None and scale == 1.0:
             first = span.first if span else 0
@@ -326,80 +346,120 @@ class Decoder:
         return x if weight is None else backend.rms_norm(x, weight, self.blueprint.norm_eps)
 
 
+@dataclass(frozen=True)
+class _Tensors:
+    """Loads one layer's tensors."""
+
+    checkpoint: Checkpoint
+    blueprint: Blueprint
+    backend: WeightLoader
+    index: int
+    expected: Mapping[str, Shape]
+
+    def vector(self, *names: str, plus: float = 0.0) -> Array | None:
+        if not all(name in self.expected for name in names):
+            return None
+        return self.backend.vector(self.checkpoint, self._named(*names), plus)
+
+    def norm(self, name: str) -> Array | None:
+        return self.vector(f"{name}.weight", plus=self.blueprint.norm_offset)
+
+    def matrix(self, *names: str) -> Array:
+        load = self.backend.experts if names[0].endswith("_exps") else self.backend.matrix
+        return load(self.checkpoint, self._named(*(f"{name}.weight" for name in names)))
+
+    def attention(self) -> Mixer:
+        b = self.blueprint
+        qkv = attention_projections(b, self.index)
+        return Mixer(
+            place=sum(map(b.attends, range(b.kv_source(self.index)))),
+            qkv=self.matrix(*qkv),
+            qkv_bias=self.vector(*(f"{name}.bias" for name in qkv)),
+            q_norm=self.norm("attn_q_norm"),
+            k_norm=self.norm("attn_k_norm"),
+            sinks=self.vector("attn_sinks.weight"),
+            output=self.matrix("attn_output"),
+            output_bias=self.vector("attn_output.bias"),
+            scale=b.multipliers.attention,
+        )
+
+    def recurrence(self) -> Mixer:
+        b = self.blueprint
+        place = b.recurrent_layers.index(self.index)
+        scale = b.multipliers.states
+        if not isinstance(b.recurrence, MatrixStates):
+            return Mixer(
+                place=place,
+                qkv=self.matrix("shortconv.in_proj"),
+                conv=self.vector("shortconv.conv.weight"),
+                output=self.matrix("shortconv.out_proj"),
+                scale=scale,
+            )
+        names = ("ssm_alpha.weight", "ssm_beta.weight")[: 1 + isinstance(b.recurrence, DeltaNet)]
+        states = StateWeights(
+            gate=self.matrix("attn_gate"),
+            steps=self.backend.exact_matrix(self.checkpoint, self._named(*names)),
+            decay=self.vector("ssm_a"),
+            step_bias=self.vector("ssm_dt.bias"),
+            norm=self.vector("ssm_norm.weight"),
+            skip=self.vector("ssm_d"),
+        )
+        return Mixer(
+            place=place,
+            qkv=self.matrix("attn_qkv"),
+            conv=self.vector("ssm_conv1d.weight"),
+            conv_bias=self.vector("ssm_conv1d.bias"),
+            states=states,
+            output=self.matrix("ssm_out"),
+            scale=scale,
+        )
+
+    def _named(self, *names: str) -> list[str]:
+        return [f"blk.{self.index}.{name}" for name in names]
+
+
 def load_layer(
     checkpoint: Checkpoint, blueprint: Blueprint, backend: WeightLoader, index: int
 ) -> Layer:
     """The weights of layer `index`."""
-    prefix = f"blk.{index}."
     expected = layer_tensors(blueprint, index)
-    recurrent = index in blueprint.recurrent_layers
-
-    def vector(*names: str, plus: float = 0.0) -> Array | None:
-        if not all(name in expected for name in names):
-            return None
-        return backend.vector(checkpoint, [prefix + name for name in names], plus)
-
-    def norm(name: str) -> Array | None:
-        return vector(f"{name}.weight", plus=blueprint.norm_offset)
-
-    def matrix(*names: str) -> Array:
-        load = backend.experts if names[0].endswith("_exps") else backend.matrix
-        return load(checkpoint, [f"{prefix}{name}.weight" for name in names])
-
+    tensors = _Tensors(checkpoint, blueprint, backend, index, expected)
+    vector = tensors.vector
+    norm = tensors.norm
+    matrix = tensors.matrix
+    mixers = [tensors.attention()] if blueprint.attends(index) else []
+    if index in blueprint.recurrent_layers:
+        mixers.append(tensors.recurrence())
+    has_ffn = blueprint.has_ffn(index)
     experts = blueprint.experts_of(index)
     down = "ffn_down_exps" if experts else "ffn_down"
-    gate_up = GATE_UP[blueprint.fused_gate_up]
+    names = gate_up(blueprint)
     shared = None
     if experts:
-        gate_up = EXPERTS_GATE_UP[experts.fused_gate_up]
+        names = EXPERTS_GATE_UP[experts.fused_gate_up]
     if experts and experts.shared_size:
         shared = SharedExpert(
             gate_up=matrix(*SHARED_GATE_UP[experts.fused_shared]),
             down=matrix("ffn_down_shexp"),
             gate=vector("ffn_gate_inp_shexp.weight"),
         )
-    output = "attn_output"
-    states = None
     embedding = None
     if blueprint.layer_embedding_size:
         embedding = LayerEmbedding(
             gate=matrix("inp_gate"), projection=matrix("proj"), norm=vector("post_norm.weight")
         )
-    qkv = projections(blueprint, index)
-    if recurrent and isinstance(blueprint.recurrence, MatrixStates):
-        output = "ssm_out"
-        names = ("ssm_alpha", "ssm_beta")[: 1 + isinstance(blueprint.recurrence, DeltaNet)]
-        states = StateWeights(
-            gate=matrix("attn_gate"),
-            steps=backend.exact_matrix(checkpoint, [f"{prefix}{name}.weight" for name in names]),
-            decay=vector("ssm_a"),
-            step_bias=vector("ssm_dt.bias"),
-            norm=vector("ssm_norm.weight"),
-            skip=vector("ssm_d"),
-        )
-    elif recurrent:
-        output = "shortconv.out_proj"
     return Layer(
-        attn_norm=norm("attn_norm"),
-        qkv=matrix(*qkv),
-        qkv_bias=vector(*(f"{name}.bias" for name in qkv)),
-        conv=vector("ssm_conv1d.weight" if states else "shortconv.conv.weight"),
-        conv_bias=vector("ssm_conv1d.bias"),
-        states=states,
-        q_norm=norm("attn_q_norm"),
-        k_norm=norm("attn_k_norm"),
-        sinks=vector("attn_sinks.weight"),
-        output=matrix(output),
-        output_bias=vector("attn_output.bias"),
+        attn_norm=norm("attn_norm") if mixers else None,
+        mixers=tuple(mixers),
         attn_post_norm=norm("post_attention_norm") if blueprint.norm_after else None,
-        ffn_norm=norm(blueprint.ffn_norm),
+        ffn_norm=norm(blueprint.ffn_norm) if has_ffn else None,
         router=matrix("ffn_gate_inp") if experts else None,
         router_bias=vector("ffn_gate_inp.bias"),
         choice_bias=vector("exp_probs_b.bias"),
         shared=shared,
-        gate_up=matrix(*gate_up),
-        gate_up_bias=vector(*(f"{name}.bias" for name in gate_up)),
-        down=matrix(down),
+        gate_up=matrix(*names) if has_ffn else None,
+        gate_up_bias=vector(*(f"{name}.bias" for name in names)),
+        down=matrix(down) if has_ffn else None,
         down_bias=vector(f"{down}.bias"),
         ffn_post_norm=norm("post_ffw_norm"),
         embedding=embedding,

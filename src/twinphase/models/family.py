@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from twinphase.blueprint import Blueprint, Experts
+from twinphase.blueprint import Blueprint, Experts, Mamba2
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX, Config
 from twinphase.models.rope import make_rope
@@ -168,3 +169,62 @@ def experts(config: Config, size: str, *, renormalize: bool, **differences: Any)
             FIX,
         )
     return mixture
+
+
+def refuse_biases(config: Config, *names: str) -> None:
+    """Raise UnsupportedModelError if one of these fields gives linear layers biases."""
+    for name in names:
+        if config.flag(name, False):
+            raise UnsupportedModelError(
+                f"{config.name} has biases in its linear layers ({name}).",
+                "Use a model without them.",
+            )
+
+
+def mamba2(config: Config, values: int, **differences: Any) -> Mamba2:
+    """The state space that a configuration names; a folder's has `values` columns in its result.
+
+    `differences` are further fields of `Mamba2`.
+
+    Raises:
+        CheckpointError: sizes that are missing or do not divide.
+        UnsupportedModelError: other biases than the usual, or limits of the steps.
+    """
+    if config.flag("mamba_proj_bias", False) or not config.flag("mamba_conv_bias", True):
+        raise UnsupportedModelError(
+            f"{config.name} has other biases in its layers of Mamba-2 than usual "
+            "(mamba_proj_bias, mamba_conv_bias).",
+            FIX,
+        )
+    least, most = config.sequence("time_step_limit", 2) or (0.0, None)
+    # Infinity has several spellings in files, and none is a number of JSON.
+    if least or (isinstance(most, int | float) and math.isfinite(most)):
+        raise UnsupportedModelError(
+            f"{config.name} limits the steps of Mamba-2 (time_step_limit).",
+            "Use a model without limits: ignoring them would change the answers.",
+        )
+    if config.is_gguf:
+        names = "linear_num_value_heads", "linear_num_values", "linear_num_key_heads"
+        heads, values, groups = (config.integer(name) for name in names)
+        taps = config.integer("linear_conv_kernel_dim")
+        key_dim = config.integer("linear_key_head_dim")
+    else:
+        heads = config.integer("mamba_n_heads", 128)
+        groups = config.integer("mamba_n_groups", 1)
+        taps = config.integer("mamba_d_conv", 4)
+        key_dim = config.integer("mamba_d_state", 256)
+    if values % heads or heads % groups:
+        raise CheckpointError(
+            f"{config.name}: {values} columns, {heads} heads and {groups} groups of Mamba-2 do not "
+            "divide.",
+            FIX,
+        )
+    return Mamba2(
+        taps=taps,
+        key_heads=groups,
+        value_heads=heads,
+        key_dim=key_dim,
+        value_dim=values // heads,
+        log_decay=not config.is_gguf,
+        **differences,
+    )

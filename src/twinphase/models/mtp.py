@@ -25,7 +25,7 @@ NORM = f"{NEXT}shared_head_norm.weight"
 
 def mtp_blueprint(target: Blueprint, more_positions: int) -> Blueprint:
     """What the layer is made of, for drafts that reach `more_positions` beyond the context."""
-    attends = next(i for i in range(target.num_layers) if i not in target.recurrent_layers)
+    attends = next(i for i in range(target.num_layers) if target.attends(i))
     return replace(
         target,
         num_layers=1,
@@ -79,7 +79,6 @@ class MtpHead(Decoder):
         self.layer_embedding = None
         self.head = backend.matrix(view, [HEAD]) if HEAD in view.tensors else target.head
         self.layers = [load_layer(view, blueprint, backend, 0)]
-        self.places = [0]
         # Its hidden state, after its norm, is what the next draft starts from.
         self.kept = (1,)
 

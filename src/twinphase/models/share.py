@@ -225,7 +225,7 @@ def _layer_rows(b: Blueprint, share: Share, layer: int) -> Iterator[tuple[str, R
     """(name, rows) of each tensor of a layer that is divided, names without their endings."""
     if layer in b.recurrent_layers:
         yield from _recurrent_rows(b, share)
-    else:
+    if b.attends(layer):
         yield from _attention_rows(b, share, layer)
     mixture = b.experts_of(layer)
     experts = "_exps" if mixture else ""

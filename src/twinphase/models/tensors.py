@@ -6,10 +6,11 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
-from twinphase.blueprint import Blueprint, Mamba2, MatrixStates, ShortConv
+from twinphase.blueprint import Blueprint, Mamba2, Multipliers, ShortConv
 from twinphase.errors import CheckpointError, UnsupportedModelError
 from twinphase.models.config import FIX
 from twinphase.weights.checkpoint import Checkpoint
+from twinphase.weights.multiplied import multiplied_tensors
 
 Shape = tuple[int, ...]
 # A row for each token, with as many numbers for each layer: a step reads its tokens' rows alone.
@@ -27,10 +28,13 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 def layer_tensors(blueprint: Blueprint, layer: int) -> dict[str, Shape]:
     """Row-major shape of each tensor of a layer, by its name after `blk.N.`."""
     b = blueprint
-    recurrent = layer in b.recurrent_layers
-    shapes = _recurrent_tensors(b) if recurrent else _attention_tensors(b, layer)
-    if b.norm_before:
-        shapes["attn_norm.weight"] = shapes[f"{b.ffn_norm}.weight"] = (b.hidden_size,)
+    shapes = _attention_tensors(b, layer) if b.attends(layer) else {}
+    if layer in b.recurrent_layers:
+        shapes |= _recurrent_tensors(b)
+    if b.norm_before and b.mixes(layer):
+        shapes["attn_norm.weight"] = (b.hidden_size,)
+    if b.norm_before and b.has_ffn(layer):
+        shapes[f"{b.ffn_norm}.weight"] = (b.hidden_size,)
     if b.norm_after:
         shapes["post_attention_norm.weight"] = shapes["post_ffw_norm.weight"] = (b.hidden_size,)
     if b.layer_embedding_size:
@@ -39,7 +43,9 @@ def layer_tensors(blueprint: Blueprint, layer: int) -> dict[str, Shape]:
         shapes["post_norm.weight"] = (b.hidden_size,)
     if b.layer_scales:
         shapes["layer_output_scale.weight"] = (1,)
-    return shapes | (_expert_tensors(b) if b.experts_of(layer) else _dense_tensors(b, layer))
+    if b.has_ffn(layer):
+        shapes |= _expert_tensors(b) if b.experts_of(layer) else _dense_tensors(b, layer)
+    return shapes
 
 
 def _recurrent_tensors(b: Blueprint) -> dict[str, Shape]:
@@ -60,12 +66,13 @@ def _recurrent_tensors(b: Blueprint) -> dict[str, Shape]:
     if isinstance(r, Mamba2):
         by_head: Shape = (heads,) if r.log_decay else (heads, 1)
         groups = r.key_heads, r.num_values // r.key_heads
+        if r.norm != "none":
+            shapes["ssm_norm.weight"] = (r.num_values,) if r.log_decay else groups
         return shapes | {
             "ssm_in.weight": (r.num_values + r.channels + heads, b.hidden_size),
             "ssm_conv1d.bias": (r.channels,),
             "ssm_a": by_head,
             "ssm_d": by_head,
-            "ssm_norm.weight": (r.num_values,) if r.log_decay else groups,
         }
     return shapes | {
         "attn_qkv.weight": (r.channels, b.hidden_size),
@@ -91,8 +98,8 @@ def taken_apart(checkpoint: Checkpoint, blueprint: Blueprint) -> Checkpoint:
     for layer in blueprint.recurrent_layers:
         prefix = f"blk.{layer}."
         for name in ("ssm_a", "ssm_d", "ssm_norm.weight"):
-            info = tensors[prefix + name]
-            tensors[prefix + name] = replace(info, shape=(math.prod(info.shape),))
+            if info := tensors.get(prefix + name):
+                tensors[prefix + name] = replace(info, shape=(math.prod(info.shape),))
         whole = tensors.pop(f"{prefix}ssm_in.weight", None)
         if whole is None:
             continue
@@ -107,10 +114,35 @@ def taken_apart(checkpoint: Checkpoint, blueprint: Blueprint) -> Checkpoint:
     return replace(checkpoint, tensors=tensors)
 
 
-def projections(b: Blueprint, layer: int) -> tuple[str, ...]:
-    """The matrices into a layer's attention or recurrence: of queries, keys and values."""
-    if layer in b.recurrent_layers:
-        return ("attn_qkv",) if isinstance(b.recurrence, MatrixStates) else ("shortconv.in_proj",)
+def multiplied(checkpoint: Checkpoint, blueprint: Blueprint) -> Checkpoint:
+    """A checkpoint, taken apart, with the multipliers that belong to small tensors (muP)."""
+    m = blueprint.multipliers
+    if m == Multipliers():
+        return checkpoint
+    r = blueprint.recurrence
+    hidden = blueprint.hidden_size
+    factors = {"attn_norm": [(hidden, m.attn_norm)], blueprint.ffn_norm: [(hidden, m.ffn_norm)]}
+    if isinstance(r, Mamba2):
+        keys = [(r.num_keys, factor) for factor in (m.keys, m.queries)]
+        factors["ssm_conv1d"] = [(r.num_values, m.values), *keys]
+        factors["ssm_alpha"] = [(r.value_heads, m.steps)]
+    return multiplied_tensors(
+        checkpoint,
+        {
+            f"blk.{layer}.{name}.weight": factor
+            for layer in range(blueprint.num_layers)
+            for name, factor in factors.items()
+        },
+    )
+
+
+def gate_up(b: Blueprint) -> tuple[str, ...]:
+    """The matrices into a feed-forward layer."""
+    return GATE_UP[b.fused_gate_up] if b.ffn_gate else ("ffn_up",)
+
+
+def attention_projections(b: Blueprint, layer: int) -> tuple[str, ...]:
+    """The matrices into a layer's attention: of queries, keys and values."""
     if b.kv_source(layer) != layer:
         return QKV[False][:1]
     return QKV[b.fused_qkv] if b.has_values(layer) else QKV[False][:2]
@@ -129,7 +161,7 @@ def _attention_tensors(b: Blueprint, layer: int) -> dict[str, Shape]:
         "attn_qkv": queries + 2 * keys,
     }
     shapes: dict[str, Shape] = {}
-    for name in projections(b, layer):
+    for name in attention_projections(b, layer):
         shapes[f"{name}.weight"] = (widths[name], hidden)
         if b.qkv_bias:
             shapes[f"{name}.bias"] = (widths[name],)
@@ -150,7 +182,7 @@ def _attention_tensors(b: Blueprint, layer: int) -> dict[str, Shape]:
 def _dense_tensors(b: Blueprint, layer: int) -> dict[str, Shape]:
     width = b.ffn_width(layer)
     up = (2 * width if b.fused_gate_up else width, b.hidden_size)
-    shapes: dict[str, Shape] = {f"{name}.weight": up for name in GATE_UP[b.fused_gate_up]}
+    shapes: dict[str, Shape] = {f"{name}.weight": up for name in gate_up(b)}
     return shapes | {"ffn_down.weight": (b.hidden_size, width)}
 
 

@@ -83,7 +83,7 @@ def make_shape(
     """The numbers of the cost formulas for a model given by its parameter and byte counts."""
     b = blueprint
     experts = blueprint.experts
-    attending = [layer for layer in range(b.num_layers) if layer not in b.recurrent_layers]
+    attending = [layer for layer in range(b.num_layers) if b.attends(layer)]
     windowed = [window for window in b.windows if window is not None]
     tail = parameters.tail + of_one_row(parameters.tail_experts, experts)
     return ModelShape(

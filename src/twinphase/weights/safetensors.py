@@ -74,6 +74,8 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
             f"{folder} has no {CONFIG}.", "Give the folder of a Hugging Face model."
         )
     config = _read_json(folder / CONFIG)
+    if isinstance(types := config.get("layers_block_type"), list):
+        config.setdefault("num_hidden_layers", len(types))
     text = config.pop("text_config", None)
     if not isinstance(text, dict):
         return config

@@ -18,8 +18,9 @@ from twinphase.backends.cpu.isa import choose_isa
 from twinphase.backends.cpu.threads import aligned
 
 DENSE_ELEMENTS = ("F32", "F16", "BF16")
-# Of each way to multiply one: groups of 32 and of 16, with minima and without, nested and not.
-FEW_FORMATS = ("Q4_1", "Q8_0", "Q4_K", "Q6_K")
+# Of each way to multiply one: groups of 32 and of 16, with minima and without, nested and not, and
+# values that codes stand for.
+FEW_FORMATS = ("Q4_1", "Q8_0", "Q4_K", "Q6_K", "IQ4_XS")
 KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3)
 _RESULT = ctypes.create_string_buffer(64)
 _SCRATCH = aligned(1 << 20, np.uint8)

@@ -71,9 +71,10 @@ class Attention(Steps):
     def forward(self, backend: Backend) -> Array:
         model = self.model
         layer = self.model.layers[0]
+        (mixer,) = layer.mixers
         x = backend.rms_norm(backend.embed(model.embedding), layer.attn_norm, 1e-5)
-        q = backend.rope_kv_write(backend.linear(x, layer.qkv), model.ropes[0], 0)
-        return backend.linear(backend.attention(q, 0), layer.output)
+        q = backend.rope_kv_write(backend.linear(x, mixer.qkv), model.ropes[0], 0)
+        return backend.linear(backend.attention(q, 0), mixer.output)
 
     def __call__(self, inputs: StepInputs) -> F32:
         return self.backend.execute(self.forward, inputs).copy()

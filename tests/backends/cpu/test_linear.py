@@ -187,9 +187,10 @@ def test_extreme_codes_do_not_overflow(name, isa):
     inputs = 256
     for fill in (0, 255):
         raw = random_blocks(rng, 32, inputs, name, fill)
-        x = random_rows(rng, 3, inputs)
-        x[0] = 1
-        x[1] = -1
+        # As many as are multiplied in panels.
+        x = random_rows(rng, 24, inputs)
+        x[::3] = 1
+        x[1::3] = -1
         x[2] = np.where(np.arange(inputs) % 2, 1, -1)
         weights = pack(isa, name, raw, inputs)
         rows = Activations(isa, x)

@@ -1,15 +1,21 @@
 """`twinphase simulate` from its options to its report; the engine's side is in tests/simulate."""
 
 import json
+from dataclasses import replace
+from statistics import mean, median
 
 import pytest
 
-from twinphase import Deployment, Machine
+from twinphase import Deployment, Machine, MeasuredPoint, calibration_of_points, run_requests
 from twinphase.cli import run_app
 from twinphase.errors import InvalidRequestError
+from twinphase.phases.slo import Slos
+from twinphase_bench.load.plan import LoadOptions
 from twinphase_bench.report.report import Metric, Report
 from twinphase_bench.report.result import result_json
+from twinphase_bench.simulate.ask import simulated
 from twinphase_bench.simulate.from_bench import measured_machine
+from twinphase_bench.simulate.options import UserOptions, load_plan
 
 H100 = "llama-3.1-8b --hardware h100-sxm --seed 3"
 
@@ -104,3 +110,24 @@ def test_a_result_of_roofline_gives_step_times(tmp_path):
     assert found.source == "roofline"
     assert found.mbu == pytest.approx(15.0e9 / 3.35e12 / 0.009, rel=0.15)
     assert found.mfu == pytest.approx(2 * 7.0e9 * 1000 / 989e12 / 0.04, rel=0.15)
+
+
+def test_of_simulations_with_different_slow_steps_the_typical_one_is_shown():
+    one = Deployment("llama-3.2-1b", Machine("this"))
+    points = [MeasuredPoint("prefill", 512, 0.1), MeasuredPoint("decode", 256, 0.01)]
+    varying = [1.0] * 40 + [4.0] * 10
+    measured = calibration_of_points(points, one, "bench")
+    measured = replace(measured, noise=varying, prefill_noise=varying)
+    deployment = replace(one, machine=Machine("this", measured))
+    load = load_plan(LoadOptions(request_rate=4.0, num_prompts=20, seed=1), UserOptions(), 4096)
+    answer = simulated(deployment, load, Slos(), 1, lambda *_: None)
+
+    def mean_ttft(done):
+        return mean(outcome.ttft for outcome in done.outcomes)
+
+    others = [
+        mean_ttft(run_requests(deployment.fleet(seed, ledgers=False), **load.given))
+        for seed in range(1, 8)
+    ]
+    assert len(set(others)) > 1
+    assert mean_ttft(answer.done) == median(others)

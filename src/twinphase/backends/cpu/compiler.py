@@ -264,6 +264,10 @@ class _Watch:
 
 def _compile(folder: Path, isa: Isa, specs: Iterable[str]) -> None:
     """The compiling process: one object file per spec, written whole or not at all."""
+    import llvmlite.binding as llvm
+
+    for option in isa.llvm_options:
+        llvm.set_option("twinphase", option)
     for spec in specs:
         name, code = _object_code(isa, spec)
         symbol = name.encode().ljust(256, b"\0")

@@ -49,6 +49,15 @@ class Isa:
         """Whether the processor converts float16 in one instruction."""
         return self.name != "generic"
 
+    @property
+    def llvm_options(self) -> tuple[str, ...]:
+        """Options of LLVM's code generator."""
+        # By default it reorders and regroups operations for more parallelism, and 16 registers do
+        # not hold what is then computed at once.
+        if self.lanes == 8:
+            return "-x86-machine-combiner=false", "-enable-misched=false"
+        return ()
+
     def takes_bf16(self, weights: str) -> bool:
         """Whether linear layers on such weights, except experts, take bfloat16 rows."""
         return self.matrix_tiles and weights == "BF16"
@@ -56,6 +65,14 @@ class Isa:
     def takes_panels(self, fmt: PackedFormat) -> bool:
         """Whether weights are unpacked in panels for many rows, where that was seen to pay off."""
         return self.lanes == 8 or (self.lanes == 16 and fmt.nested and not fmt.values)
+
+    def takes_words(self, fmt: PackedFormat) -> bool:
+        """Whether panels have 16-bit codes, where the dot product of bytes does not hold 8 bits."""
+        return self.dot == "maddubs" and fmt.bits_multiplied == 8
+
+    def keeps_totals_in_memory(self, rows: int) -> bool:
+        """Whether a tile on packed weights has no registers for its rows' float32 totals."""
+        return self.lanes == 8 and rows > 2
 
     def whole_scales(self, fmt: PackedFormat) -> bool:
         """Whether scales of 16 inputs are multiplied in whole numbers (`kernels/whole_tile.py`)."""

@@ -296,7 +296,7 @@ class RecurrentOperations(ExpertOperations):
             out = Memory(program, x.rows, x.width, quantized)
             args = [source.data, source.stride, weight.values.ctypes.data, float_bits(eps)]
             args += [opened.data, opened.stride, runs, source.groups // runs, *out.addresses]
-            spec = f"gate_norm:{'q8' if quantized else 'f32'}"
+            spec = f"gate_norm:{space.norm}:{'q8' if quantized else 'f32'}"
             reads = [source.data, opened.data]
             program.add(spec, program.count(f"{x.rows}*{runs}"), args, reads, [(out.data, 0)])
             return out

@@ -70,7 +70,8 @@ class PanelLayout:
 
     Attributes:
         small: of float32 scales and minima, or of whole ones (int32), [part][output] each. Before
-            them is a byte for each code, [block][quad][output][input].
+            them is a byte for each code, [block][quad][output][input], or a word of 16 bits: those
+            of inputs 0 and 2 of each quad, then those of inputs 1 and 3.
         shared: of the float32 numbers that a superblock shares, in its first group.
         size: of it all.
     """
@@ -84,7 +85,7 @@ class PanelLayout:
         """The layout of a format on a path."""
         whole = isa.whole_scales(fmt)
         kinds = 2 if fmt.minimum else 1
-        small = STRIP_OUTPUTS * GROUP_INPUTS
+        small = STRIP_OUTPUTS * GROUP_INPUTS * (2 if isa.takes_words(fmt) else 1)
         shared = small + 4 * STRIP_OUTPUTS * fmt.parts * kinds
         return cls(small, shared, shared + 4 * STRIP_OUTPUTS * kinds * whole)
 
@@ -94,9 +95,18 @@ def panel_min_rows(isa: Isa) -> int:
     return 24 if isa.registers == 32 else 5
 
 
-def panel_area(isa: Isa, fmt: PackedFormat) -> int:
-    """Offset of waiting rows in scratch memory; an unpacked panel at 0."""
-    return PANEL_GROUPS * PanelLayout.of(isa, fmt).size
+def panel_groups(isa: Isa, fmt: PackedFormat) -> int:
+    """Groups of a panel of register tiles; words take twice the memory."""
+    return PANEL_GROUPS // 2 if isa.takes_words(fmt) else PANEL_GROUPS
+
+
+def panel_areas(isa: Isa, fmt: PackedFormat) -> tuple[int, int, int]:
+    """Offsets of rows' numbers, rows' words and waiting rows in scratch memory; a panel at 0."""
+    groups = panel_groups(isa, fmt)
+    numbers = groups * PanelLayout.of(isa, fmt).size
+    words = numbers + (1 + fmt.parts) * 4 * groups * isa.linear_rows
+    size = 2 * GROUP_INPUTS * groups * isa.linear_rows if isa.takes_words(fmt) else 0
+    return numbers, words, words + size
 
 
 def matrix_areas(isa: Isa, fmt: PackedFormat) -> tuple[int, int, int]:
@@ -109,5 +119,7 @@ def scratch_bytes(isa: Isa, type_name: str, rows: int) -> int:
     """Scratch memory of a quantized linear layer with up to `rows` rows in a chunk."""
     fmt = FORMATS[type_name]
     waiting = rows + MATRIX_TILE_ROWS
-    areas = matrix_areas(isa, fmt)[2] if isa.matrix_tiles else panel_area(isa, fmt)
+    areas = panel_areas(isa, fmt)[2]
+    if isa.matrix_tiles:
+        areas = max(areas, matrix_areas(isa, fmt)[2])
     return areas + waiting * STRIP_OUTPUTS * 4

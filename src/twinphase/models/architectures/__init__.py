@@ -25,9 +25,7 @@ _KNOWN_MISSING = {
     "deepseek": "latent attention (MLA)",
     "glm4_moe_lite": "latent attention (MLA)",
     "kimi": "latent attention (MLA)",
-    "nemotron_h": "layers that are one half alone, and a feed-forward layer without a gate",
-    "falcon_h1": "attention and Mamba-2 side by side in each layer",
-    "falcon-h1": "attention and Mamba-2 side by side in each layer",
+    "nemotron_h_moe": "experts without a gate",
     "mamba": "layers of Mamba",
 }
 

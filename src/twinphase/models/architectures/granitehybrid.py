@@ -4,15 +4,14 @@ The feed-forward layer of a dense model is the expert that every token of a mixt
 GGUF calls models whose layers all have attention `granite`.
 """
 
-import math
 from dataclasses import replace
 from typing import Any
 
-from twinphase.blueprint import Blueprint, Mamba2
-from twinphase.errors import CheckpointError, UnsupportedModelError
+from twinphase.blueprint import Blueprint
+from twinphase.errors import UnsupportedModelError
 from twinphase.models.architectures import granite
-from twinphase.models.config import FIX, Config
-from twinphase.models.family import experts
+from twinphase.models.config import Config
+from twinphase.models.family import experts, mamba2
 
 HF = {"granitemoehybrid": "granitehybrid"}
 ATTENTION = ("attention", "full_attention")
@@ -36,10 +35,11 @@ def describe(config: Config) -> Blueprint:
     if not mixture:
         fields["intermediate_size"] = _shared_size(config)
         fields[count] = None
+    values = config.integer("mamba_expand", 2) * config.integer("hidden_size")
     differences: dict[str, Any] = {
         "fused_gate_up": not config.is_gguf,
         "norm_eps": config.real("rms_norm_eps", 1e-6),
-        "recurrence": _mamba(config) if recurrent else None,
+        "recurrence": mamba2(config, values) if recurrent else None,
         "recurrent_layers": recurrent,
     }
     if not config.is_gguf:
@@ -64,44 +64,3 @@ def _shared_size(config: Config) -> int:
         default = config.integer("intermediate_size")
         return config.integer("shared_expert_intermediate_size", default)
     return config.integer("shared_intermediate_size", 1024)
-
-
-def _mamba(config: Config) -> Mamba2:
-    if config.flag("mamba_proj_bias", False) or not config.flag("mamba_conv_bias", True):
-        raise UnsupportedModelError(
-            f"{config.name} has other biases in its layers of Mamba-2 than Granite 4 "
-            "(mamba_proj_bias, mamba_conv_bias).",
-            FIX,
-        )
-    least, most = config.sequence("time_step_limit", 2) or (0.0, None)
-    # Infinity has several spellings in files, and none is a number of JSON.
-    if least or (isinstance(most, int | float) and math.isfinite(most)):
-        raise UnsupportedModelError(
-            f"{config.name} limits the steps of Mamba-2 (time_step_limit).",
-            "Use a model without limits: ignoring them would change the answers.",
-        )
-    if config.is_gguf:
-        names = "linear_num_value_heads", "linear_num_values", "linear_num_key_heads"
-        heads, values, groups = (config.integer(name) for name in names)
-        taps = config.integer("linear_conv_kernel_dim")
-        key_dim = config.integer("linear_key_head_dim")
-    else:
-        heads = config.integer("mamba_n_heads", 128)
-        values = config.integer("mamba_expand", 2) * config.integer("hidden_size")
-        groups = config.integer("mamba_n_groups", 1)
-        taps = config.integer("mamba_d_conv", 4)
-        key_dim = config.integer("mamba_d_state", 256)
-    if values % heads or heads % groups:
-        raise CheckpointError(
-            f"{config.name}: {values} columns, {heads} heads and {groups} groups of Mamba-2 do not "
-            "divide.",
-            FIX,
-        )
-    return Mamba2(
-        taps=taps,
-        key_heads=groups,
-        value_heads=heads,
-        key_dim=key_dim,
-        value_dim=values // heads,
-        log_decay=not config.is_gguf,
-    )

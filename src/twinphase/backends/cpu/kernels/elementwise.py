@@ -81,6 +81,8 @@ def gate_mul(isa: Isa, activation: str, kind: str) -> Kernel:
     """
 
     def gated(e: Emit, gate: Value, up: Value) -> Value:
+        if activation == "relu":
+            return e.b.fmul(e.maximum(gate, e.splat(gate.type, 0.0)), up)
         if activation != "swiglu_oai":
             return e.b.fmul(e.silu(gate) if activation == "silu" else e.gelu(gate), up)
         limit = e.splat(gate.type, 7.0)

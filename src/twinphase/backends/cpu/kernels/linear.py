@@ -8,6 +8,7 @@ computed with it.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from numba import njit
@@ -28,6 +29,7 @@ from twinphase.backends.cpu.kernels.register_tile import (
     Weights,
     store_tile,
     tile_operands,
+    totals_in_memory,
 )
 from twinphase.backends.cpu.kernels.whole_tile import WholeTile
 from twinphase.backends.cpu.tiling import MATRIX_MIN_ROWS, SLOT_INTS, panel_min_rows
@@ -70,7 +72,7 @@ def dense_experts(isa: Isa, dtype: str) -> Kernel:
 
 def _quantized_run(isa: Isa, format_name: str) -> Any:
     """Some rows through some strips of packed weights; many rows in panels or matrix tiles."""
-    few = _strips_kernel(isa, *_quantized(isa, format_name))
+    few = _strips_kernel(isa, *_quantized(isa, format_name), packed=True)
     if not isa.takes_panels(FORMATS[format_name]) and not isa.matrix_tiles:
         return few
     some = few
@@ -102,17 +104,14 @@ def _quantized(isa: Isa, format_name: str) -> tuple[Any, int, int]:
     fmt = FORMATS[format_name]
     kind = WholeTile if isa.whole_scales(fmt) else RegisterTile
 
-    def write(e: Emit, rows: int, vectors: int, w: Weights, x: Inputs) -> list[list[Any]]:
-        tile = kind(e, fmt, rows, vectors, w.block)
-        totals = [
-            [e.variable(e.splat(tile.floats, 0.0)) for _ in range(vectors)] for _ in range(rows)
-        ]
+    def write(e: Emit, w: Weights, x: Inputs, totals: list[list[Any]]) -> None:
+        rows = len(totals)
+        tile = kind(e, fmt, rows, len(totals[0]), w.block)
 
         def fetch(g: Value, record: Value) -> None:
             w.fetch(e, rows, g, record, fmt.record_bytes)
 
         tile.add_groups(w.address, w.groups, x, totals, fetch)
-        return totals
 
     return write, fmt.record_bytes, fmt.header_bytes
 
@@ -135,46 +134,53 @@ def dense_values(e: Emit, dtype: str, raw: Value) -> Value:
 def _dense(isa: Isa, dtype: str) -> tuple[Any, int, int]:
     """The same for dense weights."""
     element, size = DENSE_ELEMENTS[dtype]
-    floats = vector(F32, isa.lanes)
 
-    def write(e: Emit, rows: int, vectors: int, w: Weights, x: Inputs) -> list[list[Any]]:
-        totals = [[e.variable(e.splat(floats, 0.0)) for _ in range(vectors)] for _ in range(rows)]
+    def write(e: Emit, w: Weights, x: Inputs, totals: list[list[Any]]) -> None:
+        vectors = len(totals[0])
         with e.loop(0, w.groups) as k:
             at = e.add(w.address, e.mul(k, STRIP_OUTPUTS * size), e.mul(w.block, 16 * size))
             loads = [
                 e.load(vector(element, isa.lanes), at, n * isa.lanes * size) for n in range(vectors)
             ]
             weights = [dense_values(e, dtype, raw) for raw in loads]
-            for m in range(rows):
+            for m, row in enumerate(totals):
                 value = e.broadcast(
                     e.load(F32, x.data, e.mul(x.data_stride, m), e.mul(k, 4)), isa.lanes
                 )
-                for n in range(vectors):
-                    totals[m][n].set(e.fma(value, weights[n], totals[m][n].get()))
-        return totals
+                for n, total in enumerate(row):
+                    total.set(e.fma(value, weights[n], total.get()))
 
     return write, STRIP_OUTPUTS * size, 0
 
 
-def _strips_kernel(isa: Isa, write: Any, record: int, header: int) -> Any:
+def _strips_kernel(isa: Isa, write: Any, record: int, header: int, packed: bool = False) -> Any:
     """Numba function of some rows through some strips: loops around tiles of every height.
 
     Args:
         isa: the path.
-        write: emits a tile of (rows, vectors of outputs) and returns its totals.
+        write: emits what adds to a tile's totals, for each row a vector or more of outputs.
         record: bytes of a group of a strip.
         header: bytes in front of every `GROUPS_PER_SUPERBLOCK` records, or 0.
+        packed: whether weights are quantized.
     """
     pieces = 1 if isa.lanes == 16 else 2  # a narrow register file holds one block of 16 outputs
     columns = STRIP_OUTPUTS // pieces
     nested = header > 0
     most = isa.linear_rows
 
-    def tiles(e: Emit, size, w, groups, block, ahead, step, *operands):
+    vectors = columns // isa.lanes
+    floats = vector(F32, isa.lanes)
+
+    def tiles(e: Emit, size, w, groups, block, ahead, step, scratch, *operands):
         weights = Weights(w, groups, block, ahead, step)
         for rows in range(most, 0, -1):
             with e.b.if_then(e.b.icmp_signed("==", size, e.i64(rows))):
-                totals = write(e, rows, columns // isa.lanes, weights, Inputs(*operands[:6]))
+                totals: list[list[Any]] = totals_in_memory(e, rows, vectors, scratch, 64)
+                if not packed or not isa.keeps_totals_in_memory(rows):
+                    totals = [[e.variable(e.splat(floats, 0.0)) for _ in row] for row in totals]
+                for total in itertools.chain(*totals):
+                    total.set(e.splat(floats, 0.0))
+                write(e, weights, Inputs(*operands[:6]), totals)
                 store_tile(e, totals, *operands[6:])
 
     tile_of = emitted(isa, tiles, starred=TILE_OPERANDS)
@@ -202,6 +208,7 @@ def _strips_kernel(isa: Isa, write: Any, record: int, header: int) -> Any:
                         piece,
                         ahead + i * groups * step,
                         step,
+                        scratch,
                         *tile_operands(operands, m, s * STRIP_OUTPUTS + piece * columns, 0),
                     )
 

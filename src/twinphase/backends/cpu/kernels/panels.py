@@ -2,8 +2,9 @@
 
 A panel is `PANEL_GROUPS` groups of a strip as bytes and float32 scales. It stays in the first-level
 cache while all rows of a chunk pass by, so that each weight is unpacked once and not once for every
-register tile; the rows' sums wait in scratch memory between panels. Integer sums, scales and their
-order are those of `register_tile.py`: a row has the same bits.
+register tile; the rows' sums wait in scratch memory between panels. What a tile takes of each row
+besides its bytes lies at fixed distances (`PreparedRows`). Integer sums, scales and their order are
+those of `register_tile.py`: a row has the same bits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from numba import njit
 
-from twinphase.backends.cpu.emit import I8, I16, Emit, Value, vector
+from twinphase.backends.cpu.emit import F32, I8, I16, I32, Emit, Value, vector
 from twinphase.backends.cpu.formats import (
     FORMATS,
     GROUP_INPUTS,
@@ -32,12 +33,13 @@ from twinphase.backends.cpu.kernels.register_tile import (
     each_group,
     store_tile,
     tile_operands,
+    totals_in_memory,
 )
 from twinphase.backends.cpu.kernels.whole_tile import WholeTile
 from twinphase.backends.cpu.tiling import (
-    PANEL_GROUPS,
     PanelLayout,
-    panel_area,
+    panel_areas,
+    panel_groups,
     panel_min_rows,
 )
 
@@ -55,8 +57,9 @@ def unpack(
 ) -> None:
     """Groups of a strip as bytes, [block][quad][output][input], with their scales.
 
-    For register tiles bytes are the codes, unsigned; for `matrix` tiles the codes less their
-    offset. Where scales are multiplied in whole numbers, `_fold` says what they are.
+    For register tiles bytes are the codes, unsigned, or words the codes less their offset
+    (`Isa.takes_words`); for `matrix` tiles bytes are the codes less their offset. Where scales are
+    multiplied in whole numbers, `_fold` says what they are.
     """
     count = STRIP_OUTPUTS // e.isa.lanes
     whole = e.isa.whole_scales(fmt)
@@ -87,7 +90,13 @@ def unpack(
                     codes = e.b.bitcast(codes, numbers)
                     codes = e.b.add(codes, e.splat(numbers, -fmt.offset))
                 block, place = divmod(width * n, 64)
-                e.store(codes, at, block * BLOCK_CODE_BYTES + 64 * quad + place, align=width)
+                place += block * BLOCK_CODE_BYTES + 64 * quad
+                planes = [codes]
+                if e.isa.takes_words(fmt):
+                    codes = e.b.bitcast(codes, numbers)
+                    planes = words_of(e, e.b.xor(codes, e.splat(numbers, -fmt.offset)))
+                for plane, values in enumerate(planes):
+                    e.store(values, at, plane * CODE_BYTES + place, align=width)
         for kind in small:
             for part in range(parts):
                 put(kinds[kind][part], at, layout.small + 128 * (kind * parts + part))
@@ -96,6 +105,70 @@ def unpack(
             at = e.add(to, e.mul(i, GROUPS_PER_SUPERBLOCK * layout.size))
             for kind in small:
                 put(tile.shared(tile.superblock(w, i), kind), at, layout.shared + 128 * kind)
+
+
+def words_of(e: Emit, numbers: Value) -> list[Value]:
+    """Signed bytes as 16-bit words: those at even places, and those at odd ones."""
+    words = vector(I16, numbers.type.count // 2)
+    pairs = e.b.bitcast(numbers, words)
+    eight = e.splat(words, 8)
+    return [e.b.ashr(e.b.shl(pairs, eight), eight), e.b.ashr(pairs, eight)]
+
+
+class PreparedRows:
+    """What a tile reads of its rows besides their bytes, at fixed distances in scratch memory.
+
+    For each group of a panel that is the row's scale, and for each part of the group the number
+    with which integer sums begin (-offset * sum of inputs), or by which minima are multiplied
+    (scale * sum of inputs). Where codes are words, inputs are, too (`words_of`).
+    """
+
+    def __init__(self, e: Emit, fmt: PackedFormat, scratch: Value) -> None:
+        self.e = e
+        self.fmt = fmt
+        numbers, words, _ = panel_areas(e.isa, fmt)
+        self.numbers = e.add(scratch, numbers)
+        self.words = e.add(scratch, words)
+        self.groups = panel_groups(e.isa, fmt)
+        self.row_words = 2 * GROUP_INPUTS * self.groups
+        self.started = bool(fmt.offset) and not e.dot_is_signed(fmt.bits_multiplied)
+
+    def place(self, kind: int, m: int) -> int:
+        """Offset of row m's scales (kind 0), or of the numbers of part kind - 1."""
+        return 4 * self.groups * (kind * self.e.isa.linear_rows + m)
+
+    def _put_numbers(self, x: Inputs, m: Value, g: Value, width: int) -> None:
+        e = self.e
+        here = e.add(e.mul(m, x.scale_stride), e.mul(g, 4))
+        to = e.add(self.numbers, e.mul(m, 4 * self.groups), e.mul(g, 4))
+        scales = e.load(vector(F32, width), x.scale, here)
+        e.store(scales, to)
+        if not self.started and not self.fmt.minimum:
+            return
+        both = e.load(vector(I32, 2 * width), x.isum, e.mul(here, 2))
+        halves = [e.shuffle(both, None, range(half, 2 * width, 2)) for half in (0, 1)]
+        for part, total in enumerate(halves if self.fmt.parts == 2 else [e.b.add(*halves)]):
+            if self.fmt.minimum:
+                number = e.b.fmul(scales, e.b.sitofp(total, scales.type))
+            else:
+                number = e.b.mul(total, e.splat(total.type, -self.fmt.offset))
+            e.store(number, to, self.place(1 + part, 0))
+
+    def fill(self, x: Inputs, rows: Value, groups: Value) -> None:
+        """Prepare that number of rows for the panel's groups."""
+        e = self.e
+        whole = e.b.and_(groups, e.i64(-8))
+        with e.loop(0, rows) as m:
+            with e.loop(0, whole, 8) as g:
+                self._put_numbers(x, m, g, 8)
+            with e.loop(whole, groups) as g:
+                self._put_numbers(x, m, g, 1)
+            if e.isa.takes_words(self.fmt):
+                with e.loop(0, groups) as g:
+                    at = e.add(e.mul(m, x.data_stride), e.mul(g, GROUP_INPUTS))
+                    to = e.add(self.words, e.mul(m, self.row_words), e.mul(g, 2 * GROUP_INPUTS))
+                    for plane, words in enumerate(words_of(e, e.load(vector(I8, 32), x.data, at))):
+                        e.store(words, to, 32 * plane)
 
 
 def _fold(e: Emit, fmt: PackedFormat, codes: Value, scales: Value, matrix: bool) -> Value:
@@ -121,23 +194,6 @@ def _fold(e: Emit, fmt: PackedFormat, codes: Value, scales: Value, matrix: bool)
         products = [b.add(product, e.splat(words, FOLDED_OFFSET)) for product in products]
     even, odd = products
     return b.bitcast(b.or_(b.and_(even, low_byte), b.shl(odd, eight)), codes.type)
-
-
-class _Waiting:
-    """A total in scratch memory, where a narrow register file has no room for it."""
-
-    def __init__(self, e: Emit, ty: Any, address: Value, offset: int) -> None:
-        self._e = e
-        self._ty = ty
-        self._place = (address, offset)
-
-    def get(self) -> Value:
-        """The value now."""
-        return self._e.load(self._ty, *self._place, align=4)
-
-    def set(self, value: Value) -> None:
-        """Change it."""
-        self._e.store(value, *self._place, align=4)
 
 
 class _OnPanel:
@@ -200,6 +256,56 @@ class PanelTile(_OnPanel, RegisterTile):
             self.group(record, None, x, g, totals)
 
 
+class PreparedTile(PanelTile):
+    """A register tile on a panel and on rows that are prepared for it."""
+
+    def __init__(self, x: PreparedRows, rows: int, vectors: int, block: Value) -> None:
+        super().__init__(x.e, x.fmt, rows, vectors, block)
+        self.x = x
+
+    def _number(self, ty: Any, g: Value, kind: int, m: int) -> Value:
+        e = self.e
+        return e.broadcast(
+            e.load(ty, self.x.numbers, e.mul(g, 4), self.x.place(kind, m)), self.lanes
+        )
+
+    def token_scale(self, x: Inputs, g: Value, m: int) -> Value:
+        return self._number(F32, g, 0, m)
+
+    def token_sum(self, x: Inputs, g: Value, m: int, part: int) -> Value:
+        return self._number(F32, g, 1 + part, m)
+
+    def starts(self, x: Inputs, g: Value, offset: int, *halves: int) -> list[list[Value]]:
+        if not offset:
+            return super().starts(x, g, offset, *halves)
+        part = halves[0]
+        return [[self._number(I32, g, 1 + part, m)] * self.vectors for m in range(self.rows)]
+
+    def dots(
+        self,
+        record: Value,
+        x: Inputs,
+        g: Value,
+        sums: list[list[Value]],
+        quads: range,
+        signed: bool = False,
+    ) -> None:
+        e = self.e
+        if not e.isa.takes_words(self.fmt):
+            super().dots(record, x, g, sums, quads, signed)
+            return
+        for quad in quads:
+            for plane in (0, 1):
+                codes_at = e.add(record, plane * CODE_BYTES)
+                codes = [self.codes(codes_at, quad, n) for n in range(self.vectors)]
+                for m in range(self.rows):
+                    at = self.x.row_words * m + GROUP_INPUTS * plane + 4 * quad
+                    pair = e.load(I32, self.x.words, e.mul(g, 2 * GROUP_INPUTS), at)
+                    inputs = e.broadcast(pair, self.lanes)
+                    for n in range(self.vectors):
+                        sums[m][n] = e.b.add(sums[m][n], e.dot_words(codes[n], inputs))
+
+
 class WholePanelTile(_OnPanel, WholeTile):
     """A register tile on a panel of whole numbers."""
 
@@ -226,7 +332,8 @@ def strips_in_panels(isa: Isa, format_name: str) -> Any:
     fmt = FORMATS[format_name]
     record = fmt.record_bytes
     header = fmt.header_bytes
-    kind = WholePanelTile if isa.whole_scales(fmt) else PanelTile
+    whole = isa.whole_scales(fmt)
+    most_groups = panel_groups(isa, fmt)
     pieces = 1 if isa.lanes == 16 else 2
     columns = STRIP_OUTPUTS // pieces
     vectors = columns // isa.lanes
@@ -236,22 +343,24 @@ def strips_in_panels(isa: Isa, format_name: str) -> Any:
     def unpack_codes(e: Emit, w, groups, to):
         unpack(e, fmt, w, groups, to)
 
+    def prepare_rows(e: Emit, rows, groups, scratch, *operands):
+        if not whole:
+            PreparedRows(e, fmt, scratch).fill(Inputs(*operands[:6]), rows, groups)
+
     def of_height(e: Emit, rows: int, weights: Weights, waiting, first, last, operands):
-        tile = kind(e, fmt, rows, vectors, weights.block)
-        slots = [
-            [
-                _Waiting(e, tile.floats, waiting, WAITING_BYTES * m + 4 * isa.lanes * n)
-                for n in range(vectors)
-            ]
-            for m in range(rows)
-        ]
+        tile: PreparedTile | WholePanelTile
+        if whole:
+            tile = WholePanelTile(e, fmt, rows, vectors, weights.block)
+        else:
+            tile = PreparedTile(PreparedRows(e, fmt, weights.address), rows, vectors, weights.block)
+        slots = totals_in_memory(e, rows, vectors, waiting, WAITING_BYTES)
         zero = e.splat(tile.floats, 0.0)
-        in_memory = isa.registers == 16
-        totals = slots if in_memory else [[e.variable(zero) for _ in row] for row in slots]
+        narrow = isa.registers == 16
+        totals = slots if narrow else [[e.variable(zero) for _ in row] for row in slots]
         each = [(totals[m][n], slots[m][n]) for m in range(rows) for n in range(vectors)]
         with e.b.if_else(e.b.icmp_signed("==", first, e.i64(0))) as (later, begin):
             with later:
-                for total, slot in each if not in_memory else ():
+                for total, slot in each if not narrow else ():
                     total.set(slot.get())
             with begin:
                 for total, _ in each:
@@ -265,7 +374,7 @@ def strips_in_panels(isa: Isa, format_name: str) -> Any:
             with then:
                 store_tile(e, totals, *operands[6:])
             with otherwise:
-                for total, slot in each if not in_memory else ():
+                for total, slot in each if not narrow else ():
                     slot.set(total.get())
 
     def tiles(e: Emit, height, panel, groups, block, ahead, step, waiting, first, last, *operands):
@@ -275,27 +384,29 @@ def strips_in_panels(isa: Isa, format_name: str) -> Any:
                 of_height(e, rows, weights, waiting, first, last, operands)
 
     unpack_panel = emitted(isa, unpack_codes)
+    prepare = emitted(isa, prepare_rows, starred=TILE_OPERANDS)
     tile_of = emitted(isa, tiles, starred=TILE_OPERANDS)
-    waiting_at = panel_area(isa, fmt)
+    _, _, waiting_at = panel_areas(isa, fmt)
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def run(operands, first_strip, end_strip, first_row, rows, scratch):
         w, groups = operands[:2]
-        panel_bytes = PANEL_GROUPS * record + PANEL_GROUPS // GROUPS_PER_SUPERBLOCK * header
+        panel_bytes = most_groups * record + most_groups // GROUPS_PER_SUPERBLOCK * header
         strip_bytes = groups * record + groups // GROUPS_PER_SUPERBLOCK * header
         blocks = (rows + most - 1) // most
         waiting = scratch + waiting_at
         # Each block asks for its share of the next panel.
         step = min(64 * AHEAD_LINES, (record // 64 + blocks) // blocks * 64)
         for s in range(first_strip, end_strip):
-            for p in range(0, groups, PANEL_GROUPS):
-                count = min(PANEL_GROUPS, groups - p)
-                here = w + s * strip_bytes + p // PANEL_GROUPS * panel_bytes
+            for p in range(0, groups, most_groups):
+                count = min(most_groups, groups - p)
+                here = w + s * strip_bytes + p // most_groups * panel_bytes
                 unpack_panel(here, count, scratch)
                 ahead = here + panel_bytes if p + count < groups else w + (s + 1) * strip_bytes
                 for i in range(blocks):
                     m = first_row + i * rows // blocks
                     end = first_row + (i + 1) * rows // blocks
+                    prepare(end - m, count, scratch, *tile_operands(operands, m, 0, p))
                     for piece in range(pieces):
                         tile_of(
                             end - m,

@@ -7,6 +7,7 @@ the integer sums.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import Any, NamedTuple
@@ -102,6 +103,33 @@ class Weights(NamedTuple):
                 share(0, FEW_LINES)
                 with e.b.if_then(e.b.icmp_signed(">", self.step, e.i64(64 * FEW_LINES))):
                     share(FEW_LINES, AHEAD_LINES)
+
+
+class MemoryTotal:
+    """A total in scratch memory, where a narrow register file has no room for it."""
+
+    def __init__(self, e: Emit, address: Value, offset: int) -> None:
+        self._e = e
+        self._place = (address, offset)
+
+    def get(self) -> Value:
+        """The value now."""
+        return self._e.load(vector(F32, self._e.isa.lanes), *self._place, align=4)
+
+    def set(self, value: Value) -> None:
+        """Change it."""
+        self._e.store(value, *self._place, align=4)
+
+
+def totals_in_memory(
+    e: Emit, rows: int, vectors: int, address: Value, row_bytes: int
+) -> list[list[MemoryTotal]]:
+    """Totals of a tile's rows that are `row_bytes` apart."""
+    width = 4 * e.isa.lanes
+    return [
+        [MemoryTotal(e, address, row_bytes * m + width * n) for n in range(vectors)]
+        for m in range(rows)
+    ]
 
 
 class RegisterTile:
@@ -236,17 +264,21 @@ class RegisterTile:
             {4: 8, 5: 4, 6: 2}.get(self.fmt.bits_multiplied, 0) if e.isa.dot == "maddubs" else 0
         )
         pairs: list[list[Value]] = [[None] * self.vectors for _ in range(self.rows)]
-        for quad in quads:
-            codes = [self.codes(record, quad, n) for n in range(self.vectors)]
-            last = not together or quad == quads[-1] or (quad + 1) % together == 0
-            for m in range(self.rows):
+        # Two that fit are added at once, row by row, so that few registers wait.
+        step = 2 if together == 2 else 1
+        for first in range(quads.start, quads.stop, step):
+            chunk = range(first, first + step)
+            codes = [[self.codes(record, quad, n) for n in range(self.vectors)] for quad in chunk]
+            for m, quad in itertools.product(range(self.rows), chunk):
+                last = not together or quad == quads[-1] or (quad + 1) % together == 0
                 where = e.add(e.mul(x.data_stride, m), e.mul(g, GROUP_INPUTS), 4 * quad)
                 inputs = e.broadcast(e.load(I32, x.data, where), self.lanes)
                 for n in range(self.vectors):
+                    code = codes[quad - first][n]
                     if not together:
-                        sums[m][n] = e.dot(sums[m][n], codes[n], inputs, signed=signed)
+                        sums[m][n] = e.dot(sums[m][n], code, inputs, signed=signed)
                         continue
-                    here = e.pairs(codes[n], inputs)
+                    here = e.pairs(code, inputs)
                     before = pairs[m][n]
                     here = here if before is None else b.add(before, here)
                     sums[m][n] = e.add_pairs(sums[m][n], here) if last else sums[m][n]
@@ -273,6 +305,16 @@ class RegisterTile:
         e = self.e
         return e.broadcast(e.load(F32, x.scale, e.mul(x.scale_stride, m), e.mul(g, 4)), self.lanes)
 
+    def token_sum(self, x: Inputs, g: Value, m: int, part: int) -> Value:
+        """What the minima of a part of group g are multiplied by for row m: scale * sum."""
+        e = self.e
+        here = e.add(e.mul(x.scale_stride, m), e.mul(g, 4))
+        if self.fmt.group == GROUP_INPUTS:
+            return e.broadcast(e.load(F32, x.fsum, here), self.lanes)
+        total = e.load(I32, x.isum, e.mul(here, 2), 4 * part)
+        number = e.broadcast(e.b.sitofp(total, F32), self.lanes)
+        return e.b.fmul(self.token_scale(x, g, m), number)
+
     def add(
         self,
         scales: list[Value],
@@ -286,16 +328,9 @@ class RegisterTile:
         """Add the integer sums of a part of group g to the totals, however the sums were made."""
         e = self.e
         b = self.e.b
-        fmt = self.fmt
         for m in range(self.rows):
-            here = e.add(e.mul(x.scale_stride, m), e.mul(g, 4))
             token_scale = self.token_scale(x, g, m)
-            token_sum = None
-            if fmt.minimum and fmt.group == 32:
-                token_sum = e.broadcast(e.load(F32, x.fsum, here), self.lanes)
-            elif fmt.minimum:
-                total = e.load(I32, x.isum, e.mul(here, 2), 4 * part)
-                token_sum = b.fmul(token_scale, e.broadcast(b.sitofp(total, F32), self.lanes))
+            token_sum = self.token_sum(x, g, m, part) if self.fmt.minimum else None
             for n in range(self.vectors):
                 value = b.sitofp(sums[m][n], self.floats)
                 total = e.fma(value, b.fmul(scales[n], token_scale), totals[m][n].get())

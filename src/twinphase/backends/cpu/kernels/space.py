@@ -40,8 +40,10 @@ def space_gates(isa: Isa, *heads: str) -> Kernel:
     return row_kernel(isa, write)
 
 
-def gate_norm(isa: Isa, kind: str) -> Kernel:
+def gate_norm(isa: Isa, norm: str, kind: str) -> Kernel:
     """out = rms_norm of x * silu(gate) times weight, a run of a row's groups of 32 per tile.
+
+    With `norm` "before_gate", rms_norm of x times weight, times silu(gate).
 
     Arguments: x, its stride, weight, eps bits, gate, its stride, runs of a row, groups of a run,
     out, scale, fsum, isum.
@@ -52,21 +54,25 @@ def gate_norm(isa: Isa, kind: str) -> Kernel:
         run = e.b.srem(tile, runs)
         first = e.mul(run, groups)
 
-        def gated(g):
+        def gated(g, values):
             at = e.mul(e.add(first, g), 128)
-            opened = e.silu(e.load(GROUP, gate, e.mul(m, pitch), at))
-            return e.b.fmul(e.load(GROUP, x, e.mul(m, stride), at), opened)
+            return e.b.fmul(values, e.silu(e.load(GROUP, gate, e.mul(m, pitch), at)))
+
+        def normalized(g):
+            values = e.load(GROUP, x, e.mul(m, stride), e.mul(e.add(first, g), 128))
+            return values if norm == "before_gate" else gated(g, values)
 
         squares = e.variable(e.splat(GROUP, 0.0))
         with e.loop(0, groups) as g:
-            values = gated(g)
+            values = normalized(g)
             squares.set(e.fma(values, values, squares.get()))
         mean = e.b.fdiv(e.reduce_add(squares.get()), e.b.sitofp(e.mul(groups, 32), F32))
         root = e.unary("sqrt", e.b.fadd(mean, e.float_of(eps)))
         factor = e.broadcast(e.b.fdiv(ir.Constant(F32, 1.0), root), 32)
         with e.loop(0, groups) as g:
-            normed = e.b.fmul(gated(g), factor)
+            normed = e.b.fmul(normalized(g), factor)
             normed = e.b.fmul(normed, e.load(GROUP, weight, e.mul(e.add(first, g), 128)))
+            normed = gated(g, normed) if norm == "before_gate" else normed
             place = e.add(e.mul(e.mul(m, runs), groups), first, g)
             store_group(e, kind, normed, place, *out)
 
