@@ -269,7 +269,11 @@ def trials(args: argparse.Namespace, name: str, folder: Path, console: Console) 
         Pair(args, name, trace, args.seed + 100 * number)
         for number, trace in enumerate(args.traces.split(","))
     ]
-    kept = {(one.configuration, one.trace) for one in read_trials(folder / RESULTS)}
+    kept = {
+        (one.configuration, one.trace)
+        for one in read_trials(folder / RESULTS)
+        if (one.model, one.requests) == (args.model, args.requests)
+    }
     missing = [pair for pair in pairs if (pair.title, pair.trace) not in kept]
     if not missing:
         return []
@@ -449,6 +453,9 @@ def main() -> None:
     args = parser.parse_args()
     console = Console()
     names = [*CONFIGURATIONS] if args.configurations == "all" else args.configurations.split(",")
+    if unknown := {*names, *args.traces.split(",")} - {*CONFIGURATIONS, *TRACES}:
+        known = ", ".join([*CONFIGURATIONS, *TRACES])
+        parser.error(f"unknown: {', '.join(unknown)}; there are {known}.")
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         failed = [one for name in names for one in trials(args, name, folder, console)]
