@@ -53,6 +53,7 @@ from twinphase import (
     read_calibration,
     read_trials,
     roles_of,
+    run_requests,
     write_trials,
 )
 from twinphase.phases.hardware import processor_name
@@ -73,7 +74,7 @@ from twinphase_bench.simulate.calibrate import (
     send_stages,
 )
 from twinphase_bench.simulate.from_bench import measured_machine
-from twinphase_bench.simulate.options import UserOptions, load_plan
+from twinphase_bench.simulate.options import LoadPlan, UserOptions, load_plan
 from twinphase_bench.targets.openai import OpenAITarget
 
 SLOS = Slos(ttft=1.0, tpot=0.05)
@@ -215,8 +216,11 @@ def deployment(
 
 
 def simulate(found: Deployment, path: Path, seed: int) -> Simulated:
-    plan = load_plan(LoadOptions(trace=path, seed=seed), UserOptions(), 1 << 20)
-    return simulated(found, plan, SLOS, seed, silent).done
+    return simulated(found, plan_of(path, seed), SLOS, seed, silent).done
+
+
+def plan_of(path: Path, seed: int) -> LoadPlan:
+    return load_plan(LoadOptions(trace=path, seed=seed), UserOptions(), 1 << 20)
 
 
 def rate_for(found: Deployment, shape: Shape, utilisation: float, folder: Path) -> float:
@@ -226,7 +230,8 @@ def rate_for(found: Deployment, shape: Shape, utilisation: float, folder: Path) 
     rate = 1.0
     for _ in range(4):  # larger batches make a request cheaper
         write_trace(path, shape, PROBE_REQUESTS, rate, 10**6)
-        rate *= utilisation / busy(simulate(found, path, 1))
+        probe = run_requests(found.fleet(1, ledgers=False), **plan_of(path, 1).given)
+        rate *= utilisation / busy(probe)
     return rate
 
 
@@ -269,7 +274,11 @@ def trials(args: argparse.Namespace, name: str, folder: Path, console: Console) 
         Pair(args, name, trace, args.seed + 100 * number)
         for number, trace in enumerate(args.traces.split(","))
     ]
-    kept = {(one.configuration, one.trace) for one in read_trials(folder / RESULTS)}
+    kept = {
+        (one.configuration, one.trace)
+        for one in read_trials(folder / RESULTS)
+        if (one.model, one.requests) == (args.model, args.requests)
+    }
     missing = [pair for pair in pairs if (pair.title, pair.trace) not in kept]
     if not missing:
         return []
@@ -449,6 +458,9 @@ def main() -> None:
     args = parser.parse_args()
     console = Console()
     names = [*CONFIGURATIONS] if args.configurations == "all" else args.configurations.split(",")
+    if unknown := {*names, *args.traces.split(",")} - {*CONFIGURATIONS, *TRACES}:
+        known = ", ".join([*CONFIGURATIONS, *TRACES])
+        parser.error(f"unknown: {', '.join(unknown)}; there are {known}.")
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         failed = [one for name in names for one in trials(args, name, folder, console)]

@@ -7,6 +7,7 @@ shared with what is tested.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import gguf
@@ -17,6 +18,9 @@ from transformers import AutoModelForCausalLM
 
 F32 = NDArray[np.float32]
 CHUNK = 512  # rows whose logits are in memory at a time
+
+# transformers makes this map anew for each of a model's 400 modules.
+gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
 
 
 class Oracle:

@@ -28,7 +28,7 @@ from twinphase.simulate.errors import KEPT
 from twinphase.simulate.spec import Front, WorkerSpec
 from twinphase.weights.storage import cache_root, write_atomically
 
-FORMAT = "twinphase-calibration-2"
+FORMAT = "twinphase-calibration-3"
 # Steps at the start of a log, whose kernels and caches are cold.
 WARM_UP_STEPS = 32
 MIN_STEPS = 200

@@ -14,8 +14,8 @@ import msgspec
 
 # Where step times come from, the best first.
 ERROR_SOURCES = {
-    "steps": "step times of the same server, measured minutes before",
-    "kept": "step times that were measured earlier, or on another server",
+    "steps": "the steps of the same server, measured minutes before",
+    "kept": "steps that were measured earlier, or on another server",
     "bench": "the points of a `bench` result",
     "roofline": "the points of a `roofline` result",
     "datasheet": "a datasheet",

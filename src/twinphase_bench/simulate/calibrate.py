@@ -38,7 +38,7 @@ from twinphase_bench.load.run import LoadResult, run_load
 from twinphase_bench.load.workload import make_workload
 from twinphase_bench.targets.openai import OpenAITarget
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 STOP_SECONDS = 30.0
 # A kept calibration that is younger counts as measured now.
 FRESH_SECONDS = 600.0

@@ -18,7 +18,7 @@ from twinphase import (
     read_trials,
 )
 from twinphase.phases.slo import Slos, goodput
-from twinphase.phases.statistics import percentile
+from twinphase.phases.statistics import has_percentile, percentile
 from twinphase_bench.client.health import ClientHealth
 from twinphase_bench.conditions import conditions
 from twinphase_bench.load import report as load_report
@@ -136,8 +136,9 @@ def simulated_figures(result: LoadResult) -> dict[str, float]:
     gaps = [gap for one in result.succeeded for gap in one.itl]
     found = {}
     for name, values in (("ttft", result.ttft), ("itl", gaps)):
-        for at in (50, 99) if values else ():
-            found[f"{name}_p{at}"] = percentile(values, at)
+        for at in (50, 99):
+            if has_percentile(len(values), at):
+                found[f"{name}_p{at}"] = percentile(values, at)
     if result.slos.bounds:
         met = goodput(result.observations, result.slos, result.seconds)
         found["goodput"] = met.rate or 0.0
