@@ -123,6 +123,8 @@ def write_gguf(
         if name.endswith("ssm_norm.weight") and (spaces or nemotron):
             groups = config.n_groups if nemotron else config.mamba_n_groups
             values = values.reshape(groups, -1)
+        if falcon and name.endswith(".ffn_norm.weight"):  # As gguf's map of its names has it.
+            name = name.removesuffix(".weight")
         parts = {name: values}
         if name.endswith("ffn_gate_inp_shexp.weight"):  # Some converters have dropped the 1.
             parts = {name: values[0]}

@@ -35,6 +35,8 @@ _FETCH_PARTS = "Fetch all parts of one model again, and keep their names."
 # llama.cpp's prefixes of vision, audio and their projection: Ollama has them in the file of the
 # text model.
 _OTHER_MODALITIES = ("v.", "a.", "mm.")
+# llama.cpp's converter writes this norm of Falcon-H1 without a suffix.
+_WITHOUT_SUFFIX = ".ffn_norm"
 # general.file_type, for the mixtures whose name says more than their commonest tensor type.
 _FILE_TYPES = {
     10: "Q2_K",
@@ -92,11 +94,15 @@ def open_gguf(path: str | Path, *, mark_used: bool = True) -> Checkpoint:
     if not isinstance(architecture, str):
         raise CheckpointError(f"{path} does not name its architecture.", "Convert the model again.")
     first = next(iter(buffers.values()))
+    tensors = {
+        f"{name}.weight" if name.endswith(_WITHOUT_SUFFIX) else name: info
+        for name, info in index.tensors.items()
+    }
     return Checkpoint(
         path=path,
         architecture=architecture,
         metadata=index.metadata,
-        tensors=index.tensors,
+        tensors=tensors,
         # slices of a numpy.memmap cost several times as much
         files=tuple(np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers.values()),
         fingerprint=index.fingerprint,
