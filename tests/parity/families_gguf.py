@@ -66,13 +66,11 @@ def write_gguf(
         writer.add_value_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
     add_more(writer)
-    writer.add_layer_norm_rms_eps(
-        config.norm_eps
-        if arch.startswith("lfm2")
-        else config.layer_norm_epsilon
-        if nemotron
-        else config.rms_norm_eps
-    )
+    if nemotron:  # llama.cpp wants the key of LayerNorm.
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    else:
+        eps = config.norm_eps if arch.startswith("lfm2") else config.rms_norm_eps
+        writer.add_layer_norm_rms_eps(eps)
     if arch.startswith("qwen35"):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
@@ -120,7 +118,7 @@ def write_gguf(
         if name.endswith((".ssm_a", ".ssm_d")) and (spaces or falcon or nemotron):
             values = -np.exp(values) if name.endswith("a") else values
             values = values.reshape(-1, 1)
-        if name.endswith("ssm_norm.weight") and (spaces or nemotron):
+        if name.endswith("ssm_norm.weight") and (spaces or falcon or nemotron):
             groups = config.n_groups if nemotron else config.mamba_n_groups
             values = values.reshape(groups, -1)
         if falcon and name.endswith(".ffn_norm.weight"):  # As gguf's map of its names has it.

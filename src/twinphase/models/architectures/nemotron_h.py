@@ -27,6 +27,7 @@ FIELDS = {
     "ssm_state_size": "mamba_d_state",
     "use_conv_bias": "mamba_conv_bias",
     "layer_norm_epsilon": "rms_norm_eps",
+    "layer_norm_eps": "rms_norm_eps",  # of a GGUF file, whose key is that of LayerNorm
     "attention_head_dim": "head_dim",
 }
 
