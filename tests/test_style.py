@@ -46,7 +46,7 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 38_100,
-    "tests": 382_500,
+    "tests": 382_600,
     "twinphase": 18_100,
     "twinphase/backends": 110_400,
     "twinphase/cache": 5_900,
@@ -64,11 +64,11 @@ BUDGET: dict[str, int] = {
     "twinphase/simulate": 15_600,
     "twinphase/speculation": 13_900,
     "twinphase/tokenizer": 18_300,
-    "twinphase/weights": 24_000,
+    "twinphase/weights": 24_100,
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_400,
 }
-MAX_TOKENS = {"src": 508_400, "tests": 382_500, "benchmarks": 38_100}
+MAX_TOKENS = {"src": 508_400, "tests": 382_600, "benchmarks": 38_100}
 
 SKIPPED = {
     tokenize.COMMENT,
