@@ -186,8 +186,8 @@ def write_model(name: str, kind: str, path: Path, layers: int | None = None) -> 
             numbers = np.ones(shape) if flat else rng.standard_normal(shape) / 2
             # llama.cpp's converter writes this norm of Falcon-H1 without a suffix.
             bare = arch == "falcon-h1" and tensor.endswith(".ffn_norm.weight")
-            name = tensor.removesuffix(".weight") if bare else tensor
-            writer.add_tensor(name, numbers.astype(np.float32))
+            written = tensor.removesuffix(".weight") if bare else tensor
+            writer.add_tensor(written, numbers.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

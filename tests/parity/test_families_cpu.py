@@ -87,7 +87,7 @@ def test_bits_depend_on_the_tokens_alone(folder, family):
 
 
 @pytest.mark.slow
-# Every path computes caps, sinks and recurrences in float32, whatever the type of its products.
+# Soft caps, sinks and recurrences are float32 on every path, even where products are not.
 @pytest.mark.parametrize("isa", isas_that_differ("lanes")[1:])
 @pytest.mark.parametrize(("family", "dtype"), (("gemma2", "auto"), ("gpt-oss", "int8")))
 def test_bits_of_other_paths_with_caps_and_sinks(folder, family, dtype, isa):
