@@ -76,7 +76,7 @@ class Isa:
 
     def whole_scales(self, fmt: PackedFormat) -> bool:
         """Whether scales of 16 inputs are multiplied in whole numbers (`kernels/whole_tile.py`)."""
-        return self.matrix_tiles and fmt.nested and fmt.group == 16 and fmt.bits == 4
+        return self.lanes == 16 and fmt.nested and fmt.group == 16 and fmt.bits == 4
 
     @property
     def linear_rows(self) -> int:

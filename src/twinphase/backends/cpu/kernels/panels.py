@@ -81,6 +81,8 @@ def unpack(
         else:
             each = [tile.part_scales(record, header, part) for part in range(parts)]
             kinds = [[scales[kind] for scales in each] for kind in small]
+        if whole and fmt.minimum and not matrix:
+            kinds[1] = [[pair_of(e, *minima) for minima in zip(*kinds[1], strict=True)]]
         for quad in range(8):
             for n in range(count):
                 codes = tile.codes(record, quad, n)
@@ -98,13 +100,19 @@ def unpack(
                 for plane, values in enumerate(planes):
                     e.store(values, at, plane * CODE_BYTES + place, align=width)
         for kind in small:
-            for part in range(parts):
-                put(kinds[kind][part], at, layout.small + 128 * (kind * parts + part))
+            for part, values in enumerate(kinds[kind]):
+                put(values, at, layout.small + 128 * (kind * parts + part))
     if isinstance(tile, WholeTile):
         with e.loop(0, e.b.sdiv(groups, e.i64(GROUPS_PER_SUPERBLOCK))) as i:
             at = e.add(to, e.mul(i, GROUPS_PER_SUPERBLOCK * layout.size))
             for kind in small:
                 put(tile.shared(tile.superblock(w, i), kind), at, layout.shared + 128 * kind)
+
+
+def pair_of(e: Emit, first: Value, second: Value) -> Value:
+    """Two vectors of int32 as pairs of 16-bit words, which they fit."""
+    low = e.b.and_(first, e.splat(first.type, 0xFFFF))
+    return e.b.or_(low, e.b.shl(second, e.splat(second.type, 16)))
 
 
 def words_of(e: Emit, numbers: Value) -> list[Value]:
@@ -120,7 +128,8 @@ class PreparedRows:
 
     For each group of a panel that is the row's scale, and for each part of the group the number
     with which integer sums begin (-offset * sum of inputs), or by which minima are multiplied
-    (scale * sum of inputs). Where codes are words, inputs are, too (`words_of`).
+    (scale * sum of inputs). With whole scales there is one such number for a group; for minima it
+    is the pair of its parts' sums (`pair_of`). Where codes are words, inputs are, too (`words_of`).
     """
 
     def __init__(self, e: Emit, fmt: PackedFormat, scratch: Value) -> None:
@@ -131,7 +140,10 @@ class PreparedRows:
         self.words = e.add(scratch, words)
         self.groups = panel_groups(e.isa, fmt)
         self.row_words = 2 * GROUP_INPUTS * self.groups
-        self.started = bool(fmt.offset) and not e.dot_is_signed(fmt.bits_multiplied)
+        self.whole = e.isa.whole_scales(fmt)
+        self.offset = 0 if e.dot_is_signed(fmt.bits_multiplied) else fmt.offset
+        if self.whole and fmt.offset:
+            self.offset = FOLDED_OFFSET
 
     def place(self, kind: int, m: int) -> int:
         """Offset of row m's scales (kind 0), or of the numbers of part kind - 1."""
@@ -143,15 +155,19 @@ class PreparedRows:
         to = e.add(self.numbers, e.mul(m, 4 * self.groups), e.mul(g, 4))
         scales = e.load(vector(F32, width), x.scale, here)
         e.store(scales, to)
-        if not self.started and not self.fmt.minimum:
+        if not self.offset and not self.fmt.minimum:
             return
         both = e.load(vector(I32, 2 * width), x.isum, e.mul(here, 2))
         halves = [e.shuffle(both, None, range(half, 2 * width, 2)) for half in (0, 1)]
-        for part, total in enumerate(halves if self.fmt.parts == 2 else [e.b.add(*halves)]):
+        if self.whole and self.fmt.minimum:
+            e.store(pair_of(e, *halves), to, self.place(1, 0))
+            return
+        in_parts = self.fmt.parts == 2 and not self.whole
+        for part, total in enumerate(halves if in_parts else [e.b.add(*halves)]):
             if self.fmt.minimum:
                 number = e.b.fmul(scales, e.b.sitofp(total, scales.type))
             else:
-                number = e.b.mul(total, e.splat(total.type, -self.fmt.offset))
+                number = e.b.mul(total, e.splat(total.type, -self.offset))
             e.store(number, to, self.place(1 + part, 0))
 
     def fill(self, x: Inputs, rows: Value, groups: Value) -> None:
@@ -256,30 +272,41 @@ class PanelTile(_OnPanel, RegisterTile):
             self.group(record, None, x, g, totals)
 
 
-class PreparedTile(PanelTile):
-    """A register tile on a panel and on rows that are prepared for it."""
+class _OnPreparedRows:
+    """Reads rows' numbers; mixed into the tiles on panels."""
+
+    if TYPE_CHECKING:
+        e: Emit
+        lanes: int
+        vectors: int
+        rows: int
 
     def __init__(self, x: PreparedRows, rows: int, vectors: int, block: Value) -> None:
-        super().__init__(x.e, x.fmt, rows, vectors, block)
+        super().__init__(x.e, x.fmt, rows, vectors, block)  # type: ignore[call-arg]
         self.x = x
 
-    def _number(self, ty: Any, g: Value, kind: int, m: int) -> Value:
+    def number(self, ty: Any, g: Value, kind: int, m: int) -> Value:
+        """A number of row m and group g, in each lane; kinds are those of `PreparedRows.place`."""
         e = self.e
         return e.broadcast(
             e.load(ty, self.x.numbers, e.mul(g, 4), self.x.place(kind, m)), self.lanes
         )
 
     def token_scale(self, x: Inputs, g: Value, m: int) -> Value:
-        return self._number(F32, g, 0, m)
-
-    def token_sum(self, x: Inputs, g: Value, m: int, part: int) -> Value:
-        return self._number(F32, g, 1 + part, m)
+        return self.number(F32, g, 0, m)
 
     def starts(self, x: Inputs, g: Value, offset: int, *halves: int) -> list[list[Value]]:
         if not offset:
-            return super().starts(x, g, offset, *halves)
-        part = halves[0]
-        return [[self._number(I32, g, 1 + part, m)] * self.vectors for m in range(self.rows)]
+            return super().starts(x, g, offset, *halves)  # type: ignore[misc,no-any-return]
+        kind = 1 + halves[0]
+        return [[self.number(I32, g, kind, m)] * self.vectors for m in range(self.rows)]
+
+
+class PreparedTile(_OnPreparedRows, PanelTile):
+    """A register tile on a panel and on rows that are prepared for it."""
+
+    def token_sum(self, x: Inputs, g: Value, m: int, part: int) -> Value:
+        return self.number(F32, g, 1 + part, m)
 
     def dots(
         self,
@@ -327,12 +354,20 @@ class WholePanelTile(_OnPanel, WholeTile):
         return sums
 
 
+class WholePreparedTile(_OnPreparedRows, WholePanelTile):
+    """The same on a panel of whole numbers."""
+
+    def minima(self, record: Value, x: Inputs, g: Value) -> list[list[Value]]:
+        pairs = self.factors(record, 1, 0)
+        sums = [self.number(I32, g, 1, m) for m in range(self.rows)]
+        return [[self.e.dot_words(pair, total) for pair in pairs] for total in sums]
+
+
 def strips_in_panels(isa: Isa, format_name: str) -> Any:
     """As `linear._strips_kernel`, for at least `panel_min_rows` rows."""
     fmt = FORMATS[format_name]
     record = fmt.record_bytes
     header = fmt.header_bytes
-    whole = isa.whole_scales(fmt)
     most_groups = panel_groups(isa, fmt)
     pieces = 1 if isa.lanes == 16 else 2
     columns = STRIP_OUTPUTS // pieces
@@ -344,15 +379,12 @@ def strips_in_panels(isa: Isa, format_name: str) -> Any:
         unpack(e, fmt, w, groups, to)
 
     def prepare_rows(e: Emit, rows, groups, scratch, *operands):
-        if not whole:
-            PreparedRows(e, fmt, scratch).fill(Inputs(*operands[:6]), rows, groups)
+        PreparedRows(e, fmt, scratch).fill(Inputs(*operands[:6]), rows, groups)
+
+    kind = WholePreparedTile if isa.whole_scales(fmt) else PreparedTile
 
     def of_height(e: Emit, rows: int, weights: Weights, waiting, first, last, operands):
-        tile: PreparedTile | WholePanelTile
-        if whole:
-            tile = WholePanelTile(e, fmt, rows, vectors, weights.block)
-        else:
-            tile = PreparedTile(PreparedRows(e, fmt, weights.address), rows, vectors, weights.block)
+        tile = kind(PreparedRows(e, fmt, weights.address), rows, vectors, weights.block)
         slots = totals_in_memory(e, rows, vectors, waiting, WAITING_BYTES)
         zero = e.splat(tile.floats, 0.0)
         narrow = isa.registers == 16
