@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import heapq
 import random
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import count, islice
 from time import thread_time
 from typing import Protocol, cast
@@ -143,7 +145,9 @@ class Simulation:
             happen()
 
     def _worker(self, name: str, spec: WorkerSpec) -> SimulatedWorker:
-        scheduler = Scheduler(spec.config, spec.times)
+        # Only the reports that ledgers fill show why a prefix was missed.
+        explains = self.spec.shape is not None
+        scheduler = Scheduler(spec.config, spec.times, explains_misses=explains)
         scheduler.max_prefill_tokens = DECODE_WORKER_CHUNK_TOKENS if spec.role == "decode" else None
         config = spec.config
         if config.itl_slo_ms == "auto":
@@ -211,9 +215,7 @@ class Simulation:
     def _request(
         self, name: str, asked: TraceRequest, prompt: list[int], max_tokens: int
     ) -> Request:
-        return Request(
-            name, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens), asked.arrival
-        )
+        return Request(name, prompt, _params(max_tokens), asked.arrival)
 
     def chain_of(self, prompt: list[int]) -> list[bytes]:
         """Hashes of a prompt's full blocks."""
@@ -280,7 +282,7 @@ class Simulation:
                 self._report_blocks(worker)
                 self._watch(worker, jump)
 
-        if due is not None:
+        if due is not None and due < len(jump.ends):
             self._at(jump.ends[due], lambda: reach(due), ENDS)
 
     def _interrupt(self, worker: SimulatedWorker) -> None:
@@ -290,36 +292,44 @@ class Simulation:
             return
         ended = bisect_right(jump.ends, self.now)
         begun = max(1, bisect_left(jump.begins, self.now))
+        begin = jump.begins[ended]
         self._commit(worker, jump, begun, ended)
-        worker.places[False] -= len(jump.draws) - begun
-        if begun > ended:
-            batch = worker.scheduler.schedule()
-            self._run_until(worker, batch, jump.begins[ended], jump.ends[ended])
+        worker.places[False] -= jump.shorten(begun)
+        if begun == ended:
+            worker.jump = None
+            self._at(begin, lambda: self._next(worker), BEGINS)
+        elif worker.ledger is None:
+            self._at(jump.ends[-1], lambda: self._land(worker, jump), ENDS)
         else:
-            self._at(jump.begins[ended], lambda: self._next(worker), BEGINS)
+            worker.jump = None
+            self._run_until(worker, worker.scheduler.schedule(), begin, jump.ends[-1])
 
     def _land(self, worker: SimulatedWorker, jump: Jump) -> None:
         """The last step of a jump has ended."""
         if worker.jump is jump:
             number = len(jump.ends)
             self._commit(worker, jump, number, number)
+            worker.jump = None
             self._report_blocks(worker)
             gap = worker.gap(len(jump.steps.requests))
             self._at(self.now + gap, lambda: self._next(worker), BEGINS)
 
     def _commit(self, worker: SimulatedWorker, jump: Jump, begun: int, ended: int) -> None:
         """Record the steps of a jump that have begun, and the tokens of those that ended."""
-        worker.jump = None
         if worker.ledger is not None and worker.batch is not None and ended:
             self._write(worker, worker.ledger, worker.batch, jump, ended)
-        self.num_steps += begun
-        for seconds, draw in islice(zip(jump.predicted, jump.draws, strict=True), begun):
+        self.num_steps += begun - jump.num_begun
+        times = zip(jump.predicted, jump.draws, strict=True)
+        for seconds, draw in islice(times, jump.num_begun, begun):
             self.busy_seconds[worker.name] += seconds * draw
             self.decode_seconds[worker.name] += seconds * draw
-        jump.steps.commit(begun, jump.predicted[:ended])
-        delivered = [end + self.spec.front.token for end in jump.ends[:ended]]
+        new = slice(jump.num_committed, ended)
+        jump.steps.commit(begun, jump.predicted[new])
+        delivered = array("d", [end + self.spec.front.token for end in jump.ends[new]])
         for request in jump.steps.requests:
             self._live[request.request_id].outcome.token_times.extend(delivered)
+        jump.num_begun = begun
+        jump.num_committed = ended
 
     def _write(
         self, worker: SimulatedWorker, ledger: Ledger, batch: Batch, jump: Jump, ended: int
@@ -443,6 +453,11 @@ class Simulation:
         following = self._follow_up(live.asked, live.outcome)
         if following is not None:
             self._at(following.arrival, lambda: self._receive(following))
+
+
+@cache
+def _params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens)
 
 
 def _decodes(running: list[Request], window: int | None) -> StepWork:

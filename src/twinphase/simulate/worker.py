@@ -60,6 +60,7 @@ class Jump:
     Attributes:
         predicted: seconds of each step by the cost model; step i takes from `begins` to `ends`.
         draws: factors by which the steps take longer than predicted.
+        num_begun, num_committed: steps whose time is counted, and steps whose tokens are.
     """
 
     steps: SteadySteps
@@ -67,6 +68,15 @@ class Jump:
     draws: list[float]
     begins: list[float]
     ends: list[float]
+    num_begun: int = 0
+    num_committed: int = 0
+
+    def shorten(self, number: int) -> int:
+        """Keep the first `number` steps; returns how many are dropped."""
+        dropped = len(self.ends) - number
+        for values in (self.predicted, self.draws, self.begins, self.ends):
+            del values[number:]
+        return dropped
 
 
 @dataclass
