@@ -94,10 +94,20 @@ class BlockIndex:
             ends.append((mask, len(chain)))
         found = dict[str, int]()
         for workers, depth in ends:
-            found.update(
-                dict.fromkeys(compress(self._names, map(int, f"{workers:b}"[::-1])), depth)
-            )
+            found.update(dict.fromkeys(self._workers(workers), depth))
         return found
+
+    def holders(self, blocks: Iterable[bytes]) -> list[str]:
+        """Workers that hold or expect any of these blocks."""
+        held = self._held
+        coming = self._coming
+        mask = 0
+        for block in blocks:
+            mask |= held.get(block, 0) | coming.get(block, 0)
+        return self._workers(mask)
+
+    def _workers(self, mask: int) -> list[str]:
+        return list(compress(self._names, map(int, f"{mask:b}"[::-1]))) if mask else []
 
     def num_held(self, worker: str) -> int:
         """Blocks that a worker holds."""

@@ -59,6 +59,7 @@ class SteadySteps:
 
     Attributes:
         requests: the decoding requests, in the order of the batch.
+        block_size: tokens of a KV block.
         due: the step at whose end a change of the KV cache becomes visible, or None.
     """
 
@@ -69,7 +70,7 @@ class SteadySteps:
         self._token_id = token_id
         self._start = [request.num_computed_tokens for request in self.requests]
         self._num_committed = 0
-        size = scheduler.kv_cache.block_size
+        self.block_size = size = scheduler.kv_cache.block_size
         # Changes of blocks by moment: at the beginning of step s, moment 2 s, a request takes a
         # block; at its end, moment 2 s + 1, a block is full. The first moment comes last.
         changes = []

@@ -84,7 +84,7 @@ class Simulation:
     """Runs a trace through a fleet.
 
     Attributes:
-        outcomes: one per request, in the order of arrival.
+        outcomes: one per request, in the order of arrival, if they are kept.
         routing_seconds: processor time of each routing decision on this machine.
         busy_seconds: time in steps, by worker; `decode_seconds` is the part that the steps would
             have taken without their prefill chunks.
@@ -98,6 +98,7 @@ class Simulation:
         observer: Observer | None = None,
         *,
         step_by_step: bool = False,
+        keep_outcomes: bool = True,
     ) -> None:
         """Start an idle fleet.
 
@@ -107,14 +108,18 @@ class Simulation:
             observer: sees arrivals and steps.
             step_by_step: schedule every step, and do not jump over those that only decode; the
                 result is the same.
+            keep_outcomes: `follow_up` gets the outcome of each request that has ended; millions of
+                them need not be kept.
         """
         self.spec = spec
         self.fleet = Fleet(routing)
         self.outcomes: list[Outcome] = []
-        self.routing_seconds: list[float] = []
+        self.routing_seconds = array("d")
         self.now = 0.0
         self.num_steps = 0
         self._observer = observer
+        self._keep_outcomes = keep_outcomes
+        self._num_requests = 0
         self._executor = SimulatedExecutor(spec.acceptance, spec.seed)
         self._jumps = not (step_by_step or observer or spec.drafts)
         self.workers: dict[str, SimulatedWorker] = {}
@@ -127,6 +132,8 @@ class Simulation:
         self._events: list[tuple[float, int, int, Callable[[], None]]] = []
         self._order = count()
         self._live: dict[str, _Live] = {}
+        # Workers that may complete the first block of a request in a jump.
+        self._hiding: dict[str, SimulatedWorker] = {}
 
     def run(
         self,
@@ -186,8 +193,10 @@ class Simulation:
         outcome = Outcome(
             asked.arrival, len(prompt), asked.num_outputs, num_reasoning=asked.num_reasoning
         )
-        self.outcomes.append(outcome)
-        name = str(len(self.outcomes) - 1)
+        if self._keep_outcomes:
+            self.outcomes.append(outcome)
+        name = str(self._num_requests)
+        self._num_requests += 1
         self._at(
             self.now + front.request + front.per_prompt_token * len(prompt),
             lambda: self._arrive(name, asked, prompt, outcome),
@@ -197,6 +206,7 @@ class Simulation:
         request = self._request(name, asked, prompt, asked.num_outputs)
         num_blocks = request.num_tokens // self.spec.block_size
         chain = self._chain(request, num_blocks)
+        self._show_blocks(chain)
         began = thread_time()
         placement = self.fleet.place(request.num_tokens, chain, max_tokens=asked.num_outputs)
         decision = placement.decision
@@ -269,27 +279,35 @@ class Simulation:
     def _jump(self, worker: SimulatedWorker, batch: Batch, number: int) -> None:
         """Begin a number of steps, each with the tokens of the step before."""
         worker.jump = jump = worker.new_jump(batch, number, self.now)
-        self._watch(worker, jump)
+        if jump.hides_beginnings:
+            self._hiding[worker.name] = worker
         self._at(jump.ends[-1], lambda: self._land(worker, jump), ENDS)
 
-    def _watch(self, worker: SimulatedWorker, jump: Jump) -> None:
-        """Report changed blocks to the router at the end of their step, also during a jump."""
-        due = jump.steps.due
+    def _show_blocks(self, chain: list[bytes]) -> None:
+        """Report to the router what jumps have changed so far of the workers' blocks of a prompt.
 
-        def reach(step: int) -> None:
-            if worker.jump is jump:
-                jump.steps.reach(step + 1, step + 1)
-                self._report_blocks(worker)
-                self._watch(worker, jump)
+        A worker stores a block of an answer only after those before it, by which it is found here.
+        """
+        for name in self.fleet.index.holders(chain):
+            self._catch_up(self.workers[name])
+        for name, worker in list(self._hiding.items()):
+            self._catch_up(worker)
+            if worker.jump is None:
+                del self._hiding[name]
 
-        if due is not None and due < len(jump.ends):
-            self._at(jump.ends[due], lambda: reach(due), ENDS)
+    def _catch_up(self, worker: SimulatedWorker) -> None:
+        """Report changed blocks to the router as of the last step that ended, during a jump."""
+        jump = worker.jump
+        if jump is not None and jump.due <= self.now:
+            jump.reach(self.now)
+            self._report_blocks(worker)
 
     def _interrupt(self, worker: SimulatedWorker) -> None:
         """End a jump with the step that is being computed, because another event has occurred."""
         jump = worker.jump
         if jump is None:
             return
+        self._catch_up(worker)
         ended = bisect_right(jump.ends, self.now)
         begun = max(1, bisect_left(jump.begins, self.now))
         begin = jump.begins[ended]
@@ -427,6 +445,7 @@ class Simulation:
         decoding.block_hashes = request.block_hashes
         live.checks_first_token = True
         chain = self._chain(request, len(request.prompt_token_ids) // self.spec.block_size)
+        self._catch_up(worker)
         lacking = [
             index for index, block in enumerate(chain) if worker.prefix_cache.find(block) is None
         ]
