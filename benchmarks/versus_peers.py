@@ -7,7 +7,8 @@ PEERS_DIR=... python benchmarks/versus_peers.py --model FILE.gguf     # with lla
 python benchmarks/versus_peers.py --engines NAME=URL,NAME=URL         # running servers
 
 Points: `prefill_N` is N prompt tokens in to the first token out; `decode_at_N` is 127 further
-greedy tokens after that prompt (0: an 8-token prompt), end of text ignored; `batchN` is N requests
+greedy tokens after that prompt (0: an 8-token prompt), end of text ignored, with the rate of these
+prompts in a second table; `batchN` is N requests
 of 256 prompt and 128 output tokens, submitted at once. The rate of a batch counts its output
 tokens; a second table counts the prompts too.
 
