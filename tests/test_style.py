@@ -48,7 +48,7 @@ BUDGET: dict[str, int] = {
     "benchmarks": 40_900,
     "tests": 382_700,
     "twinphase": 18_100,
-    "twinphase/backends": 110_400,
+    "twinphase/backends": 110_500,
     "twinphase/cache": 5_900,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_400,
 }
-MAX_TOKENS = {"src": 508_400, "tests": 382_700, "benchmarks": 40_900}
+MAX_TOKENS = {"src": 508_450, "tests": 382_700, "benchmarks": 40_900}
 
 SKIPPED = {
     tokenize.COMMENT,
