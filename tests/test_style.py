@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_400,
 }
-MAX_TOKENS = {"src": 508_450, "tests": 382_700, "benchmarks": 40_900}
+MAX_TOKENS = {"src": 508_500, "tests": 382_700, "benchmarks": 40_900}
 
 SKIPPED = {
     tokenize.COMMENT,
