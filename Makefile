@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.stamp-run
 TEST_STAMP := $(VENV)/.stamp-test
+# Python compiles what is imported. To compile all of torch and transformers takes as long as the rest of the installation.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 # One process per core, and each file in one process, because its tests share the server that they start. One more per core
 # was slower: kernels are compiled meanwhile, and ranks wait for each other. tests/conftest.py starts the longest files first.
 PARALLEL ?= -n auto --dist loadfile --no-loadscope-reorder
@@ -30,11 +32,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(RUN_STAMP): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -e .
+	$(INSTALL) -e .
 	@touch $@
 
 $(TEST_STAMP): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -e ".[test,dev]"
+	$(INSTALL) -e ".[test,dev]"
 	@touch $@ $(RUN_STAMP)
 
 demo: $(RUN_STAMP)

@@ -4,6 +4,9 @@ python benchmarks/server.py soak     # mixed load, clients that leave: leaks, an
 python benchmarks/server.py pools    # workers of pools are killed: every answer right, no leak
 python benchmarks/server.py overhead # what ten open pages cost
 python benchmarks/server.py tenants  # a short request of one tenant beside floods of another
+python benchmarks/server.py pace     # a stream beside long prompts: its gaps, and the prompts' time
+python benchmarks/server.py users    # 64 users behind a shared prompt, beside other servers
+python benchmarks/server.py eta      # when a prompt of 32,000 tokens will be done, and when it was
 python benchmarks/server.py endurance    # an hour of both, replicas and embeddings
 
 Prints Markdown and saves every value as JSON. Engine, server and client share this machine's cores.
@@ -20,7 +23,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "server")]  # the server that tests start
-from serving import endurance, overhead, pools, soak, tenants  # noqa: E402
+from serving import endurance, eta, overhead, pace, pools, soak, tenants, users  # noqa: E402
 
 from twinphase.weights.hub import resolve_model  # noqa: E402
 from twinphase_bench.conditions import Bystanders, conditions  # noqa: E402
@@ -33,6 +36,9 @@ SUBJECTS = {
     "pools": pools,
     "endurance": endurance,
     "tenants": tenants,
+    "pace": pace,
+    "users": users,
+    "eta": eta,
     "overhead": overhead,
 }
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -7,7 +7,8 @@ PEERS_DIR=... python benchmarks/versus_peers.py --model FILE.gguf     # with lla
 python benchmarks/versus_peers.py --engines NAME=URL,NAME=URL         # running servers
 
 Points: `prefill_N` is N prompt tokens in to the first token out; `decode_at_N` is 127 further
-greedy tokens after that prompt (0: an 8-token prompt), end of text ignored; `batchN` is N requests
+greedy tokens after that prompt (0: an 8-token prompt), end of text ignored, with the rate of these
+prompts in a second table; `batchN` is N requests
 of 256 prompt and 128 output tokens, submitted at once. The rate of a batch counts its output
 tokens; a second table counts the prompts too.
 
@@ -59,7 +60,11 @@ from twinphase.phases.hardware import processor_name  # noqa: E402
 from twinphase_bench.conditions import Bystanders  # noqa: E402
 
 CALL_SECONDS = 600.0
+# A call may take as long as a prompt does at this rate.
+SLOWEST_TOKENS_PER_SECOND = 10
 WARM_TOKENS = 8
+# Prompts for warming up are no longer than this.
+WARM_PROMPT_TOKENS = 4096
 # Other processes may use this much of the machine before a measurement counts as disturbed.
 QUIET_CORES = 0.1
 QUIET_WAIT_SECONDS = 5.0
@@ -81,6 +86,11 @@ class Run:
     engines: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     absent: dict[str, str] = dataclasses.field(default_factory=dict)
     measurements: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @property
+    def call_seconds(self) -> float:
+        longest = max(point.length for point in self.points)
+        return max(CALL_SECONDS, longest / SLOWEST_TOKENS_PER_SECOND)
 
     def fail(self, name: str, error: Exception) -> None:
         """Leave an engine out from here on, and say why."""
@@ -111,14 +121,15 @@ class Run:
         }
         try:
             with process.turn():
-                reply = process.call(CALL_SECONDS, model=places.model(spec), **settings)
+                reply = process.call(self.call_seconds, model=places.model(spec), **settings)
                 self.engines[spec.name] = reply["conditions"]
                 # One unmeasured pass over every shape: engines compile, pack and cache on first
                 # sight of one.
-                for point in {
-                    (point.requests, point.length): point for point in self.points
-                }.values():
-                    process.call(CALL_SECONDS, **{**self.prompts.request(point), "n": WARM_TOKENS})
+                for count, length in {
+                    (point.requests, min(point.length, WARM_PROMPT_TOKENS)) for point in self.points
+                }:
+                    warm = [self.prompts.take(length) for _ in range(count)]
+                    process.call(self.call_seconds, prompts=warm, n=WARM_TOKENS)
         except EngineError as error:
             self.fail(spec.name, error)
 
@@ -154,7 +165,7 @@ class Run:
         with Bystanders() as others, process.turn():
             # Unmeasured: brings the threads and pages of a stopped process back.
             process.call(CALL_SECONDS, prompts=[self.prompts.take(SHORT_PROMPT)], n=4)
-            reply = process.call(CALL_SECONDS, **request)
+            reply = process.call(self.call_seconds, **request)
         cores = None if process.spec.is_server else others.cores
         return {
             "engine": process.spec.name,
@@ -164,6 +175,7 @@ class Run:
             },
             "narrow": reply["widest"] < point.requests,
             **point.rates(reply),
+            "peak_mib": None if process.spec.is_server else process.peak_mib(),
             "foreign_cores": cores,
             "disturbed": cores is not None and cores > QUIET_CORES,
             "first_tokens": reply["tokens"][:16],

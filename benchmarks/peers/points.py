@@ -53,7 +53,9 @@ class Point:
             return {"tokens_per_second": reply["prompt_tokens"] / reply["first"]}
         if self.operation == "decode_at_":
             return {
-                "tokens_per_second": (reply["new_tokens"] - 1) / (reply["seconds"] - reply["first"])
+                "tokens_per_second": (reply["new_tokens"] - 1)
+                / (reply["seconds"] - reply["first"]),
+                "prefill_tokens_per_second": reply["prompt_tokens"] / reply["first"],
             }
         total = reply["prompt_tokens"] + reply["new_tokens"]
         return {

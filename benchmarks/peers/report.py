@@ -112,6 +112,12 @@ def markdown(
     if totals:
         batches = [point for point in points if any(point in found for found in totals.values())]
         lines += medians_table(totals, engines, batches, absent, "prompt and new tokens/s")
+    prefills = rates(measurements, "prefill_tokens_per_second")
+    if prefills:
+        depths = [point for point in points if any(point in found for found in prefills.values())]
+        lines += medians_table(
+            prefills, engines, depths, absent, "prompt tokens/s of the same requests"
+        )
     narrow = {(one["engine"], one["point"], one["widest"]) for one in measurements if one["narrow"]}
     lines += [
         f"- {name} {point}: NOT ONE BATCH, at most {widest} per step"
@@ -120,5 +126,7 @@ def markdown(
     lines += [f"- {key}: {value}" for key, value in result["conditions"].items()]
     lines.append(f"- CPU used by others while measuring: {foreign_summary(measurements)}")
     for name, conditions in result["engines"].items():
-        lines.append(f"- {name}: {conditions['version']}; {conditions['precision']}")
+        peaks = [one["peak_mib"] for one in measurements if one["engine"] == name]
+        memory = f"; at most {max(peaks):,.0f} MiB resident" if peaks and all(peaks) else ""
+        lines.append(f"- {name}: {conditions['version']}; {conditions['precision']}{memory}")
     return "\n".join(lines) + "\n"

@@ -48,14 +48,14 @@ QUICK = {
 }
 # Most natural preemptions are of the four requests that each mix of 12 blocks begins with.
 LONG = {
-    "compared": 150,
-    "compared after a hit": 30,
-    "compared after preemption": 10,
-    "mixed steps": 300,
-    "natural preemptions": 4,
-    "forced preemptions": 5,
-    "evicted blocks": 5,
-    "failures": 5,
+    "compared": 80,
+    "compared after a hit": 15,
+    "compared after preemption": 5,
+    "mixed steps": 150,
+    "natural preemptions": 2,
+    "forced preemptions": 3,
+    "evicted blocks": 3,
+    "failures": 3,
 }
 HYBRID = {
     "compared": 50,
@@ -68,15 +68,15 @@ HYBRID = {
 # A prefix is cut back to its last snapshot, so that fewer requests begin with a hit; and requests
 # that wait for slots are not preempted.
 LONG_HYBRID = LONG | {
-    "compared": 100,
-    "compared after a hit": 10,
-    "natural preemptions": 2,
-    "states held back": 20,
-    "snapshots lost alone": 5,
+    "compared": 50,
+    "compared after a hit": 5,
+    "natural preemptions": 1,
+    "states held back": 10,
+    "snapshots lost alone": 3,
 }
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 # How many mixes a long proof has at least; more are tried by hand.
-NUM_MIXES = int(os.environ.get("MIXES", 20))
+NUM_MIXES = int(os.environ.get("MIXES", 12))
 FEW_DRAFTS = {"compared": 8, "accepted drafts": 100, "rejected drafts": 100}
 
 
@@ -93,7 +93,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
         pytest.param(10, "dense", QUICK, marks=pytest.mark.quick),
         pytest.param(10, "convolutions", HYBRID, marks=pytest.mark.quick),
         pytest.param(10, "deltas", HYBRID, marks=pytest.mark.quick),
-        (12, "shared", QUICK),
+        (10, "shared", QUICK),
         (10, "deltas-and-experts", HYBRID),
         (10, "spaces", HYBRID),
         (10, "parallel", HYBRID),

@@ -3,7 +3,7 @@ from hypothesis import strategies as st
 
 from schedules import Times, chunks, ids, make_request, make_scheduler, run_step
 from twinphase.batch import StepWork
-from twinphase.scheduler.chunk import ChunkBudget
+from twinphase.scheduler.chunk import MAX_UNUSED_SHARE, ChunkBudget
 from twinphase.scheduler.pace import Pace
 
 DECODES = StepWork(rows=3, decode_contexts=30, logits=3, sequences=3)
@@ -22,7 +22,17 @@ def test_an_slo_cuts_the_chunk():
     # Three decodes and a chunk of 16 take 19 seconds; 17 would fit, but end inside a block.
     assert make_budget(64, 20.0).take(0, 40) == 16
     assert make_budget(64, 20.0).take(0, 17) == 17
-    assert make_budget(64, 20.0).take(2, 40) == 14
+    # From token 2 on the last boundary within 17 tokens would waste 3 of them.
+    assert make_budget(64, 20.0).take(2, 40) == 17
+    assert make_budget(64, 20.0).take(3, 40) == 17
+
+
+def test_a_short_chunk_uses_the_time_that_the_pace_allows():
+    budget = make_budget(64, 10.0)
+    assert [budget.take(0, 40), budget.take(0, 40)] == [7, 0]
+    # The other requests' chunks of the step end on boundaries.
+    budget = make_budget(64, 14.0)
+    assert [budget.take(0, 2), budget.take(0, 40), budget.take(0, 40)] == [2, 8, 0]
 
 
 def test_where_nothing_decodes_nobody_waits_for_a_token():
@@ -71,7 +81,14 @@ def test_it_is_the_largest_that_fits(num_tokens, limit, start, remaining, block_
     largest = max((count for count in range(1, most + 1) if fits(count)), default=0)
     wanted = max(largest, min(block_size, most))
     on_boundary = [n for n in range(1, wanted + 1) if (start + n) % block_size == 0]
-    assert taken == (wanted if wanted == remaining or not on_boundary else on_boundary[-1])
+    if wanted == remaining or not on_boundary:
+        assert taken == wanted
+    else:
+        is_cut_by_time = wanted < most
+        unused = wanted - on_boundary[-1]
+        assert taken == (
+            wanted if is_cut_by_time and unused > MAX_UNUSED_SHARE * wanted else on_boundary[-1]
+        )
 
 
 def test_a_long_prompt_keeps_decodes_within_the_slo():

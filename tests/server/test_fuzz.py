@@ -104,7 +104,7 @@ def test_answers_are_as_the_openapi_document_says(fuzzed, tmp_path, ranges, phas
         "--phases",
         phases,
         "--max-examples",
-        str(EXAMPLES or 6),
+        str(EXAMPLES or 4),
         *(() if EXAMPLES else ("--seed", "0")),
         "--request-timeout",
         "90",

@@ -9,6 +9,8 @@ from twinphase.scheduler.pace import Pace
 
 # Logits of a vocabulary of 151,936 take 78 MB for this many rows.
 MAX_SCORED_ROWS = 128
+# A chunk that the pace cuts ends on a block boundary if that wastes at most this share of its time.
+MAX_UNUSED_SHARE = 1 / 8
 
 
 class StepCost(Protocol):
@@ -76,14 +78,20 @@ class ChunkBudget:
         The first chunk of a step has a block's worth of tokens even where the SLO has no room: a
         request that waits forever is worse than a late token.
         """
-        most = min(self.num_tokens, remaining, MAX_SCORED_ROWS if scored else remaining)
+        allowed = min(self.num_tokens, remaining, MAX_SCORED_ROWS if scored else remaining)
+        most = allowed
         if self._limit is not None:
-            most = self._fitting(start, most, remaining, scored)
+            most = self._fitting(start, allowed, remaining, scored)
         if most < remaining:
-            aligned = max(0, most - (start + most) % self._block_size)
-            # A chunk that ends within a block is not worth beginning: the request could share
-            # nothing until the next boundary.
-            most = aligned if aligned or self._given else most
+            unused = min(most, (start + most) % self._block_size)
+            # A chunk of a few blocks that ended on a boundary would leave much of the time that the
+            # pace allows, and the prompt would need more steps. The first chunk of a step may end
+            # within a block: its last block is shared from the next chunk on.
+            is_short = most < allowed and unused > MAX_UNUSED_SHARE * most
+            # Another chunk that ends within a block is not worth beginning: the request could
+            # share nothing until the next boundary.
+            if self._given or not is_short and unused < most:
+                most -= unused
         if most > 0:
             self._work = self._work.plus(self._chunk(start, most, remaining, scored))
             self.num_tokens -= most

@@ -338,13 +338,10 @@ def _broken(error: Exception, intended: float) -> Observation:
 def _without_garbage_collection() -> Iterator[None]:
     """No garbage collection: a full one stops the process for longer than a token takes."""
     enabled = gc.isenabled()
-    gc.collect()
-    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
         if enabled:
             gc.enable()
 

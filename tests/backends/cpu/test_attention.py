@@ -88,7 +88,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
     compiled.cache_clear()
 
 
-SHAPES = (Heads(3, 1, 32), Heads(4, 4, 64), Heads(14, 2, 64), Heads(4, 1, 16), Heads(4, 2, 128))
+SHAPES = (Heads(3, 1, 64), Heads(4, 4, 64), Heads(14, 2, 64), Heads(4, 2, 16), Heads(4, 2, 128))
 # Other paths than the one that users get, and their caches: what their code depends on. They are
 # those of test_logits_bitwise.py, whose kernels are compiled once.
 FEW_SHAPES = [(SHAPES[0], "auto"), (SHAPES[0], "int8"), (SHAPES[2], "auto"), (SHAPES[4], "auto")]
