@@ -48,7 +48,7 @@ BUDGET: dict[str, int] = {
     "benchmarks": 41_140,
     "tests": 382_700,
     "twinphase": 18_100,
-    "twinphase/backends": 110_500,
+    "twinphase/backends": 110_800,
     "twinphase/cache": 5_980,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_400,
 }
-MAX_TOKENS = {"src": 509_100, "tests": 382_700, "benchmarks": 41_140}
+MAX_TOKENS = {"src": 509_400, "tests": 382_700, "benchmarks": 41_140}
 
 SKIPPED = {
     tokenize.COMMENT,
