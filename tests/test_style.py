@@ -45,11 +45,11 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # The most tokens of code that a room may have: Python's tokens without comments, docstrings and
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
-    "benchmarks": 40_900,
+    "benchmarks": 41_140,
     "tests": 382_750,
     "twinphase": 18_100,
     "twinphase/backends": 110_500,
-    "twinphase/cache": 5_900,
+    "twinphase/cache": 5_980,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
     "twinphase/commands": 18_000,
@@ -59,16 +59,16 @@ BUDGET: dict[str, int] = {
     "twinphase/models": 23_200,
     "twinphase/phases": 12_200,
     "twinphase/sampling": 9_200,
-    "twinphase/scheduler": 6_600,
+    "twinphase/scheduler": 6_620,
     "twinphase/server": 68_700,
-    "twinphase/simulate": 15_600,
+    "twinphase/simulate": 15_820,
     "twinphase/speculation": 13_900,
     "twinphase/tokenizer": 18_300,
     "twinphase/weights": 24_100,
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_400,
 }
-MAX_TOKENS = {"src": 508_550, "tests": 382_750, "benchmarks": 40_900}
+MAX_TOKENS = {"src": 509_150, "tests": 382_750, "benchmarks": 41_140}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 
 from twinphase.errors import CacheFullError
 
@@ -89,8 +90,8 @@ class BlockPool:
         split = max(0, len(self._free) - num_blocks)
         block_ids = self._free[split:][::-1]
         del self._free[split:]
-        while len(block_ids) < num_blocks:
-            oldest = next(iter(self._cached))
+        # All at once: a dict searches for its first key behind all that were deleted before it.
+        for oldest in list(islice(self._cached, num_blocks - len(block_ids))):
             del self._cached[oldest]
             self._on_evict(oldest)
             block_ids.append(oldest)

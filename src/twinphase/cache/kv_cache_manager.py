@@ -36,11 +36,17 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         fingerprint: bytes = b"",
         states: StateCache | None = None,
+        explains_misses: bool = True,
     ) -> None:
-        """Manage `num_blocks` blocks; `fingerprint` identifies the model and the KV format."""
+        """Manage `num_blocks` blocks; `fingerprint` identifies the model and the KV format.
+
+        Without `explains_misses`, no request learns why the cache did not hold more of its prefix.
+        """
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.prefix_cache = PrefixCache(num_blocks, block_size, fingerprint)
+        self.prefix_cache = PrefixCache(
+            num_blocks, block_size, fingerprint, explains_misses=explains_misses
+        )
         self.pool = BlockPool(num_blocks, on_evict=self._evict)
         self.states = states
         self.num_queried_tokens = self.num_hit_tokens = 0
@@ -202,10 +208,11 @@ class KVCacheManager:
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make room for `num_tokens` tokens in total; False and no change if blocks are missing."""
         missing = self.blocks_for(num_tokens) - len(request.block_ids)
+        if missing <= 0:
+            return True
         if missing > self.pool.num_available:
             return False
-        if missing > 0:
-            request.block_ids += self.pool.allocate(missing)
+        request.block_ids += self.pool.allocate(missing)
         return True
 
     def give_back(self, request: Request) -> None:

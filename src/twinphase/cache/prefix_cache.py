@@ -21,7 +21,8 @@ MAX_REMEMBERED_EVICTIONS = 1 << 16
 MAX_COMPARED_SIBLINGS = 64
 
 
-@dataclass(frozen=True)
+# Many are made: `frozen` would take twice as long.
+@dataclass(slots=True)
 class CachedBlock:
     """A block with known content, here or elsewhere: its hash identifies its bits.
 
@@ -84,13 +85,22 @@ class BlockChanges:
 class PrefixCache:
     """Hash to block, block to hash, and a bounded memory of what was evicted."""
 
-    def __init__(self, num_blocks: int, block_size: int, fingerprint: bytes = b"") -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        fingerprint: bytes = b"",
+        *,
+        explains_misses: bool = True,
+    ) -> None:
         """Start empty.
 
         Args:
             num_blocks: size of the pool.
             block_size: tokens of a block.
             fingerprint: identifies model and KV format; KV of another one must never match.
+            explains_misses: whether `miss` and `branch` are used; what they need takes half of the
+                memory.
         """
         self.block_size = block_size
         self.fingerprint = fingerprint
@@ -99,6 +109,7 @@ class PrefixCache:
         self._content: dict[int, CachedBlock] = {}
         self._children: dict[bytes, dict[bytes, None]] = {}  # Hashes of cached blocks by parent.
         self._evicted: dict[bytes, None] = {}  # In order of eviction.
+        self._explains_misses = explains_misses
         self._most_evicted = min(MAX_REMEMBERED_EVICTIONS, 4 * num_blocks)
 
     def __len__(self) -> int:
@@ -122,11 +133,12 @@ class PrefixCache:
     def block_hash(self, request: Request, index: int) -> bytes:
         """Hash of the request's block number `index`, which must be full; kept with the request."""
         known = request.block_hashes
-        size = self.block_size
-        while len(known) <= index:
+        if len(known) <= index:
             parent = known[-1] if known else self.root(request.cache_salt)
-            start = len(known) * size
-            known.append(_hash(parent, request.token_ids(start, start + size)))
+            missing = request.token_ids(len(known) * self.block_size, (index + 1) * self.block_size)
+            for tokens in _bytes_of_blocks(missing, self.block_size):
+                parent = hashlib.sha256(parent + tokens).digest()
+                known.append(parent)
         return known[index]
 
     def block(self, request: Request, index: int) -> CachedBlock:
@@ -157,8 +169,9 @@ class PrefixCache:
         """Make `block` findable in `block_id`, which holds its bits; neither is cached yet."""
         self._block_of[block.block_hash] = block_id
         self._content[block_id] = block
-        self._children.setdefault(block.parent, {})[block.block_hash] = None
-        self._evicted.pop(block.block_hash, None)
+        if self._explains_misses:
+            self._children.setdefault(block.parent, {})[block.block_hash] = None
+            self._evicted.pop(block.block_hash, None)
         if self.changes is not None:
             self.changes.stored(block.block_hash)
 
@@ -213,13 +226,15 @@ class PrefixCache:
         """Drop the block's content, and remember its hash for a while."""
         content = self._content.pop(block_id)
         del self._block_of[content.block_hash]
+        if self.changes is not None:
+            self.changes.evicted(content.block_hash)
+        if not self._explains_misses:
+            return
         siblings = self._children[content.parent]
         del siblings[content.block_hash]
         if not siblings:
             del self._children[content.parent]
         self._evicted[content.block_hash] = None
-        if self.changes is not None:
-            self.changes.evicted(content.block_hash)
         if len(self._evicted) > self._most_evicted:
             del self._evicted[next(iter(self._evicted))]
 
@@ -227,7 +242,10 @@ class PrefixCache:
         """Why only the first `num_hits` blocks were found; None if all possible ones were.
 
         The last known token is always computed for its logits, so it does not count as missed.
+        Without `explains_misses` it is None.
         """
+        if not self._explains_misses:
+            return None
         size = self.block_size
         known = request.num_tokens - 1
         start = num_hits * size
@@ -264,6 +282,8 @@ class PrefixCache:
             content.block_hash: block for block, content in self._content.items()
         } != self._block_of:
             raise AssertionError("the prefix cache's two indices differ")
+        if not self._explains_misses:
+            return
         children = {h for hashes in self._children.values() for h in hashes}
         if children != set(self._block_of) or not all(self._children.values()):
             raise AssertionError("the prefix cache's tree differs from its blocks")
@@ -271,3 +291,11 @@ class PrefixCache:
 
 def _hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(parent + array("i", token_ids).tobytes()).digest()
+
+
+def _bytes_of_blocks(token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """The tokens of each block, as `_hash` reads them."""
+    values = array("i", token_ids)
+    whole = values.tobytes()
+    step = block_size * values.itemsize
+    return [whole[start : start + step] for start in range(0, len(whole), step)]

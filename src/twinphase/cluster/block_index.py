@@ -40,11 +40,11 @@ class BlockIndex:
             stored or evicted
         )  # as `BlockChanges.take` numbers them
         bit = self._bit(worker)
-        for block in evicted:
-            _remove(self._held, block, bit)
+        held = self._held
+        _remove(held, evicted, bit)
         for block in stored:
-            self._held[block] = self._held.get(block, 0) | bit
-            _remove(self._coming, block, bit)
+            held[block] = held.get(block, 0) | bit
+        _remove(self._coming, stored, bit)
         return True
 
     def replace(self, worker: str, next_event: int, stored: Collection[bytes]) -> None:
@@ -61,21 +61,20 @@ class BlockIndex:
         if bit:
             self._names[bit.bit_length() - 1] = ""
         for table in (self._held, self._coming):
-            for block in [block for block, mask in table.items() if mask & bit]:
-                _remove(table, block, bit)
+            _remove(table, [block for block, mask in table.items() if mask & bit], bit)
 
     def expect(self, worker: str, blocks: Iterable[bytes]) -> None:
         """Note that a worker got a request with these blocks, so that the next one hits there."""
         bit = self._bit(worker)
+        held = self._held
+        coming = self._coming
         for block in blocks:
-            if not self._held.get(block, 0) & bit:
-                self._coming[block] = self._coming.get(block, 0) | bit
+            if not held.get(block, 0) & bit:
+                coming[block] = coming.get(block, 0) | bit
 
     def give_up(self, worker: str, blocks: Iterable[bytes]) -> None:
         """That request has ended: what was not stored by now does not come."""
-        bit = self._bit(worker)
-        for block in blocks:
-            _remove(self._coming, block, bit)
+        _remove(self._coming, blocks, self._bit(worker))
 
     def hits(self, chain: Sequence[bytes]) -> dict[str, int]:
         """Leading blocks of a chain per worker, held or expected; only workers with some."""
@@ -95,10 +94,20 @@ class BlockIndex:
             ends.append((mask, len(chain)))
         found = dict[str, int]()
         for workers, depth in ends:
-            found.update(
-                dict.fromkeys(compress(self._names, map(int, f"{workers:b}"[::-1])), depth)
-            )
+            found.update(dict.fromkeys(self._workers(workers), depth))
         return found
+
+    def holders(self, blocks: Iterable[bytes]) -> list[str]:
+        """Workers that hold or expect any of these blocks."""
+        held = self._held
+        coming = self._coming
+        mask = 0
+        for block in blocks:
+            mask |= held.get(block, 0) | coming.get(block, 0)
+        return self._workers(mask)
+
+    def _workers(self, mask: int) -> list[str]:
+        return list(compress(self._names, map(int, f"{mask:b}"[::-1]))) if mask else []
 
     def num_held(self, worker: str) -> int:
         """Blocks that a worker holds."""
@@ -118,11 +127,12 @@ class BlockIndex:
         return self._bits[worker]
 
 
-def _remove(table: dict[bytes, int], block: bytes, bit: int) -> None:
-    mask = table.get(block)
-    if mask is None:
-        return
-    if left := mask & ~bit:
-        table[block] = left
-    else:
-        del table[block]
+def _remove(table: dict[bytes, int], blocks: Iterable[bytes], bit: int) -> None:
+    for block in blocks:
+        mask = table.get(block)
+        if mask is None:
+            continue
+        if left := mask & ~bit:
+            table[block] = left
+        else:
+            del table[block]

@@ -61,6 +61,7 @@ class Scheduler:
         *,
         eos_token_ids: Collection[int] = (),
         fingerprint: str = "",
+        explains_misses: bool = True,
     ) -> None:
         """Start without requests.
 
@@ -69,6 +70,7 @@ class Scheduler:
             times: predicts step times, for the SLO.
             eos_token_ids: tokens that end an answer.
             fingerprint: identifies the model and the KV format.
+            explains_misses: whether requests learn why the prefix cache missed.
         """
         if config.max_model_len is None or config.num_kv_blocks is None:
             raise ValueError("the configuration is not resolved")
@@ -81,6 +83,7 @@ class Scheduler:
             states=StateCache(config.num_state_slots, config.state_interval or config.block_size)
             if config.num_state_slots
             else None,
+            explains_misses=explains_misses,
         )
         self.max_model_len = config.max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)

@@ -59,6 +59,7 @@ class SteadySteps:
 
     Attributes:
         requests: the decoding requests, in the order of the batch.
+        block_size: tokens of a KV block.
         due: the step at whose end a change of the KV cache becomes visible, or None.
     """
 
@@ -68,7 +69,8 @@ class SteadySteps:
         self._scheduler = scheduler
         self._token_id = token_id
         self._start = [request.num_computed_tokens for request in self.requests]
-        size = scheduler.kv_cache.block_size
+        self._num_committed = 0
+        self.block_size = size = scheduler.kv_cache.block_size
         # Changes of blocks by moment: at the beginning of step s, moment 2 s, a request takes a
         # block; at its end, moment 2 s + 1, a block is full. The first moment comes last.
         changes = []
@@ -110,14 +112,15 @@ class SteadySteps:
                 kv_cache.grow(request, self._start[place] + step + 1)
 
     def commit(self, begun: int, seconds: Sequence[float]) -> None:
-        """End here: `begun` steps have begun, and those that took `seconds` have ended.
+        """Commit the next steps, which took `seconds`; `begun` steps in all have begun.
 
         The seconds are predicted. The scheduler is as after `commit` of the last step that ended.
         """
         scheduler = self._scheduler
-        self.reach(begun, len(seconds))
+        self._num_committed += len(seconds)
+        self.reach(begun, self._num_committed)
         for request, start in zip(self.requests, self._start, strict=True):
-            self._advance(request, start + len(seconds))
+            self._advance(request, start + self._num_committed)
         tenant = self.requests[0].tenant
         for each in seconds:
             scheduler.seconds += each

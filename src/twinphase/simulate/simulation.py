@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import heapq
 import random
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import count, islice
 from time import thread_time
 from typing import Protocol, cast
@@ -82,7 +84,7 @@ class Simulation:
     """Runs a trace through a fleet.
 
     Attributes:
-        outcomes: one per request, in the order of arrival.
+        outcomes: one per request, in the order of arrival, if they are kept.
         routing_seconds: processor time of each routing decision on this machine.
         busy_seconds: time in steps, by worker; `decode_seconds` is the part that the steps would
             have taken without their prefill chunks.
@@ -96,6 +98,7 @@ class Simulation:
         observer: Observer | None = None,
         *,
         step_by_step: bool = False,
+        keep_outcomes: bool = True,
     ) -> None:
         """Start an idle fleet.
 
@@ -105,14 +108,18 @@ class Simulation:
             observer: sees arrivals and steps.
             step_by_step: schedule every step, and do not jump over those that only decode; the
                 result is the same.
+            keep_outcomes: `follow_up` gets the outcome of each request that has ended; millions of
+                them need not be kept.
         """
         self.spec = spec
         self.fleet = Fleet(routing)
         self.outcomes: list[Outcome] = []
-        self.routing_seconds: list[float] = []
+        self.routing_seconds = array("d")
         self.now = 0.0
         self.num_steps = 0
         self._observer = observer
+        self._keep_outcomes = keep_outcomes
+        self._num_requests = 0
         self._executor = SimulatedExecutor(spec.acceptance, spec.seed)
         self._jumps = not (step_by_step or observer or spec.drafts)
         self.workers: dict[str, SimulatedWorker] = {}
@@ -125,6 +132,8 @@ class Simulation:
         self._events: list[tuple[float, int, int, Callable[[], None]]] = []
         self._order = count()
         self._live: dict[str, _Live] = {}
+        # Workers that may complete the first block of a request in a jump.
+        self._hiding: dict[str, SimulatedWorker] = {}
 
     def run(
         self,
@@ -143,7 +152,9 @@ class Simulation:
             happen()
 
     def _worker(self, name: str, spec: WorkerSpec) -> SimulatedWorker:
-        scheduler = Scheduler(spec.config, spec.times)
+        # Only the reports that ledgers fill show why a prefix was missed.
+        explains = self.spec.shape is not None
+        scheduler = Scheduler(spec.config, spec.times, explains_misses=explains)
         scheduler.max_prefill_tokens = DECODE_WORKER_CHUNK_TOKENS if spec.role == "decode" else None
         config = spec.config
         if config.itl_slo_ms == "auto":
@@ -182,8 +193,10 @@ class Simulation:
         outcome = Outcome(
             asked.arrival, len(prompt), asked.num_outputs, num_reasoning=asked.num_reasoning
         )
-        self.outcomes.append(outcome)
-        name = str(len(self.outcomes) - 1)
+        if self._keep_outcomes:
+            self.outcomes.append(outcome)
+        name = str(self._num_requests)
+        self._num_requests += 1
         self._at(
             self.now + front.request + front.per_prompt_token * len(prompt),
             lambda: self._arrive(name, asked, prompt, outcome),
@@ -193,6 +206,7 @@ class Simulation:
         request = self._request(name, asked, prompt, asked.num_outputs)
         num_blocks = request.num_tokens // self.spec.block_size
         chain = self._chain(request, num_blocks)
+        self._show_blocks(chain)
         began = thread_time()
         placement = self.fleet.place(request.num_tokens, chain, max_tokens=asked.num_outputs)
         decision = placement.decision
@@ -211,9 +225,7 @@ class Simulation:
     def _request(
         self, name: str, asked: TraceRequest, prompt: list[int], max_tokens: int
     ) -> Request:
-        return Request(
-            name, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens), asked.arrival
-        )
+        return Request(name, prompt, _params(max_tokens), asked.arrival)
 
     def chain_of(self, prompt: list[int]) -> list[bytes]:
         """Hashes of a prompt's full blocks."""
@@ -267,59 +279,75 @@ class Simulation:
     def _jump(self, worker: SimulatedWorker, batch: Batch, number: int) -> None:
         """Begin a number of steps, each with the tokens of the step before."""
         worker.jump = jump = worker.new_jump(batch, number, self.now)
-        self._watch(worker, jump)
+        if jump.hides_beginnings:
+            self._hiding[worker.name] = worker
         self._at(jump.ends[-1], lambda: self._land(worker, jump), ENDS)
 
-    def _watch(self, worker: SimulatedWorker, jump: Jump) -> None:
-        """Report changed blocks to the router at the end of their step, also during a jump."""
-        due = jump.steps.due
+    def _show_blocks(self, chain: list[bytes]) -> None:
+        """Report to the router what jumps have changed so far of the workers' blocks of a prompt.
 
-        def reach(step: int) -> None:
-            if worker.jump is jump:
-                jump.steps.reach(step + 1, step + 1)
-                self._report_blocks(worker)
-                self._watch(worker, jump)
+        A worker stores a block of an answer only after those before it, by which it is found here.
+        """
+        for name in self.fleet.index.holders(chain):
+            self._catch_up(self.workers[name])
+        for name, worker in list(self._hiding.items()):
+            self._catch_up(worker)
+            if worker.jump is None:
+                del self._hiding[name]
 
-        if due is not None:
-            self._at(jump.ends[due], lambda: reach(due), ENDS)
+    def _catch_up(self, worker: SimulatedWorker) -> None:
+        """Report changed blocks to the router as of the last step that ended, during a jump."""
+        jump = worker.jump
+        if jump is not None and jump.due <= self.now:
+            jump.reach(self.now)
+            self._report_blocks(worker)
 
     def _interrupt(self, worker: SimulatedWorker) -> None:
         """End a jump with the step that is being computed, because another event has occurred."""
         jump = worker.jump
         if jump is None:
             return
+        self._catch_up(worker)
         ended = bisect_right(jump.ends, self.now)
         begun = max(1, bisect_left(jump.begins, self.now))
+        begin = jump.begins[ended]
         self._commit(worker, jump, begun, ended)
-        worker.places[False] -= len(jump.draws) - begun
-        if begun > ended:
-            batch = worker.scheduler.schedule()
-            self._run_until(worker, batch, jump.begins[ended], jump.ends[ended])
+        worker.places[False] -= jump.shorten(begun)
+        if begun == ended:
+            worker.jump = None
+            self._at(begin, lambda: self._next(worker), BEGINS)
+        elif worker.ledger is None:
+            self._at(jump.ends[-1], lambda: self._land(worker, jump), ENDS)
         else:
-            self._at(jump.begins[ended], lambda: self._next(worker), BEGINS)
+            worker.jump = None
+            self._run_until(worker, worker.scheduler.schedule(), begin, jump.ends[-1])
 
     def _land(self, worker: SimulatedWorker, jump: Jump) -> None:
         """The last step of a jump has ended."""
         if worker.jump is jump:
             number = len(jump.ends)
             self._commit(worker, jump, number, number)
+            worker.jump = None
             self._report_blocks(worker)
             gap = worker.gap(len(jump.steps.requests))
             self._at(self.now + gap, lambda: self._next(worker), BEGINS)
 
     def _commit(self, worker: SimulatedWorker, jump: Jump, begun: int, ended: int) -> None:
         """Record the steps of a jump that have begun, and the tokens of those that ended."""
-        worker.jump = None
         if worker.ledger is not None and worker.batch is not None and ended:
             self._write(worker, worker.ledger, worker.batch, jump, ended)
-        self.num_steps += begun
-        for seconds, draw in islice(zip(jump.predicted, jump.draws, strict=True), begun):
+        self.num_steps += begun - jump.num_begun
+        times = zip(jump.predicted, jump.draws, strict=True)
+        for seconds, draw in islice(times, jump.num_begun, begun):
             self.busy_seconds[worker.name] += seconds * draw
             self.decode_seconds[worker.name] += seconds * draw
-        jump.steps.commit(begun, jump.predicted[:ended])
-        delivered = [end + self.spec.front.token for end in jump.ends[:ended]]
+        new = slice(jump.num_committed, ended)
+        jump.steps.commit(begun, jump.predicted[new])
+        delivered = array("d", [end + self.spec.front.token for end in jump.ends[new]])
         for request in jump.steps.requests:
             self._live[request.request_id].outcome.token_times.extend(delivered)
+        jump.num_begun = begun
+        jump.num_committed = ended
 
     def _write(
         self, worker: SimulatedWorker, ledger: Ledger, batch: Batch, jump: Jump, ended: int
@@ -417,6 +445,7 @@ class Simulation:
         decoding.block_hashes = request.block_hashes
         live.checks_first_token = True
         chain = self._chain(request, len(request.prompt_token_ids) // self.spec.block_size)
+        self._catch_up(worker)
         lacking = [
             index for index, block in enumerate(chain) if worker.prefix_cache.find(block) is None
         ]
@@ -443,6 +472,11 @@ class Simulation:
         following = self._follow_up(live.asked, live.outcome)
         if following is not None:
             self._at(following.arrival, lambda: self._receive(following))
+
+
+@cache
+def _params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens)
 
 
 def _decodes(running: list[Request], window: int | None) -> StepWork:

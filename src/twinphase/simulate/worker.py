@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from twinphase.batch import Batch, ScheduledRequest, StepOutput
@@ -60,6 +62,9 @@ class Jump:
     Attributes:
         predicted: seconds of each step by the cost model; step i takes from `begins` to `ends`.
         draws: factors by which the steps take longer than predicted.
+        hides_beginnings: whether the first block of a request is not complete at its begin.
+        due: when a change of the KV cache becomes visible next.
+        num_begun, num_committed: steps whose time is counted, and steps whose tokens are.
     """
 
     steps: SteadySteps
@@ -67,6 +72,30 @@ class Jump:
     draws: list[float]
     begins: list[float]
     ends: list[float]
+    hides_beginnings: bool
+    due: float = 0.0
+    num_begun: int = 0
+    num_committed: int = 0
+
+    def __post_init__(self) -> None:
+        self._find_due()
+
+    def reach(self, now: float) -> None:
+        """Change the KV cache as all steps did that have ended."""
+        ended = bisect_right(self.ends, now)
+        self.steps.reach(ended, ended)
+        self._find_due()
+
+    def _find_due(self) -> None:
+        step = self.steps.due
+        self.due = math.inf if step is None or step >= len(self.ends) else self.ends[step]
+
+    def shorten(self, number: int) -> int:
+        """Keep the first `number` steps; returns how many are dropped."""
+        dropped = len(self.ends) - number
+        for values in (self.predicted, self.draws, self.begins, self.ends):
+            del values[number:]
+        return dropped
 
 
 @dataclass
@@ -124,4 +153,5 @@ class SimulatedWorker:
             ends.append(now + seconds * draw)
             now = ends[-1] + gap
         steps = SteadySteps(self.scheduler, number, ANSWER_TOKEN_ID)
-        return Jump(steps, predicted, draws, begins, ends)
+        hides = any(one.num_computed_tokens < steps.block_size for one in steps.requests)
+        return Jump(steps, predicted, draws, begins, ends, hides)
