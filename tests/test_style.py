@@ -46,14 +46,14 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 41_140,
-    "tests": 382_700,
+    "tests": 382_750,
     "twinphase": 18_100,
     "twinphase/backends": 110_800,
     "twinphase/cache": 5_980,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
     "twinphase/commands": 18_000,
-    "twinphase/engine": 40_300,
+    "twinphase/engine": 40_350,
     "twinphase/estimate": 4_700,
     "twinphase/explain": 11_000,
     "twinphase/models": 23_200,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_400,
 }
-MAX_TOKENS = {"src": 509_400, "tests": 382_700, "benchmarks": 41_140}
+MAX_TOKENS = {"src": 509_450, "tests": 382_750, "benchmarks": 41_140}
 
 SKIPPED = {
     tokenize.COMMENT,

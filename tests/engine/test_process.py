@@ -64,6 +64,11 @@ def test_answers_are_those_of_an_engine_in_this_process(serve, llm):
             assert len(timeline.token_times) == 12
         assert "cached" in str(await engine.explain(streams[0]))
         assert engine.facts.config.max_model_len == 128 and engine.stats.num_running == 0
+        # Steps with prefill report what they taught the cost model.
+        assert engine.stats.prices == ()
+        await read(await engine.submit("another prompt", SamplingParams(max_tokens=1)))
+        assert len(engine.stats.prices) == len(engine.facts.prices) > 0
+        assert engine.stats.prices != engine.facts.prices
         for arguments in (
             {"prompt": "x" * 100_000},
             {"prompt": [1, 10**9]},

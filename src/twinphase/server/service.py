@@ -294,6 +294,8 @@ class Service:
             )
 
     def _on_step(self, stats: StepStats) -> None:
+        # A long prompt teaches the engine what its context costs long before a request ends.
+        self._prices = stats.prices or self._prices
         self.admission.step(stats.end, stats.work)
         self.metrics.step(stats)
         self._times.add(stats)

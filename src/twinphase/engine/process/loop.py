@@ -368,4 +368,5 @@ def step_stats(
         chunk_tokens=chunk_tokens,
         state_usage=states.usage if states else 0.0,
         num_snapshots=states.num_snapshots if states else 0,
+        prices=engine.cost_model.prices if record.prefill_tokens else (),
     )

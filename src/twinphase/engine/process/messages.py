@@ -347,6 +347,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
         chunk_tokens: prompt tokens that a step beside one decode has room for now.
         state_usage: fraction of the slots for recurrent states that requests hold.
         num_snapshots: recurrent states that prefixes can be continued from.
+        prices: prices of the cost model, after steps with prefill; empty after others.
     """
 
     start: float
@@ -376,6 +377,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     chunk_tokens: int | None = None
     state_usage: float = 0.0
     num_snapshots: int = 0
+    prices: tuple[float, ...] = ()
 
 
 class StepView(msgspec.Struct, array_like=True, frozen=True):
