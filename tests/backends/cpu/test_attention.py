@@ -218,7 +218,7 @@ def test_few_rows_of_a_sequence(folder, heads, isa, dtype):
 
 
 def test_bytes_of_a_token(folder):
-    for dtype, expected in (("auto", 32 + 4 + 64), ("int8", 32 + 4 + 32 + 4)):
+    for dtype, expected in (("auto", 64 + 4 + 128), ("int8", 64 + 4 + 64 + 4)):
         cpu, _ = pair(folder, SHAPES[0], ISAS_OF_ATTENTION[0], dtype)
         assert cpu.backend.kv_bytes_per_token() == expected
 
