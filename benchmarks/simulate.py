@@ -461,6 +461,8 @@ def main() -> None:
     if unknown := {*names, *args.traces.split(",")} - {*CONFIGURATIONS, *TRACES}:
         known = ", ".join([*CONFIGURATIONS, *TRACES])
         parser.error(f"unknown: {', '.join(unknown)}; there are {known}.")
+    if missing := [str(file) for file in args.calibrations if not file.exists()]:
+        parser.error(f"--calibrations: there is no {', '.join(missing)}.")
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         failed = [one for name in names for one in trials(args, name, folder, console)]
