@@ -285,7 +285,7 @@ def _copy_scopes_at_once() -> None:
     """Copy the variables of a function that Numba inlines without `copy.deepcopy`'s bookkeeping.
 
     Numba copies such a function block by block, and with each block all variables of the function,
-    which took an eighth of a linear layer's compilation.
+    which took a tenth of a linear layer's compilation.
     """
     from numba.core.ir import Scope, Var
 
