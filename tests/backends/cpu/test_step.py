@@ -201,3 +201,34 @@ def test_a_sequence_without_room_is_refused():
     memory.fill(step_of([64, 3], [1, 1]))
     with pytest.raises(ValueError, match="a sequence has 65 tokens; there is room for 64"):
         memory.fill(step_of([3, 65], [1, 2]))
+
+
+def test_units_of_a_decode_step_follow_those_of_the_last_one(monkeypatch):
+    monkeypatch.setattr(AttentionUnits, "sharing", "always")
+    memory = attention_work(8, 8192)
+    steps: list[tuple[list[int], int]] = []
+    for contexts, shared in (([1500], 0), ([300, 5000, 129, 700], 0), ([300, 520, 250, 700], 256)):
+        steps += [([context + step for context in contexts], shared) for step in range(140)]
+    steps += [([301, 401], 0), ([302, 402], 256), ([303, 403], 0)]  # Other blocks in the tables.
+    steps += [([304, 405], 0), ([305], 0)]
+    shared_out = 0
+    share_out = AttentionUnits._share_out
+
+    def count(*args):
+        nonlocal shared_out
+        shared_out += 1
+        share_out(*args)
+
+    monkeypatch.setattr(AttentionUnits, "_share_out", count)
+    for contexts, shared in steps:
+        anew = attention_work(8, 8192)
+        rows = [1] * len(contexts)
+        counts = filled(memory, contexts, rows, shared)
+        assert counts == filled(anew, contexts, rows, shared)
+        ours = memory.units(True)
+        theirs = anew.units(True)
+        for name, units in theirs.lists.items():
+            assert (ours.lists[name][: counts[name]] == units[: counts[name]]).all()
+        merges = counts["merges"]
+        assert (ours.merges[:merges] == theirs.merges[:merges]).all()
+    assert len(steps) < shared_out < 1.1 * len(steps)
