@@ -131,7 +131,9 @@ class AttentionUnits:
             if shares_prefixes or not name.endswith("_rest")
         }
         spread = spread_heads(shape, limits)
-        self.merges = aligned(spread * self._few * MERGE_INTS, np.int32).reshape(-1, MERGE_INTS)
+        self.merges: Ints = aligned(spread * self._few * MERGE_INTS, np.int32).reshape(
+            -1, MERGE_INTS
+        )
         self._room = partial_room(shape, group, limits)
         self.row_numbers = aligned(2 * limits.rows, np.int32)
         self.row_numbers[: limits.rows] = np.arange(limits.rows)
@@ -152,10 +154,10 @@ class AttentionUnits:
         return {**self._counts, "merges": len(self._merges)}
 
     def _advance(self, plan: Ints, tables: NDArray[np.integer[Any]]) -> bool:
-        """Move the units of the last step one token on, if nothing else differs in this one.
+        """Move the units of the last step on by one token, if nothing else differs in this step.
 
-        That is a step with one row of each sequence after another such step, unless a sequence
-        begins a KV tile. Sharing out anew takes a twentieth of the step of a small model.
+        That is so when a decode step follows a decode step of the same sequences, unless one of
+        them begins a KV tile. Sharing the work out again takes 5 % of the step of a small model.
         """
         if self._filled is None or self._filled[0] != self.sharing or not (plan[:, 1] == 1).all():
             return False
@@ -168,7 +170,7 @@ class AttentionUnits:
             return False
         for name, count in self._counts.items():
             units = self.lists[name][:count]
-            units[:, 4] += units[:, 7] != LEAVES_STATE
+            units[units[:, 7] != LEAVES_STATE, 4] += 1
         self.merges[: len(self._merges), 1] += 1
         return True
 
