@@ -131,9 +131,7 @@ class AttentionUnits:
             if shares_prefixes or not name.endswith("_rest")
         }
         spread = spread_heads(shape, limits)
-        self.merges: Ints = aligned(spread * self._few * MERGE_INTS, np.int32).reshape(
-            -1, MERGE_INTS
-        )
+        self.merges = aligned(spread * self._few * MERGE_INTS, np.int32).reshape(-1, MERGE_INTS)
         self._room = partial_room(shape, group, limits)
         self.row_numbers = aligned(2 * limits.rows, np.int32)
         self.row_numbers[: limits.rows] = np.arange(limits.rows)
@@ -171,7 +169,8 @@ class AttentionUnits:
         for name, count in self._counts.items():
             units = self.lists[name][:count]
             units[units[:, 7] != LEAVES_STATE, 4] += 1
-        self.merges[: len(self._merges), 1] += 1
+        lengths = self.merges[: len(self._merges), 1]
+        np.add(lengths, 1, out=lengths)
         return True
 
     def _share_out(self, plan: Ints, tables: NDArray[np.integer[Any]]) -> None:
