@@ -169,8 +169,8 @@ class AttentionUnits:
         for name, count in self._counts.items():
             units = self.lists[name][:count]
             units[units[:, 7] != LEAVES_STATE, 4] += 1
-        lengths = self.merges[: len(self._merges), 1]
-        np.add(lengths, 1, out=lengths)
+        contexts = self.merges[: len(self._merges), 1]
+        np.add(contexts, 1, out=contexts)
         return True
 
     def _share_out(self, plan: Ints, tables: NDArray[np.integer[Any]]) -> None:
