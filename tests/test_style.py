@@ -46,9 +46,9 @@ PUBLIC_PACKAGES = {"src/twinphase/__init__.py", "src/twinphase_bench/__init__.py
 # line ends, so that packed lines win nothing. A larger number here is a decision.
 BUDGET: dict[str, int] = {
     "benchmarks": 41_140,
-    "tests": 383_100,
+    "tests": 383_350,
     "twinphase": 18_100,
-    "twinphase/backends": 110_950,
+    "twinphase/backends": 111_000,
     "twinphase/cache": 5_980,
     "twinphase/chat": 3_200,
     "twinphase/cluster": 31_300,
@@ -68,7 +68,7 @@ BUDGET: dict[str, int] = {
     "twinphase/workload": 2_200,
     "twinphase_bench": 74_400,
 }
-MAX_TOKENS = {"src": 509_600, "tests": 383_100, "benchmarks": 41_140}
+MAX_TOKENS = {"src": 509_600, "tests": 383_350, "benchmarks": 41_140}
 
 SKIPPED = {
     tokenize.COMMENT,

@@ -232,3 +232,24 @@ def test_units_of_a_decode_step_follow_those_of_the_last_one(monkeypatch):
         merges = counts["merges"]
         assert (ours.merges[:merges] == theirs.merges[:merges]).all()
     assert len(steps) < shared_out < 1.1 * len(steps)
+
+
+@pytest.mark.parametrize("block_size", (48, 256))
+def test_units_follow_tables_of_blocks_that_do_not_divide_a_tile(block_size, monkeypatch):
+    monkeypatch.setattr(AttentionUnits, "sharing", "always")
+    limits = Limits(1024, 8, 8192, 2, "auto", block_size=block_size)
+    shape = KVShape(3, 64)
+    units = AttentionUnits(shape, 3, limits, True)
+    apart = np.arange(80, dtype=np.int32).reshape(2, 40)
+    together = np.stack([apart[0], apart[0]])
+    last_block = apart.copy()
+    # All of a tile but its last block.
+    last_block[1, : (TILE_TOKENS - 1) // block_size] = apart[0, : (TILE_TOKENS - 1) // block_size]
+    steps = ([250, 250], together), ([251, 251], last_block), ([252, 252], together)
+    for contexts, tables in steps:
+        plan = runs_of(step_of(contexts, [1, 1]), "tokens")
+        anew = AttentionUnits(shape, 3, limits, True)
+        counts = units.fill(plan, tables)
+        assert counts == anew.fill(plan, tables)
+        for name, expected in anew.lists.items():
+            assert (units.lists[name][: counts[name]] == expected[: counts[name]]).all()

@@ -148,7 +148,8 @@ class AttentionUnits:
         """
         if not self._advance(plan, tables):
             self._share_out(plan, tables)
-        self._filled = (self.sharing, plan, tables.copy())
+        # Other layers' units do not depend on which blocks the tables hold.
+        self._filled = (self.sharing, plan, tables.copy() if self.shares_prefixes else tables)
         return {**self._counts, "merges": len(self._merges)}
 
     def _advance(self, plan: Ints, tables: NDArray[np.integer[Any]]) -> bool:
@@ -163,7 +164,7 @@ class AttentionUnits:
         if not np.array_equal(plan, last + (0, 0, 1, 0, 0)):
             return False
         # Tables change when other requests take the rows of those that have ended.
-        blocks = int(plan[:, 3].max() - 1) * (TILE_TOKENS // self._limits.block_size)
+        blocks = -(-int(plan[:, 3].max() - 1) * TILE_TOKENS // self._limits.block_size)
         if self.shares_prefixes and not np.array_equal(tables[:, :blocks], last_tables[:, :blocks]):
             return False
         for name, count in self._counts.items():
