@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from unittest.mock import Mock
 
@@ -232,6 +233,27 @@ def test_units_of_a_decode_step_follow_those_of_the_last_one(monkeypatch):
         merges = counts["merges"]
         assert (ours.merges[:merges] == theirs.merges[:merges]).all()
     assert len(steps) < shared_out < 1.1 * len(steps)
+
+
+def test_units_of_rows_that_nobody_decodes():
+    """Chunks of a prompt have no rows of logits until its end."""
+    units = attention_work(8, 8192).units(True)
+    for context in (32, 64):
+        step = replace(step_of([context], [32]), logit_rows=np.empty(0, np.int32))
+        counts = units.fill(runs_of(step, "logits"), step.block_tables)
+        assert not any(counts.values())
+
+
+def test_units_move_on_when_a_short_sequence_gets_a_block(monkeypatch):
+    share_out = Mock(wraps=AttentionUnits._share_out)
+    monkeypatch.setattr(AttentionUnits, "_share_out", lambda *args: share_out(*args))
+    units = attention_work(8, 8192).units(True)
+    tables = np.arange(2 * 64, dtype=np.int32).reshape(2, 64)
+    for context in range(290, 310):
+        held = tables.copy()
+        held[0, -(-context // 16) :] = 0
+        units.fill(runs_of(step_of([context, context + 400], [1, 1]), "tokens"), held)
+    assert share_out.call_count == 1
 
 
 @pytest.mark.parametrize("block_size", (48, 256))

@@ -163,9 +163,7 @@ class AttentionUnits:
         _, last, last_tables = self._filled
         if not np.array_equal(plan, last + (0, 0, 1, 0, 0)):
             return False
-        # Tables change when other requests take the rows of those that have ended.
-        blocks = -(-int(plan[:, 3].max() - 1) * TILE_TOKENS // self._limits.block_size)
-        if self.shares_prefixes and not np.array_equal(tables[:, :blocks], last_tables[:, :blocks]):
+        if self.shares_prefixes and self._prefixes_differ(plan, tables, last_tables):
             return False
         for name, count in self._counts.items():
             units = self.lists[name][:count]
@@ -173,6 +171,20 @@ class AttentionUnits:
         contexts = self.merges[: len(self._merges), 1]
         np.add(contexts, 1, out=contexts)
         return True
+
+    def _prefixes_differ(
+        self, plan: Ints, tables: NDArray[np.integer[Any]], last: NDArray[np.integer[Any]]
+    ) -> bool:
+        """Whether blocks of a sequence's whole KV tiles are others than in the last step.
+
+        They are when another request has taken the row of one that ended.
+        """
+        sequences = plan[:, 4]
+        tokens = plan[:, 2] // TILE_TOKENS * TILE_TOKENS
+        blocks = -(-tokens // self._limits.block_size)
+        most = blocks.max(initial=0)
+        differ = tables[sequences, :most] != last[sequences, :most]
+        return bool((differ & (np.arange(most) < blocks[:, None])).any())
 
     def _share_out(self, plan: Ints, tables: NDArray[np.integer[Any]]) -> None:
         self._plan = plan
