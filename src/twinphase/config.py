@@ -331,7 +331,7 @@ class EngineConfig(GenerationDefaults):
     def _with_states(
         self, state_bytes: int, kv_token_bytes: float, memory: int | None
     ) -> EngineConfig:
-        """With the fields of recurrent states filled in.
+        """Fill in the fields of recurrent states.
 
         Snapshots are so far apart that they take no more memory than the KV between them.
         """

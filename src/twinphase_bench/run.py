@@ -54,7 +54,7 @@ def run_sweep(target: Target, options: SweepOptions, progress: Progress) -> Phas
 
 
 def sweep_parts(result: PhaseSweep) -> Parts:
-    """For the report."""
+    """The sweep's parts of the report."""
     plan = result.plan
     batches = sorted({place.batch for place in plan.places})
     flags = {

@@ -59,7 +59,7 @@ def erf(x: F32) -> F32:
 
 
 def _polynomial(coefficients: Sequence[float], x: F32) -> F32:
-    """By Horner's rule."""
+    """Evaluate a polynomial by Horner's rule."""
     out = x * np.float32(coefficients[-1])
     out += np.float32(coefficients[-2])
     for coefficient in coefficients[-3::-1]:
@@ -105,7 +105,7 @@ class NumpyEncoder:
         return dequantize(checkpoint.raw(name), info.shape, info.type)
 
     def table(self, checkpoint: Checkpoint, name: str) -> Table:
-        """As it is stored: few of its rows are read."""
+        """Keep the table as it is stored, since few of its rows are read."""
         info = checkpoint.tensors[name]
         stored = checkpoint.raw(name).reshape(info.shape[0], -1)
         return Table(stored, info.shape[1], info.type)
@@ -123,7 +123,7 @@ class NumpyEncoder:
         return found
 
     def stack(self, rows: Sequence[F32]) -> F32:
-        """Padded with zeros."""
+        """Stack single rows, padded with zeros."""
         x = np.zeros((len(rows) + -len(rows) % ROWS, len(rows[0])), np.float32)
         x[: len(rows)] = rows
         return x
@@ -163,7 +163,7 @@ class NumpyEncoder:
         return rotated.reshape(x.shape)
 
     def gelu_mul(self, gate: F32, up: F32) -> F32:
-        """In place of the gate."""
+        """Write into the gate's memory."""
         inner = gate * gate
         inner *= np.float32(0.044715)
         inner += 1
@@ -192,7 +192,7 @@ class NumpyEncoder:
         return out
 
     def gelu(self, x: F32) -> F32:
-        """In place, a few rows at a time, which stay in the processor's cache."""
+        """Write in place, a few rows at a time so that they stay in the processor's cache."""
         for start in range(0, len(x), ROWS):
             rows = x[start : start + ROWS]
             gate = erf(rows * np.float32(math.sqrt(0.5)))
@@ -230,7 +230,6 @@ class NumpyEncoder:
         return out
 
     def pool(self, x: F32, pooling: str, lengths: Sequence[int]) -> list[F32]:
-        """See `pooled`."""
         ends = itertools.accumulate(lengths)
         return [
             pooled(x[end - length : end], pooling)
@@ -275,7 +274,7 @@ def _attention(
     scale: float | None,
     reach: int | None,
 ) -> F32:
-    """Of texts of one length; scores are [texts, KV heads, heads of each, length, length]."""
+    """Attention of texts of one length, computed for all texts and heads at once."""
     rows, width = q.shape
     head_dim = width // num_heads
     heads = k.shape[1] // head_dim

@@ -103,7 +103,7 @@ class ReferenceBackend(ReferenceRecurrence):
 
     @cached_property
     def kv_fingerprint(self) -> str:
-        """See `Backend`; NumPy's version fixes the order of the sums in its products."""
+        """Name NumPy's version, which fixes the order of the sums in its products."""
         facts = {"backend": self.name, "numpy": np.__version__, "kv_cache_dtype": "float32"}
         return kv_fingerprint(self._checkpoint, self.blueprint, self.kv_spec, **facts)
 
@@ -113,7 +113,6 @@ class ReferenceBackend(ReferenceRecurrence):
         return pack_frames(self.kv_fingerprint, np.concatenate(parts, axis=1).view(np.uint8))
 
     def write_blocks(self, block_ids: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
-        """See `Backend`."""
         nbytes = self.kv_bytes_per_token() * self.kv_spec.block_size
         blocks = unpack_frames(self.kv_fingerprint, frames, nbytes).view(np.float32)
         start = 0
@@ -123,13 +122,12 @@ class ReferenceBackend(ReferenceRecurrence):
             start = end
 
     def frame_parts(self) -> list[tuple[int, int, int]]:
-        """See `Backend`: keys of each layer, then values."""
+        """List the keys of each layer, then the values."""
         spec = self.kv_spec
         groups = list(spec.groups)
         return 2 * [(groups.index(s), spec.block_size, 4 * s.head_dim) for s in spec.layers]
 
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
-        """See `Backend`."""
         return is_finite(frame, "float32")
 
     def _blocks(self) -> list[F32]:
@@ -145,7 +143,6 @@ class ReferenceBackend(ReferenceRecurrence):
         return logits
 
     def kept(self) -> list[F32]:
-        """See `Backend`."""
         return self._kept
 
     def keep(self, x: F32) -> None:
@@ -178,7 +175,7 @@ class ReferenceBackend(ReferenceRecurrence):
         return out if bias is None else out + bias
 
     def gather(self, x: F32, span: Span | None) -> F32:
-        """Every rank's columns, copied out of the shared memory before it is written again."""
+        """Copy every rank's columns out of the shared memory before it is written again."""
         if span is None:
             return x
         assert self.group is not None

@@ -8,7 +8,7 @@ from twinphase.backends.base import MeasuredRates, Units
 
 
 class ReferenceDevice:
-    """See `Device`: all in float32, on however many threads NumPy takes, and without ceilings."""
+    """The reference backend's device: float32, NumPy's own threads, no ceilings."""
 
     name = "reference"
     isa = ""
@@ -25,8 +25,8 @@ class ReferenceDevice:
         return 8 * head_dim
 
     def free_memory(self) -> None:
-        """It has none of its own."""
+        """None: the backend computes in the host's memory."""
 
     def measure(self) -> MeasuredRates:
-        """Never: `ceilings` says so."""
+        """Raise: the reference backend has no ceilings."""
         raise NotImplementedError("the reference backend has no ceilings")

@@ -170,7 +170,7 @@ class ReferenceRecurrence:
         return self.inputs.hidden
 
     def join(self, left: F32, right: F32) -> F32:
-        """Both side by side."""
+        """Place both side by side."""
         return np.concatenate([left, right], axis=1)
 
 

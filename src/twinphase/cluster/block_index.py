@@ -73,7 +73,7 @@ class BlockIndex:
                 coming[block] = coming.get(block, 0) | bit
 
     def give_up(self, worker: str, blocks: Iterable[bytes]) -> None:
-        """That request has ended: what was not stored by now does not come."""
+        """Stop expecting the blocks of a request that has ended."""
         _remove(self._coming, blocks, self._bit(worker))
 
     def hits(self, chain: Sequence[bytes]) -> dict[str, int]:

@@ -36,7 +36,7 @@ class Balance:
     def __init__(
         self, *, long_queue: float = LONG_QUEUE_SECONDS, patience: float = PATIENCE_SECONDS
     ) -> None:
-        """Both in seconds: the length of a long queue, and how long it has to last."""
+        """Take the length of a long queue, and how long it has to last, both in seconds."""
         self._long_queue = long_queue
         self._patience = patience
         self._wanting: Half | None = None
@@ -270,7 +270,7 @@ class Drains:
 
 
 def _queue_seconds(load: WorkerLoad, view: WorkerView, usual_output: float) -> float:
-    """Until a worker could begin with a new request: prompts to prefill, or answers without a seat.
+    """Seconds until a worker could begin a new request.
 
     A seat is free after as many steps as its answer has tokens; all seats are in each step.
     """

@@ -113,13 +113,11 @@ class TlsSocket:
         self.shutdown = link.shutdown
 
     def sendall(self, data: bytes | memoryview) -> None:
-        """As `socket.sendall`."""
         view = memoryview(data)
         for start in range(0, len(view), CHUNK_BYTES):
             self.link.sendall(self.session.encrypt(view[start : start + CHUNK_BYTES]))
 
     def recv_into(self, view: memoryview) -> int:
-        """As `socket.recv_into`."""
         while (count := self.session.read_into(view)) is None:
             data = self.link.recv(RECEIVE_BYTES)
             if not data:
@@ -128,7 +126,6 @@ class TlsSocket:
         return count
 
     def recv(self, size: int) -> bytes:
-        """As `socket.recv`."""
         data = bytearray(min(size, MAX_MESSAGE_BYTES))
         return bytes(data[: self.recv_into(memoryview(data))])
 
@@ -145,7 +142,7 @@ def _connecting_context() -> ssl.SSLContext:
 
 @cache
 def _listening_context() -> tuple[ssl.SSLContext, bytes]:
-    """With a certificate of this process, and its SHA-256."""
+    """A server's TLS context with this process's own certificate, and the certificate's SHA-256."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

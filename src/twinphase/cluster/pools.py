@@ -70,7 +70,7 @@ class RayPool:
     def __init__(
         self, roles: Mapping[str, Role], threads: int, ray_address: str, encryption: str = "auto"
     ) -> None:
-        """Nothing is started yet; `roles` is by the workers' names.
+        """Prepare workers without starting them; `roles` is by their names.
 
         A local Ray's key is made here if there is none.
 

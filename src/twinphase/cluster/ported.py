@@ -20,7 +20,7 @@ class PortedHost(ProcessHost):
 
 
 def main(descriptor: int) -> int:
-    """See `child.main`."""
+    """Run the process; arguments are those of `child.main`."""
     with opened_port(read_key()) as open_port:
         return child.main(descriptor, open_port)
 

@@ -71,7 +71,7 @@ class OpenAIServer:
             raise EngineUnavailableError("The engine makes no step.", "It is being started again.")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For `by_queue_seconds`: seconds of waiting work, and the share of the seats in use."""
+        """Report seconds of waiting work and the share of seats in use, for `by_queue_seconds`."""
         admission = self._service.admission
         return {
             "queue_seconds": admission.queue_seconds,

@@ -103,7 +103,7 @@ class RoutedRequest:
         return room <= 1 or self.add.sampling_params.max_tokens == 1
 
     def message(self, now: float) -> Add:
-        """For a worker: continue after the tokens so far, or compute the first one as a check."""
+        """The worker's message: continue after the tokens so far, or check the first one."""
         params = self.add.sampling_params
         output = list(self.token_ids)
         if self.first_token is not None:
@@ -125,7 +125,7 @@ class RoutedRequest:
         )
 
     def split(self, message: Add, decode_worker: str, decode: EngineFacts) -> Add:
-        """For the prefill worker: compute one token, and push the KV blocks if more follow."""
+        """The prefill worker's message: compute one token; push the KV blocks if more follow."""
         if self._has_one_token(decode):
             return message
         self.decode_worker = decode_worker
@@ -149,7 +149,7 @@ class RoutedRequest:
         return now
 
     def moved(self, blocks: tuple[int, int] | None = None) -> Moved:
-        """It has been sent to its worker; `blocks` as in `Moved`."""
+        """Note that the request was sent to its worker; `blocks` as in `Moved`."""
         name = self.record.request_id
         return Moved(name, perf_counter(), self.worker, self.routing_reason, blocks=blocks)
 

@@ -9,7 +9,7 @@ from twinphase.phases.timeline import IntervalKind, RequestTimeline
 
 
 def shifted(timeline: RequestTimeline, seconds: float) -> RequestTimeline:
-    """The same life on a clock that is `seconds` ahead; durations are kept."""
+    """The timeline on a clock that is `seconds` ahead; durations are kept."""
     if not seconds:
         return timeline
     intervals = [

@@ -155,7 +155,7 @@ def _query_heads(b: Blueprint, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def _kv_span(b: Blueprint, count: int, rank: int, ranks: int) -> Span:
-    """Those of `count` KV heads that a rank's query heads read; several ranks may read one."""
+    """The KV heads, of `count`, that a rank's query heads read; several ranks may read one."""
     group = b.num_heads // count
     first, size = _query_heads(b, rank, ranks)
     return Span(first // group, max(1, size // group), count, 1, ())

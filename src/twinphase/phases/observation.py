@@ -88,7 +88,7 @@ class Observation:
 
     @property
     def tpot(self) -> float | None:
-        """None below two tokens, without the target's count, or without the last token's time.
+        """Seconds per token after the first.
 
         It is not known where there are fewer pieces than tokens and the target reported no end.
         """

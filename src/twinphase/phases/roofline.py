@@ -118,7 +118,7 @@ class PartWork:
         return sum(self.flops.values())
 
     def plus(self, other: PartWork) -> PartWork:
-        """Both together."""
+        """The sum of both."""
         units = dict.fromkeys((*self.flops, *other.flops))
         flops = {unit: self.flops.get(unit, 0) + other.flops.get(unit, 0) for unit in units}
         return PartWork(flops, self.bytes + other.bytes, max(self.working_set, other.working_set))

@@ -206,7 +206,7 @@ class RequestTimeline:
             self.end = until
 
     def extend(self, kind: IntervalKind, until: float, reason: str = "") -> None:
-        """As `mark`, but the last interval grows when it is of the same kind and reason."""
+        """Mark an interval, or lengthen the last one if it has the same kind and reason."""
         last = self.intervals[-1] if self.intervals else None
         if last is not None and last.kind is kind and last.reason == reason and until > self.end:
             last.end = self.end = until

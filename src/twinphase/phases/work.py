@@ -57,7 +57,7 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """All of them, but for the embedding where it is not the head, and vectors."""
+        """Bytes of the matrices that a step reads; the embedding counts only as the head."""
         return self.linear_bytes + self.head_bytes + self.expert_bytes + self.head_expert_bytes
 
     @property

@@ -215,12 +215,12 @@ class Choice:
 
     @property
     def labels(self) -> list[str]:
-        """Of the tokens, as in `AnswerDivider`."""
+        """Labels of the tokens, as in `AnswerDivider`."""
         return self._divider.labels
 
     @property
     def prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
-        """Of each prompt token, in vLLM's shape, None for the first; None if not asked for."""
+        """The prompt's log probabilities in vLLM's shape; None if they were not requested."""
         found = self.stream.transcript.output().prompt_logprobs
         return None if found is None else [plain_logprobs(position) for position in found]
 

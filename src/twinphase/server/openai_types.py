@@ -175,7 +175,7 @@ class StructuredOutputs(Strict):
 
 
 class StreamOptions(Strict):
-    """Of a streamed answer."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False

@@ -41,16 +41,13 @@ class PlainCallParser:
 
     @property
     def is_beside_call(self) -> bool:
-        """As in `CallParser`."""
         return self._called or self._parser.is_beside_call
 
     def feed(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-        """As in `CallParser`."""
         content, calls = self._parser.feed(text)
         return self._sift(content, bool(calls)), calls
 
     def flush(self) -> tuple[str, list[ToolCallDelta]]:
-        """As in `CallParser`."""
         content, calls = self._parser.flush()
         content = self._sift(content, bool(calls))
         if self._held and (call := self._call()):

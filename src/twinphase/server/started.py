@@ -63,7 +63,7 @@ def noted(url: str) -> Iterator[None]:
 
 
 def started_servers() -> list[StartedServer]:
-    """Those that run; files of others are removed."""
+    """Servers that are running; files of ended ones are removed."""
     found = []
     for path in sorted(_folder().glob("*.json")):
         try:

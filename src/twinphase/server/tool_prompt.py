@@ -31,7 +31,7 @@ You then get its result within <tool_response></tool_response>."""
 
 
 def with_argument_objects(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """For templates that take tools: the arguments of earlier calls as objects, not JSON text."""
+    """Parse the arguments of earlier calls into objects, for templates that take tools."""
     return [
         {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -43,7 +43,7 @@ def with_argument_objects(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def with_tool_prompt(messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """For templates that do not: tools, earlier calls and their results as text, in Hermes' format.
+    """Write tools, calls and results as text in Hermes' format, for templates without tools.
 
     The tools go to the end of the system message; results that follow each other make one message
     of the user.

@@ -74,7 +74,7 @@ def call_grammar(
     format: ToolFormat,
     special_token: SpecialToken,
 ) -> StructuredOutputsParams | None:
-    """As `tool_grammar`, for calls in any format."""
+    """The grammar of calls in any format; see `tool_grammar`."""
     rules = quoted_call_rules(special_token) if format.quote else None
     rules = xml_call_rules if format.xml else rules
     return tool_grammar(tools, tool_choice, parallel_tool_calls, format, special_token, rules)

@@ -75,7 +75,7 @@ class Trial:
         return real / simulated if real and simulated else None
 
     def hindsight_error(self, figure: str) -> float:
-        """The same of `hindsight`."""
+        """Error of the simulation with the run's own step times."""
         return self._error(self.hindsight, figure)
 
     def _error(self, simulated: Mapping[str, float], figure: str) -> float:

@@ -16,4 +16,4 @@ class ForcedProposer:
         return [Draft("forced", forced, certain=len(forced))] if forced else []
 
     def forget(self, request: Request) -> None:
-        """Nothing to drop: this proposer has no state."""
+        """Do nothing: this proposer has no state."""

@@ -29,7 +29,7 @@ def part_steps(part: Any) -> list[dict[str, Any]]:
 
 
 def without_special(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """One that reads control tokens as the characters they are written in, of the same parts.
+    """A tokenizer of the same parts that reads control tokens as plain characters.
 
     A Unigram model still finds them: it has their names among its pieces. No decoder that is
     supported here has one.

@@ -229,7 +229,7 @@ def _check_format(value: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _pay_by_character(s: Any, *_: Any, **__: Any) -> None:
-    """For filters that search a text with regular expressions."""
+    """Charge the budget per character, for filters that search a text with regular expressions."""
     _spend(len(str(s)))
 
 

@@ -78,7 +78,7 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """From a URL, with or without its scheme.
+        """Parse a URL, with or without its scheme.
 
         User, password and query are dropped: they may be secrets.
 
@@ -104,7 +104,7 @@ class Address:
         return f"{self.scheme}://{host}:{self.port}"
 
     async def resolve(self) -> Address:
-        """With the first address of the host that accepts a connection.
+        """Look up the first address of the host that accepts a connection.
 
         Raises:
             ServerUnreachableError: there is none.
@@ -182,7 +182,7 @@ class Reply:
 
 
 class _Exchange(asyncio.Protocol):
-    """One request's connection: stamps what comes."""
+    """One request's connection, which records the arrival time of each piece."""
 
     def __init__(
         self,

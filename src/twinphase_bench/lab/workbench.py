@@ -130,7 +130,7 @@ class Workbench:
         return engine
 
     def ideal_milliseconds(self, start: int, num_tokens: int) -> tuple[float, float]:
-        """Of the FLOP alone and of the bytes alone, for `num_tokens` of a request after `start`.
+        """Milliseconds of the FLOP alone and of the bytes alone for tokens after `start`.
 
         NaN where a ceiling is unknown.
         """

@@ -127,14 +127,14 @@ class LoadOptions:
 
     @property
     def lengths(self) -> Lengths:
-        """Of made-up requests."""
+        """Lengths of synthetic requests, in words."""
         prompt = INPUT_LEN if self.random_input_len is None else self.random_input_len
         output = OUTPUT_LEN if self.random_output_len is None else self.random_output_len
         return Lengths((prompt, prompt), (output, output))
 
     @property
     def scaling(self) -> Scaling:
-        """Of a trace."""
+        """How a trace is scaled, in words."""
         lengths, time = (
             1.0 if scale is None else scale for scale in (self.scale_lengths, self.time_scale)
         )
@@ -201,7 +201,7 @@ def _refuse_same_prompts(first: Workload, second: Workload) -> None:
 
 
 def _parts_of_runs(results: Sequence[LoadResult]) -> Parts:
-    """All runs together, where there are several; then the first one whole."""
+    """Report all runs together if there are several, then the first one in full."""
     first = results[0]
     others = results[1:]
     verdicts = report.load_verdicts(first)

@@ -475,7 +475,7 @@ def load_data(result: LoadResult) -> dict[str, Any]:
 
 
 def _void_mark(result: LoadResult) -> str:
-    """Before every figure of a run that is void, as a reader may see nothing else of it."""
+    """A mark in front of every figure of a void run, since a reader may see only that figure."""
     return "VOID: " if result.void else ""
 
 

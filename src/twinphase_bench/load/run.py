@@ -125,7 +125,7 @@ class LoadResult:
         return [gap for seen in self.succeeded for gap in seen.itl]
 
     def _tokens(self, *kinds: str) -> int | None:
-        """By the target's count, of requests that succeeded; None if it did not count all."""
+        """Tokens of successful requests by the target's count; None if it did not count all."""
         counts = [getattr(seen, f"num_{kind}_tokens") for seen in self.succeeded for kind in kinds]
         return sum(counts) if counts and None not in counts else None
 
@@ -153,7 +153,7 @@ class LoadResult:
 
     @property
     def goodput(self) -> Goodput | None:
-        """None without service levels."""
+        """Share of requests that met all service levels; None without service levels."""
         return goodput(self.observations, self.slos, self.seconds) if self.slos.bounds else None
 
     @property
@@ -215,7 +215,7 @@ async def run_load(
 
 
 async def _warm_up(target: LoadTarget, workload: Workload, progress: Progress) -> None:
-    """So that the measured requests meet a server that has done this before."""
+    """Send requests before the measured ones, so that these meet a warm server."""
     for number, request in enumerate(workload.warm_up):
         progress("warm-up", number, len(workload.warm_up))
         seen = await target.send(request.prompt, request.max_tokens, time.perf_counter())
@@ -347,7 +347,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _rate(arrivals: Arrivals, offsets: Sequence[float] | None) -> float | None:
-    """As asked for, or a trace's own."""
+    """The requested rate, or the trace's own."""
     rate: float | None = getattr(arrivals, "rate", None)
     if rate is None and offsets and offsets[-1] > 0:
         return (len(offsets) - 1) / offsets[-1]

@@ -135,7 +135,7 @@ class EngineTarget:
         return PhaseSample(sum(positions) / num_tokens, tuple(times), batch)
 
     def close(self) -> None:
-        """Nothing to do: the memory goes with the object."""
+        """Do nothing: the memory is freed with the object."""
 
     def _check_room(self, length: int, batch: int) -> None:
         config = self.workshop.config

@@ -341,7 +341,7 @@ def _check_key(reply: Reply) -> None:
 
 
 def _dialects(endpoint: str) -> list[Dialect]:
-    """From the most to the least that is asked for."""
+    """Forms of a request, from the most fields to the fewest."""
     both = [Dialect(endpoint, eos, usage) for usage in (True, False) for eos in (True, False)]
     if endpoint == "chat":
         both.append(Dialect(endpoint, False, True, "max_completion_tokens"))

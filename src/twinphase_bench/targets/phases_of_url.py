@@ -114,7 +114,7 @@ class PhasesOfUrl:
         return PhaseSample(statistics.mean(prompts) + before, tuple(gaps), batch)
 
     def together(self, count: int, num_tokens: int, max_tokens: int) -> list[Observation]:
-        """That many requests at once, each with a prompt of about `num_tokens`.
+        """Send that number of requests at once, each with a prompt of about `num_tokens` tokens.
 
         Raises:
             TargetFailedError: one of them failed.
@@ -130,7 +130,7 @@ class PhasesOfUrl:
         self.late = []
 
     def close(self) -> None:
-        """Nothing to do: each request has its own connection."""
+        """Do nothing: each request has its own connection."""
 
     def client_fault(self) -> str:
         """Why the sweep is void: the client was late in too many measurements. "" if it is not."""

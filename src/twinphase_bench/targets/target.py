@@ -104,7 +104,7 @@ class LoadTarget:
     notes: Sequence[str] = ()
 
     async def start(self, prompt: Prompt, max_tokens: int, intended: float) -> Any:
-        """As `send`, but reading the reply may be left to `read`, after the load."""
+        """Send a request, but leave reading the reply to `read`, after the load."""
         return await self.send(prompt, max_tokens, intended)
 
     def read(self, reply: Any) -> Observation:

@@ -81,7 +81,7 @@ class Transformers:
         )
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> Generated:
-        """All prompts in one call of the model, then one token of each per call."""
+        """Prefill all prompts in one call of the model, then decode one token of each per call."""
         tokens = self._torch.tensor(prompts)
         step_ends = []
         began = time.perf_counter()
@@ -99,4 +99,4 @@ class Transformers:
         return Generated(began, step_ends, last)
 
     def close(self) -> None:
-        """Nothing to do: the memory goes with the object."""
+        """Do nothing: the memory is freed with the object."""

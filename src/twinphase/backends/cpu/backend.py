@@ -311,7 +311,6 @@ class CpuBackend:
         return pack_frames(self.kv_fingerprint, np.concatenate(parts, axis=1))
 
     def write_blocks(self, block_ids: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
-        """See `Backend`."""
         nbytes = self.kv_bytes_per_token() * self.kv_spec.block_size
         blocks = unpack_frames(self.kv_fingerprint, frames, nbytes)
         at = self._cells(block_ids)
@@ -323,7 +322,7 @@ class CpuBackend:
             start = end
 
     def frame_parts(self) -> list[tuple[int, int, int]]:
-        """See `Backend`: keys, scales and values, of layers of one shape after another."""
+        """List keys, scales and values, those of layers of one shape after those of another."""
         per_block = self.kv_spec.block_size // kv_layout.CELL_TOKENS
         groups = enumerate(self.kv_spec.groups.items())
         return [
@@ -333,7 +332,7 @@ class CpuBackend:
         ]
 
     def has_finite_numbers(self, frame: bytes | bytearray | memoryview) -> bool:
-        """See `Backend`; of int8, only the scales can be something else."""
+        """Check the scales of int8 values, which are finite themselves, or the 16-bit values."""
         whole = KVCacheSpec.of(self.blueprint.whole, 1)
         wide = "bfloat16" if self.isa.bf16_dot else "float16"
         types = (None, "float32", None if self.kv_cache_dtype == "int8" else wide)
@@ -395,7 +394,6 @@ class CpuBackend:
             given.array[: inputs.num_tokens, : inputs.hidden.shape[1]] = inputs.hidden
 
     def kept(self) -> list[F32]:
-        """See `Backend`."""
         views = [(x.rows, x.array) for x in self._operations.kept]
         return [view[: self._counts[rows], : self.blueprint.hidden_size] for rows, view in views]
 

@@ -32,7 +32,7 @@ LEAST_SECONDS = 2 * START_SECONDS
 
 
 def usual_seconds(isa: str, spec: str) -> float:
-    """Of the kernel with this spec, on the path named `isa`."""
+    """Usual seconds to compile the kernel with this spec, on the path named `isa`."""
     kernel = spec.partition(":")[0]
     factor = ATTENTION_FACTOR.get(isa, 1.0) if kernel.startswith("attention") else 1.0
     return factor * USUAL_SECONDS.get(kernel, OTHER_SECONDS)
@@ -63,7 +63,7 @@ class CompileEstimate:
         self._counts = [0] * len(shares)
 
     def seconds_left(self, elapsed: float, done: Collection[str]) -> float | None:
-        """Until the last process ends; None before the first kernel is compiled.
+        """Seconds until the last process ends; None before the first kernel is compiled.
 
         `elapsed` seconds after the start, the kernels in `done` were compiled.
         """
@@ -84,7 +84,7 @@ class CompileEstimate:
         return max(left)
 
     def work_done(self, elapsed: float, done: Collection[str]) -> float:
-        """Of as many pieces as there are kernels, how many are behind; all take the same time."""
+        """Compiled work, in units of the mean kernel: the total is the number of kernels."""
         total = sum(map(len, self._shares))
         left = self.seconds_left(elapsed, done)
         if left is None or len(done) == total:

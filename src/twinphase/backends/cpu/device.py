@@ -12,7 +12,7 @@ from twinphase.config import available_cores
 
 
 class CpuDevice:
-    """See `Device`."""
+    """This processor's vector units, as a `Device`."""
 
     name = "cpu"
 
@@ -41,8 +41,8 @@ class CpuDevice:
         return sum(sizes) / kv_layout.CELL_TOKENS
 
     def free_memory(self) -> None:
-        """It has none of its own."""
+        """None: the backend computes in the host's memory."""
 
     def measure(self) -> MeasuredRates:
-        """In a process of its own."""
+        """Measure in a process of its own, which takes about four seconds."""
         return ceilings.measure(self.threads, self.isa)

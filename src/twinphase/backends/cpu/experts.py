@@ -43,7 +43,7 @@ class Routing:
 
 
 class ExpertOperations(Operations):
-    """Those of a model with experts, too."""
+    """The operations of a model with experts."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -106,7 +106,7 @@ class _Exchanges:
         self._pool.load(program.commands)
 
     def seconds(self) -> float:
-        """Of one exchange, in the best round."""
+        """Seconds per exchange in the best round."""
         rounds = []
         for _ in range(ROUNDS):
             start = perf_counter()

@@ -130,7 +130,7 @@ class Ceiling:
     rates: list[float] = field(default_factory=list)
 
     def measure(self, crew: Crew) -> None:
-        """One more round."""
+        """Measure one more round."""
         if not self.repeats:
             self._find_length(crew)
         rate = best_window(

@@ -93,7 +93,7 @@ class StateMemory:
 
 
 def _heads(recurrence: MatrixStates) -> str:
-    """Of a kernel's name."""
+    """Parse the head dimensions in a kernel's name."""
     r = recurrence
     return f"{r.key_heads}:{r.value_heads}:{r.key_dim}:{r.value_dim}:{int(r.tiled)}"
 
@@ -144,7 +144,7 @@ class RecurrentOperations(ExpertOperations):
         gate: tuple[_Columns, int] | None = None,
         bias: Vector | None = None,
     ) -> None:
-        """With a gate, which are columns of a memory, or through SiLU."""
+        """Add a causal convolution, whose result is multiplied by a gate or goes through SiLU."""
         taps = self.states.layout.taps
         # One row for each tap, so that a group of channels is one vector.
         by_tap = np.ascontiguousarray(weight.values[:, :taps].T)
@@ -266,7 +266,7 @@ class RecurrentOperations(ExpertOperations):
         return result
 
     def gated_norm(self, x: Buffer, weight: Vector, gate: Buffer, eps: float) -> Buffer:
-        """What its reader wants is written in the same pass."""
+        """Add the norm; it writes what its reader wants in the same pass."""
         program = self.program
         source = x.floats
         opened = gate.floats
@@ -283,7 +283,7 @@ class RecurrentOperations(ExpertOperations):
         return Buffer(program, x.rows, x.width, make=make)
 
     def gate_norm(self, x: Buffer, weight: Vector, gate: Buffer, eps: float) -> Buffer:
-        """What its reader wants is written in the same pass."""
+        """Add the norm; it writes what its reader wants in the same pass."""
         program = self.program
         space = self.blueprint.whole.recurrence
         assert isinstance(space, Mamba2)
@@ -304,7 +304,7 @@ class RecurrentOperations(ExpertOperations):
         return Buffer(program, x.rows, x.width, make=make)
 
     def gate_heads(self, h: Buffer, qkv: Buffer) -> Buffer:
-        """What its reader wants is written in the same pass."""
+        """Add the norm; it writes what its reader wants in the same pass."""
         program = self.program
         source = h.floats
         queries = qkv.floats
@@ -325,7 +325,7 @@ class RecurrentOperations(ExpertOperations):
         return self.given
 
     def join(self, left: Buffer, right: Buffer) -> Buffer:
-        """Both side by side; only the last columns may be padding."""
+        """Copy both side by side; only the last columns may be padding."""
         out = Buffer(self.program, left.rows, left.width + right.width)
         target = out.floats
         args: list[int] = []

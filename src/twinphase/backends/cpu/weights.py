@@ -80,7 +80,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Of an expert's part: bytes to the next expert's."""
+        """Bytes from one expert's part to the next expert's."""
         return self.strips * self.strip_bytes
 
 

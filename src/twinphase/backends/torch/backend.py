@@ -289,7 +289,7 @@ class TorchBackend(NoRecurrence):
         max_model_len: int,
         progress: Callable[[float, int, str], None] | None,
     ) -> None:
-        """See `DeviceSampler`; not where something in `forward` needs the host."""
+        """Capture decode steps, unless something in `forward` needs the host."""
         bind(self.device)
         if self.make_graph is None or (self.blueprint.experts is not None and not self.kernels):
             return  # plain torch asks the host which rows each expert has
@@ -317,7 +317,6 @@ class TorchBackend(NoRecurrence):
         tell(len(graphs.sizes), len(graphs.sizes), "graphs")
 
     def sample(self, plan: SamplingPlan) -> SampledRows:
-        """See `DeviceSampler`."""
         start = mark(self.device)
         with self._step_memory():
             sampled = sample(self.logits.to(self.wide), plan)
@@ -367,7 +366,7 @@ class TorchBackend(NoRecurrence):
         return [x.to("cpu", torch.float32, copy=True).numpy() for x in self._kept]
 
     def keep(self, x: Tensor) -> None:
-        """On the device, until `kept` is asked for."""
+        """Keep the rows on the device until `kept` is called."""
         self._kept.append(x)
 
     def embed(self, table: Array, scale: float = 1.0) -> Tensor:

@@ -96,13 +96,13 @@ def bind(device: torch.device) -> None:
 
 
 def pinned(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """In pinned memory: from other memory even a `non_blocking` copy waits for the GPU."""
+    """Copy to pinned memory: from other memory even a `non_blocking` copy waits for the GPU."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def mark(device: torch.device) -> Any:
-    """Now on the device's own clock: an event after all started work; seconds on a processor."""
+    """The device's own time: an event after all started work; on a processor, seconds."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -147,7 +147,7 @@ class TorchDevice:
         return None if self.device.type == "cpu" else torch.cuda.mem_get_info(self.device)[0]
 
     def measure(self) -> MeasuredRates:
-        """In this process: large products by element type, and memory streamed by working set."""
+        """Measure large products by element type, and memory streamed by working set."""
         from twinphase.backends.torch.peaks import measure
 
         if self.device.type == "cpu":

@@ -94,7 +94,7 @@ class KernelBackend(TorchBackend):
 
     # One step.
     def _arrays(self, inputs: StepInputs) -> dict[str, NDArray[np.signedinteger]]:
-        """Those of `TorchBackend`, and which rows each program of attention has."""
+        """Add to `TorchBackend`'s arrays the rows that each program of attention has."""
         arrays = super()._arrays(inputs)
         count = inputs.num_decodes
         # Whether it is decode, name and number of tiles, their rows, the longest context.
@@ -149,7 +149,7 @@ class KernelBackend(TorchBackend):
         bias: Tensor | None = None,
         routed: Routed | None = None,
     ) -> Tensor:
-        """As in `TorchBackend`, but added in float32 before rounding.
+        """Multiply as `TorchBackend` does, but add in float32 before rounding.
 
         With `routed`, the weights are of experts, and the result has a row for each pair.
         """
@@ -177,7 +177,7 @@ class KernelBackend(TorchBackend):
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
     ) -> Tensor:
-        """As in `TorchBackend`, in one pass; norms over the whole width take one more."""
+        """Normalize, rotate and write in one pass; norms over the whole width take one more."""
         b = self.blueprint
         norms = None
         if q_norm is not None and k_norm is not None:
@@ -201,7 +201,7 @@ class KernelBackend(TorchBackend):
     def attention(
         self, q: Tensor, layer: int, window: int | None = None, sinks: Tensor | None = None
     ) -> Tensor:
-        """As in `TorchBackend`; decodes and prefills have their own kernels."""
+        """Attend as `TorchBackend` does, with a kernel for decodes and one for prefills."""
         b = self.blueprint
         (keys, values) = self.slots[layer]
         out = torch.empty_like(q)
@@ -238,7 +238,7 @@ class KernelBackend(TorchBackend):
         experts: Experts,
         **biases: Tensor | None,
     ) -> Tensor:
-        """All experts in one product; the host does not learn which were chosen."""
+        """Multiply all experts in one product; the host does not learn which were chosen."""
         bias = biases.get
         routed = route(self.linear(x, router, bias=bias("router_bias")), experts, self.capability)
         h = self.gate_mul(self.linear(x, gate_up, bias=bias("gate_up_bias"), routed=routed))

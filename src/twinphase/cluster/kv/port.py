@@ -55,7 +55,7 @@ class KVPort:
         return self._listener.addresses
 
     def close(self) -> None:
-        """After the loop has ended."""
+        """Close the port, after the loop has ended."""
         self.intake.close()
         self._listener.close()
         self.pushes.close()
@@ -63,7 +63,7 @@ class KVPort:
 
 @contextmanager
 def opened_port(key: ClusterKey, host: str = "127.0.0.1", port: int = 0) -> Iterator[OpenPort]:
-    """For `child.serve`: a function that opens a loop's port, which the `with` block closes.
+    """A function for `child.serve` that opens a loop's port, which the `with` block closes.
 
     That function raises `StorageError` where somebody else has the port.
     """

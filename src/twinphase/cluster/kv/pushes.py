@@ -125,7 +125,7 @@ class BlockPushes:
                 self._finish(push)
 
     def progress(self) -> None:
-        """On the engine's thread, between two steps: send newly computed blocks."""
+        """Send newly computed blocks; called on the engine's thread between two steps."""
         if not self._pushes:
             return
         with self._lock:

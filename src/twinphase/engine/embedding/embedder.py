@@ -222,7 +222,7 @@ class _HiddenStates:
     def embed(
         self, texts: Sequence[Sequence[int]], pooling: str, starts: Sequence[int] = ()
     ) -> list[F32]:
-        """As `LoadedEmbedder.embed`, for one pass; a long text is prefilled in chunks."""
+        """Embed texts in one pass (see `LoadedEmbedder.embed`); prefill long ones in chunks."""
         longest = max(map(len, texts))
         chunks = [self._rows(texts, start, pooling) for start in range(0, longest, self._chunk)]
         found = [np.concatenate(rows) for rows in zip(*chunks, strict=True)]

@@ -458,7 +458,7 @@ class AsyncEngine:
         return replace(params, seed=derive_seed(self.facts.config.seed, next(self._seedless)))
 
     def _end(self, stream: RequestStream, reason: FinishReason) -> None:
-        """For the stream, from any thread."""
+        """End a request for its stream, from any thread."""
         reference = self._streams.get(stream.request_id)
         # By now, another request may have the id.
         if reference is None or reference() not in (stream, None):

@@ -81,12 +81,12 @@ class RequestStream:
         self.abandon()
 
     def abandon(self) -> None:
-        """As `aclose`, without waiting."""
+        """Close the stream without waiting for the engine."""
         self._exhausted = True
         self._release(FinishReason.ABORT)
 
     def take(self, update: RequestUpdate, step: StepStats | None) -> None:
-        """On the stream's loop: make text of new tokens; `step` is None between two steps."""
+        """Decode new tokens to text, on the stream's loop; `step` is None between two steps."""
         if self._released:
             return
         transcript = self.transcript
@@ -106,7 +106,7 @@ class RequestStream:
         self._updated.set()
 
     def fail(self, error: Exception) -> None:
-        """On the stream's loop: end the stream with an error."""
+        """End the stream with an error, on the stream's loop."""
         self._release(FinishReason.ABORT)
         self._failure = error
         self._updated.set()
@@ -124,7 +124,7 @@ class RequestStream:
 
 
 def take_all(items: Iterable[tuple[RequestStream, RequestUpdate]], step: StepStats | None) -> None:
-    """On the streams' loop: give each its update; an error in one does not affect the others."""
+    """Give each stream its update, on the streams' loop; an error in one spares the others."""
     for stream, update in items:
         try:
             stream.take(update, step)

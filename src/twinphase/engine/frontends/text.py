@@ -114,7 +114,7 @@ class ModelText:
 
     @classmethod
     def of_model(cls, model: str | Path) -> ModelText:
-        """Of a model by its name or path.
+        """Read the text side of a model by its name or path.
 
         Raises:
             TwinphaseError: it cannot be found or read.
@@ -145,7 +145,7 @@ class ModelText:
 
     @property
     def quantization(self) -> str:
-        """By the name users know, such as Q4_0."""
+        """The quantization by the name users know, such as Q4_0."""
         return quantization_name(self.checkpoint)
 
     @cached_property

@@ -136,7 +136,7 @@ class LoadedEngine:
             backend.device_sampler.capture(loaded.forward, *limits, compile_progress)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """As `ModelText.encode`, for the longest prompt of this engine."""
+        """Encode a prompt that must fit this engine's context, as `ModelText.encode` does."""
         return self.text.encode(prompt, self.config.max_model_len)
 
     def warm_up(self, num_prompt_tokens: int, num_output_tokens: int) -> None:

@@ -87,7 +87,7 @@ class PhaseTimes:
         self._seconds[1] += stats.decode_seconds
 
     def fields(self, now: float) -> dict[str, Any]:
-        """As fields of `WorkerStatus`."""
+        """The values as fields of `WorkerStatus`."""
         recent = [step for step in self._recent if step[0] >= now - SHARE_WINDOW_SECONDS]
         prefill, decode = (
             sum(step[part] for step in recent) / SHARE_WINDOW_SECONDS for part in (1, 2)

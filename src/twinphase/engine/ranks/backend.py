@@ -39,7 +39,7 @@ def load_on_ranks(
     backend: Backend,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Decoder, Backend]:
-    """As `load_model`, on the ranks of a resolved `config`: rank 0's model, all ranks' backend.
+    """Load a model on the ranks of a resolved `config`: rank 0's model, all ranks' backend.
 
     Raises:
         TwinphaseError: as `load_model`, on any rank.
@@ -121,7 +121,6 @@ class _RankedBackend:
         return result
 
     def execute(self, forward: Forward, inputs: StepInputs) -> NDArray[np.float32]:
-        """See `Backend`."""
         logits: NDArray[np.float32] = self._run(self._local.execute, forward, inputs)
         return logits
 
@@ -130,17 +129,15 @@ class _RankedBackend:
         return None if self._local.device_sampler is None else self
 
     def launch(self, forward: Forward, inputs: StepInputs) -> None:
-        """See `DeviceSampler`."""
         assert self._local.device_sampler is not None
         self._run(self._local.device_sampler.launch, forward, inputs)
 
     def sample(self, plan: SamplingPlan) -> SampledRows:
-        """See `DeviceSampler`."""
         assert self._local.device_sampler is not None
         return self._local.device_sampler.sample(plan)
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
-        """The same frames as with a single rank."""
+        """Read the frames that a single rank would give."""
         self._ranks.tell(Read(list(block_ids)))
         frames = [self._local.read_blocks(block_ids), *self._ranks.blocks()]
         fingerprint = self._local.kv_fingerprint
@@ -153,7 +150,7 @@ class _RankedBackend:
         return pack_frames(fingerprint, whole)
 
     def write_blocks(self, block_ids: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
-        """See `Backend`: every rank gets its heads."""
+        """Write each rank's heads on that rank."""
         fingerprint = self._local.kv_fingerprint
         whole = unpack_frames(fingerprint, frames, self._nbytes(self._totals))
         self._ranks.check()

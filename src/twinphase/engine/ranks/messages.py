@@ -105,7 +105,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Blocks(msgspec.Struct, tag=True, frozen=True):
-    """See `Read`."""
+    """The blocks of a rank, in answer to `Read`."""
 
     frames: list[bytes]
 

@@ -108,7 +108,7 @@ def _heads(config: Config, types: list[str]) -> tuple[KVShape, bool]:
 
 
 def _gguf_heads(config: Config, fields: dict[str, Any], types: list[str]) -> tuple[KVShape, bool]:
-    """Also writes the heads of layers with a window into `fields`."""
+    """The heads of each layer; writes those of layers with a window into `fields`."""
     size = config.integer("head_dim")
     usual = config.integer("num_key_value_heads")
     counts = config.sequence("kv_heads_by_layer", len(types)) or [usual] * len(types)

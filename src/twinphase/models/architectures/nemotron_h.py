@@ -60,7 +60,7 @@ def describe(config: Config) -> Blueprint:
 
 
 def _widths(config: Config) -> list[int]:
-    """Of each layer's feed-forward layer in a GGUF file; 0 for a layer without one."""
+    """Width of each layer's feed-forward layer in a GGUF file; 0 for a layer without one."""
     widths = config.sequence("intermediate_size", config.integer("num_hidden_layers")) or []
     if not all(type(width) is int and width >= 0 for width in widths) or not any(widths):
         raise CheckpointError(

@@ -64,7 +64,7 @@ class _Maker:
             self._step(event, state)
 
     def finish(self) -> list[bytes]:
-        """All lines."""
+        """Read all remaining lines."""
         self._lines.flush(self._now)
         return self._lines.lines
 

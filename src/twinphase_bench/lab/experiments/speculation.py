@@ -41,10 +41,10 @@ class _Drafts:
         ]
 
     def observe(self, batch: Any, output: Any) -> None:
-        """Nothing is learned."""
+        """Do nothing: this drafter does not learn."""
 
     def forget(self, request: Any) -> None:
-        """Nothing is kept."""
+        """Do nothing: this drafter keeps no state."""
 
 
 @Experiment(
