@@ -23,11 +23,12 @@ CONNECT_SECONDS = 5.0
 def read_key(file: str | None = None, encryption: str | None = None) -> ClusterKey:
     """The key in a file or in the environment; command lines are visible to all users of a machine.
 
-    `encryption` is that of the environment too, where None is given, or else `auto`.
+    If `encryption` is None, it comes from the environment too; its default is `auto`.
 
     Raises:
         StorageError: the file cannot be read.
-        InvalidRequestError: there is none, or a short one; or encryption is none of the choices.
+        InvalidRequestError: the key is missing or too short, or `encryption` is not one of the
+            choices.
     """
     if file is not None:
         try:
@@ -55,11 +56,11 @@ def read_key(file: str | None = None, encryption: str | None = None) -> ClusterK
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """A socket that listens at HOST:PORT or unix:PATH, and the address with the port that it got.
+    """Return a socket that listens at HOST:PORT or unix:PATH, and its address with the actual port.
 
     Raises:
-        InvalidRequestError: it is no address.
-        StorageError: cannot listen there.
+        InvalidRequestError: `address` is not an address.
+        StorageError: the address is in use or not available.
     """
     family, place = _parse(address)
     listener = socket.socket(family)
@@ -81,10 +82,10 @@ def listen(address: str) -> tuple[socket.socket, str]:
 
 
 def connect(address: str) -> socket.socket:
-    """A blocking connection to a worker.
+    """Return a blocking connection to a worker.
 
     Raises:
-        InvalidRequestError: it is no address.
+        InvalidRequestError: `address` is not an address.
         OSError: nothing listens there.
     """
     family, place = _parse(address)
@@ -101,7 +102,7 @@ def connect(address: str) -> socket.socket:
 
 
 def prepare(link: socket.socket) -> None:
-    """Tokens are small and wanted at once."""
+    """Disable Nagle's algorithm: messages with tokens are small and must leave at once."""
     if link.family != socket.AF_UNIX:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

@@ -1,7 +1,7 @@
-"""Which worker's prefix cache holds which blocks, as far as its events tell.
+"""Tracks which worker's prefix cache holds which blocks, from the events that workers send.
 
-Hashes are those of `cache/prefix_cache.py`: a chain, so that a worker that holds a block but not
-the one before it has no use of it. Not for where a block lies on its worker.
+Hashes are the chain hashes of `cache/prefix_cache.py`: a worker can use a block only if it also
+holds the block before it. The index does not know where a worker stores a block.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from itertools import compress
 
 
 class BlockIndex:
-    """Block hash to the workers that hold it.
+    """Maps each block hash to the workers that hold the block.
 
-    Each worker numbers its events from 0 (`BlockChanges`). After a gap nothing of that worker's can
-    be trusted: `apply` says so, and its whole list is asked for (`replace`).
+    Each worker numbers its events from 0 (`BlockChanges`). After a gap in the numbers, the index of
+    that worker is stale: `apply` returns False, and the caller requests the full list (`replace`).
     """
 
     def __init__(self) -> None:
-        self._bits: dict[str, int] = {}  # a worker's own bit in the masks
-        self._names: list[str] = []  # whose bit it is, the lowest first; "" for those that are free
+        self._bits: dict[str, int] = {}  # Bit of each worker in the masks.
+        self._names: list[str] = []  # Worker of each bit, the lowest bit first; "" for free bits.
         self._next_event: dict[str, int] = {}
         self._held: dict[bytes, int] = {}
         self._coming: dict[
             bytes, int
-        ] = {}  # being computed there, for a request that was sent there
+        ] = {}  # Blocks that a worker is computing for a request that was sent there.
 
     def apply(
         self, worker: str, number: int, stored: Collection[bytes], evicted: Collection[bytes]
     ) -> bool:
-        """Take a worker's event; False if the one before it is missing, and nothing is taken.
+        """Apply a worker's event; return False, and change nothing, if an earlier event is missing.
 
-        One that was taken before is passed over.
+        An event that was applied before is ignored.
         """
         expected = self._next_event.get(worker, 0)
         if number != expected:
@@ -48,14 +48,14 @@ class BlockIndex:
         return True
 
     def replace(self, worker: str, next_event: int, stored: Collection[bytes]) -> None:
-        """Take a worker's whole list; its next event is number `next_event`."""
+        """Replace a worker's blocks by its full list; its next event is number `next_event`."""
         self.forget(worker)
         self._next_event[worker] = 0
         self.apply(worker, 0, stored, ())
         self._next_event[worker] = next_event
 
     def forget(self, worker: str) -> None:
-        """A worker has died or left: it holds nothing, and its events begin at 0 again."""
+        """Remove a worker that died or left; its events begin at 0 again."""
         self._next_event.pop(worker, None)
         bit = self._bits.pop(worker, 0)
         if bit:
@@ -77,7 +77,7 @@ class BlockIndex:
         _remove(self._coming, blocks, self._bit(worker))
 
     def hits(self, chain: Sequence[bytes]) -> dict[str, int]:
-        """Leading blocks of a chain per worker, held or expected; only workers with some."""
+        """Leading blocks of a chain that each worker holds or expects; only workers with some."""
         held = self._held
         coming = self._coming
         mask = -1

@@ -17,8 +17,8 @@ class ClusterConfig:
     """The workers of one server.
 
     Raises:
-        InvalidRequestError: a value that its declaration does not allow, or workers elsewhere and
-            no key.
+        InvalidRequestError: a field has a value that it does not allow, or there are workers
+            elsewhere and no key.
     """
 
     replicas: int | None = setting(
@@ -134,7 +134,7 @@ class ClusterConfig:
         )
 
     def of_each(self, engine: EngineConfig) -> int | None:
-        """Compute threads of each engine here; warns if there are not enough cores for all."""
+        """Compute threads of each local engine; warns if all of them need more than the cores."""
         if self.threads_per_worker is not None and engine.threads is not None:
             raise InvalidRequestError(
                 "Both --threads and --threads-per-worker are given.",

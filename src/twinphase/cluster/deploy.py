@@ -6,7 +6,7 @@
     "smollm2"}}]}))
 
 Serve's proxies carry HTTP to the replicas, and its controller starts them, watches them and decides
-how many there are, by seconds of work that wait. Not for pools of this project's own server
+how many there are, from the seconds of queued work. Not for pools of this project's own server
 (`pools.py`).
 """
 
@@ -33,13 +33,13 @@ MAX_BUSY_SHARE_AFTER_REMOVAL = 0.5
 
 
 class ServingArgs(msgspec.Struct, forbid_unknown_fields=True):
-    """What `build_openai_app` takes."""
+    """Argument of `build_openai_app`."""
 
     llm_configs: list[LLMConfig]
 
 
 class PDServingArgs(msgspec.Struct, forbid_unknown_fields=True):
-    """What `build_pd_openai_app` takes."""
+    """Argument of `build_pd_openai_app`."""
 
     prefill_config: LLMConfig
     decode_config: LLMConfig
@@ -52,7 +52,7 @@ def build_openai_app(llm_serving_args: Mapping[str, Any]) -> Application:
         llm_serving_args: `{"llm_configs": [...]}` with one model, as `LLMConfig` describes.
 
     Raises:
-        InvalidRequestError: a field that is not known, or a value that is not allowed.
+        InvalidRequestError: a field is unknown, or its value is not allowed.
         ImportError: Ray Serve is not installed.
     """
     from ray import serve
@@ -77,8 +77,8 @@ def build_pd_openai_app(pd_serving_args: Mapping[str, Any]) -> Application:
             describes.
 
     Raises:
-        InvalidRequestError: a field that is not known, a value that is not allowed, or two that do
-            not go together.
+        InvalidRequestError: a field is unknown, its value is not allowed, or two values contradict
+            each other.
         ImportError: Ray Serve is not installed.
     """
     from ray import serve
@@ -115,7 +115,7 @@ def build_pd_openai_app(pd_serving_args: Mapping[str, Any]) -> Application:
 
 
 def _options(config: LLMConfig) -> dict[str, Any]:
-    """Deployment options: as many cores as threads, and the replica count by `by_queue_seconds`."""
+    """Deployment options: one core per thread, and autoscaling by `by_queue_seconds`."""
     engine = engine_config(config.engine_kwargs)
     options = {"ray_actor_options": {"num_cpus": engine.threads or 1}, **config.deployment_config}
     if isinstance(options.get("autoscaling_config"), dict):
@@ -125,10 +125,11 @@ def _options(config: LLMConfig) -> dict[str, Any]:
 
 
 def by_queue_seconds(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """How many replicas there should be: Serve calls this.
+    """Return the wanted number of replicas; Ray Serve calls this.
 
-    More, at most twice as many, while a replica has work for over two seconds waiting; one less
-    while nothing waits and the others could take its requests with seats to spare.
+    The number grows, at most to twice the present one, while any replica has more than two seconds
+    of queued work. It falls by one while nothing is queued and the other replicas have enough free
+    seats for the removed replica's requests.
     """
     count = context.current_num_replicas
     metrics = context.aggregated_metrics or {}

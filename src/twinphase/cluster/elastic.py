@@ -1,7 +1,7 @@
-"""Workers that leave, or move to the other pool, while requests run.
+"""Workers that leave, or change pools, while requests run.
 
-Such a worker gets no new requests, finishes those it has, hands over its prefix cache, and then
-ends or changes its role. `Balance` decides which worker moves, and when.
+Such a worker gets no new requests, finishes its present ones, sends its prefix cache to another
+worker, and then ends or changes its role. `Balance` decides which worker moves, and when.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Half = Literal["prefill", "decode"]
 
 
 class Balance:
-    """Finds a pool whose queue has been long for some time, while the other pool's was short.
+    """Detects that one pool's queue has been long for some time while the other's was short.
 
-    The time is counted from zero again after each move, so that roles do not flutter.
+    The timer restarts after each move, so that workers do not move back and forth.
     """
 
     def __init__(
         self, *, long_queue: float = LONG_QUEUE_SECONDS, patience: float = PATIENCE_SECONDS
     ) -> None:
-        """Take the length of a long queue, and how long it has to last, both in seconds."""
+        """Set the minimum length and the minimum duration of a long queue, both in seconds."""
         self._long_queue = long_queue
         self._patience = patience
         self._wanting: Half | None = None
@@ -47,10 +47,10 @@ class Balance:
     ) -> tuple[WorkerLoad, Half, str] | None:
         """The worker to move, its new role, and why; None if none should move.
 
-        Each pool keeps a worker.
+        Each pool keeps at least one worker.
 
         Args:
-            loads: of all workers that are up.
+            loads: loads of all workers that are up.
             queues: seconds until a worker could begin with a new request, by the worker's name.
             now: seconds.
         """
@@ -92,7 +92,7 @@ class Balance:
 
 @dataclass
 class _Drain:
-    """A worker that gets no new requests; `role` is its next one, None if it will end."""
+    """A worker that gets no new requests; `role` is its next role, or None if it will end."""
 
     view: WorkerView
     role: Half | None
@@ -153,9 +153,9 @@ class Drains:
     def advance(self, owing: Collection[str], expected: Collection[str]) -> None:
         """Have the workers without requests hand over their prefix cache.
 
-        Workers `owing` the answer to a question are skipped. So are workers that will end, and are
-        `expected` to decode requests that prefill workers still have; a worker that changes its
-        role decodes those all the same.
+        Two kinds of workers are skipped: those in `owing`, which still have a question to answer,
+        and workers that will end but are in `expected`, since they will decode requests that are
+        being prefilled. A worker that only changes its role still decodes such requests.
         """
         for drain in list(self._drains.values()):
             view = drain.view
@@ -169,7 +169,7 @@ class Drains:
             if heir is not None and heir.facts is not None:
                 LOG.info("%s hands over its prefix cache to %s.", view.name, heir.name)
                 view.host.put(HandOver(PushTo(heir.facts.kv_addresses, HANDOVER_LEASE_SECONDS)))
-            # A worker that stays hands over beside its new work.
+            # A worker that stays sends its prefix cache while it serves new requests.
             if heir is None or drain.role is not None:
                 self._end(drain)
 
@@ -183,12 +183,12 @@ class Drains:
             problem,
         )
         drain = self._drains.get(view.name)
-        # Otherwise the worker has changed its role meanwhile.
+        # Otherwise the worker has changed its role in the meantime.
         if drain is not None and drain.hands_over:
             self._end(drain)
 
     def gone(self, view: WorkerView) -> bool:
-        """Its connection has ended; returns whether that was planned and costs no request."""
+        """Handle a closed connection; return True if it was planned and no request is affected."""
         drain = self._drains.pop(view.name, None)
         if drain is not None and drain.role is not None:
             view.role_reason = ""
@@ -232,7 +232,7 @@ class Drains:
                 self._give(view, half)
 
     def _heir(self, view: WorkerView) -> WorkerView | None:
-        """A worker that can use the blocks: first by equal role, then by the fewest blocks."""
+        """The worker that inherits the prefix cache: of the same role if any, with least blocks."""
         if view.facts is None or not view.facts.kv_addresses:
             return None
         kind = view.facts.kv_fingerprint
@@ -272,7 +272,7 @@ class Drains:
 def _queue_seconds(load: WorkerLoad, view: WorkerView, usual_output: float) -> float:
     """Seconds until a worker could begin a new request.
 
-    A seat is free after as many steps as its answer has tokens; all seats are in each step.
+    A seat becomes free after one step per token of its answer; every step computes all seats.
     """
     if load.role == "prefill":
         return load.prefill_seconds

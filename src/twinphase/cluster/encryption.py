@@ -1,7 +1,8 @@
 """TLS 1.3 for connections between members of a cluster, by OpenSSL.
 
-The listening end shows a certificate that its process has made and signed for itself. It vouches
-for nothing by itself: `handshake.py` binds it to the cluster's key. Not for the server's own HTTPS.
+The listening end shows a certificate that its process has made and signed for itself. A self-signed
+certificate proves nothing by itself: `handshake.py` binds it to the cluster's key. The server's own
+HTTPS does not use this file.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import threading
 from collections.abc import Callable
 from functools import cache
 
-# What is encrypted before it is sent: enough to keep the other end busy meanwhile.
+# Bytes encrypted per call: enough to keep the other end busy until the next call.
 CHUNK_BYTES = 1 << 18
 RECEIVE_BYTES = 1 << 18
 MAX_MESSAGE_BYTES = 1 << 14
 
 
 class TlsSession:
-    """One connection's keys: plain bytes to encrypted ones and back, without a socket.
+    """The TLS state of one connection: encrypts and decrypts bytes, without a socket.
 
-    One thread at a time may call it with what is sent, and another with what was received.
+    One thread may encrypt while another one decrypts, but no two threads may do the same.
 
     Attributes:
         certificate: SHA-256 of the listening end's certificate, once the handshake is done.
@@ -37,7 +38,7 @@ class TlsSession:
             _listening_context() if listening else (_connecting_context(), b"")
         )
         self._object = context.wrap_bio(self._incoming, self._outgoing, server_side=listening)
-        # OpenSSL allows a connection one thread at a time.
+        # OpenSSL allows only one thread at a time to use a connection.
         self._lock = threading.Lock()
 
     def handshake(self, link: socket.socket, set_timeout: Callable[[], None]) -> None:
@@ -65,7 +66,7 @@ class TlsSession:
             self.certificate = hashlib.sha256(self._object.getpeercert(True) or b"").digest()
 
     def encrypt(self, data: bytes | memoryview) -> bytes:
-        """What to send for these bytes, in this order."""
+        """Encrypt bytes; the results must be sent in the order of the calls."""
         view = memoryview(data)
         with self._lock:
             while view:
@@ -73,10 +74,10 @@ class TlsSession:
             return self._outgoing.read()
 
     def decrypt(self, data: bytes) -> bytes:
-        """The bytes that are whole now.
+        """Decrypt received bytes; returns the plain bytes that are complete.
 
         Raises:
-            OSError: what came was changed on the way.
+            OSError: the bytes were changed on the way.
         """
         found = []
         with self._lock:
@@ -89,7 +90,7 @@ class TlsSession:
         return b"".join(found)
 
     def read_into(self, view: memoryview) -> int | None:
-        """The number of bytes read of those that were received; None where more are needed."""
+        """Read decrypted bytes into `view`; return their number, or None if input is missing."""
         with self._lock:
             try:
                 return self._object.read(len(view), view)  # type: ignore[return-value]
@@ -97,16 +98,16 @@ class TlsSession:
                 return None
 
     def feed(self, data: bytes) -> None:
-        """Take what was received, for `read_into`."""
+        """Add received bytes for `read_into`."""
         with self._lock:
             self._incoming.write(data)
 
 
 class TlsSocket:
-    """A blocking socket's view that encrypts; sent from one thread, and read by another."""
+    """Wraps a blocking socket in TLS; one thread may send while another receives."""
 
     def __init__(self, link: socket.socket, session: TlsSession) -> None:
-        """The link stays the caller's, to shut down and to close."""
+        """The caller keeps the ownership of `link`, and closes it."""
         self.link = link
         self.session = session
         self.settimeout = link.settimeout
@@ -134,7 +135,7 @@ class TlsSocket:
 def _connecting_context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # No authority signs these certificates: the proof of the key covers the one that was shown.
+    # These certificates are self-signed: the proof of the key covers the certificate shown.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context

@@ -1,6 +1,7 @@
 """The load of each worker in a router: predicted prefill seconds, decodes, cached blocks.
 
-No thread, no I/O, no clock: the live router (`router.py`) and the simulation both report to it.
+It has no thread, no I/O and no clock, so that the live router (`router.py`) and the simulation
+share it.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ USUAL_OUTPUT_LEARNING_RATE = 0.02
 
 @dataclass
 class Placement:
-    """Where a request was sent, and what it adds to the loads there until it ends.
+    """The workers chosen for a request, and the load that it adds to them until it ends.
 
     Attributes:
-        decoder, prefiller: the loads of its workers; one and the same where a worker does both.
+        decoder, prefiller: loads of the two workers; the same object if one worker does both.
         chain: hashes of the request's full blocks.
-        prefill_seconds: predicted for the rest of the prompt.
+        prefill_seconds: predicted time to prefill the rest of the prompt.
     """
 
     decision: Decision
@@ -40,9 +41,9 @@ class Fleet:
     """The workers with their loads.
 
     Attributes:
-        workers: by name, in the order of joining.
+        workers: loads by name, in the order that the workers joined.
         index: the blocks in each worker's prefix cache.
-        usual_output: fading mean of the answers' lengths, in tokens.
+        usual_output: exponential moving average of the answers' lengths, in tokens.
         routing: chooses workers.
     """
 
@@ -54,13 +55,13 @@ class Fleet:
         self._pools: Pools | None = None
 
     def join(self, name: str, role: Role, times: StepCost) -> None:
-        """A worker joins with an empty prefix cache; it replaces a former one of that name."""
+        """Add a worker with an empty prefix cache; it replaces an earlier worker of that name."""
         self.leave(name)
         self.workers[name] = WorkerLoad(name, role, times)
         self._pools = None
 
     def leave(self, name: str) -> None:
-        """A worker has died or left."""
+        """Remove a worker that died or left."""
         self.workers.pop(name, None)
         self.index.forget(name)
         self._pools = None
@@ -76,7 +77,7 @@ class Fleet:
         """Choose a worker for a request, and add the request to that worker's load until `end`.
 
         Args:
-            num_tokens: of its prompt and of its answer so far.
+            num_tokens: tokens of its prompt and of its answer so far.
             chain: hashes of its full blocks, from the beginning.
             num_done: tokens of its answer so far.
             max_tokens: maximum tokens of its answer, if that is known.
@@ -101,7 +102,7 @@ class Fleet:
         return Placement(decision, decoder, prefiller, chain, decision.prefill_seconds)
 
     def prefilled(self, placement: Placement, num_prefilled: int) -> None:
-        """This number of the request's tokens is in the KV cache of its prefill worker."""
+        """Note that `num_prefilled` tokens of the request are in its prefill worker's KV cache."""
         decision = placement.decision
         to_prefill = max(1, decision.num_tokens - decision.num_cached)
         share = max(0, decision.num_tokens - num_prefilled) / to_prefill
@@ -110,7 +111,7 @@ class Fleet:
         )
 
     def end(self, placement: Placement, num_outputs: int | None = None) -> None:
-        """Take a request off the loads; `num_outputs` is the length of a complete answer."""
+        """Remove a request from the loads; `num_outputs` is the length of a complete answer."""
         if placement.has_ended:
             return
         placement.has_ended = True

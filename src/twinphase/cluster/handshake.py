@@ -7,9 +7,9 @@
                 end's certificate and both challenges
 
 The key is never sent. The role is part of what is signed, so that a challenge sent back to its
-sender proves nothing. So is the certificate (RFC 5929, tls-server-end-point): an attacker between
-both ends can only show another one, for which no proof fits. So are the greetings: an attacker
-cannot talk both ends out of encryption.
+sender proves nothing. The certificate is signed too (RFC 5929, tls-server-end-point): an attacker
+between the ends can only show another certificate, and has no proof for it. The greetings are
+signed too, so that an attacker cannot downgrade the connection to no encryption.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from twinphase.cluster.encryption import TlsSession, TlsSocket
 from twinphase.errors import TwinphaseError
 
 HANDSHAKE_SECONDS = 5.0
-# A timeout of 0 would mean not to block at all.
+# A timeout of 0 would make the socket non-blocking.
 MIN_TIMEOUT_SECONDS = 1e-3
 PROTOCOL = b"twinphase worker 2 "
 DEMANDED = b"must"
@@ -48,10 +48,10 @@ class EncryptionMismatchError(TwinphaseError):
 
 @dataclass(frozen=True)
 class ClusterKey:
-    """What all members of a cluster share.
+    """The secret and the settings that all members of a cluster share.
 
     Attributes:
-        secret: the key, which proves that somebody is a member.
+        secret: the key, which proves membership.
         encryption: `auto` encrypts connections that leave the machine, `on` also those to its own
             addresses, `off` none. Unix sockets are never encrypted.
     """
@@ -60,7 +60,7 @@ class ClusterKey:
     encryption: Encryption = "auto"
 
     def stance(self, link: socket.socket) -> bytes:
-        """What the greeting says about encryption."""
+        """The byte of the greeting that states whether this end demands encryption."""
         if link.family == socket.AF_UNIX:
             return NOT_NEEDED
         if self.encryption != "auto":
@@ -73,15 +73,15 @@ class ClusterKey:
 def authenticate(
     link: socket.socket, key: ClusterKey, *, listening: bool
 ) -> socket.socket | TlsSocket:
-    """Prove to each other that both have `key`, and encrypt where that is wanted.
+    """Prove to each other that both ends have `key`, and encrypt if either end demands it.
 
     Args:
         link: a blocking socket without a timeout; it still has to be closed by the caller.
-        key: of the cluster.
-        listening: this end accepted the connection.
+        key: the cluster's key.
+        listening: True at the end that accepted the connection.
 
     Returns:
-        What to send and receive with from now on.
+        The socket to use from now on.
 
     Raises:
         WrongKeyError: the other end has another key, or is not a worker.
@@ -151,11 +151,11 @@ def _prove(
 def receive_exactly(
     link: socket.socket | TlsSocket, size: int, deadline: float | None = None
 ) -> bytearray:
-    """The next `size` bytes, until `deadline` on `time.monotonic`, which sets the link's timeout.
+    """Receive `size` bytes; `deadline` is in `time.monotonic` seconds and sets the link's timeout.
 
     Raises:
-        ConnectionError: the other end has closed before.
-        TimeoutError: they did not come in time.
+        ConnectionError: the other end closed the connection first.
+        TimeoutError: the bytes did not arrive in time.
     """
     data = bytearray(size)
     view = memoryview(data)
@@ -170,7 +170,7 @@ def receive_exactly(
 
 
 def _set_timeout(link: socket.socket | TlsSocket, deadline: float) -> None:
-    # A timeout alone begins again with each byte, so that slow bytes could hold a thread.
+    # A fixed timeout would restart with each byte, so that a slow sender could block a thread.
     link.settimeout(max(deadline - time.monotonic(), MIN_TIMEOUT_SECONDS))
 
 

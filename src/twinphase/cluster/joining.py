@@ -40,7 +40,7 @@ class _Join(msgspec.Struct):
 
 
 class Door:
-    """Listens for workers that ask to join.
+    """Listens for workers that want to join.
 
     Attributes:
         address: the address it listens on, with the actual port.
@@ -53,7 +53,7 @@ class Door:
         """Listen; each worker has to prove that it has the key.
 
         Raises:
-            TwinphaseError: cannot listen there.
+            TwinphaseError: the address is in use or not available.
         """
         self._listener, self.address = listen(address)
         self._key = key
@@ -108,10 +108,10 @@ class Door:
 
 
 def ask_to_join(server: str, address: str, key: ClusterKey) -> None:
-    """Tell the server that listens at `server` (`--cluster-listen`) of a worker at `address`.
+    """Ask the server at `server` (its `--cluster-listen`) to connect to a worker at `address`.
 
     Raises:
-        TwinphaseError: it has another key or version, or could not reach that address.
+        TwinphaseError: the server has another key or version, or cannot reach `address`.
         OSError: nothing listens there.
     """
     with connect(server) as link:
@@ -123,12 +123,12 @@ def ask_to_join(server: str, address: str, key: ClusterKey) -> None:
 
 
 def _reachable(address: str, link: socket.socket) -> str:
-    """The address under which the other end of `link` can reach this machine."""
+    """The address at which the other end of `link` can reach this machine."""
     host, _, port = address.rpartition(":")
     if link.family == socket.AF_UNIX or address.startswith("unix:"):
         return address
     own = str(link.getsockname()[0])
-    with suppress(ValueError):  # The host is a name.
+    with suppress(ValueError):  # The host is a name, not an IP address.
         listens = ipaddress.ip_address(host.strip("[]"))
         if listens.is_unspecified:
             return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"

@@ -30,7 +30,8 @@ def make_host(model: str, engine: EngineConfig, cluster: ClusterConfig, *, stall
         model: name or path; a worker elsewhere finds it on its own machine.
         engine: configuration of every engine.
         cluster: how many engines there are, and where.
-        stall: seconds without a step, while there is work, until one of several engines is ended.
+        stall: seconds without a step after which an engine with work is killed, if there are
+            several.
 
     Raises:
         TwinphaseError: the model cannot be found or read, a configuration is wrong, or there is no
@@ -56,7 +57,8 @@ def make_host(model: str, engine: EngineConfig, cluster: ClusterConfig, *, stall
     if key.secret and key.encryption == "off":
         LOG.warning(UNENCRYPTED)
     if cluster.prefill_workers and pool is None:
-        os.environ[KEY_VARIABLE] = secrets.token_hex(32)  # of these engines alone, which inherit it
+        # Only the engines of this server inherit this key.
+        os.environ[KEY_VARIABLE] = secrets.token_hex(32)
     for name, role in roles.items():
         own = _own(engine, name)
         if pool is not None:
@@ -83,6 +85,6 @@ def make_host(model: str, engine: EngineConfig, cluster: ClusterConfig, *, stall
 
 
 def _own(engine: EngineConfig, name: str) -> EngineConfig:
-    """The configuration of one engine: each writes its own step log."""
+    """The configuration of one engine; each engine writes its own step log."""
     trace = engine.trace_file
     return replace(engine, trace_file=f"{trace}.{name}") if trace else engine

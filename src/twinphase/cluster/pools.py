@@ -1,11 +1,11 @@
-"""Workers on a Ray cluster: one actor per worker starts it, and restarts it when it ends.
+"""Workers on a Ray cluster: one actor per worker starts its process and restarts it.
 
-No token goes through Ray.
+Tokens do not pass through Ray.
 
 Ray runs in its own process, `python -m twinphase.cluster.pools`, which reports the workers'
 addresses to the server, one JSON object per line. So the server outlives Ray: the workers keep
-computing while Ray is down, and their addresses are queried again when it is back. Not for what
-workers do (`worker.py`), nor for Ray Serve (`deploy.py`).
+computing while Ray is down, and their addresses are queried again when it is back. `worker.py` is
+the worker itself, and `deploy.py` is for Ray Serve.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from twinphase.errors import InvalidRequestError, TwinphaseError
 from twinphase.installed import install_command
 
 LOG = logging.getLogger("twinphase.cluster")
-# Given as the address, it starts a Ray cluster on this machine that ends with the server.
+# This address starts a Ray cluster on this machine that ends with the server.
 LOCAL_RAY = "local"
 RAY_TIMEOUT_SECONDS = 10.0
 POLL_INTERVAL_SECONDS = 0.5
@@ -51,7 +51,7 @@ class WorkerKeeper:
     """The actor: one worker's process on its machine, which ends when the actor does."""
 
     def __init__(self, listen: str | None, role: Role) -> None:
-        """`listen` is the address of the worker's port; None uses its machine's cluster address."""
+        """`listen` is the address of the worker's port; None uses the machine's address in Ray."""
         self._listen = listen or ray_address()
         self._role = role
         self._key = read_key()
@@ -70,9 +70,9 @@ class RayPool:
     def __init__(
         self, roles: Mapping[str, Role], threads: int, ray_address: str, encryption: str = "auto"
     ) -> None:
-        """Prepare workers without starting them; `roles` is by their names.
+        """Define the workers without starting them; `roles` maps names to roles.
 
-        A local Ray's key is made here if there is none.
+        A local Ray cluster gets a new key if there is none.
 
         Raises:
             InvalidRequestError: Ray is not installed, or there is no key.
@@ -163,7 +163,7 @@ class RayPool:
 
 
 def main(roles: Mapping[str, Role], threads: int, ray_address: str) -> int:
-    """The process that runs Ray: starts the actors and reports workers until stdin closes."""
+    """Run Ray in this process: start the actors, and report workers until stdin closes."""
     import ray
 
     ended = threading.Event()
@@ -201,11 +201,11 @@ def main(roles: Mapping[str, Role], threads: int, ray_address: str) -> int:
         )
     actors = _start(roles, threads, "127.0.0.1" if local else None)
     known: dict[str, tuple[str, str]] = {}
-    # Time of the last answer; an actor takes long to give the first one.
+    # An actor takes long to give its first answer.
     answered = float("inf")
     while not ended.wait(POLL_INTERVAL_SECONDS):
         if time.monotonic() - answered > RAY_TIMEOUT_SECONDS:
-            # Ray does not report when its own process on this machine is dead.
+            # Ray does not report the death of its own process on this machine.
             ray.shutdown()
             return 1
         asked = {actor.where.remote(): name for name, actor in actors.items()}
@@ -226,7 +226,7 @@ def main(roles: Mapping[str, Role], threads: int, ray_address: str) -> int:
 
 
 def _start(roles: Mapping[str, Role], threads: int, listen: str | None) -> dict[str, Any]:
-    """An actor with cores of its own for each worker; workers that exchange KV blocks are close."""
+    """Start one actor with its own cores per worker, close together if they exchange blocks."""
     import ray
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -253,7 +253,7 @@ def _refuse(cause: str, fix: str) -> int:
 
 
 if __name__ == "__main__":
-    # Imported by name, so that the actors find the class in the module, not in `__main__`.
+    # The import makes the actors find the class in this module instead of `__main__`.
     from twinphase.cluster import pools
 
     sys.exit(pools.main(json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

@@ -1,6 +1,6 @@
 """An engine's process with a port for KV blocks: `python -m twinphase.cluster.ported FD`.
 
-As `engine/process/child.py`, whose process has none. The key comes in the environment.
+It extends `engine/process/child.py` by the port. The key comes in the environment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from twinphase.engine.process.host import ProcessHost
 
 
 class PortedHost(ProcessHost):
-    """An engine in a process of its own, which other engines can send KV blocks."""
+    """An engine in its own process that other engines can send KV blocks to."""
 
     module = "twinphase.cluster.ported"
 

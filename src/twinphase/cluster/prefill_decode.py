@@ -1,8 +1,7 @@
 """Prefill and decode as deployments of Ray Serve: a server with a router, and its workers.
 
-A replica starts a worker's process with its role, which says to the server where it is
-(`joining.py`), and which is drained when Serve stops the replica. Only the key, addresses and loads
-go through Ray.
+Each replica starts a worker process with a role. The worker joins the server (`joining.py`), and is
+drained when Serve stops the replica. Only the key, addresses and loads pass through Ray.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from twinphase.engine.process.host import Host
 from twinphase.server.config import ServerConfig
 
 POLL_INTERVAL_SECONDS = 0.2
-# Shorter than the time that Serve gives a replica to end.
+# This must be shorter than the time that Serve gives a replica to end.
 DRAIN_TIMEOUT_SECONDS = 15.0
 
 
 class PDServer(OpenAIServer):
-    """The only server: a worker serves one at a time."""
+    """The server; there is only one, because a worker serves one server at a time."""
 
-    # Its workers wait for the server, so the server must not wait for them.
+    # The workers wait for the server, so the server must not wait for the workers.
     when_ready = False
 
     def __init__(self, config: LLMConfig, key: str, pools: list[Any]) -> None:
-        """`pools` are the workers' deployments, which Serve starts since they are named here."""
+        """`pools` are the workers' deployments; as arguments here, they are started by Serve."""
         self._key = ClusterKey(key.encode())
         super().__init__(config)
 
@@ -47,11 +46,11 @@ class PDServer(OpenAIServer):
         return self._router
 
     def where(self) -> str:
-        """Where workers ask to join."""
+        """The address at which workers ask to join."""
         return self._door.address
 
     def load(self, address: str) -> dict[str, float] | None:
-        """Seconds of waiting prefill at a worker, and the share of seats in use; None if down."""
+        """Seconds of queued prefill at a worker, and its share of used seats; None if down."""
         views = self._router.workers_by_name.values()
         view = next((view for view in views if view.host.where == address and view.is_up), None)
         if view is None or view.facts is None:
@@ -64,12 +63,12 @@ class PDServer(OpenAIServer):
 
 
 class PDWorker:
-    """A replica: one worker's process, which ends with it."""
+    """A replica with one worker process, which ends with the replica."""
 
     _worker: WorkerProcess | None = None
 
     async def __init__(self, config: LLMConfig, role: Role, key: str) -> None:  # type: ignore[misc]
-        """Ready once the server has the worker."""
+        """Start the worker, and return once it has joined the server."""
         from ray import serve
 
         self._server = serve.get_deployment_handle("PDServer", serve.get_replica_context().app_name)
@@ -83,7 +82,7 @@ class PDWorker:
             await asyncio.sleep(POLL_INTERVAL_SECONDS)
 
     async def check_health(self) -> None:
-        """Start the worker if it has ended, or if its server is elsewhere now."""
+        """Restart the worker if it has ended, or if its server has moved."""
         door = await self._server.where.remote()
         if self._worker is None or not self._worker.is_running or door != self._door:
             self._end(0.0)
@@ -94,7 +93,7 @@ class PDWorker:
             self._address = self._worker.address
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `by_queue_seconds` decides by."""
+        """Statistics for `by_queue_seconds`."""
         found: dict[str, float] | None = await self._server.load.remote(self._address)
         return found or {"queue_seconds": 0.0, "busy": 0.0}
 

@@ -1,4 +1,4 @@
-"""Questions to workers (inspections, embeddings); repeated elsewhere when a worker dies."""
+"""Questions to workers (inspections, embeddings); asked of another worker if one dies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from twinphase.errors import EngineDeadError
 
 
 class Questions:
-    """The questions that have no answer yet."""
+    """The questions without an answer yet."""
 
     def __init__(self) -> None:
         self._open: dict[int, tuple[WorkerView, Inspect | Embed]] = {}
@@ -20,13 +20,13 @@ class Questions:
 
     @property
     def owing(self) -> list[str]:
-        """Names of the workers that owe answers, each as often as it does."""
+        """Names of the workers that have unanswered questions, once per question."""
         return [view.name for view, _ in self._open.values()]
 
     def ask(
         self, message: Inspect | Embed, views: Collection[WorkerView], holder: WorkerView | None
     ) -> None:
-        """Ask the worker that has the request, or else the worker with the fewest questions.
+        """Ask the worker that holds the request, or else the worker with the fewest questions.
 
         Raises:
             EngineDeadError: no worker is ready.
@@ -41,7 +41,7 @@ class Questions:
         view.host.put(message)
 
     def end(self, number: int) -> Inspect | Embed | None:
-        """Remove a question that was answered or refused; None if it is unknown."""
+        """Remove a question that was answered or refused; returns None if the number is unknown."""
         return self._open.pop(number, (None, None))[1]
 
     def of(self, view: WorkerView) -> list[Inspect | Embed]:
@@ -49,5 +49,5 @@ class Questions:
         return [message for holder, message in self._open.values() if holder is view]
 
     def clear(self) -> None:
-        """Forget all questions; no answer will come."""
+        """Forget all questions, because no answers will come."""
         self._open.clear()

@@ -1,4 +1,4 @@
-"""The host of an engine that was started elsewhere, on this machine or another (`worker.py`)."""
+"""The host of an engine that was started elsewhere, here or on another machine (`worker.py`)."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ CLOSE_SECONDS = 2.0
 
 
 class RemoteHost(LinkHost):
-    """An engine at an address, connected to again whenever the connection breaks.
+    """An engine at an address; the connection is made again when it breaks.
 
-    The times in its messages are moved to our clock by an offset from the shortest round trip so
-    far, with an error of at most half of that trip. Durations stay as measured.
+    Times in its messages are converted to this machine's clock. The offset comes from the shortest
+    round trip so far, so that its error is at most half of that trip. Durations stay as measured.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RemoteHost(LinkHost):
         self.where = address if isinstance(address, str) else "elsewhere"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: TlsSession | None = None
-        self._offset = 0.0  # the other clock minus ours, seconds
+        self._offset = 0.0  # Seconds by which the other clock is ahead of ours.
         self._shortest_trip = float("inf")
 
     def put(self, message: ToEngine) -> None:
@@ -90,7 +90,7 @@ class RemoteHost(LinkHost):
         return message
 
     def close(self) -> None:
-        """Disconnect: the worker aborts our requests and waits for the next server."""
+        """Disconnect; the worker aborts our requests and waits for the next server."""
         super().close()
         writer = self._writer
         loop = self._loop
@@ -134,12 +134,12 @@ class RemoteHost(LinkHost):
         return f"The connection to the worker at {self.where} broke"
 
     def _load_message(self) -> Load:
-        """The model by its name, whose files the worker finds itself."""
+        """The message names the model, whose files the worker finds on its own machine."""
         return Load(self._model, self._config, __version__, self.text.checkpoint.fingerprint)
 
 
 class CalledHost(RemoteHost):
-    """A worker that asks to be connected to; the server does not try before."""
+    """A worker that asks the server to connect; the server does not try before that."""
 
     is_sought = False
 

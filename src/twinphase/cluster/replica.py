@@ -1,6 +1,6 @@
-"""A Ray Serve replica: the server that `twinphase serve` is, configured as `ray.serve.llm`'s are.
+"""A Ray Serve replica: `twinphase serve`, configured like an application of `ray.serve.llm`.
 
-Not for applications of replicas (`deploy.py`).
+`deploy.py` builds applications from replicas.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class ModelLoading(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LLMConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """One model, with Ray's names.
+    """The configuration of one model, with Ray's field names.
 
     Attributes:
         deployment_config: options of a Serve deployment, such as `num_replicas` or
             `autoscaling_config`.
         engine_kwargs: fields of `EngineConfig`.
-        server_kwargs: fields of `ServerConfig`; Ray's own has none of these.
+        server_kwargs: fields of `ServerConfig`; Ray's `LLMConfig` does not have this field.
     """
 
     model_loading_config: ModelLoading
@@ -58,12 +58,12 @@ class OpenAIServer:
     def _host(self, model: str, config: LLMConfig, server: ServerConfig) -> Host:
         return ProcessHost(model, engine_config(config.engine_kwargs))
 
-    # Ray calls this name.
+    # Ray defines this name.
     def __serve_build_asgi_app__(self) -> Any:  # noqa: PLW3201
         return make_app(self._service, when_ready=self.when_ready)
 
     def check_health(self) -> None:
-        """Raise if Serve should start another replica in this one's place."""
+        """Raise if Serve should replace this replica."""
         service = self._service
         if service.failure is not None:
             raise service.failure

@@ -1,4 +1,4 @@
-"""What a worker does of a request: both halves, or one of them."""
+"""The role of a worker: prefill, decode, or both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request in a router: its record, its worker, and the tokens of its answer so far."""
+"""A request in the router: its record, its worker, and the answer's tokens so far."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_CONSECUTIVE_FAILED_WORKERS = 3
 
 
 class FirstToken(NamedTuple):
-    """The first token of an answer, as the prefill worker computed it and the client got it."""
+    """The first token of an answer, as computed by the prefill worker and sent to the client."""
 
     worker: str
     token_ids: list[int]
@@ -37,19 +37,23 @@ class RoutedRequest:
     """A request and the worker that has it.
 
     Attributes:
-        add: as the front end sent it.
-        record: its timeline ends where the present worker's part begins.
-        worker: that has the request; while the state is TRANSFERRING, the worker that had it.
-        decode_worker: continues after the first token, once it has the KV blocks; "" if none does.
-        token_ids: of the answer so far.
+        add: the front end's message.
+        record: the request's record; its timeline ends where the present worker's part begins.
+        worker: the worker that has the request; in the state TRANSFERRING, the prefill worker.
+        decode_worker: the worker that continues after the first token, once it has the KV blocks;
+            "" if there is none.
+        token_ids: tokens of the answer so far.
         num_prefilled: prompt tokens, as reported to the front end.
-        is_accepted: the front end knows that the request is queued.
-        end_reason: why the front end ends the request; None if it does not.
-        num_tokens_when_sent: tokens of the answer when the present worker got the request.
+        is_accepted: whether the front end was notified that the request is queued.
+        end_reason: why the front end ended the request; None if it did not.
+        num_tokens_when_sent: length of the answer when the present worker got the request.
         first_token: the prefill worker's first token, until the decode worker has computed it too.
-        mismatch: the decode worker computed another first token; it is aborting the request.
-        recompute: the decode worker computes the prompt without the blocks that it received.
-        num_failed_workers: workers in a row that died without computing a token of the request.
+        mismatch: whether the decode worker computed another first token, and is aborting the
+            request.
+        recompute: whether the decode worker must ignore the received blocks and prefill the prompt
+            itself.
+        num_failed_workers: number of workers in a row that died before they computed a token of the
+            request.
     """
 
     add: Add
@@ -80,9 +84,9 @@ class RoutedRequest:
         return self.placement.decision.reason if self.placement else ""
 
     def can_split(self, prefill: EngineFacts, decode: EngineFacts) -> bool:
-        """Whether one worker can prefill for another: the other can use its blocks, or needs none.
+        """Whether one worker can prefill for the other, which uses its blocks or needs none.
 
-        A request that is too long for the decode worker is not split: that worker refuses it before
+        A request that is too long for the decode worker is not split, so that it is refused before
         the client gets a token.
         """
         if self.token_ids:
@@ -103,12 +107,13 @@ class RoutedRequest:
         return room <= 1 or self.add.sampling_params.max_tokens == 1
 
     def message(self, now: float) -> Add:
-        """The worker's message: continue after the tokens so far, or check the first one."""
+        """The message to the worker: continue after the tokens so far, or check the first token."""
         params = self.add.sampling_params
         output = list(self.token_ids)
         if self.first_token is not None:
             output = []
-            # No block holds the prompt's log probabilities, so they would need the whole prefill.
+            # Blocks do not store the prompt's log probabilities, so these would need a full
+            # prefill.
             params = replace_fields(params, prompt_logprobs=None)
         record = replace_fields(
             self.record,
@@ -125,7 +130,7 @@ class RoutedRequest:
         )
 
     def split(self, message: Add, decode_worker: str, decode: EngineFacts) -> Add:
-        """The prefill worker's message: compute one token; push the KV blocks if more follow."""
+        """The message to the prefill worker: compute one token, and push KV if more follow."""
         if self._has_one_token(decode):
             return message
         self.decode_worker = decode_worker
@@ -136,20 +141,20 @@ class RoutedRequest:
         return replace(message, sampling_params=only_first, push_to=PushTo(decode.kv_addresses))
 
     def mark_until_now(self, reason: str, kind: IntervalKind = IntervalKind.ROUTE) -> float:
-        """Attribute the time since the last interval; returns the present, seconds."""
+        """Attribute the time since the last interval; return the present time in seconds."""
         now = max(perf_counter(), self.record.timeline.end)
         self.record.timeline.mark(kind, now, reason=reason)
         return now
 
     def end_transfer(self, result: str) -> float:
-        """The decode worker has the blocks, or will get no more; returns the present, seconds."""
+        """The transfer to the decode worker has ended; return the present time in seconds."""
         now = self.mark_until_now(f"{self.decode_worker}: {result}", IntervalKind.TRANSFER)
         self.record.move_to(RequestState.QUEUED)
         self.decode_worker = ""
         return now
 
     def moved(self, blocks: tuple[int, int] | None = None) -> Moved:
-        """Note that the request was sent to its worker; `blocks` as in `Moved`."""
+        """The report that the request was sent to its worker; `blocks` as in `Moved`."""
         name = self.record.request_id
         return Moved(name, perf_counter(), self.worker, self.routing_reason, blocks=blocks)
 
@@ -158,7 +163,7 @@ class RoutedRequest:
         return Moved(self.record.request_id, moment, self.decode_worker, is_transfer=True)
 
     def lose_worker(self, worker: str) -> None:
-        """The worker has died: the request queues for another one."""
+        """Queue the request for another worker, because its worker died."""
         self.decode_worker = ""
         self.mismatch = False
         self.recompute = False
@@ -168,7 +173,7 @@ class RoutedRequest:
         self.num_failed_workers = 0 if has_new_token else self.num_failed_workers + 1
 
     def check_retry_limit(self) -> None:
-        """Refuse to continue a request that may be the cause of the workers' deaths."""
+        """Refuse to continue a request that may have caused the deaths of its workers."""
         if self.num_failed_workers >= MAX_CONSECUTIVE_FAILED_WORKERS:
             raise TwinphaseError(
                 f"{self.num_failed_workers} workers died one after the other when they had the "
@@ -177,14 +182,14 @@ class RoutedRequest:
             )
 
     def whole_timeline(self, worker: RequestTimeline) -> RequestTimeline:
-        """The request's timeline, with the present worker's part at the end."""
+        """The request's timeline including the present worker's part."""
         return joined(self.record.timeline, worker, perf_counter(), self.routing_reason)
 
     def check_first_token(self, update: RequestUpdate, *, compare_logprobs: bool) -> bool:
-        """Compare the decode worker's first token with the one that the client has already.
+        """Compare the decode worker's first token with the one that the client already has.
 
         Returns:
-            False on a mismatch, now or before, until the decode worker has aborted the request.
+            False from a mismatch until the decode worker has aborted the request.
         """
         expected = self.first_token
         if expected is None or self.is_transferring:
@@ -198,13 +203,13 @@ class RoutedRequest:
         return not self.mismatch or self.end_reason is not None
 
     def recompute_message(self, reason: str) -> Add:
-        """For the decode worker, which has aborted the request: compute it without the blocks."""
+        """The decode worker's message after its abort: compute the request without the blocks."""
         self.recompute = True
         self.mismatch = False
         return self.message(self.mark_until_now(reason))
 
     def take(self, update: RequestUpdate) -> RequestUpdate:
-        """A worker's update, changed to what a single engine would have sent."""
+        """Convert a worker's update to the one that a single engine would have sent."""
         if self.first_token is not None and not self.is_transferring and update.token_ids:
             self.first_token = None
             update = replace(update, token_ids=update.token_ids[1:], logprobs=update.logprobs[1:])
@@ -225,7 +230,7 @@ class RoutedRequest:
         )
 
     def _prefilled(self, update: RequestUpdate) -> RequestUpdate | None:
-        """The prefill worker's last update, without an end: the decode worker will report that."""
+        """The prefill worker's last update without the end, which the decode worker will report."""
         ended = update.ended
         if not self.decode_worker or self.end_reason is not None or ended is None:
             return None
@@ -263,7 +268,7 @@ class RequestTable(dict[str, RoutedRequest]):
     """A router's unfinished requests, by id."""
 
     def at(self, worker: str) -> list[RoutedRequest]:
-        """Requests that a worker has, without those that it has prefilled for another."""
+        """Requests that a worker has, except those that it has prefilled for another worker."""
         return [
             request
             for request in self.values()
@@ -271,7 +276,7 @@ class RequestTable(dict[str, RoutedRequest]):
         ]
 
     def num_per_worker(self) -> Counter[str]:
-        """The lengths of `at` for all workers."""
+        """The number of requests of each worker, as `at` counts them."""
         return Counter(one.worker for one in self.values() if not one.is_transferring)
 
 

@@ -1,9 +1,9 @@
-"""One host for several engines: routes requests, and continues those of engines that die.
+"""One host for several engines: routes requests, and continues the requests of dead engines.
 
 The front end uses it like any other `Host`. This file handles the messages; `fleet.py` counts the
-loads, and `routing.py` chooses. An answer is the same whichever engine computes it, so a request
-that lost its engine is sent on with the tokens it has, and its reader only sees a pause. Not for
-starting engines (`launch.py`, `pools.py`).
+loads, and `routing.py` chooses. Every engine computes the same answer, so a request that lost its
+engine is sent to another one with its tokens so far, and the client only sees a pause. `launch.py`
+and `pools.py` start engines.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Router:
     """A `Host` that consists of several others, its workers.
 
     Attributes:
-        requests: the unfinished ones.
+        requests: the unfinished requests.
         fleet: the workers' loads.
         num_continued: requests so far that another worker continued.
-        last_death: of the worker that died last.
+        last_death: cause of the most recent death of a worker.
     """
 
     totals_last = True
@@ -79,13 +79,13 @@ class Router:
         balance: Balance | None = None,
         closed: Callable[[], object] = lambda: None,
     ) -> None:
-        """Route to `hosts`, all of the same model, none of them started.
+        """Route to `hosts`, which have the same model and are not started yet.
 
         Args:
-            hosts: by name; may be empty where there is a `door`.
-            roles: by name; "both" for a host without one.
+            hosts: hosts by name; may be empty if there is a `door`.
+            roles: roles by the host's name; the default is "both".
             routing: the default policy if None.
-            stall: seconds without a step after which a worker with requests is ended, even if it
+            stall: seconds without a step after which a worker with requests is killed, even if it
                 answers pings.
             door: adds workers that ask to join.
             balance: changes the roles of workers.
@@ -109,13 +109,13 @@ class Router:
         self._questions = Questions()
         self._facts: EngineFacts | None = None
         self._hashes: PrefixCache | None = None
-        self._lock = threading.RLock()  # A host may deliver its messages on a thread of its own.
+        self._lock = threading.RLock()  # A host may deliver its messages on its own thread.
         self._closing = False
         self._is_watched = False
 
     @property
     def is_running(self) -> bool:
-        """Whether a worker can decode, and all others have joined or failed."""
+        """Whether a worker can decode and all others have joined or failed."""
         views = self.workers_by_name.values()
         return can_answer(views) and all(view.is_settled for view in views)
 
@@ -178,7 +178,7 @@ class Router:
 
     def _add_worker(self, name: str, host: LinkHost) -> None:
         view = self._new_view(name, host, "both")
-        view.is_absent = True  # The server does not wait for it.
+        view.is_absent = True  # The server does not wait for this worker.
         self._start(view)
 
     def _start(self, view: WorkerView) -> None:
@@ -194,7 +194,7 @@ class Router:
         self.requests[add.request_id] = request
 
     def _send(self, request: RoutedRequest) -> None:
-        """Choose a worker, and give it the request with the tokens of the answer so far."""
+        """Send a request to the cheapest worker, with the tokens of its answer so far."""
         if self._facts is None:
             raise EngineDeadError(
                 "The engine is being started.", "Send the request again in a moment."
@@ -247,7 +247,7 @@ class Router:
             return
         request.end_reason = message.reason
         if not request.is_accepted:
-            # A worker that compiles the grammar drops the request without a reply.
+            # A worker that is compiling the grammar drops the request without a reply.
             self._drop(request)
         if request.is_transferring:
             self._continue(request, request.worker)
@@ -314,9 +314,9 @@ class Router:
         self._drains.keep_pools()
 
     def _report_facts(self) -> None:
-        """Report the decoding workers as one engine, or why there will be none.
+        """Report the decode workers as one engine, or why there will be none.
 
-        Only their seats count for admission.
+        Admission counts only the seats of decode workers.
         """
         if (failure := self.failure) is not None:
             self._receive(failure)
@@ -382,7 +382,7 @@ class Router:
         self, view: WorkerView, request: RoutedRequest, update: RequestUpdate
     ) -> RequestUpdate:
         assert request.placement is not None, "the request was sent"
-        # `take` replaces the number by the largest of all workers that have had the request.
+        # `take` replaces the number by the maximum over all workers that had the request.
         num_prefilled = update.num_prefilled
         was_transferring = request.is_transferring
         update = request.take(update)
@@ -398,10 +398,10 @@ class Router:
     def _check_first_token(
         self, view: WorkerView, request: RoutedRequest, update: RequestUpdate
     ) -> bool:
-        """Whether an update can be passed on; if not, have the decode worker compute it again.
+        """Whether to pass an update on; after a mismatch, have the decode worker compute it again.
 
-        A decode worker whose first token differs from the client's has bad blocks, or the client's
-        token is wrong.
+        If the decode worker's first token differs from the client's, either the received blocks or
+        the client's token are wrong.
         """
         expected = request.first_token
         # The last digits of torch's log probabilities depend on the batch.
@@ -424,7 +424,7 @@ class Router:
         return False
 
     def _decode(self, request: RoutedRequest, pushed: Pushed) -> None:
-        """The transfer is over: the decode worker continues after the first token."""
+        """Have the decode worker continue after the first token, since the transfer is over."""
         view = self.workers_by_name[request.decode_worker]
         blocks = (pushed.num_stored, pushed.num_blocks)
         now = request.end_transfer(f"{blocks[0]} of {blocks[1]} blocks there")
@@ -435,7 +435,7 @@ class Router:
         self._hand(view, request, request.message(now), blocks)
 
     def _lose(self, view: WorkerView, error: EngineDeadError) -> None:
-        """A worker has died: others continue its requests, or all fail if there are no others."""
+        """A worker died: continue its requests on other workers, or fail them if there are none."""
         with self._lock:
             lost = [one for one in self.requests.values() if one.worker == view.name]
             left = self._drains.gone(view)
@@ -472,7 +472,7 @@ class Router:
         self._died(self.last_death)
 
     def _continue(self, request: RoutedRequest, dead: str) -> None:
-        """Send a request on that lost its worker, unless the front end wants it to end."""
+        """Send a request that lost its worker to another one, unless the front end has ended it."""
         name = request.record.request_id
         request.lose_worker(dead)
         self._take_off(request)
@@ -493,6 +493,6 @@ class Router:
         self._take_off(request, num_outputs)
 
     def _take_off(self, request: RoutedRequest, num_outputs: int | None = None) -> None:
-        """Take a request off the loads of its workers."""
+        """Remove a request from the loads of its workers."""
         if request.placement is not None:
             self.fleet.end(request.placement, num_outputs)

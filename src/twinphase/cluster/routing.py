@@ -1,8 +1,8 @@
-"""Chooses the worker where a request costs all users the least time, by the cost models.
+"""Chooses the worker where a request delays all users the least, by the cost models.
 
-A pure function of the reported loads: no thread, no I/O, no clock. The live router (`router.py`)
-and the simulation share it. Other routers weigh cached blocks against loads; here every cost is in
-seconds, so that nothing needs a weight.
+The choice is a pure function of the reported loads, without threads, I/O or a clock; the live
+router (`router.py`) and the simulation share it. Other routers weigh cached blocks against loads;
+here every cost is in seconds, so that nothing needs a weight.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from twinphase.cluster.role import Role
 from twinphase.errors import EngineUnavailableError
 from twinphase.scheduler.chunk import StepCost
 
-# Packing, checking and unpacking a block that is sent.
+# Seconds to pack, check and unpack one block that is sent.
 FRAMING_SECONDS_PER_BLOCK = 3e-4
-# Fields of a load that decide which pools it is in, and by which cost model.
+# These fields of a load decide its pools and its cost model.
 POOL_FIELDS = ("role", "times", "accepts")
 
 Floats = npt.NDArray[np.float64]
@@ -34,12 +34,12 @@ class WorkerLoad:
     """The load of a worker, as far as the router knows it.
 
     Attributes:
-        role: a worker of role "decode" prefills too, where that is faster than receiving KV blocks.
+        role: role of the worker; "decode" prefills too, if that is faster than receiving KV blocks.
         times: the worker's cost model.
         prefill_seconds: predicted time to prefill the prompts that are queued there.
         num_decodes: unfinished requests that were sent there to decode.
         decode_tokens: sum of the lengths of their contexts.
-        accepts: false while the worker drains.
+        accepts: False while the worker drains.
     """
 
     name: str
@@ -58,7 +58,7 @@ class WorkerLoad:
             pools.note_change(self.name, name)
 
     def step_seconds(self) -> float:
-        """Cost of one token of one more request: its step, and the delay of the others' tokens."""
+        """Seconds per token that one more decoding request costs: its step, and others' delay."""
         if self._step[0] != self.num_decodes:
             count = self.num_decodes
             context = self.decode_tokens / count if count else 0.0
@@ -70,19 +70,19 @@ class WorkerLoad:
         return self._step[1]
 
     def forget_steps(self) -> None:
-        """Recompute step times, since `times` has changed."""
+        """Recompute step times after a change of `times`."""
         self._step = (-1, 0.0)
         if self._pools is not None:
             self._pools.is_current = False
 
 
 class Pool:
-    """Workers with their loads as columns, so that the cost of a request at all is one sum.
+    """The loads of workers as columns, so that the costs at all workers are one vector sum.
 
     Attributes:
-        loads: the workers, in the order of joining; `places` is their positions by name.
+        loads: loads in the order that the workers joined; `places` maps names to positions.
         queued: `prefill_seconds` of each.
-        slowed: requests that a prefill there holds up, itself among them.
+        slowed: number of requests that a prefill there delays, the prefilled one included.
         steps: `step_seconds` of each.
         by_times: positions of the workers that share a cost model, one entry per model.
     """
@@ -102,7 +102,7 @@ class Pool:
             self.update(load.name)
 
     def update(self, name: str) -> None:
-        """Take over a worker's load; it may be of another pool."""
+        """Copy a worker's load into the columns; workers of other pools are ignored."""
         place = self.places.get(name)
         if place is not None:
             load = self.loads[place]
@@ -113,7 +113,7 @@ class Pool:
 
 
 class Pools:
-    """The workers that accept requests, those that decode and those that only prefill.
+    """The workers that accept requests: one pool that decodes, and one that only prefills.
 
     Attributes:
         is_current: false once a worker's role, cost model or acceptance has changed.
@@ -131,14 +131,14 @@ class Pools:
         self._changed.clear()
 
     def note_change(self, name: str, attribute: str) -> None:
-        """A worker's load has another value of an attribute."""
+        """Note that an attribute of a worker's load has changed."""
         if attribute in POOL_FIELDS:
             self.is_current = False
         elif not attribute.startswith("_"):
             self._changed.add(name)
 
     def update(self) -> None:
-        """Take over the loads that have changed since the last time."""
+        """Apply the changes since the last call."""
         for name in self._changed:
             self.decode.update(name)
             self.prefill.update(name)
@@ -147,11 +147,11 @@ class Pools:
 
 @dataclass(frozen=True)
 class Decision:
-    """Where a request goes.
+    """The workers chosen for a request, and why.
 
     Attributes:
         worker: the decode worker.
-        prefill_worker: prefills the prompt; None where `worker` does.
+        prefill_worker: the prefill worker; None if `worker` prefills too.
         num_tokens: tokens of the prompt and of the answer so far.
         num_cached: number of these that the prefill worker has cached.
         prefill_seconds: predicted time to prefill the rest.
@@ -196,9 +196,9 @@ class Routing:
         policy: Literal["predicted", "random"] = "predicted",
         seed: int = 0,
     ) -> None:
-        """The policy "random" takes any worker of the right role, as a baseline.
+        """The policy "random" takes any worker of the right role; it is the baseline of benchmarks.
 
-        A router sets `block_size`, the tokens of a KV block, when the first worker joins.
+        A router sets `block_size`, in tokens, when the first worker joins.
         """
         self.block_size = block_size
         self.policy = policy
@@ -211,7 +211,7 @@ class Routing:
         hits: Mapping[str, int],
         workers: Iterable[WorkerLoad] | Pools,
     ) -> Decision:
-        """Where to send a request.
+        """Choose where to send a request.
 
         Args:
             num_tokens: tokens of the prompt and of the answer so far.
@@ -249,12 +249,12 @@ class _CostEstimate:
         self._num_outputs = num_outputs
         self._hits = hits
         self._block_size = block_size
-        # The last token is always computed, since its logits are needed.
+        # The last token is always computed, because its logits are needed.
         self._max_cached = (num_tokens - 1) // block_size * block_size
         self._prefills: dict[int, _PrefillSeconds] = {}
 
     def best(self, pools: Pools) -> Decision:
-        """The cheapest choice, and the next best in words; the first one of equals."""
+        """The cheapest choice, and the second best in words; ties go to the first worker."""
         workers = pools.decode.loads
         local, sent, least = self._decoding(pools.decode)
         offers: list[tuple[float, WorkerLoad, WorkerLoad | None]] = []
@@ -296,10 +296,10 @@ class _CostEstimate:
         )
 
     def _decoding(self, pool: Pool) -> tuple[Floats, Floats, float]:
-        """Per worker: cost of prefill and decode there; of decode only; the least decode cost.
+        """Cost per worker of prefill and decode, and of decode alone; and the least decode cost.
 
         A worker that receives blocks computes the tokens of the last, partial block again. Blocks
-        are sent while the next chunk is computed, so that only the last one is waited for.
+        are sent while the next chunk is computed, so that only the last block adds a delay.
         """
         prefill, last = self._prefilling(pool)
         wait = np.full(len(pool.loads), FRAMING_SECONDS_PER_BLOCK if self._max_cached else 0.0)
@@ -313,11 +313,11 @@ class _CostEstimate:
         return local, sent, float(decode.min())
 
     def _until_prefilled(self, pool: Pool) -> Floats:
-        """Per worker: seconds until the prompt is prefilled there, queued prompts included."""
+        """Seconds per worker until the prompt is prefilled there, queued prompts included."""
         return pool.queued + self._prefilling(pool)[0]
 
     def _prefilling(self, pool: Pool) -> tuple[Floats, Floats]:
-        """Per worker: seconds of prefill of what it has not cached, and of the last block alone."""
+        """Seconds per worker to prefill the uncached tokens, and to send the last block."""
         prefill = np.empty(len(pool.loads))
         last = np.empty(len(pool.loads))
         for places in pool.by_times:

@@ -1,4 +1,4 @@
-"""Joins the router's and a worker's part of a timeline by durations, not by comparing clocks."""
+"""Joins the router's and a worker's parts of a timeline by durations instead of clocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from twinphase.phases.timeline import IntervalKind, RequestTimeline
 
 
 def shifted(timeline: RequestTimeline, seconds: float) -> RequestTimeline:
-    """The timeline on a clock that is `seconds` ahead; durations are kept."""
+    """The timeline on a clock that is `seconds` ahead; durations do not change."""
     if not seconds:
         return timeline
     intervals = [
@@ -26,8 +26,9 @@ def joined(
 ) -> RequestTimeline:
     """The whole timeline of a request: `before` it was sent to a worker, and the worker's part.
 
-    The worker's part lies where its own clock says, if that is after `before` and not after `now`;
-    else it is moved there, as little as is needed. What is between both is the way there.
+    The worker's part keeps the times of its own clock if they lie between `before` and `now`;
+    otherwise it is moved by the smallest amount that makes it fit. The gap between both parts is
+    the transmission.
     """
     start = worker.arrival
     late = worker.end - now
@@ -43,7 +44,7 @@ def joined(
     )
     if part.arrival > whole.end:
         whole.extend(IntervalKind.ROUTE, part.arrival, reason)
-    if part.intervals:  # rounding may have left a gap that no clock can tell
+    if part.intervals:  # Rounding may leave a gap that is smaller than the clocks can show.
         first, *rest = part.intervals
         if first.end > whole.end:
             whole.intervals.append(replace(first, start=whole.end))
@@ -53,7 +54,7 @@ def joined(
 
 
 def _together(one: Any, other: Any) -> Any:
-    """Sums of two workers' steps, field by field."""
+    """The sums of two workers' steps, field by field."""
     both = {
         field.name: (getattr(one, field.name), getattr(other, field.name)) for field in fields(one)
     }

@@ -1,8 +1,8 @@
 """An engine for a server elsewhere: `twinphase worker`.
 
-Listens for one server at a time, which proves that it has the key, names the model, and then speaks
-as to any engine. When the connection breaks, its requests are aborted; model and prefix cache stay
-for the next server.
+A worker serves one server at a time. The server proves that it has the key, names the model, and
+then sends the same messages as to any engine. When the connection breaks, the worker aborts its
+requests, and keeps the model and the prefix cache for the next server.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class _ServerLink(Link):
             super().send(message)
             return
         super().send(replace(message, role=self.role, pid=os.getpid()))
-        # The request to leave may arrive during loading.
+        # A request to leave may arrive while the model is loading.
         if self.leaving:
             super().send(Leaving())
 
     def leave(self) -> None:
-        """Have the server move requests to other workers where it can."""
+        """Ask the server to move requests to other workers where it can."""
         self.leaving = True
         super().send(Leaving())
 
@@ -79,7 +79,7 @@ class _ServerLink(Link):
 
 
 class Worker:
-    """Serves a loaded model to one connection after the other."""
+    """Keeps a model loaded and serves it to one connection after the other."""
 
     def __init__(
         self,
@@ -88,9 +88,9 @@ class Worker:
         own: Mapping[str, Any] | None = None,
         kv_port: int = 0,
     ) -> None:
-        """Other workers with `key` send KV blocks to `kv_port` (0: any); the server gets `role`.
+        """The server gets `role`; other workers send KV blocks to `kv_port` (0 is any port).
 
-        `own` has fields of `EngineConfig` that override the server's.
+        `own` holds fields of `EngineConfig` that override the server's.
         """
         self._key = key
         self._role = role
@@ -102,7 +102,7 @@ class Worker:
         self._loaded: LoadedEngine | LoadedEmbedder | None = None
 
     def serve(self, connection: socket.socket, stream: socket.socket | TlsSocket) -> None:
-        """Serve an authenticated server until it disconnects; `stream` is what it is sent."""
+        """Serve an authenticated server until it disconnects; `stream` carries the replies."""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         connection.settimeout(PING_TIMEOUT_SECONDS)
         self.link = link = _ServerLink(stream)
@@ -166,19 +166,19 @@ def run_worker(
     kv_port: int = 0,
     ends_with_stdin: bool = False,
 ) -> None:
-    """Print the address, then serve each server that has the key.
+    """Print the address, then serve one server after the other.
 
     With `ends_with_stdin`, the worker ends when stdin closes.
 
-    `own` has fields of `EngineConfig` for this worker alone. Other workers send KV blocks to
+    `own` holds fields of `EngineConfig` for this worker alone. Other workers send KV blocks to
     `kv_port`; 0 is any free port. The worker asks the server at `join` to connect, and asks again
     while no server is connected.
 
-    SIGTERM has the server drain this worker, which then ends, at the latest after `drain_timeout`
-    seconds; a second SIGTERM ends it at once. Other workers continue the requests that it has left.
+    On SIGTERM, the server drains this worker, which ends after at most `drain_timeout` seconds; a
+    second SIGTERM ends it at once. Other workers continue its unfinished requests.
 
     Raises:
-        TwinphaseError: cannot listen there, the role is unknown, or the server to join wants
+        TwinphaseError: the address is not available, the role is unknown, or the server to join has
             another model.
     """
     if role not in get_args(Role):
@@ -195,7 +195,7 @@ def run_worker(
         link = worker.link
         if link is None or link.is_broken or link.leaving:
             os._exit(0)
-        # In a thread, since this one may hold the lock for sending.
+        # This must not run on the main thread, which may hold the lock for sending.
         threading.Thread(target=link.leave, name="twinphase-leave", daemon=True).start()
         timer = threading.Timer(drain_timeout, os._exit, (0,))
         timer.daemon = True

@@ -1,4 +1,4 @@
-"""A worker's process that Ray's actors and replicas start, and the address of their machine."""
+"""A worker process that Ray's actors and replicas start, and the address of their machine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from twinphase.config import module_command
 
 
 class WorkerProcess:
-    """A worker of this machine, which ends with the process that started it.
+    """A worker on this machine that ends with the process that started it.
 
     Attributes:
         address: where it listens.
     """
 
     def __init__(self, listen: str, role: Role, *options: str, key: ClusterKey) -> None:
-        """Start it on a free port of the host `listen`."""
+        """Start the worker on a free port of the host `listen`."""
         command = [*module_command("twinphase.cli"), "worker", "--ends-with-stdin"]
         self._process = lifeline.start(
             [*command, "--listen", f"{listen}:0", "--role", role, *options],
@@ -43,7 +43,7 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def end(self, seconds: float) -> None:
-        """Have its server drain it, for at most `seconds`."""
+        """Have the server drain the worker, for at most `seconds`."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)

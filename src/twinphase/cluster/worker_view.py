@@ -1,4 +1,4 @@
-"""What the router knows of one worker: its state, its facts, and its steps."""
+"""The router's view of one worker: its state, its facts, and its steps."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from twinphase.phases.cost import FEATURES, CostModel
 
 LOG = logging.getLogger("twinphase.cluster")
 NO_PRICES = (0.0,) * len(FEATURES)
-# A request that reaches a decode worker during a step waits for that step to end.
+# A request that reaches a decode worker during a step waits for the end of that step.
 DECODE_WORKER_CHUNK_TOKENS = 128
 TOTALS = ("prefix_queries", "prefix_hits", "num_preemptions")
 
 
 class WorkerView:
-    """One worker.
+    """The router's view of one worker.
 
     Attributes:
-        role: as its server or its own command line says.
-        is_up: it takes messages.
-        is_absent: it could not be reached at first, or has died.
-        is_settled: it has been up, or has failed: a server does not wait for it any more.
-        facts: that it reported when it joined.
-        prices: of its cost model, as reported last.
-        role_reason: the pool that it moved to last, and why; "" if it never moved.
+        role: role given by the server's or the worker's own command line.
+        is_up: whether it takes messages.
+        is_absent: whether it was unreachable at the start, or has died.
+        is_settled: whether it has been up or has failed, so that the server does not wait for it.
+        facts: facts that it reported when it joined.
+        prices: last reported prices of its cost model.
+        role_reason: the pool that it last moved to, and why; "" if it never moved.
         num_mismatches: first tokens of this worker that a decode worker computed differently.
-        last_step: when it reported its last step, or got its first request, seconds.
+        last_step: time of its last reported step, or of its first request, seconds.
     """
 
     def __init__(self, name: str, role: Role, host: LinkHost, requests: RequestTable) -> None:
@@ -65,7 +65,7 @@ class WorkerView:
         self._received = Counter[str]()
         self._sent = Counter[str]()
         self._stats: StepStats | None = None
-        self._before = dict.fromkeys(TOTALS, 0)  # of those that lived before this one
+        self._before = dict.fromkeys(TOTALS, 0)  # Totals of the worker's earlier processes.
         self._times = PhaseTimes()
 
     @property
@@ -78,17 +78,17 @@ class WorkerView:
 
     @property
     def num_restarts(self) -> int:
-        """How often it was lost; an orderly departure costs no request and does not count."""
+        """How often the worker was lost; orderly departures do not count."""
         return self.host.num_restarts - self.num_departures
 
     @property
     def machine(self) -> str:
-        """Where it runs, without the port."""
+        """The host that the worker runs on, without the port."""
         return self.host.where.rpartition(":")[0]
 
     @property
     def pid(self) -> int | None:
-        """The worker's process, while there is one and it is known."""
+        """The id of the worker's process, if it is running and known."""
         return self.host.pid or (self.facts.pid if self.facts is not None and self.is_up else None)
 
     def join(self, facts: EngineFacts) -> None:
@@ -105,7 +105,7 @@ class WorkerView:
             self.host.put(LimitPrefill(DECODE_WORKER_CHUNK_TOKENS if role == "decode" else None))
 
     def load(self, stage: str) -> bool:
-        """Note the stage of its start; returns whether it has just turned out to be unreachable."""
+        """Note a stage of loading; return True if the worker has just become unreachable."""
         absent = bool(self.host.waits_for) and not self.is_settled
         self.state = stage
         if absent:
@@ -116,7 +116,7 @@ class WorkerView:
         return absent
 
     def leave(self) -> None:
-        """The worker has died; its counters are kept."""
+        """Note that the worker died; its counters are kept."""
         self.is_up = False
         self.is_absent = True
         self.state = "starting" if self.host.is_sought else "gone"
@@ -133,17 +133,17 @@ class WorkerView:
         self._sent.update(blocks=message.num_stored, bytes=message.num_bytes)
 
     def watch_blocks(self) -> None:
-        """Have it report its cached blocks, and changes from then on."""
+        """Have the worker report its cached blocks now, and their changes from then on."""
         if self.facts is not None and self.facts.shape is not None:
             self.host.put(WatchBlocks())
 
     def watch_steps(self, *, on: bool) -> None:
-        """Have it report what each step did, or no more."""
+        """Start or stop the worker's reports on each step."""
         if self.is_up:
             self.host.put(WatchSteps(on))
 
     def update_index(self, message: BlocksChanged, index: BlockIndex) -> None:
-        """Enter its cached blocks in the index; if an event was lost, ask for all of them again."""
+        """Update the index with cached blocks; request the full list after a lost event."""
         if message.whole:
             index.replace(self.name, message.number, message.stored)
         elif not index.apply(self.name, message.number, message.stored, message.evicted):
@@ -155,7 +155,7 @@ class WorkerView:
         views: Collection[WorkerView],
         loads: Mapping[str, WorkerLoad],
     ) -> None:
-        """Its cost model has new prices, which all workers of its machine among `views` share."""
+        """Set new prices of the cost model, which all workers in `views` on its machine share."""
         if not prices:
             return
         self.prices = prices
@@ -167,7 +167,7 @@ class WorkerView:
                 load.forget_steps()
 
     def end_stalled(self, now: float, limit: float) -> None:
-        """End it if it has requests, and has reported no step for more than `limit` seconds."""
+        """Kill the worker if it has requests and reported no step for more than `limit` seconds."""
         if self.is_up and now - self.last_step > limit and self.num_requests:
             LOG.error("%s made no step for %.0f s; it is ended.", self.name, limit)
             self.host.kill()
@@ -185,7 +185,7 @@ class WorkerView:
     def shared_times(views: Sequence[WorkerView]) -> CostModel:
         """One cost model for the workers of a machine: the mean of what each has learned.
 
-        With separate ones, the noise between them would outweigh what one of them has cached.
+        The noise between separate models would outweigh the gain from cached blocks.
         """
         shape = next((view.facts.shape for view in views if view.facts), None)
         prices = [
@@ -198,9 +198,9 @@ class WorkerView:
     def together(
         stats: StepStats, views: Collection[WorkerView], num_requests: Mapping[str, int]
     ) -> StepStats:
-        """A worker's step, with the numbers of all workers as if they were one engine.
+        """A worker's step with the totals of all workers, as if they were one engine.
 
-        The last step of a worker without requests says nothing about its present load.
+        The last step of an idle worker does not show its present load.
         """
         last = [
             view._stats for view in views if num_requests[view.name] and view._stats is not None
@@ -246,7 +246,7 @@ class WorkerView:
 
 
 def as_one(all_facts: Sequence[EngineFacts]) -> EngineFacts:
-    """The facts of several engines as one: those of the first, with the seats and blocks of all."""
+    """The facts of several engines as one: the first engine's, with the seats and blocks of all."""
     seats, blocks = (
         sum(getattr(facts.config, name) or 0 for facts in all_facts)
         for name in ("max_num_seqs", "num_kv_blocks")

@@ -8,20 +8,20 @@ import threading
 from collections.abc import Callable, Iterable
 
 NANOSECOND = 1e-9
-# Names of a backend's threads are this prefix and a number; other threads have a word instead.
+# A backend names its threads with this prefix and a number; other threads have a word instead.
 THREAD_PREFIX = "twinphase-"
 
 
 class CpuWait:
-    """Counts for the calling thread and those that compute for it.
+    """Counts the wait of the calling thread and of the threads that compute for it.
 
-    While one of a step's threads has no processor, the others spin or sleep until it is done: a
-    step loses the longest wait of any thread. Each reading adds the longest wait since the last
+    While one thread of a step has no processor, the others spin or sleep until it is done, so a
+    step loses the longest wait of any of its threads. Each reading adds that maximum since the last
     reading.
     """
 
     def __init__(self, read: Callable[[Iterable[int]], dict[int, float]]) -> None:
-        """Count for the calling thread; `read` gives each thread's waited seconds by native id."""
+        """Count for the calling thread; `read` returns the waits in seconds by native thread id."""
         self._read = read
         self._own = threading.get_native_id()
         self._last: dict[int, float] = {}
@@ -30,7 +30,7 @@ class CpuWait:
     def __call__(self) -> float:
         """Seconds since an arbitrary moment; only differences are meaningful."""
         now = self._read({self._own, *_pool()})
-        # A thread that was not there at the last reading has not waited for this step.
+        # A thread that is new since the last reading did not take part in this step.
         self._total += max(
             (now[thread] - self._last[thread] for thread in now if thread in self._last),
             default=0.0,
@@ -42,8 +42,8 @@ class CpuWait:
 def _pool() -> set[int]:
     """Native ids of the backends' threads.
 
-    The garbage collector is off meanwhile: it might free a thread pool whose threads cannot end
-    while the list of threads is locked.
+    The garbage collector is off during the call: it might free a thread pool, whose threads could
+    not end while the list of threads is locked.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -62,7 +62,7 @@ def _pool() -> set[int]:
 
 
 class _Schedstat:
-    """The threads' schedstat files, which stay open as long as this object exists."""
+    """Reads the threads' schedstat files, and keeps them open."""
 
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
@@ -96,8 +96,8 @@ def thread_cpu_wait() -> float:
     """Seconds that this thread and a backend's threads have waited in the run queue.
 
     Field 2 of Linux's /proc/self/task/ID/schedstat (Documentation/scheduler/sched-stats.rst);
-    always 0 where there is none. Time that a hypervisor took from the whole machine is not in it;
-    where several engines compute in one process, the threads of all of them are counted.
+    always 0 where there is none. Time that a hypervisor takes from the whole machine is not
+    included. If several engines compute in one process, the threads of all of them count.
     """
     wait: CpuWait | None = getattr(_OWN, "wait", None)
     if wait is None:

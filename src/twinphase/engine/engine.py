@@ -1,8 +1,7 @@
 """The engine: a step is schedule, execute, commit.
 
-It sees token ids only and owns all state of its requests.
-
-Single-threaded: every method is called from one thread, between steps.
+It sees token ids only and owns all state of its requests. One thread calls all methods, between
+steps.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class StepResult:
 
 
 class Engine:
-    """Turns requests into tokens: scheduler decides, executor computes, recorder measures."""
+    """Turns requests into tokens: the scheduler decides, the executor computes."""
 
     def __init__(
         self,
@@ -89,17 +88,19 @@ class Engine:
         """Validate and queue a request.
 
         Args:
-            request: new, or with output tokens of an answer that another engine began: it continues
-                as the other engine would have. A seed is chosen if it needs one and has none.
-            timeline: earlier intervals of the request, such as tokenizing; None begins a new one.
+            request: a new request, or one with the output tokens of another engine, which this
+                engine continues with the same result. A request that needs a seed and has none gets
+                one.
+            timeline: the request's earlier intervals, such as tokenizing; None begins a new
+                timeline.
 
         Returns:
             The request's timeline, which grows with its steps.
 
         Raises:
-            InvalidRequestError: empty prompt, id in use, token id out of the vocabulary, a priority
-                where the policy has none, output that has ended already, or a value that is not
-                supported.
+            InvalidRequestError: the prompt is empty, the id is in use, a token id is out of the
+                vocabulary, the policy has no priorities, the output has ended already, or a value
+                is not supported.
             ContextLengthError: prompt and `max_tokens` do not fit `max_model_len`.
             CacheCapacityError: the KV cache is too small for it, even when empty.
         """
@@ -117,7 +118,7 @@ class Engine:
         return timeline
 
     def step(self) -> StepResult:
-        """Schedule, execute, commit. Needs `has_work`."""
+        """Schedule, execute and commit one step; requires `has_work`."""
         self.recorder.step_begins()
         drafts = self._draft() if self.drafter else {}
         batch = self.scheduler.schedule(drafts)
@@ -133,13 +134,13 @@ class Engine:
         return StepResult(batch, output, finished, record)
 
     def keep_pace(self, pace: Pace) -> None:
-        """From the next step on, cut chunks so that running requests keep this pace."""
+        """From the next step on, limit prefill chunks so that running requests keep this pace."""
         self.scheduler.pace = pace
         if self.recorder.trace:
             self.recorder.trace.pace(pace)
 
     def limit_prefill(self, num_tokens: int | None) -> None:
-        """From the next step on, cap the prefill tokens of a step; None removes the cap."""
+        """Limit the prefill tokens per step, from the next step on; None removes the limit."""
         self.scheduler.max_prefill_tokens = num_tokens
         if self.recorder.trace:
             self.recorder.trace.read_at_most(num_tokens)
@@ -154,7 +155,7 @@ class Engine:
         return verdicts
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
-        """End a request between steps, as at a stop string; ignore unknown and finished ones."""
+        """End a request between steps, as at a stop string; ignore unknown and finished ids."""
         request = self.scheduler.get(request_id)
         if request is not None:
             self.scheduler.finish(request_id, reason)
@@ -162,7 +163,7 @@ class Engine:
             self._forget(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request because its user asked for it; its blocks are freed at once.
+        """End a request that its user cancelled; its blocks become free at once.
 
         Raises:
             RequestNotFoundError: no unfinished request has that id.
@@ -172,7 +173,7 @@ class Engine:
         self.finish(request_id, FinishReason.ABORT)
 
     def _draft(self) -> dict[str, list[int]]:
-        """The drafts for the requests that decode next, each cut at its first invalid token id."""
+        """Drafts for the requests that decode next, each cut at its first invalid token id."""
         assert self.drafter is not None
         decoding = [
             request for request in self.scheduler.running if phase_of(request) is Phase.DECODE
@@ -190,10 +191,10 @@ class Engine:
             self.drafter.forget(request)
 
     def _execute(self, batch: Batch) -> StepOutput:
-        """Compute a batch; if that fails, its shares one by one, so that only the faulty one fails.
+        """Compute a batch; if that fails, compute its requests singly to isolate the faulty ones.
 
-        Those that fail alone end with `FinishReason.ERROR`. The others' results are the same: a
-        request's bits do not depend on the other requests of its batch.
+        A request that fails alone ends with `FinishReason.ERROR`. The results of the others do not
+        change, because a request's bits do not depend on its batch.
         """
         try:
             return self.executor.execute(batch)

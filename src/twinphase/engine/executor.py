@@ -11,9 +11,9 @@ class Executor(Protocol):
     """Computes a batch: `Runner` on a model, a simulator from a cost model."""
 
     def execute(self, batch: Batch) -> StepOutput:
-        """Compute every scheduled token of `batch` and sample where a share says so.
+        """Compute all scheduled tokens of `batch`, and sample for the requests that need a token.
 
-        A share that samples but has no entry in the output's `token_ids` could not be sampled,
-        `errors` says why; the others are unaffected. An exception means that nothing of the batch
-        counts as computed.
+        If sampling fails for one request, its entry is missing in the output's `token_ids`, and
+        `errors` has the reason; other requests are unaffected. After an exception, no token of the
+        batch counts as computed.
         """

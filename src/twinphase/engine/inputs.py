@@ -1,6 +1,6 @@
 """Flattens a `Batch` into the arrays of a step.
 
-Decodes first, so that attention can split by phase.
+Decodes come first, so that attention can split the rows by phase.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from twinphase.batch import Batch, ScheduledRequest
 def build(batch: Batch, block_size: int) -> StepInputs:
     """The inputs of one step; `batch` must not be empty.
 
-    The requests' blocks already have room for the tokens to compute. Plain Python integers until
-    the end: a decode step has few rows, and each small NumPy call costs a microsecond.
+    The requests' blocks already have room for the tokens to compute. The function uses Python
+    integers until the end: a decode step has few rows, and each small NumPy call costs a
+    microsecond.
     """
     shares = batch.scheduled
     token_ids: list[int] = []
@@ -39,7 +40,7 @@ def build(batch: Batch, block_size: int) -> StepInputs:
 
     used = [
         positions[end - 1] // block_size + 1 for end in query_start[1:]
-    ]  # Blocks up to the last computed token.
+    ]  # The blocks up to the last computed token.
     block_tables = np.zeros((len(shares), max(used)), np.int32)
     for table, share, count in zip(block_tables, shares, used, strict=True):
         table[:count] = share.block_ids[:count]

@@ -19,12 +19,12 @@ class MtpRunner:
         self._head = head
         self._backend = backend
         self._block_size = block_size
-        # This pays one-time costs, so that no request does; its keys and values are overwritten.
+        # A first call pays one-time costs before any request; its keys and values are overwritten.
         nothing = np.zeros((1, head.blueprint.hidden_size), np.float32)
         self([LayerRows([0], 0, [0], nothing)])
 
     def __call__(self, parts: Sequence[LayerRows]) -> tuple[list[int], NDArray[np.float32]]:
-        """The most likely token after each part's last row, and that row of the layer's output."""
+        """The most likely token after each part's last row, and the layer's output for that row."""
         counts = [len(rows.token_ids) for rows in parts]
         ends = np.cumsum(counts)
         tables = np.zeros((len(parts), max(len(rows.blocks) for rows in parts)), np.int32)

@@ -5,8 +5,8 @@
     payload   of a `Frame` over TCP only: the bytes of `Backend.read_blocks`, which begin with the
         fingerprint
 
-A frame names its block by its chain hash, and carries the inputs of that hash: so the receiver
-proves the name, and the checksum proves header and bits. `transport.py` sends the bytes.
+A frame names its block by its chain hash and carries the inputs of that hash, so that the receiver
+can verify the name. The checksum covers the header and the payload. `transport.py` sends the bytes.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Offer(msgspec.Struct, tag=True, frozen=True):
-    """These blocks could be sent; answered by `Wanted` with the same number."""
+    """Offers blocks to the receiver; answered by `Wanted` with the same number."""
 
     number: int
     hashes: list[Hash]
 
 
 class Wanted(msgspec.Struct, tag=True, frozen=True):
-    """Whether each offered block is missing here; only a hint, since the cache may change."""
+    """States for each offered block whether it is missing; only a hint: the cache may change."""
 
     number: int
     wanted: list[bool]
@@ -112,13 +112,13 @@ def frame_bytes(loaded: LoadedEngine) -> int:
 
 
 def encode_message(message: Message, payload_bytes: int = 0) -> bytes:
-    """Envelope and header; `payload_bytes` follow."""
+    """The envelope and the header of a message that `payload_bytes` of payload follow."""
     header = _ENCODER.encode(message)
     return ENVELOPE.pack(MAGIC, VERSION, len(header), payload_bytes) + header
 
 
 def open_envelope(data: bytes | bytearray) -> tuple[int, int]:
-    """Bytes of the header and of the payload.
+    """The lengths of the header and the payload, in bytes.
 
     Raises:
         ProtocolError: the data is not the start of a KV message of this version.
@@ -133,7 +133,7 @@ def open_envelope(data: bytes | bytearray) -> tuple[int, int]:
 
 
 def decode_header(data: bytes | bytearray) -> Message:
-    """The header's message.
+    """Decode the message in a header.
 
     Raises:
         ProtocolError: the data is not a valid header.

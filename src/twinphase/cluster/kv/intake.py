@@ -1,6 +1,6 @@
-"""The receiving end of KV blocks: checks each, and stores it in a prefix cache between two steps.
+"""The receiving end of KV blocks: verifies blocks, and caches them between two steps.
 
-A block is used only if its fingerprint, its checksum and its name are right, and its values
+A block is used only if its fingerprint, checksum and chain hash are right and its values are
 finite. Any other block is dropped and counted; this worker then computes that part of the prompt
 itself, with the same bits. `cache/` decides what a cache holds.
 """
@@ -60,9 +60,9 @@ class BlockIntake:
     """Checks received blocks and stores them in an engine's prefix cache.
 
     Attributes:
-        fingerprint: identifies the format of the blocks that fit.
+        fingerprint: identifies the block format of this engine.
         nbytes: bytes per block, as `Backend.read_blocks` returns it.
-        counts: number of blocks so far, by verdict.
+        counts: number of received blocks, by verdict.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class BlockIntake:
         self._called = self._closed = False
 
     def close(self) -> None:
-        """The engine stores no more blocks."""
+        """Stop storing blocks in the engine."""
         with self._room:
             self._closed = True
             self._room.notify_all()
@@ -93,9 +93,9 @@ class BlockIntake:
     def put(
         self, frame: Frame, payload: bytearray, reply: Callable[[list[tuple[int, str]]], None]
     ) -> None:
-        """Check a block and have it stored; `reply` gets (number, verdict) of each block.
+        """Check a block and queue it for storing; `reply` gets each block's (number, verdict).
 
-        Blocks while `MAX_WAITING_BLOCKS` are waiting.
+        Waits while `MAX_WAITING_BLOCKS` blocks are queued.
         """
         verdict = self._check(frame, payload)
         if verdict:
@@ -151,10 +151,10 @@ class BlockIntake:
 
 
 class BlockListener:
-    """Listens for other workers, and hands their blocks to an intake.
+    """Accepts connections from other workers, and passes their blocks to an intake.
 
     Attributes:
-        addresses: addresses that it listens on, the nearest first.
+        addresses: addresses that it listens on, the fastest first.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class BlockListener:
         """Listen on `port` of `host` (0: any free port), and on an abstract Unix socket.
 
         Raises:
-            OSError: cannot listen there.
+            OSError: the address is in use or not available.
         """
         self._intake = intake
         self._key = key
@@ -194,7 +194,7 @@ class BlockListener:
             ).start()
 
     def close(self) -> None:
-        """Take no more blocks."""
+        """Stop accepting blocks."""
         self._closed = True
         for link in [*self._servers, *self._links]:
             with suppress(OSError):
@@ -262,7 +262,7 @@ class _Receiver:
         finally:
             self._outbox.put(None)
             if self._memory is not None:
-                self._memory.close()  # At once: it has a descriptor, and the sender's slots.
+                self._memory.close()  # Unmap at once: this keeps the sender's shared memory alive.
 
     def _receive(self) -> None:
         while True:
@@ -304,7 +304,7 @@ class _Receiver:
         self._memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
 
     def _bits(self, frame: Frame, payload: bytearray) -> bytearray:
-        """A copy that the sender cannot change; a slot out of range has no bytes."""
+        """Copy a block, so that the sender cannot change it; a slot out of range has no bytes."""
         if self._memory is None or frame.slot is None:
             return payload
         start = frame.slot * self._slot_bytes

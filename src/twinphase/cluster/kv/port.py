@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class KVPort:
-    """Opens an engine's loop for blocks, before the loop runs.
+    """The KV port of an engine's loop; it opens before the loop runs.
 
     Attributes:
-        addresses: for `PushTo`, the nearest first.
+        addresses: addresses for `PushTo`, the fastest first.
         intake, pushes: both directions, with their counts.
     """
 
@@ -35,10 +35,10 @@ class KVPort:
         port: int = 0,
         shared_memory: bool = True,
     ) -> None:
-        """Listen as `BlockListener` does; `send` is the loop's.
+        """Listen as `BlockListener` does; `send` sends a message from the loop.
 
         Raises:
-            OSError: that is not possible.
+            OSError: the address is in use or not available.
         """
         self.intake = BlockIntake(loop.loaded, loop.between_steps)
         self._listener = BlockListener(
@@ -63,9 +63,9 @@ class KVPort:
 
 @contextmanager
 def opened_port(key: ClusterKey, host: str = "127.0.0.1", port: int = 0) -> Iterator[OpenPort]:
-    """A function for `child.serve` that opens a loop's port, which the `with` block closes.
+    """Yield the function that `child.serve` calls to open a port; the port closes with the block.
 
-    That function raises `StorageError` where somebody else has the port.
+    That function raises `StorageError` if another process uses the port.
     """
     ports: list[KVPort] = []
 

@@ -1,9 +1,9 @@
 """The sending end of KV blocks: sends each prompt block while the next chunk is computed.
 
-The engine's thread copies blocks into slots between two steps. Everything else is done by the
-transport's threads, so that the end of a push is reported during a step of the next prompt.
-Nothing is pinned: a block that is not sent yet may be evicted like any other, the youngest last,
-and the receiver then gets a shorter prefix. The router decides where blocks are pushed.
+The engine's thread copies blocks into slots between two steps. The transport's threads do
+everything else, so that the end of a push is reported while the next prompt is computed. No block
+is pinned: an unsent block may be evicted like any other, the most recently used last, and the
+receiver then gets a shorter prefix. The router decides where blocks are pushed.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ TOTAL_SLOT_BYTES = 64 << 20
 MAX_SLOTS = 256
 MIN_SLOTS = 4
 MAX_BLOCKS_PER_STEP = 64
-# Memory for more blocks at once comes from the system each time, and takes longer than the copy.
+# Buffers for more blocks would be allocated on each read, which takes longer than the copy.
 MAX_BLOCKS_PER_READ = 4
-# A connection that is not used for this long, or twice as long, is closed: after changes of roles,
-# each pair of workers would keep one, and each worker its slots.
+# A connection that is idle for one to two times this long is closed. Otherwise, after changes of
+# roles, each pair of workers would keep a connection, and each worker its slots.
 IDLE_SECONDS = 15.0
 STORED_VERDICTS = frozenset({"stored", "known"})
 
 
 @dataclass
 class _Push:
-    """One request's blocks, or, without a request, those of a prefix cache.
+    """The blocks of one request, or, without a request, of a prefix cache.
 
     Attributes:
         wanted: whether the receiver lacks each block; None until it answers.
-        next: index of the first block that the transport has not been given.
+        next: index of the first block that was not passed to the transport yet.
         away: numbers of frames that are not acknowledged yet.
         finished: time at which the request finished, by the engine's clock.
     """
@@ -81,7 +81,7 @@ class BlockPushes:
         wake: Callable[[], None],
         report: Callable[[Pushed], None],
     ) -> None:
-        """`wake` has the engine's thread call `progress` soon; any thread calls `report`."""
+        """`wake` makes the engine's thread call `progress` soon; any thread may call `report`."""
         self._backend = loaded.backend
         self._key = key
         self._wake = wake
@@ -92,7 +92,7 @@ class BlockPushes:
         self._nbytes = frame_bytes(loaded)
         self._slots: SharedSlots | None = None
         self._transports: dict[str, KVTransport] = {}
-        self._used: set[str] = set()  # Addresses of transports, since `_close_idle` ran last.
+        self._used: set[str] = set()  # Addresses of transports used since the last `_close_idle`.
         self._sweep: threading.Timer | None = None
         self._pushes: dict[int, _Push] = {}  # By the number of their offer.
         self._frames: dict[int, _Push] = {}  # By the number of a frame that is not acknowledged.
@@ -152,7 +152,7 @@ class BlockPushes:
             transport.close()
         self._pushes.clear()
 
-    # From the transports' threads.
+    # The transports' threads call the methods below.
     def wanted(self, number: int, wanted: list[bool]) -> None:
         with self._lock:
             push = self._pushes.get(number)
@@ -246,7 +246,8 @@ class BlockPushes:
             if push.wanted[push.next]:
                 block_id = self._prefix_cache.find(block.block_hash)
                 if block_id is None:
-                    # Not computed yet, or evicted: the blocks after an evicted one are useless.
+                    # These blocks are not computed yet, or evicted: blocks after an evicted one are
+                    # useless.
                     push.next = len(push.blocks) if push.finished is not None else push.next
                     break
                 slot = self._slots.take()
@@ -289,7 +290,8 @@ class BlockPushes:
             self._frames.pop(frame, None)
         if push.timer is not None:
             push.timer.cancel()
-            push.timer = None  # It refers to the push, which would keep the slots' memory.
+            # The timer refers to the push, which would keep the memory of the slots.
+            push.timer = None
         late = self._clock() - push.finished if push.finished is not None else 0.0
         name = push.request.request_id if push.request is not None else ""
         self._report(

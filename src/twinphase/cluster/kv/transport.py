@@ -1,9 +1,9 @@
 """The seam `KVTransport`: KV blocks between workers, over TCP and through shared memory.
 
-Two verbs: offer hashes, some of them wanted by the receiver; send blocks. Both return at once,
-threads do the rest and report results to `TransportEvents`. A slow receiver fills the sender's
-slots, but slows no engine's steps. The receiving end is `intake.py`; `pushes.py` chooses the
-blocks.
+A transport offers hashes, and sends the blocks that the receiver wants. Both calls return at
+once; threads do the work and report results to `TransportEvents`. A slow receiver fills the
+sender's slots, but does not slow the steps of any engine. The receiving end is `intake.py`;
+`pushes.py` chooses the blocks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NO_SHRINKING = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class TransportEvents(Protocol):
-    """Callbacks that a transport's threads make."""
+    """Callbacks of a transport; its threads call them."""
 
     def wanted(self, number: int, wanted: list[bool]) -> None:
         """The answer to an offer."""
@@ -62,7 +62,7 @@ class TransportEvents(Protocol):
         """A slot is free again."""
 
     def lost(self, transport: KVTransport, reason: str) -> None:
-        """The other end cannot be reached, or is gone; nothing else comes from this transport."""
+        """The other end is unreachable or gone; this is the transport's last event."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class KVTransport(Protocol):
         """Ask which of these blocks the other end wants."""
 
     def send(self, outgoing: list[Outgoing]) -> None:
-        """Send blocks; their slots are free again when they have left."""
+        """Send blocks; a slot becomes free when its block was sent."""
 
     def close(self) -> None:
         """Drop the connection."""
@@ -98,7 +98,7 @@ class SharedSlots:
         # A transport's thread may outlive its owner.
         weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, count * self.nbytes)
-        # A reader of memory that shrinks would fault.
+        # Reading mapped memory that was truncated would raise SIGBUS.
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, NO_SHRINKING)
         self._memory = memoryview(mmap.mmap(self.descriptor, count * self.nbytes))
         self._free = list(range(count))
@@ -137,7 +137,7 @@ class SocketTransport:
         self._events = events
         self._shared = address.startswith("unix:")
         self._jobs: queue.SimpleQueue[Offer | Outgoing | None] = queue.SimpleQueue()
-        self._away: dict[int, int] = {}  # Slots that the receiver may be reading, by number.
+        self._away: dict[int, int] = {}  # Slots that the receiver may still read, by frame number.
         self._lock = threading.Lock()
         self._link: socket.socket | None = None
         self._gone = False
@@ -176,7 +176,7 @@ class SocketTransport:
                     self._work(stream)
                 finally:
                     with suppress(OSError):
-                        link.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
+                        link.shutdown(socket.SHUT_RDWR)  # This wakes the reading thread.
         except TwinphaseError as error:
             reason = error.cause
         except OSError as error:
@@ -275,7 +275,7 @@ def unix_names() -> str:
 
 
 def connect(address: str) -> socket.socket:
-    """A connection to "tcp:HOST:PORT" or "unix:NAME", an abstract socket.
+    """Connect to "tcp:HOST:PORT", or to the abstract socket "unix:NAME".
 
     Raises:
         OSError: nothing listens there.
@@ -303,7 +303,7 @@ def read_message(
     """The next message and its payload.
 
     Raises:
-        ProtocolError: not a KV message, or its payload is larger than `max_payload_bytes`.
+        ProtocolError: the data is not a KV message, or its payload exceeds `max_payload_bytes`.
         OSError: the other end is gone.
     """
     header_bytes, payload_bytes = open_envelope(receive_exactly(link, ENVELOPE.size))

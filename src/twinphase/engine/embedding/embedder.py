@@ -1,8 +1,8 @@
-"""Models that embed texts or score pairs: encoders, and decoders by their last hidden state.
+"""Models that embed texts or score pairs: encoders, and decoders without their head.
 
-Nothing is sampled and nothing waits for a next token, so there is no scheduler: short texts are
-computed together, a decoder's long ones in prefill chunks, and the same text gives the same bits
-independent of the others. `loading.py` loads models that generate.
+There is no decode phase, so there is no scheduler. Short texts are computed together, and a decoder
+computes long ones in prefill chunks. A text's result has the same bits in any pass. `loading.py`
+loads models that generate.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from twinphase.weights.quant import dequantize
 
 F32 = NDArray[np.float32]
 
-# Settings of steps, of decoding or of its kernels, which do not exist for embeddings.
+# These settings concern steps, decode or its kernels, which do not exist for embeddings.
 NOT_FOR_EMBEDDINGS = ("itl_slo_ms", "trace_file", "num_kv_blocks")
-# Tokens of an encoder's pass: others wait for its end, and more rows are hardly faster per token.
+# An encoder's pass has at most this number of tokens: other texts wait for its end, and more rows
+# are hardly faster per token.
 ENCODER_PASS_TOKENS = 256
 MAX_PASS_TEXTS = 128
 NOT_FOR_ENCODERS = ("kv_cache_dtype", "threads", "tensor_parallel_size", "isa", "device", "dtype")
@@ -66,7 +67,7 @@ class EmbeddingRequestOutput:
 
 
 class _Model(Protocol):
-    """The vectors of the texts of one pass, or the scores of its pairs."""
+    """Computes the vectors of the texts of one pass, or the scores of its pairs."""
 
     def embed(
         self, texts: Sequence[Sequence[int]], pooling: str, starts: Sequence[int] = ()
@@ -74,14 +75,13 @@ class _Model(Protocol):
 
 
 class LoadedEmbedder:
-    """A model that embeds or scores, and its tokenizer. Used by one thread at a time.
+    """A model that embeds or scores, and its tokenizer; one thread at a time may use it.
 
     Attributes:
         config: configuration as resolved for this model.
         task: "embed" or "score".
         size: size of a vector; 1 if pairs are scored.
-        pass_tokens: most tokens of texts that are computed together; a longer text is computed
-            alone.
+        pass_tokens: maximum tokens per pass; a longer text is computed alone.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class LoadedEmbedder:
         compile_progress: Callable[[float, int, str], None] | None = None,
         load_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Load an open model that does not generate; callbacks as `LoadedEngine`."""
+        """Load an open model that does not generate; the callbacks are those of `LoadedEngine`."""
         self.checkpoint = checkpoint
         self.task = task_of(checkpoint, config)
         self.text = ModelText(checkpoint)
@@ -111,7 +111,8 @@ class LoadedEmbedder:
             config = config.resolve(blueprint.context_length)
             hidden = _HiddenStates(checkpoint, blueprint, config, compile_progress, load_progress)
             self._model = hidden
-            # The bits of NumPy's products depend on their number of rows: each text is alone there.
+            # The bits of NumPy's products depend on the number of rows, so each text is computed
+            # alone.
             together = config.backend != "reference"
             self.pass_tokens = config.max_num_batched_tokens if together else 1
             made_for = own_pooling(checkpoint)
@@ -127,17 +128,17 @@ class LoadedEmbedder:
         self.config = replace(config, task=self.task, pooling=pooling)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text, checked as `check` does."""
+        """Encode a text to token ids, checked as `check` does."""
         token_ids = self.text.encode(prompt, self.config.max_model_len)[1]
         self.check(token_ids)
         return token_ids
 
     def check(self, token_ids: Sequence[int]) -> None:
-        """Refuse a text that cannot be computed.
+        """Refuse a text that the model cannot compute.
 
         Raises:
-            InvalidRequestError: no tokens, or one that is not in the vocabulary.
-            ContextLengthError: too many.
+            InvalidRequestError: there are no tokens, or one is not in the vocabulary.
+            ContextLengthError: there are too many tokens.
         """
         limit = self.config.max_model_len or 0
         if not token_ids:
@@ -157,7 +158,7 @@ class LoadedEmbedder:
         """
         for text in texts:
             self.check(text)
-        # Texts of one length are the fastest together.
+        # Texts of similar lengths are the fastest together.
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         vectors: dict[int, F32] = {}
         for numbers in passes(order, [len(text) for text in texts], self.pass_tokens):
@@ -186,10 +187,10 @@ def passes(order: Sequence[int], lengths: Sequence[int], num_tokens: int) -> Ite
 
 
 class _HiddenStates:
-    """A decoder without its head: the head's input rows are the tokens' embeddings.
+    """A decoder without its head; the hidden states of the tokens are the result.
 
     Attributes:
-        head: the row that is multiplied with the last token's row for the score of a pair.
+        head: weights whose product with the last token's hidden state is the score of a pair.
     """
 
     head: Sequence[float] = ()
@@ -202,7 +203,7 @@ class _HiddenStates:
         compile_progress: Callable[[float, int, str], None] | None,
         load_progress: Callable[[int, int], None],
     ) -> None:
-        """`config` is resolved; its KV cache holds the longest text, or those of one pass."""
+        """Load the model; `config` is resolved, and its KV cache holds the longest text or pass."""
         assert config.max_model_len is not None, "the configuration is resolved"
         seats = min(MAX_PASS_TEXTS, config.max_num_batched_tokens)
         num_blocks = max(
@@ -228,16 +229,16 @@ class _HiddenStates:
         found = [np.concatenate(rows) for rows in zip(*chunks, strict=True)]
         if pooling != "rank":
             return [pooled(rows, pooling) for rows in found]
-        # An exact sum, which depends on nothing else.
+        # The sum is exact, so that its bits depend on nothing else.
         sums = [math.fsum(map(mul, rows[-1].tolist(), self.head)) for rows in found]
         return [np.array([score], np.float32) for score in sums]
 
     def _rows(self, texts: Sequence[Sequence[int]], start: int, pooling: str) -> list[F32]:
-        """Hidden states that `pooling` needs of each text's chunk, float32 [rows, hidden_size]."""
+        """Hidden states of each text's chunk that `pooling` needs, float32 [rows, hidden_size]."""
         sizes = [min(self._chunk, len(text) - start) for text in texts]
         first_rows = np.concatenate([[0], np.cumsum(sizes)])
         width = max(-(-(start + size) // self._block_size) for size in sizes)
-        # Texts that have several chunks are alone, and the first blocks hold them.
+        # A text of several chunks is computed alone, and the first blocks hold it.
         first_blocks = np.cumsum([0] + [-(-size // self._block_size) for size in sizes[:-1]])
         positions = [np.arange(start, start + size) for size in sizes]
         wanted = [
@@ -279,10 +280,10 @@ def _yes_minus_no(
 ) -> Sequence[float]:
     """The row of the output head for "yes" minus that for "no".
 
-    A GGUF file may have the two rows alone.
+    A GGUF file may contain only these two rows.
 
     Raises:
-        CheckpointError: the rows are not there.
+        CheckpointError: the checkpoint does not have these rows.
     """
     ids = (tokenizer.token_id(prompt.yes), tokenizer.token_id(prompt.no))
     name = "output.weight" if "output.weight" in checkpoint.tensors else "token_embd.weight"

@@ -1,7 +1,8 @@
 """The engine's loop for a model that embeds: each pass computes texts of several requests.
 
-Runs where `loop.EngineLoop` does, on the same messages. Tenants take turns by the tokens that were
-computed for them, as in `scheduler/fairness.py`; within a tenant, the order is that of arrival.
+It replaces `loop.EngineLoop` and takes the same messages. Tenants take turns by the number of
+tokens computed for them, as in `scheduler/fairness.py`; a tenant's requests run in order of
+arrival.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from twinphase.models.tasks import matryoshka_sizes
 
 @dataclass(eq=False)
 class _Job:
-    """A message's texts, and the vectors of those that were computed."""
+    """The texts of a message, and the vectors computed so far."""
 
     message: Embed
     vectors: list[bytes] = field(default_factory=list)
@@ -45,8 +46,9 @@ class EmbeddingLoop:
         self.loaded = loaded
         self._send = send
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
-        self._lines: dict[str, deque[_Job]] = {}  # By tenant that waits.
-        self._times: dict[str, float] = {}  # Tokens / weight, since the last idle moment.
+        self._lines: dict[str, deque[_Job]] = {}  # Waiting jobs by tenant.
+        # Computed tokens / weight by tenant, since the loop was last idle.
+        self._times: dict[str, float] = {}
 
     def put(self, message: ToEngine) -> None:
         """Hand a message to the loop, from any thread."""
@@ -79,7 +81,7 @@ class EmbeddingLoop:
             self._send(refusal(about, problem))
 
     def _add(self, job: _Job) -> None:
-        """Put a job into its tenant's queue; time that the tenant left unused is no credit."""
+        """Queue a job for its tenant; a tenant earns no credit while it has no requests."""
         if not self._lines:
             self._times.clear()
         tenant = job.message.tenant
@@ -88,7 +90,7 @@ class EmbeddingLoop:
         self._lines.setdefault(tenant, deque()).append(job)
 
     def _pass(self) -> None:
-        """Compute the next texts of the tenants whose turn it is, and reply to what is complete."""
+        """Compute texts of the tenants whose turn it is, and reply to complete jobs."""
         taken: list[_Job] = []
         texts: list[list[int]] = []
         starts: list[int] = []
@@ -121,7 +123,7 @@ class EmbeddingLoop:
         """The vector of each text, or its error, which must not affect the others."""
         try:
             return [vector.astype("<f4").tobytes() for vector in self.loaded.embed(texts, starts)]
-        except EngineDeadError:  # A new process has to be started.
+        except EngineDeadError:  # The engine cannot continue: a new process has to be started.
             raise
         except Exception as error:
             if len(texts) > 1:
@@ -135,7 +137,7 @@ class EmbeddingLoop:
             return [TwinphaseError(f"The text could not be computed: {one_line(error)}.")]
 
     def _drop(self, job: _Job, error: TwinphaseError) -> None:
-        """Refuse a message once, and compute no more of its texts."""
+        """Refuse a message, and compute no more of its texts."""
         line = self._lines.get(job.message.tenant, deque())
         if job in line:
             line.remove(job)

@@ -1,8 +1,8 @@
 """`AsyncEngine`: the front end for many users at once, in asyncio code.
 
 The engine runs elsewhere (`host.py`), and both sides only exchange messages (`messages.py`):
-requests go in, and one message per step comes out with the new tokens of all requests. Text is made
-here, on the reader's side.
+requests go in, and one message per step comes out with the new tokens of all requests. Tokens
+become text here, on the reader's side.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class AsyncEngine:
     """An engine for asyncio code.
 
     Attributes:
-        facts: facts of the loaded engine, once it is loaded; a restart keeps the last ones.
+        facts: facts of the engine, once it is loaded; they are kept during a restart.
         progress: the stage of loading; None while the engine serves.
         stats: statistics of the last step.
-        last_embedded: when the last vector came, seconds.
+        last_embedded: time of the last vector, seconds.
         on_step: called after each step, on the thread that receives the engine's messages.
     """
 
@@ -93,19 +93,20 @@ class AsyncEngine:
         """Start the engine; a `ProcessHost` needs a running event loop."""
         self.host = host
         self.text: ModelText = host.text
-        self.clock = perf_counter  # of all times, seconds
+        self.clock = perf_counter  # All times are in seconds of this clock.
         self.facts: EngineFacts | None = None
         self.progress: Loading | None = Loading("starting")
         self.stats: StepStats | None = None
         self.last_embedded = 0.0
         self._num_embedding = 0
         self.on_step = on_step
-        self._streams: dict[str, weakref.ref[RequestStream]] = {}  # of unfinished requests
-        self._accepted: set[str] = set()  # ids of the streams that the engine has queued
-        # Awaited replies: for requests by id, for questions by number.
+        # Streams of unfinished requests, by id.
+        self._streams: dict[str, weakref.ref[RequestStream]] = {}
+        self._accepted: set[str] = set()  # Ids of the requests that the engine has queued.
+        # Awaited replies: by id for requests, by number for questions.
         self._waiting: dict[str | int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
         self._numbers = count()
-        self._seedless = count()  # requests without a seed of their own
+        self._seedless = count()  # Number of requests without their own seed.
         self._watcher: Callable[[FromEngine | EngineDeadError], None] | None = None
         host.start(self._receive, self._died)
 
@@ -116,7 +117,7 @@ class AsyncEngine:
 
     @classmethod
     def in_process(cls, model: str | Path, **config: Any) -> AsyncEngine:
-        """Load a model into a process of its own, which is restarted when it dies.
+        """Load a model into its own process, which is restarted when it dies.
 
         Needs a running event loop. Returns at once; `progress` reports the stage of loading.
         """
@@ -128,21 +129,20 @@ class AsyncEngine:
 
     @property
     def max_model_len(self) -> int | None:
-        """Tokens of the longest request; None until a model has been loaded once."""
+        """Maximum tokens of a request; None until a model has been loaded."""
         return self.facts.config.max_model_len if self.facts else None
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that the engine has queued or computes; not those whose grammar is compiled."""
+        """Number of queued and running requests, without those whose grammar is compiling."""
         return len(self._accepted & self._streams.keys()) + self._num_embedding
 
     async def encode(
         self, prompt: Prompt, arrival: float | None = None, *, last: int | None = None
     ) -> EncodedPrompt:
-        """Token ids of a prompt that came at `arrival` (seconds; now if None); see `ModelText`.
+        """Encode a prompt that came at `arrival` (seconds; now if None); see `ModelText`.
 
-        With `last`, only this number of tokens at the prompt's end is kept, and the prompt may be
-        longer than the context.
+        With `last`, only the last `last` tokens are kept, and the prompt may exceed the context.
         """
         arrival = self.clock() if arrival is None else arrival
         limit = self.max_model_len if last is None else None
@@ -166,21 +166,21 @@ class AsyncEngine:
         """Queue a request.
 
         Args:
-            prompt: text, token ids, the messages of a conversation, or what `encode` made of them.
+            prompt: text, token ids, the messages of a conversation, or the result of `encode`.
             sampling_params: vLLM's defaults if None.
-            request_id: unique among the unfinished; one is made if None.
-            priority: lower goes first; needs the policy "priority".
+            request_id: unique among the unfinished requests; generated if None.
+            priority: lower values go first; requires the policy "priority".
             cache_salt: share cached prefixes only with requests of the same salt.
             tenant: owner of the request; tenants with requests at the same time share the engine.
             weight: the tenant's share relative to other tenants, 0.001 to 1,000.
-            keep_special: control tokens that are part of the answer's text.
+            keep_special: control tokens to keep in the answer's text.
 
         Returns:
             The stream of its answer. Leaving its loop, or cancelling the reader, aborts the
             request.
 
         Raises:
-            InvalidRequestError: as `Engine.add_request`; nothing else is disturbed.
+            InvalidRequestError: as `Engine.add_request`; other requests are unaffected.
             EngineUnavailableError: the engine is loading, or has ended.
         """
         if not self.is_running:
@@ -222,7 +222,7 @@ class AsyncEngine:
             )
             await self._ask(name, add)
         except BaseException:
-            stream.abandon()  # Cancelled or refused: the request ends with its stream.
+            stream.abandon()  # The request was cancelled or refused, and ends with its stream.
             raise
         return stream
 
@@ -241,7 +241,7 @@ class AsyncEngine:
     ) -> list[EmbeddingRequestOutput]:
         """The vectors of several texts, in their order; `tenant` and `weight` as for `submit`.
 
-        They are sent in parts, so that the engine has little left to do when its caller leaves.
+        They are sent in parts, so that the engine has little left to compute after a cancellation.
 
         Raises:
             EngineUnavailableError: the engine is loading, or has ended.
@@ -260,7 +260,7 @@ class AsyncEngine:
         text_2: str | Sequence[str],
         truncate_prompt_tokens: int | None = None,
     ) -> Pairs:
-        """Pairs of texts as the model reads them; arguments and errors are those of `LLM.score`."""
+        """Encode pairs of texts for the model; arguments and errors are those of `LLM.score`."""
         task = check_task(self.text.checkpoint, self.host.task, "score")
         limit = self.max_model_len
         if limit is None:
@@ -278,7 +278,7 @@ class AsyncEngine:
         tenant: str = "",
         weight: float = 1.0,
     ) -> list[ScoringRequestOutput]:
-        """The scores of pairs, in their order, as `LLM.score`; `tenant` and `weight` as `submit`.
+        """Score pairs as `LLM.score` does; `tenant` and `weight` are those of `submit`.
 
         Raises:
             EngineUnavailableError: the engine is loading, or has ended.
@@ -289,7 +289,7 @@ class AsyncEngine:
     async def _embed(
         self, texts: list[list[int]], starts: list[int], tenant: str, weight: float
     ) -> list[list[float]]:
-        """The engine's numbers for each text, asked for in parts."""
+        """The engine's reply for each text; the texts are sent in parts."""
         if not self.is_running:
             raise self.unavailable()
         replies: list[list[float]] = []
@@ -326,7 +326,7 @@ class AsyncEngine:
 
         Raises:
             RequestNotFoundError: the request has not ended, and the engine does not know it.
-            EngineUnavailableError: the engine cannot be asked.
+            EngineUnavailableError: the engine is loading, or has ended.
         """
         number = next(self._numbers)
         known = record if record.has_ended else None
@@ -336,10 +336,11 @@ class AsyncEngine:
         return found.record, found.explanation
 
     def watch(self, watcher: Callable[[FromEngine | EngineDeadError], None] | None) -> None:
-        """Have `watcher` called with everything that the engine sends, before it is acted on.
+        """Call `watcher` with each message of the engine, before the message is processed.
 
-        While there is one, the engine also reports each step's content and the KV blocks' owners.
-        It is called on the thread that receives the messages, with an error when the engine dies.
+        While there is a watcher, the engine also reports each step's content and the owners of KV
+        blocks. The watcher runs on the thread that receives the messages; it gets an error if the
+        engine dies.
         """
         self._watcher = watcher
         self._watch_steps()
@@ -360,13 +361,13 @@ class AsyncEngine:
         return list(self._streams)
 
     def close(self) -> None:
-        """End the engine after the step it is in; unfinished streams fail. From any thread."""
+        """End the engine after its present step; unfinished streams fail. Thread-safe."""
         self.host.close()
         self._died(
             EngineDeadError("The engine was closed.", "Send the request again, to one that runs.")
         )
 
-    # Messages from the engine, on any thread.
+    # The methods below handle messages from the engine, on any thread.
     def _receive(self, message: FromEngine) -> None:
         if self._watcher is not None:
             self._watcher(message)
@@ -394,7 +395,7 @@ class AsyncEngine:
             self.progress = message
 
     def _spread(self, message: StepUpdates) -> None:
-        """Pass a step's updates on, with one wake-up per event loop."""
+        """Distribute a message's updates, with one wake-up per event loop."""
         here = running_loop()
         elsewhere: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestUpdate]]] = {}
         for update in message.updates:
@@ -413,7 +414,7 @@ class AsyncEngine:
             _post_to(loop, take_all, items, message.stats)
 
     def _refused(self, about: str | int, error: errors.TwinphaseError) -> None:
-        """Fail a request; one that was queued already, if no engine is left to continue it."""
+        """Fail a request; a queued one fails only if no engine is left to continue it."""
         if about in self._accepted:
             self._accepted.discard(about)
             reference = self._streams.pop(str(about), None)
@@ -440,7 +441,7 @@ class AsyncEngine:
         if waiting is not None:
             _post_to(waiting[0], _resolve, waiting[1], answer)
 
-    # Messages to the engine.
+    # The methods below send messages to the engine.
     async def _ask(self, about: str | int, message: ToEngine) -> Any:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
@@ -452,7 +453,7 @@ class AsyncEngine:
             self._waiting.pop(about, None)
 
     def _seeded(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with a seed, so that all engines of a cluster draw the same tokens."""
+        """The parameters with a seed, so that all engines of a cluster sample the same tokens."""
         if params.seed is not None or params.greedy or self.facts is None:
             return params
         return replace(params, seed=derive_seed(self.facts.config.seed, next(self._seedless)))
@@ -460,7 +461,7 @@ class AsyncEngine:
     def _end(self, stream: RequestStream, reason: FinishReason) -> None:
         """End a request for its stream, from any thread."""
         reference = self._streams.get(stream.request_id)
-        # By now, another request may have the id.
+        # Another request may have this id by now.
         if reference is None or reference() not in (stream, None):
             return
         if reason is FinishReason.ABORT:
@@ -469,7 +470,7 @@ class AsyncEngine:
             self.host.put(End(stream.request_id, reason))
 
     def unavailable(self) -> EngineUnavailableError:
-        """The error for requests that come while the engine is not ready."""
+        """The error for requests that arrive while the engine is not ready."""
         if isinstance(self.host, ThreadHost):
             return self.host.dead()
         stage = self.progress.stage if self.progress else "starting"

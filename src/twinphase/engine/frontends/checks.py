@@ -1,4 +1,4 @@
-"""Checks of what callers pass to `LLM` and `AsyncEngine`; wrong types get a clear error."""
+"""Checks of the arguments of `LLM` and `AsyncEngine`, so that wrong types get a clear error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from twinphase.models.tasks import is_encoder, own_task, rerank_prompt
 from twinphase.request import SamplingParams
 from twinphase.weights.checkpoint import Checkpoint
 
-# "role" and "content", as in OpenAI's API.
+# Keys are "role" and "content", as in OpenAI's API.
 Message = Mapping[str, Any]
 # A mapping is vLLM's TextPrompt or TokensPrompt.
 Prompt = str | list[int] | Sequence[Message] | Mapping[str, Any]
@@ -31,10 +31,10 @@ MESSAGE = '{"role": "user", "content": "..."}'
 
 
 def engine_config(values: Mapping[str, Any], base: EngineConfig = EngineConfig()) -> EngineConfig:
-    """The configuration `base` with other values of some fields.
+    """The configuration `base` with some fields replaced by `values`.
 
     Raises:
-        InvalidRequestError: a name that is not a field, or a value out of its range.
+        InvalidRequestError: a name is not a field, or a value is out of its range.
     """
     names = [field.name for field in fields(EngineConfig)]
     for name in values:
@@ -46,14 +46,14 @@ def engine_config(values: Mapping[str, Any], base: EngineConfig = EngineConfig()
 
 
 def task_of(checkpoint: Checkpoint, config: EngineConfig) -> str:
-    """What the model is loaded for: `config.task`, or what it is made for.
+    """The task to load the model for: `config.task`, or the model's own task.
 
     Returns:
         "generate", "embed" (texts to vectors), or "score" (pairs of texts to numbers).
 
     Raises:
-        InvalidRequestError: `task` asks for something else than the model does, or `pooling` is set
-            for another task than embed.
+        InvalidRequestError: the model cannot do `task`, or `pooling` is set for a task other than
+            embed.
     """
     name = checkpoint.path.name
     own = own_task(checkpoint)
@@ -75,10 +75,10 @@ def task_of(checkpoint: Checkpoint, config: EngineConfig) -> str:
 
 
 def check_task(checkpoint: Checkpoint, task: str, wanted: str) -> str:
-    """The task of a loaded model, if it can do what is wanted: scoring is also for one that embeds.
+    """Return the task for `wanted`; models that embed can also score.
 
     Raises:
-        InvalidRequestError: it cannot.
+        InvalidRequestError: the model cannot do `wanted`.
     """
     if task == wanted or (task, wanted) == ("embed", "score"):
         return task
@@ -86,7 +86,7 @@ def check_task(checkpoint: Checkpoint, task: str, wanted: str) -> str:
 
 
 def wrong_task(checkpoint: Checkpoint, task: str, wanted: str) -> InvalidRequestError:
-    """The error for a model that was loaded for another task than is wanted."""
+    """The error for a model that was loaded for a task other than `wanted`."""
     more = "; it writes none" if wanted == "generate" else ""
     fix = USE[task]
     if task == "generate":
@@ -158,7 +158,7 @@ def plain_prompt(prompt: Any) -> str | list[int] | Sequence[Message]:
     """The text or token ids of a mapping such as {"prompt": "..."} or {"prompt_token_ids": [...]}.
 
     Raises:
-        InvalidRequestError: not text, token ids, messages or such a mapping.
+        InvalidRequestError: the prompt is not text, token ids, messages or such a mapping.
     """
     if isinstance(prompt, Mapping):
         keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
@@ -195,7 +195,8 @@ def conversations(messages: Any) -> list[Sequence[Message]]:
     """The conversations of `LLM.chat`: one, or several.
 
     Raises:
-        InvalidRequestError: not lists of messages, or a message without role or content.
+        InvalidRequestError: the argument is not a list of messages, or a message has no role or
+            content.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Exclusive use of an engine: one thread at a time, in the process that loaded it."""
+"""Exclusive use of an engine: by one thread at a time, in the process that loaded it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from twinphase.errors import EngineDeadError
 
 @dataclass
 class Interrupt:
-    """Whether Ctrl-C was pressed meanwhile."""
+    """Records whether Ctrl-C was pressed during a turn."""
 
     requested: bool = False
 
@@ -24,7 +24,7 @@ class Interrupt:
 def _deferred_interrupt() -> Iterator[Interrupt]:
     """Note the first SIGINT instead of raising KeyboardInterrupt; a second one raises at once.
 
-    Does nothing outside the main thread, or where the program handles SIGINT in its own way.
+    It does nothing outside the main thread, or if the program has its own SIGINT handler.
     """
     interrupt = Interrupt()
     mine = threading.current_thread() is threading.main_thread()
@@ -44,9 +44,9 @@ def _deferred_interrupt() -> Iterator[Interrupt]:
 
 
 class OwnProcess:
-    """The process that an engine was loaded in.
+    """The process that loaded an engine.
 
-    A forked child has its memory, but none of its threads.
+    A forked child has the engine's memory, but none of its threads.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class OwnProcess:
         return os.getpid() == self._pid
 
     def check(self) -> None:
-        """Raise where waiting for the engine would never end.
+        """Raise an error in a forked child, where a wait for the engine would never end.
 
         Raises:
             EngineDeadError: this is a forked child.
@@ -72,12 +72,12 @@ class OwnProcess:
 
 
 class Turns:
-    """Lets threads drive an engine one after the other, in order of arrival."""
+    """Lets threads use an engine one after the other, in order of arrival."""
 
     def __init__(self) -> None:
         self.process = OwnProcess()
-        # A waiting thread holds `_next`, so that the thread that has just had a turn cannot take
-        # another one first.
+        # A waiting thread holds `_next`, so that the thread that just had a turn cannot overtake
+        # it.
         self._next = threading.Lock()
         self._now = threading.Lock()
 

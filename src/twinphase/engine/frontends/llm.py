@@ -1,4 +1,4 @@
-"""`LLM`: a model by name, text in, text out, in the shape that vLLM's users know.
+"""`LLM`: loads a model by name and turns text into text, with vLLM's interface.
 
 Text is handled here only, stop strings included: the engine sees token ids. Several threads may
 share one `LLM` and take turns; `AsyncEngine` is better for a program with many users.
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 class LLM:
     """A loaded model and its engine.
 
-    Threads that share it take turns: their requests are computed together. Another process cannot
-    share it: after `fork` the child gets an `EngineDeadError`.
+    Threads may share it; their requests are computed together. Processes cannot share it: after
+    `fork`, the child gets an `EngineDeadError`.
 
     Attributes:
         config: configuration as resolved for this model.
@@ -94,8 +94,8 @@ class LLM:
         self.checkpoint = self._model.checkpoint
         self._ids = count()
         self._turns = Turns()
-        self._transcripts: dict[str, Transcript] = {}  # of unfinished requests
-        self._abandoned: deque[Transcript] = deque()  # of streams without a reader
+        self._transcripts: dict[str, Transcript] = {}  # Unfinished transcripts, by id.
+        self._abandoned: deque[Transcript] = deque()  # Transcripts without a reader.
 
     @property
     def _loaded(self) -> LoadedEngine:
@@ -110,12 +110,12 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine, which other front ends in the same thread may drive too."""
+        """The engine, which other front ends in the same thread may use too."""
         return self._loaded.engine
 
     @property
     def ranks(self) -> Sequence[RankFacts]:
-        """The processes that compute the model, where there are several."""
+        """The processes that compute the model, if there are several."""
         return self._loaded.ranks
 
     @property
@@ -128,7 +128,7 @@ class LLM:
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """Sampling values that hold where none are given, and where they come from."""
+        """Default sampling values of requests, and their source."""
         return self._model.text.sampling_defaults
 
     @property
@@ -136,10 +136,10 @@ class LLM:
         return self._loaded.text.chat_template
 
     def get_default_sampling_params(self, **given: Any) -> SamplingParams:
-        """The model's own sampling values, in place of the defaults of `SamplingParams`.
+        """The model's own sampling values, which replace the defaults of `SamplingParams`.
 
-        They come from the model's generation config or its catalogue entry, as
-        `generation_config` and `override_generation_config` say. `given` replaces some of them.
+        They come from the model's generation config or its catalogue entry, as `generation_config`
+        and `override_generation_config` say. `given` replaces some of them.
         """
         return SamplingParams(**{**self.sampling_defaults.values, **given})
 
@@ -153,10 +153,10 @@ class LLM:
         cache_salt: str | None = None,
         prediction: str | Sequence[str] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts, all at once: the scheduler runs as many together as fit.
+        """Complete prompts together: the scheduler batches as many as fit.
 
         Args:
-            prompts: one text, several, several lists of token ids, or vLLM's {"prompt": ...} and
+            prompts: one text, several texts or lists of token ids, or vLLM's {"prompt": ...} and
                 {"prompt_token_ids": ...}.
             sampling_params: for all prompts, or one for each; if None,
                 `get_default_sampling_params()`, which ends an answer after 16 tokens.
@@ -164,16 +164,15 @@ class LLM:
                 (vLLM's name).
             priority: one for each prompt; needs `scheduling_policy="priority"`.
             cache_salt: share cached prefixes only with requests of the same salt.
-            prediction: what the answers are expected to be, for all prompts or one for each; with
-                `speculative_config` a right one makes its answer faster. It changes no answer.
+            prediction: the expected answer, one for all prompts or one each. With
+                `speculative_config`, a correct one saves time; none changes the answer.
 
         Returns:
-            Results in the order of the prompts. One that failed by itself has `finish_reason`
-            "error" and its reason in `error`.
+            Results in the order of the prompts. If one request fails, its `finish_reason` is
+            "error", and `error` has the reason.
 
         Raises:
-            InvalidRequestError: a prompt or parameter that cannot be honoured; then none is
-                computed.
+            InvalidRequestError: a prompt or parameter is not supported; then no prompt is computed.
             KeyboardInterrupt: Ctrl-C was pressed; all of these requests are aborted. `stream` gives
                 partial results.
         """
@@ -197,7 +196,8 @@ class LLM:
         `generate`; without `sampling_params`, an answer may take the rest of the context.
 
         Raises:
-            InvalidRequestError: as for `generate`; or messages that the model's template refuses.
+            InvalidRequestError: as for `generate`, or the model's chat template refuses the
+                messages.
             KeyboardInterrupt: as for `generate`.
         """
         chats = conversations(messages)
@@ -208,15 +208,15 @@ class LLM:
         """Turn texts into vectors of length 1; needs an encoder, or `task="embed"`.
 
         Args:
-            prompts: one text, several, several lists of token ids, or vLLM's {"prompt": ...} and
+            prompts: one text, several texts or lists of token ids, or vLLM's {"prompt": ...} and
                 {"prompt_token_ids": ...}.
 
         Returns:
             Results in the order of the prompts; a vector does not depend on the other prompts.
 
         Raises:
-            InvalidRequestError: a text that cannot be embedded; then none is computed. Or the model
-                generates.
+            InvalidRequestError: a text cannot be embedded, so that none is computed; or the model
+                generates text.
             KeyboardInterrupt: Ctrl-C was pressed.
         """
         model = self._embedder("embed")
@@ -243,15 +243,16 @@ class LLM:
         Args:
             text_1: one text (a query) for all of `text_2`, or one for each.
             text_2: a text or several (documents).
-            truncate_prompt_tokens: tokens that a pair keeps, its longer text losing its end first;
-                -1 is what the model takes. If None, a longer pair is an error.
+            truncate_prompt_tokens: maximum tokens per pair; the end of the longer text is cut
+                first. -1 is the model's limit. If None, a longer pair is an error.
             use_activation: False returns the output of a reranker's head, before the sigmoid.
 
         Returns:
             Results in the order of the pairs; a score does not depend on the other pairs.
 
         Raises:
-            InvalidRequestError: texts that cannot be scored; then none is. Or the model generates.
+            InvalidRequestError: a pair cannot be scored, so that none is; or the model generates
+                text.
             KeyboardInterrupt: Ctrl-C was pressed.
         """
         model = self._embedder("score")
@@ -269,9 +270,9 @@ class LLM:
         return model
 
     def explain(self, output: RequestOutput) -> Explanation:
-        """Why a request of this `LLM` took as long as it did, and which flag would change that."""
+        """Why a request of this `LLM` took so long, and which flag would change that."""
         with self._turn():
-            # All names are this caller's.
+            # All names belong to this caller.
             return self._loaded.explain(output.counts, output.metrics, names=True)
 
     def stream(
@@ -294,7 +295,7 @@ class LLM:
         return _Stream(self, self._submit(prompt, check_params(sampling_params)))
 
     def _chat_params(self) -> SamplingParams:
-        """Parameters of a chat without any: only the context limits its answer, as in a server."""
+        """The default parameters of a chat: only the context limits the answer, as in a server."""
         return SamplingParams(**{"max_tokens": None, **self.sampling_defaults.values})
 
     def _complete(
@@ -325,7 +326,7 @@ class LLM:
             with _progress(len(prompts)) if use_tqdm else nullcontext() as bar:
                 for (
                     transcript
-                ) in transcripts:  # those behind have often finished when the turn comes to them
+                ) in transcripts:  # Later ones have often finished when their turn comes.
                     while not transcript.finished:
                         with self._turn():
                             result = self._step(transcript)
@@ -336,7 +337,8 @@ class LLM:
                             )
         finally:
             self._abort(transcripts)
-        with self._turn():  # another thread may be at the end of the step that finished one of them
+        # Another thread may be at the end of the step that finished one of the transcripts.
+        with self._turn():
             return [transcript.output() for transcript in transcripts]
 
     def _submit(
@@ -347,7 +349,7 @@ class LLM:
         cache_salt: str | None = None,
         prediction: str = "",
     ) -> Transcript:
-        """Tokenize and queue; the timeline begins here."""
+        """Tokenize and queue a prompt; its timeline begins here."""
         with self._turns.take() as interrupt:
             self._drop_abandoned()
             clock = self.engine.clock
@@ -383,7 +385,7 @@ class LLM:
             raise KeyboardInterrupt
 
     def _step(self, transcript: Transcript) -> StepResult | None:
-        """One step of the engine, unless another thread has finished this request."""
+        """Run one step, unless another thread has finished this request."""
         if transcript.finished:
             return None
         result = self.engine.step()
@@ -421,7 +423,7 @@ class LLM:
             del self._transcripts[transcript.request_id]
 
     def _abort(self, transcripts: Sequence[Transcript]) -> None:
-        """Abort unfinished requests; those of a forked child's parent are left alone."""
+        """Abort unfinished requests, except those of a forked child's parent."""
         if not self._turns.process.is_here or all(
             transcript.finished for transcript in transcripts
         ):
@@ -431,7 +433,7 @@ class LLM:
             pass
 
     def _abandon(self, transcript: Transcript) -> None:
-        """Abort a request once the engine is free: a destructor may run in the middle of a step."""
+        """Abort a request once the engine is free, since a destructor may run during a step."""
         self._abandoned.append(transcript)
         with self._turns.take_if_free() as free:
             if free:
@@ -445,7 +447,7 @@ class LLM:
 
 
 class _Stream(Iterator[StreamUpdate]):
-    """Makes a step for each update; unlike a generator, it notices a close before the first one."""
+    """Runs a step per update; unlike a generator, it notices a close before the first update."""
 
     def __init__(self, llm: LLM, transcript: Transcript) -> None:
         self._llm = llm
@@ -490,7 +492,7 @@ class _Stream(Iterator[StreamUpdate]):
 
 
 def _progress(total: int) -> Any:
-    """A bar on a terminal; imported here because rich costs start-up time."""
+    """A progress bar on a terminal; the import is here because rich is slow to import."""
     if not sys.stderr.isatty():
         return nullcontext()
     from twinphase.engine.loading.progress import GenerateProgress

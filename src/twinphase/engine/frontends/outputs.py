@@ -31,13 +31,13 @@ class CompletionOutput:
 
     Attributes:
         index: always 0.
-        text: without the stop string or stop token that ended it.
+        text: the answer without the stop string or stop token that ended it.
         token_ids: output tokens, the stop token included.
         cumulative_logprob: sum over the output tokens; None unless logprobs were asked for.
-        logprobs: per output token the sampled one and the most likely ones, by token id.
+        logprobs: per output token, the sampled token and the most likely ones, by token id.
         finish_reason: "stop", "length", "abort" or "error"; None while unfinished.
-        stop_reason: the stop string or stop token id that ended the text; None otherwise, so too at
-            end of sequence.
+        stop_reason: the stop string or stop token id that ended the text; None otherwise, also at
+            the end of sequence.
     """
 
     index: int
@@ -54,12 +54,12 @@ class RequestOutput:
     """A request and its answer so far.
 
     Attributes:
-        prompt: the prompt's text, the rendered template of a chat; None if ids were given.
-        outputs: one answer.
+        prompt: the prompt's text, or the rendered chat template; None if token ids were given.
+        outputs: a list of one answer.
         finished: False in a partial result.
         record: the request in numbers and times.
-        prompt_logprobs: per prompt token, as for output tokens; None for the first token, and None
-            as a whole if not asked for.
+        prompt_logprobs: as `logprobs`, per prompt token; None for the first token, and None as a
+            whole if not requested.
     """
 
     prompt: str | None
@@ -76,12 +76,12 @@ class RequestOutput:
 
     @property
     def metrics(self) -> RequestTimeline:
-        """Where the time went."""
+        """The timeline, which shows where the time went."""
         return self.record.timeline
 
     @property
     def counts(self) -> RequestCounts:
-        """The request in numbers; some have attributes of their own."""
+        """The request's counts; some are attributes of this class too."""
         return self.record.counts
 
     @property
@@ -91,22 +91,22 @@ class RequestOutput:
 
     @property
     def error(self) -> str | None:
-        """One line when `finish_reason` is "error"."""
+        """The reason, in one line, if `finish_reason` is "error"."""
         return self.counts.error
 
     @property
     def prefix_miss(self) -> PrefixMiss | None:
-        """Why the prefix cache did not hold more of the prompt; None when it held all it could."""
+        """Why the prefix cache did not hold more of the prompt; None if it held all it could."""
         return self.counts.prefix_miss
 
     @property
     def num_preemptions(self) -> int:
-        """How often the request lost its KV to others; known when it has finished."""
+        """How often the request lost its KV blocks to others; known once it has finished."""
         return self.counts.num_preemptions
 
     @property
     def num_recomputed_tokens(self) -> int:
-        """Tokens computed again after preemptions; known when the request has finished."""
+        """Tokens computed again after preemptions; known once the request has finished."""
         return self.counts.num_recomputed_tokens
 
 
@@ -115,9 +115,9 @@ class StreamUpdate:
     """Changes of a streamed request since its last update.
 
     Attributes:
-        text: text that became certain; often empty during prefill, or inside a character.
-        token_ids, logprobs: of the new output tokens; logprobs only if asked for.
-        text_ends: of the new output tokens, as in `Transcript`.
+        text: new final text; often empty during prefill, or inside a multi-byte character.
+        token_ids, logprobs: the new output tokens; logprobs only if requested.
+        text_ends: as in `Transcript`, for the new output tokens.
         phase: PREFILL until the first token, DECODE from then on.
         num_prefilled: prompt tokens in the KV cache so far, cached ones included.
         finished: True in the last update.
@@ -144,7 +144,7 @@ class StreamUpdate:
 
 
 def plain_logprobs(position: Mapping[int, Logprob] | None) -> dict[str, Any] | None:
-    """One position's log probabilities as in JSON, by token id."""
+    """The log probabilities of one position as JSON, by token id."""
     if position is None:
         return None
     return {str(token_id): asdict(entry) for token_id, entry in position.items()}
@@ -152,22 +152,22 @@ def plain_logprobs(position: Mapping[int, Logprob] | None) -> dict[str, Any] | N
 
 @dataclass
 class Transcript:
-    """The growing answer to one request: takes each step's tokens, gives updates and results.
+    """The growing answer to one request: takes each step's tokens, and makes updates and results.
 
     A front end calls `take` after each step.
 
     Attributes:
-        record: the front end's; the engine's, when the request has ended.
-        prompt: text of the prompt, None if ids were given.
+        record: the front end's record; the engine's, once the request has ended.
+        prompt: text of the prompt; None if token ids were given.
         continues_prompt: the answer continues the prompt's text (no chat template between them).
         keep_special: control tokens that are part of the text, such as those around a tool call.
         num_prefilled: prompt tokens in the KV cache so far, cached ones included.
-        token_ids, text, logprobs: the answer so far; logprobs only if asked for.
+        token_ids, text, logprobs: the answer so far; logprobs only if requested.
         text_ends: for each output token, the position in the text after its last character; beyond
             the text's end while the text may be the beginning of a stop string.
-        prompt_logprobs: of the prompt tokens prefilled so far, from the second one; only if asked
-            for.
-        stop_string: the one that ended the answer.
+        prompt_logprobs: entries of the prompt tokens prefilled so far, from the second token on;
+            only if requested.
+        stop_string: the stop string that ended the answer.
     """
 
     record: RequestRecord
@@ -190,7 +190,7 @@ class Transcript:
 
     def __post_init__(self) -> None:
         params = self.sampling_params
-        # As in vLLM, text of the first `min_tokens` tokens is not searched for stop strings.
+        # As in vLLM, stop strings are not searched in the text of the first `min_tokens` tokens.
         self._searching = params.min_tokens == 0 or not params.stop_strings
         stop = params.stop_strings if self._searching else ()
         self._detokenizer = self._detokenize(stop, self.continues_prompt)
@@ -227,16 +227,16 @@ class Transcript:
         return None if ended_sequence else last
 
     def take(self, update: RequestUpdate) -> bool:
-        """Add the result of a step.
+        """Apply the result of a step.
 
         Returns:
-            Whether a stop string was found: then the front end ends the request with
-            `FinishReason.STOP`. Tokens that come later are ignored.
+            Whether a stop string was found. The front end then ends the request with
+            `FinishReason.STOP`, and later tokens are ignored.
         """
         ended = update.ended
         self.num_prefilled = update.num_prefilled
         if update.prompt_logprobs is not None:
-            # A request that another engine continues may report some entries again.
+            # An engine that continues another engine's request may report some entries again.
             first, entries = update.prompt_logprobs
             self.prompt_logprobs[first - 1 : first - 1 + len(entries)] = entries
         searched = self.stop_string is None
@@ -251,11 +251,11 @@ class Transcript:
         return searched and self.stop_string is not None and ended is None
 
     def take_tokens(self, update: RequestUpdate, stopped: bool) -> None:
-        """Add tokens and their text up to the end of a stop string; `stopped` by the last token."""
+        """Add tokens and text up to a stop string's end; `stopped` if the last is a stop token."""
         for index, token_id in enumerate(update.token_ids, start=1):
             self.token_ids.append(token_id)
             is_stop_token = stopped and index == len(update.token_ids)
-            # A stop token is no part of the text, unless asked for.
+            # A stop token is not part of the text, unless it was requested.
             if not is_stop_token or self.sampling_params.include_stop_str_in_output:
                 self.text += self._detokenizer.append(token_id)
             self.text_ends.append(len(self.text) + self._detokenizer.num_held)
@@ -277,7 +277,7 @@ class Transcript:
 
     @property
     def has_news(self) -> bool:
-        """Whether the next update would hold anything new."""
+        """Whether the next update would contain anything new."""
         return (
             len(self.text) > self._num_chars_given
             or len(self.token_ids) > self.num_tokens_given
@@ -337,7 +337,7 @@ class Transcript:
         )
 
     def _begin_search(self) -> None:
-        """Look for stop strings from here on, once no part of a character is held back."""
+        """Search for stop strings from here on, once no part of a character is held back."""
         if not self._detokenizer.holds_back:
             self._detokenizer = self._detokenize(self.sampling_params.stop_strings, True)
             self._searching = True

@@ -1,7 +1,7 @@
-"""Pairs of texts to compare: a reranker scores each pair, an embedding model its two vectors.
+"""Pairs of texts to compare: a reranker scores each pair, an embedding model compares vectors.
 
-In both cases the engine computes texts, which the callers of this file send to it: a pair is one
-text for a reranker, and two for an embedding model.
+In both cases the callers of this file send texts to the engine: one text per pair for a reranker,
+and two for an embedding model.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class ScoringRequestOutput:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The texts that the engine computes for pairs, and how its reply becomes scores.
+    """The texts that the engine computes for pairs, and the conversion of its reply to scores.
 
     Attributes:
-        texts: token ids of each pair; where the model embeds, of each first text and then of each
-            second one.
-        starts: where the second text of each pair begins, or 0 where the model does not mark it;
-            empty where the model embeds.
+        texts: token ids of each pair; for an embedding model, of all first texts and then of all
+            second texts.
+        starts: position at which the second text of each pair begins, or 0 if the model does not
+            mark it; empty for an embedding model.
         num_firsts: number of first texts; a single one is compared with every second text.
-        is_raw: whether a reranker's score is its head's output, and not the sigmoid of it.
+        is_raw: whether a reranker's score is the output of its head without a sigmoid.
     """
 
     texts: list[list[int]]
@@ -71,10 +71,10 @@ class Pairs:
     def outputs(
         self, replies: Sequence[Sequence[float]], use_activation: bool, ids: Iterator[int]
     ) -> list[ScoringRequestOutput]:
-        """The score of each pair, from the engine's numbers for each text.
+        """The score of each pair, from the engine's reply for each text.
 
-        A reranker's is a probability, or any number where the model or `use_activation` says so; an
-        embedding model's is the cosine, from -1 to 1.
+        A reranker's score is a probability, or any number if the model or `use_activation` says so.
+        An embedding model's score is the cosine, from -1 to 1.
         """
         return [
             ScoringRequestOutput(str(next(ids)), ScoringOutput(score), token_ids)
@@ -104,22 +104,22 @@ def encode_pairs(
     limit: int,
     truncate_prompt_tokens: int | None = None,
 ) -> Pairs:
-    """Pairs of texts, 1 to 1, 1 to N or N to N, as the model reads them.
+    """Encode pairs of texts (1 to 1, 1 to N or N to N) for the model.
 
     Args:
-        text: of the model.
+        text: text side of the model.
         task: "score" or "embed".
-        text_1: a text, which is compared with all of `text_2`, or one for each of them.
-        text_2: a text or several.
-        limit: tokens of the longest pair, or of the longest text where the model embeds.
-        truncate_prompt_tokens: tokens that a pair or text keeps, the longer text of a pair losing
-            its end first (in a decoder's prompt, the document); -1 is `limit`. None truncates
-            nothing.
+        text_1: one text for all of `text_2`, or one for each.
+        text_2: one text or several.
+        limit: maximum tokens of a pair, or of a text for an embedding model.
+        truncate_prompt_tokens: maximum tokens of a pair or text; the end of a pair's longer text is
+            cut first (in a decoder's prompt, of the document). -1 is `limit`; None does not
+            truncate.
 
     Raises:
-        InvalidRequestError: an empty text or one that is not valid Unicode, or numbers of texts
-            that do not match.
-        ContextLengthError: too many tokens; the message names the pair or text.
+        InvalidRequestError: a text is empty or not valid Unicode, or the numbers of texts do not
+            match.
+        ContextLengthError: a pair or text has too many tokens; the message names it.
     """
     first = text_list(text_1, "text_1")
     second = text_list(text_2, "text_2")
@@ -162,7 +162,7 @@ def _prompted(
     max_tokens: int | None,
     cut: int | None,
 ) -> list[int]:
-    """A pair as a decoder is asked about it; control tokens in the texts are plain characters."""
+    """The prompt for a pair in a decoder's template; texts cannot contain control tokens."""
     before, after = (
         tokenizer.encode(part, add_special_tokens=False) for part in (prompt.before, prompt.after)
     )
@@ -179,7 +179,7 @@ def _prompted(
 
 
 def text_list(texts: Any, name: str) -> list[str]:
-    """One text or several, none of them empty; `name` is the argument, for messages.
+    """Check one text or several, all not empty; `name` is the argument's name in messages.
 
     Raises:
         InvalidRequestError: anything else.
@@ -205,7 +205,6 @@ def _check_lengths(texts: Sequence[Sequence[int]], limit: int, kind: str) -> Non
 
 
 def _sigmoid(x: float) -> float:
-    """1 / (1 + exp(-x)), of any x."""
     if x >= 0:
         return 1 / (1 + math.exp(-x))
     return math.exp(x) / (1 + math.exp(x))

@@ -1,7 +1,7 @@
 """`RequestStream`: the answer of one request as it grows, for asyncio code.
 
-Text is made on the reader's side, while the engine's next step runs. For a slow reader, one text
-grows instead of a queue.
+Tokens become text on the reader's side, while the engine's next step runs. If the reader is slow,
+updates are merged instead of queued.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from twinphase.phases.timeline import IntervalKind
 class RequestStream:
     """The answer of one request: an async iterator of `StreamUpdate`.
 
-    Use it in `async for`, or `async with` to end it early. A stream without references left,
-    because its reader left or was cancelled, aborts its request.
+    Use it in `async for`, or in `async with` to end it early. A stream aborts its request when no
+    references to it are left, such as after a cancellation of its reader.
 
     Attributes:
         transcript: text, tokens and record so far.
-        last_step_end: when the step ended that brought the last tokens, seconds; None if the
-            request ended between two steps.
-        last_update: when the last update came, seconds.
-        prefill_began: when the first step with a part of its prompt began, seconds.
+        last_step_end: end of the step that computed the last tokens, seconds; None if the request
+            ended between two steps.
+        last_update: time of the last update, seconds.
+        prefill_began: start of the first step that prefilled a part of the prompt, seconds.
     """
 
     def __init__(
         self, transcript: Transcript, end: Callable[[RequestStream, FinishReason], None]
     ) -> None:
-        """Made by `AsyncEngine.submit`; `end` has the engine end the request."""
+        """`AsyncEngine.submit` makes streams; `end` makes the engine end the request."""
         self.request_id = transcript.request_id
         self.transcript = transcript
         self.loop = asyncio.get_running_loop()
@@ -42,8 +42,8 @@ class RequestStream:
         self.last_update = transcript.record.arrival
         self._end = end
         self._updated = asyncio.Event()
-        self._released = False  # the engine has ended the request, or was asked to
-        self._exhausted = False  # the last update was given
+        self._released = False  # Whether the engine has ended the request, or was asked to.
+        self._exhausted = False  # Whether the last update was returned.
         self._failure: Exception | None = None
 
     def __aiter__(self) -> RequestStream:
@@ -117,14 +117,14 @@ class RequestStream:
             self._end(self, reason)
 
     def _hand_over(self) -> None:
-        """The reader asks for more, so it has handed over what it got before."""
+        """The reader requests the next update, so it has processed the previous one."""
         timeline = self.transcript.timeline
         num_new = self.transcript.num_tokens_given - len(timeline.token_times)
         timeline.hand_over_tokens(num_new, perf_counter())
 
 
 def take_all(items: Iterable[tuple[RequestStream, RequestUpdate]], step: StepStats | None) -> None:
-    """Give each stream its update, on the streams' loop; an error in one spares the others."""
+    """Give each stream its update, on the streams' loop; an error affects one stream only."""
     for stream, update in items:
         try:
             stream.take(update, step)

@@ -1,7 +1,7 @@
 """The text side of a model: its tokenizer and chat template.
 
-Needs only the header of a model file, or the JSON files of a folder, so that a server has it in its
-own process. Not for generated text (`outputs.py`).
+It reads only the header of a model file or the JSON files of a folder, so that a server can have it
+in its own process. `outputs.py` handles generated text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from twinphase.tokenizer.chat_template import ChatTemplate
     from twinphase.tokenizer.prompt_parts import ChatPrompt, Run
 
-# Named with their defaults, too.
+# These values are shown even if they are the defaults.
 SHOWN = ("temperature", "top_p")
 
 
@@ -40,11 +40,12 @@ class EncodedPrompt:
     """A prompt that is ready for the engine.
 
     Attributes:
-        text: None if token ids were given.
-        arrival, tokenized: when the request came, and when its tokens were ready, seconds.
+        text: text of the prompt; None if token ids were given.
+        arrival, tokenized: times of the request's arrival and of the end of its tokenization,
+            seconds.
         is_plain: the answer continues the prompt's text, with no chat template between them.
-        runs: of a chat's tokens by part of the prompt.
-        prediction_token_ids: what the answer is expected to be; a right prediction makes it faster,
+        runs: runs of a chat's tokens by part of the prompt.
+        prediction_token_ids: the expected answer; a correct prediction makes the answer faster,
             never different.
     """
 
@@ -69,13 +70,12 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """The sampling values that hold where a request gives none, by name, and their source.
+    """The default sampling values of requests, by name, and their source.
 
-    What is not in `values` has the default of `SamplingParams`.
+    A parameter that is not in `values` has the default of `SamplingParams`.
 
     Attributes:
-        system: the system message of conversations that have none; None leaves it to the chat
-            template.
+        system: system message of conversations without one; None leaves it to the chat template.
     """
 
     values: dict[str, Any]
@@ -83,7 +83,7 @@ class SamplingDefaults:
     system: str | None = None
 
     def replaced(self, values: Mapping[str, Any], source: str) -> SamplingDefaults:
-        """These with other values for some of them."""
+        """These defaults with some values replaced."""
         own = {name: value for name, value in values.items() if name in SAMPLING_DEFAULTS}
         if not own:
             return self
@@ -105,7 +105,7 @@ class ModelText:
     """A model's tokenizer and chat template; reads only the header and the JSON files.
 
     Attributes:
-        generation: where defaults come from; a front end sets it before the first conversation.
+        generation: source of the defaults; a front end sets it before the first conversation.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -117,16 +117,16 @@ class ModelText:
         """Read the text side of a model by its name or path.
 
         Raises:
-            TwinphaseError: it cannot be found or read.
+            TwinphaseError: the model cannot be found or read.
         """
         return cls(open_model(resolve_model(str(model)), header_only=True))
 
     @cached_property
     def sampling_defaults(self) -> SamplingDefaults:
-        """What holds where a request leaves something out, as `generation` asks for it.
+        """The default sampling values, from the source that `generation` names.
 
         Raises:
-            CheckpointError: a generation_config.json that is not there, or not valid.
+            CheckpointError: generation_config.json is missing or not valid.
         """
         wanted = self.generation
         found: tuple[dict[str, Any], str] = {}, ""
@@ -145,7 +145,7 @@ class ModelText:
 
     @property
     def quantization(self) -> str:
-        """The quantization by the name users know, such as Q4_0."""
+        """The usual name of the quantization, such as Q4_0."""
         return quantization_name(self.checkpoint)
 
     @cached_property
@@ -154,7 +154,7 @@ class ModelText:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """The model's chat template; raw prompts never pay for importing jinja2."""
+        """The model's chat template; raw prompts do not pay for the import of jinja2."""
         from twinphase.tokenizer.chat_template import ChatTemplate
 
         template = ChatTemplate.from_checkpoint(self.checkpoint, self.tokenizer)
@@ -183,7 +183,7 @@ class ModelText:
     def constraint(
         self, params: SamplingParams, prompt_token_ids: Sequence[int]
     ) -> Constraint | None:
-        """What the output of a request must obey; see `make_constraint` and `filtered`."""
+        """The constraint on a request's output; see `make_constraint` and `filtered`."""
         if not params.constrained:
             return None
         from twinphase.sampling.token_filter import filtered
@@ -205,20 +205,20 @@ class ModelText:
         return make_constraint(params, prompt_token_ids, self.grammar_compiler, known)
 
     def encode_plain(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text that is no prompt, without special tokens around it."""
+        """Encode a text that is not a prompt, without special tokens around it."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
     def encode(self, prompt: Prompt, max_tokens: int | None) -> tuple[str | None, list[int]]:
-        """Text of a prompt (None if it came as ids) and its token ids.
+        """The text of a prompt (None if it came as token ids) and its token ids.
 
         Args:
             prompt: text, token ids, or the messages of a conversation.
-            max_tokens: the longest prompt; one that is certain to exceed it is refused before it is
+            max_tokens: maximum length; a prompt that certainly exceeds it is refused before it is
                 encoded.
 
         Raises:
-            InvalidRequestError: an empty prompt, too many tokens, or messages that the model's
-                template refuses.
+            InvalidRequestError: the prompt is empty or too long, or the model's template refuses
+                the messages.
         """
         prompt = plain_prompt(prompt)
         if isinstance(prompt, str):
@@ -226,7 +226,7 @@ class ModelText:
                 raise InvalidRequestError("The prompt is empty.", "Give at least one character.")
             return prompt, self.tokenizer.encode(prompt, max_tokens=max_tokens)
         if is_plain(prompt):
-            return None, list(cast(list[int], prompt))  # the engine checks each id
+            return None, list(cast(list[int], prompt))  # The engine checks each id.
         chat = self.encode_chat(cast(Sequence[Message], prompt), None, {}, max_tokens)
         return chat.text, chat.token_ids
 
@@ -237,7 +237,7 @@ class ModelText:
         variables: Mapping[str, Any],
         max_tokens: int | None,
     ) -> ChatPrompt:
-        """A conversation as the model reads it; see `chat_prompt`."""
+        """Encode a conversation; see `chat_prompt`."""
         from twinphase.tokenizer.prompt_parts import SYSTEM_ROLES, chat_prompt
 
         system = self.sampling_defaults.system

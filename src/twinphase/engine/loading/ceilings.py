@@ -19,7 +19,8 @@ from twinphase.phases.hardware import (
 )
 from twinphase.weights.checkpoint import Checkpoint
 
-# Wait of the owner before the first measurement, and the longest wait before later ones.
+# The owner must be idle this long before the first measurement; it is also the longest wait before
+# later ones.
 IDLE_SECONDS = 3.0
 LONGEST_IDLE_SECONDS = 3600.0
 
@@ -40,7 +41,7 @@ def compute_units(checkpoint: Checkpoint, config: EngineConfig) -> Units:
 
 
 def measured_ceilings(config: EngineConfig) -> Ceilings | None:
-    """The kept ceilings of this machine; None if it was not measured yet."""
+    """The stored ceilings of this machine; None if they were not measured yet."""
     device = device_of(config)
     return load_ceilings(device.threads, device.ceilings) if device.ceilings else None
 
@@ -51,9 +52,10 @@ def measure_ceilings(
     progress: Callable[[float, int], None] = lambda done, total: None,
     started: Callable[[Callable[[], None]], None] = lambda end: None,
 ) -> list[Ceilings]:
-    """Measure the ceilings of this machine, in some seconds per repetition; nothing is stored.
+    """Measure the ceilings of this machine, which takes some seconds per repetition.
 
-    With the cpu backend, `started` is called with a function that ends the measurement at once.
+    Nothing is stored. With the cpu backend, `started` is called with a function that ends the
+    measurement at once.
 
     Raises:
         InvalidRequestError: this processor cannot run `config.isa`.
@@ -71,10 +73,10 @@ def measure_ceilings(
 
 
 def keep_ceilings(known: Ceilings | None, found: Ceilings) -> Ceilings | None:
-    """Keep the better of two ceilings, unless the new measurement was disturbed; returns the kept.
+    """Store and return the better of two ceilings, unless the new measurement was disturbed.
 
     Raises:
-        OSError: they could not be written.
+        OSError: the file could not be written.
     """
     if found.provisional:
         return known
@@ -84,10 +86,10 @@ def keep_ceilings(known: Ceilings | None, found: Ceilings) -> Ceilings | None:
 
 
 class IdleMeasurement:
-    """Measures this machine's ceilings in the background while its owner waits for input.
+    """Measures this machine's ceilings in the background while its owner is idle.
 
-    It begins after some seconds of waiting, and ends at once when the owner gets work. A run
-    that was cut off or disturbed is discarded, and the next one waits longer.
+    A measurement begins after some idle seconds, and ends at once when the owner gets work. An
+    interrupted or disturbed measurement is discarded, and the next one waits longer.
     """
 
     def __init__(
@@ -105,9 +107,9 @@ class IdleMeasurement:
 
     @property
     def is_due(self) -> bool:
-        """Whether ceilings are missing or doubted, and no other engine here would be disturbed.
+        """Whether ceilings are missing or doubted, and a measurement would disturb no other engine.
 
-        Only measurements of the cpu backend can be ended at any moment.
+        Only measurements of the cpu backend can be interrupted.
         """
         return (
             self._config.backend == "cpu"
@@ -116,14 +118,14 @@ class IdleMeasurement:
         )
 
     def begin(self) -> None:
-        """Note that the owner waits from now on."""
+        """Note that the owner is idle from now on."""
         self.interrupt()
         if self.is_due:
             self._stop = threading.Event()
             threading.Thread(target=self._run, args=(self._stop,), daemon=True).start()
 
     def interrupt(self) -> None:
-        """End the measurement, because the owner has work; on return the cores are free."""
+        """End the measurement because the owner has work; the cores are free on return."""
         self._stop.set()
         with self._lock:
             if self._end is not None:

@@ -1,4 +1,4 @@
-"""Loads drafters that compute: a draft model, or the target's multi-token prediction layer."""
+"""Loads draft models and multi-token prediction layers."""
 
 from __future__ import annotations
 
@@ -69,14 +69,15 @@ def open_draft_model(model: str, target: Checkpoint, quantization: str) -> Check
     """Open a model that can draft for `target`.
 
     Args:
-        model: a name or path, as of any model.
+        model: name or path of the draft model.
         target: the model to draft for.
-        quantization: quantization of the target; a folder is quantized in the same way.
+        quantization: quantization of the target, which is applied to a folder of the draft model
+            too.
 
     Raises:
-        InvalidRequestError: it has recurrent layers, or its vocabulary is another one; the message
+        InvalidRequestError: the model has recurrent layers, or another vocabulary; the message
             names the first token that differs.
-        TwinphaseError: as for any model.
+        TwinphaseError: the model cannot be found or read.
     """
     path = resolve_model(model)
     checkpoint = open_model(path, quantization=quantization if path.is_dir() else "none")
@@ -99,7 +100,7 @@ def open_draft_model(model: str, target: Checkpoint, quantization: str) -> Check
 
 
 def draft_config(target: EngineConfig, model: Checkpoint) -> EngineConfig:
-    """The configuration of a draft model's engine, from the resolved one of its target."""
+    """The configuration of a draft model's engine, derived from its target's resolved one."""
     context = read_blueprint(model).context_length
     return replace(
         target,
@@ -112,9 +113,9 @@ def draft_config(target: EngineConfig, model: Checkpoint) -> EngineConfig:
 
 
 def make_draft_model(draft: Engine, target: Engine, num_speculative_tokens: int) -> DraftModel:
-    """The draft model that an engine of `draft_config` computes.
+    """Make a draft model from an engine with a `draft_config`.
 
-    It drafts up to `num_speculative_tokens` tokens of a request in a step of `target`.
+    It drafts up to `num_speculative_tokens` tokens per request and step of `target`.
     """
     eos_token_ids = target.scheduler.eos_token_ids
     if isinstance(draft.executor, Runner):
@@ -133,7 +134,7 @@ def make_draft_model(draft: Engine, target: Engine, num_speculative_tokens: int)
 
 
 def add_draft_model(target: Engine, draft: Engine, num_speculative_tokens: int) -> None:
-    """Let one engine's model draft for another engine, which speculates already."""
+    """Make one engine's model draft for another engine that already speculates."""
     if not isinstance(target.drafter, Speculator):
         raise TypeError("the engine has no speculator")
     model = make_draft_model(draft, target, num_speculative_tokens)

@@ -1,4 +1,4 @@
-"""Loads a model by name, and makes an engine for it that is ready."""
+"""Loads a model by name and makes a warm engine for it."""
 
 from __future__ import annotations
 
@@ -61,9 +61,8 @@ class LoadedEngine:
 
     Attributes:
         config: configuration as resolved for this model.
-        ranks: the processes that compute it, if there are several.
-        warm_timeline: timeline of the request that `warm_up` computed alone on a warm engine; None
-            before.
+        ranks: the processes that compute the model, if there are several.
+        warm_timeline: timeline of the request that `warm_up` computed alone; None before `warm_up`.
     """
 
     warm_timeline: RequestTimeline | None = None
@@ -140,10 +139,10 @@ class LoadedEngine:
         return self.text.encode(prompt, self.config.max_model_len)
 
     def warm_up(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Compute made-up requests: some to touch the memory, and one that `warm_timeline` times.
+        """Compute made-up requests: the first ones touch the memory, and the last one is timed.
 
-        The first are short ones of several lengths, so that the cost model separates the fixed time
-        of a step from that of its tokens.
+        The first requests are short and of several lengths, so that the cost model can separate the
+        fixed time of a step from the time per token. `warm_timeline` is that of the last request.
         """
         for part in WARM_UP_PROMPT_DIVISORS:
             self._compute(f"touch-{part}", num_prompt_tokens // part, 2)
@@ -183,7 +182,7 @@ class LoadedEngine:
         return None if known is None or known.provisional else known
 
     def doubt_ceilings(self, timeline: RequestTimeline) -> None:
-        """Mark the kept ceilings provisional if a request was faster than they allow."""
+        """Mark the stored ceilings provisional if a request was faster than they allow."""
         kept = self._final_ceilings
         if (
             kept
@@ -198,7 +197,7 @@ class LoadedEngine:
     def settle_pace(self) -> Pace | None:
         """The pace from now on and its predicted cost; None while too few steps were measured.
 
-        With the SLO "auto" it is chosen here.
+        With the SLO "auto", this function chooses the pace.
         """
         if not self.engine.cost_model.knows_both_phases:
             return None
@@ -206,10 +205,9 @@ class LoadedEngine:
         return self._pacing.predict(self.choose_pace() if auto else Pace(self.config.slo_seconds))
 
     def choose_pace(self) -> Pace:
-        """Choose the pace by the steps measured so far, and keep the median of the last choices.
+        """Choose the pace from the steps measured so far: the median of the last choices.
 
-        A machine that was busy for a while, at the start or later, then affects one or two choices
-        only.
+        If the machine is busy for a while, only one or two choices are affected.
         """
         self._paces.append(self._pacing.choose())
         pace = sorted(self._paces, key=lambda one: one.slo_seconds or 0.0)[
@@ -254,7 +252,7 @@ class LoadedEngine:
 def make_backend(
     config: EngineConfig, compile_progress: Callable[[float, int, str], None] | None = None
 ) -> Backend:
-    """The configured backend, imported here: the others cost start-up time or an extra."""
+    """Make the configured backend; imported here because other backends need time or an extra."""
     if config.backend != "cpu" and config.kv_cache_dtype != "auto":
         raise InvalidRequestError(
             f"kv_cache_dtype is {config.kv_cache_dtype!r} with the {config.backend} backend.",
@@ -270,7 +268,7 @@ def make_backend(
 
         eager = (
             config.enforce_eager or config.tensor_parallel_size > 1
-        )  # Collectives cannot be captured yet.
+        )  # Collectives cannot be captured in a CUDA graph yet.
         return open_backend(
             config.device, config.dtype, config.rank_threads, eager, config.dequantize
         )
@@ -295,7 +293,7 @@ def make_engine(
     eos_token_ids: frozenset[int],
     heads: HiddenStateProposer | None = None,
 ) -> Engine:
-    """Allocate the KV cache of a `backend` that has `model`, and put an engine together.
+    """Allocate the KV cache of a `backend` that holds `model`, and assemble an engine.
 
     `config` is resolved.
     """
@@ -322,7 +320,7 @@ def make_engine(
 
 
 def allocate_kv_cache(backend: Backend, blueprint: Blueprint, config: EngineConfig) -> None:
-    """Give a `backend` the KV cache of a resolved configuration."""
+    """Allocate the KV cache of a resolved configuration on `backend`."""
     if config.num_kv_blocks is None:
         raise ValueError("the configuration is not resolved")
     spec = KVCacheSpec.of(blueprint, config.num_kv_blocks, config.block_size)
@@ -338,7 +336,7 @@ def _step_log(
     if config.trace_file is None:
         return None
     try:
-        # Open as long as the engine lives.
+        # The file stays open as long as the engine exists.
         file = open(config.trace_file, "w", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
         raise StorageError(

@@ -25,7 +25,7 @@ def token_rates(records: deque[StepRecord]) -> tuple[float, float]:
 
 
 class GenerateProgress:
-    """A bar on stderr while its `with` block runs; nothing where stderr is no terminal."""
+    """A bar on stderr within its `with` block; it shows nothing if stderr is not a terminal."""
 
     def __init__(self, total: int, console: Console | None = None) -> None:
         console = console or Console(stderr=True)

@@ -1,6 +1,6 @@
 """The engine's own process: `python -m twinphase.engine.process.child FD` (`ProcessHost`).
 
-Exchanges messages over the socket it was given. Ends on `Stop`, or when the connection breaks.
+It exchanges messages over the socket FD, and ends on `Stop` or when the connection breaks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROGRESS_SECONDS = 0.1
 
 
 class Link:
-    """The engine's end of a connection: messages in and out, sent from any thread."""
+    """The engine's end of a connection; any thread may send."""
 
     def __init__(self, link: Stream) -> None:
         self._socket = link
@@ -45,7 +45,7 @@ class Link:
         self.is_broken = False
 
     def send(self, message: FromEngine) -> None:
-        """Send a message; does nothing once the connection is broken."""
+        """Send a message; ignored once the connection is broken."""
         data = encode(message)
         with self._sending:
             if not self.is_broken:
@@ -55,9 +55,9 @@ class Link:
                     self.is_broken = True
 
     def next(self) -> ToEngine | None:
-        """The next message; None when the connection is broken.
+        """The next message; None once the connection is broken.
 
-        Pings are answered here, independent of the loop.
+        Pings are answered here, even while the loop is in a step.
         """
         while True:
             while self._backlog:
@@ -102,7 +102,7 @@ def main(descriptor: int, open_port: OpenPort | None = None) -> int:
         return error.exit_code
     try:
         serve(loaded, link, lambda: os._exit(0), open_port)
-    except EngineDeadError as error:  # One of its ranks has died.
+    except EngineDeadError as error:  # One of the ranks has died.
         link.send(refusal(None, error))
         return error.exit_code
     return 0
@@ -130,7 +130,7 @@ def serve(
     loop, facts = make_loop(loaded, link.send)
     if isinstance(loop, EngineLoop):
         loop.idle = IdleMeasurement(loaded.config)
-    # A block without a snapshot of the recurrent layers' state is of no use elsewhere.
+    # A block without a snapshot of the recurrent layers' state is useless to another engine.
     if open_port is not None and isinstance(loop, EngineLoop) and not loaded.config.num_state_slots:
         facts = structs.replace(facts, kv_addresses=open_port(loop, link.send))
     link.send(facts)
@@ -146,7 +146,7 @@ def serve(
 
 
 def load(wanted: Load, send: Callable[[FromEngine], None]) -> LoadedEngine | LoadedEmbedder:
-    """Load a model and warm up; `send` gets the progress."""
+    """Load a model and warm it up; `send` gets the progress."""
     from twinphase.engine.embedding.embedder import LoadedEmbedder
     from twinphase.engine.embedding.embedder import load as load_model
 
@@ -171,7 +171,7 @@ def load(wanted: Load, send: Callable[[FromEngine], None]) -> LoadedEngine | Loa
         return loaded
     send(Loading("warming up"))
     loaded.warm_up(WARM_UP_PROMPT, WARM_UP_TOKENS)
-    # Made now, since the first grammar would delay other requests' decodes.
+    # Compiling starts now, because the first grammar would delay other requests' decodes.
     _ = loaded.text.grammar_compiler
     return loaded
 

@@ -39,7 +39,7 @@ from twinphase.errors import EngineDeadError, TwinphaseError
 
 FIRST_RETRY_SECONDS = 0.1
 MAX_RETRY_SECONDS = 30.0
-# An engine that dies after a longer uptime is restarted with the shortest delay again.
+# An engine that ran longer than this is restarted with the shortest delay again.
 HEALTHY_UPTIME_SECONDS = 60.0
 CLOSE_TIMEOUT_SECONDS = 10.0
 PING_INTERVAL_SECONDS = 0.25
@@ -53,11 +53,12 @@ class Host(Protocol):
 
     Attributes:
         task: what the model does: "generate" text, "embed" texts, or "score" pairs of them.
-        is_running: the engine takes messages.
+        is_running: whether the engine takes messages.
         num_restarts: number of restarts so far.
-        last_death: why the last restart was needed.
-        failure: why the model was refused at the first start; None if it was not.
-        totals_last: totals in `StepStats` continue after a restart instead of starting at zero.
+        last_death: cause of the last restart.
+        failure: reason for refusing the model at the first start; None if it was accepted.
+        totals_last: whether totals in `StepStats` continue after a restart instead of restarting at
+            0.
     """
 
     text: ModelText
@@ -79,27 +80,27 @@ class Host(Protocol):
     def totals_last(self) -> bool: ...
 
     def start(self, receive: Receive, died: Died) -> None:
-        """Begin; both functions may be called from any thread, `died` once for each death."""
+        """Start; any thread may call both functions, and `died` is called once per death."""
 
     def put(self, message: ToEngine) -> None:
         """Send a message.
 
         Raises:
-            EngineDeadError: the engine takes none, or this is a forked child.
+            EngineDeadError: the engine takes no messages, or this is a forked child.
         """
 
     def kill(self) -> None:
-        """End an engine that does not answer, so that it is started again, where possible."""
+        """Kill an engine that does not answer; it is restarted if that is possible."""
 
     def workers(self) -> list[WorkerStatus]:
         """The engines behind a router; empty for a host of one engine."""
 
     def close(self) -> None:
-        """End the engine after the step it is in."""
+        """End the engine after its present step."""
 
 
 class ThreadHost:
-    """A loaded engine in a thread of this process, which ends with it."""
+    """A loaded engine in a thread of this process; it ends with the process."""
 
     num_restarts = 0
     last_death: EngineDeadError | None = None
@@ -107,7 +108,7 @@ class ThreadHost:
     totals_last = False
 
     def __init__(self, loaded: Any) -> None:
-        """Start with a `LoadedEngine` or `LoadedEmbedder`, which the thread owns from now on."""
+        """Start a `LoadedEngine` or `LoadedEmbedder`, which belongs to the thread from now on."""
         self.loaded = loaded
         self.text: ModelText = loaded.text
         self.task: str = loaded.task
@@ -130,7 +131,7 @@ class ThreadHost:
         self._loop.put(message)
 
     def kill(self) -> None:
-        """A thread cannot be ended from outside."""
+        """Do nothing: a thread cannot be killed."""
 
     def workers(self) -> list[WorkerStatus]:
         return []
@@ -163,14 +164,14 @@ class ThreadHost:
 
 
 class LinkHost:
-    """An engine at the other end of a connection, which is made again whenever it breaks.
+    """An engine at the other end of a connection, which is made again when it breaks.
 
-    Used from one event loop.
+    Only one event loop may use it.
 
     Attributes:
         where: the machine that the engine runs on.
         pid: id of the engine's process, if it is known.
-        failure: the refusal of the model, or of this host, at the first start, which is final.
+        failure: the refusal of the model or of this host at the first start, which is final.
         waits_for: the reason why the engine cannot be reached at present.
         is_sought: whether to connect again when the connection breaks.
     """
@@ -226,28 +227,28 @@ class LinkHost:
         return []
 
     def kill(self) -> None:
-        """End a connection that does not answer; it is made again."""
+        """Close a connection that does not answer; it is made again."""
         if self._writer is not None:
             self._writer.abort()
 
     def close(self) -> None:
-        """Ask the engine to end after its step."""
+        """Ask the engine to end after its present step."""
         if not self._own_process.is_here:
             return
         self._closing = True
         self.is_running = False
         if self._writer is not None and not self._writer.is_closing():
-            # The engine may end at this very moment, and the loop, in another thread, close the
+            # The engine may end at this moment, and the loop, in another thread, close the
             # transport.
             with suppress(OSError, AttributeError, RuntimeError):
                 self._writer.write(self._seal(encode(Stop())))
 
     async def _open(self) -> socket.socket:
-        """A connection to the engine, whose first message is `_load_message`."""
+        """Connect to the engine; the first message is `_load_message`."""
         raise NotImplementedError
 
     def _end(self) -> str:
-        """Make sure that the engine has ended after its connection did; returns how it ended."""
+        """Make sure that the engine ended after its connection did; return how it ended."""
         raise NotImplementedError
 
     def _load_message(self) -> Load:
@@ -261,7 +262,7 @@ class LinkHost:
         """Decode bytes from the connection to the bytes of messages.
 
         Raises:
-            OSError: they were changed on the way.
+            OSError: the bytes were changed on the way.
         """
         return data
 
@@ -278,13 +279,13 @@ class LinkHost:
         try:
             link = await self._open()
         except OSError as error:
-            # Descriptors, memory or the worker are missing now and may be there later.
+            # Descriptors, memory or the worker are missing now, but may be available later.
             self.waits_for = f"{self.where}: {error.strerror or error}"
             self._receive(Loading(f"waiting to start ({error.strerror or error})"))
             self._connect_later()
             return
         except TwinphaseError as error:
-            # No retry: it would be refused again.
+            # There is no retry, since it would be refused again.
             self.failure = Refused(None, type(error).__name__, error.cause, error.fix)
             self._receive(self.failure)
             return
@@ -301,7 +302,7 @@ class LinkHost:
         self._delay = min(2 * self._delay, MAX_RETRY_SECONDS)
 
     async def _beat(self, writer: asyncio.WriteTransport, silence: float) -> None:
-        """Ping the engine, and end it if it stays silent; pauses of this process do not count."""
+        """Ping the engine, and kill it if it stays silent; pauses of this process do not count."""
         self._heard = time.monotonic()
         while self._writer is writer:
             writer.write(self._seal(encode(Ping(time.perf_counter()))))
@@ -330,7 +331,6 @@ class LinkHost:
         self._receive(message)
 
     def lost(self) -> None:
-        """The connection has ended."""
         self.is_running = False
         self._writer = None
         if self._closing:
@@ -352,7 +352,7 @@ class LinkHost:
 
 
 class ProcessHost(LinkHost):
-    """An engine in a process of its own, started again whenever it dies."""
+    """An engine in its own process, restarted when it dies."""
 
     module = "twinphase.engine.process.child"
     _process: subprocess.Popen[bytes] | None = None
@@ -362,18 +362,18 @@ class ProcessHost(LinkHost):
         return self._process.pid if self._process else None
 
     def kill(self) -> None:
-        """End a process that no longer answers; it is started again."""
+        """Kill a process that no longer answers; it is restarted."""
         if self._process is not None:
             self._process.kill()
 
     def close(self) -> None:
-        """Ask the process to end after its step, and make sure that it does."""
+        """Ask the process to end after its present step, and make sure that it does."""
         process = self._process
         super().close()
         if process is None or not self._own_process.is_here:
             return
         if not self._was_ready:
-            process.kill()  # The process reads no message before it has loaded.
+            process.kill()  # The process reads no messages before it has loaded.
         try:
             process.wait(CLOSE_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -397,7 +397,7 @@ class ProcessHost(LinkHost):
         return f"The engine's process {how_it_ended(process)}"
 
     def _load_message(self) -> Load:
-        """Each process has its own step log: the first under the given name, the next numbered."""
+        """The message with this process's step log; each process after the first adds a number."""
         config = self._config
         if config.trace_file and self.num_restarts:
             config = replace(config, trace_file=f"{config.trace_file}.{self.num_restarts}")
@@ -413,7 +413,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 class _Link(asyncio.Protocol):
-    """Cuts the stream of bytes into messages."""
+    """Splits the byte stream into messages."""
 
     def __init__(self, host: LinkHost) -> None:
         self._host = host
